@@ -1,8 +1,8 @@
 """Composes, validates, freezes and loads the configuration.
 
-Hydra composes ``conf/`` and the overrides once, in the process that the user starts (``compose``).  The result is
-validated by the models of ``config`` and frozen as canonical JSON (``freeze``).  Other processes receive that JSON and
-its sha256, check the hash and validate with the same models (``load``)."""
+Hydra composes ``conf/`` and the overrides once, in the process that the user starts (``compose``).  The models in
+``config`` validate the result, and ``freeze`` writes the result as canonical JSON.  Other processes receive this JSON
+and its sha256, check the hash and validate with the same models (``load``)."""
 
 import difflib
 import hashlib
@@ -18,18 +18,18 @@ from pydantic.fields import FieldInfo
 from cuda_agent.config import RENAMED, WHERE_JUDGED, Config
 from cuda_agent.errors import ConfigError
 
-# Keys that change where or how fast a stage computes, and not its result: they are left out of its cache key.
+# Keys that change where or how fast a stage computes, but not its result: cache keys leave them out.
 _NOT_IN_KEYS: dict[str, Any] = {
     "sandbox": set(WHERE_JUDGED),
     "policy": {"vllm": {"servers"}},
     "ray": {"address", "trainers", "trainer_cpus", "trainer_gpus", "worker_cpus", "worker_gpus"},
     "training": True,
 }
-_ONLY_IN_TRAINING = ("max_off_policy_steps", "oversample")  # of ``ray``
+_ONLY_IN_TRAINING = ("max_off_policy_steps", "oversample")  # keys of ``ray`` that only training stages read
 
 
 def conf_folder() -> Path:
-    """``conf/`` of the installed wheel, or of the repository."""
+    """Returns the folder ``conf/`` of the installed wheel, or of the repository."""
     package = Path(__file__).parent
     inside = package / "conf"
     return inside if (inside / "config.yaml").exists() else package.parent / "conf"
@@ -39,7 +39,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
     """Composes ``conf/`` and the overrides, and validates the result.
 
     Args:
-        overrides: in Hydra's grammar, such as ``experiment=demo`` and ``critic.lr=1e-4``.
+        overrides: Overrides in Hydra's grammar, such as ``experiment=demo`` and ``critic.lr=1e-4``.
 
     Raises:
         ConfigError: An override cannot be parsed, or names an unknown key or a value out of range."""
@@ -64,7 +64,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
 
 
 def validate(values: Any) -> Config:
-    """The configuration with these values; keys that are missing take their defaults.
+    """Returns the configuration with these values; missing keys take their defaults.
 
     Raises:
         ConfigError: A key or a value is wrong; the message has one line per mistake."""
@@ -76,13 +76,13 @@ def validate(values: Any) -> Config:
 
 
 def freeze(config: Config) -> tuple[str, str]:
-    """The canonical JSON of the whole configuration, defaults included, and its sha256."""
+    """Returns the canonical JSON of the whole configuration, defaults included, and the sha256 of this JSON."""
     text = json.dumps(config.model_dump(mode="json"), sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text, hashlib.sha256(text.encode()).hexdigest()
 
 
 def load(text: str, sha256: str) -> Config:
-    """The inverse of ``freeze``, in another process.
+    """Returns the configuration that ``freeze`` wrote, in another process.
 
     Raises:
         ConfigError: The text does not have this sha256, or does not validate."""
@@ -93,10 +93,10 @@ def load(text: str, sha256: str) -> Config:
 
 
 def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
-    """The part of the configuration that decides the result of a stage, as JSON values.
+    """Returns the part of the configuration that decides the result of a stage, as JSON values.
 
-    It holds the seed and the named sections.  Addresses, resources and the section ``training`` are left out, ``ray``
-    also with ``runtime=local``, and the keys of ``ray`` about training in stages that do not train."""
+    This part is the seed and the named sections.  Addresses, resources and the section ``training`` are left out.  With
+    ``runtime=local`` all of ``ray`` is left out; in a stage that does not train, the keys of ``ray`` about training."""
     whole = config.model_dump(mode="json", exclude=_NOT_IN_KEYS)
     if "training" not in sections:
         whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in _ONLY_IN_TRAINING}
@@ -106,7 +106,7 @@ def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
 
 
 def restricted(config: Config, sections: Sequence[str]) -> Config:
-    """The configuration with the seed and the named sections only: reading another section raises AttributeError.
+    """Returns a copy of the configuration in which only the seed and the named sections can be read.
 
     A stage gets this copy, so that it cannot depend on a section that is not part of its cache key."""
     part = config.model_copy()
@@ -117,7 +117,7 @@ def restricted(config: Config, sections: Sequence[str]) -> Config:
 
 
 def key_paths() -> dict[str, FieldInfo]:
-    """Dotted path -> field of every key that a user can set, sections included."""
+    """Returns every key that a user can set, sections included: dotted path -> field."""
 
     def walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
         for name, info in model.model_fields.items():
@@ -129,7 +129,7 @@ def key_paths() -> dict[str, FieldInfo]:
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Dotted path -> value of every leaf: the parameters of a run in MLflow."""
+    """Returns the value of every key that is not a section: dotted path -> value.  MLflow shows these as parameters."""
 
     def walk(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for name, value in values.items():
@@ -157,10 +157,7 @@ def parse_override(text: str) -> Any:
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Refuses unknown keys.  Hydra would refuse them too, but its message names neither the path nor the nearest key.
-
-    Raises:
-        ConfigError: An override cannot be parsed, sweeps, or names an unknown key or experiment."""
+    """Refuses unknown keys.  Unlike Hydra's own message, this one names the path and the nearest key."""
     known = key_paths()
     for text in overrides:
         override = parse_override(text)
@@ -180,7 +177,6 @@ def _check_overrides(overrides: Sequence[str]) -> None:
 
 
 def _explain(problem: Any) -> str:
-    """The message for one mistake found by pydantic: full path, expected value, nearest right name."""
     known = key_paths()
     parts = [str(part) for part in problem["loc"]]
     path = ".".join(parts)
@@ -189,7 +185,7 @@ def _explain(problem: Any) -> str:
     while parts and ".".join(parts) not in known:
         parts.pop()
     key = ".".join(parts)
-    if problem["type"] == "value_error":  # raised by a validator of ``config``, about more than one key
+    if problem["type"] == "value_error":  # raised by a validator in ``config`` that compares several keys
         return f"{key}: {problem['ctx']['error']}" if key else str(problem["ctx"]["error"])
     info = known[key]
     line = f"{key}: expected {_type_words(info.annotation, [*info.metadata])}, got {problem['input']!r}."
@@ -197,7 +193,7 @@ def _explain(problem: Any) -> str:
 
 
 def _type_words(annotation: Any, metadata: list[Any]) -> str:
-    """``Annotated[float, Field(gt=0, lt=1)]`` -> "a number > 0, < 1"."""
+    """Describes a type in words: ``Annotated[float, Field(gt=0, lt=1)]`` gives "a number > 0 and < 1"."""
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
         return _type_words(inner, [*more, *metadata])
@@ -218,10 +214,10 @@ def _type_words(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _nearest(name: str, choices: Sequence[str]) -> str:
-    """The end of an error message: the nearest right name.
+    """Returns the end of an error message, which names the nearest right name.
 
-    Tries, in this order: the new name of a renamed key, a path that is almost equal, keys of other sections with the
-    same last part, keys with a similar last part, and paths that are less similar."""
+    The candidates, in this order: the new name of a renamed key, a path that is almost equal, keys of other sections
+    with the same last part, keys with a similar last part, and paths that are less similar."""
     if name in RENAMED:
         return f" It is called {RENAMED[name]} now."
     tails = {choice: choice.rsplit(".", 1)[-1] for choice in choices}

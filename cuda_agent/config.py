@@ -1,8 +1,8 @@
-"""The schema of record for everything a user can set.
+"""The schema of all that a user can set.
 
 The models below refuse unknown keys and values out of range.  ``compose`` builds a ``Config`` from ``conf/`` and the
-overrides, freezes it as canonical JSON and loads it in other processes.  A value never names code to be run, and
-secrets are given as names of environment variables."""
+overrides, freezes it as canonical JSON and loads it in other processes.  No value names code to run.  A secret is given
+as the name of an environment variable."""
 
 import re
 from typing import Annotated, Literal
@@ -15,11 +15,10 @@ Positive = Annotated[int, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
-
 # Keys of ``sandbox`` that say where a solution is judged; the verdict does not depend on them.
 WHERE_JUDGED = ("servers", "token_env", "token_file")
 
-# Old names of keys, and the new ones.
+# The old names of renamed keys -> their new names.
 RENAMED = {
     "sandbox.lane": "sandbox.format",
     "training.ranks": "training.num_processes",
@@ -36,10 +35,8 @@ for _stage in ("warmup", "agentic"):
         f"{_stage}.batch_tokens": "training.microbatch_tokens",
     }
 
-SERVED_RANK = 64  # largest adapter rank that the vLLM servers started here accept
-
-
-_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # of a run or a sweep
+SERVED_RANK = 64  # largest adapter rank that the vLLM servers of a stage accept
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # the form of the name of a run or a sweep
 
 
 class Section(BaseModel):
@@ -59,7 +56,7 @@ Addresses = Annotated[list[str], AfterValidator(_addresses)]
 
 
 class RunConfig(Section):
-    """Where a run is stored and tracked.  Only the executor reads it, so that a change invalidates no cached result."""
+    """The place where a run is stored and tracked.  Only the executor reads this section, no stage does."""
 
     pipeline: str = Field("cuda-agent", description="name of the MLflow experiment")
     name: str | None = Field(None, pattern=_NAME, description="name of the run; default: the date")
@@ -77,6 +74,7 @@ class SandboxConfig(Section):
     threads: Positive = Field(2, description="threads of a candidate and of its baselines (cpu)")
     checks: Positive = Field(5, description="inputs a candidate is checked on in quick mode")
     tolerance: float = Field(1e-2, gt=0, description="absolute and relative tolerance of a check")
+    train_mode: bool = Field(False, description="models stay in train(), as KernelBench runs them")
     timed_calls: Positive = Field(12, description="most timed calls of a candidate in quick mode")
     build_seconds: float = Field(20.0, gt=0, description="limit for one build")
     first_pass_seconds: float = Field(180.0, gt=0, description="limit for compilation inside a Python solution")
@@ -115,7 +113,7 @@ class Synthesis(Section):
 
 
 class Vllm(Section):
-    """The servers of ``policy.engine=vllm``."""
+    """The vLLM servers of ``policy.engine=vllm``."""
 
     servers: Addresses = Field(default=[], description="addresses of running vLLM servers; none: the stage starts some")
     replicas: Positive = Field(1, description="servers that a stage starts")
@@ -156,7 +154,7 @@ class PolicyConfig(Section):
 
 
 class Lora(Section):
-    """Adapters of low rank instead of all weights, for policy and critic.  ``bootstrap`` trains all weights."""
+    """Low-rank adapters, trained instead of all weights, for policy and critic.  ``bootstrap`` trains all weights."""
 
     rank: int = Field(0, ge=0, description="rank of the adapters that are trained; 0: all weights are trained")
     alpha: float = Field(32.0, gt=0, description="an adapter's change is scaled by alpha / rank")
@@ -168,8 +166,8 @@ class Lora(Section):
 
 
 class Training(Section):
-    """How the training stages compute.  The result is the same up to rounding: these keys are not part of a cache key,
-    and an interrupted run can be resumed with other values."""
+    """The way in which training stages compute.  The result is the same up to rounding.  So these keys are not part of
+    a cache key, and an interrupted run can be resumed with other values."""
 
     checkpointing: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -198,7 +196,7 @@ class Bootstrap(Section):
 
 
 class Ppo(Section):
-    """Policy optimization with PPO's clipped loss (paper, section 3.3).  ``warmup`` and ``agentic`` each have one."""
+    """Policy optimization with PPO's clipped loss (paper, section 3.3), for ``warmup`` and for ``agentic``."""
 
     reward: Literal["ladder", "speedup"] = Field(
         "ladder",
@@ -281,8 +279,8 @@ class EvaluateConfig(Section):
 
 
 class Ray(Section):
-    """Actors of ``runtime=ray``: rollout workers, each with an engine and a sandbox, and in the PPO stages one trainer,
-    whose processes may be spread over several machines."""
+    """The actors of ``runtime=ray``: rollout workers, each with an engine and a sandbox, and one trainer in the PPO
+    stages. The trainer's processes may be spread over several machines."""
 
     address: str | None = Field(
         None,

@@ -1,5 +1,4 @@
-"""The hardware of this machine: its processor, which builds and times depend on, and its GPUs; and processes that end
-with their parent."""
+"""The hardware of this machine (processor and GPUs), and a way to end a process together with its parent."""
 
 import contextlib
 import ctypes
@@ -15,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def processor() -> str:
-    """A digest of the processor's model and features, which ``-march=native`` and times depend on."""
+    """Returns a digest of the processor's model and features, which ``-march=native`` and times depend on."""
     if not (found := processor_facts()):
         return platform.machine()
     wanted = ("model name", "flags", "Features", "CPU part")
@@ -23,7 +22,7 @@ def processor() -> str:
 
 
 def processor_facts() -> dict[str, str]:
-    """What the kernel says of the first processor, such as its ``model name``; empty where it says nothing."""
+    """Returns the facts in ``/proc/cpuinfo`` about the first processor, such as ``model name``; empty without it."""
     with contextlib.suppress(OSError):
         pairs = (line.partition(":") for line in reversed(Path("/proc/cpuinfo").read_text().splitlines()))
         return {name.strip(): fact.strip() for name, colon, fact in pairs if colon}
@@ -31,14 +30,13 @@ def processor_facts() -> dict[str, str]:
 
 
 def gpus() -> int:
-    """The number of GPUs that this process may use."""
     import torch
 
     return torch.cuda.device_count()
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """SIGKILL for this process when its parent ends; at once when ``parent``, if given, ended already."""
+    """Makes the kernel kill this process when its parent ends.  Exits at once if ``parent`` has ended already."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent not in (None, os.getppid()):
         os._exit(EXIT_RETRY)

@@ -1,7 +1,7 @@
-"""The calls of MLflow that the mirror needs: find the runs, create one, add entries.
+"""The calls of MLflow that this package needs: find runs, create a run, add entries, read artifacts.
 
-``Rest`` speaks to a server directly, because importing MLflow's client takes a pod longer than most stages of a small
-run.  ``Library`` uses that client for a database."""
+``Rest`` speaks HTTP to a server, without MLflow's client: in a pod, importing this client takes longer than most stages
+of a small run.  ``Library`` uses the client, for a database."""
 
 import logging
 import os
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 Point = tuple[str, float, int]  # key, value, step
-_SECONDS = 10.0  # for one request
-_NAMES, _POINTS = 90, 800  # per request; MLflow takes 100, 1000 and 1000
+_SECONDS = 10.0  # limit for one request
+_NAMES, _POINTS = 90, 800  # most per request; MLflow allows 100 params or tags and 1000 metrics
 
 
 @dataclass
 class MlflowEntry:
-    """The known content of one MLflow run."""
+    """The content of one MLflow run, as far as this process knows it."""
 
     run_id: str
     params: set[str] = field(default_factory=set)
@@ -30,13 +30,12 @@ class MlflowEntry:
 
 
 def connect(uri: str) -> "Api":
-    """A connection to a server (``http://``, ``https://``), or to another store of MLflow (``sqlite:///``)."""
+    """Returns a connection to a server (``http://``, ``https://``), or to another store of MLflow (``sqlite:///``)."""
     return Rest(uri) if uri.startswith(("http://", "https://")) else Library(uri)
 
 
 class Rest:
-    """A server, over its HTTP interface.  Credentials are in MLflow's environment variables.  Every method passes on
-    the errors of the connection."""
+    """A connection to a server over HTTP.  Credentials are in MLflow's environment.  Errors are not caught."""
 
     def __init__(self, uri: str, seconds: float = _SECONDS) -> None:
         import httpx
@@ -55,7 +54,7 @@ class Rest:
         self._artifact_uris: dict[str, str] = {}  # run -> artifact address
 
     def experiment(self, name: str, artifacts: str | None) -> str:
-        """The id of the experiment, created if absent with artifacts at that address."""
+        """Returns the id of the experiment.  Creates an absent one, which keeps its artifacts at ``artifacts``."""
         response = self._client.get("mlflow/experiments/get-by-name", params={"experiment_name": name})
         if response.status_code != 404:
             return str(response.raise_for_status().json()["experiment"]["experiment_id"])
@@ -63,12 +62,11 @@ class Rest:
         return str(self._post("experiments/create", {"name": name, **place})["experiment_id"])
 
     def experiments(self) -> list[str]:
-        """The ids of all experiments."""
         found = self._post("experiments/search", {"max_results": 1000}).get("experiments", [])
         return [item["experiment_id"] for item in found]
 
     def find(self, experiments: Sequence[str], tag: str, value: str) -> list[MlflowEntry]:
-        """The runs with this tag, newest first; their metrics are all ``unread``."""
+        """Returns the runs with this tag, newest first.  All their metrics are ``unread``."""
         query = {"experiment_ids": experiments, "filter": f"tags.`{tag}` = '{value}'", "max_results": 1000}
         return [self._entry(run) for run in self._post("runs/search", query).get("runs", [])]
 
@@ -77,7 +75,7 @@ class Rest:
         return self._entry(self._post("runs/create", asked)["run"])
 
     def steps(self, run_id: str, key: str) -> set[int]:
-        """The steps at which a metric has points."""
+        """Returns the steps at which a metric has points."""
         found: set[int] = set()
         page = {"run_id": run_id, "metric_key": key, "max_results": "20000"}
         while True:
@@ -108,7 +106,7 @@ class Rest:
             self._client.put(target, content=file.read_bytes()).raise_for_status()
 
     def files(self, run_id: str, path: str = "") -> list[str]:
-        """The names of all artifacts below ``path``."""
+        """Returns the names of all artifacts below ``path``."""
         answer = self._client.get("mlflow/artifacts/list", params={"run_id": run_id, "path": path})
         found: list[str] = []
         for item in answer.raise_for_status().json().get("files", []):
@@ -116,12 +114,11 @@ class Rest:
         return found
 
     def read(self, run_id: str, name: str) -> bytes:
-        """The content of one artifact."""
         answer = self._client.get(f"{self._uri}/get-artifact", params={"run_uuid": run_id, "path": name})
         return answer.raise_for_status().content
 
     def end(self, run_id: str, status: str) -> None:
-        """Sets the final status; RUNNING opens the run again."""
+        """Sets the final status; the status RUNNING opens the run again."""
         ended = {} if status == "RUNNING" else {"end_time": _now()}
         self._post("runs/update", {"run_id": run_id, "status": status, **ended})
 
@@ -144,7 +141,7 @@ class Rest:
 
 
 class Library:
-    """MLflow's client.  Its import takes seconds, and opening a database for the first time seconds more."""
+    """A connection through MLflow's client.  The import takes seconds, and so does the first opening of a database."""
 
     def __init__(self, uri: str) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", f"{_SECONDS:.0f}")
@@ -179,7 +176,7 @@ class Library:
         now = _now()
         metrics = [Metric(key, value, now, step) for key, value, step in points]
         entries = [Param(*item) for item in params.items()], [RunTag(*item) for item in tags.items()]
-        self._client.log_batch(run_id, metrics, *entries)  # in as many requests as MLflow's limits take
+        self._client.log_batch(run_id, metrics, *entries)  # splits entries at MLflow's limits
 
     def upload(self, run_id: str, path: Path) -> None:
         (self._client.log_artifacts if path.is_dir() else self._client.log_artifact)(run_id, str(path))

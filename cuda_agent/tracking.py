@@ -1,11 +1,11 @@
 """Metrics, progress and notes of a run.
 
-Stages write three files through ``FileTracker``, which travel with checkpoints.  ``Mirror`` copies them to MLflow from
-a thread, which compares the wanted state with the present one: a run does not wait for MLflow, and a retry writes into
-the same MLflow run.
+A stage writes three files through ``FileTracker``.  Metrics and notes travel with checkpoints.  ``Mirror`` copies all
+to MLflow from a thread, which compares the wanted state with MLflow's state and sends the difference: a run does not
+wait for MLflow, and a retry writes into the same MLflow run.
 
-    metrics.jsonl    {"step": 3, "reward": 1.25, ...} a line; a later line of the same (key, step) replaces the value
-    notes.jsonl      {"text": ...} a line
+    metrics.jsonl    {"step": 3, "reward": 1.25, ...} per line; a later line of the same (key, step) replaces the value
+    notes.jsonl      {"text": ...} per line
     progress.json    {"done", "total", "unit", "rates"}, only while the stage runs"""
 
 import contextlib
@@ -24,10 +24,11 @@ from cuda_agent import mlflow_api
 from cuda_agent.mlflow_api import MlflowEntry
 
 Metrics = dict[int, dict[str, float]]  # step -> key -> value
+Trouble = Callable[[str], None]  # receives one line for the user
 
 
 class FileTracker:
-    """The tracker of one stage; see ``context.Tracker``."""
+    """The tracker of one stage, which writes files.  ``context.Tracker`` describes its methods."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -54,14 +55,14 @@ class FileTracker:
         return read_notes(self._folder / "notes.jsonl")
 
     def save(self, folder: Path) -> None:
-        """Writes metrics, one line a step, and notes into ``folder``."""
+        """Writes the metrics, one line per step, and the notes into ``folder``."""
         folder.mkdir(parents=True, exist_ok=True)
         write_metrics(folder / "metrics.jsonl", read_metrics(self._folder / "metrics.jsonl"))
         notes = self._folder / "notes.jsonl"
         (folder / "notes.jsonl").write_bytes(notes.read_bytes() if notes.exists() else b"")
 
     def restore(self, folder: Path) -> None:
-        """Returns to the state that ``save`` wrote; later entries are dropped."""
+        """Restores the metrics and notes that ``save`` wrote; later entries are dropped."""
         for name in ("metrics.jsonl", "notes.jsonl"):
             write_whole(self._folder / name, (folder / name).read_text())
 
@@ -71,8 +72,8 @@ class FileTracker:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """The metrics by step, in order, with the last value of each (key, step).  A missing file gives none; a torn last
-    line is ignored."""
+    """Returns the metrics by step, in order, with the last value of each (key, step).  A missing file gives no metrics;
+    an incomplete last line is ignored."""
     steps: Metrics = {}
     for line in _lines(path):
         step = line.pop("step")
@@ -108,7 +109,7 @@ def write_whole(path: Path, text: str) -> None:
 
 # MLflow ---------------------------------------------------------------------------------------------------------------
 
-# A run of MLflow is found by these tags, so that a second process of the same run writes into the same place.
+# ``Mirror`` finds an MLflow run by these tags, so that a second process of the same run writes to the same place.
 RUN_TAG, STAGE_TAG = "cuda_agent.run", "cuda_agent.stage"
 SWEEP_TAG, PARENT_TAG = "cuda_agent.sweep", "mlflow.parentRunId"
 MANIFEST_TAG = "manifest"  # the manifest of a finished stage
@@ -116,8 +117,7 @@ MANIFEST_TAG = "manifest"  # the manifest of a finished stage
 
 @dataclass(frozen=True)
 class Sweep:
-    """The runs below one parent run.  ``agree`` returns the parent's MLflow run: the one that was stored first, or the
-    one that its argument creates."""
+    """The runs below one parent run.  ``agree(make)`` returns the id of the parent's MLflow run, or makes it."""
 
     name: str
     agree: Callable[[Callable[[], str]], str]
@@ -125,30 +125,24 @@ class Sweep:
 
 @dataclass
 class Wanted:
-    """The wanted state of one MLflow run: the workflow itself, or one of its stages."""
+    """The wanted state of one MLflow run, which stands for the workflow or for one of its stages."""
 
     params: dict[str, Any] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
-    artifacts: dict[Path, None] = field(default_factory=dict)  # files and folders, in order; they exist until ``close``
-    status: str = "RUNNING"  # of MLflow: RUNNING, FINISHED, FAILED, KILLED
+    artifacts: dict[Path, None] = field(default_factory=dict)  # files and folders, in order; must exist until ``close``
+    status: str = "RUNNING"  # RUNNING, FINISHED, FAILED or KILLED, as in MLflow
 
 
 class Mirror:
     """Copies one workflow into MLflow: an experiment per pipeline, a parent run, a child run per stage.
 
     ``update(stage, ...)`` sets the wanted state (stage ``None``: the parent) and returns at once.  ``close`` waits at
-    most ``timeout`` seconds for the last copy and returns whether everything arrived.  ``trouble`` is called once, from
-    the thread, with a line for the user."""
+    most ``timeout`` seconds for the last copy and returns whether everything arrived.  When MLflow first fails, the
+    thread calls ``trouble`` with one line for the user."""
 
     def __init__(
-        self,
-        uri: str,
-        experiment: str,
-        run: str,
-        artifacts: Path | None,
-        trouble: Callable[[str], None],
-        sweep: Sweep | None = None,
+        self, uri: str, experiment: str, run: str, artifacts: Path | None, trouble: Trouble, sweep: Sweep | None = None
     ) -> None:
         self._uri, self._experiment, self._run, self._artifacts = uri, experiment, run, artifacts
         self._trouble, self._sweep = trouble, sweep
@@ -198,7 +192,7 @@ class Mirror:
                 if closing:
                     self._arrived.set()
                     return
-            except Exception as error:  # a failure of MLflow does not stop the run
+            except Exception as error:  # a failure of MLflow must not stop the run
                 if not warned:
                     reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
                     self._trouble(f"MLflow at {self._uri} is away ({reason}); metrics are kept in the store.")
@@ -231,7 +225,7 @@ class Mirror:
 
 
 def _sweep_run(api: mlflow_api.Api, experiment: str, sweep: Sweep) -> str:
-    """The parent of all runs of a sweep.  It has no status; the runs below it have one."""
+    """Returns the parent run of a sweep, and creates it if needed.  Its status is FINISHED from the start."""
     made = ""
 
     def make() -> str:
@@ -248,8 +242,7 @@ def _sweep_run(api: mlflow_api.Api, experiment: str, sweep: Sweep) -> str:
 
 
 def _send(api: mlflow_api.Api, there: MlflowEntry, wanted: Wanted) -> None:
-    """Sends the difference between the wanted and the present state.  The final status comes last, so that a finished
-    run has all its points."""
+    """Sends what differs from the wanted state, the final status last: a finished run has all its points."""
     if there.status == wanted.status == "FINISHED" and wanted.tags and wanted.tags.items() <= there.tags.items():
         there.unread.clear()
         there.points |= {(key, step) for step, values in wanted.metrics.items() for key in values}

@@ -1,6 +1,6 @@
-"""Rollouts of a model behind a text interface, with the loop, work folder, tools, budgets and judge of ``loop``.
+"""Plays episodes with a model behind a text interface, in the same loop and with the same tools and judge as ``loop``.
 
-These episodes are for evaluation, not for training: only the server has the token ids, so ``ids`` holds zeros, and only
+These episodes are for evaluation, not for training.  Only the server has the token ids, so ``ids`` holds zeros; only
 its length, the server's token count, has a meaning."""
 
 from collections.abc import Sequence
@@ -23,15 +23,12 @@ async def run_chat_rollout(
     """Plays one episode.
 
     Raises:
-        ServedModelError: The address does not answer any more.
-    """
+        ServedModelError: The model's server does not answer any more."""
     return await ChatPlayer(task, sandbox, settings, seed, episode_id, model).run()
 
 
 @dataclass
 class ChatPlayer(EpisodePlayer):
-    """A model whose turns are messages instead of token ids."""
-
     model: ServedModel
     _calls: Calls = ()
 
@@ -57,7 +54,7 @@ class ChatPlayer(EpisodePlayer):
 
 
 def answers(calls: Calls, texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the messages with the results of a turn's calls; the answer to a turn without calls is the user's."""
+    """Returns the messages that answer a turn: one per tool call, or a user message if the turn has no calls."""
     if not calls:
         return [{"role": "user", "content": text} for text in texts]
     return [

@@ -1,11 +1,11 @@
-"""The agent loop: one player on one task, turn by turn, and the episode with its reward.
+"""The agent loop: one player works on one task, turn by turn, and the result is an episode with its reward.
 
 ``play`` is the loop of every player: a policy by token ids (``TokenPlayer``), a model behind a text interface
 (``chat_rollout``), an attempt of a search (``optimize.attempt``).  ``run_episode`` plays a policy with tools in a work
-folder, ``run_single`` asks it for one answer without tools, ``run_many`` plays many episodes, freely or in lockstep.
-An episode is one growing list of ids: sampled ids are appended unchanged (mask 1), prompt and tool results are encoded
-once (mask 0); text is never tokenized again.  An episode that has used up its budget (turns, tokens) ends and its
-workspace is judged; an infrastructure fault or the deadline leaves it without a reward."""
+folder, ``run_single`` asks a policy for one answer without tools, and ``run_many`` plays many episodes, freely or in
+lockstep.  An episode is one growing list of token ids.  Sampled ids are appended unchanged (mask 1); prompt and tool
+results are encoded once (mask 0); text is never tokenized again.  An episode that has used up its budget (turns,
+tokens) ends, and its files are judged.  An episode that meets an infrastructure fault or the deadline has no reward."""
 
 import asyncio
 import hashlib
@@ -35,7 +35,7 @@ MALFORMED = "error: malformed tool call"
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """Budgets and prompt style of an episode.  Token budgets count tokens of the policy's tokenizer."""
+    """The budgets and the prompt style of an episode.  Token budgets count tokens of the policy's tokenizer."""
 
     turns: int
     turn_tokens: int  # most tokens sampled in one turn
@@ -50,17 +50,17 @@ class EpisodeSettings:
 
 
 class Player(Protocol):
-    """One side of the loop; the other one is the environment."""
+    """The side of the loop that makes the tool calls; the environment is the other side."""
 
     async def speak(self, turn: int) -> Calls | str:
-        """Takes one turn and returns its tool calls, or why the player ends."""
+        """Takes one turn and returns its tool calls, or the reason why the player ends."""
 
     def hear(self, results: Sequence[ToolResult], turn: int) -> str | None:
-        """Takes the results of the turn's calls; returns why the player ends, if it does."""
+        """Receives the results of the turn's calls; returns the reason why the player ends, or None."""
 
 
 async def play(player: Player, environment: KernelEnvironment, turns: Iterable[int]) -> str:
-    """Plays turns of ``player`` until it ends or ``turns`` are used up; returns which."""
+    """Plays at most ``turns`` turns; returns the reason why the player ended, or "turns" if all turns are used."""
     for turn in turns:
         calls = await player.speak(turn)
         if isinstance(calls, str):
@@ -72,7 +72,7 @@ async def play(player: Player, environment: KernelEnvironment, turns: Iterable[i
 
 
 async def within(seconds: float | None, work: Awaitable[str], late: str) -> str:
-    """Returns the result of ``work``, or ``late`` if it is cancelled after ``seconds`` (None: no limit)."""
+    """Returns the result of ``work``, or ``late`` if ``work`` was cancelled after ``seconds`` (None: no limit)."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
@@ -119,7 +119,7 @@ class EpisodePlayer(ABC):
         self.episode = Episode(self.id, self.task.name, "agent", [], [], [], [], [], None, "infra", messages=first)
 
     def add(self, ids: Sequence[int], turn: int, sampled: Completion | None = None) -> None:
-        """Appends tokens; without ``sampled`` they are not the policy's."""
+        """Appends tokens.  ``sampled`` is the completion if the policy sampled these tokens."""
         episode = self.episode
         episode.ids += ids
         episode.mask += [int(sampled is not None)] * len(ids)
@@ -132,8 +132,8 @@ class EpisodePlayer(ABC):
         return min(self.settings.turn_tokens, self.settings.context - len(self.episode.ids))
 
     async def run(self, answer: Callable[[], Awaitable[Ended]] | None = None) -> Episode:
-        """Plays with tools, or gives the one ``answer``; judges the files, and records why the episode ended,
-        infrastructure faults included."""
+        """Plays with tools, or calls ``answer`` for an answer without tools.  Then judges the files, and records why
+        the episode ended, infrastructure faults included."""
         environment, episode = self.environment, self.episode
         episode.kind = "single" if answer else "agent"
 
@@ -159,7 +159,7 @@ class EpisodePlayer(ABC):
         return ended
 
     def said(self, text: str, calls: Calls, cut: bool, malformed: bool, **more: str) -> Calls | Ended:
-        """Records a turn; returns its calls, or why it is the last one."""
+        """Records a turn; returns its calls, or the reason why it is the last turn."""
         asked = [{"name": call["name"], "arguments": call["arguments"] or {}} for call in calls]
         self.episode.messages.append({"role": "assistant", "content": text, "tool_calls": asked, **more})
         if malformed:
@@ -181,16 +181,14 @@ class EpisodePlayer(ABC):
 
     @abstractmethod
     def _cut(self, text: str) -> str:
-        """Cuts the text to about ``tool_tokens`` tokens; the middle is removed."""
+        """Cuts the middle out of the text, so that about ``tool_tokens`` tokens remain."""
 
 
 @dataclass
 class TokenPlayer(EpisodePlayer):
-    """A policy: token ids in, token ids out."""
-
     engine: Engine
     chat: Chat
-    _closed: bool = True  # the last turn ended with its stop token
+    _closed: bool = True  # whether the last turn ended with its stop token
 
     async def answer(self) -> Ended:
         """Takes the one turn of an episode without tools."""
@@ -219,7 +217,6 @@ class TokenPlayer(EpisodePlayer):
         return None
 
     async def _sample(self, turn: int) -> Completion | None:
-        """Samples the policy's next turn; returns None if there is no room for a token."""
         room, chat = self.room, self.chat
         if room <= 0:
             return None
@@ -244,11 +241,11 @@ class TokenPlayer(EpisodePlayer):
 
 
 def seed_of(seed: int, name: object) -> int:
-    """Returns a 63-bit seed for ``name``, an episode or a turn of one, under ``seed``."""
+    """Returns a 63-bit seed for ``name`` (an episode, or a turn of an episode) under ``seed``."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
 
 
-# --------------------------------------------------------------------------------------------------------- many at once
+# ------------------------------------------------------------------------------------------------------- many episodes
 
 
 async def run_many(
@@ -257,9 +254,9 @@ async def run_many(
     """Runs ``jobs``, at most ``concurrency`` at once, and returns their episodes in the order of the jobs.
 
     With ``lockstep`` an episode samples its next turn only when all other running episodes are ready to sample.  The
-    engine then gets all prompts at once and in order, so that its batches, and with ``sandbox.clock=model`` all
-    results, are the same in every run.  There is no deadline then.  An exception of one job (a bug, a lost engine) ends
-    all."""
+    engine then gets all prompts at once and in order.  So its batches are the same in every run; with
+    ``sandbox.clock=model`` all results are too.  With ``lockstep`` there is no deadline.  An exception of one job (a
+    bug, a lost engine) ends all jobs."""
     slots = asyncio.Semaphore(concurrency)
     lock = _Lockstep(len(jobs), concurrency) if lockstep else None
 
@@ -282,7 +279,7 @@ async def run_many(
 
 
 class _Lockstep:
-    """A barrier before every turn for a fixed number of running episodes; a new job takes an ended one's slot."""
+    """A barrier before every turn of the running episodes.  When an episode ends, a waiting job takes its place."""
 
     def __init__(self, jobs: int, places: int) -> None:
         self._active = min(jobs, places)
@@ -292,7 +289,7 @@ class _Lockstep:
     async def turn(self, index: int) -> None:
         future = asyncio.get_running_loop().create_future()
         self._waiting.append((index, future))
-        asyncio.get_running_loop().call_soon(self._release)  # deferred, so that the last to arrive does not go first
+        asyncio.get_running_loop().call_soon(self._release)  # deferred: the last to arrive does not go first
         await future
 
     def leave(self) -> None:

@@ -1,8 +1,8 @@
-"""Prompts: the messages that show a task to a policy, and the parser of its one-shot answer.
+"""Prompts: the messages that show a task to a policy, and the parser of an answer without tools.
 
 There are two styles.  "full" spells out everything, for general models.  "compact" is for a small policy that is
-trained on this form: one word for the mode, and the task's source without what every task has.  Both are made from the
-task's code alone; nothing is executed."""
+trained on this form: its prompt has one word for the mode, and the task's source without the parts that all tasks
+share. Both come from the task's code alone; nothing is executed."""
 
 import ast
 import re
@@ -13,6 +13,7 @@ from cuda_agent.agent.skill import skill_text
 from cuda_agent.agent.tools import Style
 from cuda_agent.format_names import Format
 from cuda_agent.sandbox.formats.table import FORMATS
+from cuda_agent.tasks.inspect import is_docstring
 from cuda_agent.tasks.task import Task
 
 _FENCE = re.compile(r"^```(\w+) ([\w./-]+)\n(.*?)^```[ \t]*$", re.M | re.S)
@@ -44,8 +45,8 @@ def agent_messages(task: Task, style: Style, format: Format = "plan", device: st
 
 
 def parse_answer(text: str) -> dict[str, str]:
-    """The files of a one-shot answer: fenced blocks whose info string is a language and a path.  A path that leaves the
-    folder is dropped, of two blocks with one path the last counts, a fence that is not closed is no file."""
+    """Returns the files in an answer: fenced blocks whose info string is a language and a path.  A path that leaves the
+    folder is dropped; of two blocks with one path the last counts; an unclosed fence is no file."""
     files: dict[str, str] = {}
     for match in _FENCE.finditer(text[: 4 * _ANSWER_BYTES]):
         path, content = match[2], match[3]
@@ -56,7 +57,7 @@ def parse_answer(text: str) -> dict[str, str]:
 
 
 def write_answer(files: dict[str, str]) -> str:
-    """The inverse of ``parse_answer``."""
+    """Writes files as an answer from which ``parse_answer`` reads the same files."""
     language = {"cpp": "cpp", "cu": "cuda", "json": "json", "py": "python"}
     return "\n".join(
         f"```{language.get(path.rpartition('.')[2], 'text')} {path}\n{text.rstrip()}\n```"
@@ -65,8 +66,8 @@ def write_answer(files: dict[str, str]) -> str:
 
 
 def compact_source(code: str) -> str:
-    """The task in few tokens: imports, docstrings, comments, empty constructors and annotations go, one blank indents,
-    and functions that only return something are written as ``name: what``.  Code of another form is kept as it is."""
+    """Returns a task's code in few tokens: without imports, docstrings, comments, empty constructors and annotations,
+    with one blank per indent, and with ``name: what`` for a function that only returns.  Other code stays as it is."""
     try:
         return "\n".join(_short_parts(_Shorten().visit(ast.parse(code))))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -89,7 +90,7 @@ def _short_parts(tree: ast.Module) -> Iterator[str]:
 
 
 class _Shorten(ast.NodeTransformer):
-    """Drops what says nothing about the computation."""
+    """Removes the parts of the source that say nothing about the computation."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
         self.generic_visit(node)
@@ -108,9 +109,7 @@ class _Shorten(ast.NodeTransformer):
 
 
 def _without_docstring(body: list[ast.stmt]) -> list[ast.stmt]:
-    first = body[0] if body else None
-    text = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
-    return body[1:] if text else body
+    return body[1:] if body and is_docstring(body[0]) else body
 
 
 def _calls_super(node: ast.stmt) -> bool:
@@ -118,8 +117,8 @@ def _calls_super(node: ast.stmt) -> bool:
 
 
 def _unparsed(node: ast.stmt) -> str:
-    """The source of ``node``, indented by one blank where ``ast.unparse`` writes four; a function without its ``def``.
-    Docstrings are gone, and ``ast.unparse`` writes every other string on one line, so that none is damaged."""
+    """Returns the source of ``node``, indented by one blank per level; a function without its ``def``.  Its docstrings
+    are removed, and ``ast.unparse`` writes every other string on one line, so the new indentation damages no string."""
     text = re.sub(r"^(?: {4})+", lambda match: match[0][::4], ast.unparse(node), flags=re.M)
     return text.removeprefix("def ") if isinstance(node, ast.FunctionDef) else text
 

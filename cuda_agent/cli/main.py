@@ -1,8 +1,8 @@
-"""The command line: parses, calls, prints.
+"""The command line.  Each command parses its arguments, calls the library and prints the result.
 
 Commands import their dependencies inside their functions, so that ``--help`` answers at once.  An error that a person
-can fix is printed as one screen on stderr; exit codes: 75 try again, 78 wrong configuration or input, 79 a gate was
-missed."""
+can fix is printed on stderr without a traceback.  Exit codes: 75 try again, 78 wrong configuration or input, 79 a
+required result was not reached."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from typer import Argument, Option
 from cuda_agent.cli.cluster import commands as cluster_commands
 from cuda_agent.cli.episodes import commands as episodes_commands
 from cuda_agent.cli.optimize import commands as optimize_commands
-from cuda_agent.cli.options import AsJson, Overrides, command, command_group, print_json
+from cuda_agent.cli.options import AsJson, Overrides, TrainMode, command, command_group, print_json
 from cuda_agent.cli.pod import pod_app
 from cuda_agent.cli.runs import commands as runs_commands
 from cuda_agent.cli.sandbox import sandbox_app
@@ -36,7 +36,7 @@ MOST_DROPPED = 10  # dropped items of an import that are listed
 
 
 def main() -> None:
-    """The entry point."""
+    """Runs the command line, and turns errors into messages and exit codes."""
     try:
         app()
     except KeyboardInterrupt:
@@ -60,8 +60,8 @@ def run(
 ) -> None:
     """Run the whole workflow on this machine.
 
-    Goes on with the newest unfinished run of the same configuration; stages that were made before come from the cache.
-    Ctrl-C stops in order: stages write a checkpoint, and the same command goes on from there."""
+    Continues the newest unfinished run of the same configuration; results that exist already come from the cache. After
+    Ctrl-C the stages write a checkpoint, and the same command continues from there."""
     from cuda_agent.compose import compose
     from cuda_agent.diagnostics.doctor import unsupported
     from cuda_agent.pipeline import screen
@@ -100,9 +100,9 @@ def run(
 
 @command(app, "cuda-agent config experiment=paper", "cuda-agent config critic.lr=1e-4 --json")
 def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Print the composed, validated configuration and the schedule it amounts to. Runs nothing.
+    """Print the composed, validated configuration and the schedule that follows from it. Nothing is run.
 
-    A policy.base that is a folder, and not on this machine, is noted: `run` would refuse it."""
+    If policy.base is a folder that this machine does not have, a note says so: `run` would refuse it."""
     from cuda_agent.compose import compose, freeze
     from cuda_agent.pipeline.schedule import derived, require_base, schedule_lines
 
@@ -131,6 +131,7 @@ def evaluate(
     overrides: Overrides = None,
     mode: Annotated[Literal["quick", "strict"], Option(help="quick: for training; strict: for people")] = "quick",
     again: Annotated[bool, Option("--again", help="measure anew what was measured before")] = False,
+    train_mode: TrainMode = False,
     as_json: AsJson = False,
 ) -> None:
     """Check and time one solution of one task in the sandbox."""
@@ -139,7 +140,7 @@ def evaluate(
     from cuda_agent.optimize.verdict_text import verdict_lines
     from cuda_agent.pipeline import runs
 
-    settings = compose(overrides or [])
+    settings = compose([*(overrides or []), *(["sandbox.train_mode=true"] if train_mode else [])])
     cache = runs.local_home(settings.run.store) / "cache"
     verdict = evaluation.run_to_end(evaluation.evaluate(settings.sandbox, cache, task, solution, mode, again))
     if as_json:
@@ -185,7 +186,7 @@ def tasks_import(
     folder: Annotated[Path, Argument(help="where the task set goes")],
     as_json: AsJson = False,
 ) -> None:
-    """Import tasks: drop files that are no task and duplicates, recompute the operators, write a task set."""
+    """Import tasks into a task set: drop invalid files and duplicates, and determine each task's operators again."""
     from cuda_agent.tasks.io import import_tasks
 
     imported = import_tasks(source, folder)
@@ -221,9 +222,9 @@ def benchmark(
     output: Annotated[Path | None, Option(help="folder for episodes and scores")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a policy, or any model behind an OpenAI-compatible address, on a task set: the paper's table.
+    """Measure a policy, or any model behind an OpenAI-compatible address, on a task set, and print the paper's table.
 
-    Budgets are those of experiment=benchmark; overrides change them, as in evaluate.turns=20 sandbox.threads=4."""
+    The budgets are those of experiment=benchmark; overrides change them, as in evaluate.turns=20 sandbox.threads=4."""
     from cuda_agent.compose import compose
     from cuda_agent.optimize import evaluation
     from cuda_agent.pipeline import runs

@@ -1,4 +1,4 @@
-"""`cuda-agent optimize`: parses, calls, prints."""
+"""The command `cuda-agent optimize`: parses the arguments, runs the search and prints the outcome."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Context, Option
 
-from cuda_agent.cli.options import command, command_group
+from cuda_agent.cli.options import TrainMode, command, command_group
 from cuda_agent.errors import ConfigError
 from cuda_agent.format_names import Format
 
@@ -59,13 +59,14 @@ def optimize(
         Literal["full", "compact"] | None,
         Option(help="compact: the short prompts that policies trained from scratch here know [default: full]"),
     ] = None,
+    train_mode: TrainMode = False,
     as_json: Annotated[bool, Option("--json", help="a line of JSON an event, and one for the end")] = False,
 ) -> None:
     """Make one model.py faster, with any model behind an OpenAI-compatible address.
 
-    The model works in the sandbox: it reads, writes, compiles, verifies and profiles until the target, the budget or
-    Ctrl-C, which keeps the best so far. The folder of the result holds the kernels, a model_new.py that needs PyTorch
-    alone, the strict verdict, the transcript and report.html.
+    The model works in the sandbox: it reads, writes, compiles, verifies and profiles until it reaches the target, the
+    budget is spent, or you press Ctrl-C. The best solution so far is kept. The result folder holds the kernels, a
+    model_new.py that needs PyTorch alone, the strict verdict, the transcript and report.html.
 
     The key is read from the environment and written nowhere. Exit code 0: a correct solution was found; 79: none."""
     from cuda_agent.optimize import folder as folders
@@ -74,7 +75,7 @@ def optimize(
 
     words = arguments or []
     overrides, sources = [w for w in words if "=" in w], [w for w in words if "=" not in w]
-    not_searched = ("arguments", "output", "resume", "as_json")  # the others are fields of the order
+    not_searched = ("arguments", "output", "resume", "train_mode", "as_json")  # the others are fields of the order
     changes = {name: value for name, value in ctx.params.items() if value is not None and name not in not_searched}
     if target is not None:
         changes["target"] = min(target, 1e6)  # JSON has no infinity
@@ -99,6 +100,7 @@ def optimize(
     if why := FORMATS[order.terms.format].untimed.get(order.terms.device):
         raise ConfigError(f"--format {order.terms.format} --device {order.terms.device}: {why}")
     overrides = [w for w in overrides if not w.startswith(("sandbox.format=", "sandbox.device="))]
+    overrides += ["sandbox.train_mode=true"] if train_mode else []
     overrides += [f"sandbox.format={order.terms.format}", f"sandbox.device={order.terms.device}"]
     outcome = _run(order, overrides, source, folder, resume is not None, as_json)
     nothing = outcome.best is None and outcome.why == "server"
@@ -130,7 +132,7 @@ def _run(order: Any, overrides: list[str], source: Path, folder: Path, resume: b
 
 
 def _device(overrides: list[str]) -> str:
-    """The device that the overrides name, else ``cuda`` on a machine with a GPU."""
+    """Returns the device that the overrides name, else ``cuda`` on a machine with a GPU and ``cpu`` on others."""
     for word in overrides:
         if word.startswith("sandbox.device="):
             return word.partition("=")[2]
@@ -141,7 +143,7 @@ def _device(overrides: list[str]) -> str:
 
 
 def _as_overrides(sandbox: dict[str, Any]) -> list[str]:
-    """Overrides for the values that differ from the defaults."""
+    """Returns overrides for the sandbox settings that differ from the defaults."""
     from cuda_agent.config import SandboxConfig
 
     standard = SandboxConfig().model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""Options, and the helpers for commands and JSON, that several groups of commands share."""
+"""Options that several groups of commands share, and helpers to declare commands and print JSON."""
 
 import json
 from collections.abc import Callable
@@ -16,6 +16,7 @@ Where = Annotated[
     Option("--on", metavar="local|CONTEXT", help="the store, or a cluster (`.`: the current one); else both"),
 ]
 Namespace = Annotated[str | None, Option("--namespace", "-n", help="namespace; else that of the context")]
+TrainMode = Annotated[bool, Option("--train-mode", help="leave models in train(), as KernelBench does; else eval()")]
 Release = Annotated[str, Option(help="full name of the chart's release")]
 AsJson = Annotated[bool, Option("--json", help="print JSON for a program")]
 StoreOption = Annotated[str, Option("--store", envvar="CUDA_AGENT_STORE", help="a folder or s3://bucket/prefix")]
@@ -24,12 +25,12 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def command_group(help: str | None = None) -> typer.Typer:
-    """Returns an empty group of commands; the one without help is merged into the command line itself."""
+    """Returns an empty group; the commands of a group without ``help`` become commands of ``cuda-agent`` itself."""
     return typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None)
 
 
 def command(group: typer.Typer, *examples: str, name: str | None = None) -> Callable[[_Command], _Command]:
-    """Adds a function to the group as a command, with its examples below the help."""
+    """Returns a decorator that adds a function to the group as a command, with the examples below its help."""
     title = "Examples" if len(examples) > 1 else "Example"
     return group.command(name, epilog="\b\n" + "\n  ".join([f"{title}:", *examples]))
 

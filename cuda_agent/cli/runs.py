@@ -1,7 +1,7 @@
-"""The commands that look at runs on this machine or a cluster: list them, their reports and logs, compare two.
+"""The commands that read runs on this machine or a cluster: list runs, fetch reports and logs, compare two runs.
 
-``--on local`` selects the store, ``--on CONTEXT`` a cluster of the kubeconfig (``.``: its current context).  Without it
-a run is searched in the store first, then on the current cluster."""
+``--on local`` selects the store, ``--on CONTEXT`` a cluster of the kubeconfig (``.``: its current context).  Without
+``--on`` a command looks for the run in the store first, then on the current cluster."""
 
 import json
 import time
@@ -39,7 +39,7 @@ def list_all(
 ) -> None:
     """List the runs of a store or of a cluster, oldest first, and the sweeps that they belong to.
 
-    Without --on: those of the store, where there is one, and else of the current cluster."""
+    Without --on, the runs of the store are listed; if there is no store, those of the current cluster."""
     from cuda_agent.storage import StoreUnavailable
 
     place = None if on in (None, "local") else cluster_of(on, namespace)
@@ -74,11 +74,12 @@ def _local_rows(store: str) -> list[dict[str, Any]]:
     from dataclasses import asdict
 
     from cuda_agent.pipeline import runs
+    from cuda_agent.pipeline.graph import stages_of
 
     opened, home = open_existing(store), runs.local_home(store)
     rows = []
     for record in runs.list_runs(opened):
-        graph = runs.run_graph(opened, record)
+        graph = stages_of(runs.read_config(opened, record.config))
         done = [stage.name for stage in graph if opened.exists(f"runs/{record.name}/{stage.name}/manifest.json")]
         running = record.code != 0 and runs.is_running(home, opened, record)
         state = {"status": "running" if running else record.status, "stages": done, "of": len(graph)}
@@ -109,7 +110,7 @@ def _cluster_rows(place: "Cluster") -> list[dict[str, Any]]:
 
 
 def _sweep_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """One line per sweep: how many of its runs are in which state.  Only the newest attempt of a run counts."""
+    """Yields one line per sweep: how many of its runs are in which state.  Only the newest attempt of a run counts."""
     from collections import Counter
 
     newest = {row["name"]: row for row in rows}
@@ -123,7 +124,7 @@ def _sweep_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
 def report(
     run: RunName, store: StoreOption = STORE, on: Where = None, namespace: Namespace = None, as_json: AsJson = False
 ) -> None:
-    """Fetch the report of a run and say where it lies; with --json print its data."""
+    """Fetch the report of a run and print where it is stored; with --json print its data."""
     from cuda_agent.cluster import results
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.local import fetch_report
@@ -151,9 +152,9 @@ def diff(
     namespace: Namespace = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what differs between two runs: configuration, code, environment, inputs, outputs.
+    """Show what differs between two runs: configuration, code, environment, inputs, outputs.
 
-    Without --on each is looked for by itself, so a run of this machine can be compared with one of a cluster."""
+    Without --on each run is looked for separately, so that a local run can be compared with one on a cluster."""
     from cuda_agent.pipeline import runs
 
     found = runs.diff(_facts(one, store, on, namespace), _facts(other, store, on, namespace))
@@ -195,7 +196,7 @@ def logs(
     namespace: Namespace = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print what a stage has written: while it runs, and afterwards what was kept; with --json a JSON object a line."""
+    """Print the log of a stage, while the stage runs or afterwards; with --json one JSON object per line."""
     from cuda_agent.pipeline.graph import ROWS
 
     names = ["prepare", *(row.name for row in ROWS), "finish"]
@@ -216,7 +217,7 @@ def logs(
 
 
 def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """The log file of a running stage, else the stored log."""
+    """Yields (stage, line) of the log file of a running stage, else of the stored log."""
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.graph import ROWS
     from cuda_agent.pipeline.manifest import read_manifest
@@ -241,7 +242,7 @@ def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: 
 
 
 def _tail(file: Path, follow: bool, running: Callable[[], bool]) -> Iterator[str]:
-    """Whole lines of a growing file, until it is removed or its writer has ended."""
+    """Yields the whole lines of a growing file, until the file is removed or its writer has ended."""
     with open(file, errors="replace") as text:
         rest = ""
         while True:
@@ -255,7 +256,7 @@ def _tail(file: Path, follow: bool, running: Callable[[], bool]) -> Iterator[str
 
 
 def _cluster_logs(place: "Cluster", name: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Logs of existing pods, else the log in MLflow."""
+    """Yields (stage, line) of the logs of existing pods, else of the log in MLflow."""
     from cuda_agent.cluster import results
     from cuda_agent.cluster import submit as cluster
 
@@ -274,7 +275,7 @@ def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[
     """Finds a run by name.
 
     Returns:
-        Store and record of a local run, or the cluster of the run; and the run's full name.
+        (store, record) of a local run, or the cluster that has the run; then the run's full name.
 
     Raises:
         ConfigError: No run or several runs match."""
@@ -307,10 +308,10 @@ def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[
 
 
 def open_existing(store: str) -> "Store":
-    """Opens a store that exists; commands that only read create no folder.
+    """Opens a store that exists; commands that only read must not create a folder.
 
     Raises:
-        StoreUnavailable: There is none."""
+        StoreUnavailable: The folder of the store does not exist."""
     from cuda_agent.storage import StoreUnavailable, local_folder, open_store
 
     folder = local_folder(store)
@@ -320,7 +321,7 @@ def open_existing(store: str) -> "Store":
 
 
 def cluster_of(on: str | None, namespace: str | None) -> "Cluster":
-    """The cluster of the named context, or of the current one.
+    """Returns the cluster of the named context, or of the current context.
 
     Raises:
         ClusterError: The kubeconfig cannot be used.
@@ -334,7 +335,7 @@ def cluster_of(on: str | None, namespace: str | None) -> "Cluster":
 
 
 def _current(store: str, namespace: str | None) -> "Cluster | None":
-    """The current cluster, unless there is none or another store was named."""
+    """Returns the current cluster, or None if there is none or ``--store`` names a store other than the default."""
     from cuda_agent.cluster.api import ClusterError
 
     if store != STORE:

@@ -1,7 +1,7 @@
 """Renders the generated files of ``workflows/`` and ``charts/cuda-agent``: manifests, values, schema, README.
 
 ``files`` is a pure function of the graph and the schema of values; a test fails if the stored files differ from it.
-The chart's templates are written by hand."""
+The chart's templates and its dashboard are written by hand."""
 
 import json
 import re
@@ -18,20 +18,16 @@ from cuda_agent.cluster.pools import pool_objects
 from cuda_agent.cluster.rayjobs import ray_objects
 from cuda_agent.deploy.argo import cron_workflow, maintenance_jobs, workflow_template
 from cuda_agent.deploy.chart_values import CHART_VERSION, Values
-from cuda_agent.deploy.dashboards import alerts, dashboard
 
 CHART = "charts/cuda-agent"
 
 
 def files() -> dict[str, str]:
-    """Path from the repository's root -> text."""
+    """Returns path -> text of every generated file; paths begin at the repository's root."""
     workflows = {
         "workflow-template": workflow_template(), "cron-workflow": cron_workflow(), "maintenance": maintenance_jobs(),
     }  # fmt: skip
-    read_by_the_chart = workflows | {
-        "pools": pool_objects(), "engine": engine_objects(), "ray": ray_objects(),
-        "dashboard": dashboard(), "alerts": alerts(),
-    }  # fmt: skip
+    read_by_the_chart = workflows | {"pools": pool_objects(), "engine": engine_objects(), "ray": ray_objects()}
     return {
         **{f"workflows/{name}.json": _json(item) for name, item in workflows.items()},
         **{f"{CHART}/files/{name}.json": _json(item) for name, item in read_by_the_chart.items()},
@@ -43,7 +39,7 @@ def files() -> dict[str, str]:
 
 
 def drift(root: Path) -> list[str]:
-    """Paths below ``root`` that differ from ``files``."""
+    """Returns the paths of generated files that are missing below ``root`` or differ there."""
     return [name for name, text in files().items() if not (root / name).is_file() or (root / name).read_text() != text]
 
 
@@ -57,19 +53,19 @@ def write(root: Path) -> list[str]:
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of the values; it refuses unknown keys.  No value has the name ``title`` or ``default``."""
+    """Returns the JSON schema of the values; it refuses unknown keys.  No value is named ``title`` or ``default``."""
     made: dict[str, Any] = json.loads(
         json.dumps(Values.model_json_schema()),
         object_hook=lambda item: {key: inner for key, inner in item.items() if key not in ("title", "default")},
     )
     made["$defs"]["Profile"]["properties"]["stages"]["additionalProperties"] = False
-    # Helm passes `global` to a subchart; nothing of it is used.
+    # Helm passes `global` to a subchart; the chart does not use it.
     made["properties"]["global"] = {"type": "object", "description": "given by Helm to charts inside of others; unused"}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"Values of {CHART}", **made}
 
 
 def leaves(model: BaseModel | None = None, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
-    """Dotted path, default and field of every value that is not a group of others."""
+    """Yields dotted path, default and field of every value that is not a group of other values."""
     model = Values() if model is None else model
     for name, info in type(model).model_fields.items():
         value = getattr(model, name)
@@ -83,7 +79,7 @@ def leaves(model: BaseModel | None = None, prefix: str = "") -> Iterator[tuple[s
 
 
 def _groups(value: Any) -> dict[str, BaseModel]:
-    """The groups of values that a user names, such as profiles; empty for anything else."""
+    """Returns the groups of values that a user names, such as profiles, or an empty dict for any other value."""
     found = isinstance(value, dict) and all(isinstance(inner, BaseModel) for inner in value.values())
     return value if found else {}
 
@@ -110,7 +106,7 @@ _VALUES_HEAD = """\
 
 
 def _value_lines(model: BaseModel, pad: str, whole: bool) -> Iterator[str]:
-    """``whole``: defaults too; a profile lists only the values that it sets."""
+    """Yields the lines of values.yaml; ``whole=False``, for a stage of a profile, omits values that are not set."""
     for name, info in type(model).model_fields.items():
         if not whole and name not in model.model_fields_set:
             continue

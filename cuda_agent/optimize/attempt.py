@@ -1,9 +1,9 @@
-"""One attempt: a model behind a text interface tries to make one task fast, turn by turn, until target, budget or end.
+"""One attempt: a model tries to make one task fast, turn by turn, until it reaches the target or its budget is spent.
 
 ``Attempt`` is a player of ``agent.loop.play``: it sends the conversation to the model, within budget and context.
-``SearchEnvironment`` is its environment.  The model runs on its server and every tool in the sandbox's
-workspace; none of their output is executed here.  ``progress.Findings`` keeps the best correct solution, so that an
-attempt can be stopped at any time."""
+``SearchEnvironment`` is the environment of that loop.  The model runs on its server, and its tools run in the sandbox's
+workspace; nothing that the model writes is executed in this process.  ``progress.Findings`` keeps the best correct
+solution, so that an attempt can be stopped at any time."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,11 +23,11 @@ from cuda_agent.sandbox.wire import Format, Mode, Solution, ToolResult, Verdict
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from cuda_agent.tasks.task import Task
 
-_CALLS = 32  # of one turn
+_CALLS = 32  # most tool calls of one turn
 _NUDGES = 2  # reminders in a row for a model that stops before the target
-_STUCK = 6  # equal turns in a row
-_LOSSES = 3  # lost workspaces, or infrastructure faults of the judge in a row
-_LEAST_CONTEXT, _LEAST_ANSWER = 2048, 16  # tokens
+_STUCK = 6  # equal turns in a row that end an attempt
+_LOSSES = 3  # lost workspaces, or faults of the sandbox in a row, that end an attempt
+_LEAST_CONTEXT, _LEAST_ANSWER = 2048, 16  # tokens below which nothing is shortened
 _BASELINES = 100  # most characters of the line about baselines
 _CHARACTERS = (1.5, 6.0)  # bounds of characters per token: a server's count outside of them is not used
 _CHANGING = ("Write", "Edit", "MultiEdit", "Bash", "KillBash")
@@ -44,14 +44,14 @@ _REOPENED = {
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of one attempt.  Token counts are the server's."""
+    """The terms of one attempt.  All counts of tokens are as the model's server counts them."""
 
     format: Format = "plan"
     device: Literal["cpu", "cuda"] = "cpu"
     style: Style = "full"
     turns: int = 60
     context: int = 65536  # tokens of the conversation with its answer
-    answer_tokens: int = 8192  # of one turn
+    answer_tokens: int = 8192  # most tokens of one answer
     target: float = 1.05  # speed-up over the faster of eager and torch.compile
     temperature: float = 1.0
     seed: int = 0
@@ -66,20 +66,20 @@ def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, A
 
 
 def least_tokens(task: Task, terms: Terms) -> int:
-    """The approximate number of tokens for two turns.  With fewer the first turn would be the last, in which no tool
-    runs."""
+    """Returns about how many tokens an attempt needs: those of two turns, because no tool runs in the last turn, or
+    only those of the first prompt for the style ``compact``."""
     prompt = size(first_messages(task, terms, "x" * _BASELINES)) // CHARACTERS
     return prompt if terms.style == "compact" else sum(_two_turns(min(prompt, terms.context), terms.answer_tokens))
 
 
 def _two_turns(prompt: int, answer: int) -> tuple[int, int]:
-    """Most tokens read and written in a turn and in a last one after it."""
+    """Returns the most tokens that two turns can read and write; ``prompt`` and ``answer`` are tokens of one turn."""
     return 2 * prompt + answer, 2 * answer
 
 
 class SearchEnvironment(KernelEnvironment):
-    """The environment of an attempt: it tells what happens, and judges a solution whose quick verdict reaches the
-    target strictly before it counts.  ``faults``: of the sandbox, in a row."""
+    """The environment of an attempt.  It reports what happens through ``tell``.  If the quick verdict on a solution
+    reaches the target, a strict verdict decides.  ``faults`` counts failures of the sandbox in a row."""
 
     def __init__(
         self, task: Task, sandbox: Sandbox, terms: Terms, tools: Calls, findings: Findings, attempt: int, tell: Tell
@@ -130,7 +130,7 @@ class SearchEnvironment(KernelEnvironment):
         return ToolResult(text, failed(verdict, name))
 
     async def judge(self, solution: Solution, mode: Mode = "quick", command: str = "end") -> Verdict:
-        """Judges a solution for ``command``; a sandbox that failed twice gives a verdict ``infra``."""
+        """Judges a solution, and reports the verdict under ``command``; it is ``infra`` if the sandbox fails."""
         try:
             verdict = await super().judge(solution, mode)
             self.faults = 0
@@ -153,7 +153,7 @@ class SearchEnvironment(KernelEnvironment):
 
 @dataclass
 class Attempt:
-    """One running attempt.  ``baselines``: a line about them for the model."""
+    """One running attempt.  ``baselines`` is a line for the model that names the measured times of the baselines."""
 
     number: int
     task: Task
@@ -181,12 +181,11 @@ class Attempt:
         self.environment.files = dict(self.state.files)
 
     async def run(self) -> str:
-        """Runs the attempt and returns why it ended.  Failures of the model's server are a normal end.
+        """Runs the attempt and returns why it ended; a failure of the model's server is one such reason.
 
         Raises:
             TaskError: The task cannot be run.
-            SandboxUnready: A required wall or the compiler is missing.
-        """
+            SandboxUnready: A required wall or the compiler is missing."""
         state = self.state
         for message in [_REOPENED] if state.messages else first_messages(self.task, self.terms, self.baselines):
             self._say(message)
@@ -201,7 +200,7 @@ class Attempt:
         return ended
 
     async def _play(self) -> str:
-        """Plays the turns in a work folder; if it is lost, in a new one with the same files."""
+        """Plays the turns in a work folder.  If the folder is lost, a new one with the same files replaces it."""
         for _ in range(_LOSSES):
             try:
                 async with self.environment:
@@ -269,7 +268,6 @@ class Attempt:
         return "infra" if self.environment.faults >= _LOSSES else None
 
     async def _ask(self, answer: int, last: bool) -> Reply:
-        """The model's next turn, after shortening the conversation if needed."""
         asked = [{"role": "user", "content": _LAST}] if last else []
         while True:
             room = int(max(self.context - answer, self.context // 4) * self.ratio)
@@ -342,7 +340,7 @@ class Attempt:
         self.state.files, self.state.turn = dict(files), self.state.turn + 1
 
     def _drop_unfinished_turn(self) -> None:
-        """Removes an assistant's message whose calls were not all answered."""
+        """Removes the last assistant message if a call in it has no answer, and resets the files."""
         messages = self.state.messages
         last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=len(messages))
         asked = len(messages[last].get("tool_calls") or ()) if last < len(messages) else 0
@@ -352,6 +350,6 @@ class Attempt:
 
 
 def _first_line(text: str) -> str:
-    """The first informative line of an error; never empty."""
+    """Returns the first line of an error that is not blank, or ``failed`` if there is none."""
     said = (line.strip() for line in text.splitlines())
     return next((line.removeprefix("error: ")[:300] for line in said if line), "failed")

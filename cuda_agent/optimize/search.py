@@ -1,4 +1,4 @@
-"""`cuda-agent optimize`: a model behind an OpenAI-compatible address makes one model.py faster.
+"""The search of `cuda-agent optimize`: a model behind an OpenAI-compatible address makes one model.py faster.
 
 The search checks the problem, measures its baselines, and runs attempts side by side until one reaches the target, the
 budget is used up, or a person stops them.  It then measures the best solution strictly and writes the result."""
@@ -37,7 +37,7 @@ _LONGEST_FILE = 1 << 20
 
 @dataclass
 class SearchOutcome:
-    """``why``: the event that ended the search.  ``best``: the best correct solution, with its strict verdict."""
+    """The outcome of a search.  ``why`` names its end; ``best`` is the best correct solution, judged strictly."""
 
     folder: Path
     why: str
@@ -69,10 +69,10 @@ async def optimize(
     """Searches for a faster solution and writes the result into ``folder``.
 
     Args:
-        source: the problem.
-        folder: of the result; with ``resume`` it holds a search, which goes on.
-        watch: receives every event.
-        stop: set by a person; the search ends with the best solution so far.
+        source: The file with the problem.
+        folder: The folder of the result; with ``resume`` it holds the search to continue.
+        watch: A function that receives every event.
+        stop: An event that a person sets; the search then ends with the best solution so far.
 
     Raises:
         TaskError: The problem cannot be run, or its outputs cannot be checked.
@@ -108,7 +108,8 @@ async def optimize(
                     raise KeyboardInterrupt
                 probe, spec = looked
                 async with _served(order, states) as model:
-                    facts = task, model, sandbox, order.terms, budget, findings, transcript.tell, _baselines(probe)
+                    said = _baselines(probe, settings)
+                    facts = task, model, sandbox, order.terms, budget, findings, transcript.tell, said
                     numbers = range(1, order.attempts + 1)
                     attempts = [Attempt(number, *facts, states.get(number, State())) for number in numbers]
                     why = await _run_attempts(attempts, transcript, stop)
@@ -124,7 +125,7 @@ async def optimize(
 
 
 async def _look_at(task: Task, sandbox: Any, transcript: Transcript) -> tuple[Probe, TaskSpec]:
-    """Runs the problem and measures its baselines.  Raises TaskError if it cannot be optimized."""
+    """Runs the problem and measures its baselines.  Raises TaskError if the problem cannot be optimized."""
     transcript.tell("note", text="checking the problem and measuring its baselines", passing=True)
     probe = await sandbox.probe(task)
     if probe.error:
@@ -138,10 +139,11 @@ async def _look_at(task: Task, sandbox: Any, transcript: Transcript) -> tuple[Pr
     return probe, spec
 
 
-def _baselines(probe: Probe) -> str:
+def _baselines(probe: Probe, settings: SandboxConfig) -> str:
     known = {"eager PyTorch": probe.eager_seconds, "torch.compile": probe.compile_seconds}
     measured = [f"{name} takes {seconds * 1e6:.1f} us" for name, seconds in known.items() if seconds]
-    return f"Measured here: {', '.join(measured)}." if measured else ""
+    sentences = ["Models stay in train()."] if settings.train_mode else []
+    return " ".join([*([f"Measured here: {', '.join(measured)}."] if measured else []), *sentences])
 
 
 def _served(order: SearchOrder, states: dict[int, State]) -> ServedModel:
@@ -155,7 +157,7 @@ def _served(order: SearchOrder, states: dict[int, State]) -> ServedModel:
 
 async def _run_attempts(attempts: list[Attempt], transcript: Transcript, stop: asyncio.Event) -> str:
     """Runs the attempts side by side.  Returns ``target`` as soon as one reaches it, ``stopped`` if a person stops
-    them, else the reason why the last attempt ended."""
+    them, else the reason why the last running attempt ended."""
     running = {asyncio.create_task(attempt.run()): attempt.number for attempt in attempts}
     stopped = asyncio.create_task(stop.wait())
     why = ""
@@ -177,14 +179,14 @@ async def _run_attempts(attempts: list[Attempt], transcript: Transcript, stop: a
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: Any) -> Any:
-    """The result of ``work``, or None at once if a person stops it."""
+    """Returns the result of ``work``, or None as soon as ``stop`` is set."""
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if task.done():
         return task.result()
     if isinstance(sandbox, LocalSandbox):
-        sandbox.kill()  # a judge may need minutes until it answers
+        sandbox.kill()  # a judge may need minutes to answer
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     return None
@@ -193,7 +195,7 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: 
 async def _confirm(
     task: Task, sandbox: Any, findings: Findings, transcript: Transcript, stop: asyncio.Event
 ) -> Find | None:
-    """The best solution by strict verdicts; if a person stops a second time, the best by quick verdicts."""
+    """Returns the best solution by strict verdicts, or by the verdicts so far if a person stops a second time."""
     stop.clear()
     for _ in range(_CONFIRMED):
         best = findings.best
@@ -216,7 +218,7 @@ async def _confirm(
 def write_result(
     outcome: SearchOutcome, task: Task, spec: TaskSpec, probe: Probe, order: SearchOrder, settings: SandboxConfig
 ) -> None:
-    """Writes the files of the result, each atomically; without a correct solution only the page."""
+    """Writes the files of the result, each whole or not at all; without a correct solution it writes only the page."""
     from cuda_agent.pages.optimize import render
 
     folder, best = outcome.folder, outcome.best
@@ -251,11 +253,11 @@ def _about(verdict: Verdict, device: str) -> str:
 
 @contextlib.contextmanager
 def on_interrupt(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Iterator[None]:
-    """Ctrl-C sets ``stop``, as often as it is pressed.
+    """Sets ``stop`` at every Ctrl-C inside the ``with`` block.
 
     The terminal sends SIGINT to child processes too, and the judge must survive it.  Child processes inherit a blocked
-    signal, but not a handler: SIGINT is therefore blocked here, and a thread waits for it.  Threads that libraries
-    started earlier do not block it; the handler serves those."""
+    signal, but not a handler.  SIGINT is therefore blocked in this thread, and another thread waits for it.  Threads
+    that libraries started earlier do not block SIGINT; the signal handler is for a SIGINT that reaches one of them."""
     loop.add_signal_handler(signal.SIGINT, stop.set)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     over = threading.Event()

@@ -1,7 +1,7 @@
-"""Part of an exported ``model_new.py``: the module ``cuda_extension`` of a work folder.  Needs PyTorch and ``g++``, or
-``nvcc`` for a GPU.
+"""Part of an exported ``model_new.py``: makes the module ``cuda_extension`` for a solution of the format ``extension``.
+Needs PyTorch and ``g++``, or ``nvcc`` for a GPU.
 
-Kernels of such a folder go to the default stream; calls on another one wait for it and are waited for."""
+The kernels run on the default stream; if another stream is current, each of the two waits for the other."""
 
 import sys as _sys
 from typing import Any as _Any
@@ -15,7 +15,7 @@ from cuda_agent.sandbox.worker import binding as _binding
 
 
 class _Fresh:
-    """Gives an extension new memory for what it allocates."""
+    """Gives an extension new memory whenever it allocates a tensor."""
 
     watch = None
 
@@ -27,7 +27,6 @@ class _Fresh:
 
 
 def _extension(files: dict[str, str], units: list[str], device: str, flags: list[str], uses: list[str]) -> _Any:
-    """The module, built when this machine has not built it before."""
     command = [*_compiler(device, uses), *flags, *units, "-shared", "-o", "library.so"]
     identity = _machine.processor() if device == "cpu" else ""
     library = str(_built(files, command, "library.so", identity) / "library.so")
@@ -62,7 +61,7 @@ def _checked(function: _Any, device: str) -> _Any:
 
 
 class _OnDefaultStream:
-    """What PyTorch's current stream holds comes before, and what follows on it after."""
+    """Orders work on the default stream after earlier and before later work on the current stream."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -79,7 +78,7 @@ class _OnDefaultStream:
 
 
 def _with_extension(module: _Any, code: str, names: dict[str, _Any]) -> None:
-    """Runs ``code``, which imports ``cuda_extension``, in ``names``."""
+    """Runs ``code`` in the namespace ``names``; ``import cuda_extension`` in that code gives ``module``."""
     before = _sys.modules.get("cuda_extension")
     _sys.modules["cuda_extension"] = module
     try:

@@ -1,8 +1,8 @@
-"""Part of an exported ``model_new.py``: what every plan needs around its kernels, with nothing but PyTorch.
+"""Part of an exported ``model_new.py``: what every plan needs around its kernels, with PyTorch alone.
 
-Exported files hold this source as it is (``export``), so all of its names begin with an underscore, and it imports
-nothing of this package.  Kernels were made for shapes, types and plain arguments of ``get_inputs()``; others are
-refused in words.  Inference only."""
+Exported files hold a copy of this source (see ``export``), so all names begin with an underscore, and no import of this
+package remains there.  Kernels were made for the shapes, types and plain arguments of ``get_inputs()``; others are
+refused with a message.  For inference only."""
 
 import hashlib as _hashlib
 import math as _math
@@ -24,7 +24,7 @@ _lock = _threading.Lock()
 
 
 class _Kernels:
-    """Runs a program in the place of ``reference``, the forward of ``Model``.  Subclasses launch."""
+    """Runs a program in place of ``reference``, the forward of ``Model``.  Subclasses launch the kernels."""
 
     device = "cpu"
 
@@ -51,15 +51,12 @@ class _Kernels:
             return _nested(self.form, iter(outputs))
 
     def tensors(self, args: tuple[_Any, ...]) -> list[torch.Tensor]:
-        """The inputs in order, checked."""
+        """Returns the input tensors in order.  Raises ValueError if the kernels were made for others."""
         found: list[torch.Tensor] = []
         self._match(self.program["arguments"], list(args), found)
         for index, (tensor, (shape, dtype)) in enumerate(zip(found, self.program["inputs"], strict=True)):
-            if (
-                list(tensor.shape) != shape
-                or tensor.dtype != getattr(torch, dtype)
-                or tensor.device.type != self.device
-            ):
+            got = list(tensor.shape), tensor.dtype, tensor.device.type
+            if got != (shape, getattr(torch, dtype), self.device):
                 raise ValueError(
                     f"input {index} is {tensor.dtype} {list(tensor.shape)} on {tensor.device}; "
                     f"these kernels were made for torch.{dtype} {shape} on {self.device}"
@@ -81,7 +78,7 @@ class _Kernels:
                 raise ValueError(f"an argument is {value!r}; these kernels were made for {want['value']!r}")
 
     def weights(self, model: _Any) -> list[torch.Tensor]:
-        """The parameters and buffers, in the order of the program."""
+        """Returns the parameters and buffers in the order of the program."""
         state = model.state_dict(keep_vars=True)
         for name, (shape, dtype) in self.program["weights"].items():
             weight = state[name]
@@ -94,7 +91,7 @@ class _Kernels:
         return [state[name].detach() for name in self.program["weights"]]
 
     def prepare(self) -> None:
-        """Workspaces with their first content; then what subclasses build."""
+        """Allocates the workspaces and fills in their first content.  Subclasses also build the kernels."""
         for name, workspace in self.program["workspaces"].items():
             pattern = bytes.fromhex(workspace["pattern"])
             memory = torch.zeros(max(workspace["bytes"], 1), dtype=torch.uint8, device=self.device)
@@ -107,7 +104,7 @@ class _Kernels:
         raise NotImplementedError
 
     def library(self, node: dict[str, _Any], buffers: dict[str, list[torch.Tensor]]) -> None:
-        """A matrix product or a convolution, as in the sandbox; PyTorch's settings stay as they were."""
+        """Runs a matrix product or a convolution as the sandbox does, and restores PyTorch's settings afterwards."""
         matmul, names = torch.backends.cuda.matmul, ("tf32", "fp16_reduced_precision_reduction",
                                                      "bf16_reduced_precision_reduction")  # fmt: skip
         before = {f"allow_{name}": getattr(matmul, f"allow_{name}") for name in names}
@@ -123,14 +120,14 @@ class _Kernels:
                 setattr(matmul, name, value)
 
     def memory(self, buffer: str, buffers: dict[str, list[torch.Tensor]]) -> torch.Tensor:
-        """A buffer of the plan, flat."""
+        """Returns a buffer of the plan as a flat tensor."""
         kind, _, rest = buffer.partition(":")
         return (self.workspaces[rest] if kind == "ws" else buffers[kind][int(rest)]).view(-1)
 
 
 def _module(name: str, source: str) -> _Any:
-    """A module of cuda-agent, from the definitions of it that are used here."""
-    module = _sys.modules[f"model_new {name}"] = _types.ModuleType(f"model_new {name}")  # dataclasses look it up
+    """Makes a module of cuda-agent from the part of its source that is used here."""
+    module = _sys.modules[f"model_new {name}"] = _types.ModuleType(f"model_new {name}")  # dataclasses look it up here
     exec(compile(source, f"{name}.py", "exec"), module.__dict__)
     return module
 
@@ -150,14 +147,14 @@ def _nested(form: _Any, outputs: _Any) -> _Any:
 
 
 def _check_init(wanted: list[_Any], args: tuple[_Any, ...]) -> None:
-    """Plain arguments of the constructor are those that the kernels were made for."""
+    """Raises ValueError if a plain constructor argument differs from the one that the kernels were made for."""
     for item, value in zip(wanted, args, strict=False):
         if "value" in item and item["value"] != (list(value) if isinstance(value, tuple) else value):
             raise ValueError(f"a constructor argument is {value!r}; these kernels were made for {item['value']!r}")
 
 
 def _built(files: dict[str, str], command: list[str], product: str, identity: str = "") -> _Path:
-    """The folder that holds ``product`` of ``command``, run on ``files``; kept by content in the user's cache."""
+    """Returns the folder with ``product``, which ``command`` makes from ``files``; the user's cache keeps it."""
     key = _hashlib.sha256(repr((sorted(files.items()), command, identity)).encode()).hexdigest()[:32]
     cache = _Path(_os.environ.get("XDG_CACHE_HOME") or _Path.home() / ".cache") / "model_new" / key
     if (cache / product).exists():

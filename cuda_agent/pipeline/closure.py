@@ -2,9 +2,9 @@
 
 The code version is a hash over the stage's import closure: every module of the package that it imports, directly or
 not, at the top or inside a function, or names in a string (``"cuda_agent.sandbox.judge.judge"``), and the data files
-beside them (skill text, templates, C++ sources; a file named like a module belongs to that module alone).  The closure
-is found by reading syntax trees, so nothing is imported and a lookup takes milliseconds.
-A module name put together at run time is not found: import plainly, or write the whole name."""
+beside these modules (skill text, templates, C++ sources; a file named like a module belongs to that module alone). The
+closure is found by reading syntax trees, so nothing is imported and a lookup takes milliseconds.  A module name put
+together at run time is not found: import the module plainly, or write its whole name."""
 
 import ast
 import functools
@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from cuda_agent.machine import processor_facts
-from cuda_agent.storage import canonical_json
+from cuda_agent.storage import canonical_json, file_sha256
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "pyarrow")
 _NO_DATA = (".py", ".pyc", ".pyi")
@@ -36,7 +36,7 @@ def code_version(module: str) -> str:
 
 
 def closure_files(module: str) -> dict[str, Path]:
-    """Returns the closure's files by name, which begins with the package's."""
+    """Returns the closure's files, name -> path; a name is the path from the package's folder on."""
     files: dict[str, Path] = {}
     for name in closure_modules(module):
         root, path = _root(name.split(".")[0]), _source(name)
@@ -44,7 +44,7 @@ def closure_files(module: str) -> dict[str, Path]:
         files[path.relative_to(root.parent).as_posix()] = path
         if path.parent == root:
             continue
-        for data in path.parent.rglob("*"):  # a folder's data belong to every module in it
+        for data in path.parent.rglob("*"):  # a folder's data files belong to every module in the folder
             if not data.is_file() or data.suffix in _NO_DATA or "__pycache__" in data.parts:
                 continue
             if data.with_suffix(".py") == path or not data.with_suffix(".py").exists():
@@ -81,7 +81,7 @@ def environment_digest() -> str:
 
 @functools.cache
 def device_name(device: str) -> str:
-    """Returns the device of the timings: processor, core count and compiler, or GPU and driver."""
+    """Returns the device on which times are taken: processor, core count and compiler, or GPU and driver."""
     if device == "cuda":
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         return _first_line_of(query) or "no GPU"
@@ -106,7 +106,6 @@ def _root(top: str) -> Path:
 
 
 def _source(module: str) -> Path | None:
-    """Returns the file of a module or package without importing it; None when there is none."""
     top, *rest = module.split(".")
     path = _root(top).joinpath(*rest)
     candidates = (path / "__init__.py", path.with_name(path.name + ".py"))
@@ -119,7 +118,7 @@ def _imports(path: Path, module: str) -> tuple[str, ...]:
 
 
 def _imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
-    """Yields every dotted name that an import statement anywhere in the file may load; some are not modules."""
+    """Yields every dotted name in an import statement or a string anywhere in the file; some are not modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -135,6 +134,4 @@ def _imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
             yield node.value
 
 
-@functools.cache
-def _file_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+_file_digest = functools.cache(file_sha256)

@@ -1,6 +1,6 @@
 """Lists, selects and opens the episodes of a run, a benchmark or a search.
 
-A file of episodes is read once, line by line, for the list, and again for the few that are shown in full."""
+A file of episodes is read once, line by line, for the list.  The few episodes that are shown in full are read again."""
 
 import functools
 import gzip
@@ -21,14 +21,14 @@ from cuda_agent.sandbox.wire import Verdict
 from cuda_agent.storage import Store
 
 FILE, TOKENIZER, TRANSCRIPT = "episodes.jsonl", "tokenizer.json", "transcript.jsonl"
-PACKED = f"{FILE}.gz"  # in MLflow
+PACKED = f"{FILE}.gz"  # name of the packed file in MLflow
 MOST_BYTES = 64 << 20  # bytes of the newest episodes that a stage copies to MLflow, before packing
 Sort = Literal["newest", "oldest", "best", "worst", "turns", "tokens", "task"]
 
 
 @dataclass(frozen=True)
 class Left:
-    """A file of episodes, its stage, and the tokenizer of its ids, where that is known."""
+    """A file of episodes, the stage that left it, and the tokenizer of its ids, if it is known."""
 
     stage: str
     file: Path
@@ -42,8 +42,8 @@ def of_run(store: Store, run: Run, folder: Path) -> list[Left]:
 
 
 def packed(store: Store, manifest: Manifest, folder: Path) -> list[Path]:
-    """Packs a stage's episodes and the tokenizer of their ids for MLflow, through which users with a kubeconfig read
-    them. Returns an empty list for a stage without episodes."""
+    """Packs a stage's episodes and the tokenizer of their ids for MLflow, where users with a kubeconfig read them.
+    Returns an empty list for a stage without episodes."""
     left = _fetched(store, manifest, folder)
     if left is None:
         return []
@@ -56,8 +56,6 @@ def packed(store: Store, manifest: Manifest, folder: Path) -> list[Path]:
 
 
 def _fetched(store: Store, manifest: Manifest, folder: Path) -> Left | None:
-    """Fetches a stage's episodes and their tokenizer; None for a stage without episodes."""
-
     def fetch(digest: str, name: str) -> Path | None:
         if (entry := store.tree(digest).get(name)) is None:
             return None
@@ -73,7 +71,7 @@ def _fetched(store: Store, manifest: Manifest, folder: Path) -> Left | None:
 
 
 def of_path(path: Path) -> list[EpisodeEntry]:
-    """Returns the attempts of a folder of ``optimize``, or the episodes of a folder or file of ``benchmark``.
+    """Returns the attempts in a folder of ``optimize``, or the episodes in a folder or file of ``benchmark``.
 
     Raises:
         ConfigError: The path is neither."""
@@ -113,7 +111,6 @@ def listed(left: Sequence[Left]) -> list[EpisodeEntry]:
 
 
 def _read(file: Path) -> Iterator[tuple[int, Episode]]:
-    """Yields each episode with the offset of its line."""
     with open(file, "rb") as lines:
         offset = 0
         for line in lines:
@@ -196,7 +193,7 @@ def chosen(
     must be equal.
 
     Raises:
-        ConfigError: A stage or a status does not occur at all; the message lists those that do."""
+        ConfigError: No episode has this stage or status; the message lists the existing ones."""
     rows = [entry.row for entry in entries]
     for what, asked, there in (("stage", stage, [r.stage for r in rows]), ("status", status, [r.status for r in rows])):
         if asked is not None and asked not in there:

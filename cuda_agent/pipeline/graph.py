@@ -1,8 +1,8 @@
 """The graph: one table of stages, one row per stage, and the variants of the graph as data.
 
 A row holds all facts about its stage: inputs and outputs, the sections of its cache key, its share of a run's time, its
-work, and its place in the report.  Executors, cache keys, schedules, screens, Argo's templates and the report read it.
-``Config.graph`` selects a variant, which leaves out some rows."""
+work, and its place in the report.  Executors, cache keys, schedules, screens, Argo's templates and the report read the
+table.  ``Config.graph`` selects a variant, which leaves out some rows."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,44 +13,44 @@ from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline import work
 from cuda_agent.pipeline.work import Estimate
 
-# The executor makes the input of this name: a folder with one sub-folder for each finished
-# stage above (``<stage>/metrics.jsonl``, ``<stage>/notes.jsonl``, ``<stage>/manifest.json``), ``graph.json`` (name,
-# chart, curves and about of those stages' rows, in order) and ``config.json``.
+# The executor makes the input of this name.  It is a folder with one sub-folder for each finished stage above
+# (``metrics.jsonl``, ``notes.jsonl``, ``manifest.json``), with ``graph.json`` (name, chart, curves and about of those
+# stages' rows, in order) and with ``config.json``.
 STAGES_INPUT = "stages"
 GRAPH_FILE = "graph.json"
 
-ABSENT = "absent"  # state, in a cluster's plan, of a stage that the run's graph leaves out
+ABSENT = "absent"  # the state, in a cluster's plan, of a stage that the run's graph leaves out
 
 
 @dataclass(frozen=True)
 class Stage:
     """One row.  ``module`` has ``run(ctx)``.
 
-    ``inputs`` maps the name under which the stage finds an artifact to its source, ``stage.artifact``.  In ``ROWS`` a
-    source may name alternatives, best first (``rft.policy | warmup.policy``), and end with ``?``: a graph without any
-    of them has no such input.  The rows of a graph have one source per input."""
+    ``inputs`` maps the name under which the stage finds an artifact to the artifact's source, ``stage.artifact``.  In
+    ``ROWS`` a source may name alternatives, best first (``rft.policy | warmup.policy``).  If it ends with ``?``, a
+    graph without any of these has no such input.  The rows of a graph have one source per input."""
 
     name: str
     module: str
     inputs: dict[str, str] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
-    config: tuple[str, ...] = ()  # sections it reads; the others are absent from ctx.config
-    timing: bool = False  # measures times: the device is part of its key, and it runs alone
-    weight: float = 1.0  # share of a run's time, for the progress of the whole
+    config: tuple[str, ...] = ()  # sections that the stage reads; the others are absent from ctx.config
+    timing: bool = False  # whether it measures times: the device is then part of its key, and it runs alone
+    weight: float = 1.0  # share of a run's time, for the progress of the run
     work: Estimate | None = None  # for the schedule printed before a run; None: too little to show
-    chart: str = ""  # heading of its curves in the report; stages with the same one share a grid; empty: no curves
-    curves: tuple[str, ...] = ()  # metrics whose curves are unfolded at first
+    chart: str = ""  # heading of its curves in the report; equal headings share a grid; empty: no curves
+    curves: tuple[str, ...] = ()  # metrics whose curves are open at first
     about: str = ""  # for an evaluation: name of the scored policy in the report's tables
 
     @property
     def upstream(self) -> tuple[str, ...]:
-        """Returns the stages whose artifacts it reads, in order; in ``ROWS``, the sources of all variants."""
+        """Returns the stages whose artifacts this stage reads, in order; in ``ROWS``, the sources of all variants."""
         sources = [source for text in self.inputs.values() if text != STAGES_INPUT for source in _alternatives(text)]
         return tuple(dict.fromkeys(source.split(".")[0] for source in sources))
 
 
-_PLAY = ("sandbox", "policy", "agent")  # sections read by every stage in which a policy writes kernels
-_PLACE = ("runtime", "ray")  # sections read by stages that Ray's actors can share
+_PLAY = ("sandbox", "policy", "agent")  # sections that every stage reads in which a policy writes kernels
+_PLACE = ("runtime", "ray")  # sections that every stage reads which can run on Ray's actors
 _PPO_CURVES = (
     "reward", "pass_rate", "faster_than_eager", "faster_than_compile", "explained_variance",
     "heldout_explained_variance", "entropy", "kl", "response_length",
@@ -103,7 +103,7 @@ ROWS: tuple[Stage, ...] = (
         config=("policy", "lora", "training", "critic"), weight=0.5,
         work=lambda config: work.supervised(config, config.critic), **_SUPERVISED,
     ),
-    _stage(  # without the input critic the stage makes one from the policy
+    _stage(  # without the input critic the stage makes a critic from the policy
         "agentic",
         inputs={"tasks": "synthesis.tasks", "policy": "rft.policy | warmup.policy", "critic": "critic.critic?"},
         outputs=("policy", "critic"),
@@ -131,7 +131,7 @@ ROWS: tuple[Stage, ...] = (
 
 
 def without(rows: Sequence[Stage], left_out: Iterable[str]) -> tuple[Stage, ...]:
-    """Returns the rows without some stages, with every input reduced to the first source that is still made.
+    """Returns the rows without some stages.  Every input is reduced to its first source that is still made.
 
     Raises:
         ValueError: A required input has no source left, or a stage does not exist."""
@@ -163,7 +163,7 @@ def ancestors(stages: Sequence[Stage], name: str) -> list[str]:
 
 
 def needs(stages: Sequence[Stage], stage: Stage) -> Sequence[str]:
-    """Returns the stages that must be done before it: its sources, or all ancestors when it reads their records."""
+    """Returns the stages that ``stage`` waits for: its sources, or all ancestors if it reads their records."""
     return ancestors(stages, stage.name) if STAGES_INPUT in stage.inputs.values() else stage.upstream
 
 
@@ -180,8 +180,7 @@ def up_to(stages: Sequence[Stage], name: str) -> tuple[Stage, ...]:
 
 
 def check(stages: Iterable[Stage]) -> None:
-    """Checks that names are unique and that every source is made by a row further up, so that the table is an order of
-    execution.
+    """Checks that names are unique and that a row further up makes every source: the table is an order of execution.
 
     Raises:
         ValueError: The table breaks one of these rules."""
@@ -212,5 +211,4 @@ STAGES = GRAPHS["full"]  # the paper's graph
 
 
 def stages_of(config: Config) -> tuple[Stage, ...]:
-    """Returns the graph of a run."""
     return GRAPHS[config.graph]

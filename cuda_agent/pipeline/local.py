@@ -31,7 +31,7 @@ from cuda_agent.pipeline.stage_main import StageOrder
 from cuda_agent.storage import Store, StoreError, absolute_uri, open_store
 from cuda_agent.tracking import read_notes, read_progress
 
-GRACE = 60.0  # seconds a stage has for its checkpoint after SIGTERM
+GRACE = 60.0  # seconds that a stage has after SIGTERM to save a checkpoint
 
 
 @dataclass
@@ -47,8 +47,8 @@ class StageView:
     rates: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     attempt: int = 0
-    began: float = 0.0  # monotonic
-    seconds: float = 0.0  # of the finished stage
+    began: float = 0.0  # start of the attempt, by ``time.monotonic``
+    seconds: float = 0.0  # duration of the finished stage
     message: str = ""
 
 
@@ -58,8 +58,8 @@ class RunOutcome:
     code: int
     stage: str = ""
     message: str = ""
-    report: Path | None = None  # folder
-    log: Path | None = None  # of the stage that failed
+    report: Path | None = None  # folder of the report
+    log: Path | None = None  # log of the stage that failed
     resumed: bool = False
     manifests: dict[str, Manifest] = field(default_factory=dict)
 
@@ -74,15 +74,15 @@ def run_pipeline(
     preload: tuple[str, ...] = PRELOAD,
     pause: float = 2.0,
 ) -> RunOutcome:
-    """Runs a graph and returns how it ended; the outcome holds errors that a user can fix, which are not raised.
+    """Runs a graph and returns how it ended.  Errors that a user can fix are not raised; the outcome holds them.
 
     Args:
         config: Selects the graph (``graph``), configures its stages and names the store.
         new: Starts another run even if one of this configuration is unfinished.
         stages: Runs only these rows.
-        table: Names ``stages`` for their processes (``module:NAME``) where they are not of the configuration's graph.
+        table: Names ``stages`` for their processes (``module:NAME``) if they are not from the configuration's graph.
         watch: Receives the run's name and the state of all stages a few times a second.
-        preload: Modules that the processes of stages find imported.
+        preload: Modules that are already imported in the processes of stages.
         pause: Seconds before a stage is tried again; doubles each time."""
     stages = stages_of(config) if stages is None else stages
     check(stages)
@@ -122,8 +122,6 @@ def _prepare(config: Config, new: bool) -> Iterator[tuple[Store, Path, runs.Run,
 
 @dataclass
 class _Execution:
-    """The state of one call of ``run_pipeline``."""
-
     config: Config
     store: Store
     home: Path
@@ -232,7 +230,7 @@ class _Execution:
             return
         view.message = outcome_message(folder, stage.name, code)
         if code == EXIT_RETRY and not self.stopping and view.attempt <= self.config.run.retries:
-            for above in stage.upstream:  # a damaged input is made again
+            for above in stage.upstream:  # make a damaged input again
                 if not is_whole(self.store, self.done[above]):
                     self.views[above].notes.append("its result is damaged and is made again")
                     self.views[above].state = "waiting"
@@ -278,7 +276,6 @@ class _Execution:
         self.watch(self.run_record.name, list(self.views.values()))
 
     def _note(self, text: str) -> None:
-        """Shows a note about the run below its first stage."""
         next(iter(self.views.values())).notes.append(text)
 
     def _close_recorder(self) -> None:
@@ -308,7 +305,7 @@ def outcome_message(folder: Path, stage: str, code: int) -> str:
 
 @contextlib.contextmanager
 def _signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Handles SIGTERM, SIGHUP and Ctrl-C: the first stops the run in order, the second raises KeyboardInterrupt."""
+    """Handles SIGTERM, SIGHUP and Ctrl-C: the first signal calls ``stop``, the second raises KeyboardInterrupt."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

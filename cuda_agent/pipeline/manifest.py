@@ -1,15 +1,15 @@
 """Manifests, cache keys and the layout of the store: results, their code and their inputs.
 
-cas/<sha256>                          bytes by content (``storage``)
-configs/<sha256>.json                 frozen configurations
-cache/<stage>/<key>.json              the first manifest with this key; created only if absent, written last
-checkpoints/<stage>/<key>/            ``checkpoints``
-runs/<run>/run.json, end.json         name and configuration, and how it last ended
-runs/<run>/<stage>/manifest.json      the result of this stage that the run uses
-runs/<run>/<stage>/key                the cache key that its last attempt began with
-runs/<run>/<stage>/log.txt            the output of its last attempt
-runs/<run>/<stage>/outcome.json       how its last attempt on a cluster ended, when that was no success
-sweeps/<sweep>/mlflow                 the MLflow run that its runs stand below"""
+cas/<sha256>                      bytes by content (``storage``)
+configs/<sha256>.json             frozen configurations
+cache/<stage>/<key>.json          the first manifest with this key; created only if absent, written last
+checkpoints/<stage>/<key>/        ``checkpoints``
+runs/<run>/run.json, end.json     the run's name and configuration; how the run last ended
+runs/<run>/<stage>/manifest.json  the result of this stage that the run uses
+runs/<run>/<stage>/key            the cache key with which the stage's last attempt began
+runs/<run>/<stage>/log.txt        the output of the stage's last attempt
+runs/<run>/<stage>/outcome.json   how the stage's last attempt on a cluster ended, if it failed
+sweeps/<sweep>/mlflow             the MLflow run above the sweep's runs"""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ class Manifest:
     result, over all attempts, without repeated work."""
 
     stage: str
-    run: str  # the run that made it
+    run: str  # the run that made the result
     key: str
     code: str  # version of the stage's import closure
     environment: str
@@ -45,7 +45,7 @@ class Manifest:
     metrics: str  # folder of metrics.jsonl and notes.jsonl
     seconds: float
     finished: str  # ISO 8601, UTC
-    resumed: list[int] = field(default_factory=list)  # checkpoint steps that it resumed from
+    resumed: list[int] = field(default_factory=list)  # steps of the checkpoints from which the stage resumed
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
@@ -73,14 +73,8 @@ class Identity:
 
 def identify(stage: Stage, config: Config, inputs: dict[str, str]) -> Identity:
     """Returns the identity of a stage with these ``inputs`` (name -> digest)."""
-    return Identity(
-        stage=stage.name,
-        code=code_version(stage.module),
-        environment=environment_digest(),
-        config=section_values(config, stage.config),
-        inputs=inputs,
-        device=_device(stage, config) if stage.timing else None,
-    )
+    values, device = section_values(config, stage.config), _device(stage, config) if stage.timing else None
+    return Identity(stage.name, code_version(stage.module), environment_digest(), values, inputs, device)
 
 
 def identity_of(
@@ -100,7 +94,7 @@ def identity_of(
 
 
 def placed(config: Config) -> Config:
-    """Returns the configuration with the addresses of this process: on a cluster, environment variables name the
+    """Returns the configuration with the addresses of this process.  On a cluster, environment variables name the
     sandbox, the engines and Ray, so that the stored configuration is the same as on one machine."""
     given = os.environ.get
     changes: dict[str, Any] = {}
@@ -115,8 +109,8 @@ def placed(config: Config) -> Config:
 
 
 def _device(stage: Stage, config: Config) -> str:
-    """Returns the device of the timings.  Servers count as one device, different from the client machine; so do the
-    machines of a remote Ray.  A cluster sets the device of its servers (CUDA_AGENT_DEVICE)."""
+    """Returns the device on which times are taken.  Servers count as one device, different from the client machine; so
+    do the machines of a remote Ray.  A cluster names the device of its servers (CUDA_AGENT_DEVICE)."""
     if named := os.environ.get("CUDA_AGENT_DEVICE"):
         return named
     if config.sandbox.servers:
@@ -147,7 +141,6 @@ def config_entry(sha256: str) -> str:
 
 
 def read_manifest(store: Store, run: str, stage: str) -> Manifest | None:
-    """Returns the result of a stage that the run uses; None when absent."""
     return _read(store, manifest_entry(run, stage))
 
 
@@ -161,7 +154,7 @@ def is_whole(store: Store, manifest: Manifest) -> bool:
 
 
 def find_result(store: Store, run: str, identity: Identity) -> Manifest | None:
-    """Returns a result of this identity from the cache, or from this run if it died before writing the cache entry."""
+    """Returns a result of this identity from the cache, or from this run if it was killed before the cache entry."""
     cached = _read(store, cache_entry(identity.stage, identity.key))
     if cached and is_whole(store, cached):
         return cached
@@ -172,7 +165,7 @@ def find_result(store: Store, run: str, identity: Identity) -> Manifest | None:
 def serve_from_cache(
     store: Store, run: str, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest]
 ) -> Manifest | None:
-    """Links the result of a stage, if there is one, to this run.  The stages above it are in ``done``."""
+    """Links the result of a stage, if there is one, to this run.  ``done`` has the manifests of the stages above."""
     result = find_result(store, run, identity_of(store, stages, stage, config, done))
     return None if result is None else publish(store, run, result)
 
@@ -194,11 +187,11 @@ def publish(store: Store, run: str, manifest: Manifest) -> Manifest:
 def _make_stages_folder(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest], folder: Path
 ) -> None:
-    """Fills ``folder`` with the metrics, notes and manifests of the stages above, the report's part of their rows, and
-    the configuration (without ``run``).
+    """Fills ``folder`` with the metrics, notes and manifests of the stages above, the part of their rows that the
+    report needs, and the configuration (without ``run``).
 
     With the model clock, durations, devices and versions are left out, so that two runs give the same bytes on any
-    machine; the manifests in the store hold them."""
+    machine; the manifests in the store hold these facts."""
     timeless = config.sandbox.clock == "model"
     left_out = {"run", "config", "finished", "resumed", "metrics"}
     left_out |= {"seconds", "key", "environment", "device"} if timeless else set()

@@ -1,23 +1,23 @@
 """The record of a run in MLflow, from one machine or from a cluster's pods: a parent run, and a child run per stage.
 
-Every call declares a state and returns at once; ``tracking.Mirror`` copies it. With the address ``off`` every call does
-nothing."""
+Every call declares a state and returns at once; ``tracking.Mirror`` copies it.  With ``off`` no call does anything."""
 
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cuda_agent.compose import flat
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_DONE, EXIT_RETRY
-from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.graph import Stage
 from cuda_agent.pipeline.manifest import Manifest
+from cuda_agent.pipeline.runs import agree
 from cuda_agent.storage import Store
-from cuda_agent.tracking import MANIFEST_TAG, Mirror, read_metrics, read_notes
+from cuda_agent.tracking import MANIFEST_TAG, Mirror, Sweep, read_metrics, read_notes
 
-NOTES_CHARACTERS = 4000  # length of a stage's notes in a tag
+NOTES_CHARACTERS = 4000  # most characters of a stage's notes in a tag
 
 
 class Recorder:
@@ -45,7 +45,8 @@ class Recorder:
         self._mirror: Mirror | None = None
         if uri == "off":
             return
-        sweep = runs.sweep_of(store, config)
+        name = config.run.sweep
+        sweep = Sweep(name, partial(agree, store, f"sweeps/{name}/mlflow")) if name else None
         self._mirror = Mirror(uri, config.run.pipeline, run, artifacts, trouble, sweep)
         self._folder = tempfile.TemporaryDirectory()
         resolved = Path(self._folder.name) / "config.json"
@@ -58,7 +59,7 @@ class Recorder:
         self._update(stage, metrics=read_metrics(scratch / "metrics.jsonl"), status="RUNNING")
 
     def finished(self, stage: str, manifest: Manifest) -> list[str]:
-        """Records a finished stage: its settings, metrics, notes and origin.  Returns its notes."""
+        """Records a finished stage: its settings, metrics, notes and the run that made it.  Returns its notes."""
         if self._mirror is None:
             return []
         with tempfile.TemporaryDirectory() as folder:
@@ -66,26 +67,25 @@ class Recorder:
             metrics = read_metrics(Path(folder) / "metrics.jsonl")
             notes = read_notes(Path(folder) / "notes.jsonl")
         tags = {"key": manifest.key, "made by": manifest.run, "seconds": str(manifest.seconds)}
-        tags |= {MANIFEST_TAG: manifest.to_bytes().decode()}  # users with a kubeconfig read it here
+        tags |= {MANIFEST_TAG: manifest.to_bytes().decode()}  # users with a kubeconfig read the manifest here
         tags |= {"notes": "\n".join(notes)[:NOTES_CHARACTERS]} if notes else {}
         self._update(stage, metrics=metrics, tags=tags, status="FINISHED")
         return notes
 
     def failed(self, stage: str, code: int) -> None:
-        """Records a stage that ended with this exit code; 75 may be tried again."""
+        """Records a stage that ended with this exit code: as killed for 75 (try again), else as failed."""
         self._update(stage, status="KILLED" if code == EXIT_RETRY else "FAILED")
 
     def keep(self, stage: str, files: Sequence[Path]) -> None:
-        """Copies files of a stage for readers: its log, its episodes.  They must stay until ``close``."""
+        """Copies files of a stage for readers: its log, its episodes.  The files must exist until ``close``."""
         self._update(stage, artifacts=[file for file in files if file.exists()])
 
     def report(self, folder: Path) -> None:
-        """Copies the run's report.  The folder must stay until ``close``."""
+        """Copies the run's report.  The folder must exist until ``close``."""
         if self._mirror:
             self._mirror.update(None, artifacts=[folder])
 
     def ended(self, code: int) -> None:
-        """Records the run's exit code."""
         if self._mirror:
             self._mirror.update(None, status={EXIT_DONE: "FINISHED", EXIT_RETRY: "KILLED"}.get(code, "FAILED"))
 

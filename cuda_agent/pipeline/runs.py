@@ -1,4 +1,4 @@
-"""Runs in the store: their records, their ends, lookup by name, and the difference of two."""
+"""Runs in the store: their records, their ends, lookup by name, and the difference of two runs."""
 
 import contextlib
 import fcntl
@@ -14,10 +14,9 @@ from typing import Any
 from cuda_agent.compose import flat, load
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError
-from cuda_agent.pipeline.graph import Stage, stages_of
+from cuda_agent.pipeline.graph import Stage
 from cuda_agent.pipeline.manifest import Manifest, config_entry, read_manifest
 from cuda_agent.storage import Store, local_folder
-from cuda_agent.tracking import Sweep
 
 _BEGINNING = ("name", "config", "pipeline", "created", "sweep")  # the facts in run.json
 _STATUSES = {
@@ -34,13 +33,13 @@ class Run:
     """The record of a run.  ``code`` is its last exit code: None before its first end, 0 when it is done."""
 
     name: str
-    config: str  # sha256
+    config: str  # sha256 of the configuration
     pipeline: str
     created: str  # ISO 8601, UTC
     code: int | None = None
-    stage: str = ""  # last stage
+    stage: str = ""  # the stage that failed
     message: str = ""
-    sweep: str = ""  # its sweep's name
+    sweep: str = ""  # name of the run's sweep
 
     @classmethod
     def begun(cls, name: str, config: Config, sha256: str) -> "Run":
@@ -58,8 +57,8 @@ class Run:
 
 
 def local_home(store_uri: str) -> Path:
-    """Returns the machine's folder for a store: caches, locks, scratch, MLflow's database.  It is CUDA_AGENT_HOME, or
-    beside a folder store, or ``~/.cache/cuda-agent``."""
+    """Returns this machine's folder for a store: caches, locks, scratch, MLflow's database.  It is CUDA_AGENT_HOME,
+    else a folder beside a store that is a folder, else ``~/.cache/cuda-agent``."""
     if home := os.environ.get("CUDA_AGENT_HOME"):
         return Path(home).absolute()
     folder = local_folder(store_uri)
@@ -98,7 +97,6 @@ def list_runs(store: Store) -> list[Run]:
 
 
 def newest_unfinished(store: Store, sha256: str) -> Run | None:
-    """Returns the newest run of this configuration that is not done."""
     return next((run for run in reversed(list_runs(store)) if run.config == sha256 and run.code != 0), None)
 
 
@@ -139,19 +137,8 @@ def agree(store: Store, key: str, make: Callable[[], str]) -> str:
     return store.get(key).decode()
 
 
-def sweep_of(store: Store, config: Config) -> Sweep | None:
-    """Returns the sweep that a run belongs to, for MLflow."""
-    name = config.run.sweep
-    return Sweep(name, lambda make: agree(store, f"sweeps/{name}/mlflow", make)) if name else None
-
-
 def read_config(store: Store, sha256: str) -> Config:
     return load(store.get(config_entry(sha256)).decode(), sha256)
-
-
-def run_graph(store: Store, run: Run) -> tuple[Stage, ...]:
-    """Returns the stages of a run, from its configuration."""
-    return stages_of(read_config(store, run.config))
 
 
 def run_manifests(store: Store, run: Run, stages: Sequence[Stage]) -> dict[str, Manifest]:
@@ -202,7 +189,7 @@ def lock_path(home: Path, store: Store, sha256: str) -> Path:
 
 @contextlib.contextmanager
 def try_lock(path: Path, shared: bool = False) -> Iterator[bool]:
-    """Yields whether the machine-wide lock was free; the lock ends with the process."""
+    """Yields whether the machine-wide lock was free, and holds it if so; the lock ends with the process."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600)) as file:
         try:

@@ -22,7 +22,7 @@ LOOKS = {
 
 @contextmanager
 def watching(as_json: bool = False) -> Iterator[Watch]:
-    """Opens the screen that fits the output; when that is JSON for a program, writes plain lines to stderr."""
+    """Opens the screen that fits the output.  With ``as_json`` a program reads stdout: plain lines go to stderr."""
     if as_json:
         yield plain(lambda line: print(line, file=sys.stderr))
     elif sys.stdout.isatty():
@@ -33,7 +33,7 @@ def watching(as_json: bool = False) -> Iterator[Watch]:
 
 
 def plain(write: Callable[[str], None], every: float = 15.0) -> Watch:
-    """Writes a line when a stage changes its state, when it has news, and its progress every ``every`` seconds."""
+    """Returns a screen that writes lines: changes of state, notes, and every ``every`` seconds the progress."""
     known: dict[str, tuple[str, int]] = {}  # stage -> state and number of notes
     shown = time.monotonic()
 
@@ -134,7 +134,6 @@ def _elapsed(view: StageView) -> float:
 
 
 def _left(view: StageView) -> str:
-    """Returns the time left at the pace of this attempt."""
     share = _share(view)
     return f"{duration(_elapsed(view) * (1 - share) / share)} left" if 0.02 < share < 1 else ""
 

@@ -1,9 +1,9 @@
 """The fork server of stage processes: it imports torch and transformers once and forks a process for each stage.
 
-The server runs no tensor operation and starts no thread (OpenBLAS restarts its own after a fork): its fork is as good
-as a fresh process.  When a process dies, its children die too: the kernel kills server and stages with their parent,
-and the process group of a stage ends with it.  Grandchildren that leave the group watch their parent (the sandbox
-does).  Executor and server exchange JSON objects, one per packet of a socket."""
+The server runs no tensor operation and starts no thread (OpenBLAS restarts its own threads after a fork), so a fork is
+as good as a fresh process.  When a process dies, its children die too: the kernel kills server and stages with their
+parent, and the process group of a stage ends with the stage.  Grandchildren that leave the group must watch their
+parent (the sandbox does).  Executor and server exchange JSON objects, one per packet of a socket."""
 
 import contextlib
 import importlib
@@ -22,12 +22,12 @@ from cuda_agent.errors import EXIT_BUG, EXIT_RETRY
 from cuda_agent.machine import die_with_parent
 
 PRELOAD = ("torch", "transformers", "transformers.models.qwen3.modeling_qwen3")
-_POLL_SECONDS = 0.02  # between two looks for stages that ended
+_POLL_SECONDS = 0.02  # interval of the checks for ended stages
 _PACKET = 1 << 16  # bytes
 
 
 class Spawner:
-    """The executor's end of the server; use it from one thread, which must outlive it."""
+    """The executor's end of the server.  Use it from one thread, which must outlive the server."""
 
     def __init__(self, preload: tuple[str, ...] = PRELOAD) -> None:
         self._preload = preload
@@ -35,7 +35,7 @@ class Spawner:
         self._running: set[str] = set()
 
     def open(self) -> None:
-        """Starts the server unless it runs; ``start`` does so too.  Its imports run while the caller goes on."""
+        """Starts the server unless it runs; ``start`` does so too.  The server's imports do not block the caller."""
         if self._server is None:
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
@@ -54,13 +54,13 @@ class Spawner:
         self._tell({"start": name, "order": order, "log": str(log)})
 
     def signal(self, name: str, number: int) -> None:
-        """Sends a signal to one stage; does nothing when it has ended."""
+        """Sends a signal to one stage; does nothing if the stage has ended."""
         if name in self._running:
             self._tell({"signal": name, "number": int(number)})
 
     def wait(self, seconds: float) -> dict[str, int]:
         """Returns the exit codes of the stages that ended within ``seconds``.  A killed stage (SIGKILL, SIGTERM) has
-        code 75 (try again), as have all stages of a dead server; another signal gives its negative number."""
+        code 75 (try again), as have all stages of a dead server.  Another signal gives its negative number."""
         if self._server is None or not select.select([self._socket], [], [], seconds)[0]:
             return {}
         if packet := _receive(self._socket):
@@ -80,12 +80,11 @@ class Spawner:
             self._server = None
 
     def _tell(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # ``wait`` finds out
+        with contextlib.suppress(OSError):  # ``wait`` notices a dead server
             self._socket.send(json.dumps(message).encode())
 
 
 def _receive(channel: socket.socket) -> dict[str, Any] | None:
-    """Returns the next packet; None when the other end is closed."""
     try:
         packet = channel.recv(_PACKET)
     except ConnectionResetError:
@@ -99,7 +98,7 @@ def serve(parent: int, preload: list[str]) -> None:
     for module in (*preload, "cuda_agent.pipeline.stage_main"):
         importlib.import_module(module)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    channel = socket.socket(fileno=0)  # closed in the stages, whose stdin is another
+    channel = socket.socket(fileno=0)  # closed in the stages, whose stdin is replaced
     children: dict[int, str] = {}
     while True:
         if select.select([channel], [], [], _POLL_SECONDS if children else None)[0]:
@@ -132,7 +131,7 @@ def _fork(message: dict[str, Any]) -> int:
     pid = os.fork()
     if pid:
         with contextlib.suppress(OSError):
-            os.setpgid(pid, pid)  # in the parent too, so that the group exists before a kill of it
+            os.setpgid(pid, pid)  # in the parent too, so that the group exists before it can be killed
         return pid
     code = EXIT_BUG
     try:
@@ -148,7 +147,7 @@ def _fork(message: dict[str, Any]) -> int:
     except BaseException:
         traceback.print_exc()
     finally:
-        os._exit(code)  # without clean-up of the server's objects or a return into its loop
+        os._exit(code)  # neither cleans up the server's objects nor returns into its loop
     return 0
 
 

@@ -39,14 +39,16 @@ from cuda_agent.pipeline.runs import read_config, try_lock
 from cuda_agent.storage import Store, open_store
 from cuda_agent.tracking import FileTracker
 
+Stop = Callable[[], bool]
+
 
 @dataclass(frozen=True)
 class StageOrder:
-    """The order of one stage's process.  ``scratch``: this attempt's folder, for metrics, notes, progress and
-    ``outcome.json``; ``local``: the machine's folder for locks and caches."""
+    """The order of one stage's process.  ``scratch`` is this attempt's folder, for metrics, notes, progress and
+    ``outcome.json``; ``local`` is the machine's folder for locks and caches."""
 
     store: str
-    config: str  # sha256
+    config: str  # sha256 of the configuration
     run: str
     stage: str
     scratch: str
@@ -74,7 +76,7 @@ def run_stage(order: StageOrder) -> int:
     faulthandler.register(signal.SIGUSR1)  # `kill -USR1` writes the stacks to the log
     scratch = Path(order.scratch)
     scratch.mkdir(parents=True, exist_ok=True)
-    (scratch / "pid").write_text(str(os.getpid()))  # for a person who looks at a stage that hangs
+    (scratch / "pid").write_text(str(os.getpid()))  # helps a person to find the process of a stage that hangs
     code, message = EXIT_DONE, ""
     _say(f"{order.stage}: process started")
     try:
@@ -95,7 +97,7 @@ def run_stage(order: StageOrder) -> int:
     return code
 
 
-def _run(order: StageOrder, scratch: Path, should_stop: Callable[[], bool]) -> None:
+def _run(order: StageOrder, scratch: Path, should_stop: Stop) -> None:
     store = open_store(order.store)
     config = read_config(store, order.config)
     stages = graph_of(config, order.table)
@@ -115,15 +117,9 @@ def _run(order: StageOrder, scratch: Path, should_stop: Callable[[], bool]) -> N
 
 
 def _make(
-    order: StageOrder,
-    store: Store,
-    config: Config,
-    stage: Stage,
-    identity: Identity,
-    tracker: FileTracker,
-    work: Path,
-    should_stop: Callable[[], bool],
+    order: StageOrder, store: Store, config: Config, stage: Stage, identity: Identity, tracker: FileTracker, stop: Stop
 ) -> Manifest:
+    work = Path(order.scratch) / "work"
     for name, digest in identity.inputs.items():
         store.get_folder(digest, work / "inputs" / name)
     cache = Path(order.local) / "cache"
@@ -143,7 +139,7 @@ def _make(
             work=work / "scratch",
             tracker=tracker,
             checkpoints=checkpoints,
-            should_stop=should_stop,
+            should_stop=stop,
             cache=cache,
         )
     )
@@ -185,8 +181,8 @@ def _manifests_above(store: Store, run: str, stages: Sequence[Stage], stage: Sta
 
 
 @contextlib.contextmanager
-def _lock(path: Path, tracker: FileTracker, should_stop: Callable[[], bool]) -> Iterator[None]:
-    """Locks a result on this machine, so that only one run makes it: a second run waits, and finds it made."""
+def _lock(path: Path, tracker: FileTracker, should_stop: Stop) -> Iterator[None]:
+    """Locks a result on this machine, so that only one run makes it: a second run waits, and finds the result made."""
     while True:
         with try_lock(path) as free:
             if free:

@@ -1,8 +1,8 @@
-"""Converts conversations to token ids, the same in training, in rollouts and on any server, and to servers' messages.
+"""Converts conversations to token ids, and to the messages of chat servers.
 
-Every policy uses the chat template saved with its tokenizer (``chat_template.jinja`` belongs to policies trained from
-scratch).  Sampled tokens are never tokenized again: the first prompt is rendered whole, and every later turn appends
-only the delta between two assistant turns, rendered behind a synthetic assistant turn and cut off there."""
+The token ids are the same in training, in rollouts and on any server.  Every policy uses the chat template saved with
+its tokenizer (policies trained from scratch use ``chat_template.jinja``).  Sampled tokens are never tokenized again.
+The first prompt is rendered whole.  Every later turn appends only the text between two assistant turns."""
 
 import json
 import re
@@ -12,7 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-Message = Mapping[str, Any]  # role, content; an assistant's may have tool_calls: [{"name": str, "arguments": dict}]
+Message = Mapping[str, Any]  # role, content; for an assistant also tool_calls: [{"name": str, "arguments": dict}]
+Tools = Sequence[Mapping[str, Any]]  # JSON schemas
 
 TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text()
 
@@ -65,19 +66,18 @@ _STRAY = re.compile(r"</?tool_call>|</?function\b|</?parameter\b")
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call.  Arguments in XML form are strings unless ``Chat.parse`` was given the tools' schemas."""
+    """One tool call.  Arguments in XML form are strings unless ``Chat.parse`` was given the tools' schemas."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
 class Chat:
-    """Renders and parses conversations of one tokenizer.  With ``style`` "full" the template spells out the tools;
-    "compact" saves their tokens.
+    """Renders and parses conversations of one tokenizer.  With ``style`` "full" the prompt contains the tools' schemas;
+    "compact" saves these tokens.
 
     Raises:
-        ValueError: The tokenizer has no chat template.
-    """
+        ValueError: The tokenizer has no chat template."""
 
     def __init__(self, tokenizer: Any, style: Literal["compact", "full"] = "full") -> None:
         if not getattr(tokenizer, "chat_template", None):
@@ -95,7 +95,7 @@ class Chat:
         self._end: str = tokenizer.decode([end], skip_special_tokens=False)
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (end, tokenizer.eos_token_id) if i is not None))
 
-    def prompt_ids(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
+    def prompt_ids(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Returns the token ids of the conversation, ending with the header of the assistant's next turn."""
         spelled = list(tools) if tools and self.style == "full" else None
         text = self._render(messages, spelled, header=True)
@@ -106,17 +106,15 @@ class Chat:
     def delta_ids(self, tool_results: Sequence[str], closed: bool = True) -> list[int]:
         """Returns the token ids between two assistant turns: the tool results, then the next assistant header.
 
-        ``closed`` says that the sampled turn ended with its stop token; a turn cut at its length is closed here."""
+        ``closed`` says that the sampled turn ended with its stop token.  If not, the ids begin with a stop token."""
         return self._delta([{"role": "tool", "content": text} for text in tool_results], closed)
 
-    def encode_dialogue(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> tuple[list[int], list[int]]:
+    def encode_dialogue(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[list[int], list[int]]:
         """Returns the token ids of a whole written dialogue, and a mask that is 1 on the tokens that a policy would
         have sampled (each assistant turn with its stop token).
 
-        The ids equal those of ``prompt_ids``, the turns' ids and ``delta_ids``.  A dialogue without a final assistant
-        turn ends with the header after the tool results."""
+        The ids equal those that ``prompt_ids``, ``turn_ids`` and ``delta_ids`` give one after the other.  A dialogue
+        without a final assistant turn ends with the header after the tool results."""
         starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         ids = self.prompt_ids(messages[: starts[0] if starts else None], tools)
         mask = [0] * len(ids)
@@ -135,13 +133,11 @@ class Chat:
             raise ValueError("the chat template opens a turn otherwise than it writes one: cannot encode written turns")
         return [*self._encode(whole[len(before) : whole.rindex(self._end)]), self.end_id]
 
-    def parse(
-        self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> tuple[str, list[ToolCall], bool]:
-        """Parses one sampled turn: the text without the calls, the calls, whether the turn holds anything malformed.
+    def parse(self, ids: Sequence[int], tools: Tools | None = None) -> tuple[str, list[ToolCall], bool]:
+        """Parses one sampled turn.  Returns the text without the calls, the calls, and whether the turn is malformed.
 
-        Calls are read in XML or in Hermes' JSON form.  A malformed call stays in the text; the calls beside it still
-        count.  With ``tools`` (JSON schemas) the strings of XML arguments are converted to the types of the schema."""
+        Calls are read in XML or in Hermes' JSON form.  A malformed call stays in the text; the other calls still count.
+        With ``tools`` the strings of XML arguments are converted to the types of the schema."""
         ids = list(ids)
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
@@ -166,8 +162,8 @@ class Chat:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _clean(self, message: Message) -> dict[str, Any]:
-        """Returns the message in Hugging Face's form.  Control tokens in its text are broken by a space, so that the
-        text of a task or a tool can neither end a turn nor open one."""
+        """Returns the message in Hugging Face's form.  A space breaks control tokens in its text, so that the text of a
+        task or a tool can neither end a turn nor open one."""
 
         def broken(value: Any) -> Any:
             if isinstance(value, str):
@@ -190,9 +186,9 @@ def function_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def read_calls(text: str, tools: Sequence[Mapping[str, Any]] | None = None) -> tuple[str, list[ToolCall], bool]:
-    """Parses the text of one turn as ``Chat.parse`` does, and returns the same."""
-    thought, closed, said = text.rpartition("</think>")  # calls inside the thought do not count
+def read_calls(text: str, tools: Tools | None = None) -> tuple[str, list[ToolCall], bool]:
+    """Parses the text of one turn; returns the same values as ``Chat.parse``."""
+    thought, closed, said = text.rpartition("</think>")  # calls inside the thought are ignored
     calls: list[ToolCall] = []
 
     def take(match: re.Match[str]) -> str:
@@ -216,7 +212,6 @@ def _user(text: str) -> dict[str, Any]:
 
 
 def _parse_call(body: str) -> ToolCall | None:
-    """Returns the call inside one <tool_call>, or None if it is malformed."""
     body = body.strip()
     if body.startswith("{"):
         try:
@@ -243,7 +238,7 @@ def _parse_call(body: str) -> ToolCall | None:
 
 
 def _typed(call: ToolCall, properties: Mapping[str, Any]) -> ToolCall:
-    """Converts strings of a call to the schema's numbers, booleans, lists or objects where the text allows it."""
+    """Converts strings of a call to the schema's numbers, booleans, lists or objects if the text allows it."""
 
     def typed(name: str, value: Any) -> Any:
         if not isinstance(value, str) or properties.get(name, {}).get("type", "string") == "string":
@@ -256,17 +251,17 @@ def _typed(call: ToolCall, properties: Mapping[str, Any]) -> ToolCall:
     return ToolCall(call.name, {name: typed(name, value) for name, value in call.arguments.items()})
 
 
-def on_the_wire(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], form: Form) -> list[Any]:
-    """Converts messages to those of an OpenAI-compatible server.
+def on_the_wire(messages: Sequence[Message], tools: Tools, form: Form) -> list[Any]:
+    """Converts messages to the form of an OpenAI-compatible server.
 
-    A message here has ``role`` and ``content``; an assistant's may have ``tool_calls`` ({"id", "name", "arguments"})
-    and ``raw``, the text that they were read from; a tool's has ``tool_call_id``.  ``form`` is one of three:
+    A message here has ``role`` and ``content``.  An assistant's may have ``tool_calls`` ({"id", "name", "arguments"})
+    and ``raw``, the text from which the calls were read; a tool's has ``tool_call_id``.  ``form`` is one of three:
 
     - ``native``: the server's own tool calls;
-    - ``text``: for servers without them.  The first system message lists the tools, calls are XML in the text, and
-      results come in the user's name;
-    - ``raw``: the same calls, but roles and tools are left to the server's chat template: for policies of this project.
-    """
+    - ``text``: for servers without tool calls.  The first system message lists the tools, calls are XML in the text,
+      and results are messages of the user;
+    - ``raw``: calls are XML in the text, the server's chat template handles roles and tools: for this project's
+      policies."""
     if form == "native":
         return [_native(message) for message in messages]
     sent: list[dict[str, Any]] = []
@@ -289,7 +284,7 @@ def on_the_wire(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[s
     return sent
 
 
-def _spelled_out(tools: Sequence[Mapping[str, Any]]) -> str:
+def _spelled_out(tools: Tools) -> str:
     lines = [_RULES]
     for tool in tools:
         schema = tool.get("function", tool)
@@ -317,7 +312,7 @@ def written(content: str, calls: Sequence[Mapping[str, Any]]) -> str:
 def _native(message: Mapping[str, Any]) -> dict[str, Any]:
     sent = {"role": message["role"], "content": message["content"]} | _id_of(message)
     if message.get("tool_calls"):
-        # arguments that are not JSON are left out: servers parse them again
+        # servers parse arguments again, so arguments that are not JSON become {}
         sent["tool_calls"] = [
             function_call(call["id"], call["name"], json.dumps(call["arguments"] or {}))
             for call in message["tool_calls"]

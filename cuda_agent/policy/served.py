@@ -1,9 +1,9 @@
-"""A client for a model behind an OpenAI-compatible address, text in and text out: the engine for external models.
+"""A client for an external model behind an OpenAI-compatible address, with text as input and output.
 
-Answers are streamed, so that a user sees them grow and an endless one can be cut.  When a server refuses a feature
-(tool calls, a parameter), later requests leave it out.  Busy servers, broken streams and 5xx are retried after the
-pause that the server asks for.  The key is read from the environment, sent to that address alone, and removed from all
-text that comes back.  Not covered: policies that are trained here (``engines``), playing (``agent``), and budgets."""
+Answers are streamed, so that a user sees them grow and an endless answer can be cut.  When a server refuses a feature
+(tool calls, a parameter), later requests leave the feature out.  If a server is busy, breaks a stream or answers 5xx,
+the request is sent again after the pause that the server asks for.  The key is read from the environment, sent to that
+address alone, and removed from all text that comes back.  For policies trained here see ``engines``."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,9 @@ from cuda_agent.policy.chat import Form, ToolCall, on_the_wire, read_calls
 Listener = Callable[[str, str], None]
 """(what, text): ``text`` and ``thought`` as they come, ``again`` when what came is void, ``wait`` and ``form``, why."""
 
-CHARACTERS = 4  # characters per token, where the server does not count tokens
+Messages = Sequence[Mapping[str, Any]]
+
+CHARACTERS = 4  # assumed characters per token, if the server does not count tokens
 LONGEST = 2 << 20  # most characters of one answer, independent of max_tokens
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 _LONGEST_PAUSE = 120.0
@@ -53,21 +55,20 @@ class ContextTooLong(ServedModelError):
 
 @dataclass
 class Reply:
-    """One assistant turn.  ``calls``: {"id", "name", "arguments"}, arguments as a dict, or None if they are not JSON.
-    Token counts are the server's, or ``estimated`` from the text."""
+    """One assistant turn.  A call is {"id", "name", "arguments"}; its arguments are a dict, or None if they are not
+    JSON. Token counts come from the server, or are ``estimated`` from the text."""
 
     content: str
     calls: list[dict[str, Any]] = field(default_factory=list)
     tokens: int = 0
-    cut: bool = False  # it reached max_tokens, or broke off
+    cut: bool = False  # whether the turn reached max_tokens, or broke off
     prompt_tokens: int = 0
     estimated: bool = False
     thought: str = ""
-    raw: str = ""  # the text that calls were read from; empty for native calls
-    malformed: bool = False  # the text holds a malformed call
+    raw: str = ""  # the text from which calls were read; empty for native calls
+    malformed: bool = False  # whether the text holds a malformed call
 
     def message(self) -> dict[str, Any]:
-        """Returns the turn as a message of the conversation."""
         said = {"role": "assistant", "content": self.content, "tool_calls": self.calls, "raw": self.raw}
         return {key: value for key, value in said.items() if value or key == "content"}
 
@@ -76,8 +77,7 @@ def check_address(url: str, key_env: str) -> None:
     """Checks the address without connecting.
 
     Raises:
-        ServedModelError: It is no valid address, or holds a user name or password.
-    """
+        ServedModelError: The address is invalid, or holds a user name or password."""
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -89,9 +89,9 @@ def check_address(url: str, key_env: str) -> None:
         raise ServedModelError(f"a key does not belong into the address: put it into the environment, as {key_env}")
 
 
-class ServedModel:
-    """The client of one server: an async context manager over a connection pool.  ``url``: up to and with ``/v1``.
-    ``lost`` counts the tokens of answers that broke off, which a vendor charges too."""
+class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
+    """The client of one server: an async context manager over a connection pool.  ``url`` ends in ``/v1``.  ``lost``
+    counts the tokens of answers that broke off, because a vendor charges for these tokens too."""
 
     def __init__(
         self,
@@ -112,29 +112,25 @@ class ServedModel:
         self._lacks: set[str] = set()
         self.lost = 0
 
-    async def __aenter__(self) -> "ServedModel":
-        return self
-
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
     async def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] = (),
+        messages: Messages,
+        tools: Tools = (),
         max_tokens: int | None = None,
         temperature: float = 1.0,
         seed: int | None = None,
         listen: Listener | None = None,
         call: bool = True,
     ) -> Reply:
-        """Returns the model's next turn.  ``call``: whether it may call tools.  Busy or broken answers are retried a
-        few times.
+        """Returns the model's next turn.  With ``call`` it may call tools.  After a busy or broken answer, the request
+        is repeated a few times.
 
         Raises:
             ServedModelError: The server refuses the request, or all retries failed.
-            ContextTooLong: The conversation has to become shorter.
-        """
+            ContextTooLong: The conversation has to become shorter."""
         hear = listen or (lambda what, text: None)
         seed = None if seed is None else seed % 2**31
         sampling = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
@@ -159,13 +155,7 @@ class ServedModel:
                 hear("again", "")
                 hear("wait", f"{problem}; again in {pause:.0f} s")
 
-    def _body(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        call: bool,
-        sampling: dict[str, Any],
-    ) -> dict[str, Any]:
+    def _body(self, messages: Messages, tools: Tools, call: bool, sampling: dict[str, Any]) -> dict[str, Any]:
         body = sampling | {
             "model": self.model,
             "messages": on_the_wire(messages, tools if call else (), self.form),
@@ -179,7 +169,7 @@ class ServedModel:
         return {key: value for key, value in body.items() if key not in self._lacks and value is not None}
 
     def _adapted(self, refusal: str, body: dict[str, Any], hear: Listener) -> bool:
-        """Returns whether later requests leave out the feature that this refusal names.  Each is dropped once."""
+        """Drops the feature that this refusal names from later requests; returns whether there was one to drop."""
         text = refusal.lower()
         for named, left_out in _OPTIONAL.items():
             if named in text and left_out in body and left_out not in self._lacks:
@@ -191,9 +181,7 @@ class ServedModel:
             return True
         return False
 
-    async def _once(
-        self, body: dict[str, Any], tools: Sequence[Mapping[str, Any]], max_tokens: int | None, hear: Listener
-    ) -> Reply:
+    async def _once(self, body: dict[str, Any], tools: Tools, max_tokens: int | None, hear: Listener) -> Reply:
         async with self._client.stream("POST", f"{self.url}/chat/completions", json=body) as answer:
             if answer.status_code != 200:
                 await self._fail(answer)
@@ -227,11 +215,11 @@ class ServedModel:
 
 
 class _Refused(Exception):
-    """The server refuses this form of the request; another may work."""
+    """The server refuses this form of the request; another form may work."""
 
 
 class _Again(Exception):
-    """The request may be retried, after ``after`` seconds if the server asks for a pause."""
+    """The request may be sent again, after ``after`` seconds if the server asks for a pause."""
 
     def __init__(self, message: str, after: float | None = None) -> None:
         super().__init__(message)
@@ -239,8 +227,6 @@ class _Again(Exception):
 
 
 class _Turn:
-    """An answer that is being received."""
-
     def __init__(self, clean: Callable[[str], str], hear: Listener) -> None:
         self._clean, self._hear = clean, hear
         self._text: list[str] = []
@@ -250,7 +236,7 @@ class _Turn:
         self.characters = 0
 
     async def stream(self, answer: httpx.Response, room: int) -> None:
-        """Reads until the server ends the stream, or ``room`` characters have come."""
+        """Reads until the server ends the stream, or until ``room`` characters have come."""
         async for data in _events(answer):
             if data == "[DONE]":
                 self._finish = self._finish or "stop"
@@ -306,8 +292,8 @@ class _Turn:
             self.characters += len(piece)
             self._hear(what, piece)
 
-    def reply(self, tools: Sequence[Mapping[str, Any]], form: Form, prompt: int) -> Reply:
-        """Returns the finished turn.  ``prompt``: its number of characters, for an estimate of tokens."""
+    def reply(self, tools: Tools, form: Form, prompt: int) -> Reply:
+        """Returns the finished turn.  ``prompt``, the prompt's number of characters, serves to estimate tokens."""
         raw = self._clean("".join(self._text))
         thought = self._clean("".join(self._thought))
         if not thought and "</think>" in raw:
@@ -337,7 +323,7 @@ class _Turn:
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[str]:
-    """Yields the data of server-sent events.  Raises an error for an endless line instead of collecting it."""
+    """Yields the data of server-sent events.  For an endless line, raises an error instead of collecting the line."""
     rest = b""
     async for block in answer.aiter_bytes():
         *lines, rest = (rest + block).split(b"\n")
@@ -351,7 +337,6 @@ async def _events(answer: httpx.Response) -> AsyncIterator[str]:
 
 
 async def _bounded(answer: httpx.Response) -> bytes:
-    """Returns the body, up to a maximum size."""
     content = b""
     async for block in answer.aiter_bytes():
         content += block
@@ -379,7 +364,6 @@ def _message(text: str) -> str:
 
 
 def _retry_after(text: str | None) -> float | None:
-    """Returns the seconds to wait, from a number or a date; None if the header is missing or invalid."""
     if not text:
         return None
     with contextlib.suppress(ValueError):

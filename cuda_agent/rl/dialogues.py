@@ -1,9 +1,9 @@
-"""The corpus of ``bootstrap``: the teacher's solutions as conversations, in exactly the form of the policy's episodes.
+"""Writes the corpus of ``bootstrap``: the teacher's solutions as conversations, in the form of the policy's episodes.
 
-Prompts and tool results come from ``agent``, so that no text is defined twice.  Results are written, not measured: a
-corpus of thousands needs no compiler.  The verdicts are those that the sandbox would give (tests and ``bootstrap``
-check a sample).  The agent's action after a ratio of ``profile`` is drawn independently of it: acting on ratios is left
-to reinforcement learning."""
+Prompts and tool results come from ``agent``, so that no text is defined twice.  Tool results are written, not measured:
+a corpus of thousands needs no compiler.  Their verdicts are those that the sandbox would give (tests and ``bootstrap``
+check a sample).  What the agent does after ``profile`` is drawn independently of the speed-ups that it sees: acting on
+speed-ups is left to reinforcement learning."""
 
 import random
 from collections.abc import Collection
@@ -18,12 +18,12 @@ from cuda_agent.synthesis.family import FamilySpec, combination, parse, sample_t
 from cuda_agent.synthesis.teacher import KERNEL, PLAN, ROWS, Choices, Worked, redesign, solve, spoil
 from cuda_agent.tasks.task import Task
 
-# role, content, and tool_calls of an assistant turn; "spoilt": True on a turn that is shown but must not be imitated
+# Messages: role, content, an assistant's tool_calls; "spoilt": True on a turn that is shown but must not be imitated.
 Dialogue = list[dict[str, Any]]
 
 
 def corpus(settings: Bootstrap, seed: int, excluded: Collection[str]) -> list[Dialogue]:
-    """``settings.examples`` dialogues on fresh tasks, none of which has a combination in ``excluded``."""
+    """Returns ``settings.examples`` dialogues on new tasks, none with a combination of operators in ``excluded``."""
     rng = random.Random(f"corpus {seed}")
     dialogues: list[Dialogue] = []
     while len(dialogues) < settings.examples:
@@ -38,7 +38,7 @@ def corpus(settings: Bootstrap, seed: int, excluded: Collection[str]) -> list[Di
 
 
 def texts(dialogues: Collection[Dialogue]) -> list[str]:
-    """The texts of ``dialogues`` without chat markup: the tokenizer's training data."""
+    """Returns the texts of ``dialogues`` without chat markup: the tokenizer's training data."""
     found = []
     for message in (message for dialogue in dialogues for message in dialogue):
         arguments = (text for call in message.get("tool_calls", ()) for text in call["arguments"].values())
@@ -47,8 +47,8 @@ def texts(dialogues: Collection[Dialogue]) -> list[str]:
 
 
 def encode(dialogue: Dialogue, chat: Chat) -> tuple[list[int], list[int]]:
-    """Token ids of a dialogue, and a mask that is 1 on the tokens to imitate: all assistant turns except the spoilt
-    ones, which show mistakes to repair."""
+    """Returns a dialogue's token ids, and a mask that is 1 on the tokens to imitate.  These are all assistant turns
+    except the spoilt turns, which show mistakes to repair."""
     ids, mask = chat.encode_dialogue(dialogue, TOOLS)
     turns = [message for message in dialogue if message["role"] == "assistant"]
     starts = [i for i, one in enumerate(mask) if one and not mask[i - 1]]
@@ -60,13 +60,12 @@ def encode(dialogue: Dialogue, chat: Chat) -> tuple[list[int], list[int]]:
 
 
 def one_shot(task: Task, rng: random.Random) -> Dialogue:
-    """Prompt and answer of an episode without tools."""
     return [*one_shot_messages(task, "compact"), _says(write_answer(_stripped(solve(task, rng).files)))]
 
 
 def episode(task: Task, rng: random.Random, repair: bool) -> Dialogue:
-    """An episode with tools: write and verify, fix a mistake if ``repair``, sometimes profile, sometimes try another
-    design, stop."""
+    """Returns an episode with tools: writes and verifies a solution (first with a mistake, if ``repair``), sometimes
+    profiles it, sometimes tries another design, stops."""
     worked, spec = solve(task, rng), parse(task)
     mistake = spoil(task, worked, rng) if repair else None
     written = _stripped(mistake.files if mistake else worked.files)
@@ -89,7 +88,7 @@ def episode(task: Task, rng: random.Random, repair: bool) -> Dialogue:
 
 
 def _another(task: Task, worked: Worked, rng: random.Random) -> tuple[Worked, list[dict[str, Any]]]:
-    """A design that differs in the files, and the calls that write it."""
+    """Returns a design whose files differ, and the calls that write these files."""
     while True:
         other = solve(task, rng, redesign(worked, rng))
         before, after = _stripped(worked.files), _stripped(other.files)
@@ -101,7 +100,7 @@ def _another(task: Task, worked: Worked, rng: random.Random) -> tuple[Worked, li
 
 
 def _turn(calls: list[dict[str, Any]], verdict: Verdict, command: str) -> Dialogue:
-    """One assistant turn of ``calls``, the last of which is ``command``, and their results."""
+    """Returns one assistant turn with ``calls``, the last of which is ``command``, and the results of the calls."""
     results = ["ok"] * (len(calls) - 1) + [describe(verdict, command, "compact")]
     return [
         {"role": "assistant", "content": "", "tool_calls": calls},
@@ -133,8 +132,8 @@ def _verdict(status: Status, message: str = "", ratios: tuple[float, float] | No
 
 
 def _ratios(spec: FamilySpec, choices: Choices, rng: random.Random) -> tuple[float, float]:
-    """Speed-ups over eager and ``torch.compile`` by kind of design: medians and spread measured over tasks of the
-    family on idle machines; one random factor (the cost of the chain) moves both."""
+    """Draws speed-ups over eager and ``torch.compile`` for a design: medians and spread were measured over tasks of the
+    family on idle machines.  One random factor (the cost of the chain) moves both."""
     slower = 1.0
     slower *= 1.9 if choices.number == "double" else 1
     slower *= {1: 1.7, 2: 1.0, 8: 1.0, ROWS: 1.5}[choices.grid]

@@ -21,35 +21,31 @@ from cuda_agent.tasks.io import read_tasks
 from cuda_agent.training.advantages import ADVANTAGES
 from cuda_agent.training.critic import Critic
 
-LOSSES = 3  # of the trainer in one step, until the stage gives up
-
-
-def _open_runtime(
-    ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
-) -> AbstractAsyncContextManager[Runtime]:
-    if ctx.config.runtime == "local":
-        return open_local(ctx, settings, kind, make_critic)
-    from cuda_agent.rl.ray.runtime import open_ray_runtime  # Ray is an optional package
-
-    return open_ray_runtime(ctx, settings, kind, make_critic)
+LOSSES = 3  # the stage gives up when one step has lost the trainer this often
 
 
 async def train_ppo(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
 ) -> tuple[Any, Any, Critic | None]:
-    """Trains the policy in ``ctx.inputs`` for ``settings.steps`` steps, from the newest checkpoint on.
+    """Trains the policy in ``ctx.inputs`` for ``settings.steps`` steps, starting from the newest checkpoint.
 
-    Returns (model, tokenizer, critic); the critic is None where none was trained.  ``make_critic`` makes the critic to
-    start from; it is called only if ``settings.advantage`` needs one.
+    Returns (model, tokenizer, critic); the critic is None if none was trained.  ``make_critic`` makes the first critic;
+    it is called only if ``settings.advantage`` needs one.
 
     Raises:
-        TryAgain: The stage was told to stop, or the trainer was lost too often.
-    """
+        TryAgain: The stage was told to stop, or the trainer was lost too often."""
     config = ctx.config
     max_off_policy_steps = config.ray.max_off_policy_steps if config.runtime == "ray" else 0
     tasks = [task for task in read_tasks(ctx.inputs["tasks"]) if task.split == "train"]
     needed = make_critic if ADVANTAGES[settings.advantage].critic else None
-    async with _open_runtime(ctx, settings, kind, needed) as runtime:
+    opened: AbstractAsyncContextManager[Runtime]
+    if config.runtime == "local":
+        opened = open_local(ctx, settings, kind, needed)
+    else:
+        from cuda_agent.rl.ray.runtime import open_ray_runtime  # Ray is an optional package
+
+        opened = open_ray_runtime(ctx, settings, kind, needed)
+    async with opened as runtime:
 
         async def play(step: int) -> RolloutBatch:
             count = settings.episodes_per_step // settings.samples_per_prompt
@@ -86,11 +82,11 @@ async def train_ppo(
 async def prefetch(
     play: Callable[[int], Awaitable[RolloutBatch]], steps: range, max_off_policy_steps: int
 ) -> AsyncGenerator[tuple[int, RolloutBatch], None]:
-    """Yields (step, its batch) in order, and plays ahead.
+    """Yields (step, its batch) in order, and plays later steps in advance.
 
-    While the caller learns from one batch, the next ``max_off_policy_steps`` are played, one after the other; with 0,
-    playing and learning take turns.  None begins before the caller has learnt from the step that lies
-    ``max_off_policy_steps`` + 1 before it."""
+    While the caller learns from one batch, the next ``max_off_policy_steps`` batches are played, one after the other;
+    with 0, playing and learning take turns.  The batch of a step begins only when the caller has learnt from the step
+    that lies ``max_off_policy_steps`` + 1 before it."""
     under_way: deque[asyncio.Task[RolloutBatch]] = deque()
 
     async def play_after(before: asyncio.Task[RolloutBatch] | None, step: int) -> RolloutBatch:
@@ -113,11 +109,10 @@ async def prefetch(
 async def _retried_after_losses(
     ctx: StageContext, runtime: Runtime, step: int, job: Callable[[], Awaitable[Result]]
 ) -> Result:
-    """Runs ``job``, which begins where checkpoint ``step`` ends; again from there if the trainer is lost.
+    """Runs ``job``, which begins from checkpoint ``step``.  If the trainer is lost, runs it again from this checkpoint.
 
     Raises:
-        TryAgain: The trainer was lost ``LOSSES`` times, or the checkpoint of ``step`` is not sound.
-    """
+        TryAgain: The trainer was lost ``LOSSES`` times, or the checkpoint of ``step`` is not sound."""
     for attempt in range(LOSSES):
         try:
             if attempt and (found := await runtime.restore()) != step:
@@ -129,11 +124,11 @@ async def _retried_after_losses(
 
 
 def oldest(episode: Episode) -> float:
-    """The version of the weights that sampled the episode's oldest token; infinity where nothing was sampled."""
+    """Returns the version of the weights that sampled the episode's oldest token; infinity if nothing was sampled."""
     return min((v for v, mask in zip(episode.versions, episode.mask, strict=True) if mask), default=math.inf)
 
 
 def mean_age(episodes: Sequence[Episode], step: int) -> float:
-    """Mean age of the weights that sampled each token, in steps, over all sampled tokens."""
+    """Returns the mean age, in steps, of the weights that sampled the tokens, over all sampled tokens."""
     ages = [step - v for e in episodes for v, mask in zip(e.versions, e.mask, strict=True) if mask]
     return sum(ages) / max(len(ages), 1)

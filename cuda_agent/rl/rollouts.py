@@ -1,5 +1,4 @@
-"""Rollouts: opens a policy's engine and its sandbox, and plays batches of episodes.  Seeds depend on the configuration
-alone."""
+"""Opens a policy's engine and its sandbox, and plays batches of episodes.  Seeds depend on the configuration alone."""
 
 import random
 from collections import Counter
@@ -28,21 +27,21 @@ from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
 
 Kind = Literal["single", "agent"]
+OnDone = Callable[[Episode], None]  # receives each episode when it ends
 Job = tuple[Task, str]  # a task, and the id of the episode, which determines its seed
 
 
 class Players(Protocol):
-    """Plays episodes: ``Rollouts`` in this process, ``RayPlayers`` in others."""
+    """Plays episodes: ``Rollouts`` in this process, ``RayPlayers`` in other processes."""
 
-    async def play(self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = ...) -> list[Episode]:
-        """Plays ``jobs`` and returns their episodes in order; ``on_done`` gets each as soon as it is finished."""
-        ...
+    async def play(self, jobs: Sequence[Job], kind: Kind, on_done: OnDone = ...) -> list[Episode]:
+        """Plays ``jobs`` and returns their episodes in order."""
 
 
 @dataclass
 class Rollouts:
-    """A policy with its engine and sandbox.  ``model`` is the one to train; ``engine`` serves a copy of its weights and
-    takes new ones by ``engine.update_from(model, version)``."""
+    """A policy with its engine and sandbox.  ``model`` is the model to train.  ``engine`` serves a copy of its weights
+    and takes new weights by ``engine.update_from(model, version)``."""
 
     model: Any
     tokenizer: Any
@@ -52,10 +51,7 @@ class Rollouts:
     settings: EpisodeSettings
     config: Config
 
-    async def play(
-        self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = lambda episode: None
-    ) -> list[Episode]:
-        """See ``Players.play``."""
+    async def play(self, jobs: Sequence[Job], kind: Kind, on_done: OnDone = lambda episode: None) -> list[Episode]:
         run = run_single if kind == "single" else run_episode
 
         async def play_one(task: Task, name: str) -> Episode:
@@ -69,10 +65,10 @@ class Rollouts:
 
 
 def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
-    """The jobs of ``samples`` episodes per task, in the order of ``tasks``, with the ids ``label/task/sample``.
+    """Returns the jobs of ``samples`` episodes per task, in the order of ``tasks``, with the ids ``label/task/sample``.
 
-    From the second time on that a task occurs, its draw is part of the id (``label/task#2/sample``) and so of the seed:
-    each draw has episodes and a group of its own."""
+    If a task occurs again, the number of the draw is part of the id (``label/task#2/sample``) and so of the seed: each
+    draw has its own episodes and its own group."""
     draws: Counter[str] = Counter()
     jobs: list[Job] = []
     for task in tasks:
@@ -84,31 +80,43 @@ def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
 
 @asynccontextmanager
 async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSettings) -> AsyncIterator[Rollouts]:
-    """Opens the policy in folder ``policy`` with its engine, and the sandbox.
+    """Opens the policy in the folder ``policy`` with its engine, and the sandbox.
 
     Raises:
         PolicyError: The folder holds no usable policy.
         BadConfiguration: ``policy.device`` is cuda, and there is no GPU.
-        SandboxUnready: A required wall or the compiler is missing.
-    """
+        SandboxUnready: A required wall or the compiler is missing."""
     import torch
 
     config = ctx.config
-    torch.set_num_threads(1)  # this thread computes little: see ``LocalEngine.compute``
+    torch.set_num_threads(1)  # this thread computes little (``LocalEngine.compute``)
     model, tokenizer = load_policy(policy)
     if config.policy.engine == "local" and config.policy.device == "cuda":
         if not gpus():
             raise BadConfiguration("policy.device is cuda, and this machine has no GPU that PyTorch can use")
-        model.to("cuda")  # else the engine copies it there for every update
+        model.to("cuda")  # else the engine copies the weights to the GPU at every update
     chat = Chat(tokenizer, settings.style)
     async with open_sandbox(config.sandbox, ctx.cache) as sandbox, _open_engine(ctx, policy, model, chat) as engine:
         yield Rollouts(model, tokenizer, engine, chat, sandbox, settings, config)
+
+
+def servers_apart(config: Config, here: int) -> None:
+    """Raises ``BadConfiguration`` where a vLLM server that a stage starts would decode on the GPU on which a judge of
+    this machine takes times: its steps hold no lease there. ``here``: the number of GPUs of this machine."""
+    sandbox, vllm = config.sandbox, config.policy.vllm
+    timed_here = sandbox.device == "cuda" and sandbox.clock == "real" and not sandbox.servers
+    if timed_here and not vllm.servers and 0 < here <= vllm.replicas:
+        raise BadConfiguration(
+            f"policy.vllm.replicas: {vllm.replicas} on {here} GPUs would decode on the first GPU, on which the sandbox"
+            f" takes times. Expected at most {here - 1}, or policy.engine=local, or judges elsewhere (sandbox.servers)."
+        )
 
 
 @asynccontextmanager
 async def _open_engine(ctx: WorkerContext, folder: Path, model: Any, chat: Chat) -> AsyncIterator[Engine]:
     policy = ctx.config.policy
     if policy.engine == "vllm":
+        servers_apart(ctx.config, gpus())
         try:
             async with open_vllm(folder, model, ctx.work, policy, ctx.cache / "lease") as served:
                 yield served
@@ -132,7 +140,7 @@ async def _open_engine(ctx: WorkerContext, folder: Path, model: Any, chat: Chat)
 def episode_settings(
     config: Config, *, turns: int, context: int, temperature: float, reward: str = "ladder", style: Style | None = None
 ) -> EpisodeSettings:
-    """The settings of the agent loop, from the configuration; by default the style is that of the policy."""
+    """Returns the settings of the agent loop from the configuration; the default style is that of the policy."""
     style = style or ("compact" if config.policy.base is None else "full")
     return EpisodeSettings(
         format=config.sandbox.format,
@@ -149,8 +157,8 @@ def episode_settings(
 
 
 def draw(tasks: Sequence[Task], count: int, seed: int, step: int) -> list[Task]:
-    """The tasks of one training step: shuffled epochs cut into pieces of ``count``, so that every task is drawn equally
-    often; a function of (seed, step) alone."""
+    """Returns the tasks of one training step, a function of (seed, step) alone.  Shuffled epochs are cut into pieces of
+    ``count``, so that every task is drawn equally often."""
     drawn: list[Task] = []
     for position in range(step * count, (step + 1) * count):
         epoch, index = divmod(position, len(tasks))

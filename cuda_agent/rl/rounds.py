@@ -1,11 +1,9 @@
-"""Rounds of episodes for ``collect`` and ``evaluate-*``: one episode a task, checkpointed after each round."""
+"""Plays rounds of episodes for ``collect`` and ``evaluate-*``: one episode per task, then a checkpoint."""
 
 import time
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Literal
 
-from cuda_agent.agent.loop import EpisodeSettings
 from cuda_agent.context import StageContext
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import EPISODES, Episode, read_episodes, write_episodes
@@ -15,25 +13,11 @@ from cuda_agent.tasks.task import Task
 from cuda_agent.training.recipes import episode_metrics
 
 
-def _open_players(ctx: StageContext, settings: EpisodeSettings) -> AbstractAsyncContextManager[Players]:
-    if ctx.config.runtime == "local":
-        return open_rollouts(ctx, ctx.inputs["policy"], settings)
-    from cuda_agent.rl.ray.players import open_players
-
-    return open_players(ctx, settings)
-
-
 async def play_rounds(
-    ctx: StageContext,
-    split: Literal["train", "heldout"],
-    rounds: int,
-    kind: Kind = "agent",
-    *,
-    turns: int,
-    temperature: float,
+    ctx: StageContext, split: str, rounds: int, kind: Kind = "agent", *, turns: int, temperature: float
 ) -> tuple[list[Task], list[Episode]]:
-    """Plays the policy of ``ctx`` on its tasks of ``split``: ``rounds`` times one episode of this kind per task, with a
-    checkpoint after each round.  Returns the tasks and all episodes."""
+    """Plays the policy of ``ctx`` on its tasks of ``split`` (train, heldout): in each of ``rounds`` rounds one episode
+    per task, with a checkpoint after each round.  Returns the tasks and all episodes."""
     tasks = [task for task in read_tasks(ctx.inputs["tasks"]) if task.split == split]
     episodes: list[Episode] = []
     start = ctx.checkpoints.load(lambda folder: episodes.extend(read_episodes(folder / EPISODES))) or 0
@@ -49,7 +33,14 @@ async def play_rounds(
         ctx.tracker.progress(done, rounds * len(tasks), unit="episodes")
 
     settings = episode_settings(ctx.config, turns=turns, context=ctx.config.policy.context, temperature=temperature)
-    async with _open_players(ctx, settings) as players:
+    opened: AbstractAsyncContextManager[Players]
+    if ctx.config.runtime == "local":
+        opened = open_rollouts(ctx, ctx.inputs["policy"], settings)
+    else:
+        from cuda_agent.rl.ray.players import open_players
+
+        opened = open_players(ctx, settings)
+    async with opened as players:
         for number in range(start, rounds):
             began = time.monotonic()
             played = await players.play(episodes_of(tasks, 1, f"{split}/{number}"), kind, show)

@@ -1,4 +1,4 @@
-"""The runtime of policy optimization: what plays episodes, what trains, and both in this process."""
+"""The runtime of policy optimization: the interface for playing and training, and the runtime in this process."""
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,28 +19,26 @@ from cuda_agent.tasks.task import Task
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.recipes import ppo_update
 
-MakeCritic = Callable[[Mapping[str, Path]], Critic]  # from the folders of the stage's inputs
+MakeCritic = Callable[[Mapping[str, Path]], Critic]  # makes a critic from the folders of the stage's inputs
 Result = TypeVar("Result")
 
 
 class LearnerLost(TryAgain):
-    """The trainer is gone, and with it what it learnt since the newest checkpoint."""
+    """The trainer is gone, with all that it learnt since the newest checkpoint."""
 
 
 @dataclass
 class RolloutBatch:
-    """The episodes of one step."""
-
     episodes: list[Episode]  # in the order of their jobs: the samples of a group stand together
-    seconds: float  # of wall-clock time that playing them took
-    metrics: dict[str, float]  # of the runtime, for the step's log
+    seconds: float  # wall-clock time that playing took
+    metrics: dict[str, float]  # the runtime's metrics, for the step's log
 
 
 class Runtime(Protocol):
-    """Plays and trains.  A step's number is also the version of the weights that it begins with.
+    """Plays and trains.  A step's number is also the version of the weights with which the step begins.
 
-    The methods other than ``play`` are called one after the other.  Each raises ``LearnerLost`` where the trainer runs
-    in other processes and these are gone."""
+    Methods other than ``play`` are called one after the other.  If the trainer runs in other processes and these are
+    gone, each method raises ``LearnerLost``."""
 
     async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
         """Plays ``samples_per_prompt`` episodes of each of ``tasks``."""
@@ -49,23 +47,22 @@ class Runtime(Protocol):
         """Takes one update on ``episodes`` and returns its metrics."""
 
     async def serve(self, version: int) -> None:
-        """Episodes are played with the trainer's weights from now on; turns under way finish on the old ones."""
+        """Serves the trainer's weights to episodes from now on; turns under way finish on the old weights."""
 
     async def save(self, step: int) -> None:
         """Checkpoints the trainer under ``step``."""
 
     async def restore(self) -> int:
-        """Loads the newest checkpoint and returns its step, 0 where there is none."""
+        """Loads the newest checkpoint and returns its step, or 0 if there is none."""
 
     async def result(self) -> tuple[Any, Any, Critic | None]:
-        """Returns (model, tokenizer, critic) in this process; the critic is None where none is trained."""
+        """Returns (model, tokenizer, critic) in this process; the critic is None if none is trained."""
 
 
 class ActorCritic:
-    """The trainers of one stage: of the policy (actor) and, where the advantage needs one, of a critic."""
+    """The trainers of one stage: one for the policy (actor) and, if the advantage needs it, one for a critic."""
 
     def __init__(self, ctx: WorkerContext, settings: Ppo, model: Any, critic: Critic | None) -> None:
-        """``model``: the policy, a causal language model.  ``critic``: None where the advantage needs none."""
         self._ctx, self._settings = ctx, settings
         make = partial(make_trainer, ctx, longest=settings.context, max_grad_norm=settings.max_grad_norm)
         self.actor = make(model)
@@ -73,7 +70,7 @@ class ActorCritic:
         self._trainers = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
     def update(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
-        """One batch of ``recipes.ppo_update``.  In the first ``critic_warmup`` steps the critic alone is trained."""
+        """Runs ``recipes.ppo_update`` on one batch.  The first ``critic_warmup`` steps train the critic alone."""
         return ppo_update(
             self.actor,
             self.critic,
@@ -91,17 +88,16 @@ class ActorCritic:
             trainer.save(folder / name)
 
     def load(self, folder: Path) -> None:
-        """Goes on from what ``save`` wrote.
+        """Restores the state that ``save`` wrote.
 
         Raises:
-            CorruptCheckpoint: The checkpoint is damaged or of another model.
-        """
+            CorruptCheckpoint: The checkpoint is damaged or of another model."""
         for name, trainer in self._trainers.items():
             trainer.load(folder / name)
 
 
 class LocalRuntime:
-    """Everything in this process: one engine and one learner, which take turns."""
+    """The runtime in this process: one engine and one learner, which take turns."""
 
     def __init__(self, ctx: StageContext, settings: Ppo, kind: Kind, rollouts: Rollouts, learner: ActorCritic) -> None:
         self._ctx, self._settings, self._kind = ctx, settings, kind
@@ -131,10 +127,8 @@ class LocalRuntime:
 
 
 def settings_of(ctx: WorkerContext, settings: Ppo) -> EpisodeSettings:
-    turns, temperature = ctx.config.agent.turns, ctx.config.agent.temperature
-    return episode_settings(
-        ctx.config, turns=turns, context=settings.context, temperature=temperature, reward=settings.reward
-    )
+    agent, size, reward = ctx.config.agent, settings.context, settings.reward
+    return episode_settings(ctx.config, turns=agent.turns, context=size, temperature=agent.temperature, reward=reward)
 
 
 @asynccontextmanager
@@ -144,10 +138,6 @@ async def open_local(
     """Opens engine, sandbox and trainers in this process.  Without ``make_critic`` there is no critic."""
     with shared_training(ctx) as ctx:
         async with open_rollouts(ctx, ctx.inputs["policy"], settings_of(ctx, settings)) as rollouts:
-
-            def make() -> ActorCritic:
-                critic = None if make_critic is None else make_critic(ctx.inputs)
-                return ActorCritic(ctx, settings, rollouts.model, critic)
-
-            learner = await rollouts.engine.compute(make)
+            make = partial(ActorCritic, ctx, settings, rollouts.model)
+            learner = await rollouts.engine.compute(lambda: make(make_critic and make_critic(ctx.inputs)))
             yield LocalRuntime(ctx, settings, kind, rollouts, learner)

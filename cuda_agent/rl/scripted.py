@@ -1,5 +1,5 @@
-"""A policy for drills: ``policy.engine=scripted`` answers with the teacher's dialogues, under the log-probabilities of
-the real policy.  A whole run then takes a minute and repeats bit for bit; the trained policy has no meaning."""
+"""An engine for drills: with ``policy.engine=scripted`` it answers with the teacher's dialogues and the real policy's
+log-probabilities.  A run then takes a minute and repeats bit for bit; the trained policy has no meaning."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ REPAIRED = 0.5  # share of the agent's episodes that begin with a mistake
 
 
 class ScriptedEngine:
-    """See ``Engine``.  An episode continues the dialogue that it began; the seed chooses that dialogue."""
+    """An ``Engine``.  Each episode follows one dialogue, which its seed chooses."""
 
     def __init__(self, chat: Chat, tasks: Sequence[Task], model: Any) -> None:
         self._chat, self._model, self._version = chat, model, 0
@@ -39,7 +39,7 @@ class ScriptedEngine:
             rng = random.Random(seed)
             try:
                 dialogue = episode(task, rng, rng.random() < REPAIRED) if tools else one_shot(task, rng)
-            except ValueError:  # not of the teacher's family
+            except ValueError:  # the task is not of the teacher's family
                 return []
             return [self._chat.turn_ids(message) for message in dialogue if message["role"] == "assistant"]
         begun = max((said for said in self._under_way if prompt[: len(said)] == said), key=len, default=None)
@@ -51,5 +51,4 @@ class ScriptedEngine:
     async def compute(self, job: Callable[[], Any]) -> Any:
         return job()
 
-    async def close(self) -> None:
-        pass
+    async def close(self) -> None: ...

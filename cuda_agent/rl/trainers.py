@@ -1,4 +1,4 @@
-"""Trainers as the configuration asks for them, and imitation with checkpoints.  Imports neither the sandbox nor Ray."""
+"""Makes the trainers that the configuration asks for, and imitates with checkpoints; without sandbox and Ray."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, TypeVar, cast
 
+from cuda_agent.config import Bootstrap, Sft
 from cuda_agent.context import StageContext, WorkerContext
 from cuda_agent.errors import BadConfiguration, TryAgain
 from cuda_agent.lease import Lease
@@ -19,7 +20,7 @@ from cuda_agent.training.ranks import Ranks
 from cuda_agent.training.recipes import sft
 from cuda_agent.training.trainer import Trainer
 
-COST = 0.05  # a supervised step is checkpointed when that takes at most this share of the time since the last one
+COST = 0.05  # imitation saves a checkpoint when saving takes at most this share of the time since the last save
 
 
 def make_trainer(
@@ -31,9 +32,9 @@ def make_trainer(
     precision: Literal["fp32", "auto"] = "fp32",
     scratch: bool = False,
 ) -> Trainer:
-    """``longest``: tokens of the longest sequence, which must fit into a row.  ``precision`` "auto" is for imitation;
-    PPO needs the very log-probabilities of the engine.  ``scratch``: Muon, with which a new model gets as far on half
-    the tokens (measured: docs/lab-notebook.md).  Others may train adapters instead (``lora``)."""
+    """Makes a trainer for ``model``.  A row must hold ``longest`` tokens, the longest sequence.  ``precision`` "auto"
+    is for imitation; PPO needs exactly the engine's log-probabilities.  ``scratch`` takes Muon: a new model gets as far
+    on half the tokens (docs/lab-notebook.md).  Other models may train adapters instead (``lora``)."""
     import torch
 
     torch.set_num_threads(ctx.config.policy.threads)
@@ -64,12 +65,11 @@ Place = TypeVar("Place", bound=WorkerContext)
 
 @contextmanager
 def shared_training(ctx: Place) -> Iterator[Place]:
-    """Gives ``ctx`` with the ranks that ``training`` asks for; with one process on a CPU, ``ctx`` itself.
+    """Yields ``ctx`` with the ranks that ``training`` asks for, or ``ctx`` itself for one process on a CPU.
 
     Raises:
         BadConfiguration: The machine has too few GPUs.
-        TryAgain: A rank died.
-    """
+        TryAgain: A rank died."""
     settings, threads = ctx.config.training, ctx.config.policy.threads
     if settings.num_processes == 1 and settings.device == "cpu":
         yield ctx
@@ -84,13 +84,16 @@ def shared_training(ctx: Place) -> Iterator[Place]:
             raise TryAgain(str(error)) from error
 
 
-def imitate(ctx: StageContext, trainer: Trainer, sequences: Sequence[Tokens], **settings: Any) -> None:
-    """Supervised training on ``sequences`` from the newest checkpoint on, with the ``settings`` of
-    ``training.recipes.sft``: logs, shows progress, checkpoints, stops when asked."""
+def imitate(
+    ctx: StageContext, trainer: Trainer, sequences: Sequence[Tokens], settings: Bootstrap | Sft, **limits: Any
+) -> None:
+    """Trains on ``sequences`` from the newest checkpoint on, within the ``limits`` of ``training.recipes.sft``.  Logs
+    metrics, shows progress, saves checkpoints, and raises TryAgain when the stage is told to stop."""
+    tokens, lr = settings.tokens_per_step, settings.lr
     ctx.checkpoints.load(trainer.load)
     saved = time.monotonic()
     cost = 0.0
-    for metrics in sft(trainer, sequences, seed=ctx.config.seed, **settings):
+    for metrics in sft(trainer, sequences, tokens_per_step=tokens, lr=lr, seed=ctx.config.seed, **limits):
         fraction = metrics.pop("progress")
         ctx.tracker.log(trainer.step, metrics)
         ctx.tracker.progress(round(1000 * fraction), 1000, unit="‰", tokens_per_second=metrics["tokens_per_second"])

@@ -1,4 +1,4 @@
-"""A judge as a process of this machine: started when it is first asked, ended with its owner, and lost when it dies."""
+"""Runs a judge as a process of this machine: starts it at the first request, and notices its end."""
 
 import asyncio
 import contextlib
@@ -15,18 +15,18 @@ from typing import Any
 
 from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.sandbox.jail.warm_parent import KEEPING_MEMORY
-from cuda_agent.sandbox.messages import JudgeRequest, JudgeSettings, Reply, receive_frame, send_frame
+from cuda_agent.sandbox.messages import FrameTooLarge, JudgeRequest, JudgeSettings, Reply, receive_frame, send_frame
 
 _LONGEST_ANSWER = 900.0  # seconds until a judge that says nothing counts as lost
 _QUARANTINE = 60.0  # seconds until a device that failed its health probe is asked again
 
 
 class JudgeLost(Exception):
-    """The judge process is gone or broken: our fault."""
+    """The judge process has ended or does not work; the sandbox is at fault."""
 
 
 class JudgeHandle:
-    """A judge process.  It starts at the first request and again after a loss, and answers one request at a time."""
+    """Controls a judge process: starts it at the first request and after a loss, and sends one request at a time."""
 
     program = "cuda_agent.sandbox.judge.judge"
 
@@ -39,7 +39,7 @@ class JudgeHandle:
         self._killed = False
 
     async def begin(self) -> None:
-        """Start it now. Raises ``SandboxUnready``."""
+        """Start the judge now. Raises ``SandboxUnready``."""
         async with self._turn:
             await asyncio.shield(asyncio.to_thread(self._begin))
 
@@ -52,11 +52,11 @@ class JudgeHandle:
                 raise SandboxUnready(f"the judge does not start: {error}; {self._last_line_of_log()}") from None
 
     async def ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
-        """Send one request and wait for its answer. Raises ``TaskError``, ``SandboxUnready`` if no judge starts,
-        ``JudgeLost`` if it died or its device is quarantined."""
+        """Send one request and return its answer. Raises ``TaskError``, ``SandboxUnready`` if no judge starts,
+        ``JudgeLost`` if the judge died or its device is quarantined, or ``FrameTooLarge``."""
         async with self._turn:
             answer = asyncio.ensure_future(asyncio.to_thread(self._ask, operation, body))
-            answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio would warn of it
+            answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio would warn
             return await asyncio.shield(answer)
 
     def _ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
@@ -70,6 +70,8 @@ class JudgeHandle:
                 self._start()
                 send_frame(self._socket, operation, body)
                 answer = receive_frame(self._socket)
+            except FrameTooLarge:
+                raise
             except (OSError, ValueError) as error:
                 self._stop()
                 raise JudgeLost(f"the judge was lost: {error}; {self._last_line_of_log()}") from None
@@ -92,7 +94,7 @@ class JudgeHandle:
         theirs.close()
         self._socket = ours
         ours.settimeout(_LONGEST_ANSWER)
-        if self._killed:  # while it was started
+        if self._killed:  # ``kill`` was called during the start
             self._process.kill()
         send_frame(ours, JudgeRequest.CONFIGURE, asdict(self._settings))
         answer = receive_frame(ours)
@@ -122,7 +124,7 @@ class JudgeHandle:
             self._stop()
 
     def kill(self) -> None:
-        """End it for good, without waiting for the request under way."""
+        """End the judge for good, without waiting for the request under way."""
         self._killed = True
         if (process := self._process) is not None:
             process.kill()

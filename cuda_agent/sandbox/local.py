@@ -4,7 +4,9 @@ Builds run in parallel; times are taken one at a time. An infrastructure fault i
 never charged to the candidate. No code of a model runs in this process."""
 
 import asyncio
+import contextlib
 import hashlib
+import importlib.metadata
 import json
 import os
 import secrets
@@ -15,12 +17,12 @@ import tempfile
 import time
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
 from cuda_agent.config import WHERE_JUDGED, SandboxConfig
-from cuda_agent.errors import SandboxUnready
+from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.machine import processor
 from cuda_agent.sandbox.build import builder, toolchain
 from cuda_agent.sandbox.formats import first_pass, plan, rules
@@ -29,23 +31,31 @@ from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.jail import scratch
 from cuda_agent.sandbox.judge.roofline import keep
 from cuda_agent.sandbox.judge_process import JudgeHandle, JudgeLost
-from cuda_agent.sandbox.messages import EvaluateRequest, JudgeRequest, JudgeSettings, TaskSource
+from cuda_agent.sandbox.messages import (
+    FRAME_LIMIT,
+    EvaluateRequest,
+    FrameTooLarge,
+    JudgeRequest,
+    JudgeSettings,
+    TaskSource,
+)
 from cuda_agent.sandbox.wire import Mode, Probe, Solution, TaskSpec, Verdict
 from cuda_agent.sandbox.workspace.client import Commands, Workspace, Workspaces
 from cuda_agent.tasks.task import Task
 
 _HERE = Path(__file__).parent
 _MOST_SPECS = 4096  # kept in memory
+_MOST_OF_A_TASK = FRAME_LIMIT // 4  # bytes as JSON
 _JUDGING = ("build", "formats", "jail", "judge", "worker")  # folders whose code a verdict depends on, beside this one
 _THIS_ROOM = ("local.py", "judge_process.py", "messages.py", "wire.py", "driver.py")
 
 
 class LocalSandbox:
-    """Judges on this machine; an async context manager that starts and ends the judges. ``cache`` is a folder that
-    outlives runs; the processes of this machine share it.
+    """Judges solutions on this machine, as an async context manager that starts and ends the judges. ``cache`` is a
+    folder that outlives runs; all processes of this machine share it.
 
     Raises:
-        SandboxUnready: the cache or a temporary folder cannot be written, or the GPU or its compiler does not work.
+        SandboxUnready: The cache or a temporary folder cannot be written, or the GPU or its compiler does not work.
     """
 
     def __init__(self, config: SandboxConfig, cache: Path) -> None:
@@ -56,7 +66,7 @@ class LocalSandbox:
         self._judges: list[JudgeHandle] = []
         self._workspaces = Workspaces()
         self._specs: dict[str, TaskSpec] = {}
-        self._architecture = ""  # of the GPU
+        self._architecture = self._identity = ""  # of the GPU; the latter with its driver
 
     async def __aenter__(self) -> "LocalSandbox":
         try:
@@ -74,10 +84,11 @@ class LocalSandbox:
         )  # fmt: skip
         self._first_pass = first_pass.FirstPass(
             self.cache / "passes", self._scratch, self.lease_folder, config.device, config.threads,
-            config.first_pass_seconds,
+            config.first_pass_seconds, train_mode=config.train_mode,
         )  # fmt: skip
         settings = JudgeSettings(
             threads=config.threads, checks=config.checks, tolerance=config.tolerance, timed_calls=config.timed_calls,
+            train_mode=config.train_mode,
             run_seconds=config.run_seconds, memory_mb=config.memory_mb, clock=config.clock,
             required_walls=config.required_walls, cache=str(self.cache), scratch="",
             lease=str(self.lease_folder), device=config.device,
@@ -85,8 +96,8 @@ class LocalSandbox:
         count = min(2, os.cpu_count() or 1)
         if config.device == "cuda":
             count = 1  # one exclusive judge per device
-            kernels, identity = await self._device()
-            settings = replace(settings, kernels=kernels, identity=identity)
+            kernels, self._identity = await self._device()
+            settings = replace(settings, kernels=kernels, identity=self._identity)
         self._judges = []
         for number in range(count):
             folder = self._scratch / f"judge-{number}"  # one per judge: judges prove their walls at the same time
@@ -96,8 +107,8 @@ class LocalSandbox:
         return self
 
     async def _device(self) -> tuple[str, str]:
-        """Return the judge's built kernels and the identity of the GPU. A separate process asks the driver, because
-        this one forks."""
+        """Return the path of the judge's built kernels and the identity of the GPU. A separate process asks the driver,
+        because this process forks."""
         program = [sys.executable, "-P", "-m", "cuda_agent.sandbox.driver"]
         environment = os.environ | {"PYTHONPATH": str(_HERE.parents[1])}
         answer = await asyncio.to_thread(subprocess.run, program, capture_output=True, env=environment)
@@ -142,8 +153,8 @@ class LocalSandbox:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick", again: bool = False) -> Verdict:
-        """Return the verdict of ``solution``. With ``again`` it ignores the cache. Raises ``TaskError`` if
-        the task itself cannot be run, or ``SandboxUnready``."""
+        """Return the verdict on ``solution``. If ``again``, do not look into the cache. Raises ``TaskError`` if the
+        task itself cannot be run, or ``SandboxUnready``."""
         file = self._verdict_file(task, solution, mode)
         if not again and (found := _read_json(file)) is not None:
             verdict = Verdict.from_json(found)
@@ -189,6 +200,8 @@ class LocalSandbox:
             verdict = self._refusal(solution, mode, "build_error", str(error))
             verdict.advice = advice
             return verdict
+        except FrameTooLarge as error:
+            return self._refusal(solution, mode, "build_error", f"the solution is {error}")
         except toolchain.CompilerMissing as error:
             raise SandboxUnready(str(error)) from None
         except first_pass.FirstPassFailed as failure:
@@ -234,10 +247,12 @@ class LocalSandbox:
 
     async def probe(self, task: Task, compile: bool = True) -> Probe:
         """Run a task without a solution. ``Probe.error`` describes a fault of the task."""
-        request = {"task": _source(task), "compile": compile}
         for _ in (1, 2):
             try:
+                request = {"task": _source(task), "compile": compile}
                 return Probe.from_json(await self._judge(task).ask(JudgeRequest.PROBE, request))
+            except TaskError as error:
+                return Probe(error=str(error))
             except JudgeLost as lost:
                 probe = Probe(error=f"infrastructure: {lost}")
         return probe
@@ -249,7 +264,7 @@ class LocalSandbox:
 
     @property
     def judges(self) -> int:
-        """Return how many tasks can be judged at the same time."""
+        """The number of tasks that can be judged at the same time."""
         return len(self._judges)
 
     def judge_of(self, task: Task) -> int:
@@ -263,15 +278,29 @@ class LocalSandbox:
         advisory = FORMATS[solution.format].traits.advisory
         return Verdict(status, solution.format, mode, self.config.device, self.config.clock, message, advisory=advisory)
 
+    @cached_property
+    def _software(self) -> list[str]:
+        """The versions of torch and of the compilers, as a verdict depends on them."""
+        found = [importlib.metadata.version("torch")]
+        finders = (toolchain.find_nvrtc, toolchain.find_nvcc) if self.config.device == "cuda" else ()
+        for find in (toolchain.find_toolchain, *finders):
+            with contextlib.suppress(toolchain.CompilerMissing):
+                found.append(find().identity)
+        return found
+
     def _verdict_file(self, task: Task, solution: Solution, mode: Mode) -> Path:
         settings = self.config.model_dump(exclude={"required_walls", "format", *WHERE_JUDGED})
         machine = processor() if self.config.clock == "real" else ""
-        key = json.dumps([task.digest, solution.digest, mode, settings, machine, _code_version()])
+        made = [self._identity, *self._software]
+        key = json.dumps([task.digest, solution.digest, mode, settings, machine, made, _code_version()])
         name = hashlib.sha256(key.encode()).hexdigest()
         return self.cache / "verdicts" / name[:2] / f"{name}.json"
 
 
 def _source(task: Task) -> TaskSource:
+    """Raise ``TaskError`` where a task leaves no room for a solution in one message."""
+    if len(json.dumps(task.code)) > _MOST_OF_A_TASK:
+        raise TaskError(f"the task is too large: at most {_MOST_OF_A_TASK} bytes as JSON")
     return {"digest": task.digest, "code": task.code}
 
 

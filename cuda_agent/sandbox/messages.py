@@ -1,6 +1,6 @@
-"""The messages between a client, the judge, its workers and the workspaces: operations, their payloads, and frames.
+"""Defines the messages between client, judge, workers and workspaces: operations, their payloads, and frames.
 
-Only the standard library is imported here, since workers import this module."""
+This module imports only the standard library, because workers import it."""
 
 import json
 import socket
@@ -19,14 +19,14 @@ from cuda_agent.sandbox.wire import Format, Mode
 
 
 class Reply(StrEnum):
-    """How a request was answered."""
+    """The kinds of answers."""
 
     RESULT = "result"
     ERROR = "error"  # {"kind": jail, device or task, "message"} of a judge; {"message", "cheat"} of a worker
 
 
 class JudgeRequest(StrEnum):
-    """What a client asks of a judge."""
+    """The requests of a client to a judge."""
 
     CONFIGURE = "configure"  # JudgeSettings -> the proven walls; the first request
     SPEC = "spec"  # {"task": TaskSource} -> TaskSpec
@@ -35,7 +35,7 @@ class JudgeRequest(StrEnum):
 
 
 class WorkerOperation(StrEnum):
-    """What a judge asks of a warm parent, and of the workers that it forks."""
+    """The requests of a judge to a warm parent, and to the workers that the parent forks."""
 
     # a warm parent
     FORK_WORKER = "fork_worker"  # {"role", "threads", "folder", "environment", "device", "policy"} and more -> {"pid"}
@@ -47,6 +47,7 @@ class WorkerOperation(StrEnum):
     RUN_EMPTY = "run_empty"  # the same without the computation
     # a reference worker
     OPEN_TASK = "open_task"  # {"code", "seed": of the weights} -> TaskSpec
+    DRAW_WEIGHTS = "draw_weights"  # {"seed": None for the constructor's} -> {"changed": positions, "kept"}
     DRAW_INPUTS = "draw_inputs"  # {"seed", "kind": one of KINDS} -> whether the task has such inputs
     SET_PRECISION = "set_precision"  # {"precision"}
     COMPILE_TASK = "compile_task"  # {"known": a warm-up's folder, empty in the warm-up, "mode": of torch.compile}
@@ -55,7 +56,7 @@ class WorkerOperation(StrEnum):
     COUNT_OPERATORS = "count_operators"  # -> {"operators", "bytes"}
     ACCOUNT = "account"  # -> {"flops": 0 if not known, "written": bytes, "views": strides or null of each output}
     # a candidate worker
-    LOAD_SOLUTION = "load_solution"  # what ``LocalSandbox`` built, and {"seed"}
+    LOAD_SOLUTION = "load_solution"  # what ``LocalSandbox`` built, and {"seed", "redrawn": seed or None}
     RUN_CHAIN = "run_chain"  # as many calls as ``slot`` says -> as RUN
     RUN_EMPTY_CHAIN = "run_empty_chain"
     OBSERVE_OPERATORS = "observe_operators"  # one call -> operators, or seconds of each node of a plan
@@ -65,7 +66,7 @@ class WorkerOperation(StrEnum):
 
 
 class WorkspaceOperation(StrEnum):
-    """What crosses between a client, the warm parent of workspaces and a workspace."""
+    """The messages between a client, the warm parent of workspaces, and a workspace."""
 
     # a client asks the warm parent
     OPEN = "open_workspace"  # its number; the descriptor is the workspace's socket
@@ -87,7 +88,7 @@ Operation = Reply | JudgeRequest | WorkerOperation | WorkspaceOperation
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """What a judge needs of the configuration, and where it may put things."""
+    """The part of the configuration that a judge needs, and the judge's folders."""
 
     threads: int
     checks: int  # inputs on which a solution is checked in quick mode
@@ -97,12 +98,13 @@ class JudgeSettings:
     memory_mb: int
     clock: str
     required_walls: Sequence[str]
-    cache: str  # survives; only trusted processes write it
+    cache: str  # folder that outlives the judge; only trusted processes write to it
     scratch: str  # private folders of workers
-    lease: str
+    lease: str  # folder of the timing lease
     device: str = "cpu"
+    train_mode: bool = False  # models stay in train()
     kernels: str = ""  # the built check.cu (cuda)
-    identity: str = ""  # of the GPU and its driver: what a time depends on
+    identity: str = ""  # names of the GPU and its driver, on which times depend
 
 
 class TaskSource(TypedDict):
@@ -115,9 +117,9 @@ class EvaluateRequest(TypedDict):
     format: Format
     traits: dict[str, Any]  # FormatTraits as JSON
     mode: Mode
-    load: dict[str, Any]  # what was built of the solution; its form depends on the format
+    load: dict[str, Any]  # the built solution; its form depends on the format
     files: dict[str, str]
-    observe: bool  # whether quick mode says what ran
+    observe: bool  # whether quick mode observes what ran
 
 
 # --------------------------------------------------------------------------------------------------------------- frames
@@ -129,8 +131,12 @@ _OPERATIONS: tuple[Operation, ...] = (*Reply, *JudgeRequest, *WorkerOperation, *
 _NUMBERS = {operation: number for number, operation in enumerate(_OPERATIONS)}
 
 
+class FrameTooLarge(ValueError):
+    """A body that does not fit into one frame; nothing was sent."""
+
+
 class Frame(NamedTuple):
-    """One message: 8 bytes, then the body as JSON.  A call on prepared buffers is the 8 bytes alone."""
+    """One message: a head of 8 bytes, then the body as JSON.  A call on prepared buffers has no body."""
 
     operation: Operation
     slot: int
@@ -141,11 +147,13 @@ class Frame(NamedTuple):
 
 def encode_frame(operation: Operation, body: Any = None, slot: int = 0, extra: int = 0) -> bytes:
     payload = b"" if body is None else json.dumps(body).encode()
+    if len(payload) > FRAME_LIMIT:
+        raise FrameTooLarge(f"too large for one message: {len(payload)} bytes as JSON, {FRAME_LIMIT} are possible")
     return HEAD.pack(_NUMBERS[operation], slot, extra, len(payload)) + payload
 
 
 def decode_head(head: bytes) -> tuple[Operation, int, int, int]:
-    """Operation, slot, extra and the length of the body in bytes. Raises ``ValueError`` for another head."""
+    """Return operation, slot, extra and the length of the body in bytes. Raises ``ValueError`` for an invalid head."""
     number, slot, extra, length = HEAD.unpack(head)
     if number >= len(_OPERATIONS):
         raise ValueError(f"a frame of the unknown operation {number}")
@@ -163,8 +171,8 @@ def send_frame(
 
 
 def receive_frame(sock: socket.socket, max_fds: int = 0) -> Frame:
-    """The next frame.  The socket's timeout is a limit for the whole body, not for each part of it.  Raises
-    ``ConnectionError`` at the stream's end, ``TimeoutError``, or ``ValueError`` for another format."""
+    """Return the next frame.  The socket's timeout limits the whole body, not each part of it.  Raises
+    ``ConnectionError`` at the stream's end, ``TimeoutError``, or ``ValueError`` for an invalid frame."""
     fds: list[int] = []
     if max_fds:
         head, fds, _, _ = socket.recv_fds(sock, HEAD.size, max_fds)

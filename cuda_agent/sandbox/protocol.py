@@ -27,25 +27,25 @@ from pydantic import (
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import ConfigError
 from cuda_agent.sandbox.formats.plan import DTYPES
-from cuda_agent.sandbox.wire import Format, Mode, Solution, TaskSpec
+from cuda_agent.sandbox.wire import Format, Mode, Solution, TaskSpec, shallow
 from cuda_agent.tasks.task import Task
 
-BODY_BYTES = 8 << 20  # of one request on the wire
+BODY_BYTES = 8 << 20  # largest request on the wire
 TASK_BYTES = 512 << 10
-SOLUTION_BYTES = 1 << 20  # of all files together
+SOLUTION_BYTES = 1 << 20  # largest sum of all files
 MOST_FILES, MOST_NAME, MOST_DEPTH = 200, 200, 12
-NESTING = 16  # levels in a tool's arguments
 PRIORITIES = 100
 _NAME = re.compile(r"[^\x00-\x1f\x7f/\\]+(/[^\x00-\x1f\x7f/\\]+)*")
 
 # Settings that client and server must share: under other settings a verdict differs.
 AGREED = (
     "device", "clock", "threads", "checks", "tolerance", "timed_calls", "build_seconds", "run_seconds", "memory_mb",
+    "train_mode",
 )  # fmt: skip
 
 
 class ServiceError(Exception):
-    """A refusal by the service: ``kind`` is for programs, ``where`` names the part of the request."""
+    """A refusal by the service: programs read ``kind``; ``where`` names the refused part of the request."""
 
     def __init__(self, status: int, kind: str, message: str, where: str = "", retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -95,38 +95,23 @@ def _at_the_top(name: str) -> str:
 Files = Annotated[dict[str, str], AfterValidator(_files)]
 
 
-def _shallow(value: Any, depth: int = NESTING) -> Any:
-    if depth == 0:
-        raise ValueError(f"nested deeper than {NESTING}")
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    for part in parts:
-        _shallow(part, depth - 1)
-    return value
-
-
 _SPEC = TypeAdapter(TaskSpec)
 
 
 def _spec(given: Any) -> TaskSpec:
-    """Read a spec that the service could have given."""
+    """Convert ``given`` to a spec. Raises ``ValueError`` unless the service could have returned such a spec."""
     try:
-        spec = _SPEC.validate_python(_shallow(given))
+        spec = _SPEC.validate_python(shallow(given))
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"spec.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
-    def is_argument(item: Any) -> bool:
-        if isinstance(item, list):
-            return all(map(is_argument, item))
-        if not isinstance(item, dict) or not item.keys() & {"tensor", "value"}:
-            return False
-        return "tensor" not in item or (isinstance(item["tensor"], int) and 0 <= item["tensor"] < len(spec.inputs))
-
-    tensors = (*spec.inputs, *spec.outputs, *spec.weights.values())
-    if not all(tensor.dtype in DTYPES and all(extent >= 0 for extent in tensor.shape) for tensor in tensors):
+    try:
+        spec.check()
+    except ValueError as error:
+        raise ValueError(f"spec: {error}") from None
+    if not all(tensor.dtype in DTYPES for tensor in (*spec.inputs, *spec.outputs, *spec.weights.values())):
         raise ValueError("spec: a tensor that cannot be")
-    if not (all(map(is_argument, spec.arguments)) and all(isinstance(item, dict) for item in spec.init)):
-        raise ValueError("spec: arguments and init are not as the service gives them")
     return spec
 
 
@@ -155,10 +140,10 @@ class SolutionBody(Body):
 
 
 class Request(Body):
-    """What every job has.  ``settings``: refuse unless the server has these values, such as ``{"clock": "real"}``."""
+    """The fields of every job.  The server refuses a job unless the server's own settings equal ``settings``."""
 
     priority: int = Field(0, ge=-PRIORITIES, le=PRIORITIES, description="the highest goes first")
-    settings: dict[str, str | int | float] = Field({}, max_length=len(AGREED))
+    settings: dict[str, str | bool | int | float] = Field({}, max_length=len(AGREED))
 
     def key(self) -> str:
         """Return the digest of the request's content, without its sender and priority."""
@@ -187,7 +172,7 @@ class SpecRequest(Request):
 
 
 class Build(Request):
-    """Build a solution for a task of which only the spec is known, as ``spec`` gave it."""
+    """Build a solution for a task of which only the spec is known, as a spec request returned it."""
 
     kind: Literal["build"] = "build"
     solution: SolutionBody
@@ -219,11 +204,11 @@ class Call(Body):
     """A tool call."""
 
     tool: str = Field(max_length=100)
-    arguments: Annotated[dict[str, Any], AfterValidator(_shallow)] = {}
+    arguments: Annotated[dict[str, Any], AfterValidator(shallow)] = {}
 
 
 class Answer(Body):
-    """What a command (compile, verify or profile) prints, and whether it failed."""
+    """The output of a command (compile, verify or profile), and whether the command failed."""
 
     text: _text(SOLUTION_BYTES)  # type: ignore[valid-type]
     error: bool = False
@@ -246,8 +231,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def agree(asked: dict[str, str | int | float], config: SandboxConfig) -> None:
-    """Check the client's settings against the server's. Raises ``ServiceError``."""
+def agree(asked: dict[str, str | bool | int | float], config: SandboxConfig) -> None:
+    """Compare the client's settings with the server's. Raises ``ServiceError`` if they differ."""
     for name, value in asked.items():
         if name not in AGREED:
             raise ServiceError(422, "malformed", f"{name[:40]!r} is none of {', '.join(AGREED)}", "settings")
@@ -265,10 +250,10 @@ def malformed(error: Any) -> ServiceError:
 
 
 def read_token(config: SandboxConfig, environment: Mapping[str, str]) -> str | None:
-    """Return the token of ``token_file``, else of the variable ``token_env``; ``None`` when neither is set.
+    """Return the token of ``token_file``, else of the variable ``token_env``; ``None`` if neither is set.
 
     Raises:
-        ConfigError: the file cannot be read, or the token is too weak.
+        ConfigError: The file cannot be read, or the token is too weak.
     """
     if config.token_file is not None:
         try:

@@ -1,10 +1,11 @@
-"""The sandbox's data types: solutions, task specifications, verdicts and probes, with their JSON.
+"""Defines the sandbox's data types, with their JSON: solutions, task specifications, verdicts and probes.
 
-Only the standard library and the list of formats' names are imported here, since workers import this module.  Not
-covered: the frames that carry these types between processes (``messages``), and the service's HTTP (``protocol``)."""
+This module imports only the standard library and the list of formats' names, because workers import it.  Not covered:
+the frames that carry these types between processes (``messages``), and the service's HTTP (``protocol``)."""
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -24,7 +25,9 @@ _ALLOWED_TEXT = """
     requires_grad_ __repr__ __bool__ item dtype device shape
 """
 ALLOWED = frozenset(_ALLOWED_TEXT.split())
-# Seconds: the unit in which the delay of a timed chain is sent.
+NESTING = 16  # most levels in the arguments of a tool or a task
+_MOST_ELEMENTS = 1 << 48  # of one tensor
+# Unit of the delay of a timed chain, in seconds.
 DELAY_UNIT = 16e-6
 # Kinds of inputs in strict mode, made by ``worker.input_kinds``.
 KINDS = ("normal", "shifted", "ramp", "negative", "large", "sparse", "boundary")
@@ -45,7 +48,7 @@ def baseline_parts(label: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Solution:
-    """The files that answer a task, by path relative to the work folder.  ``format`` decides how they are run."""
+    """The files that answer a task, by path relative to the work folder.  ``format`` decides how the files are run."""
 
     format: Format
     files: dict[str, str]
@@ -58,12 +61,12 @@ class Solution:
 
 @dataclass(frozen=True)
 class FormatTraits:
-    """What the judge and its workers know of a solution's format; it crosses in the request, since they import none."""
+    """Traits of a solution's format. A request carries them, because judge and workers import no format."""
 
     host_is_ours: bool = False  # the launcher is the sandbox's code: device times and the list of what ran are exact
-    rule: str = ""  # for ``ModelNew.forward`` (``worker.candidate.RULES``); empty: none
+    rule: str = ""  # name of the rule for ``ModelNew.forward`` (``worker.candidate.RULES``); empty: none
     own_work: str = ""  # what a call must be seen to run, in words; empty: nothing
-    advisory: bool = False  # the solution's Python ran free: what it computed with is not known
+    advisory: bool = False  # the solution's Python runs unchecked: what it computes with is not known
     untimed: str = ""  # why no time is taken; empty: times are taken
 
 
@@ -87,11 +90,11 @@ class Ran:
 
 @dataclass
 class Verdict:
-    """What the judge says of one solution.
+    """The judge's verdict on one solution.
 
-    Times are seconds per call (medians); ``None`` where the solution never got that far.  ``reward`` is the paper's
-    Eq. 1: -1 not correct, 1 correct, 2 more than 5 % faster than eager, 3 more than 5 % faster than eager and
-    ``torch.compile``; ``None`` for ``infra``, which is never charged to the candidate."""
+    Times are seconds per call (medians); ``None`` if the solution was not timed.  ``reward`` is the paper's Eq. 1: -1
+    not correct, 1 correct, 2 more than 5 % faster than eager, 3 more than 5 % faster than eager and ``torch.compile``;
+    ``None`` for ``infra``, which is never charged to the candidate."""
 
     status: Status
     format: Format
@@ -105,15 +108,15 @@ class Verdict:
     samples: list[float] = field(default_factory=list)  # raw timed calls, seconds
     checks: int = 0  # correctness checks passed
     max_error: float | None = None  # largest absolute difference over all checks
-    # Seconds of build, start, check, time; settle: after the verdict before it.
+    # Seconds of build, start, check, time and observe; cleanup: after the verdict before this one.
     phases: dict[str, float] = field(default_factory=dict)
     cached: bool = False
     strict: dict[str, Any] | None = None  # mode strict: inputs and errors by kind, precision, interval, baselines
-    bytes: int | None = None  # of the task's inputs and outputs
-    flops: int | None = None  # of one call of the reference: matrix products, convolutions, attention
+    bytes: int | None = None  # bytes of the task's inputs and outputs
+    flops: int | None = None  # operations of one call of the reference: matrix products, convolutions, attention
     peak_bytes_per_second: float | None = None  # of the device's memory
-    peak_flops: float | None = None  # a second, of the device in the arithmetic of the solution
-    ran: list[Ran] = field(default_factory=list)  # in one call; empty: not observed
+    peak_flops: float | None = None  # peak operations per second of the device in the solution's arithmetic
+    ran: list[Ran] = field(default_factory=list)  # what ran in one call; empty: not observed
     advice: list[str] = field(default_factory=list)  # hints from static rules and ``ran``; no refusal
     advisory: bool = False  # the solution's Python ran unchecked: its operators are not known
     untimed: str = ""  # why no time was taken, where the format has none on this device
@@ -149,13 +152,13 @@ class Verdict:
 
 
 def _faster(seconds: float | None, baseline: float | None) -> bool:
-    """Whether it is more than 5 % faster: (baseline - seconds) / baseline > 0.05 (paper, Eq. 1)."""
+    """Return whether ``seconds`` is more than 5 % faster: (baseline - seconds) / baseline > 0.05 (paper, Eq. 1)."""
     return seconds is not None and baseline is not None and seconds < 0.95 * baseline
 
 
 @dataclass
 class ToolResult:
-    """What a tool of the workspace gave back: text for the model, and whether it was an error."""
+    """The result of a workspace's tool: text for the model, and whether it reports an error."""
 
     text: str
     error: bool = False
@@ -180,21 +183,45 @@ def span(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """What a solution may know of a task besides its source: shapes, dtypes, plain values."""
+    """The facts that a solution may use of a task besides its source: shapes, dtypes and plain values."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     weights: dict[str, Tensor]  # by state_dict name
-    arguments: tuple[Any, ...]  # of forward: {"tensor": index} or {"value": plain} or a list of those
+    arguments: tuple[Any, ...]  # of forward: {"tensor": index} or {"value": plain} or a list of such items
     init: tuple[Any, ...]  # init arguments: {"value": plain} or {"opaque": type name}
     parameter_count: int = 0
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "TaskSpec":
+        """Read what a worker says of its task. Raises ``AttributeError``, ``KeyError``, ``TypeError`` or ``ValueError``
+        for nonsense."""
         tuples = {name: tuple(data[name]) for name in ("arguments", "init")}
         weights = dict(zip(data["weights"], _tensors(data["weights"].values()), strict=True))
         inputs, outputs = tuple(_tensors(data["inputs"])), tuple(_tensors(data["outputs"]))
-        return cls(inputs, outputs, weights, **tuples, parameter_count=data["parameter_count"])
+        spec = cls(inputs, outputs, weights, **tuples, parameter_count=data["parameter_count"])
+        spec.check()
+        return spec
+
+    def check(self) -> None:
+        """Raise ``ValueError`` where no task can be like this."""
+        for tensor in (*self.inputs, *self.outputs, *self.weights.values()):
+            extents = all(type(extent) is int and extent >= 0 for extent in tensor.shape)
+            if not extents or math.prod(tensor.shape) > _MOST_ELEMENTS or not isinstance(tensor.dtype, str):
+                raise ValueError("a tensor that cannot be")
+
+        shallow([*self.arguments, *self.init])
+
+        def is_argument(item: Any) -> bool:
+            if isinstance(item, list):
+                return all(map(is_argument, item))
+            if not isinstance(item, dict) or not item.keys() & {"tensor", "value"}:
+                return False
+            return "tensor" not in item or (type(item["tensor"]) is int and 0 <= item["tensor"] < len(self.inputs))
+
+        plain = all(map(is_argument, self.arguments)) and all(isinstance(item, dict) for item in self.init)
+        if not plain or type(self.parameter_count) is not int:
+            raise ValueError("arguments and init are not as the service gives them")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -202,7 +229,7 @@ class TaskSpec:
 
 @dataclass
 class Probe:
-    """What running a task (no solution) shows.  ``error`` is empty when it ran; times are seconds per call, medians."""
+    """The findings of running a task without a solution.  ``error`` is empty if it ran; times are median seconds."""
 
     error: str = ""
     deterministic: bool = False  # the same inputs give the same outputs, within the tolerance
@@ -224,6 +251,15 @@ class Probe:
 
 def _tensors(items: Iterable[Any]) -> list[Tensor]:
     return [Tensor(tuple(item["shape"]), item["dtype"]) for item in items]
+
+
+def shallow(value: Any, depth: int = NESTING) -> Any:
+    """Return ``value``. Raises ``ValueError`` where its lists and dictionaries nest deeper than ``depth``."""
+    if depth == 0:
+        raise ValueError(f"nested deeper than {NESTING}")
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        shallow(part, depth - 1)
+    return value
 
 
 def printable(text: str) -> str:

@@ -1,8 +1,8 @@
 """Stage ``bootstrap``: makes the base policy of all later stages.  Input: tasks; output: ``policy``.
 
-With ``policy.base`` (a Hugging Face folder or name) it only prepares that model.  Without one it trains a small model
-from scratch on worked examples of the scripted teacher, in place of pre-training: no example has an operator
-combination of a held-out task, a sample of them is verified in the sandbox, and no later stage uses the teacher."""
+With ``policy.base`` (a Hugging Face folder or name) it only prepares that model.  Without a base it trains a small
+model from scratch on worked examples of the scripted teacher.  No example has an operator combination of a held-out
+task; the sandbox verifies a sample of the teacher's solutions.  No later stage uses the teacher."""
 
 import asyncio
 import random
@@ -23,8 +23,8 @@ from cuda_agent.tasks.task import Task
 from cuda_agent.training.packing import tokens_of
 from cuda_agent.training.recipes import sft_loss_of
 
-HELDOUT = 100  # most held-out examples, whose loss is reported
-TOKENIZER = 1000  # examples to train the tokenizer on
+HELDOUT = 100  # most examples that are held out to report their loss
+TOKENIZER = 1000  # most examples that train the tokenizer
 
 
 def run(ctx: StageContext) -> None:
@@ -64,7 +64,7 @@ async def verify_teacher(ctx: StageContext, tasks: Sequence[Task]) -> None:
 
 
 def pretrain(ctx: StageContext, dialogues: Sequence[Dialogue]) -> tuple[object, object]:
-    """Trains a tokenizer on the corpus and a new model to imitate it; returns both."""
+    """Trains a tokenizer on the corpus and a new model to imitate the corpus; returns both."""
     settings, policy = ctx.config.bootstrap, ctx.config.policy
     tokenizer = train_tokenizer(texts(dialogues[:TOKENIZER]), policy.vocab)
     chat = Chat(tokenizer, "compact")
@@ -77,15 +77,7 @@ def pretrain(ctx: StageContext, dialogues: Sequence[Dialogue]) -> tuple[object, 
     model = new_policy(policy, tokenizer, ctx.config.seed)
     longest = max(map(len, short))
     trainer = make_trainer(ctx, model, longest=longest, precision="auto", scratch=True)
-    imitate(
-        ctx,
-        trainer,
-        training,
-        tokens_per_step=settings.tokens_per_step,
-        lr=settings.lr,
-        steps=settings.steps,
-        max_seconds=settings.max_seconds,
-    )
+    imitate(ctx, trainer, training, settings, steps=settings.steps, max_seconds=settings.max_seconds)
     if heldout:
         ctx.tracker.log(trainer.step, {"heldout_loss": sft_loss_of(trainer, heldout)})
     return model, tokenizer

@@ -1,6 +1,6 @@
 """Stage ``critic``: pretrains the critic on all episodes, good and bad, with a terminal reward and gamma 1 (paper,
-section 3.3, stage 3).  Inputs: episodes, policy; output: ``critic``.  Its gate is the explained variance on held-out
-episodes of the tasks that reinforcement learning will play (docs/decisions.md)."""
+section 3.3, stage 3).  Inputs: episodes, policy; output: ``critic``.  The stage misses its gate if the explained
+variance is too low on held-out episodes of the tasks that reinforcement learning will play (docs/decisions.md)."""
 
 import hashlib
 
@@ -27,16 +27,11 @@ def pretrain(ctx: StageContext) -> None:
     mean = sum(episode.reward or 0.0 for episode in training) / len(training)
     longest = max(len(episode.ids) for episode in episodes)
     trainer = make_trainer(ctx, critic_from_policy(ctx.inputs["policy"], mean), longest=longest)
+    lr, gae_lambda, size = settings.lr, settings.gae_lambda, settings.tokens_per_step
     start = ctx.checkpoints.load(trainer.load) or 0
     for epoch in range(start, settings.epochs):
         metrics = value_epoch(
-            trainer,
-            training,
-            lr=settings.lr,
-            tokens_per_step=settings.tokens_per_step,
-            gae_lambda=settings.gae_lambda,
-            seed=ctx.config.seed,
-            epoch=epoch,
+            trainer, training, lr=lr, tokens_per_step=size, gae_lambda=gae_lambda, seed=ctx.config.seed, epoch=epoch
         )
         quality = value_quality(trainer, heldout)
         ctx.tracker.log(epoch, metrics | {f"heldout_{name}": value for name, value in quality.items()})
@@ -55,12 +50,8 @@ def pretrain(ctx: StageContext) -> None:
 
 
 def hold_out(episodes: list[Episode], share: float, seed: int) -> tuple[list[Episode], list[Episode]]:
-    """Splits episodes into (training, held-out): ``share`` of them is held out, at least one of two or more."""
-
-    def rank(episode: Episode) -> str:
-        return hashlib.sha256(f"{seed}/{episode.id}".encode()).hexdigest()
-
-    ranked = sorted(episodes, key=rank)
+    """Splits episodes into (training, held-out): holds out ``share`` of them, at least one of two or more."""
+    ranked = sorted(episodes, key=lambda episode: hashlib.sha256(f"{seed}/{episode.id}".encode()).digest())
     count = min(max(1, round(share * len(ranked))), len(ranked) - 1)
     if not count:  # a single episode serves for both, and the gate has no meaning
         return ranked, ranked

@@ -1,6 +1,6 @@
-"""Stage ``rft``: rejection fine-tuning (paper, section 3.3, stage 2).  Inputs: episodes, policy; output: ``policy``.
-It imitates the sampled tokens of the episodes that earned a positive reward and show no bad pattern (loops, malformed
-or invented tool calls).  When none is left, it passes the policy on unchanged and leaves a note."""
+"""Stage ``rft``: rejection fine-tuning (paper, section 3.3, stage 2).  Inputs: episodes, policy; output: ``policy``. It
+imitates the sampled tokens of the episodes that have a positive reward and no bad pattern (loops, malformed or invented
+tool calls).  If there is no such episode, it passes the policy on unchanged and leaves a note."""
 
 from cuda_agent.context import StageContext
 from cuda_agent.policy.episode import EPISODES, read_episodes
@@ -20,13 +20,6 @@ def run(ctx: StageContext) -> None:
         with shared_training(ctx) as shared:
             longest, norm = max(map(len, sequences)), settings.max_grad_norm
             trainer = make_trainer(shared, model, longest=longest, max_grad_norm=norm, precision="auto")
-            imitate(
-                ctx,
-                trainer,
-                sequences,
-                tokens_per_step=settings.tokens_per_step,
-                lr=settings.lr,
-                epochs=settings.epochs,
-            )
+            imitate(ctx, trainer, sequences, settings, epochs=settings.epochs)
             model = trainer.model
     save_policy(model, tokenizer, ctx.outputs["policy"])

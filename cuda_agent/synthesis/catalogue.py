@@ -1,9 +1,9 @@
 """The operator catalogue: which operators can be stacked, their source, their effect on shapes, their cost.
 
-Each row has its text in ``forward`` and ``__init__``, the shapes that it takes and gives, and the values that it needs
-and gives (a logarithm needs positive ones), so that a chain makes sense.  Not covered: random operators, operators with
-jumps (``floor``, ``argmax``: a correct kernel's rounding error would count as wrong), in-place and backward operators.
-"""
+Each row has the operator's text in ``forward`` and ``__init__``, the shapes that it takes and gives, and the values
+that it needs and gives (a logarithm needs positive values), so that a chain makes sense.  The catalogue has no random,
+in-place or backward operators.  It has no operators with jumps (``floor``, ``argmax``), because a correct kernel's
+rounding error would count as wrong."""
 
 import math
 from functools import partial
@@ -46,6 +46,7 @@ def _unary(name: str, work: float, needs: Interval = ANY, gives: Interval | None
     return _elementwise(name, _ALL, same(f"{name}({{x}})", *more, work=work), needs, gives)
 
 
+# fmt: off
 _ELEMENTWISE = [
     _unary("torch.relu", 1, ANY, _NOT_NEGATIVE),
     _unary("torch.abs", 1, ANY, _NOT_NEGATIVE),
@@ -112,14 +113,9 @@ _ELEMENTWISE = [
     _elementwise("torch.logaddexp", _ALL, same("torch.logaddexp({x}, {y})", work=400, y=RANDN), gives=ANY),
     _elementwise("torch.lerp", _ALL, same("torch.lerp({x}, {y}, 0.3)", y=RANDN), gives=ANY),
     _elementwise("torch.where", _ALL, fixed("torch.where({mask}, {x}, {y})", work=1, mask=_MASK, y=RANDN), gives=ANY),
-    _elementwise(
-        "torch.addcmul",
-        _BATCHED,
-        rules.layer(
-            "nn.Parameter(torch.randn({features}))", rules.features, 1, "torch.addcmul({x}, {x}, self.{m}, value=0.5)"
-        ),
-        gives=ANY,
-    ),
+    _elementwise("torch.addcmul", _BATCHED, rules.layer(
+        "nn.Parameter(torch.randn({features}))", rules.features, 1, "torch.addcmul({x}, {x}, self.{m}, value=0.5)"
+    ), gives=ANY),
     _elementwise("torch.copysign", _ALL, same("torch.copysign({x}, {y})", work=10, y=RANDN), gives=ANY),
 ]
 
@@ -150,21 +146,15 @@ _NORMALISATIONS = [
     _normalisation("F.softmin", _BATCHED, same("F.softmin({x}, dim=-1)", work=40), gives=_UNIT),
     _normalisation("torch.log_softmax", _BATCHED, same("torch.log_softmax({x}, dim=-1)", work=30), gives=ANY),
     _normalisation("F.normalize", _BATCHED, same("F.normalize({x}, dim=-1)", work=10), gives=_SIGNED_UNIT),
-    *(
-        _normalisation(name, _BATCHED, rules.layer(f"{name}({{features}})", rules.features, 15), gives=NORMAL)
-        for name in ("nn.LayerNorm", "nn.RMSNorm")
-    ),
-    _normalisation(
-        "nn.GroupNorm", (3, 4), rules.layer("nn.GroupNorm({groups}, {channels})", rules.groups, 20), gives=NORMAL
-    ),
+    _normalisation("nn.LayerNorm", _BATCHED, rules.layer("nn.LayerNorm({features})", rules.features, 15), gives=NORMAL),
+    _normalisation("nn.RMSNorm", _BATCHED, rules.layer("nn.RMSNorm({features})", rules.features, 15), gives=NORMAL),
+    _normalisation("nn.GroupNorm", (3, 4), rules.layer("nn.GroupNorm({groups}, {channels})", rules.groups, 20),
+                   gives=NORMAL),
     *(
         _normalisation(name, ranks, rules.layer(f"{name}({{channels}})", rules.channels, 40), gives=gives)
         for name, ranks, gives in (
-            ("nn.BatchNorm1d", (2, 3), None),
-            ("nn.BatchNorm2d", (4,), None),
-            ("nn.BatchNorm3d", (5,), None),
-            ("nn.InstanceNorm1d", (3,), NORMAL),
-            ("nn.InstanceNorm2d", (4,), NORMAL),
+            ("nn.BatchNorm1d", (2, 3), None), ("nn.BatchNorm2d", (4,), None), ("nn.BatchNorm3d", (5,), None),
+            ("nn.InstanceNorm1d", (3,), NORMAL), ("nn.InstanceNorm2d", (4,), NORMAL),
             ("nn.InstanceNorm3d", (5,), NORMAL),
         )
     ),
@@ -209,13 +199,11 @@ _SIGN = "torch.randint(0, 2, ({batch},)) * 2 - 1"
 
 
 def _row_loss(name: str, ranks: tuple[int, ...], arguments: str, **inputs: str) -> Operator:
-    """A loss that gives one value per row."""
     return _loss(name, ranks, fixed(f"{name}({arguments})", lambda x: x[:-1], 40, None, **inputs))
 
 
 _LOSSES = [
-    *(_loss(name, _BATCHED, rules.loss(name)) for name in ("F.mse_loss", "F.l1_loss", "F.smooth_l1_loss")),
-    _loss("F.huber_loss", _BATCHED, rules.loss("F.huber_loss")),
+    *(_loss(f"F.{name}_loss", _BATCHED, rules.loss(f"F.{name}_loss")) for name in ("mse", "l1", "smooth_l1", "huber")),
     _loss("F.soft_margin_loss", _BATCHED, rules.loss("F.soft_margin_loss", work=200)),
     _loss("F.poisson_nll_loss", _BATCHED, rules.loss("F.poisson_nll_loss", _ABOVE, 30), NORMAL),
     *(_loss(name, _BATCHED, rules.loss(name, _SHARE, 200)) for name in ("F.kl_div", f"{_ENTROPY}_with_logits")),
@@ -236,7 +224,7 @@ _INDEX = "torch.randint(0, {last}, ({shape},))"
 def _shape(
     name: str, ranks: tuple[int, ...], form: str, *shape: Any, gives: Interval | None = None, **more: Any
 ) -> Operator:
-    """``form``, ``shape`` and ``more`` as in ``rules.fixed``."""
+    """Makes a row for an operator that changes shapes; ``form``, ``shape`` and ``more`` go to ``rules.fixed``."""
     return Operator("shape", name, ranks, fixed(form, *shape, **more), gives=gives)
 
 
@@ -245,17 +233,11 @@ _SHAPES = [
     _shape("torch.permute", (4,), "torch.permute({x}, (0, 2, 3, 1))", lambda x: (x[0], x[2], x[3], x[1]), moved=0),
     _shape("torch.flatten", (3, 4, 5), "torch.flatten({x}, 1)", lambda x: (x[0], size(x[1:])), moved=0),
     _shape("torch.unsqueeze", (2, 3), "torch.unsqueeze({x}, 1)", lambda x: (x[0], 1, *x[1:]), moved=0),
-    _shape(
-        "torch.narrow", _BATCHED, "torch.narrow({x}, -1, 1, 4)", lambda x: (*x[:-1], 4) if x[-1] > 4 else None, moved=0
-    ),
+    _shape("torch.narrow", _BATCHED, "torch.narrow({x}, -1, 1, 4)",
+           lambda x: (*x[:-1], 4) if x[-1] > 4 else None, moved=0),
     _shape("torch.chunk", _BATCHED, "torch.chunk({x}, 2, dim=-1)[1]", _halved, moved=0),
-    _shape(
-        "torch.unflatten",
-        (2, 3),
-        "torch.unflatten({x}, -1, (4, -1))",
-        lambda x: (*x[:-1], 4, x[-1] // 4) if x[-1] % 4 == 0 else None,
-        moved=0,
-    ),
+    _shape("torch.unflatten", (2, 3), "torch.unflatten({x}, -1, (4, -1))",
+           lambda x: (*x[:-1], 4, x[-1] // 4) if x[-1] % 4 == 0 else None, moved=0),
     _shape("torch.flip", _BATCHED, "torch.flip({x}, (-1,))"),
     _shape("torch.roll", _BATCHED, "torch.roll({x}, 3, dims=-1)"),
     _shape("torch.cat", _BATCHED, "torch.cat([{x}, {y}], dim=-1)", _doubled, y=RANDN, gives=ANY),
@@ -265,45 +247,21 @@ _SHAPES = [
     Operator("shape", "torch.tril", (3, 4), same("torch.tril({x})", "torch.tril({x}, diagonal=-1)"), gives=ANY),
     Operator("shape", "torch.triu", (3, 4), same("torch.triu({x})", "torch.triu({x}, diagonal=1)"), gives=ANY),
     _shape("torch.diagonal", (3,), "torch.diagonal({x}, dim1=-2, dim2=-1)", lambda x: (x[0], min(x[1:])), moved=0),
-    _shape(
-        "torch.index_select",
-        _BATCHED,
-        "torch.index_select({x}, -1, {index})",
-        lambda x: (*x[:-1], max(1, x[-1] // 2)),
-        100,
-        index="torch.randint(0, {last}, ({half},))",
-    ),
+    _shape("torch.index_select", _BATCHED, "torch.index_select({x}, -1, {index})",
+           lambda x: (*x[:-1], max(1, x[-1] // 2)), 100, index="torch.randint(0, {last}, ({half},))"),
     _shape("torch.gather", _BATCHED, "torch.gather({x}, -1, {index})", work=300, moved=4.0, index=_INDEX),
-    _shape(
-        "torch.take_along_dim",
-        _BATCHED,
-        "torch.take_along_dim({x}, {index}, dim=-1)",
-        work=300,
-        moved=4.0,
-        index=_INDEX,
-    ),
+    _shape("torch.take_along_dim", _BATCHED, "torch.take_along_dim({x}, {index}, dim=-1)",
+           work=300, moved=4.0, index=_INDEX),
     _shape("torch.masked_fill", _ALL, "torch.masked_fill({x}, {mask}, 0.0)", work=1, mask=_MASK, gives=ANY),
     _shape("F.pad", _BATCHED, "F.pad({x}, (1, 2))", lambda x: (*x[:-1], x[-1] + 3), gives=ANY),
     _shape("F.glu", _BATCHED, "F.glu({x}, dim=-1)", _halved, gives=ANY),
     _shape("F.interpolate", (4,), "F.interpolate({x}, scale_factor=2, mode='bilinear')", _resized),
-    Operator(
-        "shape",
-        "nn.Upsample",
-        (3, 4),
-        lambda rng, x: Use("self.{m}({x})", _resized(x), "nn.Upsample(scale_factor={scale})", (("scale", 2),)),
-    ),
-    _shape(
-        "F.pixel_shuffle",
-        (4,),
-        "F.pixel_shuffle({x}, 2)",
-        lambda x: (x[0], x[1] // 4, 2 * x[2], 2 * x[3]) if x[1] % 4 == 0 else None,
-    ),
-    _shape(
-        "F.pixel_unshuffle",
-        (4,),
-        "F.pixel_unshuffle({x}, 2)",
-        lambda x: (x[0], 4 * x[1], x[2] // 2, x[3] // 2) if x[2] % 2 == x[3] % 2 == 0 else None,
-    ),
+    Operator("shape", "nn.Upsample", (3, 4),
+             lambda rng, x: Use("self.{m}({x})", _resized(x), "nn.Upsample(scale_factor={scale})", (("scale", 2),))),
+    _shape("F.pixel_shuffle", (4,), "F.pixel_shuffle({x}, 2)",
+           lambda x: (x[0], x[1] // 4, 2 * x[2], 2 * x[3]) if x[1] % 4 == 0 else None),
+    _shape("F.pixel_unshuffle", (4,), "F.pixel_unshuffle({x}, 2)",
+           lambda x: (x[0], 4 * x[1], x[2] // 2, x[3] // 2) if x[2] % 2 == x[3] % 2 == 0 else None),
     _shape("F.channel_shuffle", (4,), "F.channel_shuffle({x}, 2)", lambda x: x if x[1] % 2 == 0 else None),
     _shape("F.unfold", (4,), "F.unfold({x}, 3)", _unfolded, lambda x: 1000 * size(_unfolded(x))),
     Operator("shape", "nn.Embedding", (2,), rules.embedding, gives=NORMAL, first=True),
@@ -311,4 +269,4 @@ _SHAPES = [
 
 CATALOGUE: tuple[Operator, ...] = (
     *_ELEMENTWISE, *_REDUCTIONS, *_NORMALISATIONS, *_POOLING, *_MATMULS, *_LOSSES, *_SHAPES,
-)  # fmt: skip
+)

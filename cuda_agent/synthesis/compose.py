@@ -1,9 +1,9 @@
-"""Composes tasks: a writer that samples operators and shapes, and a language model that writes the task.
+"""Composes tasks with one of two writers: one samples operators and shapes, the other asks a language model.
 
-The programmatic writer stacks operators of the catalogue, or takes one layer of ``transformers``, and chooses the batch
-so that a cost model puts eager's time inside the window; the filters correct its error with times from the sandbox.  A
-model's answer is text: its form is parsed, and only the sandbox executes it.  Not covered: branches and residual
-connections, training steps, dtypes other than float32."""
+The programmatic writer stacks operators of the catalogue, or takes one layer of ``transformers``.  It chooses the batch
+so that a cost model puts eager's time inside the window; filters correct errors of this model with times from the
+sandbox.  A model's answer is text: this module parses its form, and only the sandbox executes it.  Tasks have no
+branches, residual connections or training steps, and only float32."""
 
 import math
 import re
@@ -19,29 +19,28 @@ from cuda_agent.synthesis.rules import NORMAL, Interval, Operator, Shape, Use, s
 from cuda_agent.tasks.inspect import problems, recompute_ops
 from cuda_agent.tasks.task import Task
 
-# How many operators a task gets.  The published set stacks two in 84 % of its tasks; the rest are rarer there.
+# Number of operators of a task -> its weight.  In CUDA-Agent-Ops-6K 84 % of the tasks stack two operators.
 COUNT_WEIGHTS = {1: 0.1, 2: 0.45, 3: 0.25, 4: 0.12, 5: 0.08}
-LAYER_SHARE = 0.1  # stand-alone layers of transformers (published: 1.2 %)
+LAYER_SHARE = 0.1  # share of stand-alone layers of transformers (in CUDA-Agent-Ops-6K 1.2 %)
 KIND_WEIGHTS = {
     "elementwise": 3.0, "reduction": 1.5, "scan": 0.7, "normalisation": 1.5, "pooling": 1.0,
     "convolution": 1.0, "matmul": 2.0, "attention": 0.7, "loss": 0.7, "shape": 1.0,
 }  # fmt: skip
-_NEEDS_A_ROW = {"reduction", "scan", "normalisation", "loss"}  # a row of one value makes their result a constant
+_NEEDS_A_ROW = {"reduction", "scan", "normalisation", "loss"}  # on rows of one value their result is constant
 
 
 class ComposeError(Exception):
-    """This attempt gave no task; the message is a reason to count (one of few)."""
+    """This attempt gave no task.  The message is one of a few reasons, which are counted."""
 
 
 class Composer(Protocol):
-    """Makes candidates.  ``repeatable``: the task depends on ``rng`` alone, so that it need not be stored."""
+    """Makes candidates for the filters.  ``repeatable``: a task depends on ``rng`` alone, so it need not be stored."""
 
     @property
     def repeatable(self) -> bool: ...
 
     async def compose(self, rng: Random) -> Task:
-        """Makes one task.  Raises ComposeError if this attempt gives none."""
-        ...
+        """Makes one task.  Raises ComposeError if this attempt gives no task."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,8 @@ class Speed:
     bytes_per_second: float
     flops_per_second: float
     launch_seconds: float
-    most_elements: int  # in one tensor
-    wide: bool  # sizes for a GPU
+    most_elements: int  # most elements of one tensor
+    wide: bool  # whether shapes have sizes for a GPU
 
     def seconds(self, elements: float, flops: float) -> float:
         return self.launch_seconds + 4.0 * elements / self.bytes_per_second + flops / self.flops_per_second
@@ -66,7 +65,7 @@ def speed_of(device: str, threads: int) -> Speed:
 
 @dataclass(frozen=True)
 class ProgrammaticWriter:
-    """Samples operators and shapes.  ``window`` is seconds of eager time."""
+    """Samples operators and shapes.  ``window`` is the range of eager time in seconds."""
 
     speed: Speed
     window: tuple[float, float]
@@ -109,8 +108,8 @@ class ProgrammaticWriter:
 
 
 def as_task(code: str, data_source: str = "") -> Task:
-    """The task of this source.  ``ops`` are recomputed from the code; the name is made of them and the digest, so
-    that equal tasks are equal."""
+    """Returns the task of this source.  ``ops`` are recomputed from the code; the name is made of ``ops`` and the
+    digest, so that equal tasks have equal names."""
     ops = recompute_ops(code)
     task = Task("", code, ops, data_source or f"torch#{len(ops)}")
     words = [re.sub(r"\W+", "", op.rsplit(".", 1)[-1]).lower() for op in ops[:5]]
@@ -123,7 +122,7 @@ def draw_count(most: int, rng: Random) -> int:
 
 
 def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> list[Operator] | None:
-    """``count`` different operators whose values fit in this order; ``build`` checks the shapes."""
+    """Draws ``count`` different operators whose values fit in this order; ``build`` checks the shapes."""
     chosen: list[Operator] = []
     values: Interval | None = None
     for place in range(count):
@@ -168,7 +167,7 @@ def input_values(operator: Operator) -> Interval:
 
 
 def batch_for(cost: Callable[[int], float], window: tuple[float, float], rng: Random) -> int | None:
-    """The batch whose cost (seconds, growing) is nearest to a target drawn log-uniformly inside the window."""
+    """Returns the batch whose cost (seconds, growing) is nearest to a target drawn log-uniformly in the window."""
     low, high = window[0] * 1.4, window[1] / 2.5
     if low >= high:
         low = high = math.sqrt(window[0] * window[1])
@@ -192,20 +191,20 @@ def batch_for(cost: Callable[[int], float], window: tuple[float, float], rng: Ra
 class Chain:
     """A chain of operators: its source text in parts, and the work of each operator as (elements moved, operations)."""
 
-    arguments: tuple[tuple[str, int], ...]  # of __init__
+    arguments: tuple[tuple[str, int], ...]  # name and value of each argument of __init__
     init: tuple[str, ...]
     forward: tuple[str, ...]
     inputs: tuple[tuple[str, str], ...]  # name, source
     work: tuple[tuple[float, float], ...]
-    largest: int  # elements of the largest tensor
-    shape: Shape  # of the output
+    largest: int  # number of elements of the largest tensor
+    shape: Shape  # shape of the output
 
     def code(self) -> str:
         return render(self.arguments, self.init, self.forward, self.inputs)
 
 
 def build(operators: Sequence[Operator], shape: Shape, rng: Random) -> Chain | None:
-    """Stacks ``operators`` on an input of ``shape``; None if the shapes do not fit."""
+    """Stacks ``operators`` on an input of ``shape``; returns None if the shapes do not fit."""
     low, high = input_values(operators[0])
     text = ", ".join(map(str, shape))
     source = f"torch.randn({text})" if (low, high) == NORMAL else f"torch.rand({text}) * {high - low:g} + {low:g}"
@@ -267,17 +266,17 @@ that saturates, cancels or averages everything away. Reordering the operators to
 
 @dataclass(frozen=True)
 class ModelWriter:
-    url: str  # up to and with /v1
+    url: str  # the address, which ends in /v1
     model: str
     key_env: str
-    window: tuple[float, float]  # seconds of eager time
+    window: tuple[float, float]  # range of eager time in seconds
     device: str = "cpu"
     max_ops: int = 5
-    pause: float = 1.0  # seconds before the first retry; doubles
+    pause: float = 1.0  # seconds before the first retry; doubles with each retry
     repeatable: bool = False
 
     async def compose(self, rng: Random) -> Task:
-        """See ``Composer.compose``.  Raises ServedModelError if the address does not answer or refuses."""
+        """Implements ``Composer.compose``.  Raises ServedModelError if the address does not answer or refuses."""
         chosen = pick_operators(CATALOGUE, draw_count(self.max_ops, rng), rng)
         if chosen is None:
             raise ComposeError("no operators fit together")
@@ -293,7 +292,7 @@ class ModelWriter:
 
 
 def task_from_answer(answer: str, max_ops: int = 5) -> Task:
-    """Finds the task in a model's answer; the answer may have any format.  Raises ComposeError if there is no task."""
+    """Finds the task in a model's answer, which may have any format.  Raises ComposeError if there is no task."""
     blocks = re.findall(r"```[ \t]*(?:python|py)?[ \t]*\r?\n(.*?)```", answer, re.S | re.I)
     candidates = [block for block in blocks if "class Model" in block] or blocks or [answer]
     code = candidates[-1].replace("\r\n", "\n").strip() + "\n"

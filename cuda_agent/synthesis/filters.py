@@ -1,8 +1,9 @@
-"""The filters of candidates: pure decisions over a candidate's source and the sandbox's probe of it.
+"""The filters of candidates: decisions over a candidate's source and its probe, a run in the sandbox without a
+solution.
 
-Published (five): runs in eager and under ``torch.compile``; deterministic; outputs neither constant nor
-indistinguishable between inputs; eager time inside a window; similarity to the evaluation set.  Added here: form, byte
-duplicates, structural duplicates.  The cheap ones come first, the compilation last."""
+The paper has five filters: runs in eager and compiled; deterministic; outputs neither constant nor indistinguishable
+between inputs; eager time inside a window; similarity to the evaluation set.  This module adds form, byte duplicates
+and structural duplicates.  Cheap filters come first, the compilation last."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -13,9 +14,9 @@ from cuda_agent.synthesis.similarity import Shingles, duplicate_key, nearest
 from cuda_agent.tasks.inspect import problems
 from cuda_agent.tasks.task import Task
 
-# In the order they are applied; the data card shows them in this order.
+# The filters in the order in which they are applied; the data card shows this order.
 FILTERS = (
-    "composed",  # the writer gave a task
+    "composed",  # the writer made a task
     "form",  # Model, get_inputs, get_init_inputs; at least one operator
     "new bytes",
     "new structure",
@@ -30,7 +31,7 @@ FILTERS = (
 
 
 class TaskRefused(Exception):
-    """A candidate stopped at ``filter``; ``reason`` is for the data card."""
+    """A candidate stopped at ``filter``; the data card shows ``reason``."""
 
     def __init__(self, filter: str, reason: str = "") -> None:
         super().__init__(f"{filter}: {reason}" if reason else filter)
@@ -38,8 +39,8 @@ class TaskRefused(Exception):
 
 
 class SourceFilter:
-    """The filters that need no execution.  It keeps the accepted candidates, to find duplicates.  ``references``: names
-    and subtrees of the evaluation set."""
+    """The filters that need no execution.  It keeps digests and duplicate keys of earlier candidates.  ``references``
+    are the names and the subtrees of the evaluation set's tasks."""
 
     def __init__(self, references: Sequence[tuple[str, Shingles]], max_similarity: float) -> None:
         self.references, self.max_similarity = references, max_similarity
@@ -48,7 +49,7 @@ class SourceFilter:
         self.scores: list[float] = []  # similarity of each candidate to the nearest task of the evaluation set
 
     def check(self, task: Task) -> None:
-        """Checks one candidate; a second copy of an accepted one is refused too.  Raises TaskRefused."""
+        """Checks one candidate.  Raises TaskRefused, also for a second copy of a candidate."""
         if found := problems(task.code):
             raise TaskRefused("form", found[0])
         if not task.ops:
@@ -68,7 +69,7 @@ class SourceFilter:
 
 
 def check_eager(probe: Probe, window: tuple[float, float]) -> None:
-    """Checks the eager probe.  ``window``: seconds, both ends included.  Raises TaskRefused."""
+    """Checks the eager probe.  ``window`` is in seconds, both ends included.  Raises TaskRefused."""
     if probe.error or probe.eager_seconds is None:
         raise TaskRefused("runs in eager", last_line(probe.error))
     if not probe.deterministic:
@@ -84,7 +85,6 @@ def check_eager(probe: Probe, window: tuple[float, float]) -> None:
 
 
 def check_compiled(probe: Probe) -> None:
-    """Checks the compiled probe.  Raises TaskRefused."""
     if probe.error or probe.compile_seconds is None:
         raise TaskRefused("compiles", last_line(probe.error))
 
@@ -95,7 +95,7 @@ def last_line(text: str) -> str:
 
 
 def yields(refused: Counter[str], passed: int) -> list[dict[str, Any]]:
-    """One row per filter: how many candidates reached it, and how many passed."""
+    """Returns one row per filter: how many candidates reached it, and how many passed."""
     rows, entered = [], refused.total() + passed
     for name in FILTERS:
         rows.append({"filter": name, "entered": entered, "passed": entered - refused[name], "dropped": refused[name]})

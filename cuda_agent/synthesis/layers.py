@@ -1,7 +1,7 @@
 """Stand-alone layers of ``transformers`` as self-contained tasks: activations, norms, MLPs, attention, blocks.
 
-Each is a small random configuration of the layer, which the task imports from transformers.  What it does not cover:
-whole models, caches, masks, training-time dropout (layers run in ``eval``)."""
+Each task imports a layer from transformers and gives it a small random configuration.  There are no whole models,
+caches, masks or dropout (layers run in ``eval``)."""
 
 import math
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def render(
     inputs: Sequence[tuple[str, str]],
     imports: Sequence[str] = (),
 ) -> str:
-    """The source of a task in the published form."""
+    """Returns the source of a task: the class ``Model``, ``get_inputs`` and ``get_init_inputs``."""
     names = "".join(f", {name}" for name, _ in arguments)
     body = "".join(f"        {line}\n" for line in ("super().__init__()", *init))
     uses_functional = any("F." in line for line in (*init, *forward))
@@ -41,18 +41,18 @@ def render(
 
 @dataclass(frozen=True)
 class Layer:
-    """Templates over the sizes of ``_sizes``.  ``arguments``: parameters of ``__init__``, by name."""
+    """A layer as templates over the sizes of ``_sizes``.  ``arguments`` are the parameters of ``__init__``, by name."""
 
-    name: str  # class
-    module: str  # below transformers
-    init: str  # of ``self.layer``; ``config`` is the configuration
-    config: str = ""  # its constructor, when there is one
+    name: str  # name of the class
+    module: str  # its module, a path below transformers
+    init: str  # constructor of ``self.layer``, which may use the variable ``config``
+    config: str = ""  # constructor of the configuration, if there is one
     arguments: tuple[str, ...] = ("hidden",)
     forward: tuple[str, ...] = ("x = self.layer(x)",)
     inputs: tuple[tuple[str, str], ...] = (("x", ROW),)
-    more: tuple[str, ...] = ()  # further classes of the module, and lines of __init__ that use them
-    more_init: tuple[str, ...] = ()
-    flops: str = "20 * rows * hidden"  # over the sizes and ``rows`` = batch * length
+    more: tuple[str, ...] = ()  # further classes of the module
+    more_init: tuple[str, ...] = ()  # lines of __init__ that use these classes
+    flops: str = "20 * rows * hidden"  # number of operations, from the sizes and ``rows`` = batch * length
 
     def code(self, batch: int, wide: bool, rng: Random) -> str:
         sizes = _sizes(batch, wide, rng)
@@ -64,7 +64,7 @@ class Layer:
         return render(arguments, init, [line.format(**sizes) for line in self.forward], inputs, imports)
 
     def cost(self, batch: int, wide: bool, rng: Random) -> tuple[float, float]:
-        """(elements moved, operations) of one call."""
+        """Returns (elements moved, operations) of one call."""
         sizes = _sizes(batch, wide, rng)
         names = sizes | {"rows": sizes["batch"] * sizes["length"]}
         factors = [[names.get(word) or float(word) for word in term.split(" * ")] for term in self.flops.split(" + ")]
@@ -124,27 +124,22 @@ def _attention(
 
 
 def _rotary(name: str, model: str, config: str) -> Layer:
-    return _attention(
-        f"{name}Attention",
-        model,
-        config,
-        "{}(config, layer_idx=0)",
-        (
-            "position = torch.arange(x.shape[1], device=x.device)[None]",
-            "cos_sin = self.rotary(x, position)",
-            "x = self.layer(x, cos_sin, attention_mask=None)[0]",
-        ),
-        more=(f"{name}RotaryEmbedding",),
-        more_init=(f"self.rotary = {name}RotaryEmbedding(config)",),
+    forward = (
+        "position = torch.arange(x.shape[1], device=x.device)[None]",
+        "cos_sin = self.rotary(x, position)",
+        "x = self.layer(x, cos_sin, attention_mask=None)[0]",
     )
+    more = {"more": (f"{name}RotaryEmbedding",), "more_init": (f"self.rotary = {name}RotaryEmbedding(config)",)}
+    return _attention(f"{name}Attention", model, config, "{}(config, layer_idx=0)", forward, **more)
 
 
 def _image(name: str, model: str, init: str, work: tuple[str, ...], config: str = "") -> Layer:
-    """``work``: operations per element of the image, in terms."""
+    """Makes a layer on images.  ``work`` has terms whose sum is the number of operations per element of the image."""
     flops = " + ".join(f"{term} * batch * area * channels" for term in work)
     return Layer(name, _module(model), init, config, ("channels",), inputs=(("x", IMAGE),), flops=flops)
 
 
+# fmt: off
 LAYERS: tuple[Layer, ...] = (
     _activation("NewGELUActivation", 250),
     _activation("GELUTanh", 60),
@@ -161,14 +156,8 @@ LAYERS: tuple[Layer, ...] = (
     _norm("Olmo2RMSNorm", "olmo2"),
     _norm("OlmoLayerNorm", "olmo"),
     _norm("NemotronLayerNorm1P", "nemotron"),
-    Layer(
-        "MambaRMSNormGated",
-        _module("mamba2"),
-        "MambaRMSNormGated(hidden, hidden)",
-        forward=("x = self.layer(x, gate)",),
-        inputs=(("x", ROW), ("gate", ROW)),
-        flops="120 * rows * hidden",
-    ),
+    Layer("MambaRMSNormGated", _module("mamba2"), "MambaRMSNormGated(hidden, hidden)", flops="120 * rows * hidden",
+          forward=("x = self.layer(x, gate)",), inputs=(("x", ROW), ("gate", ROW))),
     _image("ConvNextLayerNorm", "convnext", 'ConvNextLayerNorm(channels, data_format="channels_first")', ("60",)),
     _mlp("LlamaMLP", "llama", f"LlamaConfig({_SIZES})", gated=True),
     _mlp("Qwen3MLP", "qwen3", f"Qwen3Config({_SIZES})", gated=True),
@@ -184,13 +173,8 @@ LAYERS: tuple[Layer, ...] = (
     _mlp("FalconMLP", "falcon", "FalconConfig(hidden_size=hidden, ffn_hidden_size=inner)"),
     _mlp("T5LayerFF", "t5", "T5Config(d_model=hidden, d_ff=inner)"),
     _mlp("BertIntermediate", "bert", f"BertConfig({_SIZES})"),
-    _mlp(
-        "BertOutput",
-        "bert",
-        f"BertConfig({_SIZES})",
-        forward=("x = self.layer(x, residual)",),
-        inputs=(("x", WIDE_ROW), ("residual", ROW)),
-    ),
+    _mlp("BertOutput", "bert", f"BertConfig({_SIZES})", forward=("x = self.layer(x, residual)",),
+         inputs=(("x", WIDE_ROW), ("residual", ROW))),
     _rotary("Llama", "llama", f"LlamaConfig({_HEADS}, num_key_value_heads=heads)"),
     _rotary("Qwen3", "qwen3", f"Qwen3Config({_HEADS}, num_key_value_heads=heads // 2, head_dim=hidden // heads)"),
     _attention("GPT2Attention", "gpt2", f"GPT2Config(n_embd=hidden, n_head=heads, {_SDPA})", "{}(config, layer_idx=0)"),
@@ -198,7 +182,7 @@ LAYERS: tuple[Layer, ...] = (
     _attention("CLIPAttention", "clip", f"CLIPVisionConfig({_HEADS})"),
     _image("ResNetConvLayer", "resnet", "ResNetConvLayer(channels, channels)", ("30 * channels",)),
     _image("ResNetBasicLayer", "resnet", "ResNetBasicLayer(channels, channels)", ("60 * channels",)),
-    _image(
-        "ConvNextLayer", "convnext", "ConvNextLayer(config, channels)", ("20 * channels", "300"), "ConvNextConfig()"
-    ),
+    _image("ConvNextLayer", "convnext", "ConvNextLayer(config, channels)", ("20 * channels", "300"),
+           "ConvNextConfig()"),
 )
+# fmt: on

@@ -1,6 +1,6 @@
-"""Rules of operators in a chain: their text, the shape that they give, their cost (the table is ``catalogue``).
+"""Rules of operators in a chain: their text, the shape that they give, their cost.  ``catalogue`` has the operators.
 
-``Use`` is one operator at one position; a ``Rule`` makes it from the incoming shape.  All tensors are float32, except
+A ``Use`` is one operator at one position; a ``Rule`` makes it from the incoming shape.  All tensors are float32, except
 indices and masks."""
 
 import math
@@ -12,27 +12,27 @@ Shape = tuple[int, ...]
 Interval = tuple[float, float]
 
 ANY: Interval = (-math.inf, math.inf)
-NORMAL: Interval = (-8.0, 8.0)  # what torch.randn gives
+NORMAL: Interval = (-8.0, 8.0)  # the values of torch.randn
 POSITIVE: Interval = (0.05, math.inf)
-RANDN = "torch.randn({shape})"  # an input: a template (see ``fixed``)
+RANDN = "torch.randn({shape})"  # template of an input (see ``fixed``)
 
 
 @dataclass(frozen=True)
 class Use:
-    """An operator at one position of a chain.  Texts are templates: ``{x}`` is the incoming tensor, ``{m}`` the
-    layer's attribute, every other name one of ``arguments`` (of ``__init__``) or ``inputs`` (of ``get_inputs``)."""
+    """An operator at one position of a chain.  Texts are templates: ``{x}`` is the incoming tensor, ``{m}`` the layer's
+    attribute, every other name one of ``arguments`` (of ``__init__``) or ``inputs`` (of ``get_inputs``)."""
 
     forward: str
-    shape: Shape  # of what it gives
+    shape: Shape  # shape of the output
     init: str = ""
     arguments: tuple[tuple[str, int], ...] = ()
     inputs: tuple[tuple[str, str], ...] = ()
     flops: float = 0.0
-    moved: float | None = None  # elements read and written; none: input, output and further inputs once each
-    source: str = ""  # of the incoming tensor, for operators that must stand first (indices)
+    moved: float | None = None  # elements read and written; None: input, output and further inputs once each
+    source: str = ""  # template of the incoming tensor, for operators that must come first (they take indices)
 
 
-Rule = Callable[[Random, Shape], Use | None]  # None: cannot stand behind this shape
+Rule = Callable[[Random, Shape], Use | None]  # None: the operator does not fit this incoming shape
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Operator:
     ranks: tuple[int, ...]
     use: Rule
     needs: Interval = ANY
-    gives: Interval | None = None  # none: the interval that came in
+    gives: Interval | None = None  # None: the interval of the incoming tensor
     last: bool = False  # may only end a chain
-    first: bool = False  # may only begin one
+    first: bool = False  # may only begin a chain
 
 
 def size(shape: Shape) -> int:
@@ -62,14 +62,13 @@ def fixed(
     moved: float | None = None,
     **inputs: str,
 ) -> Rule:
-    """One text and a shape function.
+    """Makes a rule with one text and a shape function.
 
     Args:
-        shape: of the output; None: the operator does not fit.
-        work: operations per element of the incoming tensor, or a function that gives their number.
-        moved: elements moved per element of the output: 0 for views.
-        inputs: templates of further inputs, over {shape}, {batch}, {last} and {half} of the incoming tensor.
-    """
+        shape: Returns the shape of the output; None if the operator does not fit.
+        work: Operations per element of the incoming tensor, or a function that returns their total number.
+        moved: Elements moved per element of the output; 0 for views.
+        inputs: Templates of further inputs, with {shape}, {batch}, {last} and {half} of the incoming tensor."""
 
     def use(rng: Random, x: Shape) -> Use | None:
         out = shape(x)
@@ -84,7 +83,7 @@ def fixed(
 
 
 def same(*forms: str, work: float = 0.0, **inputs: str) -> Rule:
-    """Keeps the shape; one of ``forms`` is drawn."""
+    """Makes a rule that keeps the shape; one of ``forms`` is drawn."""
     return lambda rng, x: fixed(rng.choice(forms), lambda x: x, work, None, **inputs)(rng, x)
 
 
@@ -98,8 +97,8 @@ def layer(
     work: float | Callable[[Shape], float],
     form: str = "self.{m}({x})",
 ) -> Rule:
-    """A module or parameter that keeps the shape.  ``sizes``: arguments of ``__init__``; None among them: no value
-    fits.  ``work`` as in ``fixed``."""
+    """Makes a rule for a module or parameter that keeps the shape.  ``sizes`` returns the arguments of ``__init__``; a
+    None among them means that no value fits.  ``work`` is that of ``fixed``."""
 
     def use(rng: Random, x: Shape) -> Use | None:
         wanted = sizes(rng, x)
@@ -124,13 +123,12 @@ def groups(rng: Random, x: Shape) -> dict[str, int | None]:
 
 
 def _divisor(rng: Random, number: int, choices: tuple[int, ...]) -> int | None:
-    """One of ``choices`` that divides ``number``."""
     fitting = [choice for choice in choices if number % choice == 0]
     return rng.choice(fitting) if fitting else None
 
 
 def reduce(function: str, work: float = 1.0, tail: str = "") -> Rule:
-    """Over the last dimension, sometimes keeping it."""
+    """Makes a rule for a reduction over the last dimension, which is sometimes kept."""
 
     def use(rng: Random, x: Shape) -> Use:
         keep = rng.random() < 0.4
@@ -191,7 +189,7 @@ def convolution(constructor: str, transposed: bool = False) -> Rule:
 
 
 def _product(rng: Random, x: Shape, form: str, init: str, name: str = "features") -> Use:
-    """A product with a learnt matrix; ``name``: of the argument that is the size of the last dimension."""
+    """Makes a product with a learnt matrix.  ``name`` is the argument that holds the size of the last dimension."""
     out = rng.choice((x[-1], 2 * x[-1], max(8, x[-1] // 2)))
     return Use(form, (*x[:-1], out), init, ((name, x[-1]), ("out_features", out)), flops=2.0 * size(x) * out)
 
@@ -202,7 +200,7 @@ def linear(rng: Random, x: Shape) -> Use:
 
 
 def matmul(form: str, weight: str = "{features}, {out_features}") -> Rule:
-    """With a parameter; ``weight`` is its shape."""
+    """Makes a rule for a product with a parameter of the shape ``weight``."""
     init = f"nn.Parameter(torch.randn({weight}) / {{features}} ** 0.5)"
     return lambda rng, x: _product(rng, x, form, init)
 

@@ -1,8 +1,8 @@
 """Structural similarity of two tasks: Dice's coefficient of the multisets of the syntax trees' subtrees (Baxter, 1998).
 
 The class ``Model`` is parsed, its names are made anonymous (imported names keep their full path), constants keep only
-their type, docstrings are dropped.  ``duplicate_key`` is stricter: same structure *and* same constants and shapes
-anywhere in the file.  Different code for the same function is unlike (``x * x`` and ``torch.square(x)``)."""
+their type, docstrings are dropped.  ``duplicate_key`` is stricter: it also compares constants and shapes, anywhere in
+the file.  Different code for the same function is not similar (``x * x`` and ``torch.square(x)``)."""
 
 import ast
 import hashlib
@@ -10,13 +10,13 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TypeGuard
 
-from cuda_agent.tasks.inspect import Aliases, dotted, import_aliases
+from cuda_agent.tasks.inspect import Aliases, dotted, import_aliases, is_docstring
 
 Shingles = Counter[int]
 
 
 def shingles(code: str) -> Shingles:
-    """The subtree multiset of ``Model`` (of the whole file without such a class); empty if the code does not parse."""
+    """Returns the multiset of subtrees of ``Model`` (or else of the file); empty if the code does not parse."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError):
@@ -33,16 +33,16 @@ def similarity(left: Shingles, right: Shingles) -> float:
 
 
 def nearest(code: str, references: Sequence[tuple[str, Shingles]]) -> tuple[str, float]:
-    """(name, similarity) of the most similar reference; ("", 0.0) without references."""
+    """Returns (name, similarity) of the most similar reference; ("", 0.0) without references."""
     mine = shingles(code)
     scores = [(name, similarity(mine, theirs)) for name, theirs in references]
     return max(scores, key=lambda score: score[1], default=("", 0.0))
 
 
 def duplicate_key(code: str) -> str:
-    """sha256 of the whole source up to names, formatting, comments, docstrings and constants given a name at top level.
+    """Returns a sha256 of the source without names, formatting, comments, docstrings and named top-level constants.
 
-    Two tasks with one key have the same structure and the same shapes."""
+    Two tasks with the same key have the same structure and the same shapes."""
     tree = ast.parse(code)
     aliases = import_aliases(tree)
     constants: dict[str, ast.expr] = {
@@ -58,20 +58,20 @@ def duplicate_key(code: str) -> str:
         for node in tree.body
         if not isinstance(node, ast.Import | ast.ImportFrom)
         and not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant))
-        and not _is_docstring(node)
+        and not is_docstring(node)
     ]
     return hashlib.sha256("\n".join(kept).encode()).hexdigest()
 
 
 def _fold(node: ast.AST, aliases: Aliases, found: Shingles) -> tuple[int, int]:
-    """(hash, height) of a subtree with anonymous names; adds every subtree of height >= 1 to ``found``."""
+    """Returns (hash, height) of a subtree with anonymous names; adds every subtree of height >= 1 to ``found``."""
     if isinstance(node, ast.Name | ast.Attribute) and (path := dotted(node, aliases)):
         return _hash(path), 0
     label, height, parts = type(node).__name__, 0, []
     if isinstance(node, ast.Constant):
         label += type(node.value).__name__
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.expr_context) or _is_docstring(child):
+        if isinstance(child, ast.expr_context) or is_docstring(child):
             continue
         part, depth = _fold(child, aliases, found)
         parts.append(part)
@@ -85,21 +85,17 @@ def _fold(node: ast.AST, aliases: Aliases, found: Shingles) -> tuple[int, int]:
 
 
 def _hash(value: object) -> int:
-    """A hash that is the same in every process, unlike ``hash`` of a string."""
+    """Returns a hash that is the same in every process, unlike ``hash`` of a string."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big")
 
 
-def _is_docstring(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-
-
 def _is_method(node: ast.AST) -> TypeGuard[ast.Attribute]:
-    """Whether an attribute's name matters: ``x.softmax``; ``self.fc1`` is a name like any other."""
+    """Returns whether an attribute's name matters, as in ``x.softmax``; ``self.fc1`` is a name like any other."""
     return isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self")
 
 
 def _canonical(node: ast.AST, aliases: Aliases, constants: dict[str, ast.expr], names: dict[str, str]) -> str:
-    """The subtree as text, with the names defined in the file numbered in order of appearance."""
+    """Returns the subtree as text, with the names defined in the file numbered in order of appearance."""
 
     def name(text: str) -> str:
         return names.setdefault(text, f"n{len(names)}")
@@ -116,7 +112,7 @@ def _canonical(node: ast.AST, aliases: Aliases, constants: dict[str, ast.expr], 
             continue
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, ast.AST):
-                if not _is_docstring(item):
+                if not is_docstring(item):
                     parts.append(_canonical(item, aliases, constants, names))
             elif isinstance(item, str):
                 parts.append(item if _is_method(node) or isinstance(node, ast.keyword) else name(item))

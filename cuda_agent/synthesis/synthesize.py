@@ -1,9 +1,9 @@
 """The driver of synthesis: proposes, filters and splits candidates until enough tasks of each kind pass.
 
-Kinds: ``train``; ``heldout`` of the teacher's family, with combinations that training never sees; ``catalogue`` tasks,
-held out and scored apart.  The result is a function of configuration, seed and verdicts: candidate ``i`` of a stream is
-made from (seed, stream, i) alone.  Candidates are judged in order; the probes of the next ones run while one is
-compiled.  Every probe is reported when it is done and taken from ``known`` the next time."""
+Kinds are ``train``; ``heldout`` of the teacher's family, with combinations that training never sees; ``catalogue``
+tasks, held out and scored apart.  The result is a function of configuration, seed and verdicts: candidate ``i`` of a
+stream is made from (seed, stream, i) alone.  Candidates are judged in order; while one is compiled, the probes of the
+next ones run.  Every finished probe is reported, and later calls read it from ``known``."""
 
 import asyncio
 import contextlib
@@ -30,8 +30,11 @@ from cuda_agent.tasks.task import Task
 
 ATTEMPTS_A_TASK = 60  # most proposals per wanted task of a stream
 PROBES_A_COMPILE = 6  # eager probes per allowed compilation
-BINS = 12  # of the card's histogram of times
+BINS = 12  # bins of the histogram of times in the data card
 AHEAD = 3  # candidates whose probes run before their turn: one compilation uses one core
+
+
+Times = dict[str, tuple[float, float | None]]  # task -> eager and compiled seconds
 
 
 class Prober(Protocol):
@@ -40,15 +43,14 @@ class Prober(Protocol):
 
 @dataclass
 class Stream:
-    """One family in the making: the source of its candidates, how many tasks each split takes, and the tasks that were
-    accepted and refused so far."""
+    """The making of one family: the source of its candidates, the tasks wanted per split, accepted and refused."""
 
     family: str
     composer: Composer
     combination: Callable[[Task], str]
-    wanted: dict[str, int]  # split -> tasks
+    wanted: dict[str, int]  # split -> number of tasks
     tasks: list[Task] = field(default_factory=list)
-    heldout: set[str] = field(default_factory=set)  # combinations
+    heldout: set[str] = field(default_factory=set)  # combinations of the held-out tasks
     refused: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
 
@@ -64,8 +66,6 @@ class Stream:
 
 
 class FamilyWriter:
-    """The teacher's family as a composer."""
-
     repeatable = True
 
     async def compose(self, rng: Random) -> Task:
@@ -85,16 +85,15 @@ async def synthesize(
     composer: Composer | None = None,
 ) -> tuple[list[Task], dict[str, Any]]:
     """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks, and their data card.  If candidates or
-    compilations run out first, it returns fewer, and ``card["short"]`` says how many of each kind are missing.
+    compilations run out first, it returns fewer tasks; ``card["short"]`` then says how many of each kind are missing.
 
-    ``known`` holds the values that earlier calls gave to ``report(key, JSON value)``: probes by content, and the
+    ``known`` holds the values that earlier calls passed to ``report(key, JSON value)``: probes by content, and the
     answers of a composer that is not repeatable.  ``progress(done, total)`` counts accepted tasks.  ``composer``
     replaces the configured writer.
 
     Raises:
         TaskError: The evaluation set cannot be read.
-        ServedModelError: The model writer's address does not answer.
-    """
+        ServedModelError: The model writer's address does not answer."""
     window = (max(config.window_ms[0], 1e-3) * 1e-3, config.window_ms[1] * 1e-3)  # seconds; nothing takes under 1 us
     references = read_any(Path(config.evaluation_set)) if config.evaluation_set else []
     source = SourceFilter([(task.name, shingles(task.code)) for task in references], config.max_similarity)
@@ -146,8 +145,7 @@ async def synthesize(
 
 def make_composer(config: Synthesis, window: tuple[float, float], device: str, threads: int) -> Composer:
     if config.writer == "model":
-        if not config.writer_url or not config.writer_model:
-            raise ValueError("synthesis.writer=model needs synthesis.writer_url and synthesis.writer_model")
+        assert config.writer_url and config.writer_model, "the schema requires both"
         address = config.writer_url, config.writer_model, config.writer_key_env
         return ModelWriter(*address, window, device, config.max_ops)
     return ProgrammaticWriter(speed_of(device, threads), window, config.max_ops)
@@ -158,7 +156,7 @@ def _counts(tasks: Sequence[Task], key: Callable[[Task], str]) -> dict[str, int]
 
 
 def _log_histogram(values: Sequence[float], low: float, high: float) -> dict[str, list[float]]:
-    """Counts in intervals of equal ratio from ``low`` to ``high`` (both > 0); outliers fall into the ends."""
+    """Counts values in intervals of equal ratio from ``low`` to ``high`` (both > 0); outliers fall into the ends."""
     edges = [low * (high / low) ** (step / BINS) for step in range(BINS + 1)]
     found = [0.0] * BINS
     for value in values:
@@ -168,12 +166,9 @@ def _log_histogram(values: Sequence[float], low: float, high: float) -> dict[str
 
 
 def data_card(
-    tasks: Sequence[Task],
-    times: Mapping[str, tuple[float, float | None]],
-    window_ms: tuple[float, float],
-    facts: Mapping[str, Any],
+    tasks: Sequence[Task], times: Times, window_ms: tuple[float, float], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The card.  ``times``: task name -> (eager seconds, compiled seconds).  ``facts`` are copied unchanged."""
+    """Returns the data card, with all ``facts``."""
     eager = [times[task.name][0] * 1e3 for task in tasks if task.name in times]
     return dict(facts) | {
         "tasks": len(tasks),
@@ -192,13 +187,12 @@ def data_card(
 
 @lru_cache(maxsize=1024)  # a candidate's key is needed repeatedly before its turn
 def _key(code: str) -> str | None:
-    """The duplicate key of the code; None if it is no task."""
     return None if problems(code) else duplicate_key(code)
 
 
 @dataclass
 class _Work:
-    """Takes candidates through the filters, within the budgets; for a repeatable writer probes run ahead."""
+    """Takes candidates through the filters, within the budgets; a repeatable writer's probes run in advance."""
 
     config: Synthesis
     seed: int
@@ -207,10 +201,10 @@ class _Work:
     source: SourceFilter
     known: dict[str, Any]
     report: Callable[[str, Any], None]
-    times: dict[str, tuple[float, float | None]] = field(default_factory=dict)
+    times: Times = field(default_factory=dict)
     eager: int = 0
     compiled: int = 0
-    probes: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # under way
+    probes: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # probes under way
     composed: dict[tuple[str, int], Task] = field(default_factory=dict)
     early: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)  # stream, index
 
@@ -239,7 +233,7 @@ class _Work:
             stream.refused[refused.filter] += 1
             stream.reasons[str(refused)] += 1
         else:
-            assert eager.eager_seconds is not None  # check_eager saw to it
+            assert eager.eager_seconds is not None  # else check_eager refused the task
             self.times[task.name] = (eager.eager_seconds, compiled.compile_seconds)
             stream.tasks.append(replace(task, family=stream.family, split=split))
             if split == "heldout":
@@ -277,14 +271,13 @@ class _Work:
                 await self._probe(task, compile=True)
 
     async def close(self) -> None:
-        """Cancels probes that run ahead."""
         left = [*self.early.values(), *self.probes.values()]
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
     def _side(self, stream: Stream, task: Task) -> str | None:
-        """The side of the split that the candidate belongs to; None if no more are wanted there.  Each held-out
+        """Returns the side of the split to which the candidate belongs; None if that side is full.  Each held-out
         combination is taken once, so that all weigh the same in scores."""
         drawn, share = stream.combination(task), stream.wanted["heldout"] / sum(stream.wanted.values())
         split = "heldout" if is_heldout(drawn, self.seed, share) else "train"

@@ -1,8 +1,8 @@
 """The scripted teacher: correct kernels for the tasks of ``family``, with design choices drawn at random.
 
-``bootstrap`` trains a small model on its solutions, and no later stage uses it.  Every choice is drawn uniformly, so
-that its kernels range from ten times slower than eager to several times faster than ``torch.compile``.  ``spoil`` adds
-one realistic mistake to a solution, for episodes that repair it."""
+``bootstrap`` trains a small model on the teacher's solutions; no later stage uses the teacher.  Every choice is drawn
+uniformly, so that kernels range from ten times slower than eager to several times faster than ``torch.compile``.
+``spoil`` puts one realistic mistake into a solution, for episodes that repair the mistake."""
 
 import json
 import random
@@ -26,13 +26,13 @@ DESIGNS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Choices:
-    """One design, and what a choice costs on two idle cores (quartiles over the family, the fastest choice = 1):
+    """One design.  The costs are times on two idle cores, relative to the fastest choice (quartiles over the family):
 
-    ``number``  arithmetic type: double costs 1.5-2 times, up to 4.5 in transcendental functions
+    ``number``  arithmetic type: double takes 1.5-2 times as long, in transcendental functions up to 4.5 times
     ``order``   how blocks share the elements: "chunk", contiguous; "stride", every grid-th element, which cannot be
-                vectorised and lets threads share cache lines (5-30 times); rows are dealt out whole, which costs little
-    ``grid``    blocks: 1 uses one thread (2 times); a block a row costs a call each (1.1-2 times)
-    ``passes``  "fused": one loop over the elements; "split": a loop an operator, through memory (1.0-1.4 times)
+                vectorised and lets threads share cache lines (5-30 times); with whole rows "stride" costs little
+    ``grid``    number of blocks: 1 uses one thread (2 times); a block per row costs a call per row (1.1-2 times)
+    ``passes``  "fused": one loop over the elements; "split": a loop per operator, through memory (1.0-1.4 times)
     ``moments`` variance from the sums of v and v * v in "one" pass, or from the mean in "two" (1.05-1.15 times)"""
 
     number: Literal["float", "double"]
@@ -52,8 +52,8 @@ class Worked:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A solution with one mistake: replacing ``wrong`` by ``right`` in ``path`` repairs it (``wrong`` occurs exactly
-    once there).  ``status`` is the judge's expected status; ``message`` the compiler's first error."""
+    """A solution with one mistake.  Replacing ``wrong`` by ``right`` in ``path`` repairs it; ``wrong`` occurs exactly
+    once there.  ``status`` is the status that the judge gives; ``message`` is the compiler's first error."""
 
     files: dict[str, str]
     path: str
@@ -68,11 +68,10 @@ def draw_choices(rng: random.Random) -> Choices:
 
 
 def solve(task: Task, rng: random.Random, choices: Choices | None = None) -> Worked:
-    """A correct solution of a task of the family, with ``choices`` or random ones.
+    """Returns a correct solution of a task of the family, with ``choices`` or random choices.
 
     Raises:
-        ValueError: The task is not of the family.
-    """
+        ValueError: The task is not of the family."""
     choices = choices or draw_choices(rng)
     spec = parse(task)
     code = _rows(spec, choices) if spec.ending else _elements(spec, choices)
@@ -80,7 +79,7 @@ def solve(task: Task, rng: random.Random, choices: Choices | None = None) -> Wor
 
 
 def redesign(worked: Worked, rng: random.Random) -> Choices:
-    """The same design with one choice drawn anew."""
+    """Returns the same design with one choice drawn again."""
     field = rng.choice(("number", "order", "grid", "passes"))
     return replace(worked.choices, **{field: getattr(draw_choices(rng), field)})
 
@@ -94,7 +93,7 @@ def plan(spec: FamilySpec, choices: Choices) -> str:
 
 
 def _workspace(spec: FamilySpec, choices: Choices) -> bool:
-    """Whether the values of the chain need a workspace: the output of a reduction is too small for them."""
+    """Returns whether the values of the chain need a workspace: the output of a reduction is too small for them."""
     if spec.ending is None or ENDINGS[spec.ending].maps:
         return False
     return choices.passes == "split" or (spec.ending == "var" and choices.moments == "two")
@@ -118,7 +117,6 @@ def _share(variable: str, choices: Choices) -> str:
 
 
 def _load(source: str, step_names: list[str], choices: Choices) -> str:
-    """Code that loads ``v`` and, if one of the steps needs it, ``w``."""
     second = ", w = y[i]" if any(OPERATORS[name].binary for name in step_names) else ""
     return f"{choices.number} v = {source}[i]{second};"
 
@@ -135,9 +133,9 @@ def _elements(spec: FamilySpec, choices: Choices) -> str:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """How a row ends.  ``start`` declares the sums, ``add`` takes the value ``v`` in, ``then`` are further loops or
-    statements ("@" stands for the buffer that holds the row; a line in the form "loop: x" loops over the row),
-    ``result`` is the value of a reduction."""
+    """The code that ends a row.  ``start`` declares the sums; ``add`` takes the value ``v`` into the sums; ``then`` are
+    further loops or statements ("@" stands for the buffer that holds the row, "loop: x" loops over the row); ``result``
+    is the value of a reduction."""
 
     start: str
     add: str
@@ -185,12 +183,11 @@ def _rows(spec: FamilySpec, choices: Choices) -> str:
 
 
 def spoil(task: Task, worked: Worked, rng: random.Random) -> Mistake:
-    """One realistic mistake: another operator or constant, a missing index, an undeclared name."""
+    """Makes one realistic mistake: another operator or constant, a missing index, an undeclared name."""
     spec, code = parse(task), worked.files[KERNEL]
     while True:
-        wrong, right, status, message = rng.choice((_another_step, _another_step, _unindexed, _undeclared))(
-            spec, code, rng
-        )
+        change = rng.choice((_another_step, _another_step, _unindexed, _undeclared))
+        wrong, right, status, message = change(spec, code, rng)
         spoilt = code.replace(right, wrong)
         if code.count(right) == 1 and spoilt.count(wrong) == 1:
             files = worked.files | {KERNEL: spoilt}
@@ -202,7 +199,7 @@ _Change = tuple[str, str, Literal["wrong", "build_error"], str]  # wrong, right,
 
 
 def _another_step(spec: FamilySpec, code: str, rng: random.Random) -> _Change:
-    """Another constant or operator, such that the judge must notice."""
+    """Draws another constant or operator for one step, such that the judge must notice the change."""
     while True:
         k = rng.randrange(len(spec.chain))
         name, constant = spec.chain[k]
@@ -217,7 +214,7 @@ def _another_step(spec: FamilySpec, code: str, rng: random.Random) -> _Change:
 
 
 def _differs(spec: FamilySpec, other: FamilySpec) -> bool:
-    """Whether the results differ clearly, also after an ending that cancels a shift or a scale."""
+    """Returns whether the results differ clearly, also after an ending that cancels a shift or a scale."""
     if any(OPERATORS[name].has_constant and not constant for name, constant in other.chain):
         return False
     try:

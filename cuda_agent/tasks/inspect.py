@@ -1,21 +1,21 @@
-"""Static analysis of a task's source: ``problems`` checks its form, ``recompute_ops`` finds the operators that it uses.
+"""Analyses a task's source without running it: ``problems`` checks its form, ``recompute_ops`` finds its operators.
 
-Both read the syntax tree only, so that both are safe on untrusted source.  Not covered: names made at run time
-(``getattr(torch, name)``), and operators inside layers of other packages."""
+Both functions only read the syntax tree, so both are safe on untrusted source.  They do not see names made at run time
+(``getattr(torch, name)``), nor operators inside layers of other packages."""
 
 import ast
 import builtins
 from collections.abc import Iterator
 
 DEEPEST = 150  # most levels of a syntax tree; normal code has about twenty
-Aliases = dict[str, str]  # local name -> dotted path it was imported from
+Aliases = dict[str, str]  # local name -> dotted path from which it was imported
 
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# No operators: containers, module infrastructure, and functions that create or inspect tensors.
+# These names are not operators: containers, module infrastructure, and functions that create or inspect tensors.
 _NOT_LAYERS = _words("Module Parameter Buffer Sequential ModuleList ModuleDict ParameterList ParameterDict")
 _MAKES_TENSORS = _words("""
     tensor as_tensor from_numpy zeros ones empty full rand randn randint randperm arange linspace logspace eye
@@ -37,7 +37,7 @@ _OPERATORS: dict[type, str] = {
 
 
 def problems(code: str) -> list[str]:
-    """The reasons why ``code`` is no task, with their lines; empty if the form is right."""
+    """Returns the reasons why ``code`` is no task, with their lines; empty if the form is right."""
     try:
         tree = ast.parse(code)
     except SyntaxError as error:
@@ -63,7 +63,7 @@ def problems(code: str) -> list[str]:
 
 
 def import_aliases(tree: ast.AST) -> Aliases:
-    """Local name -> dotted path, for every import anywhere in the tree (``F`` -> ``torch.nn.functional``)."""
+    """Returns local name -> dotted path, for every import anywhere in the tree (``F`` -> ``torch.nn.functional``)."""
     aliases = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -77,7 +77,7 @@ def import_aliases(tree: ast.AST) -> Aliases:
 
 
 def dotted(node: ast.AST, aliases: Aliases) -> str | None:
-    """``F.relu`` -> ``torch.nn.functional.relu``; None for a name that does not start at an import."""
+    """Returns a name's dotted path (``F.relu`` -> ``torch.nn.functional.relu``), or None if it was not imported."""
     if isinstance(node, ast.Name):
         return aliases.get(node.id)
     if isinstance(node, ast.Attribute) and (base := dotted(node.value, aliases)):
@@ -85,8 +85,12 @@ def dotted(node: ast.AST, aliases: Aliases) -> str | None:
     return None
 
 
+def is_docstring(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
 def op_name(path: str) -> str | None:
-    """``torch.nn.functional.relu`` -> ``F.relu``, the form of the ``ops`` column; None if it is no operator."""
+    """Returns the name in the column ``ops`` (``torch.nn.functional.relu`` -> ``F.relu``), or None for no operator."""
     parts = path.split(".")
     if parts[0] != "torch" or len(parts) < 2:
         return None
@@ -104,11 +108,11 @@ def op_name(path: str) -> str | None:
 
 
 def recompute_ops(code: str) -> tuple[str, ...]:
-    """The torch operators that ``Model.forward`` reaches, once each, in order of use.
+    """Returns the torch operators that ``Model.forward`` reaches, each one once, in order of use.
 
-    Names take the form of the published set: ``nn.Linear``, ``F.gelu``, ``torch.sum``, ``Tensor.view``.  A layer made
-    in ``__init__`` counts only where ``forward`` uses it.  Python operators and tensor methods count where their
-    operand surely is a tensor (an argument of ``forward``, a parameter, the result of an operator).  Layers of other
+    Names are those of CUDA-Agent-Ops-6K: ``nn.Linear``, ``F.gelu``, ``torch.sum``, ``Tensor.view``.  A layer made in
+    ``__init__`` counts only if ``forward`` uses it.  Python operators and tensor methods count if their operand
+    certainly is a tensor (an argument of ``forward``, a parameter, the result of an operator).  Layers of other
     packages appear by class name: ``transformers.LlamaRMSNorm``."""
     tree = ast.parse(code)
     reader = _Reader(import_aliases(tree), _definitions(tree))
@@ -119,7 +123,7 @@ def recompute_ops(code: str) -> tuple[str, ...]:
 
 
 def _depth(tree: ast.AST) -> int:
-    """Height of the tree, at most ``DEEPEST`` + 1 (level by level, not recursive)."""
+    """Returns the height of the tree, at most ``DEEPEST`` + 1.  Works level by level, without recursion."""
     level, depth = [tree], 0
     while level and depth <= DEEPEST:
         level = [child for node in level for child in ast.iter_child_nodes(node)]
@@ -176,7 +180,7 @@ class _Reader:
         self.under_way.discard(key)
 
     def note(self, node: ast.AST) -> bool:
-        """Adds the operator that ``node`` names.  Returns whether it names one (or a class of this file or package)."""
+        """Adds the operator that ``node`` names.  Returns whether it names an operator, or a class of this file."""
         if isinstance(node, ast.Name) and isinstance(local := self.definitions.get(node.id), ast.ClassDef):
             self.read_class(local)
             return True
@@ -190,7 +194,7 @@ class _Reader:
         return name is not None
 
     def note_layers(self, value: ast.AST | None) -> None:
-        """Adds the layers constructed in ``self.name = value``, containers included."""
+        """Adds the layers constructed in ``self.name = value``, also those inside containers."""
         for call in _walk(value):
             if isinstance(call, ast.Call):
                 self.note(call.func)
@@ -199,7 +203,7 @@ class _Reader:
 
 
 class _Scope:
-    """One function body: which local names are certainly tensors."""
+    """One function body, and the local names in it that are certainly tensors."""
 
     def __init__(self, reader: _Reader, attributes: dict, methods: dict, tensors: set[str]) -> None:
         self.reader, self.attributes, self.methods, self.tensors = reader, attributes, methods, tensors

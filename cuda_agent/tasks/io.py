@@ -1,7 +1,6 @@
-"""Task sets on disk: parquet folders of this project, KernelBench folders, Ops-6K parquet files.
+"""Reads and writes task sets: parquet folders of this project, KernelBench folders, Ops-6K parquet files.
 
-Sources are read as text and never imported.  What it does not cover: downloading (a source is a local path), and
-whether a task runs (the sandbox)."""
+A source is a local path.  Sources are read as text and never imported; only the sandbox runs a task."""
 
 import json
 import re
@@ -16,7 +15,7 @@ from cuda_agent.tasks.inspect import problems, recompute_ops
 from cuda_agent.tasks.task import Task
 
 FILE = "tasks.parquet"
-PUBLISHED = ("ops", "data_source", "code")  # the columns of the published set, in its order
+PUBLISHED = ("ops", "data_source", "code")  # the columns of CUDA-Agent-Ops-6K, in its order
 OWN = ("name", "family", "split")
 
 
@@ -24,8 +23,7 @@ def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
     """Writes ``folder/tasks.parquet``.
 
     Raises:
-        TaskError: Two tasks share a name, or the file cannot be written.
-    """
+        TaskError: Two tasks share a name, or the file cannot be written."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -42,22 +40,20 @@ def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
 
 
 def read_tasks(folder: Path) -> list[Task]:
-    """The tasks of a folder of ``write_tasks``, in order.
+    """Returns the tasks of a folder that ``write_tasks`` wrote, in order.
 
     Raises:
-        TaskError: The file is missing or is no task set.
-    """
+        TaskError: The file is missing or is no task set."""
     path = folder / FILE if folder.is_dir() else folder
     rows = _rows(path, required=(*PUBLISHED, *OWN))
     return [Task(**(row | {"ops": tuple(row["ops"])})) for row in rows]
 
 
 def read_ops6k(path: Path) -> list[Task]:
-    """The tasks of a parquet file in the published form; ``ops``, a list or a JSON list, is kept as declared.
+    """Returns the tasks of a parquet file in the form of CUDA-Agent-Ops-6K with the file's own ``ops`` (list or JSON).
 
     Raises:
-        TaskError: The file cannot be read, or holds an invalid row.
-    """
+        TaskError: The file cannot be read, or holds an invalid row."""
     rows = _rows(path, required=PUBLISHED)
     width = max(4, len(str(len(rows))))
     return [
@@ -67,10 +63,10 @@ def read_ops6k(path: Path) -> list[Task]:
 
 
 def _read_kernelbench(folder: Path) -> tuple[list[Task], list[TaskError]]:
-    """The ``*.py`` files of a folder, or of its ``level1``, ``level2``... folders, in KernelBench's own order, and the
-    error of each file that is no task.
+    """Returns the tasks of a folder in KernelBench's own order, and the error of each file that is no task.
 
-    The family is the level (``kernelbench`` for a flat folder), the name ``level1/19_ReLU``, the split ``heldout``."""
+    The tasks are the ``*.py`` files of the folder, or of its folders ``level1``, ``level2``...  The family is the level
+    (``kernelbench`` for a flat folder), the name is like ``level1/19_ReLU``, the split is ``heldout``."""
     levels = sorted((p for p in folder.iterdir() if p.is_dir() and re.fullmatch(r"level\d+", p.name)), key=_natural)
     found, refused = list[Task](), list[TaskError]()
     for place in levels or [folder]:
@@ -91,11 +87,10 @@ def _read_kernelbench(folder: Path) -> tuple[list[Task], list[TaskError]]:
 
 
 def task_from_file(path: Path) -> Task:
-    """The task of one ``model.py``.
+    """Returns the task in one ``model.py``.
 
     Raises:
-        TaskError: The file cannot be read or is no task.
-    """
+        TaskError: The file cannot be read or is no task."""
     try:
         code = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -109,13 +104,12 @@ def task_from_file(path: Path) -> Task:
 
 
 def read_any(source: Path) -> list[Task]:
-    """The tasks of any supported source: a folder of ``write_tasks``, an Ops-6K parquet, a KernelBench folder, one
-    ``.py`` file.
+    """Returns the tasks of any supported source: a folder of ``write_tasks``, an Ops-6K parquet, a KernelBench folder,
+    one ``.py`` file.
 
     Raises:
         TaskError: The source cannot be read, or a file of the folder is no task: scores of an incomplete benchmark
-            would mislead.
-    """
+            would mislead."""
     if not source.exists():
         raise TaskError(f"{source}: no such file or folder")
     if source.is_dir():
@@ -131,7 +125,6 @@ def read_any(source: Path) -> list[Task]:
 
 
 def _table_in(folder: Path) -> Path | None:
-    """The folder's parquet file; None for a folder of task files."""
     parquets = sorted(folder.glob("*.parquet"))
     return folder / FILE if (folder / FILE).is_file() else parquets[0] if len(parquets) == 1 else None
 
@@ -140,18 +133,17 @@ def _table_in(folder: Path) -> Path | None:
 class Imported:
     tasks: list[Task]
     dropped: list[str]  # files or rows that are no task, with their errors
-    copies: int  # further byte-identical tasks, dropped too
+    copies: int  # number of dropped tasks that are byte-identical to a kept one
 
 
 def import_tasks(source: Path, folder: Path) -> Imported:
-    """Reads ``source`` (see ``read_any``), recomputes ``ops`` from the code, writes the set to ``folder``.
+    """Reads ``source`` (as ``read_any`` does), recomputes ``ops`` from the code, and writes the set to ``folder``.
 
-    Byte-identical tasks are kept once, and rows or files of a folder that are no task (KernelBench's form is checked)
-    are left out.
+    Of byte-identical tasks one is kept.  Rows or files of a folder that are no task (KernelBench's form is checked) are
+    left out.
 
     Raises:
-        TaskError: No task is left, or ``source`` cannot be read.
-    """
+        TaskError: No task is left, or ``source`` cannot be read."""
     files = source.is_dir() and _table_in(source) is None
     found, refused = _read_kernelbench(source) if files else (read_any(source), [])
     dropped = [str(error) for error in refused]
@@ -205,5 +197,5 @@ def _ops_list(value: Any, path: Path, row: int) -> tuple[str, ...]:
 
 
 def _natural(path: Path) -> list[Any]:
-    """Sorts ``2_b`` before ``10_a``."""
+    """Returns a sort key that puts ``2_b`` before ``10_a``."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", path.name)]

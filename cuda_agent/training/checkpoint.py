@@ -1,8 +1,8 @@
 """Stores a trainer's state as one flat table of tensors in a folder.
 
-The table holds the trained parameters and the optimizers' state of them (``exp_avg/model.norm.weight``). A single
-process writes it as ``state.safetensors``; ranks that share the weights write their parts with torch's distributed
-checkpoint. Any number of ranks can read either."""
+The table holds the trained parameters and the optimizers' state for them (``exp_avg/model.norm.weight``). A single
+process writes ``state.safetensors``. Ranks that share the weights write their parts with torch's distributed
+checkpoint. Any number of ranks can read both forms."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,7 +25,7 @@ class CorruptCheckpoint(ValueError):
 
 
 def table_of(trained: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.optim.Optimizer]) -> Table:
-    """Returns the parameters and the optimizers' state of them, by name."""
+    """Returns the parameters and the optimizers' state for them, by name."""
     names = {id(parameter): name for name, parameter in trained}
     table = {f"weight/{name}": parameter.detach() for name, parameter in trained}
     for optimizer in optimizers:
@@ -63,7 +63,6 @@ def restore(table: Table, trained: Iterable[tuple[str, Tensor]], optimizers: Ite
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Returns ``value`` on the device and with the sharding of ``parameter``."""
     if isinstance(parameter, DTensor) and not isinstance(value, DTensor):
         local = value.to(parameter.device)
         return distribute_tensor(local, parameter.device_mesh, parameter.placements, src_data_rank=None)
@@ -71,8 +70,8 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def write(table: Table, folder: Path) -> None:
-    """Writes the table into ``folder``, which exists and is empty.  All ranks call it, each with a folder that it may
-    share with others; the driver collects their files."""
+    """Writes the table into ``folder``, which exists and is empty.  All ranks call this function, each with its own or
+    a common folder; the driver collects the files."""
     if dist.is_initialized():
         import torch.distributed.checkpoint as dcp
 
@@ -82,11 +81,11 @@ def write(table: Table, folder: Path) -> None:
 
 
 def read(folder: Path, like: Iterable[tuple[str, Tensor]]) -> Table:
-    """Reads a checkpoint with any number of ranks, each of which sees all files.  ``like``: the parameters to restore;
-    the state is read in their sharding.
+    """Reads a checkpoint with any number of ranks, each of which sees all files.  ``like`` are the parameters to
+    restore: the state is read in their sharding.
 
     Raises:
-        CorruptCheckpoint: The checkpoint is incomplete or damaged; all ranks raise alike."""
+        CorruptCheckpoint: The checkpoint is incomplete or damaged; all ranks raise this error."""
     try:
         return load_file(folder / WHOLE) if (folder / WHOLE).exists() else _read_parts(folder, dict(like))
     except CorruptCheckpoint:

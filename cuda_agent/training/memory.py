@@ -1,9 +1,9 @@
 """Estimates the peak memory of a training step from the model's shape and the length of a row.
 
-The tensors that a layer keeps for the backward pass are counted one by one, for the layers of Llama, Qwen2 and Qwen3 in
-transformers; tests compare the estimate with measured steps.  Mixtures of experts are estimated without a measurement.
-Without PyTorch, so that a command line can print it at once.  Not covered: memory that the allocator holds unused, the
-context of a GPU (0.5 GB), an engine in the same process."""
+The estimate counts one by one the tensors that a layer keeps for the backward pass, for the layers of Llama, Qwen2 and
+Qwen3 in transformers; tests compare it with measured steps.  For mixtures of experts there is no measurement.  The
+module does not import PyTorch, so that a command line can print an estimate at once.  Not counted: memory that the
+allocator holds unused, the context of a GPU (0.5 GB), an engine in the same process."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,27 +11,27 @@ from typing import Any, Literal
 from cuda_agent.config import PolicyConfig
 
 LOGITS = {"cpu": 2**24, "cuda": 2**27}  # largest number of logits in one chunk
-MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 32768}  # tokens of one forward pass: larger is slower on a cpu
-LONGEST = 2048  # tokens of a segment whose attention keeps its probabilities, on a cpu
-AUTO_TOKENS = 8192  # rows longer than this are recomputed rather than kept (training.checkpointing=auto)
-SMALL = 2**24  # parameters of a model whose gradients may be held once per thread
+MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 32768}  # tokens of one forward pass: more are slower on a cpu
+LONGEST = 2048  # most tokens of a segment whose attention keeps its probabilities on a cpu
+AUTO_TOKENS = 8192  # activations of longer rows are recomputed, not kept (training.checkpointing=auto)
+SMALL = 2**24  # most parameters of a model whose gradients may be held once per thread
 _HEAD_COPIES = 6  # copies of a chunk of logits while its gradient is computed
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder with gated feed-forward layers: with ``experts``, so many each, ``active`` per token."""
+    """The sizes of a decoder with gated feed-forward layers.  A mixture of experts has ``experts`` per layer."""
 
     layers: int
     hidden: int
     heads: int
     kv_heads: int
     head: int  # size of one head
-    intermediate: int  # of the feed-forward layer, or of one expert
+    intermediate: int  # inner size of the feed-forward layer, or of one expert
     vocab: int
     tied: bool
     experts: int = 0
-    active: int = 0  # experts per token
+    active: int = 0  # experts that compute each token
 
     @property
     def layer_parameters(self) -> int:
@@ -45,12 +45,11 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Returns the number of parameters, without the norms of single heads."""
+        """Returns the number of parameters, without those of the norms of single heads (``q_norm``, ``k_norm``)."""
         return self.layers * self.layer_parameters + self.end_parameters + self.hidden
 
     @property
     def wide(self) -> int:
-        """Width of the widest part of a layer."""
         return self.intermediate * max(self.active, 1)
 
     def adapter_parameters(self, rank: int) -> int:
@@ -61,7 +60,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Peak:
-    """Bytes of memory on one rank."""
+    """The peak memory of one rank, in bytes."""
 
     weights: int
     gradients: int
@@ -72,7 +71,7 @@ class Peak:
 
     @property
     def fixed(self) -> int:
-        """Bytes that do not grow with the row."""
+        """Returns the bytes that do not grow with the row."""
         return self.weights + self.gradients + self.moments + self.unsharded
 
     @property
@@ -93,11 +92,11 @@ def peak(
     at_once: int = 1,
     parallelism: Literal["data", "context"] = "data",
 ) -> Peak:
-    """Estimates the memory of a row of ``tokens``, with AdamW, master weights in float32 and ``ranks`` that share
-    weights and rows.
+    """Estimates the peak memory for a row of ``tokens``, with AdamW, master weights in float32, and ``ranks`` that
+    share weights and rows.  All tokens count as trained on.
 
-    ``segment``: tokens of its longest sequence, by default all.  All tokens count as trained on.
-    ``at_once``: rows computed side by side.  ``parallelism``: whether ranks compute rows or parts of each."""
+    ``segment`` is the length of the row's longest sequence, by default ``tokens``.  ``at_once`` rows are computed side
+    by side.  ``parallelism`` says whether ranks compute whole rows or parts of each row."""
     low = precision == "bf16"
     every, layer, ends = shape.parameters, shape.layer_parameters, shape.end_parameters
     trained = shape.adapter_parameters(lora_rank) if lora_rank else every
@@ -132,8 +131,8 @@ def peak(
 def _kept(shape: Shape, low: bool, device: str, segment: int, lora_rank: int) -> int:
     """Returns the bytes per token that one layer keeps for its backward pass.
 
-    In float32: both norms keep their input, the normalised input, and their output; queries count four times
-    (projected, normalised, rotated, and the attention's output twice), keys three times and values once; the
+    In float32: both norms keep their input, the normalised input, and their output.  Queries count five times
+    (projected, normalised, rotated, and the attention's output twice), keys three times and values once.  The
     feed-forward layer keeps gate, its activation, up and the product.  In bfloat16 products are half as wide, and every
     projection keeps a rounded copy of its input beside the float32 of the norms.  A frozen norm does not keep the
     normalised input; an adapter keeps its inner product."""
@@ -162,7 +161,7 @@ def shape_of(config: dict[str, Any]) -> Shape:
     """Returns the shape in a ``config.json`` of Hugging Face.
 
     Raises:
-        KeyError: It describes no such decoder."""
+        KeyError: ``config`` describes no such decoder."""
     heads, experts = config["num_attention_heads"], config.get("num_experts") or config.get("num_local_experts") or 0
     return Shape(
         layers=config["num_hidden_layers"],

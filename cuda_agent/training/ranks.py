@@ -1,7 +1,7 @@
-"""The trainer's processes on one machine: a rank with its shards, and the driver that starts ranks and sends calls.
+"""The trainer's processes (ranks) on one machine, and the driver's side, which starts them and sends them calls.
 
-All ranks must receive the same calls in the same order.  Not covered: a rank's computation (``sharding``,
-``attention``), ranks on other machines (``rl.ray.ranks``), replacing a dead rank."""
+All ranks must receive the same calls in the same order.  Other modules hold a rank's computation (``sharding``,
+``attention``) and the ranks on other machines (``rl.ray.ranks``).  A dead rank is not replaced."""
 
 import contextlib
 import multiprocessing
@@ -32,8 +32,7 @@ PRELOAD = ["cuda_agent.training.ranks", "transformers", "transformers.models.qwe
 
 
 def open_store(host: str) -> tuple[Any, str]:
-    """Opens the store where ranks meet, which listens at this address of the machine alone.  Returns it with its
-    host:port."""
+    """Opens the store through which ranks meet, on this host address only.  Returns the store and its host:port."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -41,8 +40,8 @@ def open_store(host: str) -> tuple[Any, str]:
 
 
 class Rank:
-    """One rank, in its own process.  The constructor joins torch's process group of ``world`` ranks, which meet at the
-    store at ``address`` (host:port); a single rank has no group, and its trainers are those of one process."""
+    """One rank, in its own process.  The constructor joins torch's process group of ``world`` ranks through the store
+    at ``address`` (host:port).  A single rank has no process group, and its trainers are ordinary trainers."""
 
     def __init__(self, rank: int, world: int, address: str, device: str, threads: int, lease: Path | None) -> None:
         self._device = f"cuda:{rank % torch.cuda.device_count()}" if device == "cuda" else "cpu"
@@ -62,12 +61,13 @@ class Rank:
         self._lease = Lease(lease) if lease is not None and rank == 0 else None
 
     def open(self, name: str, path: str, options: dict[str, Any]) -> None:
-        """Makes a trainer called ``name`` of the model that torch saved in the file."""
+        """Makes a trainer called ``name`` from the model that torch saved in the file ``path``."""
         model = torch.load(path, map_location="cpu", weights_only=False, mmap=self._mesh is not None)
         TRAINERS[name] = Trainer(model, device=self._device, lease=self._lease, mesh=self._mesh, **options)
 
     def run(self, recipe: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        """Runs a recipe; returns its result, and steps and seconds of all trainers by name."""
+        """Runs a recipe. Returns its result and, for the name of each trainer, its optimizer steps and the seconds that
+        it has trained so far."""
         result = recipe(*arguments, **keywords)
         return result, {name: (trainer.step, trainer.seconds) for name, trainer in TRAINERS.items()}
 
@@ -84,8 +84,8 @@ class Rank:
 
 
 def _rank_main(connection: Connection, number: int, *arguments: Any) -> None:
-    """Answers (method, arguments) with (None, the first rank's result) or (the exception, None), until an empty
-    message.  The process ends with its parent, also in the middle of a step."""
+    """Serves calls until an empty message: receives (method, arguments), sends (None, the result) or (the error, None).
+    Only the first rank sends its result.  The process ends with its parent, also in the middle of a step."""
     die_with_parent()
     rank: Rank | None = None
     while message := connection.recv_bytes():
@@ -111,13 +111,13 @@ def _failure(error: Exception) -> bytes:
         return pickle.dumps((RuntimeError(f"{type(error).__name__}: {error}"), None))
 
 
-class Ranks:
-    """Runs ``count`` rank processes on this machine; on GPUs, on the first ``count`` of them.  A context manager; its
-    exit ends them.
+class Ranks(contextlib.AbstractContextManager["Ranks"]):
+    """Runs ``count`` rank processes on this machine; on GPUs they use the first ``count`` GPUs.  The exit of this
+    context manager ends the processes.
 
-    ``threads``: threads of each rank on a CPU.  ``lease``: folder of the timing lease, which the first rank holds for
-    all.  Where other ranks of the same ``world`` run elsewhere, numbers here begin at ``first``, and all ranks meet at
-    ``address``."""
+    ``threads`` are the threads of each rank on a CPU.  ``lease`` is the folder of the timing lease, which the first
+    rank holds for all.  If other ranks of the same ``world`` run elsewhere, the ranks here are numbered from ``first``
+    on, and all ranks meet at ``address``."""
 
     def __init__(
         self,
@@ -133,8 +133,8 @@ class Ranks:
         if address is None:
             self._store, address = open_store("127.0.0.1")
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        self._threads = ThreadPoolExecutor(count)  # one waits for each rank
-        self._pipes: dict[int, Connection] = {}  # by rank
+        self._threads = ThreadPoolExecutor(count)  # one thread waits for each rank
+        self._pipes: dict[int, Connection] = {}  # rank -> pipe
         self.processes: list[Any] = []
         context = multiprocessing.get_context("forkserver")  # imports run once and serve later ranks too
         context.set_forkserver_preload(PRELOAD)
@@ -146,9 +146,6 @@ class Ranks:
             theirs.close()
             self._pipes[rank] = cast(Connection, ours)
             self.processes.append(process)
-
-    def __enter__(self) -> "Ranks":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -166,15 +163,14 @@ class Ranks:
         return cast(tuple[int, float], self.call("load", name, folder))
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """See ``RankGroup``, as for the methods above.
+        """Calls a method of every rank, as in ``RankGroup``.
 
         Raises:
-            TrainerLost: A rank is gone; the others are ended, because they would wait forever.
-        """
+            TrainerLost: A rank is gone; the others are ended, because they would wait forever."""
         return self.send(pickle.dumps((method, arguments)))
 
     def send(self, message: bytes) -> Any:
-        """As ``call``, of which ``message`` is the pickled form."""
+        """Does the same as ``call`` for a ``message`` that is already pickled."""
         if not self._pipes:
             raise TrainerLost("the ranks are closed")
         try:
@@ -194,13 +190,13 @@ class Ranks:
         return value
 
     def close(self) -> None:
-        """Ends the ranks; those that do not end in time are killed."""
+        """Ends the ranks; kills those that do not end in time."""
         self._end(CLOSE_SECONDS)
 
     def _end(self, seconds: float) -> None:
         pipes, self._pipes = self._pipes, {}
         for pipe in pipes.values():
-            with contextlib.suppress(OSError):  # it is dead
+            with contextlib.suppress(OSError):  # the rank is dead
                 pipe.send_bytes(b"")
         for process in self.processes:
             process.join(seconds)

@@ -30,8 +30,7 @@ WARMUP = 0.02  # fraction of the training during which the learning rate rises
 
 
 def learning_rate(fraction: float, peak: float) -> float:
-    """Returns the learning rate after this fraction of the training (0 to 1): it rises linearly to ``peak``, then falls
-    linearly to 0."""
+    """Returns the rate after this fraction (0 to 1) of the training: it rises linearly to ``peak``, then falls to 0."""
     if fraction < WARMUP:
         return peak * max(fraction / WARMUP, 0.01)
     return peak * (1 - min(1.0, (fraction - WARMUP) / (1 - WARMUP)))
@@ -63,16 +62,15 @@ def sft(
     epochs: int | None = None,
     max_seconds: float | None = None,
 ) -> Iterator[dict[str, float]]:
-    """Supervised training on the masked tokens of ``sequences`` (paper, section 3.3, stage 2).
+    """Trains on the masked tokens of ``sequences`` (supervised; paper, section 3.3, stage 2).
 
-    Yields the metrics of each optimizer step, of at most ``tokens_per_step``, in an order that ``seed`` decides.  A
-    restored trainer resumes at its step: earlier batches are skipped.  Give either ``steps`` or ``epochs``.  With
-    ``max_seconds``, a limit of ``trainer.seconds``, training ends at the first limit reached.  The learning rate, at
-    most ``lr``, follows the used fraction of that limit.
+    Yields the metrics of each optimizer step of at most ``tokens_per_step``; ``seed`` decides the order.  A restored
+    trainer resumes at its step and skips earlier batches.  Give either ``steps`` or ``epochs``.  Training also ends
+    when ``trainer.seconds`` reaches ``max_seconds``.  The learning rate, at most ``lr``, follows the used fraction of
+    whichever limit is nearer.
 
     Raises:
-        ValueError: Both or neither of ``steps`` and ``epochs`` are given, or there are no sequences.
-    """
+        ValueError: Both or neither of ``steps`` and ``epochs`` are given, or there are no sequences."""
     if (steps is None) == (epochs is None):
         raise ValueError("give either steps or epochs")
     if not sequences:
@@ -105,8 +103,7 @@ def _endless(lengths: Sequence[int], tokens_per_step: int, seed: int, epochs: in
 
 @over_ranks
 def sft_step(trainer: Trainer, batch: Batch, lr: float) -> dict[str, float]:
-    """Takes one optimizer step on the mean negative log-likelihood of a batch's masked tokens, and counts its
-    seconds."""
+    """Takes one optimizer step on the mean negative log-likelihood of masked tokens.  Adds to ``trainer.seconds``."""
     start = time.monotonic()
 
     def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:
@@ -135,11 +132,11 @@ def value_epoch(
     seed: int,
     epoch: int,
 ) -> dict[str, float]:
-    """Runs one pass of value pretraining, gamma 1 (paper, section 3.3, stage 3), on the ``episodes`` with a reward, in
-    steps of at most ``tokens_per_step``; ``seed`` and ``epoch`` decide their order.
+    """Runs one epoch of value pretraining, with gamma 1 (paper, section 3.3, stage 3), on the ``episodes`` with a
+    reward, in steps of at most ``tokens_per_step``.  ``seed`` and ``epoch`` decide the order.
 
-    With ``gae_lambda`` 1 the targets are the episodes' rewards; below 1 they are V + advantage, with the values V of
-    the critic when the epoch begins.  ``explained_variance`` is that of the predictions before each step."""
+    With ``gae_lambda`` 1 the targets are the episodes' rewards; below 1 they are V + advantage, where V are the
+    critic's values when the epoch begins.  ``explained_variance`` is that of the predictions before each step."""
     start = time.monotonic()
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
     goals = targets(batch, None if gae_lambda == 1 else critic.flat(batch, critic.values), 1.0, gae_lambda)
@@ -159,7 +156,7 @@ def value_epoch(
 
 @over_ranks
 def value_quality(critic: Trainer, episodes: Sequence[Episode]) -> dict[str, float]:
-    """Returns explained variance and loss against the rewards of held-out episodes."""
+    """Returns explained variance and loss of the critic against the rewards of held-out episodes."""
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
     values, returns = critic.flat(batch, critic.values), _returns(batch)
     return {
@@ -179,16 +176,15 @@ def ppo_update(
     train_actor: bool = True,
     temperature: float = 1.0,
 ) -> dict[str, float]:
-    """Estimates the advantages of one batch, whole groups, then takes the optimizer steps (paper, section 3.3):
+    """Estimates the advantages of one batch of whole groups, then takes the optimizer steps (paper, section 3.3):
     ``settings.epochs`` passes of ``settings.minibatches`` steps each, critic before actor.
 
     Episodes without a reward or without sampled tokens are dropped; if none is left, nothing is trained.  ``seed``
-    decides how episodes are shuffled into minibatches; ``temperature`` is that of their sampling.  Returns metrics of
-    the episodes and means over the optimizer steps (the maximum for ``*_max``); the critic's are named ``critic_*``.
+    decides how episodes are shuffled into minibatches; they were sampled at ``temperature``.  Returns metrics of the
+    episodes and means over the optimizer steps (maxima for ``*_max``); the critic's are named ``critic_*``.
 
     Raises:
-        ValueError: ``settings.advantage`` needs a critic and there is none.
-    """
+        ValueError: ``settings.advantage`` needs a critic and there is none."""
     start = time.monotonic()
     kept = trainable(episodes)
     summary = episode_metrics(episodes)
@@ -221,12 +217,11 @@ def ppo_update(
 
 
 def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor, Tensor | None]:
-    """Returns the advantages of a batch, of whole groups, by the estimator that ``settings.advantage`` names, and the
-    critic's targets (None without ``values``); all float32 [sampled tokens].
+    """Returns the advantages of a batch of whole groups, by the estimator that ``settings.advantage`` names, and the
+    critic's targets (None without ``values``); both float32 [sampled tokens].
 
     Raises:
-        ValueError: The estimator needs values and there are none.
-    """
+        ValueError: The estimator needs values and there are none."""
     counts = torch.tensor(batch.counts)
     lam = adaptive_lambda(counts) if settings.actor_lambda is None else settings.actor_lambda
     padded, mask = batch.padded(torch.zeros(len(batch)) if values is None else values)
@@ -236,9 +231,9 @@ def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Computes the metrics of episodes before training on them; rates are over the episodes with a reward.
+    """Returns the metrics of episodes before training on them.  Rates are shares of the episodes with a reward.
 
-    Rates of speed follow the grade of the verdict (-1, 1, 2, 3; Eq. 1) for every kind of reward."""
+    The rates of speed follow the grade of the verdict (-1, 1, 2, 3; Eq. 1), whatever form the reward has."""
     kept = trainable(episodes)
     metrics = {"episodes": float(len(kept)), "dropped": float(len(episodes) - len(kept))}
     if not kept:
@@ -263,7 +258,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 def targets(batch: Batch, values: Tensor | None, gamma: float, lam: float) -> Tensor:
     """Returns the value targets of a batch, V + advantage by GAE: float32 [sampled tokens].
 
-    ``values``, V, float32 [sampled tokens], may be None when ``lam`` is 1, where they cancel out."""
+    ``values`` are V, float32 [sampled tokens].  They may be None when ``lam`` is 1, because V then cancels out."""
     known = torch.zeros(len(batch)) if values is None or lam == 1 else values
     padded, mask = batch.padded(known)
     return known + gae(terminal_rewards(batch.rewards, mask), padded, mask, gamma, lam)[mask]
@@ -283,7 +278,7 @@ def _value_step(
     old: Tensor | None = None,
     clip: float | None = None,
 ) -> dict[str, float]:
-    """Takes one critic step on the chosen sequences; writes its predictions before the step into ``seen`` (flat)."""
+    """Takes one critic step on the chosen sequences; writes the predictions before the step into ``seen`` (flat)."""
     total = sum(batch.counts[index] for index in chosen)
 
     def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:
@@ -299,22 +294,20 @@ def _value_step(
 def _actor_step(
     actor: Trainer, batch: Batch, chosen: list[int], old: Tensor, advantages: Tensor, settings: Ppo, temperature: float
 ) -> dict[str, float]:
-    """Takes one policy step on the chosen sequences, averaged over all their sampled tokens."""
     total = sum(batch.counts[index] for index in chosen)
 
     def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:
         logprobs, entropy = actor.logprobs(row, temperature)
         own = row.tokens.cpu()
         before, engine, gain = (flat[own].to(logprobs.device) for flat in (old, batch.logprobs, advantages))
-        loss, metrics = ppo_loss(
-            logprobs, before, engine, gain, total, settings.clip_low, settings.clip_high, settings.tis_cap
-        )
+        limits = settings.clip_low, settings.clip_high, settings.tis_cap
+        loss, metrics = ppo_loss(logprobs, before, engine, gain, total, *limits)
         return loss, metrics | {"entropy": entropy.sum() / total}
 
     return actor.update(batch, chosen, settings.actor_lr, loss_of)
 
 
 def _merged(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the mean over optimizer steps; the maximum for metrics named ``*_max``."""
+    """Returns the means over optimizer steps; the maxima for metrics named ``*_max``."""
     total: dict[str, float] = reduce(added, steps, {})
     return {name: value if name.endswith("_max") else value / len(steps) for name, value in total.items()}

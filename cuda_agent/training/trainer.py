@@ -1,8 +1,8 @@
 """One trainer for imitation, value pretraining and PPO: a model, its optimizer, and rows of packed sequences.
 
-Callers (``recipes``) define the losses.  Master weights are float32; ``precision="bf16"`` computes only the trunk in
-bfloat16 (``auto``: where the processor has bfloat16 instructions; not where log-probabilities must agree with a float32
-engine's).  The same seed, threads and data give the same weights.  Frozen parameters stay frozen and are not in
+Callers (``recipes``) define the losses.  Master weights are float32.  ``precision="bf16"`` computes only the trunk in
+bfloat16.  ``auto`` does so if the processor has bfloat16 instructions; log-probabilities then differ from those of a
+float32 engine.  The same seed, threads and data give the same weights.  Frozen parameters stay frozen and are not in
 checkpoints.  With a ``mesh`` the same trainer runs on each rank: ranks get the same batches, share weights and rows
 (``sharding``) or the tokens of every row (``attention``), and return the same results."""
 
@@ -27,13 +27,14 @@ from cuda_agent.training.memory import LOGITS, SMALL
 from cuda_agent.training.packing import Batch, PackedRow, batch_of, before_sampled, tokens_of
 
 Result = TypeVar("Result")
+RowLoss = Callable[[PackedRow], tuple[Tensor, Metrics]]
 
 
 class Trainer:
     """Trains one model.  ``row_tokens`` bounds one forward and backward pass; every sequence must fit into it.
 
-    On a CPU a small model computes as many rows side by side as torch had threads when the trainer was made, with one
-    thread each, so that no core idles at the end of a small operation.  Gradients are summed in row order."""
+    On a CPU a small model computes as many rows side by side as torch had threads when the trainer was made.  Each row
+    has one thread, so that no core idles at the end of a small operation.  Gradients are summed in row order."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Trainer:
         self.device, self.lease = torch.device(device), lease
         self.precision = fast_precision(self.device) if precision == "auto" else precision
         self.step = 0  # optimizer steps taken
-        self.seconds = 0.0  # spent in steps of imitation; a schedule by time resumes from here
+        self.seconds = 0.0  # time spent in steps of imitation; a schedule by time resumes from here
         trunk = self.trunk
         _without_dropout(trunk)
         model.train(gradient_checkpointing)
@@ -85,12 +86,23 @@ class Trainer:
         return self.model.trunk if isinstance(self.model, Critic) else self.model.base_model
 
     @contextmanager
-    def working(self) -> Iterator[None]:
-        """Wraps one micro-step: holds the lease, sets the model's packed attention and restores the previous one at the
-        end. Ranks enter and leave together: one of them holds the lease for all."""
+    def leased(self) -> Iterator[None]:
+        """Holds the lease until the device is done.  Ranks enter and leave together: one holds it for all."""
         with self.lease.working() if self.lease else nullcontext():
             if self._root is not None:
                 sharding.wait()
+            try:
+                yield
+            finally:
+                if self.device.type == "cuda" and (self.lease or self._root is not None):
+                    torch.cuda.synchronize(self.device)
+            if self._root is not None:
+                sharding.wait()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Wraps one micro-step: ``leased``, with the model's packed attention, and the previous one at the end."""
+        with self.leased():
             usual = self.trunk.config._attn_implementation
             if self._packed:
                 self.trunk.set_attn_implementation(attention.NAME)
@@ -99,21 +111,19 @@ class Trainer:
             finally:
                 if self._packed:
                     self.trunk.set_attn_implementation(usual)
-            if self._root is not None:
-                sharding.wait()
 
     def within(self, job: Callable[[], Result]) -> Result:
-        """Runs ``job``, which computes with the model, with sharded weights gathered."""
+        """Runs ``job``, which computes with the model, while sharded weights are gathered as needed."""
         if self._root is None:
             return job()
         result = cast(Result, self._root(job))
-        if not torch.is_grad_enabled():  # otherwise the backward pass needs them and frees them
+        if not torch.is_grad_enabled():  # otherwise the backward pass needs and frees the weights
             self._root.reshard()  # type: ignore[operator]
         return result
 
     def states(self, row: PackedRow) -> Tensor:
-        """Returns the states before the row's sampled tokens, [n, hidden].  Call it inside ``working`` and ``within``;
-        the row is on the trainer's device."""
+        """Returns the states before the row's sampled tokens, [n, hidden].  Must be called inside ``working`` and
+        ``within``, with a row on the trainer's device."""
         extra = {"segments": attention.Segments(row.lengths, row.part)} if self._packed else {}
         low, alone = self.precision == "bf16", self.workers == self.ranks == 1
         with torch.autocast(self.device.type, torch.bfloat16, enabled=low, cache_enabled=alone):
@@ -121,7 +131,7 @@ class Trainer:
         return before_sampled(out.last_hidden_state[0], row).float()
 
     def logprobs(self, row: PackedRow, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Returns the log-probabilities of the row's sampled tokens and the entropies there, float32 [n]."""
+        """Returns the log-probabilities of the row's sampled tokens and the entropies there, both float32 [n]."""
         head = self.model.get_output_embeddings()
         chunk = max(1, LOGITS[self.device.type] // head.weight.shape[0])
         return losses.token_logprobs(self.states(row), row.targets, head, chunk, temperature)
@@ -131,8 +141,8 @@ class Trainer:
         return self.model.values(self.states(row))
 
     def flat(self, batch: Batch, of_row: Callable[[PackedRow], Tensor]) -> Tensor:
-        """Applies ``of_row`` (a tensor [n] for a row) to a whole batch without gradients.  Returns float32 [sampled
-        tokens], on the CPU, in batch order."""
+        """Applies ``of_row`` (which returns a tensor [n] for a row) to a whole batch without gradients.  Returns
+        float32 [sampled tokens], on the CPU, in batch order."""
         out = torch.zeros(len(batch))
 
         def fill(row: PackedRow) -> None:
@@ -155,13 +165,7 @@ class Trainer:
         rows = batch.rows(self.row_tokens, chosen, multiple=self.workers * self.ranks)
         return rows if self._root is None else sharding.rows_of_rank(rows, self.ranks, self.rank)
 
-    def update(
-        self,
-        batch: Batch,
-        chosen: Sequence[int] | None,
-        lr: float,
-        loss_of: Callable[[PackedRow], tuple[Tensor, Metrics]],
-    ) -> dict[str, float]:
+    def update(self, batch: Batch, chosen: Sequence[int] | None, lr: float, loss_of: RowLoss) -> dict[str, float]:
         """Takes one optimizer step on the sum of the losses of the chosen sequences' rows (all sequences: None).
         Returns the loss, its metrics and the gradient norm.
 
@@ -218,11 +222,11 @@ class Trainer:
                 yield from results
 
     def trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yields names and values of the parameters that are not frozen; tied ones once."""
+        """Yields names and values of the parameters that are not frozen; a tied parameter comes once."""
         return ((name, tensor) for name, tensor in self.model.named_parameters() if tensor.requires_grad)
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns the trained parameters, whole and on the CPU, on the first rank; none on the others."""
+        """Returns the trained parameters, whole and on the CPU, on the first rank; an empty dict on the other ranks."""
         gathered = ((name, sharding.whole(tensor)) for name, tensor in self.trained())
         return {name: tensor.cpu() for name, tensor in gathered if self.rank == 0}
 
@@ -253,9 +257,9 @@ def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:
 
 
 def _optimizers(model: Any, name: Literal["adamw", "muon"], weight_decay: float) -> list[torch.optim.Optimizer]:
-    """Makes AdamW for all parameters, or Muon (orthogonalised momentum, scaled to AdamW's step size so that one rate
-    serves both) for the matrices between the embeddings and AdamW for the rest.  Weight decay applies to matrices
-    only."""
+    """Makes the optimizers: AdamW for all parameters, or Muon for the matrices between the embeddings and AdamW for the
+    rest.  Muon is orthogonalised momentum, scaled to AdamW's step size so that one rate serves both.  Weight decay
+    applies to matrices only."""
     ends = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     inner = [p for p in trained if p.ndim == 2 and min(p.shape) > 1 and id(p) not in ends] if name == "muon" else []
@@ -281,11 +285,8 @@ def _without_dropout(model: torch.nn.Module) -> None:
 
 
 def _check_rows(trainer: Trainer) -> None:
-    """Verifies on a few tokens the trainer's assumptions: two sequences in a row do not attend to each other, and the
-    output layer alone makes the logits.
-
-    Raises:
-        ValueError: An assumption does not hold for this model; the message says which."""
+    """Verifies on a few tokens what the trainer assumes: two sequences in a row do not attend to each other, and the
+    output layer alone makes the logits.  Raises ValueError if an assumption does not hold for this model."""
     vocabulary = trainer.trunk.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     pair = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (5, 7)]
@@ -308,7 +309,7 @@ def _check_rows(trainer: Trainer) -> None:
         logits = trainer.model(input_ids=rows[1].ids[None], use_cache=False).logits[0, :-1].float().cpu()
         return logits, trainer.model.get_output_embeddings()(single[0].to(trainer.device)).float().cpu()
 
-    with torch.no_grad():
+    with torch.no_grad(), trainer.leased():
         logits, ours = trainer.within(both)
     if (logits - ours).abs().max() > tolerance * logits.square().mean().sqrt():
         raise ValueError("this model does more to its logits than its output layer (scaling or capping): not supported")

@@ -69,6 +69,26 @@ def test_the_published_work_folder_runs_unchanged(gpu: Running) -> None:
     assert (verdict.status, verdict.message) == ("ok", "")
 
 
+SHARING = """
+import mmap, torch
+class ModelNew(torch.nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale, self.host = scale, torch.empty(SIZE << 20, dtype=torch.uint8, pin_memory=PINNED)
+        self.kept = None if PINNED else mmap.mmap(-1, SIZE << 20, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    def forward(self, x):
+        return torch.relu(x) * self.scale
+"""
+
+
+@pytest.mark.parametrize(("size", "pinned", "status"), [(512, True, "ok"), (6144, False, "crash")])
+def test_memory_that_the_driver_pins_is_made_and_shared_memory_counts(
+    gpu: Running, size: int, pinned: bool, status: str
+) -> None:
+    code = SHARING.replace("SIZE", str(size)).replace("PINNED", str(pinned))
+    assert gpu.evaluate(task(), Solution("python", {"model_new.py": code})).status == status
+
+
 MATMUL = """
 import torch
 class Model(torch.nn.Module):

@@ -4,6 +4,7 @@ import asyncio
 import os
 import secrets
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 from cuda_agent.errors import TaskError
 from cuda_agent.sandbox.build.builder import BuildError, first_errors
 from cuda_agent.sandbox.jail import jail
+from cuda_agent.sandbox.jail.descendants import deleted_bytes
 from cuda_agent.sandbox.jail.processes import JailedProcess
 from cuda_agent.sandbox.jail.warm_parent import warm_parent
 from cuda_agent.sandbox.judge.check import mismatch
@@ -68,6 +70,81 @@ def test_a_task_of_unknown_types_or_with_a_forged_description_is_a_task_error(
         )
     with pytest.raises(TaskError, match=words):
         running.evaluate(task(code), plan_solution())
+
+
+FORGED = """
+from cuda_agent.sandbox.worker import loop
+def forged(channel, operation, body=None, send=loop.send_frame):
+    spec = body
+    if isinstance(spec, dict) and "parameter_count" in spec:
+        FORGERY
+    send(channel, operation, body)
+loop.send_frame = forged
+"""
+
+
+@pytest.mark.parametrize(
+    "forgery",
+    [
+        "spec['outputs'][0]['shape'] = [32, 128.0]", "spec['inputs'][0]['shape'] = [-32, -128]",
+        "spec['outputs'][0]['shape'] = [True, 4096]", "spec['outputs'][0]['shape'] = [1 << 62, 4]",
+        "spec['outputs'][0]['dtype'] = 7", "spec['arguments'] = [{'tensor': 3}]", "spec['init'] = [7]",
+        "spec['parameter_count'] = float('inf')",
+        "spec['init'] = [{'value': __import__('functools').reduce(lambda v, _: [v], range(300), 7)}]",
+    ],
+)  # fmt: skip
+def test_a_task_that_describes_itself_wrongly_is_a_task_error_and_the_judge_lives(
+    running: Running, forgery: str
+) -> None:
+    running.probe(task())
+    judge = running.sandbox._judges[0]._process
+    code = FORGED.replace("FORGERY", forgery) + CHAIN
+    with pytest.raises(TaskError, match="the task answered nonsense"):
+        running.evaluate(task(code), plan_solution())
+    assert running.sandbox._judges[0]._process is judge
+
+
+def test_files_too_large_for_a_message_are_the_solutions_fault_and_the_judge_lives(running: Running) -> None:
+    files = {f"{number}.h": "\x01" * (1 << 20) for number in range(3)}
+    running.probe(task())
+    judge = running.sandbox._judges[0]._process
+    verdict = running.evaluate(task(), Solution("plan", {**plan_solution().files, **files}))
+    assert (verdict.status, verdict.reward) == ("build_error", -1), verdict
+    module = {"model_new.py": "import compile  # " + "\x01" * (3 << 20)}
+    assert running.evaluate(task(), Solution("python", module)).status == "build_error"
+    with pytest.raises(TaskError, match="too large"):
+        running.evaluate(task(CHAIN + "#" + "\x01" * (3 << 20)), plan_solution())
+    assert "too large" in running.probe(task(CHAIN + "#" + "\x01" * (3 << 20))).error
+    assert running.sandbox._judges[0]._process is judge
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        "for number in range(5): os.truncate(os.open(f'f{number}', os.O_CREAT | os.O_WRONLY), 15 << 20)",
+        "for number in range(1100): os.close(os.open(f'f{number}', os.O_CREAT | os.O_WRONLY))",
+        "for number in range(5): os.truncate(os.open('f', os.O_CREAT | os.O_WRONLY), 15 << 20); os.unlink('f')",
+    ],
+    ids=["the sum", "the number", "the sum of deleted ones"],
+)
+def test_the_files_of_a_task_are_bounded(running: Running, fill: str) -> None:
+    with pytest.raises(TaskError, match="the task wrote too many or too large files"):
+        running.evaluate(task(f"{CHAIN}\nimport os, time\n{fill}\ntime.sleep(3)\n"), plan_solution())
+
+
+def test_memory_of_the_judge_is_no_file_of_a_task(tmp_path: Path) -> None:
+    """An area has no name, like a deleted file, and a worker holds its descriptor while it maps it."""
+    holds_both = (
+        "import os, sys\narea = os.memfd_create('area')\nos.truncate(area, 1 << 30)\n"
+        "file = open('deleted', 'wb')\nos.truncate(file.fileno(), 1 << 20)\nos.unlink('deleted')\n"
+        "print('ready', flush=True)\nsys.stdin.read()\n"
+    )
+    # A process without the deleted files that pytest itself holds open.
+    command = [sys.executable, "-c", holds_both]
+    with subprocess.Popen(command, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin and process.stdout and process.stdout.readline() == b"ready\n"
+        assert deleted_bytes(process.pid, {tmp_path.stat().st_dev}) == 1 << 20
+        process.stdin.close()
 
 
 def test_numbers_too_far_apart_leave_a_verdict_that_is_json() -> None:
@@ -156,6 +233,7 @@ def test_processes_that_a_worker_leaves_are_ended_with_it_and_share_its_few_proc
         "folder": str(tmp_path),
         "environment": {},
         "device": "cpu",
+        "train_mode": False,
     }
     worker = JailedProcess(parent, options, policy, 400, tmp_path / "home")
     worker.wait_started()

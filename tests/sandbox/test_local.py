@@ -1,6 +1,7 @@
 """The sandbox of one machine: what it caches, what it asks again, and what it makes of a judge that fails."""
 
 import asyncio
+import importlib.metadata
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import SandboxUnready, TaskError
+from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.judge_process import JudgeHandle, JudgeLost
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.messages import JudgeRequest
@@ -73,6 +75,33 @@ def test_a_verdict_is_asked_for_once_and_again_on_demand(make: Make) -> None:
     assert judge.evaluations() == 1
     assert asyncio.run(sandbox.evaluate(task(), SOLUTION, again=True)).message == "second"
     assert asyncio.run(sandbox.evaluate(task(), SOLUTION)).message == "second"
+
+
+@pytest.mark.parametrize("other", ["compiler", "torch", "device"])
+def test_a_verdict_of_another_machine_software_or_device_is_not_reused(
+    make: Make, monkeypatch: pytest.MonkeyPatch, other: str
+) -> None:
+    judge = Judge(verdict(message="first"), verdict(message="second"))
+    assert asyncio.run(make(judge).evaluate(task(), SOLUTION)).message == "first"
+    later = make(judge)
+    if other == "compiler":
+        monkeypatch.setattr(toolchain, "find_toolchain", lambda: toolchain.Toolchain("g++", "g++ 99"))
+    elif other == "torch":
+        version = importlib.metadata.version
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: "99" if name == "torch" else version(name))
+    else:
+        later._identity = "another GPU, driver 999.9"
+    assert asyncio.run(later.evaluate(task(), SOLUTION)).message == "second"
+
+
+def test_a_machine_without_a_compiler_still_keeps_verdicts(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise toolchain.CompilerMissing("no g++")
+
+    monkeypatch.setattr(toolchain, "find_toolchain", missing)
+    judge = Judge(verdict(message="first"), verdict(message="second"))
+    for _ in range(2):
+        assert asyncio.run(make(judge).evaluate(task(), SOLUTION)).message == "first"
 
 
 @pytest.mark.parametrize("fault", [JudgeLost("gone"), OSError("full"), verdict("infra", message="sick")])

@@ -457,6 +457,17 @@ def test_compiled_layers_give_the_same_steps_and_are_compiled_a_few_times_for_al
 
 
 @pytest.mark.gpu
+def test_the_lease_is_free_once_the_device_has_done_the_backward_pass(tmp_path):
+    actor = policy(device="cuda", lease=Lease(tmp_path))
+    done = torch.cuda.Event()
+    with actor.working():
+        torch.cuda._sleep(2_000_000_000)
+        done.record()
+    with Lease(tmp_path).timing():
+        assert done.query()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_long_row_on_a_gpu_needs_no_tokens_squared(precision):
     """32,768 tokens, whose squared attention would take 17 GB in single precision; keys are shared between heads."""

@@ -1,9 +1,9 @@
-"""Decoders: the arithmetic of the in-process engine, prompt tokens and one-token steps over rows of a key-value cache.
+"""Decoders: the arithmetic of the in-process engine, for prompts and for one-token steps, with a key-value cache.
 
-``DenseDecoder`` is a fast forward pass for dense Llama, Qwen2 and Qwen3 models: q, k, v are one matrix, gate and up
-another, norms are folded into the next matrix, and the numbers of a rotary pair are neighbours: the rotation is one
-complex product.  ``GenericDecoder`` runs any other causal model, one row after the other.  Rows 0..n-1 are the
-active ones (``move`` closes holes), so that attention reads the cache without gathering it."""
+``DenseDecoder`` is a fast forward pass for dense Llama, Qwen2 and Qwen3 models.  In its weights q, k, v are one matrix,
+gate and up are another, norms are folded into the next matrix, and the two numbers of a rotary pair are neighbours, so
+that the rotation is one complex product.  ``GenericDecoder`` runs any other causal model, one row after the other. The
+active rows of the cache are 0..n-1 (``move`` fills a freed row), so that attention reads it without gathering."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -24,9 +24,9 @@ Job = tuple[int, int, Sequence[int]]  # row, position of the first new token, th
 
 
 class DenseDecoder:
-    """Shapes: n rows or tokens, H query heads, K key-value heads, G = H / K, D head size."""
+    """Decodes dense models.  Shapes: n rows or tokens, H query heads, K key-value heads, G = H / K, D head size."""
 
-    partial = True  # a kept row may be restored cut short
+    partial = True  # ``restore`` can take a part of a kept row
 
     def __init__(self, model: Any, rows: int) -> None:
         config = model.config
@@ -45,8 +45,8 @@ class DenseDecoder:
 
     @staticmethod
     def knows(model: Any) -> bool:
-        """Whether the model is supported: dense, full attention, silu, static rotary frequencies, no biases except
-        those of q, k and v."""
+        """Returns whether the model is supported: dense, full attention, silu, static rotary frequencies, no biases
+        except those of q, k and v."""
         config = model.config
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -59,7 +59,7 @@ class DenseDecoder:
         return all(linear.bias is None for linear in plain)
 
     def _weights(self, model: Any) -> Weights:
-        """Embedding, layers, output layer and rotations (complex64 [context, D / 2])."""
+        """Returns embedding, layers, output layer and rotations (complex64 [context, D / 2])."""
         embed = model.model.embed_tokens.weight.detach().clone()
         rotary = model.model.rotary_emb
         angles = torch.outer(torch.arange(self.context, device=embed.device), rotary.inv_freq.float())
@@ -100,14 +100,14 @@ class DenseDecoder:
         return {
             "qkv": _fold(weight, layer.input_layernorm.weight),
             "bias": bias,
-            "scale": scale,  # [H + K, D] float32, of the norms of q and k
+            "scale": scale,  # [H + K, D] float32, the weights of the norms of q and k
             "out": attention.o_proj.weight.t().contiguous(),
             "gate_up": _fold(gate_up, layer.post_attention_layernorm.weight),
             "down": mlp.down_proj.weight.t().contiguous(),
         }
 
     def _new_cache(self, rows: int, length: int) -> Tensor:
-        """[layers, rows, 2 K, length, D]: keys, then values."""
+        """Returns an empty cache [layers, rows, 2 K, length, D]: keys, then values."""
         return self.embed.new_zeros(len(self.layers), rows, 2 * self.kv_heads, length, self.head)
 
     def _reserve(self, length: int) -> None:
@@ -120,7 +120,7 @@ class DenseDecoder:
                 self.graphs.forget()
 
     def _qkv(self, layer: dict[str, Any], x: Tensor, rotations: Tensor) -> Tensor:
-        """[n, hidden] -> [n, H + 2 K, D], q and k normed and rotated."""
+        """Computes q, k and v, with q and k normed and rotated: [n, hidden] -> [n, H + 2 K, D]."""
         rotated = self.heads + self.kv_heads
         qkv = F.linear(self._norm(x), layer["qkv"], layer["bias"]).view(len(x), -1, self.head)
         qk = qkv[:, :rotated].float()
@@ -138,7 +138,7 @@ class DenseDecoder:
         return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype)
 
     def _rest(self, layer: dict[str, Any], x: Tensor, attended: Tensor) -> Tensor:
-        """The rest of the layer after attention: [n, hidden], [n, H * D] -> [n, hidden], in place in ``x``."""
+        """Computes the rest of the layer after attention: [n, hidden], [n, H * D] -> [n, hidden], in place in ``x``."""
         x.addmm_(attended, layer["out"])
         gate_up = F.linear(self._norm(x), layer["gate_up"])
         if self.native:
@@ -150,7 +150,7 @@ class DenseDecoder:
         return x.addmm_(gated, layer["down"])
 
     def prefill(self, jobs: Sequence[Job]) -> Tensor:
-        """Appends tokens to rows; float32 logits [jobs, vocab] after the last token of each."""
+        """Appends tokens to rows; returns the logits after the last token of each job, float32 [jobs, vocab]."""
         device = self.embed.device
         self._reserve(max(start + len(ids) for _, start, ids in jobs))
         tokens = torch.tensor([i for _, _, ids in jobs for i in ids], device=device)
@@ -160,7 +160,7 @@ class DenseDecoder:
         for _, start, ids in jobs:
             spans.append(slice(begin, begin + len(ids)))
             seen = torch.arange(start + len(ids), device=device) <= positions[spans[-1], None]
-            masks.append(seen if start else None)  # from position 0 on the mask is plainly causal
+            masks.append(seen if start else None)  # tokens that begin at position 0 need only the causal mask
             begin += len(ids)
         ends = torch.tensor([span.stop - 1 for span in spans], device=device)
         x = self.embed[tokens]
@@ -187,7 +187,7 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed).float()
 
     def _placed(self, layer: dict[str, Any], cache: Tensor, x: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """``_qkv`` of tokens at these rows and positions; writes their keys and values into the cache."""
+        """Computes ``_qkv`` of tokens at these rows and positions; writes their keys and values into the cache."""
         if not self.native:
             qkv = self._qkv(layer, x, self.rotations[positions][:, None])
             cache[rows, :, positions] = qkv[:, self.heads :]
@@ -200,8 +200,8 @@ class DenseDecoder:
         return qkv.view(len(x), -1, self.head)
 
     def step(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Appends one token to each of the rows 0..n-1: ids and positions int64 [n], ``longest`` their greatest
-        position; float32 logits [n, vocab]."""
+        """Appends one token to each of the rows 0..n-1: ids and positions int64 [n], of which ``longest`` is the
+        greatest. Returns logits, float32 [n, vocab]."""
         self._reserve(longest + 1)
         if self.native:
             return self._native_step(self.native, ids, positions)
@@ -210,7 +210,6 @@ class DenseDecoder:
         return self._plain_step(ids, positions, min(-(-(longest + 1) // 16) * 16, self.cache.shape[3]))
 
     def _plain_step(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
-        """``step`` over the first ``length`` positions of the cache."""
         n, group, device = len(ids), self.heads // self.kv_heads, ids.device
         seen = torch.arange(length, device=device) <= positions[:, None]
         mask = torch.zeros(n, length, dtype=self.embed.dtype, device=device).masked_fill_(~seen, -torch.inf)
@@ -221,7 +220,7 @@ class DenseDecoder:
             qkv = self._qkv(layer, x, rotations)
             cache = self.cache[index]
             cache[rows, :, positions] = qkv[:, self.heads :]
-            # The G query heads that share a key head stand where query positions usually do.
+            # The G query heads that share a key head take the place of query positions.
             attended = F.scaled_dot_product_attention(
                 qkv[:, : self.heads].unflatten(1, (self.kv_heads, group)),
                 cache[:n, : self.kv_heads, :length],
@@ -232,7 +231,7 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed).float()
 
     def _native_step(self, lib: Any, ids: Tensor, positions: Tensor) -> Tensor:
-        """The same step with all operations between the matrix products in C++ (``step.cpp``)."""
+        """Computes ``step`` with all operations between the matrix products in C++ (``step.cpp``)."""
         n = len(ids)
         x = self.embed[ids]
         attended = x.new_empty(n, self.heads * self.head)
@@ -244,11 +243,11 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed)
 
     def _threads(self, rows: int) -> int:
-        """Threads for a step: starting them costs more than they gain with few rows."""
+        """Returns the number of threads for a step: with few rows, starting threads costs more time than they save."""
         return torch.get_num_threads() if rows >= THREADED_ROWS else 1
 
     def keep(self, row: int, length: int) -> Tensor:
-        """A snapshot of the first ``length`` tokens of the row, for ``restore``."""
+        """Returns a copy of the first ``length`` tokens of the row, for ``restore``."""
         return self.cache[:, row, :, :length].clone()
 
     def restore(self, row: int, kept: Tensor, length: int) -> None:
@@ -258,11 +257,11 @@ class DenseDecoder:
     def copy(self, source: int, target: int, length: int) -> None:
         self.cache[:, target, :, :length] = self.cache[:, source, :, :length]
 
-    move = copy  # the source is no longer needed afterwards
+    move = copy  # the source may keep its content: it is not needed afterwards
 
 
 class GenericDecoder:
-    """Any causal model of transformers; each row is a batch of one with the model's own cache."""
+    """Decodes any causal model of transformers.  Each row is a batch of one with the model's own cache."""
 
     partial = False  # a recurrent state cannot be cut short
 
@@ -308,12 +307,11 @@ Decoder = DenseDecoder | GenericDecoder
 
 
 def make_decoder(model: Any, rows: int) -> Decoder:
-    """The fast decoder for a supported architecture, else the generic one.  The model is copied."""
+    """Makes the fast decoder for a supported architecture, else the generic decoder.  The model is copied."""
     return DenseDecoder(model, rows) if DenseDecoder.knows(model) else GenericDecoder(model, rows)
 
 
 def _tensors(weights: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dictionaries, in order."""
     if isinstance(weights, Tensor):
         yield weights
     elif isinstance(weights, dict):
@@ -328,13 +326,13 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _fold(weight: Tensor, norm: Tensor) -> Tensor:
-    """The weight of a linear layer behind a norm, with the norm's own weight multiplied in."""
+    """Returns the weight of a linear layer after a norm, with the norm's weight multiplied in."""
     return (weight.float() * norm.float()).to(weight.dtype)
 
 
 def verify(decoder: Decoder, model: Any) -> float:
-    """The largest expected difference of log-probabilities between decoder and model on a fixed probe that goes
-    through prompts, single steps and kept rows.  Uses rows 0 and 1 and leaves them dirty."""
+    """Returns the largest expected difference of log-probabilities between decoder and model on a fixed probe, which
+    goes through prompts, single steps and kept rows.  Overwrites the rows 0 and 1."""
     ids, device = probe_prompt(model, 20), model.device
     with torch.inference_mode():
         wanted = torch.log_softmax(model(input_ids=torch.tensor([ids], device=device)).logits[0].float(), -1)

@@ -1,6 +1,6 @@
-"""The engine seam: token ids in, token ids out, with the log-probabilities and weight version they were sampled under.
+"""The interface of engines: token ids as input; token ids with their log-probabilities and weight version as output.
 
-Everything that trains speaks token ids; text is never re-tokenized between turns."""
+All code that trains uses token ids; text is never tokenized again between turns."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 
 class EngineError(RuntimeError):
-    """The engine cannot serve the requested policy or prompt; it refuses instead of serving something wrong."""
+    """The engine cannot serve the requested policy or prompt, and refuses instead of serving something wrong."""
 
 
 class EngineLost(EngineError):
@@ -21,7 +21,7 @@ class SamplingParams:
 
     ``seed`` makes a completion a function of (weights, prompt, seed) alone: each token is drawn with noise derived from
     (seed, position), so that batch composition and restarts do not change it.  ``temperature`` 0 is greedy.  ``key``
-    names the episode: an engine with several servers sends all turns of a key to one, which keeps its prefix cache."""
+    names the episode: an engine sends all turns of a key to the same server, which keeps its prefix cache."""
 
     max_tokens: int
     seed: int
@@ -33,39 +33,36 @@ class SamplingParams:
 @dataclass
 class Completion:
     ids: list[int]
-    logprobs: list[float]  # natural log, at the temperature sampled with
-    version: int  # of the weights
+    logprobs: list[float]  # natural logarithms, at the temperature of the sampling
+    version: int  # version of the weights
     finish: Literal["stop", "length"]
 
 
 class Engine(Protocol):
-    """Serves one policy.  ``generate`` may be called concurrently; the engine batches."""
+    """Serves one policy.  ``generate`` may be called concurrently; the engine forms batches."""
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion: ...
 
     async def update_from(self, model: Any, version: int) -> None:
-        """Serves the weights of ``model`` as ``version`` from the next call on; it must not be trained meanwhile.
+        """Serves the weights of ``model`` as ``version`` from the next call on.  The model must not change meanwhile.
 
         Raises:
-            EngineError: The weights cannot be served; the engine then serves no more.
-        """
-        ...
+            EngineError: The weights cannot be served; the engine then serves no more."""
 
     async def compute(self, job: Callable[[], Any]) -> Any:
         """Runs ``job`` in the thread that computes, and returns its result."""
-        ...
 
     async def close(self) -> None: ...
 
 
 def probe_prompt(model: Any, count: int) -> list[int]:
-    """A fixed prompt that every model can read, for comparing log-probabilities."""
+    """Returns a fixed prompt that every model can read, for comparing log-probabilities."""
     vocab = model.config.get_text_config().vocab_size
     return [(7919 * i + 13) % vocab for i in range(count)]
 
 
 def fitted(params: SamplingParams, prompt: Sequence[int], context: int) -> SamplingParams:
-    """The parameters with ``max_tokens`` cut to the room behind the prompt.  Raises ValueError if there is none."""
+    """Returns ``params`` with ``max_tokens`` cut to the room after the prompt.  Raises ValueError if there is none."""
     limit = min(params.max_tokens, context - len(prompt))
     if not prompt or limit < 1:
         raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {context}")
@@ -73,7 +70,7 @@ def fitted(params: SamplingParams, prompt: Sequence[int], context: int) -> Sampl
 
 
 def logprobs_of(model: Any, ids: list[int], count: int, temperature: float) -> list[float]:
-    """Log-probabilities of the last ``count`` tokens, by the model's forward pass."""
+    """Returns the log-probabilities of the last ``count`` tokens, by the model's forward pass."""
     import torch
 
     training = model.training

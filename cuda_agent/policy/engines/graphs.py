@@ -1,7 +1,7 @@
-"""Decoding steps as CUDA graphs: one launch for the hundreds of small kernels of a step.
+"""Decoding steps as CUDA graphs: one launch instead of the hundreds of small kernels of a step.
 
-A graph is recorded for a number of rows and of cache positions; a step runs in the smallest graph that fits, so that
-few are recorded (about a dozen for a whole batch).  Unused rows compute values that are ignored."""
+A graph is recorded for a number of rows and a number of cache positions.  A step runs in the smallest graph that fits,
+so that few graphs are recorded (about a dozen for a whole batch).  Unused rows compute values that are ignored."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SHORTEST = 128  # cache positions; above, powers of two and the middles between them
+SHORTEST = 128  # fewest cache positions of a graph
 
 Step = Callable[[Tensor, Tensor, int], Tensor]
 
@@ -25,9 +25,9 @@ class StepGraphs:
         self.forget()
 
     def __call__(self, ids: Tensor, positions: Tensor, length: int, longest: int) -> Tensor:
-        """Logits of the step over at least ``length`` and at most ``longest`` positions of the cache."""
+        """Returns the logits of the step over at least ``length`` and at most ``longest`` positions of the cache."""
         n = len(ids)
-        rows, length = padded_rows(n, self._rows), padded_length(length, longest)
+        rows, length = min(1 << (n - 1).bit_length(), self._rows), padded_length(length, longest)
         self._ids[:n], self._positions[:n] = ids, positions
         self._positions[n:rows].zero_()
         if (rows, length) not in self._recorded:
@@ -37,7 +37,7 @@ class StepGraphs:
         return logits[:n].clone()  # the next replay overwrites the buffer
 
     def forget(self) -> None:
-        """Drops all graphs.  To be called when ``step`` reads or writes other tensors than before."""
+        """Drops all graphs.  Must be called when ``step`` reads or writes other tensors than before."""
         self._recorded: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be used again
 
@@ -54,13 +54,8 @@ class StepGraphs:
         return graph, logits
 
 
-def padded_rows(n: int, most: int) -> int:
-    """The smallest power of two that holds ``n``, at most ``most``."""
-    return min(1 << (n - 1).bit_length(), most)
-
-
 def padded_length(length: int, most: int) -> int:
-    """The smallest of 128, 192, 256, 384, 512, 768, ... that holds ``length``, at most ``most``."""
+    """Returns the smallest of 128, 192, 256, 384, 512, 768, ... that is at least ``length``, but at most ``most``."""
     power = SHORTEST
     while power < length:
         if length <= (middle := power * 3 // 2):

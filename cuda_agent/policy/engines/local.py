@@ -2,15 +2,15 @@
 
 Weights, prompt and seed determine a completion up to rounding, because each token is drawn with noise derived from
 (seed, position) alone.  Rounding depends on the batch.  Batches form in order of submission, and a batch is closed only
-when the event loop has run ``QUIET_PASSES`` times without a new request.  Callers that wait only for this engine and
-for each other therefore get the same batches, and the same bits, every time.  Not covered: several devices, top-p and
-the like (they bias the training ratio)."""
+when the event loop has run ``QUIET_PASSES`` times without a new request.  So callers that wait only for this engine and
+for each other get the same batches, and the same bits, every time.  There is one device, and no top-p or similar
+sampling: it would bias the training ratio."""
 
 import asyncio
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,9 +23,9 @@ from cuda_agent.policy.engines.decoder import Decoder, Job, make_decoder, verify
 from cuda_agent.policy.engines.engine import Completion, EngineError, SamplingParams, fitted
 
 QUIET_PASSES = 8
-KEPT_TOKENS_PER_ROW = 1024  # most tokens kept of finished sequences
-PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # per pass (a longer prompt whole); the lease is released between passes
-PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # else 0.05; rounding alone makes 1e-6
+KEPT_TOKENS_PER_ROW = 1024  # most tokens of finished sequences that are kept, times rows
+PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # most per pass, or one prompt; the lease is released between passes
+PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # else 0.05; rounding alone causes 1e-6
 
 
 @dataclass(eq=False)
@@ -40,10 +40,8 @@ class _Request:
 
 @dataclass
 class Counts:
-    """Running totals of one engine."""
-
-    sampled: int = 0  # tokens
-    prefilled: int = 0  # prompt tokens computed
+    sampled: int = 0  # sampled tokens
+    prefilled: int = 0  # computed prompt tokens
     reused: int = 0  # prompt tokens copied from a kept prefix or an equal prompt
     steps: int = 0
 
@@ -51,12 +49,11 @@ class Counts:
 class LocalEngine:
     """The engine of one model.
 
-    ``model`` is a causal model of transformers; it is copied.  ``lease`` must be this engine's own instance.
-    ``threads`` are the worker's on a cpu.  ``device`` and ``dtype`` may differ from the model's.
+    ``model`` is a causal model of transformers; the engine copies it.  ``lease`` is an instance for this engine alone.
+    ``threads`` is the worker's number of threads on a cpu.  ``device`` and ``dtype`` may differ from the model's.
 
     Raises:
-        EngineError: The decoder does not reproduce the model's log-probabilities; checked at every change of weights.
-    """
+        EngineError: The decoder does not reproduce the model's log-probabilities, at first or after new weights."""
 
     def __init__(
         self,
@@ -73,10 +70,10 @@ class LocalEngine:
         self._batch = batch
         self._lease = lease
         self._dtype = getattr(torch, dtype) if dtype else None
-        self._device = torch.empty(0, device=device).device  # a GPU with its number
+        self._device = torch.empty(0, device=device).device  # a device with its number, such as cuda:0
         self._waiting: list[_Request] = []
-        self._active: list[_Request] = []  # request i is row i; owned by the worker thread while it works
-        self._kept: list[tuple[np.ndarray, Any]] = []  # (ids, the decoder's snapshot), oldest first
+        self._active: list[_Request] = []  # request i is row i; only the worker thread uses it while it works
+        self._kept: list[tuple[np.ndarray, Any]] = []  # (ids, the decoder's copy), oldest first
         self._interrupt = False  # tells the worker to return after its current step
         self._driver: asyncio.Task[None] | None = None
         self._updating = asyncio.Lock()
@@ -88,8 +85,7 @@ class LocalEngine:
         """Samples until a stop token, ``max_tokens`` or the end of the context.
 
         Raises:
-            ValueError: The prompt is empty or leaves no room.
-        """
+            ValueError: The prompt is empty or leaves no room."""
         params = fitted(params, prompt, self._decoder.context)
         noise = uniforms(params.seed, len(prompt), params.max_tokens)
         future = asyncio.get_running_loop().create_future()
@@ -102,12 +98,12 @@ class LocalEngine:
         try:
             return await request.future
         except asyncio.CancelledError:
-            self._interrupt = True  # free its row soon
+            self._interrupt = True  # frees the request's row soon
             raise
 
     async def update_from(self, model: Any, version: int) -> None:
-        """See ``Engine.update_from``.  Requests in the batch finish on the old weights first; waiting ones get the
-        new."""
+        """Implements ``Engine.update_from``.  Requests in the batch finish on the old weights first; waiting requests
+        get the new weights."""
         async with self._updating:
             if self._driver and not self._driver.done():
                 await asyncio.wait([self._driver])  # ends with the active requests
@@ -127,7 +123,7 @@ class LocalEngine:
         """Runs ``job`` in the worker thread, between requests.
 
         If a process computes in a second thread too, its OpenMP library has more threads than processors and stops
-        active waiting, and every operator of both becomes slower by a third (measured: docs/lab-notebook.md)."""
+        active waiting, and every operator in both threads becomes slower by a third (docs/lab-notebook.md)."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, job)
 
     async def close(self) -> None:
@@ -187,10 +183,9 @@ class LocalEngine:
     # In the worker thread
 
     def _load(self, model: Any, decoder: Decoder | None) -> Decoder:
-        """A decoder of these weights; reuses ``decoder`` if possible."""
         with torch.inference_mode(), self._working():
             if model.device != self._device or self._dtype not in (None, model.dtype):
-                model = copy.deepcopy(model).to(self._device, self._dtype)  # ``to`` would change the caller's
+                model = copy.deepcopy(model).to(self._device, self._dtype)  # ``to`` would change the caller's model
             if decoder is None or not decoder.take(model):
                 decoder = make_decoder(model, max(self._batch, 2))
             difference = verify(decoder, model)
@@ -199,35 +194,43 @@ class LocalEngine:
         self._kept.clear()
         return decoder
 
-    def _working(self) -> Any:
-        return self._lease.working() if self._lease else nullcontext()
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """Holds the lease until the device has done what was enqueued inside."""
+        with self._lease.working() if self._lease else nullcontext():
+            try:
+                yield
+            finally:
+                if self._lease and self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
 
     @torch.inference_mode()
     def _work(self, joining: list[_Request]) -> list[tuple[_Request, Any]]:
         """Adds ``joining`` to the batch and decodes until a request ends or the event loop interrupts."""
-        for row in reversed(range(len(self._active))):
-            if self._active[row].future.cancelled():
-                self._leave(row)
-        ended: list[tuple[_Request, Any]] = []
-        if joining:
-            logits = self._join(joining)
-            ended = self._sample(logits, len(self._active) - len(joining))
+        if cancelled := [row for row, request in enumerate(self._active) if request.future.cancelled()]:
+            with self._working():
+                for row in reversed(cancelled):
+                    self._leave(row)
+        ended = self._join(joining) if joining else []
         if not self._active or ended:
             return ended
-        lengths = [len(request.prompt) + len(request.ids) for request in self._active]
-        positions, longest = torch.tensor(lengths, device=self._device) - 1, max(lengths) - 1
+        places = [len(request.prompt) + len(request.ids) - 1 for request in self._active]
+        longest = max(places)
+        with self._working():
+            positions = torch.tensor(places, device=self._device)
         while True:
             with self._working():
                 ids = torch.tensor([request.ids[-1] for request in self._active], device=self._device)
                 ended = self._sample(self._decoder.step(ids, positions, longest), 0)
+                positions += 1
                 self.counts.steps += 1
             if ended or self._interrupt:
                 return ended
-            positions += 1
             longest += 1
 
-    def _join(self, joining: list[_Request]) -> Tensor:
-        """Computes the prompts in new rows; float32 logits [joining, vocab] after each prompt."""
+    def _join(self, joining: list[_Request]) -> list[tuple[_Request, Any]]:
+        """Computes the prompts in new rows and samples their first tokens; returns the requests that ended."""
+        kept: dict[int, Any] = {}  # snapshots to restore, by row
         leaders: dict[tuple[int, ...], int] = {}
         twins: list[tuple[int, int, int]] = []  # source row, row, length
         jobs: list[Job] = []
@@ -239,7 +242,7 @@ class LocalEngine:
                 self.counts.reused += len(prompt)
             else:
                 leaders[prompt] = len(jobs)
-                start = self._restore(row, request.prompt)
+                start, kept[row] = self._take_kept(request.prompt)
                 jobs.append((row, start, request.prompt[start:]))
                 self.counts.reused += start
                 self.counts.prefilled += len(prompt) - start
@@ -247,16 +250,20 @@ class LocalEngine:
         parts = []
         for chunk in _chunks(jobs, PREFILL_TOKENS[self._device.type]):
             with self._working():
+                for row, start, _ in chunk:
+                    if start:
+                        self._decoder.restore(row, kept[row], start)
                 parts.append(self._decoder.prefill(chunk))
-        logits = torch.cat(parts)
-        for source, row, length in twins:
-            self._decoder.copy(source, row, length)
-        self._active += joining
-        return logits[torch.tensor(picks, device=logits.device)]
+        with self._working():
+            logits = torch.cat(parts)
+            for source, row, length in twins:
+                self._decoder.copy(source, row, length)
+            self._active += joining
+            return self._sample(logits[torch.tensor(picks, device=logits.device)], len(self._active) - len(joining))
 
-    def _restore(self, row: int, prompt: list[int]) -> int:
-        """Restores the longest kept prefix of the prompt into the row; returns its length (at least one token is
-        left)."""
+    def _take_kept(self, prompt: list[int]) -> tuple[int, Any]:
+        """Returns the length of the longest kept prefix of the prompt, without the prompt's last token, and the
+        snapshot that holds the prefix; 0 and None if there is none."""
         best, best_length = None, 0
         wanted = np.array(prompt[:-1])
         for index in reversed(range(len(self._kept))):
@@ -267,12 +274,11 @@ class LocalEngine:
             if length > best_length and (self._decoder.partial or length == len(ids)):
                 best, best_length = index, length
         if best is None:
-            return 0
+            return 0, None
         ids, kept = self._kept[best]
-        self._decoder.restore(row, kept, best_length)
         if best_length == len(ids):  # most likely the same episode
             del self._kept[best]
-        return best_length
+        return best_length, kept
 
     def _sample(self, logits: Tensor, first: int) -> list[tuple[_Request, Any]]:
         """Draws the next token of the rows from ``first`` on; finished requests leave the batch."""
@@ -301,7 +307,7 @@ class LocalEngine:
             del self._kept[0]
 
     def _leave(self, row: int) -> None:
-        """Removes a request from the batch; the last row moves into the hole."""
+        """Removes a request from the batch; the last row moves into the free row."""
         last = self._active.pop()
         if row < len(self._active):
             self._decoder.move(len(self._active), row, len(last.prompt) + len(last.ids))
@@ -315,7 +321,7 @@ def _init_thread(threads: int, device: torch.device) -> None:
 
 
 def _chunks(jobs: Sequence[Job], most: int) -> Iterator[Sequence[Job]]:
-    """Consecutive jobs of at most ``most`` tokens together, at least one job each."""
+    """Yields consecutive jobs of at most ``most`` tokens together, at least one job each time."""
     begin, tokens = 0, 0
     for index, (_, _, ids) in enumerate(jobs):
         if index > begin and tokens + len(ids) > most:
@@ -326,17 +332,17 @@ def _chunks(jobs: Sequence[Job], most: int) -> Iterator[Sequence[Job]]:
 
 
 def uniforms(seed: int, position: int, count: int) -> np.ndarray:
-    """Float64 [count], uniform in [0, 1): entry i depends on (seed, position + i) alone (Philox, counter-based)."""
+    """Returns float64 [count], uniform in [0, 1): entry i depends on (seed, position + i) alone (Philox)."""
     bits = np.random.Philox(key=seed % 2**64)
     bits.advance(position // 4)  # one counter step gives four numbers
     return np.random.Generator(bits).random(position % 4 + count)[position % 4 :]
 
 
 def draw(logits: Tensor, noise: Tensor, temperatures: Sequence[float]) -> tuple[list[int], list[float]]:
-    """One token a row by inverting the cumulative distribution at ``noise`` -> ids and their log-probabilities.
+    """Draws one token per row where the cumulative distribution reaches ``noise``; returns ids and log-probabilities.
 
-    logits float32 [n, vocab], noise float64 [n].  Temperature 0 takes the likeliest token; its log-probability is
-    that at temperature 1."""
+    logits are float32 [n, vocab], noise is float64 [n].  Temperature 0 takes the likeliest token; its log-probability
+    is the one at temperature 1."""
     if any(t != 1.0 for t in temperatures):
         logits = logits / torch.tensor([t or 1.0 for t in temperatures], device=logits.device)[:, None]
     probabilities = torch.softmax(logits, -1)

@@ -1,9 +1,9 @@
 """VllmEngine: the policy served by vLLM, one server or many, over HTTP (docs/engines.md).
 
-All turns of an episode go to one server, which keeps its prefix cache.  The requests of a dead server go to the others;
-a completion depends on weights, prompt and seed alone, up to rounding, so that nothing is lost.  New weights come
-between requests, and every server must prove that it serves them.  Not covered: restarting a dead server, top-p and the
-like (they bias the training ratio)."""
+All turns of an episode go to one server, which keeps the episode's prefix cache.  The requests of a dead server go to
+the other servers.  Nothing is lost, because a completion depends on weights, prompt and seed alone, up to rounding.
+The weights change between requests, and every server must prove that it serves the new ones.  A dead server is not
+restarted. There is no top-p or similar sampling, which would bias the training ratio."""
 
 import asyncio
 import contextlib
@@ -36,17 +36,16 @@ from cuda_agent.policy.lora import save_adapter, save_merged
 SHARED = "CUDA_AGENT_ENGINE_FOLDER"  # folder for new weights that the servers can read
 
 TRIES = 3  # tries of one request at one server
-PAUSE_SECONDS = 0.25  # before the second try, twice that before the third; a busy server is asked for longer
+PAUSE_SECONDS = 0.25  # pause before the second try, and half of the pause before the third
 BUSY_TRIES = 40
 BUSY_SECONDS = 8.0  # longest pause for a busy server
 PROBE_TOKENS, PROBE_SAMPLED, PROBE_TEMPERATURE = 24, 16, 0.7
-PROBE_TOLERANCE = {"float32": 1e-4}  # mean difference of sampled tokens' log-probabilities; else:
-PROBE_TOLERANCE_LOW = 0.05  # bfloat16 and float16 against float32
+PROBE_TOLERANCE = {"float32": 1e-4}  # mean difference of sampled tokens' log-probabilities
+PROBE_TOLERANCE_LOW = 0.05  # the same for servers in bfloat16 and float16
 
 
 class VllmEngine:
-    """The engine over ``replicas``, which have been greeted.  ``policy`` is the folder of an adapter's base weights;
-    new weights are written below ``work``, which every server must be able to read."""
+    """The engine over ``replicas``, whose ``greet`` was called.  Every server must be able to read ``work``."""
 
     def __init__(self, replicas: Sequence[Replica], work: Path, config: PolicyConfig) -> None:
         import torch
@@ -57,7 +56,7 @@ class VllmEngine:
         self._work, self._sync = work, config.vllm.sync
         self._salt = uuid.uuid4().hex  # unique per engine, so that versions of two engines differ
         self._adapter: str | None = None
-        self._last_error = ""  # last error of the server that was lost last
+        self._last_error = ""  # error of the server that was lost last
         self._written: Path | None = None  # folder of the served weights
         self._broadcast = Broadcast()
         self._homes: dict[str, Replica] = {}
@@ -71,7 +70,7 @@ class VllmEngine:
         self._worker = ThreadPoolExecutor(1, "training", initializer=torch.set_num_threads, initargs=(config.threads,))
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
-        """See ``LocalEngine.generate``.  Raises EngineLost if no server is left."""
+        """Samples as ``LocalEngine.generate`` does.  Raises EngineLost if no server is left."""
         params = fitted(params, prompt, self.context)
         while not self._open.is_set():
             await self._open.wait()
@@ -93,7 +92,7 @@ class VllmEngine:
                 self._idle.set()
 
     async def update_from(self, model: Any, version: int) -> None:
-        """See ``Engine.update_from``.  Running requests finish on the old weights first."""
+        """Implements ``Engine.update_from``.  Running requests finish on the old weights first."""
         async with self._updating:
             self._check()
             self._open.clear()
@@ -115,8 +114,7 @@ class VllmEngine:
         return await asyncio.get_running_loop().run_in_executor(self._worker, job)
 
     async def close(self) -> None:
-        """Closes the connections and removes our adapter.  External servers run on; servers started here end with
-        ``open_vllm``."""
+        """Closes the connections and removes the engine's adapter.  Servers started here end with ``open_vllm``."""
         self._failure = self._failure or EngineError("the engine is closed")
         if self._adapter:
             for replica in self._replicas:
@@ -159,7 +157,7 @@ class VllmEngine:
             self._last_error = f"{replica.url}: {error}{log}"
 
     async def _patiently(self, replica: Replica, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
-        """Retries a failed request unless the server is gone; retries a busy server for longer."""
+        """Requests a completion; retries unless the server is gone, and more often while the server is busy."""
         faults = busy = 0
         while True:
             try:
@@ -178,7 +176,7 @@ class VllmEngine:
     # Weights
 
     async def _exchange(self, version: int, model: Any) -> None:
-        for replica in self._replicas:  # a recovered server gets the new weights too
+        for replica in self._replicas:  # a server that answers again gets the new weights too
             if not replica.alive and replica.server is None and await replica.healthy():
                 with contextlib.suppress(Fault):
                     await replica.greet()
@@ -258,8 +256,7 @@ class VllmEngine:
         replica.noise = off
 
     async def _each(self, action: Callable[[Replica], Awaitable[Any]]) -> dict[Replica, Any]:
-        """Runs ``action`` for every living server and returns the results.  A server that fails is dropped, unless it
-        was the last."""
+        """Runs ``action`` for every living server, and drops one that fails.  Raises EngineLost if none is left."""
         results: dict[Replica, Any] = {}
 
         async def one(replica: Replica) -> None:
@@ -274,7 +271,7 @@ class VllmEngine:
 
 
 def _put_first(policy: Path, shared: Path) -> None:
-    """Writes the first policy for waiting servers (``vllm_pool``), unless there is one."""
+    """Writes the first policy for waiting servers (``vllm_pool``), unless it is there."""
     if (shared / FIRST).exists():
         return
     shared.mkdir(parents=True, exist_ok=True)
@@ -287,7 +284,6 @@ def _put_first(policy: Path, shared: Path) -> None:
 
 
 def _fingerprint(model: Any) -> tuple[str, list[float]]:
-    """The digest of a model's weights, and its log-probabilities of the probe's prompt."""
     prompt = probe_prompt(model, PROBE_TOKENS)
     return digest(model.named_parameters()), logprobs_of(model, prompt, len(prompt) - 1, 1.0)
 
@@ -300,11 +296,11 @@ def _distance(a: Sequence[float], b: Sequence[float]) -> float:
 async def open_vllm(
     folder: Path, model: Any, work: Path, config: PolicyConfig, lease: Path | None = None
 ) -> AsyncIterator[VllmEngine]:
-    """An engine that serves the policy in ``folder``, whose weights are those of ``model``.
+    """Opens an engine that serves the policy in ``folder``, whose weights are those of ``model``.
 
-    Without ``config.vllm.servers`` it starts ``replicas`` servers: one per GPU, or, without GPUs, on the processor in
-    float32, pausing under ``lease``.  With servers it replaces their weights.  New weights are written below
-    ``work``."""
+    If ``config.vllm.servers`` is empty, it starts ``config.vllm.replicas`` servers and gives them the GPUs in turn.
+    Without a GPU they run on the processor in float32, and pause while a judge holds ``lease`` to take a time.
+    Otherwise it replaces the weights of the given servers.  New weights are written below ``work``."""
     settings = config.vllm
     own: list[VllmServer] = []
     found = [Replica(url) for url in settings.servers]

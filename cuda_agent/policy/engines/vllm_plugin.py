@@ -1,8 +1,8 @@
 """Code inside vLLM's processes: a plugin, and an extension of its workers.
 
-vLLM calls ``register`` in each process by the entry point ``vllm.general_plugins``, and mixes ``WeightSync`` into its
+vLLM calls ``register`` in each process by the entry point ``vllm.general_plugins``, and adds ``WeightSync`` to its
 workers; the engine calls its methods by ``/collective_rpc``.  The servers' environment needs this package, but not its
-requirements: only ``torch`` is imported, and that late.  Run as a program this module becomes a server."""
+requirements: only ``torch`` is imported, and only late.  Run as a program this module becomes a server."""
 
 import ctypes
 import functools
@@ -17,19 +17,21 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from cuda_agent.machine import die_with_parent
+
 LEASE = "CUDA_AGENT_ENGINE_LEASE"  # folder of the timing lease, if kernels are timed on the same processor
 
 LEAST_CACHE = 64 << 20  # bytes of keys and values on a processor, below which vLLM does not start
-STEP_TOKENS = 4096  # of prompts that start together on a processor
-WHOLE = "CUDA_AGENT_ENGINE_WHOLE"  # set for servers started here: their processes end with the first one
-TRANSFER_SECONDS = 600.0  # one tensor, at most
+STEP_TOKENS = 4096  # most tokens of prompts that start together on a processor
+WHOLE = "CUDA_AGENT_ENGINE_WHOLE"  # set for servers started here: their processes end with the first process
+TRANSFER_SECONDS = 600.0  # limit for one tensor
 PIECE = 1 << 24  # elements per step of a digest: a server has little spare memory
 
 
 def register() -> None:
     """Adds replaceable weights and the timing lease to a server.  May be called repeatedly."""
-    if WHOLE in os.environ:
-        _end_with_parent()
+    if WHOLE in os.environ and (parent := multiprocessing.parent_process()) and parent.pid is not None:
+        die_with_parent(parent.pid)  # else vLLM's engine and workers outlive a killed server and keep its memory
     from vllm.platforms import current_platform  # type: ignore[import-not-found, unused-ignore]
 
     if current_platform.is_cpu():
@@ -38,16 +40,8 @@ def register() -> None:
         _work_under_lease(Path(folder))
 
 
-def _end_with_parent() -> None:
-    """Ends vLLM's engine and workers with a killed server; they would run on and keep its memory."""
-    if parent := multiprocessing.parent_process():
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent.pid:
-            os._exit(1)
-
-
 def _keep_plain_weights() -> None:
-    """Disables packed weights.  On a CPU vLLM multiplies with packed copies that a reload does not reach, and would
+    """Disables packed weights.  On a CPU vLLM multiplies with packed copies, which a reload does not change: it would
     silently use the old weights.  Without packing it uses PyTorch's operators on the weights themselves."""
     from vllm import _custom_ops  # type: ignore[import-not-found, unused-ignore]
     from vllm.model_executor.layers import utils  # type: ignore[import-not-found, unused-ignore]
@@ -57,7 +51,7 @@ def _keep_plain_weights() -> None:
 
 
 def _work_under_lease(folder: Path) -> None:
-    """Holds the timing lease during every step of a worker, as the in-process engine does."""
+    """Makes every step of a worker hold the timing lease, as the in-process engine does."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase  # type: ignore[import-not-found, unused-ignore]
 
     from cuda_agent.lease import Lease
@@ -83,7 +77,7 @@ class WeightSync:
     _cuda_agent_group: Any = None
 
     def cuda_agent_weights(self) -> dict[str, str]:
-        """The state of this worker: a digest of all weights, the element type, the device."""
+        """Returns the state of this worker: a digest of all weights, the element type, the device."""
         parameters = dict(self.model_runner.get_model().named_parameters())
         dtype = str(self.model_runner.model_config.dtype).removeprefix("torch.")
         return {"digest": digest(parameters.items()), "dtype": dtype, "device": self.device.type}
@@ -94,7 +88,7 @@ class WeightSync:
         return self.cuda_agent_weights()
 
     def cuda_agent_join(self, host: str, port: int, rank: int, size: int) -> dict[str, str]:
-        """Joins a broadcast group; ``rank`` is that of this server's first worker."""
+        """Joins a broadcast group; ``rank`` is the rank of this server's first worker."""
         from vllm.distributed import get_world_group  # type: ignore[import-not-found, unused-ignore]
 
         store = transfer_store(host, port, size, False)
@@ -103,7 +97,7 @@ class WeightSync:
         return {}
 
     def cuda_agent_receive(self, tensors: list[list[Any]]) -> dict[str, str]:
-        """Receives broadcast weights; ``tensors``: name, element type and shape of each, in the order of sending."""
+        """Receives broadcast weights; ``tensors`` has the name, element type and shape of each, in sending order."""
         self.model_runner.reload_weights(weights_iterator=self._received(tensors))
         return self.cuda_agent_weights()
 
@@ -117,7 +111,7 @@ class WeightSync:
 
 
 def transfer_store(host: str, port: int, size: int, master: bool) -> Any:
-    """The rendezvous of a group; the trainer is the master.  Port 0: any free one."""
+    """Opens the store where the members of a group meet; the trainer is the master.  Port 0 means any free port."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=TRANSFER_SECONDS)
@@ -125,8 +119,7 @@ def transfer_store(host: str, port: int, size: int, master: bool) -> Any:
 
 
 def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> Any:
-    """A process group beside others of this process: NCCL between GPUs, Gloo between CPUs.  Returns when all ``size``
-    members have joined."""
+    """Joins a process group of this process, by NCCL or Gloo.  Returns when all ``size`` members have joined."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=TRANSFER_SECONDS)
@@ -143,8 +136,8 @@ def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> 
 
 
 def digest(parameters: Iterable[tuple[str, Any]]) -> str:
-    """A digest that changes with any weight: over the names of all tensors, the sums of their bits as integers, and the
-    sums of the products of neighbours.  These sums are exact, and therefore the same on every processor."""
+    """Returns a digest that changes with any weight: over the names of all tensors, the sums of their bits as integers,
+    and the sums of products of neighbours.  These sums are exact, so they are the same on every processor."""
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -162,9 +155,9 @@ def digest(parameters: Iterable[tuple[str, Any]]) -> str:
 
 
 def served(policy: Path, name: str, context: int, batch: int, memory: float | None, rank: int | None) -> list[str]:
-    """Arguments of vLLM's server, except for its address.  ``name``: under which it serves the folder ``policy``.
-    ``context``: also limited by the model's positions.  ``memory``: share of a GPU's memory; None: it computes on the
-    processor, in float32.  ``rank``: largest rank of an adapter."""
+    """Returns the arguments of vLLM's server, except for its address.  It serves the folder ``policy`` as ``name``.
+    ``context`` is also limited by the model's positions.  ``memory`` is a share of a GPU's memory; None means on the
+    processor, in float32.  ``rank`` is the largest rank of an adapter."""
     config = json.loads((policy / "config.json").read_text())
     shape = config.get("text_config") or config
     context = min(context, shape.get("max_position_embeddings") or context)
@@ -180,15 +173,14 @@ def served(policy: Path, name: str, context: int, batch: int, memory: float | No
         head = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
         cache = 2 * 4 * 2 * batch * context * shape["num_hidden_layers"] * heads * head  # keys and values in float32
         command += ["--dtype", "float32", "--enforce-eager", "--kv-cache-memory-bytes", str(max(LEAST_CACHE, cache))]
-        # A prompt in pieces would have vLLM wind back the request's random numbers, and it dies: PyTorch cannot do
-        # that on a processor.
+        # For a prompt in pieces vLLM rewinds the request's random numbers.  PyTorch cannot do that on a processor:
+        # vLLM would crash.
         command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(max(context, STEP_TOKENS))]
     return command if rank is None else [*command, "--enable-lora", "--max-lora-rank", str(rank)]
 
 
 def on_processor(environment: dict[str, str], lib: Path, threads: int) -> dict[str, str]:
-    """The environment of a server on ``threads`` of the processor.  ``lib``: the ``lib`` folder of vLLM's virtual
-    environment."""
+    """Returns the environment of a server on the processor.  ``lib`` is that folder of vLLM's virtual environment."""
     made = environment | {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     made.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the arguments of ``served``
     openmp = lib / "libiomp5.so"  # vLLM's operators are linked to it
@@ -196,7 +188,7 @@ def on_processor(environment: dict[str, str], lib: Path, threads: int) -> dict[s
 
 
 def _serve(parent: int, arguments: list[str]) -> None:
-    """Has the kernel send a signal at the parent's end, then becomes vLLM's server."""
+    """Asks Linux for a signal when the parent ends, then replaces this process by vLLM's server."""
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() == parent:
         os.execv(sys.executable, [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *arguments])

@@ -1,6 +1,6 @@
-"""Broadcasts of new weights into the memory of vLLM's workers: NCCL between GPUs, Gloo between CPUs.
+"""Broadcasts new weights into the memory of vLLM's workers: NCCL between GPUs, Gloo between CPUs.
 
-Pausing, deaths and verification belong to ``vllm``; weights of a trainer of several processes are gathered first."""
+``vllm`` pauses the servers, notices dead ones and verifies the weights."""
 
 import asyncio
 import socket
@@ -24,8 +24,7 @@ class Broadcast:
         self._members: list[Replica] = []
 
     async def send(self, replicas: Sequence[Replica], model: Any) -> None:
-        """Sends the model's parameters to all ``replicas``.  A failure of one ends the group; the next call creates
-        another."""
+        """Sends the model's parameters to all ``replicas``.  If one fails, the next call makes a new group."""
         device = model.device.type
         if others := sorted({replica.device for replica in replicas} - {device}):
             raise EngineError(
@@ -58,17 +57,15 @@ class Broadcast:
 
 
 def _send(group: Any, parameters: Iterable[tuple[str, Any]], device: str, dtype: str) -> None:
-    """The sender's part of a broadcast: ``parameters`` from ``device``, converted to ``dtype``."""
     import torch
 
     for _, parameter in parameters:
         group.broadcast([parameter.detach().to(device, getattr(torch, dtype)).contiguous()]).wait()
     if device.startswith("cuda"):
-        torch.cuda.synchronize(device)  # NCCL's ``wait`` blocks a stream only, not this thread
+        torch.cuda.synchronize(device)  # NCCL's ``wait`` blocks only a stream, not this thread
 
 
 def _address_towards(hosts: Sequence[str | None]) -> str:
-    """This machine's address as the machines ``hosts`` see it."""
     remote = [host for host in hosts if host not in (None, "localhost", "127.0.0.1")]
     if not remote:
         return "127.0.0.1"
@@ -78,8 +75,8 @@ def _address_towards(hosts: Sequence[str | None]) -> str:
 
 
 async def _collective(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) -> Any:
-    """Runs the collective ``work`` in a thread, beside the calls that make the others take part.  If a call fails the
-    collective may never end; the thread is then left behind."""
+    """Runs the collective ``work`` in a thread, while ``calls`` make the other members take part.  If a call fails,
+    ``work`` may never end; its thread is then left behind."""
     result: Future[Any] = Future()
     result.set_running_or_notify_cancel()
 

@@ -1,8 +1,8 @@
-"""The classes of Ray's actors: a rollout worker, which plays episodes with its own engine and sandbox, and a host of
-trainer processes.  Plain classes, of which ``players`` and ``runtime`` make actors.
+"""The classes of Ray's actors, from which ``players`` and ``runtime`` make actors: a rollout worker, which plays
+episodes with its own engine and sandbox, and a host of trainer processes.
 
-Arguments and results travel as bytes, lines and arrays, so that actors and stage need no common folder: inputs and
-checkpoints in parts, episodes in their wire form, weights as arrays with a digest that must hold after loading."""
+Actors and stage need no common folder.  Inputs and checkpoints travel in parts, as bytes; episodes as lines of JSON;
+weights as arrays with a digest that is checked after loading."""
 
 import asyncio
 import shutil
@@ -24,11 +24,11 @@ from cuda_agent.training.ranks import Ranks, open_store
 
 
 class RolloutWorker:
-    """Plays episodes.  ``context`` names the stage's cache, which is used if this machine has it; folders of ``inputs``
-    are unpacked here."""
+    """Plays episodes.  ``context`` names the stage's cache, which is used if this machine has it.  The folders of
+    ``inputs`` are unpacked into a private folder."""
 
     def __init__(self, context: WorkerContext, episodes: EpisodeSettings, inputs: Mapping[str, Sequence[Part]]) -> None:
-        die_with_parent()  # Ray's workers run on for seconds after a killed raylet
+        die_with_parent()  # Ray's workers run on for seconds after their node's raylet was killed
         self._stack = AsyncExitStack()
         home = _private_folder(self._stack)
         for name, content in inputs.items():
@@ -41,10 +41,8 @@ class RolloutWorker:
         self._playing: set[asyncio.Task[Any]] = set()
 
     async def open(self) -> None:
-        """Opens engine and sandbox."""
-        self._rollouts = await self._stack.enter_async_context(
-            open_rollouts(self._context, self._context.inputs["policy"], self._episodes)
-        )
+        opening = open_rollouts(self._context, self._context.inputs["policy"], self._episodes)
+        self._rollouts = await self._stack.enter_async_context(opening)
 
     async def play(self, jobs: Sequence[Job], kind: Kind) -> AsyncIterator[str]:
         """Yields the episodes of ``jobs`` as they finish, until ``stop``."""
@@ -65,16 +63,14 @@ class RolloutWorker:
             self._playing.discard(playing)
 
     async def stop(self) -> None:
-        """Cancels all running episodes."""
         for playing in self._playing:
             playing.cancel()
 
     async def serve(self, version: int, weights: Weights, expected: str) -> None:
-        """Serves these weights from now on; turns that are being sampled finish on the old ones.
+        """Serves these weights from now on; turns that are being sampled finish on the old weights.
 
         Raises:
-            EngineError: The loaded model's digest differs from the trainer's.
-        """
+            EngineError: The loaded model's digest differs from the trainer's."""
         assert self._rollouts is not None, "open comes first"
         rollouts = self._rollouts
         await rollouts.engine.compute(lambda: load_weights(rollouts.model, weights, expected))
@@ -86,7 +82,7 @@ class RolloutWorker:
 
 
 class RankHost:
-    """The trainer's processes on one machine; see ``training.ranks.Ranks``."""
+    """The trainer's processes on one machine, through ``training.ranks.Ranks``."""
 
     def __init__(self) -> None:
         die_with_parent()
@@ -95,7 +91,7 @@ class RankHost:
         self._coming, self._going = home / "coming", home / "going"
 
     def meet(self) -> str:
-        """Opens the store where all ranks meet, on this machine.  Returns its address."""
+        """Opens, on this machine, the store where all ranks meet.  Returns the address of the store."""
         import ray
 
         self._store, address = open_store(ray.util.get_node_ip_address())
@@ -113,7 +109,7 @@ class RankHost:
         return self._ranks.send(message)
 
     def save(self, name: str) -> None:
-        """Writes this machine's part of a checkpoint, which ``saved`` yields."""
+        """Writes this machine's part of a checkpoint; ``saved`` then yields it."""
         shutil.rmtree(self._going, ignore_errors=True)
         self._going.mkdir()
         self._ranks.save(name, self._going)
@@ -123,7 +119,7 @@ class RankHost:
         shutil.rmtree(self._going)
 
     def keep(self, part: Part) -> None:
-        """Takes one part of the checkpoint for ``load``."""
+        """Stores one part of the checkpoint that ``load`` reads."""
         keep(part, self._coming)
 
     def load(self, name: str) -> tuple[int, float]:
@@ -137,7 +133,6 @@ class RankHost:
 
 
 def _private_folder(stack: ExitStack | AsyncExitStack) -> Path:
-    """A folder of this process, which is removed when ``stack`` is closed."""
     home = make_folder("actor")
     home.chmod(0o700)
     stack.callback(remove, home)

@@ -1,7 +1,7 @@
 """Ray's rollout workers: distributes episodes over them and collects the results.
 
-When a worker or its engine is lost, its episodes are played again by others with the same seeds, and a new worker
-replaces it, which gets the newest weights before it plays."""
+When a worker or its engine is lost, other workers play its episodes again with the same seeds.  A new worker replaces
+the lost one; it gets the newest weights before it plays."""
 
 import asyncio
 import math
@@ -21,17 +21,17 @@ from cuda_agent.policy.episode import Episode, from_line, group_of
 from cuda_agent.rl.ray.actors import RolloutWorker
 from cuda_agent.rl.ray.cluster import on_bundle, open_ray, raise_if_init_failed
 from cuda_agent.rl.ray.transfer import parts
-from cuda_agent.rl.rollouts import Job, Kind
+from cuda_agent.rl.rollouts import Job, Kind, OnDone
 
 LOSSES = 3  # losses per worker in one round before the stage gives up
 PLACING_SECONDS = 900.0  # a cluster may have to add nodes
 OPENING_SECONDS = 1800.0  # a worker's engine may have to load a large model
 CLOSING_SECONDS = 20.0
-GRACE_SECONDS = 60.0  # beyond the deadlines of a worker's episodes
+GRACE_SECONDS = 60.0  # a worker counts as lost this long after the deadlines of its episodes
 
 
 class ServedPolicy(NamedTuple):
-    """The policy that the workers play.  ``weights``: a reference into Ray's object store."""
+    """The policy that the workers play.  ``weights`` is a reference into Ray's object store."""
 
     version: int
     digest: str
@@ -44,7 +44,7 @@ class WorkerLost(Exception):
 
 @dataclass
 class WorkerSlot:
-    """The slot of a rollout worker, and the actor in it."""
+    """The place of a rollout worker, and the actor in this place."""
 
     number: int
     actor: Any = None  # None: lost, or not opened yet
@@ -54,7 +54,7 @@ class WorkerSlot:
 
 class EpisodeCollector:
     """Collects the episodes of one round.  For each group it keeps the first ``samples`` episodes that finish with a
-    reward, or all if fewer have one; it is ``full`` when every group has as many as it can."""
+    reward, or all if fewer have one.  It is ``full`` when every group has so many or no unfinished episode."""
 
     def __init__(self, jobs: Sequence[Job], samples: int) -> None:
         self._order = {name: index for index, (_, name) in enumerate(jobs)}
@@ -72,11 +72,11 @@ class EpisodeCollector:
 
     @property
     def cut(self) -> int:
-        """Started episodes that are no longer needed."""
+        """Returns the number of started episodes that are no longer needed."""
         return self._open.total()
 
     def episodes(self) -> list[Episode]:
-        """The episodes in the order of the jobs."""
+        """Returns the episodes in the order of the jobs."""
         chosen = []
         for group, episodes in self._kept.items():
             others = [episode for episode in episodes if episode.reward is None]
@@ -88,11 +88,10 @@ class EpisodeCollector:
 
 
 class RayPlayers:
-    """The rollout workers of one stage.  They play the policy that they were opened with until ``serve`` gives them
-    another."""
+    """The rollout workers of one stage.  They play the policy of their start, until ``serve`` gives them another."""
 
     def __init__(self, ctx: StageContext, episodes: EpisodeSettings, group: Any, first: int) -> None:
-        """Places the workers on the bundles of ``group`` from number ``first`` on."""
+        """Places the workers on the bundles of ``group``, from number ``first`` on."""
         import ray
 
         self._ray = ray
@@ -104,23 +103,17 @@ class RayPlayers:
         self._served: ServedPolicy | None = None
         self._lost = 0  # workers lost since the last completed round
 
-    async def play(
-        self, jobs: Sequence[Job], kind: Kind, on_done: Callable[[Episode], None] = lambda episode: None
-    ) -> list[Episode]:
+    async def play(self, jobs: Sequence[Job], kind: Kind, on_done: OnDone = lambda episode: None) -> list[Episode]:
         collector = EpisodeCollector(jobs, len(jobs))
         await self.collect(collector, jobs, kind, on_done)
         return collector.episodes()
 
     async def collect(
-        self,
-        collector: EpisodeCollector,
-        jobs: Sequence[Job],
-        kind: Kind,
-        on_done: Callable[[Episode], None] = lambda episode: None,
+        self, collector: EpisodeCollector, jobs: Sequence[Job], kind: Kind, on_done: OnDone = lambda episode: None
     ) -> int:
-        """Plays ``jobs`` until ``collector`` is full.  Returns the number of workers lost since the round before."""
+        """Plays ``jobs`` until ``collector`` is full.  Returns the number of workers lost since the last round."""
         for worker in self.workers:
-            if worker.actor is None and worker.opening is None:  # its replacement failed too often between two rounds
+            if worker.actor is None and worker.opening is None:  # all replacements failed since the last round
                 worker.opening = asyncio.create_task(self._open(worker))
 
         async def follow(worker: WorkerSlot, actor: Any, share: Sequence[Job]) -> None:
@@ -164,8 +157,7 @@ class RayPlayers:
         return lost
 
     def _patience(self, episodes: int) -> float | None:
-        """Seconds after which a worker with so many episodes counts as lost; the deadlines of the episodes are
-        shorter."""
+        """Returns the seconds after which a worker with so many episodes counts as lost (None: never)."""
         agent = self._ctx.config.agent
         if self._ctx.config.sandbox.clock == "model":
             return None  # lockstep has no deadline
@@ -176,7 +168,7 @@ class RayPlayers:
         return [worker for worker in self.workers if worker.actor is not None]
 
     async def _able(self) -> list[WorkerSlot]:
-        """The workers that can play; waits for one if there is none."""
+        """Returns the workers that can play; waits for one if there is none."""
         while not self.living:
             opening = [worker.opening for worker in self.workers if worker.opening is not None]
             if not opening:
@@ -199,11 +191,7 @@ class RayPlayers:
         await asyncio.gather(*(one(worker, worker.actor) for worker in self.living))
 
     def _lose(self, worker: WorkerSlot, actor: Any, error: WorkerLost) -> None:
-        """Replaces the worker's actor, in the background.
-
-        Raises:
-            TryAgain: Too many workers were lost.
-        """
+        """Replaces the worker's actor, in the background.  Raises TryAgain if too many workers were lost."""
         if worker.actor is not actor:
             return  # reported before
         worker.actor = None
@@ -215,7 +203,6 @@ class RayPlayers:
         worker.opening = asyncio.create_task(self._open(worker))
 
     async def _open(self, worker: WorkerSlot) -> None:
-        """Opens an actor in this slot, with the newest weights."""
         settings, worker.has = self._settings, None
         options = on_bundle(self._group, self._first + worker.number, settings.worker_cpus, settings.worker_gpus)
         made = self._ray.remote(cast(Any, RolloutWorker)).options(**options)
@@ -234,7 +221,7 @@ class RayPlayers:
         worker.actor, worker.opening = actor, None
 
     async def serve(self, served: ServedPolicy) -> None:
-        """All workers serve this policy from now on, except for turns that are being sampled."""
+        """Makes all workers serve this policy from now on; turns that are being sampled finish on the old weights."""
         self._served = served
         await self._of_all(lambda worker, actor: self._give(worker, actor, served))
 
@@ -244,7 +231,7 @@ class RayPlayers:
 
     @asynccontextmanager
     async def _losses(self, seconds: float | None) -> AsyncIterator[None]:
-        """Turns errors that a new worker may avoid, and the end of ``seconds``, into ``WorkerLost``; raises an actor's
+        """Turns errors that a new worker may avoid, and the end of ``seconds``, into ``WorkerLost``.  Raises an actor's
         own errors unchanged."""
         try:
             async with asyncio.timeout(seconds):
@@ -288,12 +275,11 @@ async def end_actors(actors: Sequence[Any]) -> None:
 
 @asynccontextmanager
 async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterator[Any]:
-    """A placement group: bundles for the trainer, then one for each rollout worker.
+    """Opens a placement group: bundles for the trainer, then one bundle for each rollout worker.
 
     Raises:
         BadConfiguration: This machine lacks the resources.
-        TryAgain: The cluster does not provide them in time.
-    """
+        TryAgain: The cluster does not provide them in time."""
     settings, servers = ctx.config.ray, ctx.config.policy.vllm.servers
     if servers and len(servers) < settings.workers:
         raise BadConfiguration(
@@ -323,7 +309,7 @@ async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterato
 
 @asynccontextmanager
 async def open_players(ctx: StageContext, episodes: EpisodeSettings) -> AsyncIterator[RayPlayers]:
-    """Rollout workers for a policy that is not trained.  Raises as ``open_placement_group`` does."""
+    """Opens rollout workers for a policy that is not trained.  Raises the errors of ``open_placement_group``."""
     async with open_placement_group(ctx, 0) as group:
         players = RayPlayers(ctx, episodes, group, 0)
         try:
@@ -334,7 +320,7 @@ async def open_players(ctx: StageContext, episodes: EpisodeSettings) -> AsyncIte
 
 
 def _context(ctx: StageContext, worker: int) -> WorkerContext:
-    """The context of a worker, with its share of external vLLM servers, whose weights it alone changes."""
+    """Returns the context of a worker.  Its share of the external vLLM servers gets weights from no other worker."""
     vllm = ctx.config.policy.vllm
     vllm = vllm.model_copy(update={"servers": vllm.servers[worker :: ctx.config.ray.workers]})
     config = ctx.config.model_copy(update={"policy": ctx.config.policy.model_copy(update={"vllm": vllm})})

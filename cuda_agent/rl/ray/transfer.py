@@ -1,4 +1,4 @@
-"""Messages between Ray's actors: folders in parts, so that memory holds a few parts of a checkpoint only, and a model's
+"""Messages between Ray's actors: folders in parts, so that memory holds only a few parts of a checkpoint, and a model's
 weights as arrays."""
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -7,15 +7,16 @@ from typing import Any
 
 from cuda_agent.policy.engines.engine import EngineError
 from cuda_agent.policy.engines.vllm_plugin import digest
+from cuda_agent.storage import files_below
 
-Part = tuple[str, bytes]  # path of a file in the folder, and the next bytes of its content
+Part = tuple[str, bytes]  # path of a file in the folder, and the next piece of its content
 Weights = dict[str, Any]  # arrays by name
 PART_BYTES = 64 << 20
 
 
 def parts(folder: Path) -> Iterator[Part]:
     """Yields the files of a folder in parts, for ``keep``; an empty folder yields nothing."""
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+    for path in files_below(folder):
         name = path.relative_to(folder).as_posix()
         with open(path, "rb") as file:
             content = file.read(PART_BYTES)
@@ -33,7 +34,7 @@ def keep(part: Part, folder: Path) -> None:
 
 
 def arrays(parameters: Iterable[tuple[str, Any]]) -> Weights:
-    """Returns the arrays of a model's parameters (``lora.merged_parameters``)."""
+    """Returns the arrays of a model's parameters (``lora.merged_parameters``), by name."""
     return {name: parameter.detach().cpu().numpy() for name, parameter in parameters}
 
 
@@ -41,8 +42,7 @@ def load_weights(model: Any, weights: Mapping[str, Any], expected: str | None = 
     """Loads the weights into the model.
 
     Raises:
-        EngineError: Names or shapes differ from the model's, or the loaded model's digest differs from ``expected``.
-    """
+        EngineError: Names or shapes differ from the model's, or the loaded model's digest differs from ``expected``."""
     import torch
 
     parameters = dict(model.named_parameters())

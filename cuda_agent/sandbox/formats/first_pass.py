@@ -1,8 +1,8 @@
-"""Runs a solution that brings its own compilers once in a worker that may start programs: the first pass.
+"""Runs the first pass of a solution that starts compilers: one run in a worker that may start programs.
 
-When the worker and all its programs have ended, the plain files of its folder are copied into the cache.  The locked
-pass reads them at the same path and starts no program (``worker.replay``).  The folder's content is hostile: only the
-jailed candidate loads it.  Not covered: a device that the pass leaves in a bad state."""
+When the worker and all its programs have ended, the plain files of its folder are copied into the cache.  The second,
+locked pass reads them at the same path and starts no program (``worker.replay``).  The folder's content is hostile:
+only the jailed candidate loads it.  Not covered: a device that the pass leaves in a bad state."""
 
 import asyncio
 import contextlib
@@ -28,20 +28,19 @@ from cuda_agent.machine import processor
 from cuda_agent.sandbox.build import builder, toolchain
 from cuda_agent.sandbox.formats.solution_format import FirstPassTime
 from cuda_agent.sandbox.jail import cgroups, jail, scratch
-from cuda_agent.sandbox.jail.descendants import descendants, memory_bytes
+from cuda_agent.sandbox.jail.descendants import deleted_bytes, descendants, memory_bytes
 from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError
 from cuda_agent.sandbox.jail.warm_parent import WarmParent, warm_parent
-from cuda_agent.sandbox.messages import WorkerOperation
+from cuda_agent.sandbox.messages import FrameTooLarge, WorkerOperation
 from cuda_agent.sandbox.wire import NO_PROGRAMS, Status, Verdict, printable
 from cuda_agent.tasks.task import Task
 
 _ASKS = re.compile(r"\b(load_inline|cpp_extension|triton|_inductor)\b|\btorch\s*\.\s*compile\b|\bimport\s+compile\b")
-_MEMORY_MB = 4096  # of all its processes together: one nvcc with torch's headers takes half of it
+_MEMORY_MB = 4096  # limit for all its processes together; one nvcc with torch's headers takes half
 _FILE_MB, _FOLDER_MB, _MOST_FILES = 256, 512, 4096
-_MOST_DEPTH = 16
 _LOOK, _BREATH = 0.3, 1.0  # seconds: between checks of memory and folder; between pauses for a timing
 _VERSION = 1
-_IMPORTS = ("cuda_agent.sandbox.worker.compiling",)  # of the warm parent
+_IMPORTS = ("cuda_agent.sandbox.worker.compiling",)  # modules that the warm parent imports
 
 
 class FirstPassFailed(Exception):
@@ -58,7 +57,7 @@ def time_for_python(files: Mapping[str, str], device: str) -> FirstPassTime:
 
 
 def asks(code: str) -> bool:
-    """Returns whether a source names a compiler."""
+    """Returns whether a source names a compiler, so that it probably needs a first pass."""
     return _ASKS.search(code) is not None
 
 
@@ -68,14 +67,22 @@ def was_refused(verdict: Verdict) -> bool:
 
 
 class FirstPass:
-    """Runs first passes, at most ``parallel`` at a time, and caches their folders in ``folder``. ``scratch``: a folder
-    that jailed users can reach.  ``lease``: that of the lease which pauses work during a timing."""
+    """Runs first passes, at most ``parallel`` at a time, and caches their folders in ``folder``. ``scratch`` is a
+    folder that jailed users can reach.  ``lease`` is the folder of the lease that pauses work during a timing."""
 
     def __init__(
-        self, folder: Path, scratch: Path, lease: Path, device: str, threads: int, seconds: float, parallel: int = 2
+        self,
+        folder: Path,
+        scratch: Path,
+        lease: Path,
+        device: str,
+        threads: int,
+        seconds: float,
+        parallel: int = 2,
+        train_mode: bool = False,
     ) -> None:
         self._folder, self._scratch, self._lease = folder, scratch, lease
-        self._device, self._threads, self._seconds = device, threads, seconds
+        self._device, self._threads, self._seconds, self._train_mode = device, threads, seconds, train_mode
         self._slots = asyncio.Semaphore(parallel)
         self._parent: WarmParent | None = None
         self._starting = threading.Lock()
@@ -83,15 +90,22 @@ class FirstPass:
     async def __call__(
         self, task: Task, files: Mapping[str, str], architecture: str, more: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Runs the first pass of a solution, or finds it in the cache.  ``more``: environment variables of both passes.
-        Returns the ``folder`` that it left, and the ``environment`` that points the locked pass to it.
-        Raises ``FirstPassFailed`` where the solution is at fault, ``OSError`` where the machine is."""
+        """Runs the first pass of a solution, or finds it in the cache.  Both passes get the environment variables
+        ``more``. Returns the ``folder`` with the results, and the ``environment`` through which the locked pass finds
+        them. Raises ``FirstPassFailed`` if the solution is at fault, and ``OSError`` if the machine is."""
         async with self._slots:
             return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more))
 
     def _cached(self, task: Task, files: dict[str, str], architecture: str, more: dict[str, str]) -> dict[str, Any]:
         environment = _toolchain(architecture) | more
-        versions = [_VERSION, importlib.metadata.version("torch"), sys.version, processor(), self._threads]
+        versions = [
+            _VERSION,
+            importlib.metadata.version("torch"),
+            sys.version,
+            processor(),
+            self._threads,
+            self._train_mode,
+        ]
         parts = [versions, self._device, architecture, sorted(environment.items()), task.digest, sorted(files.items())]
         name = hashlib.sha256(json.dumps([*parts, str(self._folder)]).encode(errors="surrogatepass")).hexdigest()
         folder = self._folder / name[:2] / name
@@ -133,10 +147,11 @@ class FirstPass:
             read=(*jail.SYSTEM_READ, *python), write=(str(folder), str(home)), execute=(*jail.SYSTEM_EXECUTE, *python),
             memory_mb=2 * _MEMORY_MB if self._device == "cpu" else 0,  # virtual memory of one process
             processes=256, file_mb=_FILE_MB, cpu_seconds=int(self._seconds * self._threads) + 60, one_group=True,
-            read_any=True,
+            shared_memory=self._device == "cuda", read_any=True,
         )  # fmt: skip
         options = {
             "role": "first_pass", "threads": self._threads, "folder": str(folder), "device": self._device,
+            "train_mode": self._train_mode,
             # gcc checks whether an unprivileged user can reach its temporary folder; a cache may lie in a private home
             "environment": environment | {"TMPDIR": str(home)},
         }  # fmt: skip
@@ -148,6 +163,8 @@ class FirstPass:
                 worker.wait_started()
                 worker.seconds = self._seconds
                 answer = worker.call(WorkerOperation.RUN_FIRST_PASS, request)
+            except FrameTooLarge as error:
+                raise FirstPassFailed("build_error", f"the solution is {error}") from None
             except (NotStarted, ConnectionError, ValueError) as lost:
                 self.close()
                 raise OSError(f"the first pass did not start: {lost}") from None
@@ -203,7 +220,7 @@ def _toolchain(architecture: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _working(folder: Path) -> Iterator[Callable[[], None]]:
-    """Holds the lease for work.  The yielded function releases it for a moment, so that a waiting timer can run."""
+    """Holds the lease for work.  Yields a function that releases it for a moment, so that a waiting timer can run."""
     with contextlib.closing(Lease(folder)) as lease, contextlib.ExitStack() as held:
         held.enter_context(lease.working())
 
@@ -217,6 +234,7 @@ def _working(folder: Path) -> Iterator[Callable[[], None]]:
 def _watch(folders: Sequence[Path], pause: Callable[[], None]) -> Callable[[JailedProcess], str]:
     """Returns the watchdog's check; it names the resource that exceeds its limit, or returns an empty string."""
     looked = breathed = time.monotonic()
+    devices = {folder.stat().st_dev for folder in folders}
 
     def overrun(worker: JailedProcess) -> str:
         nonlocal looked, breathed
@@ -230,7 +248,7 @@ def _watch(folders: Sequence[Path], pause: Callable[[], None]) -> Callable[[Jail
             looked = now
             if sum(memory_bytes(pid)[1] for pid in descendants(worker.pid)) > _MEMORY_MB << 20:
                 return "memory"
-            if any(map(too_much, folders)):
+            if any(map(_too_much, folders)) or deleted_bytes(worker.pid, devices) > _FOLDER_MB << 20:
                 return "disk"
         return ""
 
@@ -242,48 +260,18 @@ def _signal_group(worker: JailedProcess, number: int) -> None:
         os.killpg(worker.pid, number)
 
 
-def _entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
-    """Yields all entries below a folder with their depth, folders before their content; follows no link."""
-    unread = [(str(folder), 1)]
-    while unread:
-        path, depth = unread.pop()
-        with os.scandir(path) as listed:
-            for entry in listed:
-                yield entry, depth
-                if entry.is_dir(follow_symlinks=False):
-                    unread.append((entry.path, depth + 1))
-
-
-def too_much(folder: Path) -> str:
-    """Names the limit that a folder exceeds (files, size, depth); empty where it exceeds none."""
-    count = size = 0
-    try:
-        for entry, depth in _entries(folder):
-            count += 1
-            with contextlib.suppress(FileNotFoundError):  # a compiler's temporary file
-                found = entry.stat(follow_symlinks=False)
-                size += max(found.st_blocks * 512, found.st_size)  # a copy has no holes
-            if depth > _MOST_DEPTH:
-                return f"folders {depth} deep, {_MOST_DEPTH} are possible"
-            if count > _MOST_FILES:
-                return f"more than {_MOST_FILES} files"
-            if size > _FOLDER_MB << 20:
-                return f"more than {_FOLDER_MB} MB"
-    except FileNotFoundError:  # a compiler's temporary folder
-        return ""
-    except OSError as error:
-        return str(error.strerror)
-    return ""
+def _too_much(folder: Path) -> str:
+    return scratch.too_much(folder, _FOLDER_MB, _MOST_FILES)
 
 
 def _freeze(folder: Path) -> None:
     """Replaces the folder by a copy of its plain files, owned by this process's user. Raises ``FirstPassFailed``."""
-    if what := too_much(folder):
+    if what := _too_much(folder):
         raise FirstPassFailed("build_error", f"the solution left {what} where it compiled")
     staged = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
         staged.chmod(0o755)
-        for entry, _ in _entries(folder):
+        for entry, _ in scratch.entries(folder):
             target = staged / os.path.relpath(entry.path, folder)
             if entry.is_dir(follow_symlinks=False):
                 target.mkdir()

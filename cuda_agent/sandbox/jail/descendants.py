@@ -1,18 +1,18 @@
-"""Reads descendants and memory of a process from the kernel's tables. Standard library only: both sides of the jail use
-it.
+"""Reads the descendants and the memory of a process from ``/proc``, with the standard library only.
 
-Not covered: orphans that were reparented outside because no ancestor is a subreaper."""
+Not covered: orphans whose new parent is outside, because no ancestor is a subreaper."""
 
 import contextlib
 import os
+import stat
 from collections.abc import Set
 
 
 def children(pid: int) -> set[int]:
-    """Return the children of ``pid``, zombies included. Empty where the kernel keeps no such lists."""
+    """Return the children of ``pid``, zombies included; an empty set if the kernel keeps no such lists."""
     found: set[int] = set()
     folder = f"/proc/{pid}/task"
-    with contextlib.suppress(OSError):  # it ended meanwhile
+    with contextlib.suppress(OSError):  # the process ended meanwhile
         for thread in os.listdir(folder):
             with open(f"{folder}/{thread}/children") as file:
                 found.update(map(int, file.read().split()))
@@ -20,7 +20,7 @@ def children(pid: int) -> set[int]:
 
 
 def memory_bytes(pid: int) -> tuple[int, int]:
-    """Return the resident bytes of ``pid``, and how many of them no file or other process shares; 0 after its end."""
+    """Return the resident bytes of ``pid``, and those not shared with a file or other process; 0 after its end."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             _, resident, shared, *_ = map(int, file.read().split())
@@ -30,9 +30,30 @@ def memory_bytes(pid: int) -> tuple[int, int]:
     return resident * page, (resident - shared) * page
 
 
+def shared_bytes(pid: int) -> int:
+    """Return the resident bytes of ``pid`` that belong to no file and may be shared; 0 after its end."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith("RssShmem:"))
+    return 0
+
+
+def deleted_bytes(pid: int, devices: Set[int]) -> int:
+    """Return the bytes of files of these devices that ``pid`` and its descendants hold open and that have no name any
+    more. Processes that this one may not look into count as 0."""
+    found: dict[tuple[int, int], int] = {}
+    for folder in (f"/proc/{one}/fd" for one in (pid, *descendants(pid))):
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                with contextlib.suppress(OSError):  # it was closed meanwhile
+                    file = os.stat(f"{folder}/{name}")
+                    if stat.S_ISREG(file.st_mode) and not file.st_nlink and file.st_dev in devices:
+                        found[file.st_dev, file.st_ino] = max(file.st_blocks * 512, file.st_size)
+    return sum(found.values())
+
+
 def descendants(pid: int, without: Set[int] = frozenset(), most: int = 1 << 22) -> set[int]:
-    """Return all descendants of ``pid``, zombies included, except those in ``without`` and their descendants. Stop soon
-    after ``most``."""
+    """Return all descendants of ``pid``, zombies included, except those in ``without`` and their descendants. The
+    search stops soon after ``most`` are found."""
     found: set[int] = set()
     unread = [pid]
     while unread and len(found) <= most:

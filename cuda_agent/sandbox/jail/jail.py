@@ -5,7 +5,7 @@ and abstract sockets), a seccomp filter, resource limits, and death with the par
 separate user. ``prove`` attacks every wall from inside a jailed child. The module is also a script that starts
 compilers and shells inside the walls: ``python jail.py POLICY PROGRAM ...``.
 
-Standard library only. It uses no namespace: restricted pods grant none. Watchdogs limit memory and threads."""
+It uses the standard library only, and no namespace: restricted pods grant none. Watchdogs limit memory and threads."""
 
 import ctypes
 import errno
@@ -30,7 +30,7 @@ SYSTEM_READ = (
 SYSTEM_EXECUTE = ("/usr", "/bin", "/lib", "/lib64")
 # Python and its packages: a path file may name a folder outside of Python's own.
 PYTHON = tuple(dict.fromkeys([sys.prefix, sys.base_prefix, *(p for p in sys.path if p.endswith("-packages"))]))
-# A worker's user id is this plus its process id: unique, so no other process counts toward its limit.
+# A worker's user id is this plus its process id. It is unique, so no other process counts toward the user's limits.
 _FIRST_UID = 1_000_000
 
 
@@ -45,47 +45,48 @@ class JailPolicy:
     """The access that the jail leaves open. Paths that do not exist are skipped; folders include their contents."""
 
     read: Sequence[str] = SYSTEM_READ
-    write: Sequence[str] = ()  # also readable; given to the separate user where there is one
-    execute: Sequence[str] = ()  # empty: neither new programs nor new processes, threads only
-    memory_mb: int = 2048  # private writable memory beyond the current use; 0: no limit
-    processes: int = 64  # processes and threads of the separate user
-    file_mb: int = 64  # largest file it may write
+    write: Sequence[str] = ()  # also readable; the separate user, if there is one, becomes the owner
+    execute: Sequence[str] = ()  # empty: the process may start threads, but no programs or processes
+    memory_mb: int = 2048  # limit of private writable memory beyond the current use; 0: no limit
+    processes: int = 64  # most processes and threads of the separate user
+    file_mb: int = 64  # largest file that the process may write
     cpu_seconds: int = 600
-    one_group: bool = False  # its children stay in its process group, so one signal ends them all
+    one_group: bool = False  # children stay in the process group, so one signal ends them all
     own_user: bool = True  # as root: change to an ordinary user
-    read_any: bool = False  # separate user: Landlock alone decides about reading (Python may be in a closed home)
+    read_any: bool = False  # a separate user may read what Landlock allows (Python may be in a closed home)
+    shared_memory: bool = False  # allows anonymous shared memory, which no limit counts; the CUDA driver needs it
 
 
 def enter(policy: JailPolicy) -> None:
-    """Close the walls around the calling process, for good. Existing threads (the CUDA driver's) get the user and the
-    seccomp filter, but not Landlock. Raises ``JailError``."""
+    """Close the walls around the calling process, for good. Threads that exist already (the CUDA driver's) get the user
+    and the seccomp filter, but not Landlock. Raises ``JailError``."""
     parent = os.getppid()
     _limits(policy)
     if policy.own_user and os.geteuid() == 0:
         _become_own_user(policy)
-    _libc_call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # after the change of user, which clears it
+    _libc_call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # after the change of user, which clears the signal
     if os.getppid() != parent:
         os._exit(1)
     _libc_call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     _landlock(policy)
-    _seccomp(bool(policy.execute), policy.one_group)
+    _seccomp(policy)
 
 
 def narrow(policy: JailPolicy) -> None:
-    """Close a smaller jail inside a jail, for good: fewer paths, and no signals to processes outside. The other walls
-    are inherited. Raises ``JailError``."""
+    """Close a smaller jail inside a jail, for good: it opens fewer paths and forbids signals to processes outside. The
+    other walls stay as they are. Raises ``JailError``."""
     _landlock(policy)
 
 
 def command(policy: JailPolicy, program: Iterable[str]) -> list[str]:
-    """Return the argument list that runs ``program`` in the jail; the caller sets environment and descriptors."""
+    """Return the command line that runs ``program`` in the jail; the caller sets environment and descriptors."""
     return [sys.executable, "-I", "-S", __file__, json.dumps(asdict(policy)), *program]
 
 
 def prove(required: Iterable[str], folder: "Path") -> dict[str, str]:
-    """Attack every wall from a jailed child; return the failed walls that are not required, with what got through.
-    ``folder``: place of a canary file for the child to steal. Raises ``JailError``, which names the first failed
-    required wall."""
+    """Attack every wall from a jailed child. Return the failed walls that are not required, with what the child could
+    do. The child tries to read a file in ``folder``. Raises ``JailError``, which names the first required wall that
+    failed."""
     import subprocess  # imported here, because every import slows down each jailed start
 
     if unknown := set(required) - set(WALLS):
@@ -109,7 +110,7 @@ def prove(required: Iterable[str], folder: "Path") -> dict[str, str]:
 
 
 def require(breaches: dict[str, str], required: Iterable[str]) -> None:
-    """Raise ``JailError`` for the first required wall that an attack got through."""
+    """Raise ``JailError`` for the first required wall that is in ``breaches``."""
     for wall in required:
         if wall in breaches:
             raise JailError(f"the wall {wall!r} is missing: a jailed process {breaches[wall]}")
@@ -179,7 +180,7 @@ _ON_FILES = _FILE_EXECUTE | _FILE_WRITE | _FILE_READ | _TRUNCATE | _IOCTL_DEV
 
 
 def landlock_abi() -> int:
-    """Return the kernel's Landlock version, 0 without Landlock."""
+    """Return the kernel's Landlock version, or 0 without Landlock."""
     return max(0, int(_libc.syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
@@ -230,7 +231,7 @@ _SAME = {
     "pidfd_send_signal": 424, "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "open_tree": 428,
     "move_mount": 429, "fsopen": 430, "fsconfig": 431, "fsmount": 432, "fspick": 433, "pidfd_open": 434, "clone3": 435,
     "pidfd_getfd": 438, "process_madvise": 440, "mount_setattr": 442, "memfd_secret": 447, "process_mrelease": 448,
-    "fchmodat2": 452,
+    "cachestat": 451, "fchmodat2": 452,
 }  # fmt: skip
 _NUMBERS_OF_BOTH = {  # x86_64, aarch64
     "socket": (41, 198), "socketpair": (53, 199), "connect": (42, 203), "accept": (43, 202), "accept4": (288, 242),
@@ -238,9 +239,12 @@ _NUMBERS_OF_BOTH = {  # x86_64, aarch64
     "process_vm_writev": (311, 271), "kcmp": (312, 272), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40),
     "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "bpf": (321, 280), "keyctl": (250, 219),
     "add_key": (248, 217), "request_key": (249, 218), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
-    "memfd_create": (319, 279), "shmget": (29, 194), "shmat": (30, 196), "msgget": (68, 186), "semget": (64, 190),
-    "mq_open": (240, 180), "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105),
-    "finit_module": (313, 273), "delete_module": (176, 106), "open_by_handle_at": (304, 265),
+    "memfd_create": (319, 279), "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186),
+    "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "semget": (64, 190), "semop": (65, 193),
+    "semctl": (66, 191), "semtimedop": (220, 192), "inotify_init1": (294, 26), "inotify_add_watch": (254, 27),
+    "fcntl": (72, 25), "ioctl": (16, 29), "mmap": (9, 222), "mq_open": (240, 180), "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
+    "open_by_handle_at": (304, 265),
     "name_to_handle_at": (303, 264), "seccomp": (317, 277), "personality": (135, 92), "acct": (163, 89),
     "swapon": (167, 224), "swapoff": (168, 225), "reboot": (169, 142), "settimeofday": (164, 170),
     "clock_settime": (227, 112), "adjtimex": (159, 171), "clock_adjtime": (305, 266), "sethostname": (170, 161),
@@ -255,8 +259,8 @@ _NUMBERS_OF_BOTH = {  # x86_64, aarch64
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
 }  # fmt: skip
 _ONLY_X86_64 = {
-    "iopl": 172, "ioperm": 173, "fork": 57, "vfork": 58, "chmod": 90, "chown": 92, "lchown": 94, "utime": 132,
-    "utimes": 235, "futimesat": 261,
+    "inotify_init": 253, "iopl": 172, "ioperm": 173, "fork": 57, "vfork": 58, "chmod": 90, "chown": 92, "lchown": 94,
+    "utime": 132, "utimes": 235, "futimesat": 261,
 }  # fmt: skip
 _NUMBERS = {
     "x86_64": _SAME | _ONLY_X86_64 | {name: number for name, (number, _) in _NUMBERS_OF_BOTH.items()},
@@ -264,26 +268,38 @@ _NUMBERS = {
 }
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _OF_A_PROCESS = ("prlimit64", "sched_setaffinity", "sched_setscheduler", "sched_setparam", "sched_setattr")
-# Landlock does not restrict these: under the judge's user, a worker could change the modes of the judge's files.
+# Landlock does not restrict these calls: as the judge's user, a worker could change the modes of the judge's files.
 _OF_FILES = {
     "chmod", "fchmod", "fchmodat", "fchmodat2", "chown", "fchown", "lchown", "fchownat", "utime", "utimes", "futimesat",
     "utimensat", "setxattr", "lsetxattr", "fsetxattr", "removexattr", "lremovexattr", "fremovexattr",
 }  # fmt: skip
 _SPECIAL = _OF_FILES | {
     "clone", "clone3", "kill", "tgkill", "tkill", "prctl", "fork", "vfork", "execve", "execveat", "setpriority",
-    "setsid", "setpgid", *_OF_A_PROCESS,
+    "setsid", "setpgid", "fcntl", "ioctl", "mmap", *_OF_A_PROCESS,
 }  # fmt: skip
+# A ready file signals its owner past the filter of signals: F_SETOWN(_EX), F_SETSIG, F_NOTIFY, FIOASYNC, SIOCSPGRP ...
+_F_SETFL, _F_SETOWN, _F_SETSIG, _O_ASYNC, _MAP_SHARED, _MAP_ANONYMOUS = 4, 8, 10, 0o20000, 1, 0x20
+_OF_SIGNALS = {"fcntl": (_F_SETOWN, _F_SETSIG, 15, 1026), "ioctl": (0x5452, 0x8901, 0x8902)}
 _NEW_NAMESPACES, _CLONE_THREAD = 0x7E020000, 0x00010000
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF opcodes on 32-bit words
-_NR, _ARCH, _ARG0, _ARG1 = 0, 4, 16, 24  # offsets in struct seccomp_data (little-endian low halves)
+_NR, _ARCH, _ARG0, _ARG1, _ARG2, _ARG3 = (
+    0,
+    4,
+    16,
+    24,
+    32,
+    40,
+)  # offsets in struct seccomp_data (little-endian low halves)
 
 _Instruction = tuple[int, int, int, int]  # opcode, jump if true, jump if false, operand
 
 
-def filter_program(machine: str, processes: bool, pid: int, one_group: bool = False) -> list[_Instruction]:
-    """Return a seccomp filter that allows everything except the listed calls. ``processes``: it may fork and run
-    programs (a shell, a compiler); otherwise threads only, and signals to itself (``pid``) only."""
+def filter_program(
+    machine: str, processes: bool, pid: int, one_group: bool = False, shared_memory: bool = False
+) -> list[_Instruction]:
+    """Return a seccomp filter that allows every system call except the listed ones. If ``processes``, the process may
+    fork and run programs (a shell, a compiler); otherwise it may only start threads and signal itself (``pid``)."""
     numbers = _NUMBERS[machine]
     refuse = (_RETURN, 0, 0, _REFUSE | errno.EPERM)
     program: list[_Instruction] = [
@@ -308,9 +324,16 @@ def filter_program(machine: str, processes: bool, pid: int, one_group: bool = Fa
     allow = (_RETURN, 0, 0, _ALLOW)
     flags = (_LOAD, 0, 0, _ARG0)
     on("prctl", flags, (_EQUAL, 1, 0, _PR_SET_SECCOMP), (_EQUAL, 0, 1, _PR_SET_PDEATHSIG), refuse, allow)
+    asynchronous = ((_EQUAL, 0, 3, _F_SETFL), (_LOAD, 0, 0, _ARG2), (_ANY_BIT, 0, 1, _O_ASYNC), refuse)
+    for name, commands in _OF_SIGNALS.items():
+        body = [line for command in commands for line in ((_EQUAL, 0, 1, command), refuse)]
+        on(name, (_LOAD, 0, 0, _ARG1), *body, *(asynchronous if name == "fcntl" else ()), allow)
+    if not shared_memory:
+        both = (_ANY_BIT, 0, 2, _MAP_ANONYMOUS), (_ANY_BIT, 0, 1, _MAP_SHARED)
+        on("mmap", (_LOAD, 0, 0, _ARG3), *both, refuse, allow)
     if not processes:  # more processors would be an unfair advantage over the baselines
         on("sched_setaffinity", refuse)
-    for name in _OF_A_PROCESS:  # on itself only: otherwise it could starve or kill another process of the user
+    for name in _OF_A_PROCESS:  # a process may change itself only: it could starve or kill another of its user
         on(name, flags, (_EQUAL, 0, 1, 0), allow, refuse)
     on("setpriority", flags, (_EQUAL, 0, 3, 0), (_LOAD, 0, 0, _ARG1), (_EQUAL, 0, 1, 0), allow, refuse)
     if processes:
@@ -328,11 +351,11 @@ class _Filter(ctypes.Structure):
     _fields_ = [("count", ctypes.c_ushort), ("instructions", ctypes.c_char_p)]
 
 
-def _seccomp(processes: bool, one_group: bool) -> None:
+def _seccomp(policy: JailPolicy) -> None:
     machine = os.uname().machine
     if machine not in _NUMBERS:
         return  # the proof names the missing wall
-    program = filter_program(machine, processes, os.getpid(), one_group)
+    program = filter_program(machine, bool(policy.execute), os.getpid(), policy.one_group, policy.shared_memory)
     code = b"".join(
         op.to_bytes(2, "little") + bytes((yes, no)) + operand.to_bytes(4, "little") for op, yes, no, operand in program
     )
@@ -346,7 +369,7 @@ def _seccomp(processes: bool, one_group: bool) -> None:
 
 
 def _attacks(canary: str, parent: int) -> dict[str, str]:
-    """Run the attacks inside the jail; return what got through, by wall."""
+    """Run the attacks inside the jail; return what succeeded, by wall."""
     import socket
 
     breaches: dict[str, str] = {}
@@ -380,6 +403,9 @@ def _attacks(canary: str, parent: int) -> dict[str, str]:
             pass  # the filter refuses before the path is looked at
         except OSError:
             breaches.setdefault("seccomp", "may run programs")
+        uncounted = None, 4096, 3, _MAP_SHARED | _MAP_ANONYMOUS, -1, 0
+        attempt("seccomp", "made memory that no limit counts", lambda: _libc.mmap(*uncounted) != -1)
+        file, owned = os.pipe()[0], "may send signals to its parent as the owner of a file"
         buffer = ctypes.create_string_buffer(8)
         vector = (ctypes.c_void_p * 2)(ctypes.addressof(buffer), 8)
         for what, name, arguments in (
@@ -388,6 +414,12 @@ def _attacks(canary: str, parent: int) -> dict[str, str]:
             ("made a user namespace", "unshare", (0x10000000,)),
             ("set up io_uring", "io_uring_setup", (4, ctypes.create_string_buffer(120))),
             ("made a memory file", "memfd_create", (b"x", 0)),
+            (owned, "fcntl", (file, _F_SETSIG, signal.SIGCONT)),
+            (owned, "fcntl", (file, _F_SETOWN, parent)),
+            (owned, "fcntl", (file, _F_SETFL, _O_ASYNC)),
+            (owned, "ioctl", (file, _OF_SIGNALS["ioctl"][0], ctypes.byref(ctypes.c_int(1)))),
+            ("watched a folder of others", "inotify_init1", (0,)),
+            ("asked for the machine's semaphores", "semctl", (0, 0, 3, ctypes.create_string_buffer(128))),
             ("opened a performance counter", "perf_event_open", (ctypes.create_string_buffer(128), 0, -1, -1, 0)),
         ):
             attempt("seccomp", what, lambda name=name, arguments=arguments: call(name, *arguments))

@@ -1,5 +1,7 @@
-"""Controls an untrusted process from the judge, which waits for it in steps of 20 ms and checks it after each: a worker
-that exceeds its time, memory or threads is killed.  Not covered: the content of requests and answers."""
+"""Starts an untrusted process, sends it requests, and kills it if it exceeds its limits.
+
+During a request the caller checks time, memory and threads of the process every 20 ms.  The content of requests and
+answers is the caller's concern."""
 
 import contextlib
 import os
@@ -15,24 +17,25 @@ from typing import Any
 
 from cuda_agent.sandbox.jail import jail, scratch
 from cuda_agent.sandbox.jail.cgroups import ControlGroup, Groups
-from cuda_agent.sandbox.jail.descendants import descendants, memory_bytes
+from cuda_agent.sandbox.jail.descendants import deleted_bytes, descendants, memory_bytes, shared_bytes
 from cuda_agent.sandbox.jail.warm_parent import WarmParent
 from cuda_agent.sandbox.messages import Reply, WorkerOperation, receive_frame, send_frame
 from cuda_agent.sandbox.wire import printable
 
 _STEP_MS = 20  # time between two checks of a worker
 _MOST_THREADS = 64
-_GROUP_MB = 64  # beyond a worker's own memory: the kernel's structures and cached files
-_MOST_PROCESSES = 48  # descendants of a worker that may start some; holds for all users, and is below root's limit
+_GROUP_MB = 64  # added to a worker's memory limit for the kernel's structures and cached files
+_MOST_PROCESSES = 48  # descendants of a worker that may start programs; below the limit that root sets
 _START_SECONDS = 30.0
-_STOP_SECONDS = 1.0  # until a process that does not stop counts as unstoppable
-_END_SECONDS = 0.2  # for the threads of a killed process to end
+_STOP_SECONDS = 1.0  # longest wait for a process to stop
+_END_SECONDS = 0.2  # longest wait for the threads of a killed process to end
+_LOOK_SECONDS = 0.3  # shortest time between two checks of a worker's folder; a check takes at most a twentieth of it
 _IDLE_NS = 200_000  # a thread with less processor time has not worked yet
 
 
 class WorkerDied(Exception):
-    """The worker is gone.  ``reason``: timeout, memory, threads, processes, disk, crash, protocol, or killed (a SIGKILL
-    from elsewhere)."""
+    """The worker has ended.  ``reason`` is timeout, memory, threads, processes, disk, crash, protocol, or killed (by a
+    SIGKILL that this process did not send)."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -40,18 +43,18 @@ class WorkerDied(Exception):
 
 
 class NotStarted(RuntimeError):
-    """A worker ended before it closed its walls. No untrusted code had run, so it is an infrastructure fault."""
+    """A worker ended before it closed its walls. No untrusted code had run, so the infrastructure is at fault."""
 
 
 class WorkerError(Exception):
-    """The untrusted code raised an error; the worker lives."""
+    """The untrusted code raised an error; its worker still runs."""
 
     cheat = False  # whether the code broke a rule that the worker checks
 
 
 class JailedProcess:
-    """A jailed process and its private folder. It serves once ``wait_started`` has returned. ``seconds`` is the
-    remaining time to wait for its answers; callers set it before each request."""
+    """A jailed process with a private folder, ready for requests once ``wait_started`` has returned. ``seconds`` is the
+    time left to wait for answers; callers set it before each request."""
 
     def __init__(
         self,
@@ -63,16 +66,17 @@ class JailedProcess:
         groups: Groups | None = None,
         overrun: "Callable[[JailedProcess], str] | None" = None,
     ) -> None:
-        """Fork the process. ``memory_mb`` limits its private memory beyond that at its start. ``home``: its folder,
-        removed with it. Without ``groups`` only the watchdog limits it. ``overrun``: a further check of the watchdog;
-        returns the reason to kill it, or an empty string."""
+        """Fork the process. ``memory_mb`` limits its private memory beyond that at its start. ``home`` is its private
+        folder, which ``kill`` removes. Without ``groups``, only the watchdog limits the process. ``overrun`` is a
+        further check of the watchdog: it returns the reason to kill the process, or an empty string."""
         self._overrun = overrun
         self._parent = parent
         self._memory_mb = memory_mb
         self._home = home
         self._forks = policy.one_group
+        self._shares = policy.shared_memory
         self._socket, theirs = socket.socketpair()
-        self._socket.settimeout(5.0)  # for one frame: an incomplete frame is invalid
+        self._socket.settimeout(5.0)  # limit for one frame: an incomplete frame is invalid
         self.seconds = 0.0
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
@@ -82,7 +86,7 @@ class JailedProcess:
         self.alive = True  # this object has not killed it
         self._private = 1 << 60
         self._group: ControlGroup | None = None
-        if groups:  # it waits for its first request: no untrusted code has run
+        if groups:  # the process waits for its first request: no untrusted code has run
             tasks = _MOST_PROCESSES * 8 if self._forks else 2 * _MOST_THREADS
             try:
                 self._group = groups.make(memory_mb + _GROUP_MB, tasks)
@@ -92,7 +96,7 @@ class JailedProcess:
                 raise
 
     def wait_started(self) -> "JailedProcess":
-        """Block until its walls are closed; return it. No untrusted code has run then. Raises ``NotStarted``."""
+        """Block until the walls are closed and return this object. No untrusted code has run. Raises ``NotStarted``."""
         self.seconds = _START_SECONDS
         try:
             self._answer()
@@ -102,7 +106,7 @@ class JailedProcess:
         return self
 
     def hand_over(self, file: Path, name: str) -> str:
-        """Make a file of the trusted cache readable below the worker's folder; return its path there."""
+        """Make a file of the trusted cache readable in the worker's folder; return its path there."""
         place = self._home / f"{name}{file.suffix}"
         place.unlink(missing_ok=True)  # a copy would follow the link and write to the cache
         try:
@@ -123,13 +127,13 @@ class JailedProcess:
     def timed(self, operation: WorkerOperation, slot: int, extra: int = 0) -> tuple[float, Any]:
         """Return the seconds from request to answer by the judge's clock, and the body of the answer.
 
-        The worker runs only between the two readings of the clock: callers stop it before they fill its buffers, and it
-        stays stopped while its outputs are copied. So it cannot gain time by reading inputs early or answering before
-        it is done.
+        The worker runs only between the two readings of the clock. Callers stop it before they fill its buffers, and it
+        stays stopped while its outputs are copied. So it cannot gain time by reading inputs early or by answering too
+        early.
 
         Raises:
-            WorkerError: the untrusted code raised an error.
-            WorkerDied: the worker is gone, or answered before the request.
+            WorkerError: The untrusted code raised an error.
+            WorkerDied: The worker has ended, or answered before the request.
         """
         self.stop()
         if self._poll.poll(0):
@@ -150,7 +154,7 @@ class JailedProcess:
         return end - start, answer
 
     def stop(self) -> None:
-        """Stop the process until the next request; return once it is stopped, or after 1 s."""
+        """Stop the process until the next request. Return when it is stopped, or after 1 s."""
         if self.alive and not self._stopped:
             self._stopped = True
             self._signal(signal.SIGSTOP)
@@ -164,14 +168,14 @@ class JailedProcess:
             self._signal(signal.SIGCONT)
 
     def _said(self) -> bool:
-        """Whether there is data to read; the end of a stream counts, too."""
+        """Return whether there is data to read; false at the end of the stream."""
         try:
             return bool(self._socket.recv(1, socket.MSG_PEEK))
         except OSError:
             return False
 
     def _ends(self) -> bool:
-        """Whether the whole process is dead or dying, and not only its main thread."""
+        """Return whether the whole process is dead or dying, and not only its main thread."""
         deadline = time.monotonic() + _END_SECONDS
         while self._threads() > 1 and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -206,7 +210,7 @@ class JailedProcess:
                 raise self._died("timeout")
 
     def _watch(self) -> None:
-        """Check the resources that it uses. Raises ``WorkerDied`` where it used too much and was killed."""
+        """Check the resources that the process uses. If it uses too much, kill it and raise ``WorkerDied``."""
         if self._private_bytes() - self._private > self._memory_mb << 20:
             raise self._died("memory")
         if self._threads() > _MOST_THREADS:
@@ -217,7 +221,7 @@ class JailedProcess:
             raise self._died(what)
 
     def _private_bytes(self) -> int:
-        return memory_bytes(self.pid)[1]
+        return memory_bytes(self.pid)[1] + (shared_bytes(self.pid) if self._shares else 0)
 
     def _threads(self) -> int:
         try:
@@ -249,12 +253,11 @@ class JailedProcess:
             os.kill(self.pid, number)
 
     def spread(self, apart: bool = True) -> None:
-        """Bind each working thread to one processor, where there are no more processors than such threads; without
+        """Bind each working thread to one processor, if there are at least as many such threads as processors. Unless
         ``apart``, let all threads run on all processors again.
 
         The scheduler may leave a helper thread beside the busy main thread for whole calls, which then take twice as
-        long. Threads that have not worked yet, and a process of one thread, are not bound.
-        """
+        long. Threads that have not worked yet are not bound, nor is a process with one working thread."""
         processors = sorted(os.sched_getaffinity(self._parent.pid))
         busy: list[tuple[int, int]] = []  # nanoseconds of processor time, thread
         with contextlib.suppress(OSError):
@@ -269,8 +272,8 @@ class JailedProcess:
                 os.sched_setaffinity(number, [processors[index % len(processors)]] if apart else processors)
 
     def kill(self, wait: float = 0.0) -> tuple[int, bool]:
-        """Kill the process after up to ``wait`` seconds for it to end; return the exit code (negative: signal), and
-        whether the kernel had ended it for lack of memory."""
+        """Kill the process, after up to ``wait`` seconds in which it may end. Return its exit code (negative: the
+        signal), and whether the kernel ended it for lack of memory."""
         if not self.alive:
             return 0, False
         self.alive = False
@@ -279,8 +282,8 @@ class JailedProcess:
             time.sleep(0.001)
         self._signal(signal.SIGKILL)
         if self._forks:
-            with contextlib.suppress(OSError):  # it has no process group: nothing to end
-                os.killpg(self.pid, signal.SIGKILL)  # all at once: a fork bomb outruns single kills
+            with contextlib.suppress(OSError):  # the process leads no group
+                os.killpg(self.pid, signal.SIGKILL)  # kills all at once: a fork bomb outruns single kills
         self._socket.close()
         status = self._parent.reap(self.pid)
         scratch.remove(self._home)
@@ -291,7 +294,7 @@ class JailedProcess:
         return status, overran
 
     def _state(self) -> str:
-        """Return the kernel's letter for its state: R, S, D, T (stopped), Z (zombie) ..."""
+        """Return the kernel's letter for the state of the process: R, S, D, T (stopped), Z (zombie) ..."""
         try:
             with open(f"/proc/{self.pid}/stat", "rb", 0) as file:
                 return chr(file.read(512).rpartition(b") ")[2][0])
@@ -300,14 +303,30 @@ class JailedProcess:
 
 
 def _name_of_signal(number: int) -> str:
-    """Return a signal's name. Most real-time signals have none, so their number stands in."""
+    """Return a signal's name. Most real-time signals have none; their number is returned instead."""
     return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
+
+
+def within(folder: Path, megabytes: int, files: int) -> Callable[[JailedProcess], str]:
+    """Return a check of the watchdog: ``disk`` once a worker has more in ``folder`` than these limits, or holds as much
+    in deleted files."""
+    pause, devices = 0.0, {folder.stat().st_dev}  # the judge's own shared memory has another device
+
+    def overrun(worker: JailedProcess) -> str:
+        nonlocal pause
+        if (now := time.monotonic()) < pause:
+            return ""
+        full = scratch.too_much(folder, megabytes, files) or deleted_bytes(worker.pid, devices) > megabytes << 20
+        pause = time.monotonic() + max(_LOOK_SECONDS, 20 * (time.monotonic() - now))
+        return "disk" if full else ""
+
+    return overrun
 
 
 @contextlib.contextmanager
 def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], None]]:
-    """Yield ``turn(worker)``, which lets only this one of ``workers`` run and stops the others: idle threads of a
-    library spin for milliseconds, and a candidate may leave threads behind."""
+    """Yield ``turn(worker)``, which lets only this one of ``workers`` run and stops the others. Otherwise idle threads
+    of a library would spin for milliseconds, and threads that a candidate left behind would run."""
     running: JailedProcess | None = None
 
     def turn(worker: JailedProcess) -> None:

@@ -1,17 +1,20 @@
-"""Creates temporary folders named for the owning process, so that a later process can find and remove leftovers."""
+"""Creates temporary folders named for the owning process, so that a later process can find and remove leftovers, and
+checks how much untrusted code has put into a folder."""
 
 import contextlib
 import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = "cuda-agent-"
+_MOST_DEPTH = 16
 
 
 def make_folder(kind: str) -> Path:
-    """Create a folder of this process. Other users may pass through it (to their folders) but cannot list it."""
+    """Create a folder of this process. Other users may pass through it to folders inside, but cannot list it."""
     sweep()
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-{os.getpid()}-"))
     folder.chmod(0o711)
@@ -19,7 +22,7 @@ def make_folder(kind: str) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder with everything in it, even untrusted trees too deep for a recursive function."""
+    """Remove a folder with everything in it, even an untrusted tree too deep for a recursive function."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
@@ -27,8 +30,42 @@ def remove(folder: Path) -> None:
 
 
 def sweep() -> None:
-    """Remove the folders of dead processes."""
+    """Remove the folders of processes that have ended."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*-*"):
         pid = folder.name.removeprefix(_PREFIX).split("-")[1]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
             remove(folder)
+
+
+def entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
+    """Yield all entries below a folder with their depth, folders before their content; follows no link."""
+    unread = [(str(folder), 1)]
+    while unread:
+        path, depth = unread.pop()
+        with os.scandir(path) as listed:
+            for entry in listed:
+                yield entry, depth
+                if entry.is_dir(follow_symlinks=False):
+                    unread.append((entry.path, depth + 1))
+
+
+def too_much(folder: Path, megabytes: int, files: int) -> str:
+    """Name the limit that a folder exceeds (files, size, depth); empty where it exceeds none."""
+    count = size = 0
+    try:
+        for entry, depth in entries(folder):
+            count += 1
+            with contextlib.suppress(FileNotFoundError):  # a compiler's temporary file
+                found = entry.stat(follow_symlinks=False)
+                size += max(found.st_blocks * 512, found.st_size)  # a copy has no holes
+            if depth > _MOST_DEPTH:
+                return f"folders {depth} deep, {_MOST_DEPTH} are possible"
+            if count > files:
+                return f"more than {files} files"
+            if size > megabytes << 20:
+                return f"more than {megabytes} MB"
+    except FileNotFoundError:  # a compiler's temporary folder
+        return ""
+    except OSError as error:
+        return str(error.strerror)
+    return ""

@@ -1,8 +1,8 @@
-"""Compares a candidate's outputs with the reference's: pure functions on NumPy arrays.
+"""Compares a candidate's outputs with the reference's outputs, in pure functions on NumPy arrays.
 
-The tolerance is absolute and relative, as published, except that its absolute part shrinks with the magnitude of the
-expected values, so that zeros do not pass for an output of about 1e-6. Integers and booleans must be equal. Shapes and
-dtypes need no check: the buffers have the task's."""
+The tolerance has an absolute and a relative part, as published. Here the absolute part shrinks with the magnitude of
+the expected values, so that zeros do not pass for values of about 1e-6. Integers and booleans must be equal. Shapes and
+dtypes need no check, because the task determines those of both buffers."""
 
 from collections.abc import Sequence
 
@@ -17,17 +17,27 @@ _CHUNK = 1 << 16  # values compared at a time: they fit into a CPU's cache
 def mismatch(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> tuple[str, float]:
-    """Returns how ``actual`` differs from ``expected`` (empty: it does not), and the largest absolute difference among
-    finite values. A value may differ by ``tolerance`` times the sum of its magnitude and the typical magnitude of the
-    values, which counts up to ``cap``."""
+    """Returns a message about how ``actual`` differs from ``expected`` (empty if they agree), and the largest absolute
+    difference among finite values. A value may differ by ``tolerance`` times the sum of its expected magnitude and the
+    root mean square of the output's expected values. The root mean square counts up to ``cap``."""
     largest = 0.0
     for index, (want, have, tensor) in enumerate(zip(expected, actual, tensors, strict=True)):
         wanted, given = (real(values, tensor.dtype).ravel() for values in (want, have))
-        message, difference = _compare(wanted, given, tolerance, cap)
+        message, difference, _ = _compare(wanted, given, tolerance, cap)
         largest = max(largest, difference)
         if message:
             return f"output {index}{list(tensor.shape)}: {message}", largest
     return "", largest
+
+
+def values_off(
+    expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
+) -> int:
+    """Returns how many values differ by more than ``mismatch`` allows."""
+    count = 0
+    for want, have, tensor in zip(expected, actual, tensors, strict=True):
+        count += _compare(real(want, tensor.dtype).ravel(), real(have, tensor.dtype).ravel(), tolerance, cap)[2]
+    return count
 
 
 def real(values: Array, dtype: str) -> Array:
@@ -39,15 +49,16 @@ def real(values: Array, dtype: str) -> Array:
     return values
 
 
-def _compare(want: Array, have: Array, tolerance: float, cap: float) -> tuple[str, float]:
+def _compare(want: Array, have: Array, tolerance: float, cap: float) -> tuple[str, float, int]:
+    """Returns the message and the difference of ``mismatch``, and how many values are off."""
     if want.dtype.kind in "iu":
         wrong = numpy.flatnonzero(want != have)
         if not wrong.size:
-            return "", 0.0
+            return "", 0.0, 0
         first = int(wrong[0])
         difference = float(numpy.abs(want[wrong].astype(numpy.float64) - have[wrong].astype(numpy.float64)).max())
         values = f"first at {first}: {have[first]} instead of {want[first]}"
-        return f"{wrong.size} of {want.size} values differ, {values}", difference
+        return f"{wrong.size} of {want.size} values differ, {values}", difference, wrong.size
     wide = numpy.float32 if want.dtype.itemsize <= 4 else numpy.float64
     with numpy.errstate(all="ignore"):
         scale = min(cap, _typical(want))
@@ -72,13 +83,14 @@ def _compare(want: Array, have: Array, tolerance: float, cap: float) -> tuple[st
                 wrong_count += bad.size
             largest = max(largest, float(off.max(initial=0, where=numpy.isfinite(off))))
     if not wrong_count:
-        return "", largest
+        return "", largest, 0
     values = f"first at {first_wrong}: {have[first_wrong]:.6g} instead of {want[first_wrong]:.6g}"
-    return f"{wrong_count} of {want.size} values are off by more than the tolerance {tolerance:g}, {values}", largest
+    message = f"{wrong_count} of {want.size} values are off by more than the tolerance {tolerance:g}, {values}"
+    return message, largest, wrong_count
 
 
 def _typical(want: Array) -> float:
-    """Returns the root mean square of the finite values; 1 where there are none."""
+    """Returns the root mean square of the finite values; 1 if no value is finite."""
     squares, count = 0.0, 0
     for start in range(0, want.size, _CHUNK):
         part = want[start : start + _CHUNK]

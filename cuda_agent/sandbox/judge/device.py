@@ -1,9 +1,9 @@
-"""Buffers and comparisons on the GPU, in the judge's CUDA context; ``host`` is the counterpart on the CPU.
+"""Provides buffers and comparisons on the GPU, in the judge's CUDA context; ``host`` provides the same on the CPU.
 
 The judge allocates the areas and exports them by file descriptor. A worker maps inputs and weights read-only: a write
 to them faults the worker alone and leaves the judge's context intact. Outputs are copied to the judge's memory before
-they are compared. Comparisons run on the device (``check.cu``) by the rules of ``check``. ``open_judge`` comes first.
-"""
+they are compared. Comparisons run on the device (``check.cu``) by the rules of ``check``. Callers must call
+``open_judge`` before any other function."""
 
 import ctypes
 import functools
@@ -21,7 +21,7 @@ from cuda_agent.sandbox.wire import Tensor
 
 _BLOCK = 256
 _POOL_BYTES = 8 << 30
-# Compared as this many values of this type.
+# Dtypes that are compared as values of another dtype: its name, and the number of values.
 _REAL = {"complex64": ("float32", 2), "complex128": ("float64", 2), "bool": ("uint8", 1)}
 _NUMBERS = {
     "float32": "f", "float64": "d", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b", "uint8": "B",
@@ -45,7 +45,7 @@ class Array:
 
 
 class Area(driver.Shared):
-    """An area of ``Buffers``.  What its methods start is done after ``settle``."""
+    """An area of shared memory on the GPU. Operations that its methods start are complete after ``settle``."""
 
     def write(self, offset: int, tensor: Tensor, values: Array) -> None:
         driver.copy(self.address + offset, values.address, byte_count(tensor))
@@ -70,7 +70,7 @@ Buffers = functools.partial(buffers.Buffers, areas=lambda in_size, out_size: (Ar
 
 
 class _Judge:
-    """The comparison kernels, the memory for their results, and the memory that flushes the cache."""
+    """Holds the comparison kernels, the memory for their results, and the memory that flushes the cache."""
 
     def __init__(self, image: bytes) -> None:
         self.module = driver.Module(image)
@@ -112,19 +112,19 @@ def _ours() -> _Judge:
 
 
 def pool_bytes() -> int:
-    """Returns the most bytes for one task's pool of inputs."""
+    """Returns the largest size of one task's pool of inputs, in bytes."""
     return min(_POOL_BYTES, driver.memory_bytes() // 16)
 
 
 def flush() -> None:
-    """Overwrites the L2 cache twice, persisting lines included: the next call reads from memory."""
+    """Writes twice the size of the L2 cache and resets persisting lines, so that the next call reads from memory."""
     driver.forget_persisting_lines()
     driver.fill_bytes(_ours().flushed, secrets.randbelow(256), _ours().flush_bytes)
     driver.synchronize()
 
 
 def healthy() -> bool:
-    """Returns whether a comparison with a known answer is right: this tests memory, a launch and a copy back."""
+    """Returns whether comparisons with known results are right. They test memory, a launch and a copy back."""
     ones, twos, tensors = Array(4096), Array(4096), [Tensor((1024,), "float32")]
     for array, word in ((ones, 0x3F800000), (twos, 0x40000000)):
         driver.fill_words(array.address, word, 1024)
@@ -135,20 +135,27 @@ def healthy() -> bool:
 def mismatch(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> tuple[str, float]:
-    """Returns how ``actual`` differs from ``expected`` (empty: equal), and the largest finite absolute difference."""
+    """Does what ``check.mismatch`` does, on the device."""
     largest = 0.0
     for index, (want, have, tensor) in enumerate(zip(expected, actual, tensors, strict=True)):
-        message, difference = _compare(want, have, tensor, tolerance, cap)
+        message, difference, _ = _compare(want, have, tensor, tolerance, cap)
         largest = max(largest, difference)
         if message:
             return f"output {index}{list(tensor.shape)}: {message}", largest
     return "", largest
 
 
-def _compare(want: Array, have: Array, tensor: Tensor, tolerance: float, cap: float) -> tuple[str, float]:
+def values_off(
+    expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
+) -> int:
+    """Returns how many values differ by more than ``mismatch`` allows."""
+    return sum(_compare(*pair, tolerance, cap)[2] for pair in zip(expected, actual, tensors, strict=True))
+
+
+def _compare(want: Array, have: Array, tensor: Tensor, tolerance: float, cap: float) -> tuple[str, float, int]:
     judge, (dtype, count) = _ours(), _real(tensor)
     if not count:
-        return "", 0.0
+        return "", 0.0, 0
     judge.clear()
     floating = dtype.startswith(("float", "bfloat"))
     if floating:
@@ -157,10 +164,10 @@ def _compare(want: Array, have: Array, tensor: Tensor, tolerance: float, cap: fl
     judge.run(f"check_{dtype}", count, want.address, have.address, count, *limits)
     wrong, first, largest = judge.answer()
     if not wrong:
-        return "", largest
+        return "", largest, 0
     values = f"first at {first}: {_number(have, dtype, first):.6g} instead of {_number(want, dtype, first):.6g}"
     how = f"are off by more than the tolerance {tolerance:g}" if floating else "differ"
-    return f"{wrong} of {count} values {how}, {values}", largest
+    return f"{wrong} of {count} values {how}, {values}", largest, wrong
 
 
 def _real(tensor: Tensor) -> tuple[str, int]:
@@ -182,7 +189,7 @@ def same(first: Sequence[Array], second: Sequence[Array]) -> bool:
 
 
 def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
-    """Returns sums of squares of the difference and of the exact values (float64); 0 for non-floating types."""
+    """Returns the sums of squares of ``have - exact`` and of ``exact`` (float64); 0 for non-floating dtypes."""
     if not tensor.dtype.startswith(("float", "bfloat")) or not have.size:
         return 0.0, 0.0
     judge, (dtype, count) = _ours(), _real(tensor)
@@ -193,7 +200,7 @@ def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
 
 
 def constant(values: Array, tensor: Tensor) -> bool:
-    """Returns whether an output of several values holds only one distinct value, or no finite one."""
+    """Returns whether an output has several values that are all equal, or no finite value."""
     judge, (dtype, count) = _ours(), _real(tensor)
     if not count:
         return False

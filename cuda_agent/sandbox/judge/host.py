@@ -1,16 +1,16 @@
-"""Buffers and comparisons on the CPU; ``device`` is the counterpart on the GPU."""
+"""Provides buffers and comparisons on the CPU; ``device`` provides the same on the GPU."""
 
 import numpy
 
 from cuda_agent.sandbox.judge.buffers import Array, Buffers
-from cuda_agent.sandbox.judge.check import mismatch, real, same
+from cuda_agent.sandbox.judge.check import mismatch, real, same, values_off
 from cuda_agent.sandbox.wire import Tensor
 
-__all__ = ["Buffers", "constant", "distance", "flush", "healthy", "mismatch", "pool_bytes", "same"]
+__all__ = ["Buffers", "constant", "distance", "flush", "healthy", "mismatch", "pool_bytes", "same", "values_off"]
 
 
 def pool_bytes() -> int:
-    """Returns the most bytes for one task's pool of inputs."""
+    """Returns the largest size of one task's pool of inputs, in bytes."""
     return 48 << 20
 
 
@@ -19,7 +19,7 @@ def flush() -> None:
 
 
 def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
-    """Returns sums of squares of the difference and of the exact values (float64); 0 for non-floating types."""
+    """Returns the sums of squares of ``have - exact`` and of ``exact`` (float64); 0 for non-floating dtypes."""
     if not tensor.dtype.startswith(("float", "bfloat")):
         return 0.0, 0.0
     off = real(have, tensor.dtype).astype(numpy.float64).ravel() - exact.ravel()
@@ -27,13 +27,13 @@ def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
 
 
 def healthy() -> bool:
-    """Returns whether a comparison with a known answer is right."""
+    """Returns whether comparisons with known results are right."""
     ones, tensors = numpy.ones(1024, numpy.float32), [Tensor((1024,), "float32")]
     return not mismatch([ones], [ones], tensors, 0.1)[0] and bool(mismatch([ones], [2 * ones], tensors, 0.1)[0])
 
 
 def constant(values: Array, tensor: Tensor) -> bool:
-    """Returns whether an output of several values holds only one distinct value, or no finite one."""
+    """Returns whether an output has several values that are all equal, or no finite value."""
     flat = real(values, tensor.dtype).ravel()
     if flat.dtype.kind == "f" and flat.size and not numpy.isfinite(flat).any():
         return True

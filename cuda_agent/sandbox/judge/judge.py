@@ -1,8 +1,8 @@
-"""The judge: the trusted process.  It owns seeds, buffers, clock and verdict, and imports neither task nor solution.
+"""Runs the judge: the trusted process that owns seeds, buffers, clock and verdict. It imports no task and no solution.
 
-``python -m cuda_agent.sandbox.judge.judge FD`` answers one request at a time over a socket: the spec of a task, a
-verdict of a solution (``trial``), a probe of a task. If a worker dies from a signal that the judge did not send (the
-OOM killer, say), the evaluation is retried once."""
+``python -m cuda_agent.sandbox.judge.judge FD`` answers requests over the socket with the descriptor ``FD``, one at a
+time. A request asks for the spec of a task, the probe of a task, or the verdict on a solution (``trial``). If a worker
+dies from a signal that the judge did not send (from the OOM killer, say), the judge repeats the evaluation once."""
 
 import contextlib
 import ctypes
@@ -30,6 +30,7 @@ from cuda_agent.sandbox.judge.trial import Trial
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 from cuda_agent.sandbox.messages import (
     EvaluateRequest,
+    FrameTooLarge,
     JudgeRequest,
     JudgeSettings,
     Reply,
@@ -40,13 +41,13 @@ from cuda_agent.sandbox.messages import (
 from cuda_agent.sandbox.wire import FormatTraits, Probe, Verdict
 
 _Answer = TypeVar("_Answer")
-_MOST_PREPARED = {"cpu": 24, "cuda": 6}  # tasks kept ready, least recently used first out
-_PROBE_SECONDS = 10  # of the device's health
+_MOST_PREPARED = {"cpu": 24, "cuda": 6}  # most prepared tasks; the least recently used one is removed first
+_PROBE_SECONDS = 10  # limit of a health probe of the device
 
 
 def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
-    """Call ``method`` once more if the reference worker died from a signal that the judge did not send.  If it dies a
-    second time, the task is at fault."""
+    """Makes ``method`` run once more if the reference worker died from a signal that the judge did not send. If the
+    worker dies again, the task is at fault."""
 
     @functools.wraps(method)
     def asked(*arguments: Any) -> _Answer:
@@ -58,8 +59,8 @@ def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
 
 
 class Judge:
-    """Answers the requests of one client, one after the other.  Keeps tasks prepared between them.  Raises
-    ``TaskError`` where the task itself does not run."""
+    """Answers the requests of one client, one after the other, and keeps tasks prepared between requests. Its methods
+    raise ``TaskError`` if the task itself does not run."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -71,7 +72,7 @@ class Judge:
         self.memory = memory_of(settings.device)
 
     def prepared(self, task: TaskSource) -> PreparedTask:
-        """The prepared task, from the kept ones or made now."""
+        """Returns the prepared task: a kept one, or a new one."""
         digest = task["digest"]
         found = self._prepared.pop(digest, None)
         if found is not None and not found.oracle.alive:
@@ -84,23 +85,23 @@ class Judge:
 
     @_once_more
     def spec(self, request: dict[str, Any]) -> dict[str, Any]:
-        """``TaskSpec`` as JSON."""
+        """Returns the ``TaskSpec`` of a task, as JSON."""
         return self.prepared(request["task"]).spec.to_json()
 
     # ---------------------------------------------------------------------------------------------------------- verdict
 
     @_once_more
     def evaluate(self, request: EvaluateRequest) -> dict[str, Any]:
-        """The verdict of a built solution, as JSON."""
-        self.cleanup()  # where the last one ended in an error of the task
+        """Returns the ``Verdict`` on a built solution, as JSON."""
+        self.cleanup()  # needed if the last evaluation ended with an error of the task
         before, settings = self._cleanup_seconds, self.settings
         traits = FormatTraits(**request["traits"])
         verdict = Verdict(
             "ok", request["format"], request["mode"], settings.device, settings.clock,  # type: ignore[arg-type]
             advisory=traits.advisory, untimed=traits.untimed,
         )  # fmt: skip
-        # Without baselines there is an untimed trial first: a wrong solution does not wait for them, and no candidate
-        # runs while they are measured.
+        # If baselines are missing, an untimed trial comes first: a wrong solution does not wait for their measurement,
+        # and no candidate runs during it.
         known = self.prepared(request["task"]).measured(verdict.mode)
         for timed in (False,) if traits.untimed else (True,) if known else (False, True):
             if timed:
@@ -117,10 +118,10 @@ class Judge:
         return verdict.to_json()
 
     def _tried(self, request: EvaluateRequest, verdict: Verdict, timed: bool) -> bool:
-        """Run one trial and fill in ``verdict``.  Returns whether the candidate gets another trial.  Raises
-        ``TaskError`` only where the task fails without the candidate, too."""
+        """Runs one trial and fills in ``verdict``. Returns whether the candidate gets another trial. Raises
+        ``TaskError`` only if the task fails without the candidate, too."""
         self.cleanup()
-        # Samples stay: a candidate that ends its first trial gets no second draw of its time.
+        # The samples stay: a candidate that ends its first trial must not get a second draw of its time.
         verdict.status, verdict.message, verdict.checks, verdict.max_error = "ok", "", 0, None
         verdict.ran, verdict.advice = [], []
         prepared = self.prepared(request["task"])
@@ -139,14 +140,14 @@ class Judge:
             raise
         except (TaskError, driver.DriverError) as error:
             trial.end()
-            prepared = self.prepared(request["task"])  # raises where the task or the device is at fault
+            prepared = self.prepared(request["task"])  # raises if the task or the device is at fault
             prepared.oracle.outputs(prepared.entry(prepared.base).inputs)
             verdict.status, verdict.message = "crash", f"beside the solution, and only there, the task fails: {error}"
             return True
         return False
 
     def cleanup(self) -> None:
-        """End the last trial and start the next candidate's worker.  Runs after the answer was sent."""
+        """Ends the last trial and prepares the next candidate's worker, mostly after an answer was sent."""
         trial, self._trial = self._trial, None
         if trial:
             begin = time.perf_counter()
@@ -158,7 +159,7 @@ class Judge:
     # ------------------------------------------------------------------------------------------------------------ probe
 
     def probe(self, request: dict[str, Any]) -> dict[str, Any]:
-        """``Probe`` as JSON.  An error of the task is part of the answer."""
+        """Returns the ``Probe`` of a task, as JSON. An error of the task is part of the result."""
         try:
             return self._probe(request["task"], request["compile"]).to_json()
         except TaskError as error:
@@ -189,8 +190,8 @@ class Judge:
         )
 
     def healthy(self) -> bool:
-        """Whether the device still computes a known answer in this process's own context.  If the device does not
-        answer within ``_PROBE_SECONDS``, SIGALRM ends this process."""
+        """Returns whether the device still computes a known answer in this process's own context. If the device does
+        not answer within ``_PROBE_SECONDS``, SIGALRM ends this process."""
         signal.alarm(_PROBE_SECONDS)
         try:
             return bool(self.memory.healthy())
@@ -207,7 +208,7 @@ class Judge:
 
 
 def main() -> None:
-    """Serve the client on the socket whose descriptor is the first argument, until the client is gone."""
+    """Serves the client on the socket whose descriptor is the first argument, until the client closes the socket."""
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: processes of the same user cannot read this memory
     die_with_parent()
     client = socket.socket(fileno=int(sys.argv[1]))
@@ -239,16 +240,16 @@ def main() -> None:
             return
         try:
             answer = handlers[frame.operation](frame.body)
-        except TaskError as error:
+            send_frame(client, Reply.RESULT, answer)
+        except (TaskError, FrameTooLarge) as error:
             refuse("task", str(error))
             judge.cleanup()
         else:
-            send_frame(client, Reply.RESULT, answer)
             judge.cleanup()
             failed = frame.operation == JudgeRequest.EVALUATE and answer["status"] in ("crash", "timeout")
             if failed and not judge.healthy():
                 print(f"{device} failed its health probe", file=sys.stderr, flush=True)
-                os._exit(1)  # the client begins again with a new process; workers end with this one
+                os._exit(1)  # the client starts a new judge; the workers end with this process
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""A prepared task: its reference worker, a rotating secret pool of inputs with expected outputs, and its baselines.
+"""Prepares a task: starts its reference worker, keeps a secret pool of inputs with expected outputs, measures
+baselines.
 
-What depends on the task alone (spec, weights, pool, baselines) is computed once and shared by all candidates. The judge
-chooses every seed; the reference worker only turns seeds into values. Under the model clock seeds and pool are fixed,
-so that two runs agree bit for bit."""
+What depends on the task alone (spec, weights, pool, baselines) is computed once and shared by all candidates. The pool
+rotates: every evaluation replaces the oldest inputs. The judge chooses every seed; the reference worker only turns
+seeds into values. Under the model clock seeds and pool are fixed, so that two runs agree bit for bit."""
 
 import contextlib
 import hashlib
@@ -26,17 +27,17 @@ from cuda_agent.sandbox.judge.buffers import byte_count
 from cuda_agent.sandbox.judge.reference_client import ReferenceClient, Views, at_precision, memory_of, net
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 
-_CLOCK = 3  # version of the way baselines are measured; part of their key
+_CLOCK = 3  # version of the way baselines are measured; part of the key of their file
 _BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4  # most calls, and most seconds, of one round
-_EMPTY_CALLS = (4, 1)  # empty calls the first time, and later
+_EMPTY_CALLS = (4, 1)  # number of empty calls the first time, and later
 _FEW_TIMED = 4  # timed calls of a candidate whose time is clear early
-_BASELINE_ROUNDS, _STEADY = 3, 0.05  # another round when calls differ by more than this (median deviation)
-_CAREFUL_ROUNDS = 12  # at most, until the two best agree
+_BASELINE_ROUNDS, _STEADY = 3, 0.05  # most rounds; one suffices if its calls differ by less than this
+_CAREFUL_ROUNDS = 12  # most rounds if ``careful``
 
 
 @dataclass
 class PoolEntry:
-    """One set of inputs with what the reference makes of them, one array a tensor of the spec."""
+    """One set of inputs with the reference's outputs for it. Each list holds one array per tensor of the spec."""
 
     index: int
     inputs: list[Any]  # the judge's own copies: numpy arrays, or ``device.Array``
@@ -46,26 +47,26 @@ class PoolEntry:
 
 @dataclass
 class Baselines:
-    """Seconds per call, medians; ``None`` where they were not measured."""
+    """The median seconds per call of a task's baselines, and facts about the reference; ``None`` if not measured."""
 
     eager: float | None = None
     compile: float | None = None
     compile_error: str = ""
     compile_tried: bool = False
-    strict: dict[str, dict[str, Any]] = field(default_factory=dict)  # see ``strict.yardstick``
-    flops: int | None = None  # of one call of the reference; 0: not known
-    written: int | None = None  # bytes that it writes for its outputs
-    views: Views | None = None  # which of them it does not write
+    strict: dict[str, dict[str, Any]] = field(default_factory=dict)  # see ``strict.strict_baselines``
+    flops: int | None = None  # floating-point operations of one call of the reference; 0 if unknown
+    written: int | None = None  # bytes that the reference writes for its outputs
+    views: Views | None = None  # which outputs the reference does not write
 
 
 def baselines_file(cache: str, digest: str, torch: str, threads: int, identity: str) -> Path:
-    """The file of a task's baselines.  Its name is a hash of everything that they depend on."""
+    """Returns the path of a task's baselines. Its name is a hash of everything that the baselines depend on."""
     key = json.dumps([digest, _CLOCK, torch, processor(), threads, identity])
     return Path(cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
 
 class PreparedTask:
-    """One task, ready for candidates.  Methods that ask the reference raise ``TaskError`` where the task fails."""
+    """A task that is ready for candidates. Methods that ask the reference raise ``TaskError`` if the task fails."""
 
     def __init__(self, code: str, digest: str, workers: WorkerPool) -> None:
         settings = workers.settings
@@ -74,12 +75,12 @@ class PreparedTask:
         self.settings = settings
         self.memory = memory_of(settings.device)
         self._fresh = 0
-        self._inexact = False  # the model does not run in double precision
+        self._inexact = False  # whether the model cannot run in double precision
         self._workers = workers
         self._code = code
         self._digest = digest
         self._lease = workers.lease
-        self.weights_seed = self._seed(-1)  # no inputs are drawn from it
+        self.weights_seed = self._seed(-1)  # no inputs are drawn from this seed
         with self._lease.working():
             self.oracle = ReferenceClient(workers.reference(), code, self.weights_seed, settings)
         self.spec = self.oracle.spec
@@ -87,15 +88,30 @@ class PreparedTask:
         calls = settings.checks + settings.timed_calls + (cross_check.CALLS if settings.device == "cuda" else 0)
         self.pool_size = max(2, min(calls, self.memory.pool_bytes() // max(1, size)))
         self._pool: list[PoolEntry | None] = [None] * self.pool_size
+        self._plain = bool(self.spec.weights)  # whether weights are left to draw anew
         self.base = 0
         self._empty = math.inf
-        self.empty_candidate: dict[str, float] = {}  # the same of candidates, by format
+        self.empty_candidate: dict[str, float] = {}  # least seconds of a candidate's empty call, by format
         self.baselines = self._load()
         self.peaks = roofline.Peaks()
 
+    def draw_weights(self) -> None:
+        """Draws the weights of the next trial (under the model clock of all trials), and drops entries that were made
+        with others."""
+        if self._plain:
+            with self._lease.working():
+                changed = self.oracle.draw_weights(self._variation())
+            if changed:
+                self._pool = [None] * self.pool_size
+            self._plain = changed and not self._fixed
+
+    def _variation(self) -> int | None:
+        """The seed of a trial's weights."""
+        return self.weights_seed if self._fixed else secrets.randbits(56)
+
     def rotate(self, used: int) -> None:
-        """Retire the oldest entry after an evaluation that took ``used`` entries, and make the one that the next
-        evaluation adds."""
+        """Removes the oldest entry from the range in use, after an evaluation that took ``used`` entries. Draws the
+        entry that the next evaluation adds. Does nothing under the model clock."""
         if not self._fixed:
             self.base += 1
             if 0 < used <= self.pool_size and self.oracle.alive:
@@ -103,8 +119,8 @@ class PreparedTask:
                     self.entry(self.base + used - 1)
 
     def entry(self, index: int, timing: bool = False) -> PoolEntry:
-        """Inputs and expected outputs number ``index`` (from 0, over the life of the task), from the pool or made now.
-        ``timing``: whether the caller holds the timing lease."""
+        """Returns the inputs and expected outputs with the number ``index``, from the pool or newly drawn. Numbers
+        count from 0 over the life of the task. ``timing`` says whether the caller holds the timing lease."""
         place = index % self.pool_size
         entry = self._pool[place]
         if entry is None or entry.index != index:
@@ -115,30 +131,34 @@ class PreparedTask:
         return entry
 
     def fresh(self, kind: str) -> PoolEntry | None:
-        """New inputs of a kind, with eager's outputs and the exact ones (float64).  None if the task has no such inputs
-        or their outputs are not finite."""
+        """Draws new inputs of a kind, with eager's outputs and the exact outputs (float64). Returns ``None`` if the
+        task has no such inputs or, except for the kind ``normal``, if there are no finite exact outputs."""
         self._fresh += 1
         with self._lease.working():
             inputs = self.oracle.inputs(self._seed(-1 - self._fresh), kind)
             if inputs is None:
                 return None
             outputs = self.oracle.outputs(inputs)
-            exact = None
-            if not self._inexact:
-                try:
-                    exact = self.oracle.exact(inputs)
-                except TaskError:
-                    self._inexact = True
+            exact = self.exact(inputs)
         return PoolEntry(-1, inputs, outputs, exact) if exact is not None or kind == "normal" else None
 
+    def exact(self, inputs: list[Any]) -> list[Any] | None:
+        """Outputs in double precision, where the model runs in it; eager's outputs for these inputs came before."""
+        if not self._inexact:
+            try:
+                return self.oracle.exact(inputs)
+            except TaskError:
+                self._inexact = True
+        return None
+
     def outputs_at(self, inputs: list[Any], precision: str) -> list[Any]:
-        """Eager's outputs at another precision than the task's own."""
+        """Returns eager's outputs at a precision that may differ from the task's own."""
         with self._lease.working(), at_precision(self.oracle, precision):
             return self.oracle.outputs(inputs)
 
     def compiled(self, mode: str, precision: str) -> ReferenceClient:
-        """A reference whose calls are compiled.  The caller closes it.  Raises ``WorkerError`` if torch.compile fails,
-        ``WorkerDied`` where its worker died."""
+        """Returns a reference client whose calls run the compiled model; the caller closes it. Raises ``WorkerError``
+        if torch.compile fails, and ``WorkerDied`` if the worker dies."""
         inputs = self.entry(self.base).inputs
         worker, known = self._workers.compiler()
         with self._lease.working(), contextlib.ExitStack() as failed:
@@ -153,11 +173,11 @@ class PreparedTask:
         return int.from_bytes(hmac.digest(self._secret, str(index).encode(), "sha256")[:7])
 
     def measured(self, mode: str) -> bool:
-        """Whether every baseline that a verdict of this mode needs is known (under the model clock: always)."""
+        """Returns whether every baseline for a verdict of this mode is known (under the model clock, always)."""
         return self._fixed or (self.baselines.compile_tried and (mode != "strict" or bool(self.baselines.strict)))
 
     def measure(self, compile: bool) -> None:
-        """Measure the baselines that are missing.  Under the model clock they are computed costs."""
+        """Measures the missing baselines, torch.compile's only if ``compile``. The model clock computes them."""
         if self._fixed:
             counts = self.oracle.count(self.entry(0).inputs)
             self.baselines.eager = cost.eager(*counts, self.settings.threads)
@@ -168,7 +188,7 @@ class PreparedTask:
             self._measure_compile()
             self.save()
             for index in range(min(self.pool_size, self.settings.checks + _FEW_TIMED)):
-                self.entry(self.base + index)  # most candidates need these; the first one should not wait for them
+                self.entry(self.base + index)  # most candidates need these entries; the first one should not wait
         elif self.baselines.eager is None:
             self.baselines.eager = self.medians(self.oracle)[0]
             self.save()
@@ -191,17 +211,17 @@ class PreparedTask:
         return roofline.of_cpu(self.settings.threads, file, self._lease.timing, again)
 
     def below_physical_floor(self, seconds: float) -> str:
-        """Why ``seconds`` is less than the device needs to write the reference's outputs; empty if it is not."""
+        """Returns why the device cannot write the reference's outputs in ``seconds``; empty if it can."""
         numbers = seconds, self.baselines.eager or 0.0, self.baselines.written or 0
         if doubt := roofline.below_physical_floor(*numbers, self.peaks):
-            self.peaks = self._peaks(again=True)  # what is measured may have been measured on a busy machine
+            self.peaks = self._peaks(again=True)  # the first measurement may come from a busy machine
             doubt = roofline.below_physical_floor(*numbers, self.peaks)
         return doubt
 
     @property
     def views(self) -> Views:
-        """The strides of every output that the reference returns as a view (``reference_client.views``). The entry is
-        None for another output, and for all outputs while it is not known which are views."""
+        """The strides of every output that the reference returns as a view (``reference_client.views``), and ``None``
+        for every other output. While the views are unknown, all entries are ``None``."""
         known, count = self.baselines.views, len(self.spec.outputs)
         return known if known and len(known) == count else [None] * count
 
@@ -212,7 +232,7 @@ class PreparedTask:
                 oracle = self.compiled("", "default")
             except (WorkerError, WorkerDied) as error:
                 if isinstance(error, WorkerDied) and error.reason == "killed" and not last:
-                    continue  # the answer is kept for good, and the kill may have nothing to do with the task
+                    continue  # the result would be kept for good, but the task may not have caused the kill
                 base.compile_error = f"torch.compile: {error}"
                 base.eager = self.medians(self.oracle)[0] if base.eager is None else base.eager
             else:
@@ -222,8 +242,8 @@ class PreparedTask:
         base.compile_tried = True
 
     def empty_call(self, oracle: ReferenceClient, inputs: list[Any]) -> float:
-        """Seconds of a reference call that computes nothing: the least ever seen, so that no more is subtracted from a
-        time than was really in it.  0 on a GPU."""
+        """Returns the seconds of a reference call that computes nothing; 0 on a GPU. It is the least value ever
+        measured, so that no more is subtracted from a time than the call really contained."""
         if self.settings.device == "cuda":
             return 0.0  # the device's clock runs during the call only
         calls = _EMPTY_CALLS[self._empty < math.inf]
@@ -231,9 +251,9 @@ class PreparedTask:
         return self._empty
 
     def medians(self, *oracles: ReferenceClient, careful: bool = False) -> list[float]:
-        """Median seconds of one call of each reference, without the empty call.  Calls are interleaved.  The best round
-        counts, since other work on the machine only makes calls slower.  ``careful``: go on until the two best rounds
-        of each agree within 5 %."""
+        """Returns the median seconds of one call of each reference, less the empty call. Calls of the references
+        alternate. The best round counts, since other work on the machine only makes calls slower. If ``careful``,
+        rounds go on until the two best rounds of each reference agree within 5 %, at most 12."""
         entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
         rounds: list[list[float]] = []
 
@@ -261,7 +281,8 @@ class PreparedTask:
 
     def _file(self) -> Path:
         settings = self.settings
-        return baselines_file(settings.cache, self._digest, self._workers.torch, settings.threads, settings.identity)
+        identity = settings.identity + (", train()" if settings.train_mode else "")
+        return baselines_file(settings.cache, self._digest, self._workers.torch, settings.threads, identity)
 
     def _load(self) -> Baselines:
         with contextlib.suppress(OSError, ValueError, TypeError):

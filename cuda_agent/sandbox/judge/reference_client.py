@@ -1,4 +1,4 @@
-"""The judge's client of a reference worker: inputs, expected outputs, times and counts of one task."""
+"""Asks a reference worker for the inputs, expected outputs, times and counts of one task."""
 
 import math
 import secrets
@@ -16,21 +16,21 @@ from cuda_agent.sandbox.judge.buffers import DTYPES, byte_count
 from cuda_agent.sandbox.messages import JudgeSettings, WorkerOperation
 from cuda_agent.sandbox.wire import TaskSpec, span
 
-_COMPILE_SECONDS = 300.0  # of a large model, with nothing cached, on a busy machine
-_OPENING_SECONDS = 10.0  # at least, for a task: what it imports may come from a cold disk
-Views = list[list[int] | None]  # of outputs: strides of one that the reference gives as a view
+_COMPILE_SECONDS = 300.0  # limit, for a large model with nothing cached on a busy machine
+_OPENING_SECONDS = 10.0  # lower bound of the limit for opening a task, which may import from a cold disk
+Views = list[list[int] | None]  # for each output: its strides if the reference returns a view, else None
 _FLOATING = ("float32", "float16", "bfloat16")
 
 
 def memory_of(device: str) -> Any:
-    """The module with buffers and comparisons for this device: ``host`` or ``device``."""
+    """Returns the module with the buffers and comparisons of a device: ``host`` or ``device``."""
     return gpu_memory if device == "cuda" else cpu_memory
 
 
 def seconds_of_call(device: str, wall: float, told: Any) -> float:
-    """Seconds of one call. ``wall``: by the judge's clock, from the request to the answer. ``told``: on a GPU, the
-    worker's [seconds of the device, seconds of the host]. Raises ``WorkerError`` if it is no such pair, or a part of it
-    exceeds ``wall``."""
+    """Returns the seconds of one call. ``wall`` is the time by the judge's clock from request to answer. On a GPU
+    ``told`` is the worker's [seconds of the device, seconds of the host]. Raises ``WorkerError`` if ``told`` is no such
+    pair, or if one of its numbers exceeds ``wall``."""
     if device == "cpu":
         return wall
     match told:
@@ -40,8 +40,7 @@ def seconds_of_call(device: str, wall: float, told: Any) -> float:
 
 
 def net(seconds: float, empty: float) -> float:
-    """``seconds`` minus the seconds of an empty call, at least a tenth of ``seconds``: noise must not yield a time near
-    zero."""
+    """Returns ``seconds`` minus ``empty``, but at least a tenth of ``seconds``: noise must not yield about zero."""
     return max(seconds - empty, seconds / 10)
 
 
@@ -50,20 +49,22 @@ class TaskKilled(TaskError):
 
 
 class ReferenceClient:
-    """Owns a reference worker of one task, and its buffers.  Arrays are ``numpy`` arrays on the CPU and
-    ``device.Array`` on a GPU, one a tensor of the spec.
+    """Owns the reference worker of one task, and its buffers. Values are lists with one array per tensor of the spec:
+    NumPy arrays on the CPU, ``device.Array`` on a GPU.
 
     Raises:
-        TaskError: from every method, where the task fails.
-        TaskKilled: where its worker died from a signal that the judge did not send.
+        TaskError: The task fails. Every method raises it.
+        TaskKilled: The worker died from a signal that the judge did not send. Every method raises it.
     """
 
     def __init__(self, worker: JailedProcess, code: str, weights_seed: int, settings: JudgeSettings) -> None:
         self.worker = worker
         self._limit = settings.run_seconds
         self._host = math.inf
-        self._buffers: Any = None  # of the module ``memory_of`` gives
+        self._buffers: Any = None  # ``Buffers`` of the module that ``memory_of`` returns
         self._exact: Any = None
+        self.redrawn: int | None = None  # seed of ``draw_weights``, if any weight differs from the constructor's
+        self.kept = False  # whether others would make the outputs not finite
         self._device, self._memory = settings.device, memory_of(settings.device)
         try:
             self._open(code, weights_seed, settings)
@@ -97,19 +98,36 @@ class ReferenceClient:
     def alive(self) -> bool:
         return self.worker.alive
 
+    def draw_weights(self, seed: int | None) -> bool:
+        """Draws the weights anew that the constructor sets to one value; None restores its values. Returns whether the
+        task has such weights: expected outputs of before are then void."""
+        if seed is not None:
+            self._buffers.fill(0, self.inputs(seed) or [])
+        answer = self._ask(WorkerOperation.DRAW_WEIGHTS, {"seed": seed})
+        offsets, tensors = self._buffers.value_weights, list(self.spec.weights.values())
+        try:
+            changed, self.kept = [range(len(tensors))[i] for i in answer["changed"]], bool(answer["kept"])
+        except (IndexError, KeyError, TypeError) as error:  # the task's own process says so
+            raise TaskError(f"the task gave no account of its weights: {error}") from None
+        values = self._buffers.values([offsets[i] for i in changed], [tensors[i] for i in changed])
+        for position, value in zip(changed, values, strict=True):
+            self.weights[position] = value
+        self.redrawn = seed if changed and not self.kept else None
+        return bool(changed)
+
     def inputs(self, seed: int, kind: str = "normal") -> list[Any] | None:
-        """Input values drawn under ``seed``; None if the task's inputs have no values of this kind (``wire.KINDS``)."""
+        """Returns inputs drawn under ``seed``; ``None`` if the task has no inputs of this kind (``wire.KINDS``)."""
         if not self._ask(WorkerOperation.DRAW_INPUTS, {"seed": seed, "kind": kind}):
             return None
         return self._buffers.values(self._buffers.value_inputs, self.spec.inputs)
 
     def outputs(self, inputs: list[Any]) -> list[Any]:
-        """Eager's outputs for these inputs."""
+        """Returns the model's outputs for these inputs."""
         self._on(inputs, WorkerOperation.RUN)
         return self._buffers.outputs(0)
 
     def seconds(self, inputs: list[Any], null: bool = False) -> float:
-        """Seconds of one call (``null``: of a call that computes nothing).  Buffers are refilled before the clock
+        """Returns the seconds of one call, or of an empty call if ``null``. Buffers are refilled before the clock
         starts."""
         slot = secrets.randbelow(2)
         self.worker.stop()
@@ -124,18 +142,19 @@ class ReferenceClient:
         return seconds
 
     def host_seconds(self, inputs: list[Any]) -> float:
-        """The fewest seconds that the host has needed to enqueue a call on the GPU."""
-        for _ in range(3 if self._host == math.inf else 0):  # first calls start libraries
+        """Returns the fewest seconds that the host has needed so far to enqueue a call on the GPU."""
+        for _ in range(3 if self._host == math.inf else 0):  # the first calls also start libraries
             self.seconds(inputs)
         return self._host
 
     def precision(self, name: str) -> None:
-        """How matrix products compute from here on: default, fp32, tf32, bf16."""
+        """Sets the precision of matrix products from now on: default, fp32, tf32 or bf16."""
         self._ask(WorkerOperation.SET_PRECISION, {"precision": name})
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
-        """Outputs computed in double precision (float64 in place of every floating dtype); None when those or eager's
-        own (``outputs`` came before, with the same inputs) are not finite.  ``TaskError`` when the model cannot."""
+        """Returns the outputs in double precision (float64 in place of every floating dtype). Returns ``None`` if these
+        outputs, or those of the last call of ``outputs``, are not finite; that call must have had the same inputs.
+        Raises ``TaskError`` if the model cannot run in double precision."""
         if self._exact is None:
             wide = [replace(t, dtype="float64") if t.dtype in _FLOATING else t for t in self.spec.outputs]
             spec = replace(self.spec, inputs=(), outputs=tuple(wide), weights={})
@@ -144,24 +163,27 @@ class ReferenceClient:
         return self._exact.outputs(0) if self._on(inputs, WorkerOperation.RUN_EXACT) else None
 
     def compile(self, inputs: list[Any], known: str, mode: str = "") -> None:
-        """Calls are the compiled model's from here on.  ``WorkerError`` when torch.compile fails."""
+        """Makes all later calls run the compiled model. Raises ``WorkerError`` if torch.compile fails."""
         self._buffers.fill(0, inputs)
         self.worker.seconds = _COMPILE_SECONDS
         self.worker.call(WorkerOperation.COMPILE_TASK, {"known": known, "mode": mode})
 
     def count(self, inputs: list[Any]) -> tuple[int, int]:
-        """The number of operators of one call, and the bytes they read and write."""
+        """Returns the number of operators in one call, and the bytes that they read and write."""
         answer = self._on(inputs, WorkerOperation.COUNT_OPERATORS)
-        return int(answer["operators"]), int(answer["bytes"])
+        try:
+            return int(answer["operators"]), int(answer["bytes"])
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
+            raise TaskError(f"the task gave no count of a call: {error}") from None
 
     def account(self, inputs: list[Any]) -> tuple[int, int, Views]:
-        """Floating-point operations of one call (0: not known), the bytes that it writes for its outputs, and the
-        strides of outputs that are views."""
+        """Returns the floating-point operations of one call (0 if unknown), the bytes that the call writes for its
+        outputs, and the strides of the outputs that are views."""
         answer = self._on(inputs, WorkerOperation.ACCOUNT)
         most = sum(byte_count(t) for t in self.spec.outputs)
         try:
             return max(0, int(answer["flops"])), min(max(0, int(answer["written"])), most), views(answer, self.spec)
-        except (KeyError, TypeError, ValueError) as error:  # the task's own process says so
+        except (KeyError, TypeError, ValueError, OverflowError) as error:  # the task's own process may report anything
             raise TaskError(f"the task gave no account of a call: {error}") from None
 
     def _on(self, inputs: list[Any], operation: WorkerOperation) -> Any:
@@ -181,9 +203,10 @@ class ReferenceClient:
 
 
 def views(answer: Any, spec: TaskSpec) -> Views:
-    """What a worker tells of its ``views``, as far as copies of that form can be made: strides of one whose elements
-    lie within the memory of all inputs and weights, no strides of one whose elements share memory (a solution may copy
-    it from anywhere), ``None`` of any other, as if it had been written.  ``ValueError``, ``TypeError`` for nonsense."""
+    """Checks the ``views`` that a worker reports, and returns those that a solution could copy. An entry is ``None``
+    for an output that is no view. A view keeps its strides if its elements fit into the memory of all inputs and
+    weights; otherwise it counts as no view. A view whose elements share memory gets no strides (an empty list), because
+    a solution may copy it from anywhere. Raises ``ValueError`` or ``TypeError`` for an invalid report."""
     room = sum(byte_count(tensor) for tensor in (*spec.inputs, *spec.weights.values()))
     found: Views = []
     for strides, tensor in zip(answer["views"], spec.outputs, strict=True):
@@ -198,7 +221,7 @@ def views(answer: Any, spec: TaskSpec) -> Views:
 
 @contextmanager
 def at_precision(oracle: ReferenceClient, name: str) -> Iterator[None]:
-    """Let the reference compute at this precision inside the context."""
+    """Makes the reference compute at this precision inside the context."""
     oracle.precision(name)
     try:
         yield

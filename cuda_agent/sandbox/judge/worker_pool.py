@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 from cuda_agent.lease import Lease
 from cuda_agent.machine import processor
 from cuda_agent.sandbox.jail import cgroups, jail
-from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError
+from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError, within
 from cuda_agent.sandbox.jail.warm_parent import WarmParent, warm_parent
 from cuda_agent.sandbox.judge import buffers
 from cuda_agent.sandbox.judge.reference_client import ReferenceClient
@@ -22,6 +23,9 @@ from cuda_agent.sandbox.messages import JudgeSettings
 
 _COMPILING = "cuda_agent.sandbox.worker.compiling"  # imported by the warm parent of compiling workers, never here
 _KNOWN = 2  # version of the folder that compiling workers share
+# MB and number of files in the folders of reference workers, without and with the right to compile: on a GPU
+# max-autotune keeps some files of each of the dozens of kernels that it tries for a matrix product.
+_FOLDER, _COMPILERS_FOLDER = (64, 1024), (2048, 32_768)
 _WARM_UP = """
 import torch
 class Model(torch.nn.Module):
@@ -36,13 +40,13 @@ class WorkerPool:
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
-        self.lease = Lease(Path(settings.lease))  # the judge has one thread, and so one lease
+        self.lease = Lease(Path(settings.lease))  # the judge has one thread, so it needs one lease
         self._log = Path(settings.scratch) / "workers.log"
         self._groups = cgroups.find()
         self._plain = warm_parent(settings.threads, self._log)
         self._compiling: WarmParent | None = None
         self._spare: JailedProcess | None = None
-        self.areas = buffers.Spare()  # on the CPU
+        self.areas = buffers.Spare()  # for candidates on the CPU
 
     @property
     def torch(self) -> str:
@@ -50,11 +54,11 @@ class WorkerPool:
         return self._plain.torch
 
     def candidate(self, profiler: bool = False) -> JailedProcess:
-        """Starts a single-use worker that reads its private folder and writes only its output area. ``profiler``:
-        torch's profiler records its kernels; such a worker must not be timed. Raises ``NotStarted``."""
+        """Starts a worker for one solution. The worker reads its private folder and writes only its output area. If
+        ``profiler``, torch's profiler records its kernels; such a worker must not be timed. Raises ``NotStarted``."""
         spare, self._spare = (None, self._spare) if profiler else (self._spare, None)
         if spare is not None and spare.alive:
-            with contextlib.suppress(NotStarted):  # it died while it waited
+            with contextlib.suppress(NotStarted):  # the spare worker died while it waited
                 return spare.wait_started()
         return self._start_candidate(profiler=profiler).wait_started()
 
@@ -75,15 +79,16 @@ class WorkerPool:
         assert self.torch
         home = self._home()
         policy = jail.JailPolicy(write=(str(home),), file_mb=16)
-        return self._start(self._plain, "reference", policy, home).wait_started()
+        watch = within(home, *_FOLDER)
+        return self._start(self._plain, "reference", policy, home, watch).wait_started()
 
     def compiler(self) -> tuple[JailedProcess, str]:
-        """Starts a reference worker that may run the C++ compiler; returns it and the warm-up's folder."""
+        """Starts a reference worker that may run the C++ compiler; returns it and the warm-up's folder (``_known``)."""
         known = str(self._known())
         return self._start_compiler(self._home(), (known,)), known
 
     def locked(self, place: dict[str, Any], profiler: bool = False) -> JailedProcess:
-        """Starts a candidate worker that also reads its first pass's folder; it may start no program either."""
+        """Starts a candidate worker that may also read its first pass's folder. It may start no program."""
         home = self._home()
         policy = jail.JailPolicy(read=(str(home), place["folder"]), file_mb=0)
         parent, where = self._parent_that_compiles(), {name: place[name] for name in ("folder", "environment")}
@@ -99,18 +104,28 @@ class WorkerPool:
     def _start_compiler(self, home: Path, read: tuple[str, ...] = ()) -> JailedProcess:
         execute = (*jail.SYSTEM_EXECUTE, *jail.PYTHON)
         policy = jail.JailPolicy(read=read, write=(str(home),), execute=execute, file_mb=256, one_group=True)
-        return self._start(self._parent_that_compiles(), "reference", policy, home).wait_started()
+        watch = within(home, *_COMPILERS_FOLDER)
+        return self._start(self._parent_that_compiles(), "reference", policy, home, watch).wait_started()
 
     def _home(self) -> Path:
         return Path(tempfile.mkdtemp(prefix="worker-", dir=self.settings.scratch))
 
-    def _start(self, parent: WarmParent, role: str, policy: jail.JailPolicy, home: Path, **more: Any) -> JailedProcess:
+    def _start(
+        self,
+        parent: WarmParent,
+        role: str,
+        policy: jail.JailPolicy,
+        home: Path,
+        watch: Callable[[JailedProcess], str] | None = None,
+        **more: Any,
+    ) -> JailedProcess:
         settings = self.settings
         policy = replace(
             policy,
             read=(*jail.SYSTEM_READ, *jail.PYTHON, *policy.read),
             # Virtual memory (the watchdog limits resident memory); the CUDA driver maps more than any limit.
             memory_mb=2 * settings.memory_mb if settings.device == "cpu" else 0,
+            shared_memory=settings.device == "cuda",
             cpu_seconds=int(settings.run_seconds * settings.threads * 4) + 60 if role == "candidate" else 1 << 20,
             read_any=True,
         )
@@ -121,9 +136,9 @@ class WorkerPool:
         }  # fmt: skip
         options = {
             "role": role, "threads": settings.threads, "folder": folder, "environment": environment,
-            "device": settings.device, **more,
+            "device": settings.device, "train_mode": settings.train_mode, **more,
         }  # fmt: skip
-        return JailedProcess(parent, options, policy, settings.memory_mb, home, self._groups)
+        return JailedProcess(parent, options, policy, settings.memory_mb, home, self._groups, watch)
 
     def _known(self) -> Path:
         """Returns the folder that compiling workers share; a trusted warm-up fills it once per machine."""
@@ -133,7 +148,7 @@ class WorkerPool:
             return known
         known.parent.mkdir(parents=True, exist_ok=True)
         with open(known.parent / f"{key}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of two judges that start at the same time, one does it
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of two judges that start at the same time, one warms up
             if known.exists():
                 return known
             home = self._home()

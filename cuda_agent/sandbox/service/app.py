@@ -1,7 +1,7 @@
-"""The service over HTTP: routes, the token, limits of size, and a server that drains on SIGTERM.
+"""Serves the sandbox over HTTP: routes, the token, limits of size, and a server that drains on SIGTERM.
 
-Every refusal is JSON, ``{"error": {"kind", "message", "where"}}``, with Retry-After where waiting helps.  Only the two
-health routes answer without the token.  Not covered: TLS, and users and their shares: one token is one trust domain."""
+Every refusal is JSON, ``{"error": {"kind", "message", "where"}}``, with Retry-After if waiting helps.  The two health
+routes need no token, nor does /metrics if it is open.  Not covered: TLS, and users: one token is one trust domain."""
 
 import asyncio
 import contextlib
@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Annotated, Any
 
+import h11
 import uvicorn
 from fastapi import FastAPI, Header, Query, Response
 from fastapi import Request as HttpRequest
@@ -23,6 +24,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cuda_agent.config import WHERE_JUDGED, SandboxConfig
 from cuda_agent.errors import ConfigError
@@ -33,6 +35,7 @@ from cuda_agent.sandbox.service.jobs import Job
 from cuda_agent.sandbox.service.service import Role, Service, ServiceLimits
 from cuda_agent.sandbox.wire import ToolResult
 
+ARRIVAL_SECONDS = 60.0  # from the start of a connection, or a request's first byte, to the request's end
 _OPEN = ("/healthz", "/readyz")  # routes that ask for no token
 Poll = Annotated[float, Query(ge=0, le=60, allow_inf_nan=False, description="seconds to wait for its end")]
 Owner = Annotated[str, Header(alias="X-Workspace-Owner", max_length=100)]
@@ -40,7 +43,7 @@ _log = logging.getLogger("cuda_agent.sandbox")
 
 
 class Gate:
-    """Checks every request first: the token, then the size of the body, counted while it arrives."""
+    """Checks every request before its route does: its framing, the token, then the body's size while it arrives."""
 
     def __init__(self, app: ASGIApp, token: str | None, service: Service) -> None:
         self._app, self._service = app, service
@@ -49,6 +52,12 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
+        if {b"content-length", b"transfer-encoding"} <= headers.keys():  # a proxy may see another end of the body
+            self._service.metrics.rejected.labels("malformed").inc()
+            answer = refusal(ServiceError(400, "malformed", "both Content-Length and Transfer-Encoding"))
+            answer.headers["Connection"] = "close"
+            await answer(scope, receive, send)
+            return
         shown, asks = headers.get(b"authorization", b""), scope["path"] not in self._open
         if self._expected and asks and not hmac.compare_digest(shown, self._expected):
             self._service.metrics.rejected.labels("token").inc()
@@ -89,7 +98,7 @@ class Json(JSONResponse):
 
 
 class Lines(Response):
-    """A stream of JSON lines; when the reader disconnects, its source is closed."""
+    """A response that streams JSON lines. When the reader disconnects, the source of the lines is closed."""
 
     media_type = "application/x-ndjson"
 
@@ -155,24 +164,24 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.get("/healthz", response_class=PlainTextResponse)
     async def healthz() -> str:
-        """Alive."""
+        """Answer while the server runs."""
         return "ok\n"
 
     @app.get("/readyz", response_class=PlainTextResponse)
     async def readyz() -> Response:
-        """Ready: the walls are proven and the compiler works; otherwise 503, and what is missing."""
+        """Answer 200 if the walls are proven and the compiler works, otherwise 503 with what is missing."""
         if reason := "draining" if service.draining else service.unready:
             return PlainTextResponse(reason + "\n", 503, {"Retry-After": "5"})
         return PlainTextResponse("ready\n")
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
-        """Prometheus' text format."""
+        """Return the metrics in Prometheus' text format."""
         return Response(service.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/about", response_model=None)
     async def about() -> dict[str, Any]:
-        """Roles, limits, and the settings that verdicts are made under."""
+        """Return roles and load, and the settings under which verdicts are made."""
         sandbox, queue = service.sandbox, service.queue
         return {
             "roles": service.roles, "sandbox": sandbox.config.model_dump(mode="json", exclude=set(WHERE_JUDGED)),
@@ -191,8 +200,8 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.post("/v1/jobs", status_code=202, response_model=None)
     async def submit(http: HttpRequest, request: protocol.Submission, wait: Poll = 0.0) -> dict[str, Any]:
-        """Queue an evaluation, a probe, a spec or a build; the same content is the same job.  A client that disconnects
-        before the answer withdraws its submission."""
+        """Queue an evaluation, a probe, a spec or a build; requests of the same content share one job.  A client that
+        disconnects before the answer withdraws its submission."""
         job = service.submit(request, http.scope["size"])
         if wait and not await unless_gone(http.receive, service.wait(job, wait)):
             service.cancel(job)
@@ -200,19 +209,19 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.get("/v1/jobs/{id}", response_model=None)
     async def poll(http: HttpRequest, id: str, wait: Poll = 0.0) -> dict[str, Any]:
-        """The job, with its result or error once it is over."""
+        """Return the job, with its result or error once the job is over."""
         job = found(id)
         await unless_gone(http.receive, service.wait(job, wait))
         return shown(job)
 
     @app.get("/v1/jobs/{id}/events", response_model=None)
     async def events(id: str) -> Response:
-        """What happens to the job, a JSON line each; the last one holds the job."""
+        """Stream the events of the job, one JSON line each; the last line holds the job."""
         return Lines(service.events(found(id)))
 
     @app.delete("/v1/jobs/{id}", response_model=None)
     async def cancel(id: str) -> dict[str, Any]:
-        """Take one submission back; with the last one the job is cancelled."""
+        """Withdraw one submission; without another submission the job is cancelled."""
         service.cancel(job := found(id))
         return job.to_json()
 
@@ -225,7 +234,7 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
         @app.post(f"/v1/{name}", response_model=None, name=name, description=says)
         async def at_once(http: HttpRequest, request: kind) -> dict[str, Any]:  # type: ignore[valid-type]
-            """Submit and wait; a client that disconnects withdraws its submission."""
+            """Submit a job and wait for its result; a client that disconnects withdraws its submission."""
             job = service.submit(request, http.scope["size"])
             if not await unless_gone(http.receive, service.wait(job, None)):
                 service.cancel(job)
@@ -237,7 +246,7 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.post("/v1/workspaces", status_code=201, response_model=None)
     async def open_workspace(request: protocol.OpenWorkspace) -> dict[str, Any]:
-        """A work folder; every later request of it needs ``owner`` in the header X-Workspace-Owner."""
+        """Open a work folder; every later request for it needs ``owner`` in the header X-Workspace-Owner."""
         service.admit("workspace")
         try:
             opened = await service.rooms.open(request.files, request.protected)
@@ -253,13 +262,13 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.post("/v1/workspaces/{id}/answers/{number}", response_model=None)
     async def answer(id: str, number: int, request: protocol.Answer, owner: Owner = "") -> dict[str, Any]:
-        """Answer a command that the stream of a call asked for."""
+        """Answer a command that the stream of a tool call asked for."""
         service.rooms.answer(service.rooms.find(id, owner), number, ToolResult(request.text, request.error))
         return {}
 
     @app.get("/v1/workspaces/{id}/files", response_model=None)
     async def files(id: str, owner: Owner = "") -> dict[str, Any]:
-        """The folder's text files."""
+        """Return the folder's text files."""
         return {"files": await service.rooms.files(service.rooms.find(id, owner))}
 
     @app.delete("/v1/workspaces/{id}", response_model=None)
@@ -269,6 +278,33 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         return {}
 
     return Gate(app, token, service)
+
+
+class Connection(H11Protocol):
+    """A connection that ends when a request does not arrive whole in time."""
+
+    _arriving: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._arriving:
+            self._arriving.cancel()
+
+    def _watch(self) -> None:
+        arrives = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if self._arriving and not arrives:
+            self._arriving.cancel()
+            self._arriving = None
+        elif arrives and not self._arriving:
+            self._arriving = self.loop.call_later(ARRIVAL_SECONDS, self.transport.close)
 
 
 class _Server(uvicorn.Server):
@@ -304,20 +340,20 @@ async def serve(
     """Serve until SIGTERM, then drain. Takes the token out of this process's environment.
 
     Raises:
-        ConfigError: the service cannot listen on the address.
-        SandboxUnready: the sandbox cannot start.
+        ConfigError: The service cannot listen on the address.
+        SandboxUnready: The sandbox cannot start.
     """
     token = protocol.read_token(config, os.environ)
     os.environ.pop(config.token_env, None)
-    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: other processes of this user cannot read its environment
+    ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: other processes of this user cannot read the environment
     if token is None and host != "127.0.0.1":
         print(f"no token is configured: listening on 127.0.0.1 only, not on {host}", file=sys.stderr, flush=True)
         host = "127.0.0.1"
     async with LocalSandbox(config, cache) as sandbox, Service(sandbox, roles, limits) as service:
         settings = uvicorn.Config(
             make_app(service, token), host=host, port=port, log_level="warning", access_log=False, lifespan="off",
-            server_header=False, timeout_keep_alive=75, timeout_graceful_shutdown=5, backlog=2048, ws="none",
-            h11_max_incomplete_event_size=64 << 10,
+            http=Connection, server_header=False, timeout_keep_alive=75, timeout_graceful_shutdown=5, backlog=2048,
+            ws="none", h11_max_incomplete_event_size=64 << 10,
         )  # fmt: skip
         server = _Server(settings, service)
         with contextlib.ExitStack() as closing:
@@ -326,7 +362,7 @@ async def serve(
             except SystemExit:
                 raise ConfigError(f"cannot listen on {host}:{port}: is something else there?") from None
             listening.set_inheritable(False)
-            # Accepted connections inherit it; without it every answer waits 40 ms for the delayed acknowledgement.
+            # Accepted connections inherit this option. Without it an answer waits 40 ms for a delayed acknowledgement.
             listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             listening.listen(settings.backlog)  # connections wait from here on; they are accepted a little later
             print(f"listening on http://{host}:{listening.getsockname()[1]}", file=sys.stderr, flush=True)

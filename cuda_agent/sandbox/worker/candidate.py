@@ -1,4 +1,4 @@
-"""Runs the candidate worker: it serves one solution and ends.  ``WorkerOperation`` lists what the judge asks."""
+"""Runs a candidate worker, which serves one solution and ends.  ``WorkerOperation`` lists the judge's requests."""
 
 import ctypes
 import itertools
@@ -19,8 +19,9 @@ from cuda_agent.sandbox.worker.loop import WorkerLoop, build_model
 from cuda_agent.sandbox.worker.replay import play_back
 from cuda_agent.sandbox.worker.shared_tensors import Slots, flatten, map_memory, owned, rebuild, store, zeros
 from cuda_agent.sandbox.worker.triton_rule import only_triton
+from cuda_agent.sandbox.worker.weights import PlainWeights
 
-# Factories of the context of a call of ``ModelNew``, by the name of the rule.
+# By the name of a rule: makes the context in which each call of ``ModelNew`` runs.
 RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]] = {
     "": lambda outputs: nullcontext,
     "extension": lambda outputs: OnlyTheExtension,
@@ -29,14 +30,13 @@ RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]]
 
 
 class Candidate(WorkerLoop):
-    """Runs one solution. The process starts before its solution is known: it takes the buffers, then times the empty
-    call on request, then loads the solution."""
+    """Runs one solution. The process maps the buffers and runs empty calls before it knows and loads the solution."""
 
     def map_buffers(self, frame: Frame) -> None:
         self._options = options = self._options | frame.body
         self._slots = Slots(options["spec"], options, frame.fds, options["device"])
-        # On the CPU the empty call's time is subtracted, so it has no work that a solution could leave out, such as
-        # copying outputs to their place. On a GPU empty chains give a bound that must not be too high: they copy.
+        # On the CPU the empty call's time is subtracted, so an empty call does no work that a solution could leave out,
+        # such as copying outputs. On a GPU empty chains do copy: they give a bound that must not be too high.
         load = self.load_plan if options["host_is_ours"] else self.load_model
         self._commands = {WorkerOperation.LOAD_SOLUTION: load}
         if options["device"] == "cuda":
@@ -45,7 +45,7 @@ class Candidate(WorkerLoop):
             self._commands[WorkerOperation.RUN_EMPTY] = lambda frame: None
 
     def empty_chain(self, frame: Frame) -> Any:
-        """Time a chain that only copies outputs. An output that is a view in the reference costs its copy."""
+        """Time a chain that only copies outputs. A view in the reference is copied from an equal view here."""
         slots = [self._slots.output_tensors(slot) for slot in range(frame.slot)]
         views = self._options["views"]
         results = [[zeros(*pair) for pair in zip(targets, views, strict=True)] for targets in slots]
@@ -57,7 +57,7 @@ class Candidate(WorkerLoop):
         return self._finished(enqueue, frame)
 
     def _finished(self, enqueue: Callable[[], None], frame: Frame) -> Any:
-        """Return the seconds of a chain of ``frame.slot`` calls, until the device has finished it."""
+        """Run a chain of ``frame.slot`` calls and wait until the device has finished it; return its seconds."""
         times = self._clocked(enqueue, frame.extra)[1]
         torch.cuda.synchronize()
         return times
@@ -76,9 +76,9 @@ class Candidate(WorkerLoop):
         )
 
     def load_model(self, frame: Frame) -> None:
-        """Load ``ModelNew`` under the rule of its format, built with the reference's random numbers and weights. A
-        format with a rule requires the reference's parameter names; without one other names are accepted, as in
-        KernelBench's own solutions."""
+        """Load ``ModelNew``, with the reference's random seed and weights, under the rule of its format. If there is a
+        rule, parameter names must be the reference's. Otherwise other names are accepted, as in KernelBench's
+        solutions."""
         spec, restricted = self._options["spec"], bool(self._options["rule"])
         os.environ.update(frame.body["environment"])
         numbers = range(len(self._slots.layout))
@@ -89,12 +89,14 @@ class Candidate(WorkerLoop):
         if frame.body.get("place"):
             play_back(Path(frame.body["place"]["folder"]))
         torch.manual_seed(frame.body["seed"])
-        model = build_model(frame.body["code"], [item["value"] for item in spec["init"]], self._options["device"])
+        model = build_model(frame.body["code"], [item["value"] for item in spec["init"]], self._options)
         weights = self._slots.weight_tensors()
         rule = RULES[self._options["rule"]](outputs)
         given_places, views = self._slots.given, self._options["views"]
         if restricted or model.state_dict().keys() == weights.keys():
             model.load_state_dict(weights, strict=True)
+        elif (redrawn := frame.body["redrawn"]) is not None:
+            PlainWeights(model).draw(redrawn)
 
         def run(call: Frame) -> Any:
             outputs.begin(call.slot)
@@ -105,8 +107,8 @@ class Candidate(WorkerLoop):
             return times
 
         def answer(slot: int) -> Any:
-            """Run one call. On a GPU the outputs are copied after the clock has stopped, so a view would cost nothing
-            there: it is copied inside the timed call, unless the reference's output is a view, too."""
+            """Run one call. On a GPU the outputs are copied after the clock has stopped, so a view would cost nothing.
+            A view is therefore copied inside the timed call, unless the reference's output is a view, too."""
             results = model(*given[slot])
             if self._options["device"] == "cpu":
                 return results
@@ -118,7 +120,7 @@ class Candidate(WorkerLoop):
                 ]
 
         def observed(call: Frame, watch: Callable[[Callable[..., Any]], Any]) -> Any:
-            """Observe one call, which ``watch`` runs."""
+            """Observe one call; ``watch`` runs the call and returns what it observed."""
             results: list[Any] = []
 
             def watched(seen: observe.Operators | None = None) -> None:
@@ -162,7 +164,7 @@ class _Node(ctypes.Structure):
 def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[int], None]:
     """Load the libraries and resolve the program's arguments to addresses, once per slot. ``program`` is
     ``plan.Program`` as JSON; a scalar argument becomes an 8-byte cell, a buffer argument its address. Returns the
-    function that runs one slot; its attribute ``steps`` holds each node separately."""
+    function that runs one slot; its attribute ``steps`` lists every slot's nodes as separate functions."""
     runtime = ctypes.CDLL(program["runtime"])
     library = ctypes.CDLL(program["library"]) if program["library"] else None
     keep: list[Any] = []
@@ -174,8 +176,8 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
             ctypes.memmove(workspaces[name], content, len(content))
 
     def bind(slot: int) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
-        """Return the steps of a slot, and each node separately. Consecutive kernels and memsets form one step; a
-        library node is a separate step."""
+        """Return the steps of a slot, and its nodes as separate functions. Consecutive kernels and memsets form one
+        step; a library node is a separate step."""
         address = partial(slots.address, slot, workspaces)
         steps: list[Callable[[], Any]] = []
         each: list[Callable[[], Any]] = []

@@ -1,11 +1,11 @@
-"""Runs the reference worker: a task's ``Model`` and ``get_inputs`` under the judge's seeds."""
+"""Runs a reference worker: a task's ``Model`` and ``get_inputs``, with random numbers from the judge's seeds."""
 
 import contextlib
 import copy
 import os
 import random
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,11 @@ from cuda_agent.sandbox.worker import observe
 from cuda_agent.sandbox.worker.input_kinds import vary
 from cuda_agent.sandbox.worker.loop import WorkerLoop, run_module
 from cuda_agent.sandbox.worker.shared_tensors import Slots, describe, draw, flatten, is_plain, rebuild, store
+from cuda_agent.sandbox.worker.weights import PlainWeights
 
 
 class Reference(WorkerLoop):
-    """Serves the judge's requests about one task, each by the method with the name of the operation."""
+    """Serves the judge's requests about one task; each method has the name of its operation."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
         super().__init__(channel, options, fds)
@@ -31,7 +32,7 @@ class Reference(WorkerLoop):
         self._double: torch.nn.Module | None = None
 
     def open_task(self, frame: Frame) -> dict[str, Any]:
-        """Import the task, build its model, and run it once on fresh inputs; return its spec."""
+        """Import the task, build its model, run the model once on fresh inputs, and return the task's spec."""
         torch.manual_seed(frame.body["seed"])
         module = run_module("task", frame.body["code"], "model.py")
         for name in ("Model", "get_inputs", "get_init_inputs"):
@@ -43,8 +44,9 @@ class Reference(WorkerLoop):
         self._model = module.Model(*init)
         if not isinstance(self._model, torch.nn.Module):
             raise TypeError("Model is no torch.nn.Module")
-        self._model.eval().to(self._device)
+        self._model.train(self._options["train_mode"]).to(self._device)
         self._call: Callable[..., Any] = self._model
+        self._plain = PlainWeights(self._model)
         self._get_inputs = module.get_inputs
         self._arguments, tensors = draw(self._get_inputs, self._device)
         given = [t.clone() for t in tensors]
@@ -66,20 +68,44 @@ class Reference(WorkerLoop):
         return self._spec
 
     def map_buffers(self, frame: Frame) -> None:
-        """Take the buffers, and write the weights to the places that are named for them."""
+        """Map the buffers, and write the weights to their places in the output area."""
         self._slots = Slots(self._spec, frame.body, frame.fds, self._device)
-        self._values = frame.body["value_inputs"]
-        for offset, tensor in zip(frame.body["value_weights"], self._state.values(), strict=True):
-            self._slots.tensor(self._slots.written + offset, describe(tensor)).copy_(tensor)
+        self._values, self._places = frame.body["value_inputs"], frame.body["value_weights"]
+        self._write_weights(range(len(self._places)))
+
+    def _write_weights(self, positions: Iterable[int]) -> None:
+        tensors = list(self._state.values())
+        for position in positions:
+            tensor = tensors[position]
+            self._slots.tensor(self._slots.written + self._places[position], describe(tensor)).copy_(tensor)
         self.settle()
 
+    def draw_weights(self, frame: Frame) -> dict[str, Any]:
+        """Set the plain weights to others, and write them. They stay as the constructor made them if others give more
+        outputs that are not finite, on the inputs of a slot (``kept``)."""
+        changed = [i for i, t in enumerate(self._state.values()) if t.data_ptr() in self._plain.addresses]
+        seed, kept = frame.body["seed"], False
+        if changed:
+            self._plain.draw(seed)
+            if seed is not None and (broken := self._not_finite(frame.slot)):
+                self._plain.draw(None)
+                kept = self._not_finite(frame.slot) < broken
+                self._plain.draw(None if kept else seed)
+            self._double = None
+            self._write_weights(changed)
+        return {"changed": changed, "kept": kept}
+
+    def _not_finite(self, slot: int) -> int:
+        outputs = flatten(self._model(*rebuild(self._arguments, self._slots.input_tensors(slot))))
+        return sum(int((~torch.isfinite(tensor)).sum()) for tensor in outputs)
+
     def draw_inputs(self, frame: Frame) -> bool:
-        """Write fresh inputs under the judge's seed to the area that the judge copies. False: the kind has no such
-        inputs."""
+        """Draw inputs under the judge's seed and write them to the output area, from which the judge copies them.
+        Return false if the task has no inputs of this kind."""
         seed = frame.body["seed"]
         torch.manual_seed(seed)
         random.seed(seed)
-        numpy.random.seed(seed & 0xFFFFFFFF)  # candidates would know a state that forks share
+        numpy.random.seed(seed & 0xFFFFFFFF)  # a candidate would know a state that it shares as another fork
         varied = vary(draw(self._get_inputs, self._device)[1], frame.body["kind"])
         if varied is None:
             return False
@@ -101,14 +127,14 @@ class Reference(WorkerLoop):
         return times
 
     def run_empty(self, frame: Frame) -> None:
-        """Do everything that ``run`` does except the call. The clock subtracts this time."""
+        """Do everything that ``run`` does except the call. The judge subtracts the seconds of this operation."""
         rebuild(self._arguments, self._slots.input_tensors(frame.slot))
         if not self._last:
             self._last = [torch.zeros_like(t) for t in self._slots.output_tensors(frame.slot)]
         store(self._last, self._slots.output_tensors(frame.slot))
 
     def compile_task(self, frame: Frame) -> None:
-        """Make ``run`` call the compiled model. ``known``: the folder with a warm-up's results, if there is one."""
+        """Make ``run`` call the compiled model. ``known`` is the folder with a warm-up's results, or empty."""
         from cuda_agent.sandbox.worker import compiling
 
         known = frame.body["known"]
@@ -118,21 +144,21 @@ class Reference(WorkerLoop):
         self.run(frame)
 
     def set_precision(self, frame: Frame) -> None:
-        """Set the precision of matrix products and convolutions: default (PyTorch's), fp32, tf32, bf16."""
+        """Set the precision of matrix products and convolutions: default (PyTorch's), fp32, tf32 or bf16."""
         wanted = frame.body["precision"]
         torch.backends.cuda.matmul.allow_tf32 = wanted == "tf32"
         torch.backends.cudnn.allow_tf32 = wanted in ("tf32", "default")
         self._autocast = wanted == "bf16"
 
     def map_exact(self, frame: Frame) -> None:
-        """Take the buffer of exact outputs."""
+        """Map the buffers of the exact outputs."""
         self._exact = Slots(frame.body["spec"], frame.body, frame.fds, self._device)
-        self._double = copy.deepcopy(self._model).double()
 
     def run_exact(self, frame: Frame) -> bool:
-        """Run the model in double precision on the inputs of a slot. False: an output is not finite, there or in eager
-        mode."""
-        assert self._double
+        """Run the model in double precision on the inputs of a slot. Return whether all its outputs, and the outputs of
+        the last ``run``, are finite."""
+        if self._double is None:
+            self._double = copy.deepcopy(self._model).double()
         given = [t.double() if t.is_floating_point() else t for t in self._slots.input_tensors(frame.slot)]
         results = flatten(self._double(*rebuild(self._arguments, given)))
         targets = self._exact.output_tensors(0)
@@ -142,8 +168,8 @@ class Reference(WorkerLoop):
         return finite
 
     def account(self, frame: Frame) -> dict[str, Any]:
-        """Return the operations of one call (0: unknown), the bytes that it must write for its outputs, and which of
-        them are views."""
+        """Return the floating-point operations of one call (0 if unknown), the bytes that the call must write for its
+        outputs, and the strides of outputs that are views."""
         given = self._slots.input_tensors(frame.slot)
         flops, answer = observe.flops(lambda: self._model(*rebuild(self._arguments, given)))
         results, memory = flatten(answer), [*given, *self._state.values()]
@@ -151,7 +177,7 @@ class Reference(WorkerLoop):
         return {"flops": flops, "written": written, "views": views}
 
     def count_operators(self, frame: Frame) -> dict[str, int]:
-        """Count the operators of one forward pass and the bytes they touch, for the model clock."""
+        """Count the operators of one call and the bytes that they touch, for the model clock."""
         total = {"operators": 0, "bytes": 0}
 
         class Counter(TorchFunctionMode):

@@ -1,8 +1,8 @@
-"""Runs the worker's side of a solution that compiles: the first pass runs programs, the second replays them.
+"""Runs the worker's side of a solution that compiles: the first pass starts programs, the second pass replays them.
 
-In the second pass a recorded program appears to run and returns the same result, and its files are in place: so
-``load_inline`` calls ninja again, learns that all is built, and imports. The solution's own process writes the notes:
-nothing here is a wall."""
+In the second pass a recorded program appears to run: it returns the same result, and its files are already there. So
+``load_inline`` calls ninja again, learns that everything is built, and imports the library. The solution's own process
+writes the recording, so nothing here is a wall."""
 
 import contextlib
 import errno
@@ -27,7 +27,7 @@ _RealPopen = subprocess.Popen
 
 
 class RecordingPass(WorkerLoop):
-    """Runs a solution where it may compile. Answers null, or the failure."""
+    """Runs a solution once where it may start compilers. The answer is null, or the failure."""
 
     def run_first_pass(self, frame: Frame) -> dict[str, str] | None:
         place, device = Path(self._options["folder"]), self._options["device"]
@@ -41,7 +41,7 @@ class RecordingPass(WorkerLoop):
             task = run_module("task", frame.body["task"], "model.py")
             init = task.get_init_inputs()
             arguments, given = draw(task.get_inputs, device)
-            model = build_model(frame.body["code"], list(init), device)
+            model = build_model(frame.body["code"], list(init), self._options)
             flatten(model(*rebuild(arguments, given)))
             if device == "cuda":
                 torch.cuda.synchronize()
@@ -55,17 +55,16 @@ class RecordingPass(WorkerLoop):
 
 
 def _settle() -> None:
-    """Apply the settings of both passes, so that the second looks up the keys that the first one stored."""
+    """Apply settings that both passes need, so that the second pass looks up the keys that the first one stored."""
     if (extensions := sys.modules.get("torch.utils.cpp_extension")) is not None:  # imported before CUDA_HOME was set
         extensions.CUDA_HOME = os.environ.get("CUDA_HOME")  # type: ignore[attr-defined]
     import torch._inductor.config as config
 
-    config.cpp_cache_precompile_headers = False  # it takes longer than one graph, and its folder is random
+    config.cpp_cache_precompile_headers = False  # precompiling takes longer than one graph, and uses a random folder
 
 
 def _link_libraries(links: Path) -> None:
-    """Link the runtime's libraries under names without a version: NVIDIA's packages lack those, and linkers
-    need them."""
+    """Link the runtime's libraries under the unversioned names that linkers need and NVIDIA's packages lack."""
     home = os.environ.get("CUDA_HOME", "")
     links.mkdir(exist_ok=True)
     for library in sorted(Path(home, "lib").glob("lib*.so.*")) if home else []:
@@ -79,7 +78,7 @@ def _key(arguments: Any, folder: Any) -> str:
 
 
 def _note_programs(notes: dict[str, Any]) -> None:
-    """Record programs in ``notes`` from now on: arguments and folder, exit code and both outputs."""
+    """Record every program from now on in ``notes``: its arguments and folder, exit code and both outputs."""
 
     class Noting(_RealPopen):  # type: ignore[type-arg]
         def __init__(self, args: Any, *more: Any, **options: Any) -> None:
@@ -101,7 +100,7 @@ def _note_programs(notes: dict[str, Any]) -> None:
 
 
 def play_back(place: Path) -> None:
-    """Replay recorded programs from now on, and refuse to start others."""
+    """Replay the recorded programs from now on, and refuse to start other programs."""
     _settle()
     notes = json.loads((place / _NOTES).read_text())
 
@@ -138,7 +137,7 @@ def play_back(place: Path) -> None:
 
 
 def _take_no_locks() -> None:
-    """Replace file locks: lock files cannot be opened for writing, and this process is alone."""
+    """Make file locks do nothing: lock files cannot be opened for writing, and no other process needs them."""
     import filelock
     from torch.utils.file_baton import FileBaton
 

@@ -1,7 +1,7 @@
 """Opens workspaces, calls their tools, and answers the commands of their shells.
 
-A workspace is an agent's folder with its tools, in a separate jailed process (``worker``). A mistake of the agent gives
-a ``ToolResult`` with ``error``."""
+A workspace is an agent's folder with its tools, in a separate jailed process (``worker``). An agent's mistake is a
+result with ``error``."""
 
 import asyncio
 import contextlib
@@ -20,6 +20,7 @@ from cuda_agent.sandbox.jail import scratch
 from cuda_agent.sandbox.messages import (
     FRAME_LIMIT,
     HEAD,
+    FrameTooLarge,
     Reply,
     WorkspaceOperation,
     decode_head,
@@ -38,12 +39,12 @@ _OPEN_SECONDS, _GRACE_SECONDS = 30.0, 20.0  # how long a start, or a call beyond
 
 
 class WorkspaceLost(Exception):
-    """The workspace's process died or hangs: an infrastructure fault."""
+    """The workspace's process died or hangs; this is an infrastructure fault."""
 
 
 class Workspaces:
-    """The warm parent of workspaces; ``async with`` or the first workspace starts it. Its folders lie in one temporary
-    folder, which is removed with it, even when this process is killed."""
+    """Owns the warm parent of workspaces, which ``async with`` or the first workspace starts. All work folders lie in
+    one temporary folder. It is removed when the parent ends, even if this process is killed."""
 
     def __init__(self, limits: CommandLimits | None = None) -> None:
         self.limits = limits or CommandLimits()
@@ -166,8 +167,8 @@ class Workspace:
         return ToolResult(str(result["text"]), bool(result["error"]))
 
     async def files(self) -> dict[str, str]:
-        """Return the folder's text files within the limits of ``files``; protected ones have their given text. Raises
-        ``WorkspaceLost``."""
+        """Return the folder's text files within the limits of ``files``; protected files have their original text.
+        Raises ``WorkspaceLost``."""
         async with self._turn:
             return dict(await self._request(WorkspaceOperation.COLLECT_FILES, None))
 
@@ -185,7 +186,7 @@ class Workspace:
                     body = json.loads(await self._reader.readexactly(length)) if length else None
             except TimeoutError:
                 raise WorkspaceLost("the workspace does not answer") from None
-            except (OSError, asyncio.IncompleteReadError) as error:
+            except (OSError, FrameTooLarge, asyncio.IncompleteReadError) as error:
                 raise WorkspaceLost(f"the workspace is gone: {type(error).__name__}") from None
             if answer == Reply.RESULT:
                 self._broken = False

@@ -1,11 +1,14 @@
 import asyncio
 import copy
+import fcntl
+import os
 import random
 
 import numpy as np
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+import transformers
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cuda_agent.lease import Lease
 from cuda_agent.policy.engines import native
@@ -56,10 +59,14 @@ def engine(policy):
 @pytest.mark.parametrize(
     "model",
     [
-        lambda: Qwen2ForCausalLM(Qwen2Config(**DENSE, num_key_value_heads=2)),
-        lambda: LlamaForCausalLM(LlamaConfig(**DENSE, num_key_value_heads=4)),
-        lambda: LlamaForCausalLM(LlamaConfig(**DENSE, num_key_value_heads=1, rope_parameters=LLAMA3)),
-        lambda: GPT2LMHeadModel(GPT2Config(vocab_size=90, n_positions=128, n_embd=32, n_layer=2, n_head=4)),
+        lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**DENSE, num_key_value_heads=2)),
+        lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**DENSE, num_key_value_heads=4)),
+        lambda: transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(**DENSE, num_key_value_heads=1, rope_parameters=LLAMA3)
+        ),
+        lambda: transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(vocab_size=90, n_positions=128, n_embd=32, n_layer=2, n_head=4)
+        ),
     ],
     ids=["qwen2", "llama", "llama3-rope", "gpt2"],
 )
@@ -182,7 +189,9 @@ def test_samples_of_one_prompt_compute_it_once(engine, policy):
 
 def test_an_architecture_it_does_not_know_is_served_too():
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=128, n_embd=32, n_layer=2, n_head=4)).eval()
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=256, n_positions=128, n_embd=32, n_layer=2, n_head=4)
+    ).eval()
     engine = LocalEngine(model, threads=1, batch=3)
     turns = asyncio.run(lockstep(engine, prompts(5, shortest=10)))
     for index, (prompt, seen) in enumerate(zip(prompts(5, shortest=10), turns, strict=True)):
@@ -333,6 +342,46 @@ def test_decoding_waits_while_a_time_is_taken(policy, tmp_path):
 
     asyncio.run(script())
     asyncio.run(engine.close())
+
+
+class Leased(TorchDispatchMode):
+    """Collects the operators that run in its thread while the lease of a folder is free."""
+
+    def __init__(self, folder):
+        super().__init__()
+        Lease(folder).close()
+        self.lock, self.free = os.open(folder / "lease.lock", os.O_RDWR), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass  # the engine holds it
+        else:
+            fcntl.flock(self.lock, fcntl.LOCK_UN)
+            self.free.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_all_that_the_engine_computes_it_computes_under_the_lease(policy, tmp_path):
+    """Prompts, kept prefixes, equal prompts, rows that end and rows that are cancelled."""
+    engine, seen = LocalEngine(policy, threads=1, batch=4, lease=Lease(tmp_path)), Leased(tmp_path)
+    asked = [[1, 2, 3, 4], [1, 2, 3, 4], *prompts(3)]
+
+    async def script():
+        await engine.compute(seen.__enter__)
+        for _ in range(2):
+            jobs = [
+                asyncio.ensure_future(engine.generate(p, SamplingParams(6 + n, seed=n))) for n, p in enumerate(asked)
+            ]
+            await asyncio.sleep(0.01)
+            jobs[2].cancel()
+            await asyncio.gather(*jobs, return_exceptions=True)
+        await engine.compute(lambda: seen.__exit__(None, None, None))
+
+    asyncio.run(script())
+    asyncio.run(engine.close())
+    assert engine.counts.reused and seen.free == []
 
 
 def test_a_closed_engine_refuses(policy):

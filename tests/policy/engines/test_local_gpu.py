@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cuda_agent.config import PolicyConfig
+from cuda_agent.lease import Lease
 from cuda_agent.policy.engines.engine import SamplingParams
 from cuda_agent.policy.engines.local import LocalEngine
 from cuda_agent.policy.model import new_policy
@@ -73,6 +74,33 @@ def test_half_precision_stays_near_the_model(models):
         engine = LocalEngine(models[0], batch=4, device="cuda", dtype="bfloat16")
         for prompt, completion in await sample(engine, models[0].config.vocab_size, [60, 70, 80]):
             assert np.abs(completion.logprobs - reference(models[0], prompt, completion.ids)).mean() < 0.1
+        await engine.close()
+
+    asyncio.run(script())
+
+
+def test_the_lease_is_free_once_the_device_is_done(models, tmp_path):
+    """A long kernel after the work, and a timer that waits for the lease."""
+
+    async def script():
+        engine = LocalEngine(models[0], batch=4, device="cuda", lease=Lease(tmp_path))
+        done = torch.cuda.Event()
+
+        def work():
+            with engine._working():
+                torch.cuda._sleep(2_000_000_000)
+                done.record()
+
+        await engine.compute(work)
+        with Lease(tmp_path).timing():
+            assert done.query()
+        # Between two timings the device is idle whenever the lease is held for timing.
+        job = asyncio.ensure_future(engine.generate([1, 2, 3], SamplingParams(200, seed=0)))
+        for _ in range(20):
+            with Lease(tmp_path).timing():
+                assert torch.cuda.current_stream().query()
+            await asyncio.sleep(0)
+        await job
         await engine.close()
 
     asyncio.run(script())

@@ -62,7 +62,14 @@ def run(parent: WarmParent, code: str) -> None:
     home = Path(tempfile.mkdtemp(prefix="orphans-"))
     read, execute = (*jail.SYSTEM_READ, sys.prefix, sys.base_prefix), (*jail.SYSTEM_EXECUTE, sys.base_prefix)
     policy = jail.JailPolicy(read=read, write=(str(home),), execute=execute, read_any=True, memory_mb=0, one_group=True)
-    options = {"role": "reference", "threads": 1, "folder": str(home), "environment": {}, "device": "cpu"}
+    options = {
+        "role": "reference",
+        "threads": 1,
+        "folder": str(home),
+        "environment": {},
+        "device": "cpu",
+        "train_mode": False,
+    }
     worker = JailedProcess(parent, options, policy, 400, home)
     worker.wait_started()
     settings = JudgeSettings(1, 1, 0.1, 1, 1.0, 400, "model", (), "", "", "")

@@ -54,12 +54,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """A process that answers each request by ``body``."""
     started: list[JailedProcess] = []
 
-    def make(body: str = "answer(frame.slot)", script: str = SERVE, **more: Any) -> JailedProcess:
+    def make(body: str = "answer(frame.slot)", script: str = SERVE, shared: bool = False, **more: Any) -> JailedProcess:
         home = tmp_path / f"home-{len(started)}"
         home.mkdir()
         parent: Any = Parent(PEER + script.replace("BODY", body))
         options: Any = {"role": "reference"}
-        worker = JailedProcess(parent, options, JailPolicy(), 400, home, **more)
+        worker = JailedProcess(parent, options, JailPolicy(shared_memory=shared), 400, home, **more)
         started.append(worker)
         worker.wait_started()
         worker.seconds = 20.0
@@ -122,6 +122,11 @@ def test_memory_and_threads_of_its_own_are_watched(start: Start) -> None:
     assert ended(start(memory)) == ("memory", "used more than 400 MB")
     threads = "import threading; [threading.Thread(target=time.sleep, args=(20,)).start() for _ in range(70)]"
     assert ended(start(threads)) == ("threads", "started more than 64 threads")
+
+
+def test_shared_memory_counts_where_it_may_be_made(start: Start) -> None:
+    memory = "import mmap; kept = mmap.mmap(-1, 900 << 20); kept[:] = bytes(900 << 20); time.sleep(20)"
+    assert ended(start(memory, shared=True)) == ("memory", "used more than 400 MB")
 
 
 def test_a_further_watchdog_names_what_is_too_much(start: Start) -> None:

@@ -40,6 +40,7 @@ class Reference:
         self.alive = True
         self.spec = SPEC
         self.weights: list[Any] = []
+        self.redrawn, self.kept = None, False
         self.seeds: list[int] = []
         self.precisions: list[str] = []
         self.worker = self

@@ -13,7 +13,7 @@ from cuda_agent.sandbox.judge.decisions import CandidateRefused
 from cuda_agent.sandbox.judge.trial import Trial
 from cuda_agent.sandbox.messages import WorkerOperation
 from cuda_agent.sandbox.wire import FormatTraits, Verdict
-from tests.sandbox.judge.fakes import Pool, Reference, Worker, settings_in
+from tests.sandbox.judge.fakes import LENGTH, Pool, Reference, Worker, settings_in
 
 Make = Callable[..., Trial]
 
@@ -109,10 +109,56 @@ def test_where_a_worker_fails_decides_the_status(
     assert refused(trial)[0] == status
 
 
-def test_an_audit_of_a_timed_call_is_a_cheat_and_forgives_twice_the_tolerance(make: Make) -> None:
+def test_an_audit_of_a_timed_call_refuses_more_than_the_tolerance(make: Make) -> None:
+    """An error of one and a half times the tolerance, in every value."""
     trial = make()
     entry = trial._take()
-    trial._compare(entry, [entry.outputs[0] + numpy.float32(0.015)], "an audit", audit=True)
+    with pytest.raises(CandidateRefused) as refusal:
+        trial._compare(entry, [_off(entry, 1.5, LENGTH)], "an audit", audit=True)
+    assert refusal.value.status == "wrong" and "the outputs are wrong" in str(refusal.value)
+
+
+def test_one_value_of_a_trial_may_be_off_by_twice_the_tolerance_while_timed(make: Make) -> None:
+    trial = make()
+    entry = trial._take()
+    trial._compare(entry, [_off(entry, 1.5, 1)], "an audit", audit=True)
+    trial._compare(entry, [entry.outputs[0] * numpy.float32(1.001)], "an audit", audit=True)
+    with pytest.raises(CandidateRefused):
+        trial._compare(entry, [_off(entry, 1.5, 1)], "an audit", audit=True)
+    with pytest.raises(CandidateRefused):
+        make()._compare(entry, [_off(entry, 2.5, 1)], "an audit", audit=True)
+    with pytest.raises(CandidateRefused):
+        make()._compare(entry, [_off(entry, 1.5, 1)], "check 1")
+
+
+def test_a_timed_call_of_strict_mode_may_be_as_far_off_as_eager_is(make: Make) -> None:
+    """The reference's own rounding takes its outputs beyond the tolerance, and the solution is exact."""
+    for mode, status in (("strict", ""), ("quick", "wrong")):
+        trial = make()
+        trial._verdict.mode = mode  # type: ignore[assignment]
+        entry = trial._take()
+        right, oracle = entry.outputs[0].copy(), trial._prepared.oracle
+        entry.outputs[0] = _off(entry, 1.5, LENGTH)
+        oracle.outputs = lambda inputs, rounded=entry.outputs: rounded  # type: ignore[misc,method-assign]
+        try:
+            trial._compare(entry, [right], "an audit", audit=True)
+            assert not status
+        except CandidateRefused as refusal:
+            assert refusal.status == status
+
+
+def _off(entry: Any, times: float, count: int) -> Any:
+    """The outputs with the first ``count`` values off by so many times the tolerance, which is 1e-2."""
+    want = entry.outputs[0]
+    allowed = 1e-2 * (min(1.0, float(numpy.sqrt((want**2).mean()))) + numpy.abs(want))
+    have = want.copy()
+    have[:count] += (times * allowed)[:count]
+    return have
+
+
+def test_a_wrong_output_of_a_timed_call_is_a_cheat(make: Make) -> None:
+    trial = make()
+    entry = trial._take()
     with pytest.raises(CandidateRefused) as refusal:
         trial._compare(entry, [entry.outputs[0] + numpy.float32(0.5)], "an audit", audit=True)
     assert refusal.value.status == "cheat" and "the outputs are wrong" in str(refusal.value)

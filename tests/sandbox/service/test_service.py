@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -255,6 +256,19 @@ def test_a_body_without_a_length_is_counted_as_it_arrives(served):
     except httpx.WriteError:
         return  # it hung up before all was sent
     assert answer.status_code == 413
+
+
+def test_a_request_with_two_lengths_is_refused_and_its_connection_ends(served):
+    host, port = served.address.removeprefix("http://").split(":")
+    head = f"POST /v1/spec HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 4\r\n"
+    smuggled = "0\r\n\r\nGET /healthz HTTP/1.1\r\nHost: here\r\n\r\n"
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n{smuggled}".encode())
+        answer = b""
+        while part := connection.recv(1 << 16):
+            answer += part
+    assert answer.startswith(b"HTTP/1.1 400 ") and answer.count(b"HTTP/1.1 ") == 1, answer
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["kind"] == "malformed"
 
 
 def test_unknown_routes_methods_and_jobs_are_refusals_like_any_other(served):

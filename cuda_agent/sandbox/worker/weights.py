@@ -1,0 +1,62 @@
+"""Draws anew the weights that a constructor sets to one value, so that a solution which ignores them is wrong.
+
+LayerNorm starts with 1 and 0, BatchNorm with running statistics of 0 and 1, and many biases with 0. A solution that
+leaves them out is right until other weights are loaded. What the constructor draws at random stays as it is: the
+judge's secret seed drew it. Runs in the reference worker, and in the worker of a candidate whose names differ."""
+
+import hashlib
+from collections import Counter
+
+import torch
+
+_SAMPLE = 4096  # values that decide for most weights that they are random
+
+
+class PlainWeights:
+    """The plain weights of a model: those that hold one value, or zeros and one other value.
+
+    A buffer counts if all its values are 0 or all are 1, as those of running statistics. Other buffers, such as masks
+    and tables of positions, are part of the architecture and stay. Integers stay."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        found = {
+            id(tensor): tensor
+            for tensor in torch.nn.Module.state_dict(model, keep_vars=True).values()
+            if _is_plain(tensor)
+        }
+        self._tensors = [tensor.detach() for tensor in found.values()]
+        self._originals = [tensor.clone() for tensor in self._tensors]
+        self.addresses = {tensor.data_ptr() for tensor in self._tensors}
+
+    def draw(self, seed: int | None) -> None:
+        """Sets the weights to values near the constructor's: 0.5 to 1.5 times as large, and from -0.5 to 0.5 where all
+        are 0. A tensor's values follow from the seed, its value and shape, and its place among those with the same
+        value and shape, so names do not matter. ``None``: the constructor's own values."""
+        places: Counter[str] = Counter()
+        for tensor, original in zip(self._tensors, self._originals, strict=True):
+            if seed is None:
+                tensor.copy_(original)
+                continue
+            largest = float(original.flatten()[original.abs().argmax()])
+            form = f"{largest} {list(original.shape)}"
+            places[form] += 1
+            digest = hashlib.sha256(f"{seed} {form} {places[form]}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+            noise = torch.rand(original.shape, generator=generator).to(original.device)
+            tensor.copy_(original * (noise + 0.5) if largest else noise - 0.5)
+
+
+def _is_plain(tensor: object) -> bool:
+    if not isinstance(tensor, torch.Tensor) or torch.nn.parameter.is_lazy(tensor):
+        return False
+    if not tensor.is_floating_point() or not tensor.numel() or tensor.layout != torch.strided:
+        return False
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        return False  # one value in memory, shown many times: it cannot be written
+    values = tensor.detach().flatten()
+    for part in (values[:_SAMPLE], values):
+        largest = part[part.abs().argmax()]
+        if not bool(torch.isfinite(largest)) or not bool(((part == 0) | (part == largest)).all()):
+            return False
+    trained = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+    return trained or any(bool((values == constant).all()) for constant in (0, 1))
