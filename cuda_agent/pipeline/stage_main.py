@@ -117,9 +117,15 @@ def _run(order: StageOrder, scratch: Path, should_stop: Stop) -> None:
 
 
 def _make(
-    order: StageOrder, store: Store, config: Config, stage: Stage, identity: Identity, tracker: FileTracker, stop: Stop
+    order: StageOrder,
+    store: Store,
+    config: Config,
+    stage: Stage,
+    identity: Identity,
+    tracker: FileTracker,
+    work: Path,
+    stop: Stop,
 ) -> Manifest:
-    work = Path(order.scratch) / "work"
     for name, digest in identity.inputs.items():
         store.get_folder(digest, work / "inputs" / name)
     cache = Path(order.local) / "cache"
