@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from cuda_agent.errors import EXIT_RETRY, UserError
-from cuda_agent.policy.chat import Form, ToolCall, on_the_wire, read_calls
+from cuda_agent.policy.chat import Form, ToolCall, Tools, on_the_wire, read_calls
 
 Listener = Callable[[str, str], None]
 """(what, text): ``text`` and ``thought`` as they come, ``again`` when what came is void, ``wait`` and ``form``, why."""

@@ -138,6 +138,10 @@ async def open_local(
     """Opens engine, sandbox and trainers in this process.  Without ``make_critic`` there is no critic."""
     with shared_training(ctx) as ctx:
         async with open_rollouts(ctx, ctx.inputs["policy"], settings_of(ctx, settings)) as rollouts:
-            make = partial(ActorCritic, ctx, settings, rollouts.model)
-            learner = await rollouts.engine.compute(lambda: make(make_critic and make_critic(ctx.inputs)))
+
+            def make() -> ActorCritic:
+                critic = make_critic(ctx.inputs) if make_critic else None
+                return ActorCritic(ctx, settings, rollouts.model, critic)
+
+            learner = await rollouts.engine.compute(make)
             yield LocalRuntime(ctx, settings, kind, rollouts, learner)
