@@ -130,7 +130,7 @@ def evaluate(
     solution: Annotated[Path, Argument(help="a folder: plan.json and kernels/, or model_new.py and kernels/")],
     overrides: Overrides = None,
     mode: Annotated[Literal["quick", "strict"], Option(help="quick: for training; strict: for people")] = "quick",
-    again: Annotated[bool, Option("--again", help="measure anew what was measured before")] = False,
+    again: Annotated[bool, Option("--again", help="judge again, and time eager and torch.compile again")] = False,
     train_mode: TrainMode = False,
     as_json: AsJson = False,
 ) -> None:

@@ -132,7 +132,8 @@ def read_solution(folder: Path, format: Format) -> Solution:
 async def evaluate(
     settings: SandboxConfig, cache: Path, task: Path, solution: Path, mode: Mode, again: bool = False
 ) -> Verdict:
-    """Returns the sandbox's verdict on a solution folder; with ``again`` a cached verdict is not used.
+    """Returns the sandbox's verdict on a solution folder; with ``again`` neither a cached verdict nor cached
+    times of the baselines are used.
 
     Raises:
         TaskError: The task or the solution folder cannot be read.

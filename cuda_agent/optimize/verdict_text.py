@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cuda_agent.pages.optimize import shares_of_peak
-from cuda_agent.sandbox.wire import BASELINES, Verdict, baseline, baseline_parts
+from cuda_agent.sandbox.wire import BASELINES, Verdict, baseline_parts
 
 _SHOWN = 6  # most kernels and operators of a call that are shown
 
@@ -26,12 +26,12 @@ def verdict_lines(verdict: Verdict) -> list[str]:
     if verdict.strict and "baselines" in verdict.strict:
         lines += _strict_times(verdict, verdict.strict)
     else:
-        for name, seconds, factor in (
-            ("eager", verdict.eager_seconds, verdict.speedup_eager),
-            ("torch.compile", verdict.compile_seconds, verdict.speedup_compile),
+        for name, seconds, factor, interval in (
+            ("eager", verdict.eager_seconds, verdict.speedup_eager, verdict.interval),
+            ("torch.compile", verdict.compile_seconds, verdict.speedup_compile, verdict.compile_interval),
         ):
             if seconds is not None:
-                lines.append(_row(name, seconds, factor))
+                lines.append(_row(name, seconds, factor, _between(interval)))
     if verdict.strict and verdict.strict.get("kinds"):
         strict = verdict.strict
         kinds = ", ".join(strict["kinds"])
@@ -54,6 +54,10 @@ def _spread(samples: Sequence[float]) -> str:
     return f"   half of {len(samples)} calls between {low * 1e6:.1f} and {high * 1e6:.1f}"
 
 
+def _between(interval: Sequence[float] | None) -> str:
+    return f" (95 % {interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
+
+
 def _ran(verdict: Verdict) -> list[str]:
     lines = []
     for ran in verdict.ran[:_SHOWN]:
@@ -72,12 +76,11 @@ def _row(name: str, seconds: float, factor: float | None = None, note: str = "")
 
 def _strict_times(verdict: Verdict, strict: dict[str, Any]) -> list[str]:
     """Formats the time of every baseline, and names the arithmetic that explains the solution's error."""
-    baselines, interval, precision = strict["baselines"], strict["interval"], strict["precision"]
+    baselines, precision = strict["baselines"], strict["precision"]
     lines = []
     for label, seconds in baselines.items():
         name, arithmetic = baseline_parts(label)
-        first = label == baseline("eager", "fp32")
-        note = f" (95 % {interval[0]:.2f} to {interval[1]:.2f})" if first else ""
+        note = _between(strict.get("intervals", {}).get(label))
         same = "   <- the same arithmetic" if arithmetic == precision != "fp32" else ""
         factor = seconds / verdict.seconds if verdict.seconds else None
         lines.append(_row(f"{BASELINES[name]} {arithmetic}", seconds, factor, note + same))

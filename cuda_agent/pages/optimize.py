@@ -17,7 +17,7 @@ from cuda_agent.pages.charts import Drawing, amount, clock_time, duration, facto
 from cuda_agent.pages.episode_story import of_attempt
 from cuda_agent.pages.page import page, plural
 from cuda_agent.sandbox.formats.table import FORMATS
-from cuda_agent.sandbox.wire import BASELINES, Probe, Verdict, baseline, baseline_parts
+from cuda_agent.sandbox.wire import BASELINES, Probe, Verdict, baseline_parts
 
 Bar = tuple[str, float, str, str]  # label, value, text, CSS class
 
@@ -77,16 +77,13 @@ def _baselines(verdict: Verdict) -> dict[str, float]:
 
 def _ratios(verdict: Verdict | None) -> Markup | None:
     """Draws how many times as fast as each baseline the solution is, with intervals; None if these are unknown."""
-    strict = (verdict.strict if verdict else None) or {}
-    first = (strict.get("baselines") or {}).get(baseline("eager", "fp32"))
-    if not verdict or not verdict.seconds or not first or not strict.get("interval"):
+    if not verdict or not verdict.seconds or not verdict.strict or "intervals" not in verdict.strict:
         return None
-    low, high = strict["interval"]
     rows = []
-    for label, seconds in _baselines(verdict).items():
-        short = label.replace("torch.compile", "compile").replace("max-autotune", "autotune")
-        scaled = (low * seconds / first, high * seconds / first)
-        rows.append((short, "", seconds / verdict.seconds, scaled))
+    for label, ends in verdict.strict["intervals"].items():
+        kind, precision = baseline_parts(label)
+        short = f"{BASELINES[kind]} {precision}".replace("torch.compile", "compile").replace("max-autotune", "autotune")
+        rows.append((short, "", verdict.strict["baselines"][label] / verdict.seconds, ends))
     return interval_chart("Times as fast as", rows, ratio=True)
 
 

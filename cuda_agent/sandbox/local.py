@@ -153,8 +153,8 @@ class LocalSandbox:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick", again: bool = False) -> Verdict:
-        """Return the verdict on ``solution``. If ``again``, do not look into the cache. Raises ``TaskError`` if the
-        task itself cannot be run, or ``SandboxUnready``."""
+        """Return the verdict on ``solution``. If ``again``, use no cached verdict, and time the baselines again. Raises
+        ``TaskError`` if the task itself cannot be run, or ``SandboxUnready``."""
         file = self._verdict_file(task, solution, mode)
         if not again and (found := _read_json(file)) is not None:
             verdict = Verdict.from_json(found)
@@ -162,7 +162,7 @@ class LocalSandbox:
             return verdict
         for _ in (1, 2):
             try:
-                verdict = await self._evaluate(task, solution, mode)
+                verdict = await self._evaluate(task, solution, mode, again)
             except (JudgeLost, OSError) as lost:  # OSError: a full disk, a cache that cannot be written
                 verdict = self._refusal(solution, mode, "infra", str(lost))
             if verdict.status != "infra":
@@ -170,7 +170,7 @@ class LocalSandbox:
                 break
         return verdict
 
-    async def _evaluate(self, task: Task, solution: Solution, mode: Mode) -> Verdict:
+    async def _evaluate(self, task: Task, solution: Solution, mode: Mode, again: bool = False) -> Verdict:
         clock, judge = time.monotonic, self._judge(task)
         spec = await self.spec(task)
         found = await asyncio.to_thread(rules.findings, solution)
@@ -188,7 +188,7 @@ class LocalSandbox:
             built = clock() - begin
             request: EvaluateRequest = {
                 "task": _source(task), "format": solution.format, "traits": asdict(traits), "mode": mode, "load": load,
-                "files": solution.files, "observe": bool(found),
+                "files": solution.files, "observe": bool(found), "again": again,
             }  # fmt: skip
             verdict = Verdict.from_json(await judge.ask(JudgeRequest.EVALUATE, request))
             if first_pass_time == "when refused" and first_pass.was_refused(verdict):

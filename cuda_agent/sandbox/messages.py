@@ -120,6 +120,7 @@ class EvaluateRequest(TypedDict):
     load: dict[str, Any]  # the built solution; its form depends on the format
     files: dict[str, str]
     observe: bool  # whether quick mode observes what ran
+    again: bool  # whether the baselines are timed again
 
 
 # --------------------------------------------------------------------------------------------------------------- frames

@@ -106,12 +106,14 @@ class Verdict:
     eager_seconds: float | None = None
     compile_seconds: float | None = None
     samples: list[float] = field(default_factory=list)  # raw timed calls, seconds
+    interval: list[float] | None = None  # lower and upper end, 95 %, of ``speedup_eager``; None under the model clock
+    compile_interval: list[float] | None = None  # the same of ``speedup_compile``
     checks: int = 0  # correctness checks passed
     max_error: float | None = None  # largest absolute difference over all checks
     # Seconds of build, start, check, time and observe; cleanup: after the verdict before this one.
     phases: dict[str, float] = field(default_factory=dict)
     cached: bool = False
-    strict: dict[str, Any] | None = None  # mode strict: inputs and errors by kind, precision, interval, baselines
+    strict: dict[str, Any] | None = None  # mode strict: inputs and errors by kind, precision, baselines
     bytes: int | None = None  # bytes of the task's inputs and outputs
     flops: int | None = None  # operations of one call of the reference: matrix products, convolutions, attention
     peak_bytes_per_second: float | None = None  # of the device's memory

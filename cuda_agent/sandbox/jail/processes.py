@@ -5,6 +5,7 @@ answers is the caller's concern."""
 
 import contextlib
 import os
+import resource
 import select
 import shutil
 import signal
@@ -27,15 +28,16 @@ _MOST_THREADS = 64
 _GROUP_MB = 64  # added to a worker's memory limit for the kernel's structures and cached files
 _MOST_PROCESSES = 48  # descendants of a worker that may start programs; below the limit that root sets
 _START_SECONDS = 30.0
-_STOP_SECONDS = 1.0  # longest wait for a process to stop
+_STOP_SECONDS = 5.0  # longest wait until all threads of a process stand still
+_STANDING = "TtZX"  # states of a thread that cannot run: stopped, traced, zombie, ended
 _END_SECONDS = 0.2  # longest wait for the threads of a killed process to end
 _LOOK_SECONDS = 0.3  # shortest time between two checks of a worker's folder; a check takes at most a twentieth of it
 _IDLE_NS = 200_000  # a thread with less processor time has not worked yet
 
 
 class WorkerDied(Exception):
-    """The worker has ended.  ``reason`` is timeout, memory, threads, processes, disk, crash, protocol, or killed (by a
-    SIGKILL that this process did not send)."""
+    """The worker has ended.  ``reason`` is timeout, memory, threads, processes, disk, crash, protocol, running (after
+    it was stopped), or killed (by a SIGKILL that this process did not send)."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -80,7 +82,8 @@ class JailedProcess:
         self.seconds = 0.0
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
-        self._stopped = False
+        self._stopped = False  # whether the last signal was SIGSTOP
+        self._still = False  # whether all threads were seen standing still since that signal
         with theirs:
             self.pid = parent.fork({**options, "policy": asdict(policy)}, [theirs.fileno()])
         self.alive = True  # this object has not killed it
@@ -122,7 +125,10 @@ class JailedProcess:
             send_frame(self._socket, operation, body, slot, fds)
         except OSError:
             raise self._died("crash") from None
-        return self._answer()
+        try:
+            return self._answer()
+        finally:  # between requests a worker takes no processor time from another worker that is timed
+            self._halt()
 
     def timed(self, operation: WorkerOperation, slot: int, extra: int = 0) -> tuple[float, Any]:
         """Return the seconds from request to answer by the judge's clock, and the body of the answer.
@@ -136,6 +142,9 @@ class JailedProcess:
             WorkerDied: The worker has ended, or answered before the request.
         """
         self.stop()
+        with contextlib.suppress(OSError):  # threads with precedence could keep this process from ending them
+            limit = round(1e6 * max(self.seconds + 1, 1))
+            resource.prlimit(self.pid, resource.RLIMIT_RTTIME, (limit, limit))
         if self._poll.poll(0):
             raise self._died("protocol" if self._said() else "crash")  # an answer without a request
         try:
@@ -146,26 +155,47 @@ class JailedProcess:
         self._go_on()
         if not self._poll.poll(_STEP_MS):
             self._wait()
-        self.stop()
-        end = time.perf_counter()
+        end = self.stop()
         answer = self._answer()
         if self._state() in "ZX":
             raise self._died("crash" if self._ends() else "protocol")  # another thread answered
         return end - start, answer
 
-    def stop(self) -> None:
-        """Stop the process until the next request. Return when it is stopped, or after 1 s."""
-        if self.alive and not self._stopped:
-            self._stopped = True
-            self._signal(signal.SIGSTOP)
-            deadline = time.monotonic() + _STOP_SECONDS
-            while self._state() not in "TtZX" and time.monotonic() < deadline:
+    def stop(self) -> float:
+        """Stop the process until the next request. Return when every thread stands still, with the time at which they
+        did (``time.perf_counter``). A thread inside a system call runs on until the call returns. Raises ``WorkerDied``
+        if a thread runs for longer than 5 s."""
+        self._halt()
+        end = time.perf_counter()
+        deadline = end + _STOP_SECONDS
+        while self.alive and not self._still:
+            still = self._state() in _STANDING
+            end = time.perf_counter()  # before the states of the other threads are read, which takes a while
+            self._still = still and self._all_stand()
+            if end > deadline:
+                raise self._died("running")
+            if not self._still:
                 os.sched_yield()
+        return end
+
+    def _halt(self) -> None:
+        """Send SIGSTOP, and do not wait."""
+        if self.alive and not self._stopped:
+            self._stopped, self._still = True, False
+            self._signal(signal.SIGSTOP)
 
     def _go_on(self) -> None:
         if self.alive and self._stopped:
             self._stopped = False
             self._signal(signal.SIGCONT)
+
+    def _all_stand(self) -> bool:
+        """Return whether no thread of the process can run: each is stopped or has ended."""
+        try:
+            threads = os.listdir(f"/proc/{self.pid}/task")
+        except OSError:
+            return True
+        return all(_state(f"/proc/{self.pid}/task/{thread}/stat") in _STANDING for thread in threads)
 
     def _said(self) -> bool:
         """Return whether there is data to read; false at the end of the stream."""
@@ -245,6 +275,7 @@ class JailedProcess:
             "disk": "wrote too many or too large files",
             "threads": f"started more than {_MOST_THREADS} threads",
             "protocol": "answered nonsense",
+            "running": f"ran on for {_STOP_SECONDS:g} s after it was stopped",
         }
         return WorkerDied(reason, texts[reason])
 
@@ -254,7 +285,9 @@ class JailedProcess:
 
     def spread(self, apart: bool = True) -> None:
         """Bind each working thread to one processor, if there are at least as many such threads as processors. Unless
-        ``apart``, let all threads run on all processors again.
+        ``apart``, let all threads run on all processors again. Where this process may, it gives all threads precedence
+        over other programs while they are ``apart``, and a higher rank than its own: a thread that is woken by another
+        of its rank moves to another processor, away from the data.
 
         The scheduler may leave a helper thread beside the busy main thread for whole calls, which then take twice as
         long. Threads that have not worked yet are not bound, nor is a process with one working thread."""
@@ -265,6 +298,7 @@ class JailedProcess:
                 worked = int(Path(f"/proc/{self.pid}/task/{thread}/schedstat").read_text().split()[0])
                 if worked > _IDLE_NS:
                     busy.append((worked, int(thread)))
+                _give_precedence(int(thread), 2 if apart else 0)
         if apart and (len(busy) < len(processors) or len(busy) == 1):
             return
         for index, (_, number) in enumerate(sorted(busy, reverse=True)):
@@ -294,12 +328,17 @@ class JailedProcess:
         return status, overran
 
     def _state(self) -> str:
-        """Return the kernel's letter for the state of the process: R, S, D, T (stopped), Z (zombie) ..."""
-        try:
-            with open(f"/proc/{self.pid}/stat", "rb", 0) as file:
-                return chr(file.read(512).rpartition(b") ")[2][0])
-        except (OSError, IndexError):
-            return "X"
+        return _state(f"/proc/{self.pid}/stat")
+
+
+def _state(stat: str) -> str:
+    """Return the letter for the state of a process or thread, read from ``stat``, its file in /proc: R, S, D, T
+    (stopped), Z (zombie), X (ended) and others."""
+    try:
+        with open(stat, "rb", 0) as file:
+            return chr(file.read(512).rpartition(b") ")[2][0])
+    except (OSError, IndexError):
+        return "X"
 
 
 def _name_of_signal(number: int) -> str:
@@ -323,6 +362,14 @@ def within(folder: Path, megabytes: int, files: int) -> Callable[[JailedProcess]
     return overrun
 
 
+def _give_precedence(thread: int, rank: int) -> None:
+    """Let ``thread`` (0: this one) run before all ordinary programs and all threads of a lower rank; rank 0 is an
+    ordinary program. Does nothing without the right to do so. A nice value is not enough: a program that runs may keep
+    its processor for milliseconds before a nicer one."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(thread, os.SCHED_RR if rank else os.SCHED_OTHER, os.sched_param(rank))
+
+
 @contextlib.contextmanager
 def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], None]]:
     """Yield ``turn(worker)``, which lets only this one of ``workers`` run and stops the others. Otherwise idle threads
@@ -340,7 +387,9 @@ def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], 
         running = worker
 
     try:
+        _give_precedence(0, 1)
         yield turn
     finally:
+        _give_precedence(0, 0)
         for worker in workers:
             worker.spread(apart=False)

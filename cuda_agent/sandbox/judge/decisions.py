@@ -1,5 +1,6 @@
 """Makes the decisions of a trial that need no worker: why a candidate is refused, and when its times are clear."""
 
+import math
 import statistics
 from collections.abc import Sequence
 
@@ -7,6 +8,11 @@ from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError
 from cuda_agent.sandbox.wire import Status, Verdict
 
 LOADING = "while it was loaded"
+FASTER = 1 / 0.95  # speed-up above which the reward grows: more than 5 % less time (paper, Eq. 1)
+_MARGIN = 1.03  # distance of a clear speed-up from that bound: the baselines have errors, too
+_WIDE = 1.1  # ratio of an interval's ends above which the calls disagree
+Interval = tuple[float, float]  # lower and upper end
+Spread = tuple[float, float, float]  # lower end of an interval, middle, upper end
 
 
 class CandidateRefused(Exception):
@@ -35,15 +41,45 @@ def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> Candida
     return CandidateRefused("cheat" if error.cheat else "crash", f"{error} {when}".strip())
 
 
-def is_clear(samples: Sequence[float], anchors: Sequence[float], compile_share: float | None) -> bool:
-    """Returns whether more timed calls could hardly change the reward. ``samples`` are the seconds of the candidate's
-    calls, ``anchors`` those of eager's calls between them. ``compile_share`` is torch.compile's time as a share of
-    eager's."""
-    mine, anchor = statistics.median(samples), statistics.median(anchors)
-    spread = statistics.median(abs(s - mine) for s in samples) / mine
-    spread += statistics.median(abs(s - anchor) for s in anchors) / anchor
-    rivals = [anchor] if compile_share is None else [anchor, compile_share * anchor]
-    return all(abs(mine / (0.95 * rival) - 1) > 0.03 + 2 * spread for rival in rivals)
+def spread(samples: Sequence[float]) -> Spread:
+    """Returns the median and its 95 % confidence interval: two order statistics, by the sign test. It assumes nothing
+    about the distribution. The interval of fewer than 6 samples is their range, with a lower confidence."""
+    ordered, count = sorted(samples), len(samples)
+    left_out, tail = 0, 1  # samples below the interval; number of outcomes of the sign test with at most so many
+    while 40 * (tail := tail + math.comb(count, left_out + 1)) <= 2**count:
+        left_out += 1
+    return ordered[left_out], statistics.median(ordered), ordered[-1 - left_out]
+
+
+def quotient(*over: Spread, under: Spread = (1.0, 1.0, 1.0)) -> Interval:
+    """Returns the interval of the product of ``over``, divided by ``under``. The distances from middle to end are added
+    as independent errors, on a logarithmic scale."""
+    middle = math.prod(middle for _, middle, _ in over) / under[1]
+    down = math.hypot(*(math.log(middle / low) for low, middle, _ in over), math.log(under[2] / under[1]))
+    up = math.hypot(*(math.log(high / middle) for _, middle, high in over), math.log(under[1] / under[0]))
+    return middle * math.exp(-down), middle * math.exp(up)
+
+
+def share_of(part: Sequence[float], whole: Sequence[float]) -> Spread:
+    """Returns the median of ``part`` as a share of the median of ``whole``, with its interval."""
+    low, high = quotient(spread(part), under=spread(whole))
+    return low, statistics.median(part) / statistics.median(whole), high
+
+
+def is_clear(speedups: Sequence[Interval]) -> bool:
+    """Returns whether more timed calls could hardly change the reward, given the intervals of the speed-ups."""
+    return all(low > _MARGIN * FASTER or _MARGIN * high < FASTER for low, high in speedups)
+
+
+def is_undecided(speedups: Sequence[Interval]) -> bool:
+    """Returns whether the calls disagree so much that they do not tell which reward is right. If they agree and the
+    speed-up is near the bound, the median decides."""
+    return any(low < FASTER < high and disagree((low, high)) for low, high in speedups)
+
+
+def disagree(speedup: Interval) -> bool:
+    """Returns whether the ends of an interval are more than 10 % apart."""
+    return speedup[1] > _WIDE * speedup[0]
 
 
 def scale_baselines(verdict: Verdict, share: float) -> None:
@@ -52,7 +88,12 @@ def scale_baselines(verdict: Verdict, share: float) -> None:
         verdict.eager_seconds *= share
     if verdict.compile_seconds is not None:
         verdict.compile_seconds *= share
+    if verdict.interval:
+        verdict.interval = [share * bound for bound in verdict.interval]
+    if verdict.compile_interval:
+        verdict.compile_interval = [share * bound for bound in verdict.compile_interval]
     if verdict.strict:
+        for ends in verdict.strict["intervals"].values():
+            ends[:] = [share * bound for bound in ends]
         for name in verdict.strict["baselines"]:
             verdict.strict["baselines"][name] *= share
-        verdict.strict["interval"] = [share * bound for bound in verdict.strict["interval"]]

@@ -23,7 +23,7 @@ from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.judge.buffers import byte_count
 from cuda_agent.sandbox.judge.decisions import CandidateRefused
-from cuda_agent.sandbox.judge.prepared import PreparedTask
+from cuda_agent.sandbox.judge.prepared import Baselines, PreparedTask
 from cuda_agent.sandbox.judge.reference_client import TaskKilled, memory_of
 from cuda_agent.sandbox.judge.strict import strict_baselines
 from cuda_agent.sandbox.judge.trial import Trial
@@ -100,6 +100,8 @@ class Judge:
             "ok", request["format"], request["mode"], settings.device, settings.clock,  # type: ignore[arg-type]
             advisory=traits.advisory, untimed=traits.untimed,
         )  # fmt: skip
+        if request["again"]:
+            self.prepared(request["task"]).baselines = Baselines()
         # If baselines are missing, an untimed trial comes first: a wrong solution does not wait for their measurement,
         # and no candidate runs during it.
         known = self.prepared(request["task"]).measured(verdict.mode)
@@ -123,7 +125,7 @@ class Judge:
         self.cleanup()
         # The samples stay: a candidate that ends its first trial must not get a second draw of its time.
         verdict.status, verdict.message, verdict.checks, verdict.max_error = "ok", "", 0, None
-        verdict.ran, verdict.advice = [], []
+        verdict.ran, verdict.advice, verdict.interval, verdict.compile_interval = [], [], None, None
         prepared = self.prepared(request["task"])
         base, spec = prepared.baselines, prepared.spec
         if not verdict.untimed:

@@ -24,14 +24,15 @@ from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError, taking_turns
 from cuda_agent.sandbox.judge import cost, cross_check, roofline
 from cuda_agent.sandbox.judge.buffers import byte_count
+from cuda_agent.sandbox.judge.decisions import Spread, share_of
 from cuda_agent.sandbox.judge.reference_client import ReferenceClient, Views, at_precision, memory_of, net
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 
-_CLOCK = 3  # version of the way baselines are measured; part of the key of their file
-_BASELINE_CALLS, _BASELINE_SECONDS = 15, 0.4  # most calls, and most seconds, of one round
+_CLOCK = 4  # version of the way baselines are measured; part of the key of their file
+_BASELINE_CALLS, _BASELINE_SECONDS = 25, 0.6  # most calls, and most seconds, of one round
 _EMPTY_CALLS = (4, 1)  # number of empty calls the first time, and later
 _FEW_TIMED = 4  # timed calls of a candidate whose time is clear early
-_BASELINE_ROUNDS, _STEADY = 3, 0.05  # most rounds; one suffices if its calls differ by less than this
+_BASELINE_ROUNDS, _STEADY = 6, 0.05  # most rounds; one suffices if its calls differ by less than this
 _CAREFUL_ROUNDS = 12  # most rounds if ``careful``
 
 
@@ -51,6 +52,7 @@ class Baselines:
 
     eager: float | None = None
     compile: float | None = None
+    share: Spread | None = None  # torch.compile's time as a share of eager's
     compile_error: str = ""
     compile_tried: bool = False
     strict: dict[str, dict[str, Any]] = field(default_factory=dict)  # see ``strict.strict_baselines``
@@ -88,35 +90,44 @@ class PreparedTask:
         calls = settings.checks + settings.timed_calls + (cross_check.CALLS if settings.device == "cuda" else 0)
         self.pool_size = max(2, min(calls, self.memory.pool_bytes() // max(1, size)))
         self._pool: list[PoolEntry | None] = [None] * self.pool_size
-        self._plain = bool(self.spec.weights)  # whether weights are left to draw anew
+        self._plain = bool(self.spec.weights)  # whether the next trial's weights may have to be drawn
+        self._varies = False  # whether every trial has other weights
         self.base = 0
+        self._most_used = 0  # most entries that a trial used
         self._empty = math.inf
         self.empty_candidate: dict[str, float] = {}  # least seconds of a candidate's empty call, by format
         self.baselines = self._load()
         self.peaks = roofline.Peaks()
 
     def draw_weights(self) -> None:
-        """Draws the weights of the next trial (under the model clock of all trials), and drops entries that were made
-        with others."""
+        """Draws the weights of the next trial (under the model clock of all trials), unless they are drawn already, and
+        drops entries that were made with others."""
         if self._plain:
             with self._lease.working():
                 changed = self.oracle.draw_weights(self._variation())
             if changed:
                 self._pool = [None] * self.pool_size
-            self._plain = changed and not self._fixed
+            self._plain = False
+            self._varies = changed and not self._fixed
 
     def _variation(self) -> int | None:
         """The seed of a trial's weights."""
         return self.weights_seed if self._fixed else secrets.randbits(56)
 
     def rotate(self, used: int) -> None:
-        """Removes the oldest entry from the range in use, after an evaluation that took ``used`` entries. Draws the
-        entry that the next evaluation adds. Does nothing under the model clock."""
-        if not self._fixed:
-            self.base += 1
-            if 0 < used <= self.pool_size and self.oracle.alive:
-                with contextlib.suppress(TaskError, driver.DriverError):  # the next evaluation meets the error again
-                    self.entry(self.base + used - 1)
+        """Retires the weights of a trial and the ``used`` entries, at least one. A candidate can leave traces of what
+        it saw, so no later trial has it again. Makes new weights in advance, and as many entries as any trial used.
+        Does nothing under the model clock."""
+        if self._fixed:
+            return
+        self.base += max(1, used)
+        self._most_used = min(max(self._most_used, used), self.pool_size)
+        self._plain = self._varies
+        if self.oracle.alive:
+            with contextlib.suppress(TaskError, driver.DriverError):  # the next evaluation meets the error again
+                self.draw_weights()
+                for index in range(self._most_used):
+                    self.entry(self.base + index)
 
     def entry(self, index: int, timing: bool = False) -> PoolEntry:
         """Returns the inputs and expected outputs with the number ``index``, from the pool or newly drawn. Numbers
@@ -190,7 +201,7 @@ class PreparedTask:
             for index in range(min(self.pool_size, self.settings.checks + _FEW_TIMED)):
                 self.entry(self.base + index)  # most candidates need these entries; the first one should not wait
         elif self.baselines.eager is None:
-            self.baselines.eager = self.medians(self.oracle)[0]
+            self.baselines.eager = statistics.median(self.samples(self.oracle)[0])
             self.save()
         if compile and (base := self.baselines).views is None:
             try:
@@ -234,9 +245,11 @@ class PreparedTask:
                 if isinstance(error, WorkerDied) and error.reason == "killed" and not last:
                     continue  # the result would be kept for good, but the task may not have caused the kill
                 base.compile_error = f"torch.compile: {error}"
-                base.eager = self.medians(self.oracle)[0] if base.eager is None else base.eager
+                base.eager = statistics.median(self.samples(self.oracle)[0]) if base.eager is None else base.eager
             else:
-                base.eager, base.compile = self.medians(self.oracle, oracle)
+                eager, compiled = self.samples(self.oracle, oracle)
+                base.eager, base.compile = statistics.median(eager), statistics.median(compiled)
+                base.share = share_of(compiled, eager)
                 oracle.close()
             break
         base.compile_tried = True
@@ -250,12 +263,12 @@ class PreparedTask:
         self._empty = min(self._empty, *(oracle.seconds(inputs, null=True) for _ in range(calls)))
         return self._empty
 
-    def medians(self, *oracles: ReferenceClient, careful: bool = False) -> list[float]:
-        """Returns the median seconds of one call of each reference, less the empty call. Calls of the references
-        alternate. The best round counts, since other work on the machine only makes calls slower. If ``careful``,
-        rounds go on until the two best rounds of each reference agree within 5 %, at most 12."""
+    def samples(self, *oracles: ReferenceClient, careful: bool = False) -> list[list[float]]:
+        """Returns the seconds of each reference's calls in its best round, less the empty call. Calls of the references
+        alternate. The best round has the least median, since other work on the machine only makes calls slower. If
+        ``careful``, rounds go on until the two best rounds of each reference agree within 5 %, at most 12."""
         entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
-        rounds: list[list[float]] = []
+        rounds: list[list[tuple[float, ...]]] = []  # of each round, the calls' seconds by reference
 
         def seconds(oracle: ReferenceClient, inputs: list[Any]) -> float:
             turn(oracle.worker)
@@ -274,10 +287,12 @@ class PreparedTask:
                 while len(rows) < 3 or (len(rows) < _BASELINE_CALLS and time.monotonic() < end):
                     rows.append([seconds(oracle, entries[len(rows) % len(entries)]) for oracle in oracles])
                 columns = list(zip(*rows, strict=True))
-                rounds.append([statistics.median(column) for column in columns])
-                if all(map(_agree, zip(*rounds, strict=True)) if careful else map(_steady, columns)):
+                rounds.append(columns)
+                medians = [[statistics.median(column) for column in columns] for columns in rounds]
+                if all(map(_agree, zip(*medians, strict=True)) if careful else map(_steady, columns)):
                     break
-        return [net(min(column), empty) for column in zip(*rounds, strict=True)]
+        best = [min(of_one, key=statistics.median) for of_one in zip(*rounds, strict=True)]
+        return [[net(seconds, empty) for seconds in column] for column in best]
 
     def _file(self) -> Path:
         settings = self.settings

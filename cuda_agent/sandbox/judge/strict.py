@@ -16,8 +16,9 @@ import numpy
 
 from cuda_agent.errors import TaskError
 from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError
+from cuda_agent.sandbox.judge.decisions import quotient, share_of
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
-from cuda_agent.sandbox.wire import KINDS, baseline
+from cuda_agent.sandbox.wire import KINDS, baseline, baseline_parts
 
 _INPUTS = 10  # fewest inputs; normal ones replace the kinds that a task does not allow
 _PRECISIONS = {"cpu": ("fp32",), "cuda": ("fp32", "tf32", "bf16")}
@@ -30,12 +31,14 @@ _RESAMPLES = 400
 
 
 def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
-    """Returns the baselines of mode strict: the ``seconds`` of each one, the relative ``errors`` of eager by precision,
-    and the messages of those that ``failed``. They are measured once per task and kept in its file of baselines."""
+    """Returns the baselines of mode strict: the ``seconds`` of each one, the ``shares`` of compiled ones (their time as
+    a share of eager's at the same precision: lower end, middle, upper end), the relative ``errors`` of eager by
+    precision, and the messages of those that ``failed``. They are measured once per task and kept in its file of
+    baselines."""
     if prepared.baselines.strict:
         return prepared.baselines.strict
     oracle, device = prepared.oracle, prepared.settings.device
-    found: dict[str, dict[str, Any]] = {"seconds": {}, "errors": {}, "failed": {}}
+    found: dict[str, dict[str, Any]] = {"seconds": {}, "shares": {}, "errors": {}, "failed": {}}
     entry = prepared.fresh("normal")
     assert entry
     for precision in _PRECISIONS[device]:
@@ -46,7 +49,7 @@ def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
                 del found["errors"][precision]  # the task does not depend on the precision
                 continue
         eager = baseline("eager", precision)
-        found["seconds"][eager] = prepared.medians(oracle, careful=True)[0]
+        found["seconds"][eager] = statistics.median(prepared.samples(oracle, careful=True)[0])
         for name, mode in _MODES.items() if precision in _TIMED else ():
             label = baseline(name, precision)
             try:
@@ -54,7 +57,9 @@ def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
             except (WorkerError, WorkerDied, TaskError) as failure:
                 found["failed"][label] = str(failure)[:300]
                 continue
-            found["seconds"][eager], found["seconds"][label] = prepared.medians(oracle, compiled, careful=True)
+            samples = prepared.samples(oracle, compiled, careful=True)
+            found["seconds"][eager], found["seconds"][label] = map(statistics.median, samples)
+            found["shares"][label] = share_of(samples[1], samples[0])
             compiled.close()
     oracle.precision("default")
     prepared.baselines.strict = found
@@ -155,7 +160,7 @@ def time_pairs(candidate: Callable[[], float], eager: Callable[[], float]) -> tu
         anchors.append(eager())
         if len(mine) >= _PAIRS[0] and len(mine) % 4 == 0:
             low, high = interval(mine, anchors)
-            if high - low < _NARROW * statistics.median(anchors) / statistics.median(mine):
+            if high < (1 + _NARROW) * low:
                 break
     return mine, anchors
 
@@ -168,3 +173,17 @@ def interval(mine: Sequence[float], eager: Sequence[float]) -> tuple[float, floa
     ratios = numpy.median(rows[1][picks], axis=1) / numpy.median(rows[0][picks], axis=1)
     low, high = numpy.quantile(ratios, (0.025, 0.975))
     return float(low), float(high)
+
+
+def intervals(over_eager: Sequence[float], yard: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+    """Returns the interval of the speed-up over each baseline of ``yard`` (``strict_baselines``), given the interval of
+    the speed-up over eager in single precision."""
+    seconds, shares = yard["seconds"], yard["shares"]
+    low, high = over_eager
+    middle, found = math.sqrt(low * high), {}
+    for label in seconds:
+        same = seconds[baseline("eager", baseline_parts(label)[1])]  # eager at the same precision
+        scale = same / seconds[baseline("eager", "fp32")]
+        share = shares.get(label, [seconds[label] / same] * 3)
+        found[label] = [scale * end for end in quotient((low, middle, high), share)]
+    return found

@@ -22,7 +22,18 @@ from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerD
 from cuda_agent.sandbox.judge import cost, legality, strict
 from cuda_agent.sandbox.judge.buffers import byte_count
 from cuda_agent.sandbox.judge.cross_check import LONGEST_CHAIN, CrossCheck
-from cuda_agent.sandbox.judge.decisions import LOADING, CandidateRefused, is_clear, refusal, scale_baselines
+from cuda_agent.sandbox.judge.decisions import (
+    LOADING,
+    CandidateRefused,
+    Interval,
+    disagree,
+    is_clear,
+    is_undecided,
+    quotient,
+    refusal,
+    scale_baselines,
+    spread,
+)
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
 from cuda_agent.sandbox.judge.reference_client import at_precision, net, seconds_of_call
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
@@ -31,14 +42,16 @@ from cuda_agent.sandbox.wire import FormatTraits, Verdict, baseline
 
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # a task up to this size gets three slots, a larger one two
 _NULL_CALLS = (7, 2)  # empty calls of the first worker of a task and format, and of later ones
-_FEWEST_TIMED = {"cpu": 4, "cuda": 20}  # GPU calls are cheap compared with the worker's start
+_FEWEST_TIMED = {"cpu": 5, "cuda": 20}  # GPU calls are cheap compared with the worker's start
 _ENOUGH_SECONDS = 0.2
+_MORE_CALLS, _MORE_SECONDS = 4, 3.0  # most calls as a multiple of the usual most, and most seconds, while undecided
 _OBSERVE_SECONDS = 5.0  # limit of one observed call, the profiler's start included
 _STRAY = 1e-6  # share of a trial's timed values (one at least) that may be off by up to twice the tolerance
 _DRIFT = 0.01  # relative drift of the eager anchor above which the baseline is measured again
 _FINDING_SECONDS = 30.0  # added for a solution that compiled: torch.compile traces again to find its result
-_ALONE_CALLS, _BESIDE = 3, 1.03  # eager calls without the candidate; allowed slowdown beside it
+_ALONE_CALLS, _BESIDE = 3, {"cpu": 1.05, "cuda": 1.03}  # eager calls without the candidate; slowdown allowed beside it
 _KEPT = "checked with the weights of the constructor alone: others make the reference's outputs not finite"
+_BUSY = "the machine was busy: calls differ so much that the speed-up is known to 10 % at best"
 _FILES = ("runtime", "library", "image")  # files of a load request
 
 
@@ -173,10 +186,13 @@ class Trial:
         baselines = {name: seconds * drift for name, seconds in yard["seconds"].items()}
         verdict.compile_seconds = baselines.get(baseline("compile", "fp32"))
         own = verdict.strict["kinds"].get("normal")
+        verdict.interval = [*strict.interval(verdict.samples, anchors)]
+        intervals = strict.intervals(verdict.interval, yard)
+        verdict.compile_interval = intervals.get(baseline("compile", "fp32"))
         verdict.strict |= {
             "baselines": baselines,
+            "intervals": intervals,
             "failed": yard["failed"],
-            "interval": strict.interval(verdict.samples, anchors),
             "eager_errors": yard["errors"],
             "precision": strict.precision_of(own, yard["errors"]) if own is not None else "",
         }
@@ -289,22 +305,27 @@ class Trial:
         return cost.extension(spec, request["files"], threads)
 
     def time(self) -> None:
-        """Times the candidate in turn with eager, in the fewest calls that show whether the candidate is 5 % faster."""
+        """Times the candidate in turn with eager, in the fewest calls that show whether the candidate is 5 % faster.
+        Calls that disagree are followed by more calls. Raises ``CandidateRefused`` with ``infra`` if these disagree,
+        too, so that they do not tell which reward is right."""
         begin = time.perf_counter()
-        verdict, base = self._verdict, self._prepared.baselines
-        fewest = _FEWEST_TIMED[self._settings.device]
-        compile_share = base.compile / base.eager if base.compile is not None and base.eager else None
+        verdict, base, most = self._verdict, self._prepared.baselines, self._settings.timed_calls
+        fewest = min(_FEWEST_TIMED[self._settings.device], most)
         anchors: list[float] = []
         with self._alternating() as (candidate, eager, first):
             eager(first)
-            for number in range(self._settings.timed_calls):
+            for number in range(1, _MORE_CALLS * most + 1):
                 inputs, seconds = candidate()
                 verdict.samples.append(seconds)
-                if number % 2 == 0:
+                if number <= _FEWEST_TIMED["cpu"] or number % 2 == 0:
                     anchors.append(eager(inputs))
-                if time.perf_counter() - begin > _ENOUGH_SECONDS:
+                elapsed = time.perf_counter() - begin
+                if elapsed > _ENOUGH_SECONDS:
                     fewest = min(fewest, _FEWEST_TIMED["cpu"])  # slow calls differ by less
-                if number + 1 >= fewest and is_clear(verdict.samples, anchors, compile_share):
+                speedups = self._speedups(anchors)
+                if number >= fewest and is_clear(speedups):
+                    break
+                if number >= most and (elapsed > _MORE_SECONDS or not is_undecided(speedups)):
                     break
             verdict.seconds = self._believed(statistics.median(verdict.samples))
             if base.eager and abs(statistics.median(anchors) / base.eager - 1) > _DRIFT:
@@ -312,12 +333,29 @@ class Trial:
                 verdict.eager_seconds = self._anchor
                 if verdict.compile_seconds is not None:
                     verdict.compile_seconds *= self._anchor / base.eager
+        verdict.interval = [*speedups[0]]
+        verdict.compile_interval = [*speedups[1]] if speedups[1:] else None
         verdict.phases["time"] = time.perf_counter() - begin
+        if is_undecided(speedups):
+            low, high = next(pair for pair in speedups if is_undecided([pair]))
+            what = f"this solution may be {low:.2f} or {high:.2f} times as fast as a baseline"
+            raise CandidateRefused("infra", f"the machine is too busy to tell a reward: {what}")
+        if disagree(speedups[0]):
+            verdict.advice.append(_BUSY)
+
+    def _speedups(self, anchors: Sequence[float]) -> list[Interval]:
+        """Returns the intervals of the speed-ups over eager, timed in ``anchors``, and over torch.compile, if known."""
+        base, mine, eager = self._prepared.baselines, spread(self._verdict.samples), spread(anchors)
+        speedups = [quotient(eager, under=mine)]
+        if base.compile is not None and base.eager:
+            share = base.compile / base.eager
+            speedups.append(quotient(eager, base.share or (share, share, share), under=mine))
+        return speedups
 
     def eager_alone(self) -> None:
-        """Ends the candidate and times eager again, as the last step. It does so on a GPU if eager's time beside the
-        candidate counts: kernels of a stopped process keep running."""
-        if self._settings.device == "cpu" or self._anchor is None:
+        """Ends the candidate and times eager again, as the last step, if eager's time beside the candidate counts: the
+        candidate must gain nothing from a slower eager. On a GPU, kernels of a stopped process keep running."""
+        if self._anchor is None:
             return
         self.end()
         begin = time.perf_counter()
@@ -327,7 +365,7 @@ class Trial:
         with self._lease.timing(), single:
             alone = statistics.median(oracle.seconds(inputs) for _ in range(_ALONE_CALLS))
         verdict.eager_seconds = verdict.eager_seconds or self._anchor
-        scale_baselines(verdict, min(1.0, _BESIDE * alone / self._anchor))
+        scale_baselines(verdict, min(1.0, _BESIDE[self._settings.device] * alone / self._anchor))
         verdict.phases["time"] += time.perf_counter() - begin
 
     # ------------------------------------------------------------------------------------------------------------ calls

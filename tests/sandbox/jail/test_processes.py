@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cuda_agent.sandbox.jail.jail import JailPolicy
-from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError
+from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError, _state
 from cuda_agent.sandbox.messages import WorkerOperation
 
 PEER = """
@@ -145,12 +145,36 @@ def test_a_timed_call_runs_between_two_stops(start: Start) -> None:
 
 
 def test_an_answer_that_comes_before_its_timed_request_is_none(start: Start) -> None:
-    worker = start("answer(); answer()")
+    worker = start("channel.sendall(2 * (HEAD.pack(0, 0, 0, 4) + b'null'))")
     worker.call(WorkerOperation.RUN)
-    time.sleep(0.2)
     with pytest.raises(WorkerDied) as death:
         worker.timed(WorkerOperation.RUN, 0)
     assert death.value.reason == "protocol"
+
+
+def test_it_stands_still_between_two_requests(start: Start) -> None:
+    """A thread that it left behind takes no time from another worker that is timed."""
+    worker = start("answer(); exec('while True: pass')")
+    worker.call(WorkerOperation.RUN)
+    worker.stop()
+    before = _processor_time(worker)
+    time.sleep(0.2)
+    assert _processor_time(worker) == before
+
+
+def test_stopping_waits_for_a_thread_inside_a_long_system_call(start: Start) -> None:
+    copy = (
+        "import threading; file = os.memfd_create('a'); os.truncate(file, 2 << 30); part = [bytearray(4 << 20)] * 512"
+    )
+    worker = start(f"{copy}; threading.Thread(target=os.preadv, args=(file, part, 0)).start(); answer()")
+    worker.call(WorkerOperation.RUN)
+    worker.stop()
+    states = [_state(str(stat)) for stat in Path(f"/proc/{worker.pid}/task").glob("*/stat")]
+    assert len(states) > 1 and set(states) <= set("Tt"), states
+
+
+def _processor_time(worker: JailedProcess) -> list[str]:
+    return Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
 
 
 def test_one_that_ends_before_it_serves_is_our_fault(start: Start) -> None:

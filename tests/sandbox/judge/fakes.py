@@ -113,6 +113,8 @@ class Worker:
 
     def stop(self) -> None: ...
 
+    def spread(self, apart: bool = True) -> None: ...
+
 
 class Pool:
     """In the place of ``WorkerPool``."""

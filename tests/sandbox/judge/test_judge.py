@@ -71,7 +71,7 @@ def source(name: str) -> Any:
 def request(name: str = "a") -> Any:
     return {
         "task": source(name), "format": "python", "traits": vars(FormatTraits()), "mode": "quick", "load": {},
-        "files": {}, "observe": False,
+        "files": {}, "observe": False, "again": False,
     }  # fmt: skip
 
 

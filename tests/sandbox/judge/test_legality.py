@@ -236,7 +236,7 @@ def test_the_screen_shows_shares_of_the_peak_what_ran_and_the_advice() -> None:
 
 
 def test_the_screen_says_what_was_kept_and_by_which_arithmetic_an_error_is_explained() -> None:
-    said = {"baselines": {"eager_fp32": 2e-5}, "interval": [1.9, 2.1], "failed": {}, "precision": "below fp32"}
+    said = {"baselines": {"eager_fp32": 2e-5}, "intervals": {}, "failed": {}, "precision": "below fp32"}
     verdict = Verdict("ok", "plan", "strict", "cpu", "real", seconds=1e-5, strict=said, cached=True)
     first, *rest = verdict_lines(verdict)
     assert first.endswith("mode strict; measured before and kept)")

@@ -1,5 +1,6 @@
 """A prepared task: its secret inputs, and what is kept of its baselines."""
 
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,14 +51,14 @@ def test_the_weights_have_a_seed_of_their_own(make: Make) -> None:
     assert task.weights_seed not in {task._seed(index) for index in range(1000)}
 
 
-def test_after_each_evaluation_one_input_is_retired_and_the_next_one_made(make: Make) -> None:
+def test_after_each_evaluation_its_inputs_are_retired_and_as_many_made(make: Make) -> None:
     task = make(clock="real")
     reference: Any = task.oracle
     for index in range(3):
         task.entry(task.base + index)
     task.rotate(used=3)
     made = len(reference.seeds)
-    assert task.base == 1 and made == 4
+    assert task.base == 3 and made == 6
     for index in range(3):
         task.entry(task.base + index)
     assert len(reference.seeds) == made
@@ -114,6 +115,8 @@ def test_baselines_are_measured_once_and_survive(make: Make, monkeypatch: pytest
     assert (task.baselines.eager, task.baselines.compile) == (2.0, 1.0), "an empty call takes 1 s here"
     assert task.baselines.written == 4 * LENGTH and not compiled.alive
     again = make(clock="real")
+    assert task.baselines.share == (0.5, 0.5, 0.5)
+    task.baselines.share = [0.5, 0.5, 0.5]  # type: ignore[assignment]  # as JSON has it
     assert again.measured("quick") and again.baselines == task.baselines
     assert not again.measured("strict") and not make("other", clock="real").measured("quick")
     again._file().write_text('{"eager": ')
@@ -140,7 +143,8 @@ def test_the_best_round_counts_and_the_empty_call_is_taken_off(make: Make, monke
     calls = iter([9.0, 9.0, 9.0, 5.0, 14.0, 9.0, 5.0, 7.0, 20.0, 5.0, 12.0])
     monkeypatch.setattr(reference, "seconds", lambda inputs, null=False: 1.0 if null else next(calls))
     monkeypatch.setattr(prepared, "_BASELINE_CALLS", 3)
-    assert task.medians(reference) == [6.0]
+    monkeypatch.setattr(prepared, "_BASELINE_ROUNDS", 3)
+    assert [statistics.median(calls) for calls in task.samples(reference)] == [6.0]
 
 
 def test_a_time_below_the_floor_is_checked_with_new_peaks(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

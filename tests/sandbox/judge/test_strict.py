@@ -56,8 +56,11 @@ def test_a_strict_time_has_an_interval_and_baselines(timed: Running) -> None:
     verdict = judged(timed, "", plan_solution())
     assert (verdict.status, verdict.message) == ("ok", "")
     assert verdict.strict and verdict.speedup_eager
-    low, high = verdict.strict["interval"]
+    assert verdict.interval and verdict.strict["intervals"].keys() == verdict.strict["baselines"].keys()
+    low, high = verdict.interval
     assert low <= verdict.speedup_eager * 1.0001 and verdict.speedup_eager <= high * 1.0001
+    if compiled := verdict.compile_interval:
+        assert verdict.speedup_compile and compiled[0] < verdict.speedup_compile < compiled[1]
     assert {"eager_fp32", "compile_fp32", "max_autotune_fp32"} <= {
         *verdict.strict["baselines"],
         *verdict.strict["failed"],

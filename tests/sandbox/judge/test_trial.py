@@ -1,5 +1,6 @@
 """A trial: which calls a candidate gets, and what each of its outputs decides."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
         load = {"code": ""}
         request: Any = {
             "task": {}, "format": "python", "traits": vars(FormatTraits()), "mode": "quick", "load": load, "files": {},
-            "observe": False,
+            "observe": False, "again": False,
         }  # fmt: skip
         verdict = Verdict("ok", "python", "quick", "cpu", "model")
         trials.append(Trial(pool, task, request, verdict))
@@ -167,11 +168,30 @@ def test_a_wrong_output_of_a_timed_call_is_a_cheat(make: Make) -> None:
     assert refusal.value.status == "wrong"
 
 
-def test_the_end_kills_the_worker_and_one_input_is_retired(make: Make) -> None:
+def test_a_trial_sees_no_input_of_an_earlier_one_even_if_it_failed_to_load(make: Make) -> None:
+    """A candidate can leave traces, in the page cache for example, of what it saw."""
     trial = make(clock="real")
     trial.run(timed=False)
-    base = trial._prepared.base
+    used = trial._next - trial._prepared.base
     trial.end()
-    trial._prepared.rotate(trial._next - base)
+    trial._prepared.rotate(used)
     worker: Any = trial._worker
-    assert not worker.alive and trial._prepared.base == base + 1
+    assert not worker.alive and trial._prepared.base == used == 3
+    trial._prepared.rotate(0)  # a worker that failed while it loaded, with the first input in its buffers
+    assert trial._prepared.base == used + 1
+
+
+def test_calls_that_disagree_are_followed_by_more_and_then_earn_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = make(clock="real", timed_calls=6)
+    trial._open()
+    took = itertools.cycle([1.0, 5.0, 1.0, 9.0])
+    monkeypatch.setattr(trial, "_timed", lambda inputs: (next(took), [2 * inputs[0]]))
+    with pytest.raises(CandidateRefused, match="too busy to tell a reward: this solution may be") as refusal:
+        trial.time()
+    assert refusal.value.status == "infra" and len(trial._verdict.samples) == 24
+    took = itertools.repeat(1.0)
+    trial._verdict.samples.clear()
+    trial.time()
+    assert len(trial._verdict.samples) == 5 and trial._verdict.interval == [2.0, 2.0]
