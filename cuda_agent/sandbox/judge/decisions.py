@@ -1,4 +1,4 @@
-"""Makes the decisions of a trial that need no worker: why a candidate is refused, and when its times are clear."""
+"""Makes the decisions of a trial that need no worker: why a candidate is refused, and when enough calls were timed."""
 
 import statistics
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ class CandidateRefused(Exception):
 
 
 def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> CandidateRefused:
-    """Converts a worker's death or error to a refusal of its candidate. Unless ``loaded``, the solution had not begun
-    to load: no untrusted code has run, so the sandbox is at fault. ``when`` is for the message ("in check 3")."""
+    """Converts a worker's death or error to a refusal of its candidate. If ``loaded`` is false, the solution had not
+    begun to load: no untrusted code had run, so the sandbox is at fault. The message has ``when`` ("in check 3")."""
     if isinstance(error, WorkerDied):
         if not loaded:
             return CandidateRefused("infra", f"a worker {error} before the solution was loaded", retryable=True)
@@ -37,8 +37,8 @@ def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> Candida
 
 def is_clear(samples: Sequence[float], anchors: Sequence[float], compile_share: float | None) -> bool:
     """Returns whether more timed calls could hardly change the reward. ``samples`` are the seconds of the candidate's
-    calls, ``anchors`` those of eager's calls between them. ``compile_share`` is torch.compile's time as a share of
-    eager's."""
+    calls, and ``anchors`` the seconds of the calls of eager between them. ``compile_share`` is the time of
+    torch.compile divided by the time of eager."""
     mine, anchor = statistics.median(samples), statistics.median(anchors)
     spread = statistics.median(abs(s - mine) for s in samples) / mine
     spread += statistics.median(abs(s - anchor) for s in anchors) / anchor
@@ -47,7 +47,7 @@ def is_clear(samples: Sequence[float], anchors: Sequence[float], compile_share: 
 
 
 def scale_baselines(verdict: Verdict, share: float) -> None:
-    """Multiplies all baselines of the verdict by ``share``, which is below 1 if eager ran faster alone."""
+    """Multiplies all baseline times of ``verdict`` by ``share``, which is below 1 if eager is faster alone."""
     if verdict.eager_seconds is not None:
         verdict.eager_seconds *= share
     if verdict.compile_seconds is not None:
