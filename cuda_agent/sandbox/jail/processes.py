@@ -1,7 +1,7 @@
 """Starts an untrusted process, sends it requests, and kills it if it exceeds its limits.
 
-During a request the caller checks time, memory and threads of the process every 20 ms.  The content of requests and
-answers is the caller's concern."""
+While it waits for an answer, it checks time, memory and threads of the process every 20 ms. It does not interpret
+requests and answers."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ _IDLE_NS = 200_000  # a thread with less processor time has not worked yet
 
 
 class WorkerDied(Exception):
-    """The worker has ended.  ``reason`` is timeout, memory, threads, processes, disk, crash, protocol, or killed (by a
+    """The worker has ended. ``reason`` is timeout, memory, threads, processes, disk, crash, protocol, or killed (by a
     SIGKILL that this process did not send)."""
 
     def __init__(self, reason: str, message: str) -> None:
@@ -66,9 +66,9 @@ class JailedProcess:
         groups: Groups | None = None,
         overrun: "Callable[[JailedProcess], str] | None" = None,
     ) -> None:
-        """Fork the process. ``memory_mb`` limits its private memory beyond that at its start. ``home`` is its private
-        folder, which ``kill`` removes. Without ``groups``, only the watchdog limits the process. ``overrun`` is a
-        further check of the watchdog: it returns the reason to kill the process, or an empty string."""
+        """Forks the process. ``memory_mb`` limits its private memory beyond its size at the start. ``home`` is its
+        private folder, which ``kill`` removes. Without ``groups``, only the watchdog limits the process. ``overrun`` is
+        a further check of the watchdog: it returns the reason to kill the process, or an empty string."""
         self._overrun = overrun
         self._parent = parent
         self._memory_mb = memory_mb
@@ -96,7 +96,8 @@ class JailedProcess:
                 raise
 
     def wait_started(self) -> "JailedProcess":
-        """Block until the walls are closed and return this object. No untrusted code has run. Raises ``NotStarted``."""
+        """Waits until the walls are closed and returns this object. No untrusted code has run. Raises
+        ``NotStarted``."""
         self.seconds = _START_SECONDS
         try:
             self._answer()
@@ -106,7 +107,7 @@ class JailedProcess:
         return self
 
     def hand_over(self, file: Path, name: str) -> str:
-        """Make a file of the trusted cache readable in the worker's folder; return its path there."""
+        """Puts a file of the trusted cache into the worker's folder, as a link or a copy. Returns its path there."""
         place = self._home / f"{name}{file.suffix}"
         place.unlink(missing_ok=True)  # a copy would follow the link and write to the cache
         try:
@@ -116,7 +117,7 @@ class JailedProcess:
         return str(place)
 
     def call(self, operation: WorkerOperation, body: Any = None, slot: int = 0, fds: Sequence[int] = ()) -> Any:
-        """Send one request and return the body of its answer. Raises ``WorkerError`` or ``WorkerDied``."""
+        """Sends one request and returns the body of its answer. Raises ``WorkerError`` or ``WorkerDied``."""
         self._go_on()
         try:
             send_frame(self._socket, operation, body, slot, fds)
@@ -125,16 +126,14 @@ class JailedProcess:
         return self._answer()
 
     def timed(self, operation: WorkerOperation, slot: int, extra: int = 0) -> tuple[float, Any]:
-        """Return the seconds from request to answer by the judge's clock, and the body of the answer.
+        """Sends one request. Returns the seconds from request to answer by the judge's clock, and the answer's body.
 
         The worker runs only between the two readings of the clock. Callers stop it before they fill its buffers, and it
         stays stopped while its outputs are copied. So it cannot gain time by reading inputs early or by answering too
         early.
 
-        Raises:
-            WorkerError: The untrusted code raised an error.
-            WorkerDied: The worker has ended, or answered before the request.
-        """
+        Raises ``WorkerError`` if untrusted code fails, ``WorkerDied`` if the worker ended or answered before the
+        request."""
         self.stop()
         if self._poll.poll(0):
             raise self._died("protocol" if self._said() else "crash")  # an answer without a request
@@ -154,7 +153,7 @@ class JailedProcess:
         return end - start, answer
 
     def stop(self) -> None:
-        """Stop the process until the next request. Return when it is stopped, or after 1 s."""
+        """Stops the process until the next request. Returns when it is stopped, or after 1 s."""
         if self.alive and not self._stopped:
             self._stopped = True
             self._signal(signal.SIGSTOP)
@@ -168,14 +167,14 @@ class JailedProcess:
             self._signal(signal.SIGCONT)
 
     def _said(self) -> bool:
-        """Return whether there is data to read; false at the end of the stream."""
+        """Returns whether the process has sent data; false at the end of the stream."""
         try:
             return bool(self._socket.recv(1, socket.MSG_PEEK))
         except OSError:
             return False
 
     def _ends(self) -> bool:
-        """Return whether the whole process is dead or dying, and not only its main thread."""
+        """Returns whether the whole process is dead or dying, and not only its main thread."""
         deadline = time.monotonic() + _END_SECONDS
         while self._threads() > 1 and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -210,7 +209,7 @@ class JailedProcess:
                 raise self._died("timeout")
 
     def _watch(self) -> None:
-        """Check the resources that the process uses. If it uses too much, kill it and raise ``WorkerDied``."""
+        """Checks the resources that the process uses. If it uses too much, kills it and raises ``WorkerDied``."""
         if self._private_bytes() - self._private > self._memory_mb << 20:
             raise self._died("memory")
         if self._threads() > _MOST_THREADS:
@@ -253,10 +252,10 @@ class JailedProcess:
             os.kill(self.pid, number)
 
     def spread(self, apart: bool = True) -> None:
-        """Bind each working thread to one processor, if there are at least as many such threads as processors. Unless
-        ``apart``, let all threads run on all processors again.
+        """Binds each working thread to one processor, if there are at least as many such threads as processors. Unless
+        ``apart``, lets all threads run on all processors again.
 
-        The scheduler may leave a helper thread beside the busy main thread for whole calls, which then take twice as
+        Unbound, a helper thread may stay on the busy main thread's processor for whole calls, which then take twice as
         long. Threads that have not worked yet are not bound, nor is a process with one working thread."""
         processors = sorted(os.sched_getaffinity(self._parent.pid))
         busy: list[tuple[int, int]] = []  # nanoseconds of processor time, thread
@@ -272,8 +271,8 @@ class JailedProcess:
                 os.sched_setaffinity(number, [processors[index % len(processors)]] if apart else processors)
 
     def kill(self, wait: float = 0.0) -> tuple[int, bool]:
-        """Kill the process, after up to ``wait`` seconds in which it may end. Return its exit code (negative: the
-        signal), and whether the kernel ended it for lack of memory."""
+        """Kills the process, after up to ``wait`` seconds in which it may end. Returns its exit code (negative: the
+        signal), and whether the OOM killer ended a process of its control group."""
         if not self.alive:
             return 0, False
         self.alive = False
@@ -294,7 +293,7 @@ class JailedProcess:
         return status, overran
 
     def _state(self) -> str:
-        """Return the kernel's letter for the state of the process: R, S, D, T (stopped), Z (zombie) ..."""
+        """Returns the letter for the state of the process: R, S, D, T (stopped), Z (zombie) ... or X (gone)."""
         try:
             with open(f"/proc/{self.pid}/stat", "rb", 0) as file:
                 return chr(file.read(512).rpartition(b") ")[2][0])
@@ -303,13 +302,13 @@ class JailedProcess:
 
 
 def _name_of_signal(number: int) -> str:
-    """Return a signal's name. Most real-time signals have none; their number is returned instead."""
+    """Returns a signal's name. Most real-time signals have none; their number is returned instead."""
     return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
 def within(folder: Path, megabytes: int, files: int) -> Callable[[JailedProcess], str]:
-    """Return a check of the watchdog: ``disk`` once a worker has more in ``folder`` than these limits, or holds as much
-    in deleted files."""
+    """Returns a check for the watchdog: it returns ``disk`` if ``folder`` holds more than ``megabytes`` or ``files``,
+    or if a worker holds as many megabytes in deleted files that are still open."""
     pause, devices = 0.0, {folder.stat().st_dev}  # the judge's own shared memory has another device
 
     def overrun(worker: JailedProcess) -> str:
@@ -325,8 +324,8 @@ def within(folder: Path, megabytes: int, files: int) -> Callable[[JailedProcess]
 
 @contextlib.contextmanager
 def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], None]]:
-    """Yield ``turn(worker)``, which lets only this one of ``workers`` run and stops the others. Otherwise idle threads
-    of a library would spin for milliseconds, and threads that a candidate left behind would run."""
+    """Yields ``turn(worker)``, which stops all ``workers`` except ``worker``. Otherwise idle threads of a library would
+    spin for milliseconds, and threads that a candidate left behind would run."""
     running: JailedProcess | None = None
 
     def turn(worker: JailedProcess) -> None:
