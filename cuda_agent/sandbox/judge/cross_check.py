@@ -35,8 +35,8 @@ class CrossCheck:
     def __init__(self, slots: int, empty: Callable[[int, int], float], host: float) -> None:
         """Measures the time of an empty call, and sets the longest delay for one candidate. ``slots`` is the number of
         calls in the longest chain, at least 2. ``empty(calls, delay)`` runs a chain of empty calls with a delay of the
-        device in units of ``DELAY_UNIT``, and returns the wall seconds. The host enqueues eager's call in ``host``
-        s."""
+        device in units of ``DELAY_UNIT``; it returns wall seconds. The host enqueues eager's call in ``host``
+        seconds."""
         self.delay = _SHORTEST
         self._allowed = longest(host)
         self._enqueues = 0.0
