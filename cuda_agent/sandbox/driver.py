@@ -223,7 +223,8 @@ class Module:
         _call("cuModuleLoadData", ctypes.byref(self._module), image)
 
     def function(self, name: str, shared: int = 0, wide_cluster: bool = False) -> ctypes.c_void_p:
-        """Returns the kernel ``name``, whose launches may have ``shared`` bytes of dynamic shared memory."""
+        """Returns the kernel ``name``, whose launches may have ``shared`` bytes of dynamic shared memory and, if
+        ``wide_cluster``, clusters of more than 8 blocks."""
         found = ctypes.c_void_p()
         _call("cuModuleGetFunction", ctypes.byref(found), self._module, name.encode())
         if shared > 48 << 10:

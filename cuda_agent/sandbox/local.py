@@ -215,8 +215,7 @@ class LocalSandbox:
         return load | {"environment": dict(format.environment.get(self.config.device, {}))}
 
     async def _place(self, task: Task, solution: Solution) -> dict[str, Any]:
-        """Returns where a first pass's results are; runs the pass unless they are cached. Raises
-        ``FirstPassFailed``."""
+        """Returns where a first pass's results are; runs the pass if they are missing. Raises ``FirstPassFailed``."""
         more = FORMATS[solution.format].environment.get(self.config.device, {})
         return await self._first_pass(task, solution.files, self._architecture, more)
 

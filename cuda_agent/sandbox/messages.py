@@ -1,6 +1,6 @@
 """Defines the messages between client, judge, workers and workspaces: operations, their payloads, and frames.
 
-This module imports only the standard library, because workers import it."""
+This module imports only the standard library and ``wire``, because workers import it."""
 
 import json
 import socket

@@ -242,7 +242,7 @@ def agree(asked: dict[str, str | bool | int | float], config: SandboxConfig) -> 
 
 
 def malformed(error: Any) -> ServiceError:
-    """Returns a refusal that tells pydantic's ``error`` without quoting the request."""
+    """Returns a refusal that reports pydantic's ``error`` without quoting the request."""
     location = [str(part)[:60] for part in error["loc"]]
     while location and location[0] in ("body", "evaluate", "probe", "spec", "build"):
         location.pop(0)

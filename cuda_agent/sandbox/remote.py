@@ -51,7 +51,7 @@ class Server:
 
 class _Away(Exception):
     """This server cannot take the work: it is full, gone, draining, not ready, or lacks the role. It has started
-    nothing. The client waits until ``until`` before it asks this server again."""
+    nothing. The client waits until the monotonic time ``until`` before it asks this server again."""
 
     def __init__(self, message: str, until: float) -> None:
         super().__init__(message)
@@ -307,8 +307,7 @@ class RemoteWorkspace:
         raise WorkspaceLost("the workspace is gone: its stream ended")
 
     async def _lines(self, body: bytes) -> AsyncGenerator[ToolResult | tuple[int, str, list[str], dict[str, str]]]:
-        """Sends a tool call. Yields commands for the client to run (number, name, arguments, files), then the
-        result."""
+        """Sends a tool call. Yields commands for the client (number, name, arguments, files), then the result."""
         headers, url = self._headers | {"Content-Type": "application/json"}, f"{self._path}/calls"
         sending = self._client.stream("POST", url, content=body, headers=headers, timeout=self._timeout)
         with _losing():
@@ -338,7 +337,7 @@ class RemoteWorkspace:
 
 @contextlib.contextmanager
 def _losing() -> Iterator[None]:
-    """Turns a server's faults and invalid answers in the context into ``WorkspaceLost``."""
+    """Turns a server's faults and invalid answers inside the context into ``WorkspaceLost``."""
     try:
         yield
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:

@@ -150,7 +150,7 @@ class Verdict:
 
 
 def _faster(seconds: float | None, baseline: float | None) -> bool:
-    """Returns whether (baseline - seconds) / baseline > 0.05, so more than 5 % faster (paper, Eq. 1)."""
+    """Returns whether (baseline - seconds) / baseline > 0.05: more than 5 % faster (paper, Eq. 1)."""
     return seconds is not None and baseline is not None and seconds < 0.95 * baseline
 
 

@@ -106,8 +106,8 @@ class Builder:
     async def library(
         self, files: Mapping[str, str], units: Sequence[str], extra: Sequence[str] = (), ours: bool = False
     ) -> Path:
-        """Compiles ``units``, a part of ``files``, into a shared library; the units may ``#include`` the other files.
-        If ``ours``, the sources are the project's own and get more time than a solution. Raises ``BuildError``."""
+        """Compiles ``units``, a part of ``files``, to a shared library; units may include the other files. ``extra``
+        are compiler options. If ``ours``, the project's own sources get more time. Raises ``BuildError``."""
         tools = await self.toolchain()
         command = [
             tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, *units,
@@ -122,9 +122,8 @@ class Builder:
     async def kernels(
         self, files: Mapping[str, str], unit: str, expressions: Sequence[str], architecture: str
     ) -> tuple[Path, dict[str, str]]:
-        """Builds a CUDA source without host code. Returns the path of the cubin and the mangled names of
-        ``expressions`` (such as ``scale<float, 4>`` or ``&table``). Needs no GPU. Raises ``BuildError`` or
-        ``CompilerMissing``."""
+        """Builds ``unit``, a CUDA source without host code. Returns the cubin's path and the mangled names of
+        ``expressions`` (such as ``scale<float, 4>``). Needs no GPU. Raises ``BuildError`` or ``CompilerMissing``."""
         tools = find_nvrtc()
         request = {
             "library": tools.library, "includes": tools.includes, "architecture": architecture, "unit": unit,
@@ -144,8 +143,8 @@ class Builder:
         libraries: Sequence[str],
         extra: Sequence[str] = (),
     ) -> Path:
-        """Builds CUDA and C++ ``units`` to a shared library with nvcc. ``libraries`` may hold ``cublas`` and ``cudnn``.
-        Needs no GPU. Raises ``BuildError`` or ``CompilerMissing``."""
+        """Builds CUDA and C++ ``units`` to a shared library with nvcc. ``libraries`` may hold ``cublas`` and ``cudnn``,
+        and ``extra`` compiler options. Needs no GPU. Raises ``BuildError`` or ``CompilerMissing``."""
         tools = find_nvcc()
         defined = ["-DCUDA_EXTENSION_ON_CUDA", *(["-DCUDA_EXTENSION_USES_CUBLAS"] if "cublas" in libraries else [])]
         code = architecture.removeprefix("sm_")

@@ -46,8 +46,7 @@ class Compiler:
         return self._process.poll() is None
 
     def finish(self, seconds: float) -> tuple[int, str]:
-        """Waits for the compiler, until all its processes have ended. Returns its exit status and its messages. Raises
-        ``TimeoutError`` after ``seconds``."""
+        """Waits for the compiler; ends all its processes. Returns exit status and messages. Raises ``TimeoutError``."""
         with self._log:
             try:
                 ended = _ends(self._process, seconds)
@@ -69,7 +68,8 @@ class Compiler:
 
 
 def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Returns whether a process ends within ``seconds``. ``Popen.wait`` polls, and may return a third too late."""
+    """Returns whether a process ends within ``seconds``. ``Popen.wait`` is not used where possible: it polls, and may
+    return a third too late."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except OSError:  # some kernels lack this call

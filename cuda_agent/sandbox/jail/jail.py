@@ -293,7 +293,7 @@ _Instruction = tuple[int, int, int, int]  # opcode, jump if true, jump if false,
 def filter_program(
     machine: str, processes: bool, pid: int, one_group: bool = False, shared_memory: bool = False
 ) -> list[_Instruction]:
-    """Returns a seccomp filter that refuses the dangerous system calls in ``_NUMBERS`` and allows all others. If
+    """Returns a seccomp filter that refuses or restricts the system calls in ``_NUMBERS`` and allows all others. If
     ``processes``, the process may fork and run programs (a shell, a compiler); otherwise it may only start threads and
     signal itself (``pid``)."""
     numbers = _NUMBERS[machine]

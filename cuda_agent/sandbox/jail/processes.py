@@ -96,8 +96,7 @@ class JailedProcess:
                 raise
 
     def wait_started(self) -> "JailedProcess":
-        """Waits until the walls are closed and returns this object. No untrusted code has run. Raises
-        ``NotStarted``."""
+        """Waits until the walls are closed. Returns this object; no untrusted code has run. Raises ``NotStarted``."""
         self.seconds = _START_SECONDS
         try:
             self._answer()
@@ -132,8 +131,7 @@ class JailedProcess:
         stays stopped while its outputs are copied. So it cannot gain time by reading inputs early or by answering too
         early.
 
-        Raises ``WorkerError`` if untrusted code fails, ``WorkerDied`` if the worker ended or answered before the
-        request."""
+        Raises ``WorkerError`` if untrusted code fails, ``WorkerDied`` if the worker ended or answered too early."""
         self.stop()
         if self._poll.poll(0):
             raise self._died("protocol" if self._said() else "crash")  # an answer without a request

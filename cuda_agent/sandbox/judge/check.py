@@ -34,7 +34,7 @@ def mismatch(
 def values_off(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> int:
-    """Returns how many values of ``actual`` differ from ``expected`` by more than the tolerance of ``mismatch``."""
+    """Returns how many values of ``actual`` differ from ``expected`` by more than ``tolerance`` and ``cap`` allow."""
     count = 0
     for want, have, tensor in zip(expected, actual, tensors, strict=True):
         count += _compare(real(want, tensor.dtype).ravel(), real(have, tensor.dtype).ravel(), tolerance, cap)[2]

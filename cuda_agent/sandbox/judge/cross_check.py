@@ -33,10 +33,9 @@ def longest(host: float) -> float:
 
 class CrossCheck:
     def __init__(self, slots: int, empty: Callable[[int, int], float], host: float) -> None:
-        """Measures the time of an empty call, and sets the longest delay for one candidate. ``slots`` is the number of
-        calls in the longest chain, at least 2. ``empty(calls, delay)`` runs a chain of empty calls with a delay of the
-        device in units of ``DELAY_UNIT``; it returns wall seconds. The host enqueues eager's call in ``host``
-        seconds."""
+        """Measures an empty call's time, and sets the longest delay for one candidate. ``slots`` is the number of calls
+        in the longest chain, at least 2. ``empty(calls, delay)`` runs a chain of empty calls with a delay of the device
+        in units of ``DELAY_UNIT``; it returns wall seconds. The host enqueues eager's call in ``host`` seconds."""
         self.delay = _SHORTEST
         self._allowed = longest(host)
         self._enqueues = 0.0
@@ -47,7 +46,7 @@ class CrossCheck:
         self._empty = max(0.0, walls.slope())
 
     def heard(self, host: float) -> None:
-        """Records that the host enqueued a call in ``host`` seconds. Lets the next delay cover this time if allowed."""
+        """Records that the host enqueued a call in ``host`` seconds. The next delay covers them, up to its limit."""
         self._enqueues = min(1.5 * host, self._allowed)
         self.delay = max(_units(self._enqueues), min(_units(1.5 * host), _ENOUGH))
 

@@ -21,7 +21,7 @@ class CandidateRefused(Exception):
 
 def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> CandidateRefused:
     """Converts a worker's death or error to a refusal of its candidate. If ``loaded`` is false, the solution had not
-    begun to load: no untrusted code had run, so the sandbox is at fault. The message has ``when`` ("in check 3")."""
+    begun to load: no untrusted code had run, so the sandbox is at fault. ``when`` ends the message ("in check 3")."""
     if isinstance(error, WorkerDied):
         if not loaded:
             return CandidateRefused("infra", f"a worker {error} before the solution was loaded", retryable=True)

@@ -45,7 +45,7 @@ class Array:
 
 
 class Area(driver.Shared):
-    """An area of GPU memory, shared with a worker. Copies that its methods start have finished after ``settle``."""
+    """An area of GPU memory, shared with a worker. Copies that its methods start are finished only after ``settle``."""
 
     def write(self, offset: int, tensor: Tensor, values: Array) -> None:
         driver.copy(self.address + offset, values.address, byte_count(tensor))
@@ -122,7 +122,7 @@ def flush() -> None:
 
 
 def healthy() -> bool:
-    """Returns whether comparisons of known arrays are right. They test memory, a launch and a copy to the host."""
+    """Returns whether known arrays compare as they should, which tests memory, a launch and a copy to the host."""
     ones, twos, tensors = Array(4096), Array(4096), [Tensor((1024,), "float32")]
     for array, word in ((ones, 0x3F800000), (twos, 0x40000000)):
         driver.fill_words(array.address, word, 1024)
@@ -147,7 +147,7 @@ def mismatch(
 def values_off(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> int:
-    """Returns how many values of ``actual`` differ from ``expected`` by more than the tolerance of ``mismatch``."""
+    """Returns how many values of ``actual`` differ from ``expected`` by more than ``tolerance`` and ``cap`` allow."""
     return sum(_compare(*pair, tolerance, cap)[2] for pair in zip(expected, actual, tensors, strict=True))
 
 
@@ -199,7 +199,7 @@ def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
 
 
 def constant(values: Array, tensor: Tensor) -> bool:
-    """Returns whether an output is constant: several values that are all equal, or no finite value."""
+    """Returns whether an output is constant: it has several values, all equal, or it has no finite value."""
     judge, (dtype, count) = _ours(), _real(tensor)
     if not count:
         return False

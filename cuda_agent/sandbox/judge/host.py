@@ -27,13 +27,13 @@ def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
 
 
 def healthy() -> bool:
-    """Returns whether comparisons of known arrays give the right results."""
+    """Returns whether known arrays compare as they should."""
     ones, tensors = numpy.ones(1024, numpy.float32), [Tensor((1024,), "float32")]
     return not mismatch([ones], [ones], tensors, 0.1)[0] and bool(mismatch([ones], [2 * ones], tensors, 0.1)[0])
 
 
 def constant(values: Array, tensor: Tensor) -> bool:
-    """Returns whether an output is constant: several values that are all equal, or no finite value."""
+    """Returns whether an output is constant: it has several values, all equal, or it has no finite value."""
     flat = real(values, tensor.dtype).ravel()
     if flat.dtype.kind == "f" and flat.size and not numpy.isfinite(flat).any():
         return True

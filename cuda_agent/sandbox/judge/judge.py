@@ -147,7 +147,7 @@ class Judge:
         return False
 
     def cleanup(self) -> None:
-        """Ends the last trial and prepares a worker for the next candidate. Runs mostly after an answer was sent."""
+        """Ends the last trial and prepares a worker for the next candidate, mostly after an answer was sent."""
         trial, self._trial = self._trial, None
         if trial:
             begin = time.perf_counter()
@@ -159,7 +159,7 @@ class Judge:
     # ------------------------------------------------------------------------------------------------------------ probe
 
     def probe(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Runs the task in ``request`` without a solution. Returns a ``Probe`` as JSON, with the task's error."""
+        """Runs the task in ``request`` without a solution. Returns a ``Probe`` as JSON, which may hold an error."""
         try:
             return self._probe(request["task"], request["compile"]).to_json()
         except TaskError as error:

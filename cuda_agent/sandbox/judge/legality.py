@@ -59,8 +59,9 @@ def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes 
 
 
 def kind_of(name: str, sources: str = "", library: bytes = b"") -> RanKind:
-    """Classifies a kernel by its demangled ``name``. The built ``library`` is searched first, and ``sources`` last,
-    because a comment in a source may contain any name."""
+    """Classifies a kernel by its demangled ``name``. A name in the built ``library`` is the solution's own. Next come
+    patterns of the names of torch's and vendors' kernels. ``sources`` are searched last: a comment may contain any
+    name."""
     base = base_name(name)
     plain = base.encode(errors="replace")  # the worker may report half a character
     if base and (b"%d%b" % (len(plain), plain) in library or b"\0%b\0" % plain in library):  # C++ mangles; C does not

@@ -43,8 +43,8 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Peaks:
-    """The peak rates of one device: of its memory, and ``operations`` per second by type (``float32``, ``tf32``, ...).
-    ``cache_bytes`` is the last-level cache's size, ``None`` if unknown. A call may beat a peak ``slack`` times."""
+    """The peak rates of one device: ``bytes_per_second`` of its memory, and ``operations`` per second by type, such as
+    ``tf32``. ``cache_bytes`` is the last-level cache's size. A call may exceed a peak ``slack``-fold."""
 
     bytes_per_second: float | None = None
     cache_bytes: int | None = None
@@ -133,7 +133,8 @@ def copy_bytes_per_second(threads: int, cache: int = 0) -> float:
 
 
 def cache_bytes(folder: Path, processors: Sequence[int]) -> int | None:
-    """Returns the total bytes of the last-level caches of ``processors``, each cache once; ``None`` if unknown."""
+    """Returns the total bytes of the last-level caches of ``processors``; a shared cache counts once. Returns ``None``
+    if unknown. ``folder`` is ``/sys/devices/system/cpu``."""
     found: dict[tuple[int, str], int] = {}
     for processor in processors:
         for index in folder.glob(f"cpu{processor}/cache/index*"):

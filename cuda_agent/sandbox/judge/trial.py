@@ -160,7 +160,7 @@ class Trial:
         verdict.phases["check"] = time.perf_counter() - begin
 
     def strict_time(self) -> None:
-        """Times the candidate and eager in turn, in single precision, until the interval of the speed-up is narrow."""
+        """Times the candidate and eager in turn, in fp32, until the confidence interval of the speed-up is narrow."""
         prepared, verdict = self._prepared, self._verdict
         yard = strict.strict_baselines(prepared)
         begin = time.perf_counter()
@@ -386,7 +386,7 @@ class Trial:
 
     @contextlib.contextmanager
     def _judged(self, when: str = "") -> Iterator[None]:
-        """Raises ``CandidateRefused`` if the worker dies or the solution fails in the context; ``when`` says when."""
+        """Raises ``CandidateRefused``, with ``when`` in its message, if worker or solution fails in the context."""
         try:
             yield
         except (WorkerDied, WorkerError) as error:

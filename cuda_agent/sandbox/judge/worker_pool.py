@@ -83,12 +83,14 @@ class WorkerPool:
         return self._start(self._plain, "reference", policy, home, watch).wait_started()
 
     def compiler(self) -> tuple[JailedProcess, str]:
-        """Starts a reference worker that may run the C++ compiler. Returns it and the folder of a warm-up's results."""
+        """Starts a reference worker that may run the C++ compiler. Returns the worker, and the folder in which a
+        warm-up stored compilation results."""
         known = str(self._known())
         return self._start_compiler(self._home(), (known,)), known
 
     def locked(self, place: dict[str, Any], profiler: bool = False) -> JailedProcess:
-        """Starts a candidate worker that can also read the folder of the first pass ``place``, but start no program."""
+        """Starts a candidate worker for a solution that had a first pass, in which it could start compilers. The worker
+        can read the folder of that pass, which ``place`` names, but may start no program."""
         home = self._home()
         policy = jail.JailPolicy(read=(str(home), place["folder"]), file_mb=0)
         parent, where = self._parent_that_compiles(), {name: place[name] for name in ("folder", "environment")}

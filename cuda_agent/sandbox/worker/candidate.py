@@ -78,8 +78,7 @@ class Candidate(WorkerLoop):
 
     def load_model(self, frame: Frame) -> None:
         """Loads ``ModelNew``, made under the reference's random seed. If its weights have the reference's names, they
-        get the reference's values; a format with a rule demands this. Otherwise (KernelBench) weights follow from seeds
-        alone."""
+        get the reference's values; a format with a rule demands this. Otherwise the weights follow from seeds alone."""
         spec, restricted = self._options["spec"], bool(self._options["rule"])
         os.environ.update(frame.body["environment"])
         numbers = range(len(self._slots.layout))
@@ -109,7 +108,7 @@ class Candidate(WorkerLoop):
 
         def answer(slot: int) -> Any:
             """Runs one call and returns its outputs. A GPU's outputs are copied after the clock has stopped, so a view
-            would cost nothing: it is copied inside the timed call, unless the reference returns a view, too."""
+            would be free. A view is therefore copied inside the timed call, unless the reference returns a view."""
             results = model(*given[slot])
             if self._options["device"] == "cpu":
                 return results

@@ -45,8 +45,8 @@ class DeviceClock:
         self._host = 0.0
 
     def __call__(self, call: Callable[[], Any], extra: int = 0) -> tuple[Any, tuple[float, float]]:
-        """Runs ``call`` after the delay ``extra``. Returns its result, and its seconds on the device and on the host
-        (to enqueue it)."""
+        """Runs ``call`` after the delay ``extra``. Returns its result, and two times in seconds: of the call on the
+        device, and of the host to enqueue the call."""
         delay = extra * DELAY_UNIT or min(1.5 * self._host + _HEAD_START, _LONGEST_DELAY)
         torch.cuda._sleep(int(delay * _CYCLES))
         begin = time.perf_counter()
@@ -61,7 +61,7 @@ class DeviceClock:
 
 def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
     """Loads a plan's kernels, and resolves their arguments for each slot. Returns the function that runs a slot.
-    ``program`` is ``plan.Program`` as JSON, with the path of the cubin (``image``) and its mangled ``names``."""
+    ``program`` is ``plan.Program`` as JSON, with the path of the cubin (``image``) and the mangled ``names`` in it."""
     module = driver.Module(Path(program["image"]).read_bytes()) if program["image"] else None
     workspaces: dict[str, torch.Tensor] = {}
     for name, workspace in program["workspaces"].items():

@@ -7,7 +7,7 @@ import torch
 
 
 def vary(tensors: list[torch.Tensor], kind: str) -> list[torch.Tensor] | None:
-    """Returns ``tensors`` with values of ``kind``, and their own shapes and dtypes; None if the kind fits none."""
+    """Returns ``tensors`` with values of ``kind`` but unchanged shapes and dtypes; None if the kind fits none."""
     if kind == "normal":
         return tensors
     varied = [_vary(tensor, kind) for tensor in tensors]
