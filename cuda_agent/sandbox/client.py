@@ -14,7 +14,7 @@ from cuda_agent.tasks.task import Task
 
 
 class WorkFolder(Protocol):
-    """An open workspace, on this machine or on a server."""
+    """An open workspace: an agent's work folder with its tools, on this machine or on a server."""
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult: ...
 
@@ -22,7 +22,7 @@ class WorkFolder(Protocol):
 
 
 class Sandbox(Protocol):
-    """The methods of the sandbox that an environment calls."""
+    """The methods of the sandbox that an agent's environment calls."""
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick") -> Verdict: ...
 
@@ -32,5 +32,5 @@ class Sandbox(Protocol):
 
 
 def open_sandbox(config: SandboxConfig, cache: Path) -> LocalSandbox | RemoteSandbox:
-    """Return the configured sandbox: on ``sandbox.servers`` if there are any, else on this machine."""
+    """Returns the sandbox on ``config.servers`` if there are any, else one on this machine with its ``cache``."""
     return RemoteSandbox(config) if config.servers else LocalSandbox(config, cache)

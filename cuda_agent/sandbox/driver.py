@@ -27,7 +27,7 @@ class DriverError(RuntimeError):
 
 
 class NoDevice(RuntimeError):
-    """This process can use no CUDA device."""
+    """No CUDA device can be used in this process."""
 
 
 class _Location(ctypes.Structure):
@@ -35,7 +35,7 @@ class _Location(ctypes.Structure):
 
 
 class _Properties(ctypes.Structure):
-    """Mirrors ``CUmemAllocationProp``."""
+    """Mirrors the C structure ``CUmemAllocationProp``."""
 
     _fields_ = [
         ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", _Location),
@@ -83,7 +83,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def open_device() -> None:
-    """Make the first device's primary context current in this thread. Raises ``NoDevice``."""
+    """Makes the first device's primary context current in this thread. Raises ``NoDevice``."""
     try:
         _call("cuInit", 0)
         device, context = ctypes.c_int(), ctypes.c_void_p()
@@ -101,7 +101,7 @@ def attribute(which: int) -> int:
 
 
 def architecture() -> str:
-    """Return the architecture, such as ``sm_90a``; ``a`` selects instructions that only this generation has."""
+    """Returns the device's architecture, such as ``sm_90a``; ``a`` stands for instructions of this generation only."""
     major, minor = attribute(_MAJOR), attribute(_MINOR)
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
@@ -111,14 +111,14 @@ def l2_bytes() -> int:
 
 
 def memory_bytes() -> int:
-    """Return the total memory of the device in bytes."""
+    """Returns the total memory of the device in bytes."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     _call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
     return total.value
 
 
 def identity() -> str:
-    """Return the names of device and driver, on which times depend."""
+    """Returns the device's name and the driver's version, on which times depend."""
     name, version = ctypes.create_string_buffer(100), ctypes.c_int()
     _call("cuDeviceGetName", name, 100, 0)
     _call("cuDriverGetVersion", ctypes.byref(version))
@@ -133,7 +133,7 @@ def synchronize() -> None:
 
 
 def allocate(size: int) -> int:
-    """Allocate ``size`` bytes of device memory, private to this process."""
+    """Allocates ``size`` bytes of device memory, private to this process."""
     address = ctypes.c_uint64()
     _call("cuMemAlloc_v2", ctypes.byref(address), max(size, 1))
     return address.value
@@ -144,7 +144,7 @@ def free(address: int) -> None:
 
 
 def copy(target: int, source: int, size: int) -> None:
-    """Copy ``size`` bytes from device to device, asynchronously."""
+    """Copies ``size`` bytes from device to device, asynchronously."""
     if size:
         _call("cuMemcpyDtoDAsync_v2", target, source, size, None)
 
@@ -162,7 +162,7 @@ def write(address: int, content: bytes) -> None:
 
 
 def fill_words(address: int, word: int, count: int) -> None:
-    """Fill ``count`` 32-bit words, asynchronously."""
+    """Fills ``count`` 32-bit words at ``address`` with ``word``, asynchronously."""
     if count:
         _call("cuMemsetD32Async", address, ctypes.c_uint(word), count, None)
 
@@ -173,7 +173,7 @@ def fill_bytes(address: int, value: int, count: int) -> None:
 
 
 def forget_persisting_lines() -> None:
-    """Turn the persisting lines of the L2 cache into ordinary ones. Does nothing on devices without them."""
+    """Turns the persisting lines of the L2 cache into ordinary ones. Does nothing on devices without them."""
     code = _library().cuCtxResetPersistingL2Cache()
     if code not in (0, _NOT_SUPPORTED):
         raise DriverError(code, "cuCtxResetPersistingL2Cache")
@@ -183,7 +183,7 @@ class Shared:
     """Device memory that is mapped in this process; another process can map it through ``descriptor``."""
 
     def __init__(self, size: int, descriptor: int | None = None, access: int = READ_WRITE) -> None:
-        """Allocate ``size`` bytes, or map another process's memory by its ``descriptor`` and its ``size`` there."""
+        """Allocates ``size`` bytes, or maps another process's memory by its ``descriptor`` and its ``size`` there."""
         properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, _Location(_ON_DEVICE, 0))
         granularity, self._handle = ctypes.c_size_t(), ctypes.c_uint64()
         _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(properties), 0)
@@ -223,7 +223,8 @@ class Module:
         _call("cuModuleLoadData", ctypes.byref(self._module), image)
 
     def function(self, name: str, shared: int = 0, wide_cluster: bool = False) -> ctypes.c_void_p:
-        """Return a kernel, whose launches may have ``shared`` bytes of dynamic shared memory."""
+        """Returns the kernel ``name``, whose launches may have ``shared`` bytes of dynamic shared memory and, if
+        ``wide_cluster``, clusters of more than 8 blocks."""
         found = ctypes.c_void_p()
         _call("cuModuleGetFunction", ctypes.byref(found), self._module, name.encode())
         if shared > 48 << 10:
@@ -233,14 +234,14 @@ class Module:
         return found
 
     def constant(self, name: str) -> bytes:
-        """Return the content of a global variable."""
+        """Returns the content of the global variable ``name``."""
         address, size = ctypes.c_uint64(), ctypes.c_size_t()
         _call("cuModuleGetGlobal_v2", ctypes.byref(address), ctypes.byref(size), self._module, name.encode())
         return read(address.value, size.value)
 
 
 class Launch:
-    """A prepared launch on the default stream. It keeps its ``arguments`` (ctypes values) alive."""
+    """A prepared kernel launch on the default stream. It keeps its ``arguments`` (ctypes values) alive."""
 
     def __init__(
         self,
@@ -272,7 +273,7 @@ class Launch:
 
 
 def shared_memory_limit() -> int:
-    """Return the most dynamic shared memory that a block may have, in bytes."""
+    """Returns the most dynamic shared memory that a block may have, in bytes."""
     return attribute(_SHARED_OPTIN)
 
 
@@ -281,7 +282,7 @@ def explain(error: DriverError) -> str:
 
 
 def explain_code(code: int) -> str:
-    """Explain a ``CUresult`` to the author of a kernel; empty when the name says enough."""
+    """Explains a ``CUresult`` to the author of a kernel. Returns an empty string if its name says enough."""
     return {
         700: "a kernel accessed an illegal address (out of bounds, or a write to an input)",
         701: "a kernel needs more resources than a block can have (registers or shared memory)",

@@ -39,7 +39,7 @@ class JudgeHandle:
         self._killed = False
 
     async def begin(self) -> None:
-        """Start the judge now. Raises ``SandboxUnready``."""
+        """Starts the judge before the first request. Raises ``SandboxUnready``."""
         async with self._turn:
             await asyncio.shield(asyncio.to_thread(self._begin))
 
@@ -52,8 +52,8 @@ class JudgeHandle:
                 raise SandboxUnready(f"the judge does not start: {error}; {self._last_line_of_log()}") from None
 
     async def ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
-        """Send one request and return its answer. Raises ``TaskError``, ``SandboxUnready`` if no judge starts,
-        ``JudgeLost`` if the judge died or its device is quarantined, or ``FrameTooLarge``."""
+        """Sends one request and returns its answer. Raises ``TaskError`` if the task does not run, ``SandboxUnready``
+        if no judge starts, ``JudgeLost`` if the judge died or its device is quarantined, or ``FrameTooLarge``."""
         async with self._turn:
             answer = asyncio.ensure_future(asyncio.to_thread(self._ask, operation, body))
             answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio would warn
@@ -124,7 +124,7 @@ class JudgeHandle:
             self._stop()
 
     def kill(self) -> None:
-        """End the judge for good, without waiting for the request under way."""
+        """Ends the judge for good, without waiting for the request that it is answering."""
         self._killed = True
         if (process := self._process) is not None:
             process.kill()

@@ -1,7 +1,7 @@
 """Runs the sandbox on this machine: builds solutions, sends them to judge processes, and caches verdicts by content.
 
-Builds run in parallel; times are taken one at a time. An infrastructure fault is retried once in a fresh judge and
-never charged to the candidate. No code of a model runs in this process."""
+Builds run in parallel; times are taken one at a time. After a fault of the infrastructure, an evaluation is repeated
+once in a fresh judge; the candidate is never blamed. No code that a model wrote runs in this process."""
 
 import asyncio
 import contextlib
@@ -52,11 +52,8 @@ _THIS_ROOM = ("local.py", "judge_process.py", "messages.py", "wire.py", "driver.
 
 class LocalSandbox:
     """Judges solutions on this machine, as an async context manager that starts and ends the judges. ``cache`` is a
-    folder that outlives runs; all processes of this machine share it.
-
-    Raises:
-        SandboxUnready: The cache or a temporary folder cannot be written, or the GPU or its compiler does not work.
-    """
+    folder that outlives runs; all processes of this machine share it. Raises ``SandboxUnready`` if the cache or a
+    temporary folder cannot be written, or if the GPU or its compiler does not work."""
 
     def __init__(self, config: SandboxConfig, cache: Path) -> None:
         self.config = config
@@ -107,8 +104,8 @@ class LocalSandbox:
         return self
 
     async def _device(self) -> tuple[str, str]:
-        """Return the path of the judge's built kernels and the identity of the GPU. A separate process asks the driver,
-        because this process forks."""
+        """Returns the path of the judge's built kernels (``check.cu``), and the identity of the GPU. A separate process
+        asks the driver, because this process forks."""
         program = [sys.executable, "-P", "-m", "cuda_agent.sandbox.driver"]
         environment = os.environ | {"PYTHONPATH": str(_HERE.parents[1])}
         answer = await asyncio.to_thread(subprocess.run, program, capture_output=True, env=environment)
@@ -124,12 +121,12 @@ class LocalSandbox:
         return str(image), found["identity"]
 
     async def ready(self) -> None:
-        """Prove the walls and the compiler. Raises ``SandboxUnready``, which names the missing part."""
+        """Proves that walls and compiler work. Raises ``SandboxUnready``, which names the missing part."""
         await asyncio.gather(*(judge.begin() for judge in self._judges))
         await self.prove_compiler()
 
     async def prove_compiler(self) -> None:
-        """Build a source that is not in the cache. Raises ``SandboxUnready``."""
+        """Proves that the compiler works: builds a source that is not in the cache. Raises ``SandboxUnready``."""
         proof = secrets.token_hex(16)
         try:
             if self.config.device == "cuda":
@@ -153,7 +150,7 @@ class LocalSandbox:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick", again: bool = False) -> Verdict:
-        """Return the verdict on ``solution``. If ``again``, use no cached verdict, and time the baselines again. Raises
+        """Returns the verdict on ``solution``. If ``again``, uses no cached verdict, and times the baselines again. Raises
         ``TaskError`` if the task itself cannot be run, or ``SandboxUnready``."""
         file = self._verdict_file(task, solution, mode)
         if not again and (found := _read_json(file)) is not None:
@@ -212,19 +209,18 @@ class LocalSandbox:
         return verdict
 
     async def _prepare(self, solution: Solution, spec: TaskSpec) -> dict[str, Any]:
-        """Build the solution; return the request for the worker's loader. Raises the errors of
-        ``SolutionFormat.build``."""
+        """Builds the solution; returns the request that its worker loads. Raises as ``SolutionFormat.build`` does."""
         format = FORMATS[solution.format]
         load = await format.build(solution.files, spec, Toolchain(self._builder, self._architecture))
         return load | {"environment": dict(format.environment.get(self.config.device, {}))}
 
     async def _place(self, task: Task, solution: Solution) -> dict[str, Any]:
-        """Run the first pass or find it in the cache; return where its results are. Raises ``FirstPassFailed``."""
+        """Returns where a first pass's results are; runs the pass if they are missing. Raises ``FirstPassFailed``."""
         more = FORMATS[solution.format].environment.get(self.config.device, {})
         return await self._first_pass(task, solution.files, self._architecture, more)
 
     async def spec(self, task: Task) -> TaskSpec:
-        """Return shapes, dtypes and plain values of a task. Raises ``TaskError`` if it cannot be run."""
+        """Returns shapes, dtypes and plain values of a task. Raises ``TaskError`` if the task cannot be run."""
         if task.digest not in self._specs:
             spec = TaskSpec.from_json(await self._judge(task).ask(JudgeRequest.SPEC, {"task": _source(task)}))
             if len(self._specs) >= _MOST_SPECS:
@@ -233,7 +229,7 @@ class LocalSandbox:
         return self._specs[task.digest]
 
     async def build(self, solution: Solution, spec: TaskSpec) -> str:
-        """Build a solution into the cache, without a judge; return the compiler's message, empty on success."""
+        """Builds a solution into the cache, without a judge. Returns the compiler's message, empty on success."""
         try:
             await self._prepare(solution, spec)
         except (SolutionError, builder.BuildError) as error:
@@ -241,12 +237,12 @@ class LocalSandbox:
         return ""
 
     def kill(self) -> None:
-        """End the judges at once and for good, without waiting for pending verdicts."""
+        """Ends the judges at once and for good, without waiting for pending verdicts."""
         for judge in self._judges:
             judge.kill()
 
     async def probe(self, task: Task, compile: bool = True) -> Probe:
-        """Run a task without a solution. ``Probe.error`` describes a fault of the task."""
+        """Runs a task without a solution. In the result, ``error`` describes a fault of the task."""
         for _ in (1, 2):
             try:
                 request = {"task": _source(task), "compile": compile}
@@ -268,7 +264,7 @@ class LocalSandbox:
         return len(self._judges)
 
     def judge_of(self, task: Task) -> int:
-        """Return the index of the task's judge. It never changes, because that judge keeps the task prepared."""
+        """Returns the index of the task's judge. This index never changes: that judge keeps the task prepared."""
         return int(task.digest, 16) % len(self._judges)
 
     def _judge(self, task: Task) -> JudgeHandle:
@@ -280,7 +276,7 @@ class LocalSandbox:
 
     @cached_property
     def _software(self) -> list[str]:
-        """The versions of torch and of the compilers, as a verdict depends on them."""
+        """The versions of torch and of the compilers, on which a verdict depends."""
         found = [importlib.metadata.version("torch")]
         finders = (toolchain.find_nvrtc, toolchain.find_nvcc) if self.config.device == "cuda" else ()
         for find in (toolchain.find_toolchain, *finders):
@@ -298,7 +294,7 @@ class LocalSandbox:
 
 
 def _source(task: Task) -> TaskSource:
-    """Raise ``TaskError`` where a task leaves no room for a solution in one message."""
+    """Returns digest and code of a task. Raises ``TaskError`` if the code leaves a solution no room in a message."""
     if len(json.dumps(task.code)) > _MOST_OF_A_TASK:
         raise TaskError(f"the task is too large: at most {_MOST_OF_A_TASK} bytes as JSON")
     return {"digest": task.digest, "code": task.code}
@@ -306,7 +302,7 @@ def _source(task: Task) -> TaskSource:
 
 @lru_cache
 def _code_version() -> str:
-    """Return the hash of the judging code. A cached verdict is valid for this code only."""
+    """Returns a hash of the judging code. A cached verdict is valid for this code only."""
     digest = hashlib.sha256()
     files = [_HERE / name for name in _THIS_ROOM]
     files += [path for room in _JUDGING for path in (_HERE / room).iterdir()]

@@ -1,6 +1,6 @@
 """Defines the messages between client, judge, workers and workspaces: operations, their payloads, and frames.
 
-This module imports only the standard library, because workers import it."""
+This module imports only the standard library and ``wire``, because workers import it."""
 
 import json
 import socket
@@ -19,7 +19,7 @@ from cuda_agent.sandbox.wire import Format, Mode
 
 
 class Reply(StrEnum):
-    """The kinds of answers."""
+    """The kinds of answers to a request."""
 
     RESULT = "result"
     ERROR = "error"  # {"kind": jail, device or task, "message"} of a judge; {"message", "cheat"} of a worker
@@ -35,7 +35,7 @@ class JudgeRequest(StrEnum):
 
 
 class WorkerOperation(StrEnum):
-    """The requests of a judge to a warm parent, and to the workers that the parent forks."""
+    """The requests of a judge to a warm parent, and to the workers that the warm parent forks."""
 
     # a warm parent
     FORK_WORKER = "fork_worker"  # {"role", "threads", "folder", "environment", "device", "policy"} and more -> {"pid"}
@@ -88,7 +88,7 @@ Operation = Reply | JudgeRequest | WorkerOperation | WorkspaceOperation
 
 @dataclass(frozen=True)
 class JudgeSettings:
-    """The part of the configuration that a judge needs, and the judge's folders."""
+    """The settings of a judge: a part of the sandbox's configuration, and the judge's folders."""
 
     threads: int
     checks: int  # inputs on which a solution is checked in quick mode
@@ -133,15 +133,15 @@ _NUMBERS = {operation: number for number, operation in enumerate(_OPERATIONS)}
 
 
 class FrameTooLarge(ValueError):
-    """A body that does not fit into one frame; nothing was sent."""
+    """The body of a message does not fit into one frame; nothing was sent."""
 
 
 class Frame(NamedTuple):
-    """One message: a head of 8 bytes, then the body as JSON.  A call on prepared buffers has no body."""
+    """One message: a head of 8 bytes, then the body as JSON. ``fds`` are the file descriptors that came with it."""
 
     operation: Operation
     slot: int
-    body: Any
+    body: Any  # ``None`` in a call on prepared buffers
     fds: list[int]
     extra: int = 0  # a small number that some calls need, without a body
 
@@ -154,7 +154,7 @@ def encode_frame(operation: Operation, body: Any = None, slot: int = 0, extra: i
 
 
 def decode_head(head: bytes) -> tuple[Operation, int, int, int]:
-    """Return operation, slot, extra and the length of the body in bytes. Raises ``ValueError`` for an invalid head."""
+    """Returns operation, slot, extra and the length of the body in bytes. Raises ``ValueError`` for an invalid head."""
     number, slot, extra, length = HEAD.unpack(head)
     if number >= len(_OPERATIONS):
         raise ValueError(f"a frame of the unknown operation {number}")
@@ -172,7 +172,7 @@ def send_frame(
 
 
 def receive_frame(sock: socket.socket, max_fds: int = 0) -> Frame:
-    """Return the next frame.  The socket's timeout limits the whole body, not each part of it.  Raises
+    """Returns the next frame. The socket's timeout limits the whole body, not each part of it. Raises
     ``ConnectionError`` at the stream's end, ``TimeoutError``, or ``ValueError`` for an invalid frame."""
     fds: list[int] = []
     if max_fds:

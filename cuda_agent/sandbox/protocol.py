@@ -1,4 +1,4 @@
-"""Defines the requests of the service, their limits, and the form of a refusal.
+"""Defines the requests of the sandbox's HTTP service, their limits, and the form of a refusal.
 
 Unknown keys, wrong types, invalid Unicode, unsafe file names and deep nesting are refused before any other code reads
 them. The limits keep one request inside one frame to the judge (``messages.FRAME_LIMIT``) even when every character is
@@ -45,7 +45,7 @@ AGREED = (
 
 
 class ServiceError(Exception):
-    """A refusal by the service: programs read ``kind``; ``where`` names the refused part of the request."""
+    """A refusal by the service. Programs read its ``kind``; ``where`` names the refused part of the request."""
 
     def __init__(self, status: int, kind: str, message: str, where: str = "", retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -66,7 +66,7 @@ def _text(limit: int) -> Any:
 
 
 def file_name(name: str) -> str:
-    """Check that a path is relative and stays inside its folder. Raises ``ValueError``."""
+    """Returns ``name`` if it is a relative path that stays inside its folder. Otherwise raises ``ValueError``."""
     name.encode()
     parts = name.split("/")
     if len(name) > MOST_NAME or len(parts) > MOST_DEPTH:
@@ -99,7 +99,7 @@ _SPEC = TypeAdapter(TaskSpec)
 
 
 def _spec(given: Any) -> TaskSpec:
-    """Convert ``given`` to a spec. Raises ``ValueError`` unless the service could have returned such a spec."""
+    """Converts ``given`` to a spec. Raises ``ValueError`` unless the service could have returned such a spec."""
     try:
         spec = _SPEC.validate_python(shallow(given))
     except ValidationError as error:
@@ -146,7 +146,7 @@ class Request(Body):
     settings: dict[str, str | bool | int | float] = Field({}, max_length=len(AGREED))
 
     def key(self) -> str:
-        """Return the digest of the request's content, without its sender and priority."""
+        """Returns a digest of the request's content, without priority, settings and the task's name."""
         content = self.model_dump(exclude={"priority", "settings"})
         content.get("task", {}).pop("name", None)
         text = json.dumps([type(self).__name__, content], sort_keys=True)
@@ -172,7 +172,7 @@ class SpecRequest(Request):
 
 
 class Build(Request):
-    """Build a solution for a task of which only the spec is known, as a spec request returned it."""
+    """A request to build a solution for a task of which only the ``spec`` (from a spec request) is known."""
 
     kind: Literal["build"] = "build"
     solution: SolutionBody
@@ -215,7 +215,7 @@ class Answer(Body):
 
 
 def dumps(value: Any) -> bytes:
-    """Encode a value as portable JSON. Other characters than ASCII are escaped, because a solution may contain an
+    """Encodes a value as portable JSON. Characters other than ASCII are escaped, because a solution may contain an
     unpaired surrogate; NaN and infinities become null."""
     try:
         return json.dumps(value, allow_nan=False).encode()
@@ -232,7 +232,7 @@ def _finite(value: Any) -> Any:
 
 
 def agree(asked: dict[str, str | bool | int | float], config: SandboxConfig) -> None:
-    """Compare the client's settings with the server's. Raises ``ServiceError`` if they differ."""
+    """Compares the settings that a client ``asked`` for with the server's. Raises ``ServiceError`` if they differ."""
     for name, value in asked.items():
         if name not in AGREED:
             raise ServiceError(422, "malformed", f"{name[:40]!r} is none of {', '.join(AGREED)}", "settings")
@@ -242,7 +242,7 @@ def agree(asked: dict[str, str | bool | int | float], config: SandboxConfig) -> 
 
 
 def malformed(error: Any) -> ServiceError:
-    """Return a refusal with pydantic's first error, without quoting the request."""
+    """Returns a refusal that reports pydantic's ``error`` without quoting the request."""
     location = [str(part)[:60] for part in error["loc"]]
     while location and location[0] in ("body", "evaluate", "probe", "spec", "build"):
         location.pop(0)
@@ -250,11 +250,8 @@ def malformed(error: Any) -> ServiceError:
 
 
 def read_token(config: SandboxConfig, environment: Mapping[str, str]) -> str | None:
-    """Return the token of ``token_file``, else of the variable ``token_env``; ``None`` if neither is set.
-
-    Raises:
-        ConfigError: The file cannot be read, or the token is too weak.
-    """
+    """Returns the token in the file ``config.token_file``, else in the environment variable ``config.token_env``;
+    ``None`` if neither is set. Raises ``ConfigError`` if the file cannot be read or the token is too weak."""
     if config.token_file is not None:
         try:
             token = Path(config.token_file).read_text().strip()

@@ -1,8 +1,8 @@
-"""Runs the sandbox on servers, with the interface of ``LocalSandbox``: any number of ``cuda-agent sandbox serve``.
+"""Runs the sandbox on any number of servers (``cuda-agent sandbox serve``), with the interface of ``LocalSandbox``.
 
 Each task has a preferred server, because a server keeps tasks prepared and baselines belong to one machine. A server
-that is full or gone is skipped for a while. Lost work and ``infra`` answers are retried on other servers. Not covered:
-workspaces, which end with their server (``WorkspaceLost``), and judging."""
+that is full or gone is skipped for a while. Work that is lost or ends with ``infra`` is tried again on other servers. A
+workspace is not: it ends with its server (``WorkspaceLost``). Not covered: judging."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ _log = logging.getLogger("cuda_agent.sandbox")
 
 @dataclass(eq=False)
 class Server:
-    """A server in one role: its address and its last known state."""
+    """A server in one role (judging or workspaces): its address and its last known state."""
 
     address: str
     rests_until: float = 0.0  # monotonic
@@ -50,8 +50,8 @@ class Server:
 
 
 class _Away(Exception):
-    """This server cannot take the work: it is full, gone, draining, not ready, or lacks the role. Nothing was started
-    there; the client waits until ``until`` before it asks again."""
+    """This server cannot take the work: it is full, gone, draining, not ready, or lacks the role. It has started
+    nothing. The client waits until the monotonic time ``until`` before it asks this server again."""
 
     def __init__(self, message: str, until: float) -> None:
         super().__init__(message)
@@ -59,8 +59,7 @@ class _Away(Exception):
 
 
 class _Lost(Exception):
-    """Started work was lost with its server, or failed there by a fault (``kind``) of the sandbox, or no server takes
-    it."""
+    """Work was lost with its ``server``, or failed there by a fault (``kind``) of the sandbox, or no server took it."""
 
     def __init__(self, message: str, server: Server | None = None, kind: str = "lost") -> None:
         super().__init__(message)
@@ -68,7 +67,7 @@ class _Lost(Exception):
 
 
 class _Refused(Exception):
-    """Every server would refuse this request; ``where`` is the wrong part of it."""
+    """Every server would refuse this request; ``where`` names the wrong part of the request."""
 
     def __init__(self, message: str, where: str) -> None:
         super().__init__(message)
@@ -100,7 +99,7 @@ class RemoteSandbox:
         await self._client.aclose()
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick") -> Verdict:
-        """Return the verdict on ``solution``. Raises ``TaskError`` if the task itself cannot be run, and
+        """Returns the verdict on ``solution``. Raises ``TaskError`` if the task itself cannot be run, and
         ``SandboxUnready`` if no server is ready or the servers' settings differ from the client's."""
         request = {
             "kind": "evaluate", "task": _task(task), "solution": {"format": solution.format, "files": solution.files},
@@ -118,7 +117,7 @@ class RemoteSandbox:
             return self._refusal("infra", solution, mode, str(lost))
 
     async def probe(self, task: Task, compile: bool = True) -> Probe:
-        """Run a task without a solution. ``Probe.error`` describes a fault of the task."""
+        """Runs a task without a solution. In the result, ``error`` describes a fault of the task."""
         try:
             return Probe.from_json(await self._ask({"kind": "probe", "task": _task(task), "compile": compile}, task))
         except _Refused as refusal:
@@ -127,7 +126,7 @@ class RemoteSandbox:
             return Probe(error=f"infrastructure: {lost}")
 
     async def spec(self, task: Task) -> TaskSpec:
-        """Return shapes, dtypes and plain values of a task. Raises ``TaskError`` or ``SandboxUnready``."""
+        """Returns shapes, dtypes and plain values of a task. Raises ``TaskError`` or ``SandboxUnready``."""
         try:
             return TaskSpec.from_json(await self._ask({"kind": "spec", "task": _task(task)}, task))
         except _Refused as refusal:
@@ -139,7 +138,7 @@ class RemoteSandbox:
     async def workspace(
         self, files: dict[str, str], protected: frozenset[str], commands: Commands
     ) -> "AsyncIterator[RemoteWorkspace]":
-        """Open a jailed folder on the server where this client has the fewest workspaces. Raises ``WorkspaceLost``."""
+        """Opens a jailed folder on the server where this client has the fewest workspaces. Raises ``WorkspaceLost``."""
 
         def order() -> list[Server]:
             return sorted(self.rooms, key=lambda server: (server.workspaces, random.random()))
@@ -160,8 +159,8 @@ class RemoteSandbox:
                 await self._client.delete(path, headers=headers)
 
     async def _ask(self, request: dict[str, Any], task: Task) -> dict[str, Any]:
-        """Return the result of a job from the first server that completes it. Raises ``_Refused``, ``_Lost``,
-        ``TaskError`` or ``SandboxUnready``."""
+        """Returns the result of the job ``request`` from the first server that completes it. Raises ``_Refused``,
+        ``_Lost``, ``TaskError`` or ``SandboxUnready``."""
 
         def weight(server: Server) -> bytes:
             return hashlib.sha256(f"{server.address} {task.digest}".encode()).digest()
@@ -213,8 +212,8 @@ class RemoteSandbox:
         failed: Sequence[Server] = (),
         needs: frozenset[str] = _JOB,
     ) -> tuple[Server, dict[str, Any]]:
-        """Post to the first available server of ``order``, if possible none of ``failed``; wait while all servers are
-        full. Raises ``_Refused``, ``_Lost``, or ``SandboxUnready`` if all servers answer and none can be used."""
+        """Posts ``body`` to the first available server of ``order()``, if possible to none of ``failed``. Waits while
+        all are full. Raises ``_Refused``, ``_Lost``, or ``SandboxUnready`` if all servers answer but none is usable."""
         content = json.dumps(body).encode()
         begun = hope = time.monotonic()  # hope: last time that a server was at least full
         told: dict[str, float] = {}  # the time that each server named for another attempt
@@ -241,7 +240,7 @@ class RemoteSandbox:
     async def _send(
         self, server: Server, method: str, url: str, content: bytes | None = None, needs: frozenset[str] = _JOB
     ) -> dict[str, Any]:
-        """Send a request and return the server's answer, which has the keys ``needs``. Raises ``_Away`` (and lets the
+        """Sends a request and returns the server's answer, which has the keys ``needs``. Raises ``_Away`` (and lets the
         server rest), ``_Refused``, or ``SandboxUnready`` if the token or the settings differ."""
         try:
             headers = {"Content-Type": "application/json"}
@@ -270,8 +269,8 @@ class RemoteSandbox:
         raise self._away(server, kind, message, rest)
 
     def _away(self, server: Server, kind: str, reason: str, rest: float) -> _Away:
-        """Mark a server as resting and return the exception. A full server names another time to each client; this
-        client may ask again at the earliest time that it was given."""
+        """Marks a server as resting for ``rest`` seconds, and returns the exception. A full server names another time
+        to each request; this client may ask again at the earliest of these times."""
         now = time.monotonic()
         earliest = server.rests_until if kind == "full" and server.rests_until > now else now + rest
         server.kind, server.reason, server.rests_until = kind, f"{server.address}: {reason}", min(earliest, now + rest)
@@ -282,8 +281,7 @@ class RemoteSandbox:
 
 
 class RemoteWorkspace:
-    """One open workspace on a server, with the interface of ``workspace.client.Workspace``. Its calls run one after the
-    other."""
+    """One open workspace on a server, with the interface of ``workspace.client.Workspace``. Calls run one by one."""
 
     def __init__(self, client: httpx.AsyncClient, path: str, headers: dict[str, str], commands: Commands) -> None:
         self._client, self._path, self._headers, self._commands = client, path, headers, commands
@@ -291,7 +289,7 @@ class RemoteWorkspace:
         self._timeout = httpx.Timeout(_SILENCE_SECONDS, pool=None)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Run a tool. Exceptions of ``commands`` pass through. Raises ``WorkspaceLost``."""
+        """Runs a tool. ``commands`` answers shell commands; its exceptions pass through. Raises ``WorkspaceLost``."""
         try:
             body = checked_call(tool[:100], arguments)
         except ToolRefused as refused:
@@ -309,7 +307,7 @@ class RemoteWorkspace:
         raise WorkspaceLost("the workspace is gone: its stream ended")
 
     async def _lines(self, body: bytes) -> AsyncGenerator[ToolResult | tuple[int, str, list[str], dict[str, str]]]:
-        """Yield the commands that the folder's shell asks for (number, name, arguments, files), then the result."""
+        """Sends a tool call. Yields commands for the client (number, name, arguments, files), then the result."""
         headers, url = self._headers | {"Content-Type": "application/json"}, f"{self._path}/calls"
         sending = self._client.stream("POST", url, content=body, headers=headers, timeout=self._timeout)
         with _losing():
@@ -330,7 +328,7 @@ class RemoteWorkspace:
                         yield asked["number"], asked["name"], asked["argv"], asked["files"]
 
     async def files(self) -> dict[str, str]:
-        """Return the folder's text files within the limits of ``workspace.files``. Raises ``WorkspaceLost``."""
+        """Returns the folder's text files within the limits of ``workspace.files``. Raises ``WorkspaceLost``."""
         with _losing():
             async with self._turn:
                 response = await self._client.get(f"{self._path}/files", headers=self._headers, timeout=60.0)
@@ -339,7 +337,7 @@ class RemoteWorkspace:
 
 @contextlib.contextmanager
 def _losing() -> Iterator[None]:
-    """Turn faults of a server and its answers into ``WorkspaceLost``."""
+    """Turns a server's faults and invalid answers inside the context into ``WorkspaceLost``."""
     try:
         yield
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
@@ -351,7 +349,7 @@ def _task(task: Task) -> dict[str, str]:
 
 
 def _stretched(header: str) -> float:
-    """Return the seconds to wait, extended at random so that clients do not return at the same time."""
+    """Returns the seconds of a ``Retry-After`` header, extended at random so that clients do not return together."""
     try:
         seconds = max(0.0, float(header))
     except ValueError:

@@ -1,6 +1,6 @@
 """Defines the sandbox's data types, with their JSON: solutions, task specifications, verdicts and probes.
 
-This module imports only the standard library and the list of formats' names, because workers import it.  Not covered:
+This module imports only the standard library and the list of formats' names, because workers import it. Not covered:
 the frames that carry these types between processes (``messages``), and the service's HTTP (``protocol``)."""
 
 import hashlib
@@ -27,8 +27,7 @@ _ALLOWED_TEXT = """
 ALLOWED = frozenset(_ALLOWED_TEXT.split())
 NESTING = 16  # most levels in the arguments of a tool or a task
 _MOST_ELEMENTS = 1 << 48  # of one tensor
-# Unit of the delay of a timed chain, in seconds.
-DELAY_UNIT = 16e-6
+DELAY_UNIT = 16e-6  # seconds: unit of the delay of a timed chain
 # Kinds of inputs in strict mode, made by ``worker.input_kinds``.
 KINDS = ("normal", "shifted", "ramp", "negative", "large", "sparse", "boundary")
 # Baselines of strict mode and their names in reports. ``baseline`` adds the precision.
@@ -36,26 +35,26 @@ BASELINES = {"eager": "eager", "compile": "torch.compile", "max_autotune": "max-
 
 
 def baseline(name: str, precision: str) -> str:
-    """Return the label of a baseline: ``compile`` and ``tf32`` give ``compile_tf32``."""
+    """Returns the label of a baseline, such as ``compile_tf32`` for ``compile`` and ``tf32``."""
     return f"{name}_{precision}"
 
 
 def baseline_parts(label: str) -> tuple[str, str]:
-    """Split a label of ``baseline`` into name and precision."""
+    """Splits a label that ``baseline`` made into name and precision."""
     name, _, precision = label.rpartition("_")
     return name, precision
 
 
 @dataclass(frozen=True)
 class Solution:
-    """The files that answer a task, by path relative to the work folder.  ``format`` decides how the files are run."""
+    """The files that solve a task, by path relative to the work folder. ``format`` decides how the files are run."""
 
     format: Format
     files: dict[str, str]
 
     @property
     def digest(self) -> str:
-        """Return the sha256 over format and files, independent of their order."""
+        """The sha256 of the format and the files, independent of the files' order."""
         return hashlib.sha256(json.dumps([self.format, sorted(self.files.items())]).encode()).hexdigest()
 
 
@@ -77,10 +76,9 @@ RanKind = Literal["own", "library", "torch", "memset", "unknown"]
 class Ran:
     """A kernel or operator that ran in one call.
 
-    ``own``: of the solution; ``library``: of a vendor's library (cuBLAS, cuDNN, CUTLASS); ``torch``: an operator of
-    torch's, or a kernel of its own; ``memset``: memory filled or copied; ``unknown``: none of these by its name.
-    ``share`` is its part of the device's time in that call (on the CPU of the call's time), ``None`` where not known.
-    """
+    ``kind`` is ``own`` if it is the solution's, ``library`` if a vendor's (cuBLAS, cuDNN, CUTLASS), ``torch`` if an
+    operator or kernel of torch's, ``memset`` if it fills or copies memory, and ``unknown`` if its name does not tell.
+    ``share`` is its part of the device's time in that call (on the CPU, of the call's time), or ``None`` if unknown."""
 
     name: str
     kind: RanKind
@@ -92,9 +90,9 @@ class Ran:
 class Verdict:
     """The judge's verdict on one solution.
 
-    Times are seconds per call (medians); ``None`` if the solution was not timed.  ``reward`` is the paper's Eq. 1: -1
-    not correct, 1 correct, 2 more than 5 % faster than eager, 3 more than 5 % faster than eager and ``torch.compile``;
-    ``None`` for ``infra``, which is never charged to the candidate."""
+    Times are median seconds per call, ``None`` if the solution was not timed. ``reward`` is the paper's Eq. 1: -1 if
+    not correct, 1 if correct, 2 if also more than 5 % faster than eager, 3 if also more than 5 % faster than
+    ``torch.compile``; ``None`` for ``infra``, which is never charged to the candidate."""
 
     status: Status
     format: Format
@@ -142,19 +140,19 @@ class Verdict:
         return self.compile_seconds / self.seconds if self.seconds and self.compile_seconds else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields and the derived values."""
+        """Returns all fields, and the derived values: reward and speed-ups."""
         derived = ("reward", "speedup_eager", "speedup_compile")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Verdict":
-        """Read the result of ``to_json``; derived values are ignored."""
+        """Returns the verdict that ``to_json`` converted to ``data``; derived values are ignored."""
         fields = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
         return cls(**(fields | {"ran": [Ran(**item) for item in data.get("ran", ())]}))
 
 
 def _faster(seconds: float | None, baseline: float | None) -> bool:
-    """Return whether ``seconds`` is more than 5 % faster: (baseline - seconds) / baseline > 0.05 (paper, Eq. 1)."""
+    """Returns whether (baseline - seconds) / baseline > 0.05: more than 5 % faster (paper, Eq. 1)."""
     return seconds is not None and baseline is not None and seconds < 0.95 * baseline
 
 
@@ -166,26 +164,25 @@ class ToolResult:
     error: bool = False
 
 
-# Message of a worker when untrusted code tries to start a program where the jail allows none.
-NO_PROGRAMS = "no program can be started here"
+NO_PROGRAMS = "no program can be started here"  # message of a worker if the jail lets no program start
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """Shape and dtype (torch's name, such as ``float32``) of an input, output or weight."""
+    """The shape and dtype (torch's name, such as ``float32``) of an input, output or weight."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the number of elements from the first to the last of a tensor with these strides."""
+    """Returns how many elements of memory a tensor with this ``shape`` and these ``strides`` spans."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """The facts that a solution may use of a task besides its source: shapes, dtypes and plain values."""
+    """The facts about a task that a solution may use besides the task's source: shapes, dtypes and plain values."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -196,8 +193,8 @@ class TaskSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "TaskSpec":
-        """Read what a worker says of its task. Raises ``AttributeError``, ``KeyError``, ``TypeError`` or ``ValueError``
-        for nonsense."""
+        """Returns the spec in ``data``, a worker's report on its task. Raises ``AttributeError``, ``KeyError``,
+        ``TypeError`` or ``ValueError`` if the report is invalid."""
         tuples = {name: tuple(data[name]) for name in ("arguments", "init")}
         weights = dict(zip(data["weights"], _tensors(data["weights"].values()), strict=True))
         inputs, outputs = tuple(_tensors(data["inputs"])), tuple(_tensors(data["outputs"]))
@@ -206,7 +203,7 @@ class TaskSpec:
         return spec
 
     def check(self) -> None:
-        """Raise ``ValueError`` where no task can be like this."""
+        """Raises ``ValueError`` if no task can have this spec."""
         for tensor in (*self.inputs, *self.outputs, *self.weights.values()):
             extents = all(type(extent) is int and extent >= 0 for extent in tensor.shape)
             if not extents or math.prod(tensor.shape) > _MOST_ELEMENTS or not isinstance(tensor.dtype, str):
@@ -231,7 +228,7 @@ class TaskSpec:
 
 @dataclass
 class Probe:
-    """The findings of running a task without a solution.  ``error`` is empty if it ran; times are median seconds."""
+    """The findings about a task, without a solution. ``error`` is empty if the task ran; times are median seconds."""
 
     error: str = ""
     deterministic: bool = False  # the same inputs give the same outputs, within the tolerance
@@ -256,7 +253,7 @@ def _tensors(items: Iterable[Any]) -> list[Tensor]:
 
 
 def shallow(value: Any, depth: int = NESTING) -> Any:
-    """Return ``value``. Raises ``ValueError`` where its lists and dictionaries nest deeper than ``depth``."""
+    """Returns ``value``. Raises ``ValueError`` if its lists and dictionaries nest deeper than ``depth``."""
     if depth == 0:
         raise ValueError(f"nested deeper than {NESTING}")
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
@@ -265,6 +262,5 @@ def shallow(value: Any, depth: int = NESTING) -> Any:
 
 
 def printable(text: str) -> str:
-    """Return one line that is safe to print: untrusted text must not clear a terminal or imitate the sandbox's own
-    lines."""
+    """Returns ``text`` as one line that cannot clear a terminal, so that untrusted text is safe to print."""
     return "".join(c if c.isprintable() else " " for c in text)

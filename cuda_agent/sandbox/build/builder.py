@@ -81,12 +81,12 @@ class Builder:
         self._ahead: CompilerPool | None = CompilerPool(self._start_ahead)
 
     def close(self) -> None:
-        """Ends the compiler that waits for a source."""
+        """Ends the compiler that was started in advance and waits for a source."""
         if self._ahead:
             self._ahead.close()
 
     async def toolchain(self) -> Toolchain:
-        """Returns the compiler, with the preludes precompiled."""
+        """Returns the C++ compiler with the folders of its precompiled headers; precompiles them at the first call."""
         async with self._preparing:
             if self._toolchain is None:
                 found = await asyncio.to_thread(find_toolchain)
@@ -106,8 +106,8 @@ class Builder:
     async def library(
         self, files: Mapping[str, str], units: Sequence[str], extra: Sequence[str] = (), ours: bool = False
     ) -> Path:
-        """Compiles ``units``, a part of ``files``, into a shared library; the units may ``#include`` the other files.
-        If ``ours``, the sources are the project's own, without a solution's time limit. Raises ``BuildError``."""
+        """Compiles ``units``, a part of ``files``, to a shared library; units may include the other files. ``extra``
+        are compiler options. If ``ours``, the project's own sources get more time. Raises ``BuildError``."""
         tools = await self.toolchain()
         command = [
             tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, *units,
@@ -122,9 +122,8 @@ class Builder:
     async def kernels(
         self, files: Mapping[str, str], unit: str, expressions: Sequence[str], architecture: str
     ) -> tuple[Path, dict[str, str]]:
-        """Builds a CUDA source that has no host code. Returns the path of the cubin and the mangled names of
-        ``expressions`` (such as ``scale<float, 4>`` or ``&table``). Needs no GPU. Raises ``BuildError`` or
-        ``CompilerMissing``."""
+        """Builds ``unit``, a CUDA source without host code. Returns the cubin's path and the mangled names of
+        ``expressions`` (such as ``scale<float, 4>``). Needs no GPU. Raises ``BuildError`` or ``CompilerMissing``."""
         tools = find_nvrtc()
         request = {
             "library": tools.library, "includes": tools.includes, "architecture": architecture, "unit": unit,
@@ -144,8 +143,8 @@ class Builder:
         libraries: Sequence[str],
         extra: Sequence[str] = (),
     ) -> Path:
-        """Builds the shared library of CUDA and C++ ``units`` with nvcc. ``libraries`` may hold cublas and cudnn. Needs
-        no GPU. Raises ``BuildError`` or ``CompilerMissing``."""
+        """Builds CUDA and C++ ``units`` to a shared library with nvcc. ``libraries`` may hold ``cublas`` and ``cudnn``,
+        and ``extra`` compiler options. Needs no GPU. Raises ``BuildError`` or ``CompilerMissing``."""
         tools = find_nvcc()
         defined = ["-DCUDA_EXTENSION_ON_CUDA", *(["-DCUDA_EXTENSION_USES_CUBLAS"] if "cublas" in libraries else [])]
         code = architecture.removeprefix("sm_")
@@ -169,8 +168,8 @@ class Builder:
         unit: str = "",
         seconds: float = 0.0,
     ) -> Path:
-        """Returns the folder of ``products``, from the cache or made by ``command``; joins an equal build that is
-        running. The source ``unit``, if there is one, can be built the fast way."""
+        """Returns the folder of ``products``: from the cache (key: ``parts`` and ``files``), from an equal build that
+        is running, or made by ``command``. A compiler started in advance may build ``unit``, the only source."""
         content = [*parts, *(f"{name}\0{files[name]}" for name in sorted(files))]
         key = hashlib.sha256("\0\0".join(content).encode(errors="surrogatepass")).hexdigest()
         done, failed = self._folder / key[:2] / key, self._folder / key[:2] / f"{key}.error"
@@ -214,7 +213,7 @@ class Builder:
 
     @contextlib.contextmanager
     def _beside_timing(self) -> Iterator[None]:
-        """Holds the lease for work, if there is a lease, so that no time is measured during a build."""
+        """Holds the timing lease in the context, if there is one: no kernel is timed during a build."""
         with contextlib.ExitStack() as held:
             if self._lease is not None:
                 held.enter_context(held.enter_context(contextlib.closing(Lease(self._lease))).working())
@@ -286,7 +285,7 @@ class Builder:
 
 
 def _keep(work: Path, order: _Order) -> None:
-    """Moves the products from ``work`` to the build's target folder atomically."""
+    """Copies the products in ``work`` and puts them into the build's target folder atomically."""
     target = order.target
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(dir=target.parent))
@@ -319,7 +318,7 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def _take(source: Path, target: Path) -> None:
-    """Copies a product of the jailed compiler; never follows a link."""
+    """Copies a product of the jailed compiler to ``target``; never follows a link."""
     try:
         descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -338,7 +337,7 @@ def has_errors(text: str) -> bool:
 
 
 def first_errors(text: str) -> str:
-    """Returns the compiler's first errors with their source lines."""
+    """Returns the first errors in ``text``, a compiler's messages, with their source lines."""
     lines = text.splitlines()
     kept: list[str] = []
     for number, line in enumerate(lines):

@@ -2,7 +2,7 @@
 
 Most of the work of g++ on a small kernel does not depend on the kernel: the start in the jail, and the precompiled
 standard headers. A ``Waiting`` compiler has done that work. The program that it compiles ends with the inclusion of a
-named pipe; the builder writes the name of the source into the pipe."""
+named pipe; to start the compilation, the builder writes the name of the source into the pipe."""
 
 import contextlib
 import errno
@@ -26,7 +26,7 @@ _START_SECONDS = 10.0
 
 
 class Compiler:
-    """A compiler that runs in the folder ``work``."""
+    """A compiler that runs ``command`` in the jail, in the folder ``work``."""
 
     def __init__(self, policy: jail.JailPolicy, command: Sequence[str], work: Path) -> None:
         environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "TMPDIR": str(work), "HOME": str(work)}
@@ -46,8 +46,7 @@ class Compiler:
         return self._process.poll() is None
 
     def finish(self, seconds: float) -> tuple[int, str]:
-        """Wait for the compiler; return its exit status and its messages. All its processes have ended then. Raises
-        ``TimeoutError`` after ``seconds``."""
+        """Waits for the compiler; ends all its processes. Returns exit status and messages. Raises ``TimeoutError``."""
         with self._log:
             try:
                 ended = _ends(self._process, seconds)
@@ -59,7 +58,7 @@ class Compiler:
             return self._process.returncode, self._log.read(_LOG_BYTES).decode(errors="replace")
 
     def end(self) -> None:
-        """Kill the compiler and all processes that it started."""
+        """Kills the compiler and all processes that it started."""
         if self._process.returncode is None:
             try:
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -69,7 +68,8 @@ class Compiler:
 
 
 def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Return whether a process ends in time. ``Popen.wait`` polls in growing steps, and may return a third too late."""
+    """Returns whether a process ends within ``seconds``. ``Popen.wait`` is not used where possible: it polls, and may
+    return a third too late."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except OSError:  # some kernels lack this call
@@ -104,7 +104,7 @@ class Waiting(Compiler):
             raise
 
     def _opened(self) -> int:
-        """Open the pipe for writing once the compiler reads it. Closing the pipe would end the source."""
+        """Opens the pipe for writing once the compiler reads it. Closing the pipe would end the source."""
         deadline = time.monotonic() + _START_SECONDS
         while self.alive and time.monotonic() < deadline:
             try:
@@ -116,7 +116,7 @@ class Waiting(Compiler):
         raise OSError(errno.ECHILD, "a compiler that was started ahead does not wait for its source")
 
     def go(self, unit: str) -> None:
-        """Compile ``unit``, a file in ``work``."""
+        """Makes the compiler compile ``unit``, a file in ``work``."""
         os.unlink(self.work / _SOURCE)  # only this compiler reads the pipe, and only once
         try:
             os.write(self._pipe, f'#include "{unit}"\n'.encode())
@@ -125,7 +125,7 @@ class Waiting(Compiler):
             self._pipe = -1
 
     def discard(self) -> None:
-        """End the compiler and remove its folder."""
+        """Ends the compiler and removes its folder."""
         self.end()
         self._log.close()
         if self._pipe >= 0:
@@ -135,8 +135,8 @@ class Waiting(Compiler):
 
 
 class CompilerPool:
-    """Keeps one compiler started ahead. All compilers start from one thread, because a jailed process ends with the
-    thread that started it."""
+    """Keeps one compiler started in advance. All compilers start from one thread, because a jailed process ends with
+    the thread that started it."""
 
     def __init__(self, start: Callable[[], Waiting]) -> None:
         self._start = start
@@ -146,13 +146,13 @@ class CompilerPool:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start a compiler in the background, unless one is ready or starting."""
+        """Starts a compiler in the background, unless one is ready or starting."""
         with self._lock:
             if self._next is None and not self._closed:
                 self._next = self._thread.submit(self._start)
 
     def take(self) -> Waiting:
-        """Return a waiting compiler, which the caller discards. Raises ``OSError`` if none can be started ahead."""
+        """Returns a waiting compiler, which the caller discards. Raises ``OSError`` if none can be started ahead."""
         for _ in (1, 2):
             with self._lock:
                 following, self._next = self._next, None

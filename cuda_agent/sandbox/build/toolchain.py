@@ -1,4 +1,4 @@
-"""Finds the compilers of this machine (g++, NVRTC, nvcc), and what identifies each of them in the key of a build."""
+"""Finds the compilers of this machine (g++, NVRTC, nvcc). Their ``identity`` is a part of the key of a cached build."""
 
 import functools
 import hashlib
@@ -29,7 +29,7 @@ class Toolchain:
 
 
 def find_toolchain() -> Toolchain:
-    """Return the C++ compiler of this machine, without precompiled headers. Raises ``CompilerMissing``."""
+    """Returns the C++ compiler of this machine, without precompiled headers. Raises ``CompilerMissing``."""
     path = shutil.which("g++")
     if path is None:
         raise CompilerMissing("no C++ compiler: 'g++' is not on PATH")
@@ -46,7 +46,7 @@ class Nvrtc:
 
 @functools.cache
 def find_nvrtc() -> Nvrtc:
-    """Return the newest NVRTC of the installed packages, else of a toolkit. Raises ``CompilerMissing``."""
+    """Returns the newest NVRTC in the installed packages, else in ``/usr/local/cuda``. Raises ``CompilerMissing``."""
     packages = _packages()
     homes = [home for place in packages for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
     homes += [place / "cuda_nvrtc" for place in packages] + [Path("/usr/local/cuda")]
@@ -67,7 +67,7 @@ class Nvcc:
     identity: str
 
     def libraries(self, name: str) -> list[str]:
-        """Return the file of an NVIDIA library (``cublas``, ``cudnn``) for the linker. Raises ``CompilerMissing``."""
+        """Returns the file of an NVIDIA library (``cublas``, ``cudnn``) for the linker. Raises ``CompilerMissing``."""
         places = [*_packages(), Path("/usr/local/cuda/lib64"), Path("/usr/lib/x86_64-linux-gnu")]
         found = [path for place in places for path in sorted(place.glob(f"**/lib{name}.so*"))]
         if not found:
@@ -77,7 +77,7 @@ class Nvcc:
 
 @functools.cache
 def find_nvcc() -> Nvcc:
-    """Return the first nvcc of PATH, CUDA_HOME and the installed packages. Raises ``CompilerMissing``."""
+    """Returns the first nvcc on PATH, in CUDA_HOME or in the installed packages. Raises ``CompilerMissing``."""
     homes = [home for place in _packages() for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     compilers = [shutil.which("nvcc"), f"{toolkit}/bin/nvcc", *(str(home / "bin" / "nvcc") for home in homes)]
@@ -94,6 +94,6 @@ def find_nvcc() -> Nvcc:
 
 
 def _packages() -> list[Path]:
-    """Return the folders into which pip installs NVIDIA's packages."""
+    """Returns the folders into which pip installs NVIDIA's packages."""
     found = importlib.util.find_spec("nvidia")
     return [Path(place) for place in found.submodule_search_locations or []] if found else []

@@ -1,9 +1,9 @@
 """Limits a worker's memory and number of tasks with a control group, if this process may create one.
 
-In version 1 the group lies below this process's own, in the hierarchies of memory and pids. In version 2 it lies below
-this process's own group, or beside it: a group that holds processes can have no children with limits (systemd:
-``Delegate=yes`` with ``DelegateSubgroup=``). If neither is writable (in a restricted pod, say), only the watchdog
-limits."""
+In version 1 of control groups, the worker's group lies below this process's own, in the hierarchies of memory and pids.
+In version 2, it lies below this process's own group or beside it: a group that holds processes can have no children
+with limits (systemd: ``Delegate=yes`` with ``DelegateSubgroup=``). If this process can write to neither place (in a
+restricted pod, say), only the watchdog limits the worker."""
 
 import contextlib
 import itertools
@@ -17,7 +17,7 @@ _GONE_SECONDS = 1.0  # time for the kernel to release a group after its processe
 
 
 class ControlGroup:
-    """The control group of one worker."""
+    """The control group of one worker. ``folders`` holds its folder for each controller (``memory`` and ``pids``)."""
 
     def __init__(self, folders: dict[str, Path], version: int) -> None:
         self._folders = folders
@@ -28,7 +28,7 @@ class ControlGroup:
             (folder / "cgroup.procs").write_text(str(pid))
 
     def killed(self) -> bool:
-        """Return whether the kernel killed a process of the group for lack of memory."""
+        """Returns whether the OOM killer has killed a process of the group."""
         file = "memory.events" if self._version == 2 else "memory.oom_control"
         with contextlib.suppress(OSError, ValueError):
             for line in (self._folders["memory"] / file).read_text().splitlines():
@@ -37,7 +37,7 @@ class ControlGroup:
         return False
 
     def close(self) -> None:
-        """Remove the group once its processes are gone; give up after a second."""
+        """Removes the group once its processes are gone; gives up after a second."""
         for folder in {*self._folders.values()}:
             deadline = time.monotonic() + _GONE_SECONDS
             while not _removed(folder) and time.monotonic() < deadline:
@@ -45,7 +45,7 @@ class ControlGroup:
 
 
 class Groups:
-    """Creates the control groups of workers, each as one folder per controller."""
+    """Creates the control groups of workers. ``places`` holds for each controller the folder in which they are made."""
 
     def __init__(self, places: dict[str, Path], version: int) -> None:
         self._places = places
@@ -69,7 +69,7 @@ class Groups:
 
 
 def find(root: Path = _ROOT, own: Path = _OWN) -> Groups | None:
-    """Return the place for groups with limits of memory and tasks, or ``None`` if this process may create none."""
+    """Returns a ``Groups`` with limits of memory and tasks, or ``None`` if this process may create no such groups."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
@@ -95,7 +95,7 @@ def find(root: Path = _ROOT, own: Path = _OWN) -> Groups | None:
 
 
 def _switched_on(place: Path) -> bool:
-    """Return whether children of this group have both limits; enable the limits if possible."""
+    """Enables limits of memory and tasks for children of the group ``place``. Returns whether both are enabled."""
     switch = place / "cgroup.subtree_control"
     with contextlib.suppress(OSError):
         if not {"memory", "pids"} <= {*switch.read_text().split()}:
@@ -124,7 +124,7 @@ def _removed(folder: Path) -> bool:
 
 
 def _sweep(place: Path) -> None:
-    """Remove the groups that killed judges left behind. They are empty, because workers end with their judge."""
+    """Removes the groups in ``place`` that killed judges left behind: empty ones, as workers end with their judge."""
     for folder in place.glob(f"{PREFIX}*"):
         pid = folder.name.removeprefix(PREFIX).split("-")[1]
         if not Path(f"/proc/{pid}").exists():

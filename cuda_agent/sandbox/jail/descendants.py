@@ -1,6 +1,6 @@
 """Reads the descendants and the memory of a process from ``/proc``, with the standard library only.
 
-Not covered: orphans whose new parent is outside, because no ancestor is a subreaper."""
+Not covered: orphans that a process outside of the tree has adopted, because no ancestor is a subreaper."""
 
 import contextlib
 import os
@@ -9,7 +9,7 @@ from collections.abc import Set
 
 
 def children(pid: int) -> set[int]:
-    """Return the children of ``pid``, zombies included; an empty set if the kernel keeps no such lists."""
+    """Returns the children of ``pid``, zombies included; an empty set if ``/proc`` does not list children."""
     found: set[int] = set()
     folder = f"/proc/{pid}/task"
     with contextlib.suppress(OSError):  # the process ended meanwhile
@@ -20,7 +20,7 @@ def children(pid: int) -> set[int]:
 
 
 def memory_bytes(pid: int) -> tuple[int, int]:
-    """Return the resident bytes of ``pid``, and those not shared with a file or other process; 0 after its end."""
+    """Returns the resident bytes of ``pid``, and how many of them are private to it; 0 and 0 after its end."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             _, resident, shared, *_ = map(int, file.read().split())
@@ -31,15 +31,15 @@ def memory_bytes(pid: int) -> tuple[int, int]:
 
 
 def shared_bytes(pid: int) -> int:
-    """Return the resident bytes of ``pid`` that belong to no file and may be shared; 0 after its end."""
+    """Returns the resident bytes of ``pid`` in shared memory (``RssShmem`` in ``/proc``); 0 after its end."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         return sum(int(line.split()[1]) << 10 for line in file if line.startswith("RssShmem:"))
     return 0
 
 
 def deleted_bytes(pid: int, devices: Set[int]) -> int:
-    """Return the bytes of files of these devices that ``pid`` and its descendants hold open and that have no name any
-    more. Processes that this one may not look into count as 0."""
+    """Returns the bytes of deleted files that ``pid`` and its descendants still hold open, on file systems with the
+    device numbers ``devices``. A process that this process may not inspect counts as 0."""
     found: dict[tuple[int, int], int] = {}
     for folder in (f"/proc/{one}/fd" for one in (pid, *descendants(pid))):
         with contextlib.suppress(OSError):
@@ -52,7 +52,7 @@ def deleted_bytes(pid: int, devices: Set[int]) -> int:
 
 
 def descendants(pid: int, without: Set[int] = frozenset(), most: int = 1 << 22) -> set[int]:
-    """Return all descendants of ``pid``, zombies included, except those in ``without`` and their descendants. The
+    """Returns all descendants of ``pid``, zombies included, except those in ``without`` and their descendants. The
     search stops soon after ``most`` are found."""
     found: set[int] = set()
     unread = [pid]

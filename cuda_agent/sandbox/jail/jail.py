@@ -1,11 +1,11 @@
 """Closes a process's jail before it runs untrusted code.
 
-``enter`` needs no privilege: it sets no_new_privs, Landlock (files, TCP, and by kernel version device ioctls, signals
-and abstract sockets), a seccomp filter, resource limits, and death with the parent. As root it also changes to a
-separate user. ``prove`` attacks every wall from inside a jailed child. The module is also a script that starts
+``enter`` needs no privilege. It sets no_new_privs, Landlock (files, TCP, and in newer versions of Linux device ioctls,
+signals and abstract sockets), a seccomp filter, resource limits, and death with the parent. As root it also changes to
+a separate user. ``prove`` attacks every wall from inside a jailed child. The module is also a script that starts
 compilers and shells inside the walls: ``python jail.py POLICY PROGRAM ...``.
 
-It uses the standard library only, and no namespace: restricted pods grant none. Watchdogs limit memory and threads."""
+It uses only the standard library, and no namespace: restricted pods grant none. Watchdogs limit memory and threads."""
 
 import ctypes
 import errno
@@ -35,14 +35,14 @@ _FIRST_UID = 1_000_000
 
 
 class JailError(RuntimeError):
-    """A wall could not be closed or did not hold; the message names it."""
+    """A wall could not be closed or did not hold; the message names the wall."""
 
     exit_code = 78  # as in ``errors``, which this stand-alone program does not import
 
 
 @dataclass(frozen=True)
 class JailPolicy:
-    """The access that the jail leaves open. Paths that do not exist are skipped; folders include their contents."""
+    """The access that the jail leaves open. Paths that do not exist are skipped; a folder includes its contents."""
 
     read: Sequence[str] = SYSTEM_READ
     write: Sequence[str] = ()  # also readable; the separate user, if there is one, becomes the owner
@@ -58,8 +58,8 @@ class JailPolicy:
 
 
 def enter(policy: JailPolicy) -> None:
-    """Close the walls around the calling process, for good. Threads that exist already (the CUDA driver's) get the user
-    and the seccomp filter, but not Landlock. Raises ``JailError``."""
+    """Closes the walls around the calling process, for good. Threads that exist already (the CUDA driver's) get the
+    separate user and the seccomp filter, but not Landlock. Raises ``JailError``."""
     parent = os.getppid()
     _limits(policy)
     if policy.own_user and os.geteuid() == 0:
@@ -73,20 +73,21 @@ def enter(policy: JailPolicy) -> None:
 
 
 def narrow(policy: JailPolicy) -> None:
-    """Close a smaller jail inside a jail, for good: it opens fewer paths and forbids signals to processes outside. The
-    other walls stay as they are. Raises ``JailError``."""
+    """Closes a smaller jail around the calling process, which is in a jail already, for good. The smaller jail leaves
+    fewer paths open and forbids signals to processes outside of it. The other walls stay as they are. Raises
+    ``JailError``."""
     _landlock(policy)
 
 
 def command(policy: JailPolicy, program: Iterable[str]) -> list[str]:
-    """Return the command line that runs ``program`` in the jail; the caller sets environment and descriptors."""
+    """Returns the command line that runs ``program`` in the jail; the caller sets environment and descriptors."""
     return [sys.executable, "-I", "-S", __file__, json.dumps(asdict(policy)), *program]
 
 
 def prove(required: Iterable[str], folder: "Path") -> dict[str, str]:
-    """Attack every wall from a jailed child. Return the failed walls that are not required, with what the child could
-    do. The child tries to read a file in ``folder``. Raises ``JailError``, which names the first required wall that
-    failed."""
+    """Starts a jailed child that attacks every wall; for Landlock it tries to read a file in ``folder``. Returns the
+    walls that failed and are not in ``required``, each with what the child could do. Raises ``JailError``, which names
+    the first required wall that failed."""
     import subprocess  # imported here, because every import slows down each jailed start
 
     if unknown := set(required) - set(WALLS):
@@ -110,7 +111,7 @@ def prove(required: Iterable[str], folder: "Path") -> dict[str, str]:
 
 
 def require(breaches: dict[str, str], required: Iterable[str]) -> None:
-    """Raise ``JailError`` for the first required wall that is in ``breaches``."""
+    """Raises ``JailError`` for the first required wall that is in ``breaches``, the walls that failed."""
     for wall in required:
         if wall in breaches:
             raise JailError(f"the wall {wall!r} is missing: a jailed process {breaches[wall]}")
@@ -180,7 +181,7 @@ _ON_FILES = _FILE_EXECUTE | _FILE_WRITE | _FILE_READ | _TRUNCATE | _IOCTL_DEV
 
 
 def landlock_abi() -> int:
-    """Return the kernel's Landlock version, or 0 without Landlock."""
+    """Returns the Landlock version of this machine's Linux; 0 without Landlock."""
     return max(0, int(_libc.syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
@@ -283,14 +284,8 @@ _OF_SIGNALS = {"fcntl": (_F_SETOWN, _F_SETSIG, 15, 1026), "ioctl": (0x5452, 0x89
 _NEW_NAMESPACES, _CLONE_THREAD = 0x7E020000, 0x00010000
 _ALLOW, _KILL, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # BPF opcodes on 32-bit words
-_NR, _ARCH, _ARG0, _ARG1, _ARG2, _ARG3 = (
-    0,
-    4,
-    16,
-    24,
-    32,
-    40,
-)  # offsets in struct seccomp_data (little-endian low halves)
+# Offsets in struct seccomp_data (of arguments: the low halves, little-endian).
+_NR, _ARCH, _ARG0, _ARG1, _ARG2, _ARG3 = 0, 4, 16, 24, 32, 40
 
 _Instruction = tuple[int, int, int, int]  # opcode, jump if true, jump if false, operand
 
@@ -298,8 +293,9 @@ _Instruction = tuple[int, int, int, int]  # opcode, jump if true, jump if false,
 def filter_program(
     machine: str, processes: bool, pid: int, one_group: bool = False, shared_memory: bool = False
 ) -> list[_Instruction]:
-    """Return a seccomp filter that allows every system call except the listed ones. If ``processes``, the process may
-    fork and run programs (a shell, a compiler); otherwise it may only start threads and signal itself (``pid``)."""
+    """Returns a seccomp filter that refuses or restricts the system calls in ``_NUMBERS`` and allows all others. If
+    ``processes``, the process may fork and run programs (a shell, a compiler); otherwise it may only start threads and
+    signal itself (``pid``)."""
     numbers = _NUMBERS[machine]
     refuse = (_RETURN, 0, 0, _REFUSE | errno.EPERM)
     program: list[_Instruction] = [
@@ -369,7 +365,7 @@ def _seccomp(policy: JailPolicy) -> None:
 
 
 def _attacks(canary: str, parent: int) -> dict[str, str]:
-    """Run the attacks inside the jail; return what succeeded, by wall."""
+    """Runs the attacks inside the jail. Returns the walls that failed, each with what an attack could do."""
     import socket
 
     breaches: dict[str, str] = {}

@@ -1,7 +1,7 @@
 """Starts an untrusted process, sends it requests, and kills it if it exceeds its limits.
 
-During a request the caller checks time, memory and threads of the process every 20 ms.  The content of requests and
-answers is the caller's concern."""
+While it waits for an answer, it checks time, memory and threads of the process every 20 ms. It does not interpret
+requests and answers."""
 
 import contextlib
 import os
@@ -36,7 +36,7 @@ _IDLE_NS = 200_000  # a thread with less processor time has not worked yet
 
 
 class WorkerDied(Exception):
-    """The worker has ended.  ``reason`` is timeout, memory, threads, processes, disk, crash, protocol, running (after
+    """The worker has ended. ``reason`` is timeout, memory, threads, processes, disk, crash, protocol, running (after
     it was stopped), or killed (by a SIGKILL that this process did not send)."""
 
     def __init__(self, reason: str, message: str) -> None:
@@ -68,9 +68,9 @@ class JailedProcess:
         groups: Groups | None = None,
         overrun: "Callable[[JailedProcess], str] | None" = None,
     ) -> None:
-        """Fork the process. ``memory_mb`` limits its private memory beyond that at its start. ``home`` is its private
-        folder, which ``kill`` removes. Without ``groups``, only the watchdog limits the process. ``overrun`` is a
-        further check of the watchdog: it returns the reason to kill the process, or an empty string."""
+        """Forks the process. ``memory_mb`` limits its private memory beyond its size at the start. ``home`` is its
+        private folder, which ``kill`` removes. Without ``groups``, only the watchdog limits the process. ``overrun`` is
+        a further check of the watchdog: it returns the reason to kill the process, or an empty string."""
         self._overrun = overrun
         self._parent = parent
         self._memory_mb = memory_mb
@@ -99,7 +99,7 @@ class JailedProcess:
                 raise
 
     def wait_started(self) -> "JailedProcess":
-        """Block until the walls are closed and return this object. No untrusted code has run. Raises ``NotStarted``."""
+        """Waits until the walls are closed. Returns this object; no untrusted code has run. Raises ``NotStarted``."""
         self.seconds = _START_SECONDS
         try:
             self._answer()
@@ -109,7 +109,7 @@ class JailedProcess:
         return self
 
     def hand_over(self, file: Path, name: str) -> str:
-        """Make a file of the trusted cache readable in the worker's folder; return its path there."""
+        """Puts a file of the trusted cache into the worker's folder, as a link or a copy. Returns its path there."""
         place = self._home / f"{name}{file.suffix}"
         place.unlink(missing_ok=True)  # a copy would follow the link and write to the cache
         try:
@@ -119,7 +119,7 @@ class JailedProcess:
         return str(place)
 
     def call(self, operation: WorkerOperation, body: Any = None, slot: int = 0, fds: Sequence[int] = ()) -> Any:
-        """Send one request and return the body of its answer. Raises ``WorkerError`` or ``WorkerDied``."""
+        """Sends one request and returns the body of its answer. Raises ``WorkerError`` or ``WorkerDied``."""
         self._go_on()
         try:
             send_frame(self._socket, operation, body, slot, fds)
@@ -131,16 +131,13 @@ class JailedProcess:
             self._halt()
 
     def timed(self, operation: WorkerOperation, slot: int, extra: int = 0) -> tuple[float, Any]:
-        """Return the seconds from request to answer by the judge's clock, and the body of the answer.
+        """Sends one request. Returns the seconds from request to answer by the judge's clock, and the answer's body.
 
         The worker runs only between the two readings of the clock. Callers stop it before they fill its buffers, and it
         stays stopped while its outputs are copied. So it cannot gain time by reading inputs early or by answering too
         early.
 
-        Raises:
-            WorkerError: The untrusted code raised an error.
-            WorkerDied: The worker has ended, or answered before the request.
-        """
+        Raises ``WorkerError`` if untrusted code fails, ``WorkerDied`` if the worker ended or answered too early."""
         self.stop()
         with contextlib.suppress(OSError):  # threads with precedence could keep this process from ending them
             limit = round(1e6 * max(self.seconds + 1, 1))
@@ -162,7 +159,7 @@ class JailedProcess:
         return end - start, answer
 
     def stop(self) -> float:
-        """Stop the process until the next request. Return when every thread stands still, with the time at which they
+        """Stops the process until the next request. Returns when every thread stands still, with the time at which they
         did (``time.perf_counter``). A thread inside a system call runs on until the call returns. Raises ``WorkerDied``
         if a thread runs for longer than 5 s."""
         self._halt()
@@ -179,7 +176,7 @@ class JailedProcess:
         return end
 
     def _halt(self) -> None:
-        """Send SIGSTOP, and do not wait."""
+        """Sends SIGSTOP, and does not wait."""
         if self.alive and not self._stopped:
             self._stopped, self._still = True, False
             self._signal(signal.SIGSTOP)
@@ -190,7 +187,7 @@ class JailedProcess:
             self._signal(signal.SIGCONT)
 
     def _all_stand(self) -> bool:
-        """Return whether no thread of the process can run: each is stopped or has ended."""
+        """Returns whether no thread of the process can run: each is stopped or has ended."""
         try:
             threads = os.listdir(f"/proc/{self.pid}/task")
         except OSError:
@@ -198,14 +195,14 @@ class JailedProcess:
         return all(_state(f"/proc/{self.pid}/task/{thread}/stat") in _STANDING for thread in threads)
 
     def _said(self) -> bool:
-        """Return whether there is data to read; false at the end of the stream."""
+        """Returns whether the process has sent data; false at the end of the stream."""
         try:
             return bool(self._socket.recv(1, socket.MSG_PEEK))
         except OSError:
             return False
 
     def _ends(self) -> bool:
-        """Return whether the whole process is dead or dying, and not only its main thread."""
+        """Returns whether the whole process is dead or dying, and not only its main thread."""
         deadline = time.monotonic() + _END_SECONDS
         while self._threads() > 1 and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -240,7 +237,7 @@ class JailedProcess:
                 raise self._died("timeout")
 
     def _watch(self) -> None:
-        """Check the resources that the process uses. If it uses too much, kill it and raise ``WorkerDied``."""
+        """Checks the resources that the process uses. If it uses too much, kills it and raises ``WorkerDied``."""
         if self._private_bytes() - self._private > self._memory_mb << 20:
             raise self._died("memory")
         if self._threads() > _MOST_THREADS:
@@ -284,12 +281,12 @@ class JailedProcess:
             os.kill(self.pid, number)
 
     def spread(self, apart: bool = True) -> None:
-        """Bind each working thread to one processor, if there are at least as many such threads as processors. Unless
-        ``apart``, let all threads run on all processors again. Where this process may, it gives all threads precedence
+        """Binds each working thread to one processor, if there are at least as many such threads as processors. Unless
+        ``apart``, lets all threads run on all processors again. Where this process may, gives all threads precedence
         over other programs while they are ``apart``, and a higher rank than its own: a thread that is woken by another
         of its rank moves to another processor, away from the data.
 
-        The scheduler may leave a helper thread beside the busy main thread for whole calls, which then take twice as
+        Unbound, a helper thread may stay on the busy main thread's processor for whole calls, which then take twice as
         long. Threads that have not worked yet are not bound, nor is a process with one working thread."""
         processors = sorted(os.sched_getaffinity(self._parent.pid))
         busy: list[tuple[int, int]] = []  # nanoseconds of processor time, thread
@@ -306,8 +303,8 @@ class JailedProcess:
                 os.sched_setaffinity(number, [processors[index % len(processors)]] if apart else processors)
 
     def kill(self, wait: float = 0.0) -> tuple[int, bool]:
-        """Kill the process, after up to ``wait`` seconds in which it may end. Return its exit code (negative: the
-        signal), and whether the kernel ended it for lack of memory."""
+        """Kills the process, after up to ``wait`` seconds in which it may end. Returns its exit code (negative: the
+        signal), and whether the OOM killer ended a process of its control group."""
         if not self.alive:
             return 0, False
         self.alive = False
@@ -332,7 +329,7 @@ class JailedProcess:
 
 
 def _state(stat: str) -> str:
-    """Return the letter for the state of a process or thread, read from ``stat``, its file in /proc: R, S, D, T
+    """Returns the letter for the state of a process or thread, read from ``stat``, its file in /proc: R, S, D, T
     (stopped), Z (zombie), X (ended) and others."""
     try:
         with open(stat, "rb", 0) as file:
@@ -342,13 +339,13 @@ def _state(stat: str) -> str:
 
 
 def _name_of_signal(number: int) -> str:
-    """Return a signal's name. Most real-time signals have none; their number is returned instead."""
+    """Returns a signal's name. Most real-time signals have none; their number is returned instead."""
     return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
 def within(folder: Path, megabytes: int, files: int) -> Callable[[JailedProcess], str]:
-    """Return a check of the watchdog: ``disk`` once a worker has more in ``folder`` than these limits, or holds as much
-    in deleted files."""
+    """Returns a check for the watchdog: it returns ``disk`` if ``folder`` holds more than ``megabytes`` or ``files``,
+    or if a worker holds as many megabytes in deleted files that are still open."""
     pause, devices = 0.0, {folder.stat().st_dev}  # the judge's own shared memory has another device
 
     def overrun(worker: JailedProcess) -> str:
@@ -363,7 +360,7 @@ def within(folder: Path, megabytes: int, files: int) -> Callable[[JailedProcess]
 
 
 def _give_precedence(thread: int, rank: int) -> None:
-    """Let ``thread`` (0: this one) run before all ordinary programs and all threads of a lower rank; rank 0 is an
+    """Lets ``thread`` (0: this one) run before all ordinary programs and all threads of a lower rank; rank 0 is an
     ordinary program. Does nothing without the right to do so. A nice value is not enough: a program that runs may keep
     its processor for milliseconds before a nicer one."""
     with contextlib.suppress(OSError):
@@ -372,8 +369,8 @@ def _give_precedence(thread: int, rank: int) -> None:
 
 @contextlib.contextmanager
 def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], None]]:
-    """Yield ``turn(worker)``, which lets only this one of ``workers`` run and stops the others. Otherwise idle threads
-    of a library would spin for milliseconds, and threads that a candidate left behind would run."""
+    """Yields ``turn(worker)``, which stops all ``workers`` except ``worker``. Otherwise idle threads of a library would
+    spin for milliseconds, and threads that a candidate left behind would run."""
     running: JailedProcess | None = None
 
     def turn(worker: JailedProcess) -> None:

@@ -1,5 +1,5 @@
-"""Creates temporary folders named for the owning process, so that a later process can find and remove leftovers, and
-checks how much untrusted code has put into a folder."""
+"""Creates temporary folders named for the owning process, so that a later process can find and remove leftovers. Checks
+how much untrusted code has put into a folder."""
 
 import contextlib
 import os
@@ -14,7 +14,7 @@ _MOST_DEPTH = 16
 
 
 def make_folder(kind: str) -> Path:
-    """Create a folder of this process. Other users may pass through it to folders inside, but cannot list it."""
+    """Creates a temporary folder of this process. Other users can reach folders inside of it, but cannot list it."""
     sweep()
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-{os.getpid()}-"))
     folder.chmod(0o711)
@@ -22,7 +22,7 @@ def make_folder(kind: str) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder with everything in it, even an untrusted tree too deep for a recursive function."""
+    """Removes a folder with everything in it, even an untrusted tree too deep for a recursive function."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():
@@ -30,7 +30,7 @@ def remove(folder: Path) -> None:
 
 
 def sweep() -> None:
-    """Remove the folders of processes that have ended."""
+    """Removes the temporary folders of processes that have ended."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*-*"):
         pid = folder.name.removeprefix(_PREFIX).split("-")[1]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
@@ -38,7 +38,7 @@ def sweep() -> None:
 
 
 def entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
-    """Yield all entries below a folder with their depth, folders before their content; follows no link."""
+    """Yields all entries below a folder with their depth, each folder before its content; follows no link."""
     unread = [(str(folder), 1)]
     while unread:
         path, depth = unread.pop()
@@ -50,7 +50,7 @@ def entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
 
 
 def too_much(folder: Path, megabytes: int, files: int) -> str:
-    """Name the limit that a folder exceeds (files, size, depth); empty where it exceeds none."""
+    """Names the limit that a folder exceeds: of megabytes, files or depth. Returns an empty string if there is none."""
     count = size = 0
     try:
         for entry, depth in entries(folder):

@@ -25,8 +25,8 @@ _PACKAGE = Path(__file__).resolve().parents[3]
 
 
 def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmParent":
-    """Start a warm parent, which imports torch and ``imports``; it is ready when ``wait_ready`` returns. Each worker
-    gets ``threads`` threads, and all of them as many processors: more would be an advantage over the baselines."""
+    """Starts a warm parent, which imports torch and the modules ``imports``; it is ready when ``wait_ready`` returns.
+    Each worker gets ``threads`` threads, and all workers as many processors: more would be unfair to the baselines."""
     ours, theirs = socket.socketpair()
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
@@ -62,7 +62,7 @@ class WarmParent:
         self.torch = ""  # torch's version, once the parent is ready
 
     def wait_ready(self) -> None:
-        """Block until the parent has imported torch. Raises ``RuntimeError`` if the parent has more than one thread."""
+        """Blocks until the parent has imported torch. Raises ``RuntimeError`` if it then has more than one thread."""
         if self.torch:
             return
         answer = receive_frame(self._socket).body
@@ -71,15 +71,15 @@ class WarmParent:
         self.torch = answer["torch"]
 
     def fork(self, options: Mapping[str, Any], fds: Sequence[int]) -> int:
-        """Fork a worker, whose socket is the first of ``fds``; return its process id."""
+        """Forks a worker, whose socket is the first of ``fds``. Returns its process id."""
         return int(self._ask(WorkerOperation.FORK_WORKER, options, fds)["pid"])
 
     def reap(self, pid: int) -> int:
-        """Wait for a worker that is dead or dying; return its exit code (negative: the signal)."""
+        """Waits for a worker that is dead or dying. Returns its exit code (negative: the signal)."""
         return int(self._ask(WorkerOperation.REAP_WORKER, {"pid": pid})["status"])
 
     def branch(self, imports: Sequence[str]) -> "WarmParent":
-        """Fork another warm parent, which imports more modules and must end before this one. It is not yet ready."""
+        """Forks another warm parent, which imports more modules and must end before this one. It is not yet ready."""
         ours, theirs = socket.socketpair()
         with theirs:
             pid = int(self._ask(WorkerOperation.FORK_PARENT, {"imports": [*imports]}, [theirs.fileno()])["pid"])
@@ -99,14 +99,14 @@ class WarmParent:
             return receive_frame(self._socket).body
 
     def close(self) -> None:
-        """End the warm parent and wait for its end."""
+        """Ends the warm parent and waits for its end."""
         self._socket.close()
         self._end()
 
 
 @contextlib.contextmanager
 def _processors(count: int) -> Iterator[None]:
-    """Bind processes that are started in the context to the same ``count`` of this process's processors."""
+    """Binds all processes that are started in the context to the same ``count`` of this process's processors."""
     all_of_them = sorted(os.sched_getaffinity(0))
     first = os.getpid() * count  # concurrent judges use different processors where there are enough
     os.sched_setaffinity(0, {all_of_them[(first + i) % len(all_of_them)] for i in range(count)})

@@ -1,9 +1,9 @@
-"""Shared memory between the judge and a worker.
+"""Manages the memory that the judge shares with its workers.
 
-Each worker has an input area and an output area. Only the judge can write the input area, which holds inputs and
-weights: a seal forbids writable maps of it. The worker writes the output area, and the judge copies the outputs. A slot
-is the room for the inputs and outputs of one call. The judge overwrites the outputs with poison before every call.
-``Area`` is an area on the CPU, with NumPy arrays (bfloat16 as its 16 raw bits); ``device.Area`` is one on the GPU."""
+Each worker has an input area and an output area. The input area holds inputs and weights, which a worker can only read.
+The worker writes its outputs to the output area, and the judge copies them from there. A slot is the room for the
+inputs and outputs of one call. Before every call the judge overwrites the outputs of the slot with poison. ``Area`` is
+an area on the CPU, with NumPy arrays (bfloat16 as its 16 raw bits); ``device.Area`` is an area on the GPU."""
 
 import contextlib
 import fcntl
@@ -35,8 +35,9 @@ def byte_count(tensor: Tensor) -> int:
 
 
 class Area:
-    """An area of shared memory on the CPU, at least one page of it. The worker gets its ``descriptor`` and cannot write
-    to a ``read_only`` area. If ``touched``, the pages are allocated at once, and ``fit`` must be called before use."""
+    """An area of shared memory on the CPU, of ``size`` bytes and at least one page. A worker maps it through its
+    ``descriptor``, and cannot write to a ``read_only`` area. If ``touched``, the constructor allocates all pages at
+    once, and ``fit`` must be called before the area is used."""
 
     def __init__(self, size: int, read_only: bool, touched: bool = False) -> None:
         self.size = max(size, mmap.PAGESIZE)
@@ -49,7 +50,7 @@ class Area:
             self.fit(size)
 
     def fit(self, size: int) -> None:
-        """Shrinks the area to ``size`` bytes and seals it, so that a write past its end faults."""
+        """Shrinks the area to ``size`` bytes and seals its size, so that a write past its last page faults."""
         size = max(size, mmap.PAGESIZE)
         if size < self.size:
             self._map.resize(size)
@@ -73,7 +74,7 @@ class Area:
         self.bytes[offset:end].view(numpy.uint64)[...] = numpy.frombuffer(pattern, numpy.uint64)[0]
 
     def settle(self) -> None:
-        """Does nothing: ``write``, ``read`` and ``poison`` have finished when they return."""
+        """Does nothing: on the CPU ``write``, ``read`` and ``poison`` have finished when they return."""
 
     def close(self) -> None:
         del self.bytes
@@ -83,8 +84,8 @@ class Area:
 
 
 class Spare:
-    """Allocates a pair of areas for the next candidate while no request waits: allocation takes longer than the checks
-    of a small task. The areas are a little larger than the largest ones of the last eight candidates."""
+    """Allocates an input area and an output area for the next candidate while no request waits: allocation takes longer
+    than the checks of a small task. Both are a little larger than any that the last eight candidates needed."""
 
     def __init__(self) -> None:
         self._asked: deque[tuple[int, int]] = deque(maxlen=8)
@@ -114,12 +115,12 @@ class Spare:
 
 
 class Buffers:
-    """The two areas of one worker, and the offsets of its tensors in them, in bytes.
+    """The input area and the output area of one worker, and the offset in bytes of every tensor in its area.
 
     Args:
-        values: Whether the output area also has room for inputs and weights, which a reference worker writes for the
-            judge.
-        fixed: Whether all gaps between tensors are equal, so that two runs agree bit for bit.
+        slots: The number of slots. Each slot holds the inputs and outputs of one call.
+        values: Whether a reference worker also writes inputs and weights for the judge, into the output area.
+        fixed: Whether gaps between tensors are equal, and not random, so that two runs agree bit for bit.
         areas: Makes the two areas from their sizes in bytes; by default it allocates them on the CPU.
     """
 
@@ -151,13 +152,14 @@ class Buffers:
         }  # fmt: skip
 
     def _place(self, area: int, tensor: Tensor) -> int:
-        """Reserves room and returns its offset, after a gap of random width: addresses differ between candidates."""
+        """Reserves room for ``tensor`` in the input area (``area`` is 0) or the output area (1), and returns its offset
+        in bytes. A gap of random width lies before the tensor, so that addresses differ between candidates."""
         start = self._sizes[area] + _ALIGN * (1 if self._fixed else secrets.randbelow(16))
         self._sizes[area] = start + -(-byte_count(tensor) // _ALIGN) * _ALIGN
         return start
 
     def fill(self, slot: int, inputs: Sequence[Any]) -> None:
-        """Copies ``inputs`` into a slot; overwrites its outputs with poison, large numbers that differ each time."""
+        """Copies ``inputs`` into a slot, and fills its outputs with poison: large numbers that differ each time."""
         for offset, tensor, values in zip(self.slots[slot]["in"], self.spec.inputs, inputs, strict=True):
             self.input_area.write(offset, tensor, values)
         pattern = bytes(0x60 + secrets.randbelow(16) for _ in range(8))

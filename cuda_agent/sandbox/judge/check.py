@@ -1,8 +1,8 @@
 """Compares a candidate's outputs with the reference's outputs, in pure functions on NumPy arrays.
 
-The tolerance has an absolute and a relative part, as published. Here the absolute part shrinks with the magnitude of
-the expected values, so that zeros do not pass for values of about 1e-6. Integers and booleans must be equal. Shapes and
-dtypes need no check, because the task determines those of both buffers."""
+The tolerance has an absolute and a relative part, as in ``torch.allclose``. Here the absolute part shrinks with the
+magnitude of the expected values: an output of zeros must not pass where values of about 1e-6 are expected. Integers and
+booleans must be equal. Shapes and dtypes need no check, because both buffers have those of the task's spec."""
 
 from collections.abc import Sequence
 
@@ -17,9 +17,10 @@ _CHUNK = 1 << 16  # values compared at a time: they fit into a CPU's cache
 def mismatch(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> tuple[str, float]:
-    """Returns a message about how ``actual`` differs from ``expected`` (empty if they agree), and the largest absolute
-    difference among finite values. A value may differ by ``tolerance`` times the sum of its expected magnitude and the
-    root mean square of the output's expected values. The root mean square counts up to ``cap``."""
+    """Returns a message that says how the outputs ``actual`` differ from ``expected`` (empty if they agree), and the
+    largest absolute difference among finite values. ``tensors`` holds each output's shape and dtype. A value may differ
+    by ``tolerance * (magnitude + scale)``: ``magnitude`` is the absolute expected value, and ``scale`` is the root mean
+    square of the output's expected values, but at most ``cap``. Integers must be equal."""
     largest = 0.0
     for index, (want, have, tensor) in enumerate(zip(expected, actual, tensors, strict=True)):
         wanted, given = (real(values, tensor.dtype).ravel() for values in (want, have))
@@ -33,7 +34,7 @@ def mismatch(
 def values_off(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> int:
-    """Returns how many values differ by more than ``mismatch`` allows."""
+    """Returns how many values of ``actual`` differ from ``expected`` by more than ``tolerance`` and ``cap`` allow."""
     count = 0
     for want, have, tensor in zip(expected, actual, tensors, strict=True):
         count += _compare(real(want, tensor.dtype).ravel(), real(have, tensor.dtype).ravel(), tolerance, cap)[2]
@@ -41,7 +42,7 @@ def values_off(
 
 
 def real(values: Array, dtype: str) -> Array:
-    """Converts raw buffer values to numbers that NumPy can compare."""
+    """Returns ``values`` as real numbers: raw bits of bfloat16 become float32, a complex number becomes two numbers."""
     if dtype == "bfloat16":
         return (values.astype(numpy.uint32) << 16).view(numpy.float32)
     if dtype in ("complex64", "complex128"):
@@ -50,7 +51,8 @@ def real(values: Array, dtype: str) -> Array:
 
 
 def _compare(want: Array, have: Array, tolerance: float, cap: float) -> tuple[str, float, int]:
-    """Returns the message and the difference of ``mismatch``, and how many values are off."""
+    """Compares one output ``have`` with the expected output ``want``. Returns a message (empty if they agree), the
+    largest absolute difference, and the number of values that differ by more than the tolerance of ``mismatch``."""
     if want.dtype.kind in "iu":
         wrong = numpy.flatnonzero(want != have)
         if not wrong.size:
@@ -90,7 +92,7 @@ def _compare(want: Array, have: Array, tolerance: float, cap: float) -> tuple[st
 
 
 def _typical(want: Array) -> float:
-    """Returns the root mean square of the finite values; 1 if no value is finite."""
+    """Returns the root mean square of the finite values in ``want``; 1 if no value is finite."""
     squares, count = 0.0, 0
     for start in range(0, want.size, _CHUNK):
         part = want[start : start + _CHUNK]

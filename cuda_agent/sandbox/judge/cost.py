@@ -1,7 +1,7 @@
 """Computes the times of the model clock (``sandbox.clock=model``), which replace measured times in tests and drills.
 
-Such a time is a pure function of task and solution and predicts no real time. It falls with the usual optimizations
-(fewer passes over memory, fewer operators, blocks for every thread, vector hints): training has a signal."""
+Such a time is a pure function of task and solution. It predicts no real time, but the usual optimizations (fewer passes
+over memory, fewer operators, blocks for every thread, vector hints) shorten it, so training has a signal."""
 
 import re
 from typing import Any
@@ -18,13 +18,15 @@ def eager(operators: int, touched: int, threads: int) -> float:
 
 
 def compiled(spec: TaskSpec, operators: int, touched: int, threads: int) -> float:
-    """Returns the seconds of a compiled model, which moves the inputs, the outputs and a quarter of the other bytes."""
+    """Returns the seconds of the compiled model. ``operators`` and ``touched`` (bytes) are the counts of eager. The
+    compiled model has a quarter of the operators; it moves the inputs, the outputs and a quarter of the other bytes."""
     least = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs))
     return _CALL * (1 + operators / 4) + (least + max(0, touched - least) / 4) / (_BYTES_PER_SECOND * threads)
 
 
 def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads: int) -> float:
-    """Returns a plan's seconds, from the bytes of the buffers that its nodes name and the blocks of its kernels."""
+    """Returns the seconds of a plan. They depend on the bytes of the buffers that its nodes use, on the number of
+    blocks of its kernels, and on whether ``files`` contain a vector hint."""
     sizes = {f"in:{i}": byte_count(t) for i, t in enumerate(spec.inputs)}
     sizes |= {f"out:{i}": byte_count(t) for i, t in enumerate(spec.outputs)}
     sizes |= {f"w:{i}": byte_count(t) for i, t in enumerate(spec.weights.values())}
@@ -45,7 +47,7 @@ def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads
 
 
 def extension(spec: TaskSpec, files: dict[str, str], threads: int) -> float:
-    """Returns the seconds of an extension: those of one pass over memory, and of one call per exported function."""
+    """Returns the seconds of an extension: for one pass over all tensors, and for each exported function."""
     least = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs, *spec.weights.values()))
     calls = sum(len(re.findall(r"REGISTER_BINDING", text)) for text in files.values())
     return _CALL * (2 + calls) + least / (_BYTES_PER_SECOND * threads)

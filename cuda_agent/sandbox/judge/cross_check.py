@@ -1,11 +1,12 @@
 """Checks the times that a worker reports from the device's clock against the judge's own clock.
 
-Where the host code is the solution's, the solution could forge the CUDA events that time it, or run work on a stream
-that the events do not cover. The judge therefore computes a lower bound. One request runs a chain of calls on different
-inputs; its wall time ends when the judge holds a copy of all outputs. The wall time of a long chain minus that of one
-call contains no cost of the request. The time of empty calls, measured in the same way before untrusted code is loaded,
-is subtracted. The device waits in a kernel of known length while the host enqueues a chain. Work on another stream
-during this wait is not seen, so the wait is at most twice the time that the host needs to enqueue eager's calls.
+If the host code belongs to the solution, the solution could forge the CUDA events that time it, or run work on a stream
+that the events do not cover. The judge therefore computes a lower bound of the time of a call. One request runs a
+chain: several calls on different inputs. The wall time of a chain ends when the judge holds a copy of all outputs. The
+judge subtracts the wall time of a chain of one call from that of a long chain, so the cost of a request cancels out. It
+also subtracts the time of empty calls, which it measured in the same way before untrusted code was loaded. While the
+host enqueues a chain, the device waits in a kernel of known length. Work on another stream during this delay is not
+seen, so the delay is at most twice the time that the host needs to enqueue eager's calls.
 
 Stopping processes lengthens wall times by tenths of a millisecond (H200) and never shortens them, so the shortest of
 several chains counts. A false time passes if its error is below the remaining noise divided by the chain's length."""
@@ -26,15 +27,15 @@ _SHARE = 0.8
 
 
 def longest(host: float) -> float:
-    """Returns the longest wait in seconds for a call if the host enqueues eager's call in ``host`` seconds."""
+    """Returns the longest delay on the device, in seconds, if the host needs ``host`` seconds to enqueue a call."""
     return 2 * host
 
 
 class CrossCheck:
     def __init__(self, slots: int, empty: Callable[[int, int], float], host: float) -> None:
-        """Measures the empty call and sets the bounds for one candidate. ``slots`` is the number of calls in the
-        longest chain, at least 2. ``empty(calls, delay)`` runs a chain of empty calls with a delay in ``DELAY_UNIT``
-        and returns the wall seconds. ``host`` is the seconds that the host needs to enqueue a call of eager."""
+        """Measures an empty call's time, and sets the longest delay for one candidate. ``slots`` is the number of calls
+        in the longest chain, at least 2. ``empty(calls, delay)`` runs a chain of empty calls with a delay of the device
+        in units of ``DELAY_UNIT``; it returns wall seconds. The host enqueues eager's call in ``host`` seconds."""
         self.delay = _SHORTEST
         self._allowed = longest(host)
         self._enqueues = 0.0
@@ -45,14 +46,14 @@ class CrossCheck:
         self._empty = max(0.0, walls.slope())
 
     def heard(self, host: float) -> None:
-        """Records the host's seconds to enqueue one call, and sets the delay of the next call to cover them."""
+        """Records that the host enqueued a call in ``host`` seconds. The next delay covers them, up to its limit."""
         self._enqueues = min(1.5 * host, self._allowed)
         self.delay = max(_units(self._enqueues), min(_units(1.5 * host), _ENOUGH))
 
     def believe(self, told: float, chain: Callable[[int, int], tuple[float, float]]) -> tuple[float, str]:
-        """Returns the seconds to report if the worker's median is ``told`` seconds, and the reason to reject them
-        (empty if there is none). ``chain(calls, delay)`` runs a chain with a delay in units of ``DELAY_UNIT``; it
-        returns the judge's wall seconds and the host's seconds of enqueueing."""
+        """Returns the seconds per call to report if the worker's median is ``told`` seconds, and the reason to reject
+        this median (empty if there is none). ``chain(calls, delay)`` runs a chain with a delay of the device in units
+        of ``DELAY_UNIT``. It returns the judge's wall seconds, and the seconds in which the host enqueued the chain."""
         count = min(max(2, math.ceil(_LONG_ENOUGH / max(told, 1e-6))), self._slots)
         delay = _units(count * self._enqueues)
         late: list[float] = []
@@ -78,7 +79,7 @@ def _units(seconds: float) -> int:
 
 
 class _Walls:
-    """The shortest wall times in seconds of two chains: one of one call, and one of ``count`` calls."""
+    """The shortest wall times so far, in seconds, of two chains: one with one call, and one with ``count`` calls."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -89,5 +90,5 @@ class _Walls:
         self._long = min(self._long, wall(self._count))
 
     def slope(self) -> float:
-        """Returns the wall seconds that each further call adds."""
+        """Returns the wall seconds that each further call adds to a chain."""
         return (self._long - self._short) / (self._count - 1)

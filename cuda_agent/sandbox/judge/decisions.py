@@ -1,4 +1,4 @@
-"""Makes the decisions of a trial that need no worker: why a candidate is refused, and when its times are clear."""
+"""Makes the decisions of a trial that need no worker: why a candidate is refused, and when enough calls were timed."""
 
 import math
 import statistics
@@ -26,8 +26,8 @@ class CandidateRefused(Exception):
 
 
 def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> CandidateRefused:
-    """Converts a worker's death or error to a refusal of its candidate. Unless ``loaded``, the solution had not begun
-    to load: no untrusted code has run, so the sandbox is at fault. ``when`` is for the message ("in check 3")."""
+    """Converts a worker's death or error to a refusal of its candidate. If ``loaded`` is false, the solution had not
+    begun to load: no untrusted code had run, so the sandbox is at fault. ``when`` ends the message ("in check 3")."""
     if isinstance(error, WorkerDied):
         if not loaded:
             return CandidateRefused("infra", f"a worker {error} before the solution was loaded", retryable=True)
@@ -83,7 +83,7 @@ def disagree(speedup: Interval) -> bool:
 
 
 def scale_baselines(verdict: Verdict, share: float) -> None:
-    """Multiplies all baselines of the verdict by ``share``, which is below 1 if eager ran faster alone."""
+    """Multiplies all baseline times of ``verdict`` by ``share``, which is below 1 if eager is faster alone."""
     if verdict.eager_seconds is not None:
         verdict.eager_seconds *= share
     if verdict.compile_seconds is not None:

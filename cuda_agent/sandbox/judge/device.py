@@ -1,9 +1,9 @@
 """Provides buffers and comparisons on the GPU, in the judge's CUDA context; ``host`` provides the same on the CPU.
 
-The judge allocates the areas and exports them by file descriptor. A worker maps inputs and weights read-only: a write
-to them faults the worker alone and leaves the judge's context intact. Outputs are copied to the judge's memory before
-they are compared. Comparisons run on the device (``check.cu``) by the rules of ``check``. Callers must call
-``open_judge`` before any other function."""
+The judge allocates the memory areas that it shares with a worker, and exports them by file descriptor. A worker maps
+inputs and weights read-only: a write to them faults the worker alone and leaves the judge's context intact. Outputs are
+copied to the judge's memory before they are compared. Comparisons run on the device (``check.cu``) by the rules of
+``check``. Callers must call ``open_judge`` before any other function."""
 
 import ctypes
 import functools
@@ -30,8 +30,8 @@ _FOUND = struct.Struct("QQd")
 
 
 class Array:
-    """A buffer in the judge's device memory. Freed memory is reused for the next array of the same size, because an
-    allocation by the driver waits for the device."""
+    """A buffer of ``size`` bytes in the judge's device memory. Freed memory is reused for the next array of the same
+    size, because an allocation by the driver waits for the device."""
 
     _idle: ClassVar[dict[int, list[int]]] = {}
 
@@ -45,7 +45,7 @@ class Array:
 
 
 class Area(driver.Shared):
-    """An area of shared memory on the GPU. Operations that its methods start are complete after ``settle``."""
+    """An area of GPU memory, shared with a worker. Copies that its methods start are finished only after ``settle``."""
 
     def write(self, offset: int, tensor: Tensor, values: Array) -> None:
         driver.copy(self.address + offset, values.address, byte_count(tensor))
@@ -70,7 +70,7 @@ Buffers = functools.partial(buffers.Buffers, areas=lambda in_size, out_size: (Ar
 
 
 class _Judge:
-    """Holds the comparison kernels, the memory for their results, and the memory that flushes the cache."""
+    """Holds the comparison kernels, memory for their results, and memory that is filled to flush the L2 cache."""
 
     def __init__(self, image: bytes) -> None:
         self.module = driver.Module(image)
@@ -97,10 +97,8 @@ _judge: _Judge | None = None
 
 
 def open_judge(kernels: Path) -> None:
-    """Opens the device in this process and loads the built ``check.cu``.
-
-    Raises:
-        driver.NoDevice: The machine has no GPU."""
+    """Opens the GPU in this process, and loads the cubin of ``check.cu`` from the file ``kernels``. Raises
+    ``driver.NoDevice`` if the machine has no GPU."""
     global _judge
     driver.open_device()
     _judge = _Judge(kernels.read_bytes())
@@ -112,19 +110,19 @@ def _ours() -> _Judge:
 
 
 def pool_bytes() -> int:
-    """Returns the largest size of one task's pool of inputs, in bytes."""
+    """Returns the most bytes that one task's pool of inputs and expected outputs may take."""
     return min(_POOL_BYTES, driver.memory_bytes() // 16)
 
 
 def flush() -> None:
-    """Writes twice the size of the L2 cache and resets persisting lines, so that the next call reads from memory."""
+    """Overwrites the L2 cache and resets its persisting lines, so that the next call reads from device memory."""
     driver.forget_persisting_lines()
     driver.fill_bytes(_ours().flushed, secrets.randbelow(256), _ours().flush_bytes)
     driver.synchronize()
 
 
 def healthy() -> bool:
-    """Returns whether comparisons with known results are right. They test memory, a launch and a copy back."""
+    """Returns whether known arrays compare as they should, which tests memory, a launch and a copy to the host."""
     ones, twos, tensors = Array(4096), Array(4096), [Tensor((1024,), "float32")]
     for array, word in ((ones, 0x3F800000), (twos, 0x40000000)):
         driver.fill_words(array.address, word, 1024)
@@ -135,7 +133,8 @@ def healthy() -> bool:
 def mismatch(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> tuple[str, float]:
-    """Does what ``check.mismatch`` does, on the device."""
+    """Compares ``actual`` with ``expected`` on the device, by the rule of ``check.mismatch``. Returns a message that
+    says how they differ (empty if they agree), and the largest absolute difference among finite values."""
     largest = 0.0
     for index, (want, have, tensor) in enumerate(zip(expected, actual, tensors, strict=True)):
         message, difference, _ = _compare(want, have, tensor, tolerance, cap)
@@ -148,7 +147,7 @@ def mismatch(
 def values_off(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> int:
-    """Returns how many values differ by more than ``mismatch`` allows."""
+    """Returns how many values of ``actual`` differ from ``expected`` by more than ``tolerance`` and ``cap`` allow."""
     return sum(_compare(*pair, tolerance, cap)[2] for pair in zip(expected, actual, tensors, strict=True))
 
 
@@ -189,7 +188,7 @@ def same(first: Sequence[Array], second: Sequence[Array]) -> bool:
 
 
 def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
-    """Returns the sums of squares of ``have - exact`` and of ``exact`` (float64); 0 for non-floating dtypes."""
+    """Returns sum((have - exact) ** 2) and sum(exact ** 2). Both are 0 unless the dtype is floating-point."""
     if not tensor.dtype.startswith(("float", "bfloat")) or not have.size:
         return 0.0, 0.0
     judge, (dtype, count) = _ours(), _real(tensor)
@@ -200,7 +199,7 @@ def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
 
 
 def constant(values: Array, tensor: Tensor) -> bool:
-    """Returns whether an output has several values that are all equal, or no finite value."""
+    """Returns whether an output is constant: it has several values, all equal, or it has no finite value."""
     judge, (dtype, count) = _ours(), _real(tensor)
     if not count:
         return False

@@ -1,4 +1,4 @@
-"""Provides buffers and comparisons on the CPU; ``device`` provides the same on the GPU."""
+"""Provides buffers and comparisons on the CPU; ``device`` provides the same functions for the GPU."""
 
 import numpy
 
@@ -10,16 +10,16 @@ __all__ = ["Buffers", "constant", "distance", "flush", "healthy", "mismatch", "p
 
 
 def pool_bytes() -> int:
-    """Returns the largest size of one task's pool of inputs, in bytes."""
+    """Returns the most bytes that one task's pool of inputs and expected outputs may take."""
     return 48 << 20
 
 
 def flush() -> None:
-    """Does nothing: the judge's own fills and comparisons evict a call's data from the CPU's caches."""
+    """Does nothing: filling buffers and comparing outputs already evicts older data from the CPU's caches."""
 
 
 def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
-    """Returns the sums of squares of ``have - exact`` and of ``exact`` (float64); 0 for non-floating dtypes."""
+    """Returns sum((have - exact) ** 2) and sum(exact ** 2). Both are 0 unless the dtype is floating-point."""
     if not tensor.dtype.startswith(("float", "bfloat")):
         return 0.0, 0.0
     off = real(have, tensor.dtype).astype(numpy.float64).ravel() - exact.ravel()
@@ -27,13 +27,13 @@ def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
 
 
 def healthy() -> bool:
-    """Returns whether comparisons with known results are right."""
+    """Returns whether known arrays compare as they should."""
     ones, tensors = numpy.ones(1024, numpy.float32), [Tensor((1024,), "float32")]
     return not mismatch([ones], [ones], tensors, 0.1)[0] and bool(mismatch([ones], [2 * ones], tensors, 0.1)[0])
 
 
 def constant(values: Array, tensor: Tensor) -> bool:
-    """Returns whether an output has several values that are all equal, or no finite value."""
+    """Returns whether an output is constant: it has several values, all equal, or it has no finite value."""
     flat = real(values, tensor.dtype).ravel()
     if flat.dtype.kind == "f" and flat.size and not numpy.isfinite(flat).any():
         return True

@@ -47,7 +47,7 @@ _PROBE_SECONDS = 10  # limit of a health probe of the device
 
 def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
     """Makes ``method`` run once more if the reference worker died from a signal that the judge did not send. If the
-    worker dies again, the task is at fault."""
+    worker dies in the second run, too, the task counts as the cause."""
 
     @functools.wraps(method)
     def asked(*arguments: Any) -> _Answer:
@@ -60,7 +60,7 @@ def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
 
 class Judge:
     """Answers the requests of one client, one after the other, and keeps tasks prepared between requests. Its methods
-    raise ``TaskError`` if the task itself does not run."""
+    raise ``TaskError`` if the task itself does not run; only ``probe`` reports this error in its answer instead."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -72,7 +72,7 @@ class Judge:
         self.memory = memory_of(settings.device)
 
     def prepared(self, task: TaskSource) -> PreparedTask:
-        """Returns the prepared task: a kept one, or a new one."""
+        """Returns ``task`` ready for candidates: kept from an earlier request, or newly prepared."""
         digest = task["digest"]
         found = self._prepared.pop(digest, None)
         if found is not None and not found.oracle.alive:
@@ -85,14 +85,14 @@ class Judge:
 
     @_once_more
     def spec(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Returns the ``TaskSpec`` of a task, as JSON."""
+        """Returns the ``TaskSpec`` of the task in ``request``, as JSON."""
         return self.prepared(request["task"]).spec.to_json()
 
     # ---------------------------------------------------------------------------------------------------------- verdict
 
     @_once_more
     def evaluate(self, request: EvaluateRequest) -> dict[str, Any]:
-        """Returns the ``Verdict`` on a built solution, as JSON."""
+        """Returns the ``Verdict`` on the built solution in ``request``, as JSON."""
         self.cleanup()  # needed if the last evaluation ended with an error of the task
         before, settings = self._cleanup_seconds, self.settings
         traits = FormatTraits(**request["traits"])
@@ -120,8 +120,8 @@ class Judge:
         return verdict.to_json()
 
     def _tried(self, request: EvaluateRequest, verdict: Verdict, timed: bool) -> bool:
-        """Runs one trial and fills in ``verdict``. Returns whether the candidate gets another trial. Raises
-        ``TaskError`` only if the task fails without the candidate, too."""
+        """Runs one trial, which takes times only if ``timed``, and fills in ``verdict``. Returns whether the candidate
+        gets another trial. Raises ``TaskError`` if the task fails without the candidate, too."""
         self.cleanup()
         # The samples stay: a candidate that ends its first trial must not get a second draw of its time.
         verdict.status, verdict.message, verdict.checks, verdict.max_error = "ok", "", 0, None
@@ -149,7 +149,7 @@ class Judge:
         return False
 
     def cleanup(self) -> None:
-        """Ends the last trial and prepares the next candidate's worker, mostly after an answer was sent."""
+        """Ends the last trial and prepares a worker for the next candidate, mostly after an answer was sent."""
         trial, self._trial = self._trial, None
         if trial:
             begin = time.perf_counter()
@@ -161,7 +161,7 @@ class Judge:
     # ------------------------------------------------------------------------------------------------------------ probe
 
     def probe(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Returns the ``Probe`` of a task, as JSON. An error of the task is part of the result."""
+        """Runs the task in ``request`` without a solution. Returns a ``Probe`` as JSON, which may hold an error."""
         try:
             return self._probe(request["task"], request["compile"]).to_json()
         except TaskError as error:
@@ -192,8 +192,8 @@ class Judge:
         )
 
     def healthy(self) -> bool:
-        """Returns whether the device still computes a known answer in this process's own context. If the device does
-        not answer within ``_PROBE_SECONDS``, SIGALRM ends this process."""
+        """Returns whether the device still computes a known result for this process. If the device does not answer
+        within ``_PROBE_SECONDS``, SIGALRM ends this process."""
         signal.alarm(_PROBE_SECONDS)
         try:
             return bool(self.memory.healthy())
@@ -210,7 +210,7 @@ class Judge:
 
 
 def main() -> None:
-    """Serves the client on the socket whose descriptor is the first argument, until the client closes the socket."""
+    """Serves the client on the socket whose descriptor is the first argument, until the client closes it."""
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: processes of the same user cannot read this memory
     die_with_parent()
     client = socket.socket(fileno=int(sys.argv[1]))

@@ -1,8 +1,8 @@
 """Classifies the kernels that ran in one call as the solution's own, a library's or torch's, and derives advice.
 
-The sandbox's launcher runs a plan, so the list of its kernels is exact. In the other formats the candidate's own
-process reports what ran (``observe``), so the result is advice only. Names are compared with the built library and the
-sources, because a solution can give its kernel a cuBLAS name, or the reverse."""
+In the plan format the sandbox's own launcher runs the kernels, so their list is exact. In the other formats the
+candidate's process reports what ran (``observe``), so the result is advice only. A kernel's name is also looked up in
+the built library and the sources of the solution, because a solution can give its own kernel a cuBLAS name."""
 
 import math
 import re
@@ -25,8 +25,8 @@ _SHOWN = 4
 
 
 def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran]:
-    """Returns the kernels that the launcher of a plan runs in one call. ``seconds`` lists the time of each node as the
-    worker reports it; an invalid list counts as unknown."""
+    """Returns the kernels that one call of a plan runs. ``nodes`` are the nodes of the plan. ``seconds`` lists the time
+    of each node as the worker reports it; if this list is invalid, the times count as unknown."""
     times: list[Any] = [None] * len(nodes)
     if isinstance(seconds, list) and len(seconds) == len(nodes) and all(map(_is_time, seconds)):
         whole = sum(seconds)
@@ -43,9 +43,9 @@ def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran
 
 
 def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes = b"") -> list[Ran]:
-    """Returns the kernels that a worker reports for a call. ``told`` holds lists of records (``observe.told``); invalid
-    records are dropped. A kernel without a kind is classified by its name. ``sources`` are the solution's sources;
-    ``library`` holds the bytes of the library built from them."""
+    """Returns the kernels that a worker reports for a call. ``told`` holds lists of records ``[name, kind, calls,
+    share]``; invalid records are dropped. A kernel without a kind is classified by its name. ``sources`` are the
+    solution's source texts; ``library`` holds the bytes of the library built from them."""
     text = "\n".join(sources)
     rows: list[tuple[str, RanKind, int, float | None]] = []
     for item in [item for part in told if isinstance(part, list) for item in part[:_MOST]]:
@@ -59,8 +59,9 @@ def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes 
 
 
 def kind_of(name: str, sources: str = "", library: bytes = b"") -> RanKind:
-    """Classifies a kernel by its (demangled) name. The built library decides first; names in sources come last, because
-    a comment may contain any name."""
+    """Classifies a kernel by its demangled ``name``. A name in the built ``library`` is the solution's own. Next come
+    patterns of the names of torch's and vendors' kernels. ``sources`` are searched last: a comment may contain any
+    name."""
     base = base_name(name)
     plain = base.encode(errors="replace")  # the worker may report half a character
     if base and (b"%d%b" % (len(plain), plain) in library or b"\0%b\0" % plain in library):  # C++ mangles; C does not
@@ -75,7 +76,7 @@ def kind_of(name: str, sources: str = "", library: bytes = b"") -> RanKind:
 
 
 def base_name(name: str) -> str:
-    """Returns the bare name: ``norm`` of ``void norm<128>(float*)``, ``run`` of ``void cub::Reduce<int>::run(int)``."""
+    """Returns a bare name: ``norm`` for ``void norm<128>(float*)``, ``run`` for ``cub::Reduce<int>::run(int)``."""
     depth, plain = 0, []
     for character in name.replace("(anonymous namespace)", "anonymous"):
         if character == "(" and depth == 0:
@@ -88,7 +89,7 @@ def base_name(name: str) -> str:
 
 
 def short(name: str) -> str:
-    """Returns a name as one short line, without ``void`` and without parameters."""
+    """Returns a kernel's name as one short line, without ``void`` and without parameters."""
     name = printable(name)
     cut = name.replace("(anonymous namespace)::", "").removeprefix("void ")
     depth = 0
@@ -101,7 +102,8 @@ def short(name: str) -> str:
 
 
 def advice(ran: Sequence[Ran], own_work: str) -> list[str]:
-    """Returns advice about work that may not be the solution's own. ``own_work`` names what a call must run."""
+    """Returns lines of advice about work that may not be the solution's own. ``ran`` lists the kernels of a call, and
+    ``own_work`` says in words what a call must run (empty: nothing)."""
     if not ran:
         return []
     kinds = {r.kind for r in ran}
@@ -128,7 +130,7 @@ def _is_time(value: object) -> bool:
 
 
 def _merged(rows: Iterable[tuple[str, RanKind, int, float | None]]) -> list[Ran]:
-    """Merges the rows of each name and kind into one record; returns the records by share, the largest first."""
+    """Merges rows (name, kind, calls, share) of equal name and kind to one record; puts the largest share first."""
     found: dict[tuple[str, RanKind], Ran] = {}
     for name, kind, calls, share in rows:
         old = found.get((name, kind))

@@ -1,9 +1,9 @@
-"""Prepares a task: starts its reference worker, keeps a secret pool of inputs with expected outputs, measures
-baselines.
+"""Prepares a task: starts its reference worker, keeps a secret pool of inputs, and measures baselines.
 
-What depends on the task alone (spec, weights, pool, baselines) is computed once and shared by all candidates. The pool
-rotates: every evaluation replaces the oldest inputs. The judge chooses every seed; the reference worker only turns
-seeds into values. Under the model clock seeds and pool are fixed, so that two runs agree bit for bit."""
+All candidates of a task share its spec, baselines and pool. The pool holds inputs with the reference's outputs; every
+evaluation replaces the oldest inputs. Some weights (``worker.weights``) are drawn anew for every trial, and the pool
+with them. The judge chooses every seed; the reference worker only turns seeds into values. Under the model clock seeds
+and pool are fixed, so that two runs agree bit for bit."""
 
 import contextlib
 import hashlib
@@ -38,7 +38,8 @@ _CAREFUL_ROUNDS = 12  # most rounds if ``careful``
 
 @dataclass
 class PoolEntry:
-    """One set of inputs with the reference's outputs for it. Each list holds one array per tensor of the spec."""
+    """One set of inputs with the reference's outputs for them. Each list holds one array per tensor of the spec.
+    ``index`` is the entry's number in the pool, or -1 for inputs outside of the pool."""
 
     index: int
     inputs: list[Any]  # the judge's own copies: numpy arrays, or ``device.Array``
@@ -48,7 +49,7 @@ class PoolEntry:
 
 @dataclass
 class Baselines:
-    """The median seconds per call of a task's baselines, and facts about the reference; ``None`` if not measured."""
+    """The median seconds per call of a task's baselines, and facts about its reference; ``None`` if not measured."""
 
     eager: float | None = None
     compile: float | None = None
@@ -62,13 +63,13 @@ class Baselines:
 
 
 def baselines_file(cache: str, digest: str, torch: str, threads: int, identity: str) -> Path:
-    """Returns the path of a task's baselines. Its name is a hash of everything that the baselines depend on."""
+    """Returns the path of a task's file of baselines. Its name is a hash of all that the baselines depend on."""
     key = json.dumps([digest, _CLOCK, torch, processor(), threads, identity])
     return Path(cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
 
 class PreparedTask:
-    """A task that is ready for candidates. Methods that ask the reference raise ``TaskError`` if the task fails."""
+    """A task that is ready for candidates. Methods that ask its reference raise ``TaskError`` if the task fails."""
 
     def __init__(self, code: str, digest: str, workers: WorkerPool) -> None:
         settings = workers.settings
@@ -111,7 +112,7 @@ class PreparedTask:
             self._varies = changed and not self._fixed
 
     def _variation(self) -> int | None:
-        """The seed of a trial's weights."""
+        """Returns a seed for the weights that are drawn anew for a trial."""
         return self.weights_seed if self._fixed else secrets.randbits(56)
 
     def rotate(self, used: int) -> None:
@@ -130,8 +131,8 @@ class PreparedTask:
                     self.entry(self.base + index)
 
     def entry(self, index: int, timing: bool = False) -> PoolEntry:
-        """Returns the inputs and expected outputs with the number ``index``, from the pool or newly drawn. Numbers
-        count from 0 over the life of the task. ``timing`` says whether the caller holds the timing lease."""
+        """Returns the pool's entry with the number ``index``: kept, or newly drawn. Numbers count from 0 over the life
+        of the task. ``timing`` says whether the caller holds the timing lease."""
         place = index % self.pool_size
         entry = self._pool[place]
         if entry is None or entry.index != index:
@@ -142,8 +143,8 @@ class PreparedTask:
         return entry
 
     def fresh(self, kind: str) -> PoolEntry | None:
-        """Draws new inputs of a kind, with eager's outputs and the exact outputs (float64). Returns ``None`` if the
-        task has no such inputs or, except for the kind ``normal``, if there are no finite exact outputs."""
+        """Draws new inputs of ``kind`` (one of ``wire.KINDS``), with eager's outputs and the exact outputs (float64).
+        Returns ``None`` if the task has no such inputs or, except for the kind ``normal``, no finite exact outputs."""
         self._fresh += 1
         with self._lease.working():
             inputs = self.oracle.inputs(self._seed(-1 - self._fresh), kind)
@@ -154,7 +155,8 @@ class PreparedTask:
         return PoolEntry(-1, inputs, outputs, exact) if exact is not None or kind == "normal" else None
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
-        """Outputs in double precision, where the model runs in it; eager's outputs for these inputs came before."""
+        """Returns the model's outputs in double precision, or ``None`` if the model does not run in it or an output is
+        not finite. The reference's last call must have been ``outputs`` with the same ``inputs``."""
         if not self._inexact:
             try:
                 return self.oracle.exact(inputs)
@@ -163,13 +165,13 @@ class PreparedTask:
         return None
 
     def outputs_at(self, inputs: list[Any], precision: str) -> list[Any]:
-        """Returns eager's outputs at a precision that may differ from the task's own."""
+        """Returns eager's outputs for ``inputs`` at ``precision`` (default, fp32, tf32 or bf16)."""
         with self._lease.working(), at_precision(self.oracle, precision):
             return self.oracle.outputs(inputs)
 
     def compiled(self, mode: str, precision: str) -> ReferenceClient:
-        """Returns a reference client whose calls run the compiled model; the caller closes it. Raises ``WorkerError``
-        if torch.compile fails, and ``WorkerDied`` if the worker dies."""
+        """Returns a new reference client that runs the model compiled with torch.compile's ``mode``; the caller closes
+        it. Raises ``WorkerError`` if torch.compile fails, and ``WorkerDied`` if the worker dies."""
         inputs = self.entry(self.base).inputs
         worker, known = self._workers.compiler()
         with self._lease.working(), contextlib.ExitStack() as failed:
@@ -184,11 +186,11 @@ class PreparedTask:
         return int.from_bytes(hmac.digest(self._secret, str(index).encode(), "sha256")[:7])
 
     def measured(self, mode: str) -> bool:
-        """Returns whether every baseline for a verdict of this mode is known (under the model clock, always)."""
+        """Returns whether all baselines for a verdict of ``mode`` are known. Under the model clock they always are."""
         return self._fixed or (self.baselines.compile_tried and (mode != "strict" or bool(self.baselines.strict)))
 
     def measure(self, compile: bool) -> None:
-        """Measures the missing baselines, torch.compile's only if ``compile``. The model clock computes them."""
+        """Measures the missing baselines: eager and, if ``compile``, torch.compile. The model clock computes both."""
         if self._fixed:
             counts = self.oracle.count(self.entry(0).inputs)
             self.baselines.eager = cost.eager(*counts, self.settings.threads)
@@ -222,7 +224,7 @@ class PreparedTask:
         return roofline.of_cpu(self.settings.threads, file, self._lease.timing, again)
 
     def below_physical_floor(self, seconds: float) -> str:
-        """Returns why the device cannot write the reference's outputs in ``seconds``; empty if it can."""
+        """Returns why the device cannot write the reference's outputs in ``seconds``; an empty string if it can."""
         numbers = seconds, self.baselines.eager or 0.0, self.baselines.written or 0
         if doubt := roofline.below_physical_floor(*numbers, self.peaks):
             self.peaks = self._peaks(again=True)  # the first measurement may come from a busy machine
@@ -231,8 +233,8 @@ class PreparedTask:
 
     @property
     def views(self) -> Views:
-        """The strides of every output that the reference returns as a view (``reference_client.views``), and ``None``
-        for every other output. While the views are unknown, all entries are ``None``."""
+        """One item per output of the reference: its strides if the output is a view (``reference_client.views``), else
+        ``None``. While the views are unknown, all items are ``None``."""
         known, count = self.baselines.views, len(self.spec.outputs)
         return known if known and len(known) == count else [None] * count
 
@@ -255,8 +257,8 @@ class PreparedTask:
         base.compile_tried = True
 
     def empty_call(self, oracle: ReferenceClient, inputs: list[Any]) -> float:
-        """Returns the seconds of a reference call that computes nothing; 0 on a GPU. It is the least value ever
-        measured, so that no more is subtracted from a time than the call really contained."""
+        """Returns the seconds of a reference call that computes nothing; 0 on a GPU. The result is the least value
+        measured so far, so that no more is subtracted from a call's time than the call really contained."""
         if self.settings.device == "cuda":
             return 0.0  # the device's clock runs during the call only
         calls = _EMPTY_CALLS[self._empty < math.inf]

@@ -1,4 +1,4 @@
-"""Asks a reference worker for the inputs, expected outputs, times and counts of one task."""
+"""Asks a reference worker for the inputs, expected outputs, times and operator counts of one task."""
 
 import math
 import secrets
@@ -23,14 +23,14 @@ _FLOATING = ("float32", "float16", "bfloat16")
 
 
 def memory_of(device: str) -> Any:
-    """Returns the module with the buffers and comparisons of a device: ``host`` or ``device``."""
+    """Returns the module for buffers and comparisons: ``judge.device`` for "cuda", ``judge.host`` for "cpu"."""
     return gpu_memory if device == "cuda" else cpu_memory
 
 
 def seconds_of_call(device: str, wall: float, told: Any) -> float:
-    """Returns the seconds of one call. ``wall`` is the time by the judge's clock from request to answer. On a GPU
-    ``told`` is the worker's [seconds of the device, seconds of the host]. Raises ``WorkerError`` if ``told`` is no such
-    pair, or if one of its numbers exceeds ``wall``."""
+    """Returns the seconds of one call. On the CPU this is ``wall``, the time by the judge's clock from request to
+    answer. On a GPU it is the first number of ``told``, the worker's [seconds on the device, seconds on the host].
+    Raises ``WorkerError`` if ``told`` is no such pair, or if one of its numbers exceeds ``wall``."""
     if device == "cpu":
         return wall
     match told:
@@ -40,22 +40,18 @@ def seconds_of_call(device: str, wall: float, told: Any) -> float:
 
 
 def net(seconds: float, empty: float) -> float:
-    """Returns ``seconds`` minus ``empty``, but at least a tenth of ``seconds``: noise must not yield about zero."""
+    """Subtracts an empty call's seconds, but returns at least ``seconds / 10``: noise must not yield about zero."""
     return max(seconds - empty, seconds / 10)
 
 
 class TaskKilled(TaskError):
-    """The reference worker died from a signal that the judge did not send (the OOM killer, say)."""
+    """The reference worker died from a signal that the judge did not send, such as the OOM killer's."""
 
 
 class ReferenceClient:
-    """Owns the reference worker of one task, and its buffers. Values are lists with one array per tensor of the spec:
-    NumPy arrays on the CPU, ``device.Array`` on a GPU.
-
-    Raises:
-        TaskError: The task fails. Every method raises it.
-        TaskKilled: The worker died from a signal that the judge did not send. Every method raises it.
-    """
+    """Owns the reference worker of one task, and its buffers. Inputs, outputs and weights are lists with one array per
+    tensor of the spec: NumPy arrays on the CPU, ``device.Array`` on a GPU. Methods raise ``TaskError`` if the task
+    fails, and its subclass ``TaskKilled`` if the worker died from a signal that the judge did not send."""
 
     def __init__(self, worker: JailedProcess, code: str, weights_seed: int, settings: JudgeSettings) -> None:
         self.worker = worker
@@ -99,8 +95,8 @@ class ReferenceClient:
         return self.worker.alive
 
     def draw_weights(self, seed: int | None) -> bool:
-        """Draws the weights anew that the constructor sets to one value; None restores its values. Returns whether the
-        task has such weights: expected outputs of before are then void."""
+        """Draws under ``seed`` the weights that the model's constructor does not draw at random; ``None`` restores its
+        values. Returns whether the model has such weights: expected outputs computed earlier are then void."""
         if seed is not None:
             self._buffers.fill(0, self.inputs(seed) or [])
         answer = self._ask(WorkerOperation.DRAW_WEIGHTS, {"seed": seed})
@@ -116,19 +112,19 @@ class ReferenceClient:
         return bool(changed)
 
     def inputs(self, seed: int, kind: str = "normal") -> list[Any] | None:
-        """Returns inputs drawn under ``seed``; ``None`` if the task has no inputs of this kind (``wire.KINDS``)."""
+        """Returns inputs drawn under ``seed``, or ``None`` if the task has none of this ``kind`` (``wire.KINDS``)."""
         if not self._ask(WorkerOperation.DRAW_INPUTS, {"seed": seed, "kind": kind}):
             return None
         return self._buffers.values(self._buffers.value_inputs, self.spec.inputs)
 
     def outputs(self, inputs: list[Any]) -> list[Any]:
-        """Returns the model's outputs for these inputs."""
+        """Returns the model's outputs for ``inputs``."""
         self._on(inputs, WorkerOperation.RUN)
         return self._buffers.outputs(0)
 
     def seconds(self, inputs: list[Any], null: bool = False) -> float:
-        """Returns the seconds of one call, or of an empty call if ``null``. Buffers are refilled before the clock
-        starts."""
+        """Returns the seconds of one call, or if ``null`` of an empty call, which computes nothing. ``inputs`` are
+        copied to the worker before the clock starts."""
         slot = secrets.randbelow(2)
         self.worker.stop()
         self._buffers.fill(slot, inputs)
@@ -148,13 +144,13 @@ class ReferenceClient:
         return self._host
 
     def precision(self, name: str) -> None:
-        """Sets the precision of matrix products from now on: default, fp32, tf32 or bf16."""
+        """Sets the precision of matrix products in all later calls: ``default``, ``fp32``, ``tf32`` or ``bf16``."""
         self._ask(WorkerOperation.SET_PRECISION, {"precision": name})
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
-        """Returns the outputs in double precision (float64 in place of every floating dtype). Returns ``None`` if these
-        outputs, or those of the last call of ``outputs``, are not finite; that call must have had the same inputs.
-        Raises ``TaskError`` if the model cannot run in double precision."""
+        """Returns the outputs in double precision (float64 in place of every floating dtype). The last call of
+        ``outputs`` must have had the same ``inputs``. Returns ``None`` if the result, or the result of that call, is
+        not finite. Raises ``TaskError`` if the model cannot run in double precision."""
         if self._exact is None:
             wide = [replace(t, dtype="float64") if t.dtype in _FLOATING else t for t in self.spec.outputs]
             spec = replace(self.spec, inputs=(), outputs=tuple(wide), weights={})
@@ -163,13 +159,14 @@ class ReferenceClient:
         return self._exact.outputs(0) if self._on(inputs, WorkerOperation.RUN_EXACT) else None
 
     def compile(self, inputs: list[Any], known: str, mode: str = "") -> None:
-        """Makes all later calls run the compiled model. Raises ``WorkerError`` if torch.compile fails."""
+        """Compiles the model with torch.compile's ``mode`` and runs it on ``inputs``; later calls run the compiled
+        model. ``known`` is the folder of a warm-up's results, or empty. Raises ``WorkerError`` if compilation fails."""
         self._buffers.fill(0, inputs)
         self.worker.seconds = _COMPILE_SECONDS
         self.worker.call(WorkerOperation.COMPILE_TASK, {"known": known, "mode": mode})
 
     def count(self, inputs: list[Any]) -> tuple[int, int]:
-        """Returns the number of operators in one call, and the bytes that they read and write."""
+        """Returns the number of operators in one call of the model, and the bytes that they read and write."""
         answer = self._on(inputs, WorkerOperation.COUNT_OPERATORS)
         try:
             return int(answer["operators"]), int(answer["bytes"])
@@ -203,10 +200,10 @@ class ReferenceClient:
 
 
 def views(answer: Any, spec: TaskSpec) -> Views:
-    """Checks the ``views`` that a worker reports, and returns those that a solution could copy. An entry is ``None``
-    for an output that is no view. A view keeps its strides if its elements fit into the memory of all inputs and
-    weights; otherwise it counts as no view. A view whose elements share memory gets no strides (an empty list), because
-    a solution may copy it from anywhere. Raises ``ValueError`` or ``TypeError`` for an invalid report."""
+    """Checks the strides that a worker reports in ``answer["views"]``, one item per output, and returns them. An item
+    is ``None`` if the output is no view. A view that spans more memory than all inputs and weights counts as no view. A
+    view whose elements share memory gets an empty list in place of strides, because a solution may copy it from
+    anywhere. Raises ``ValueError`` or ``TypeError`` for an invalid report."""
     room = sum(byte_count(tensor) for tensor in (*spec.inputs, *spec.weights.values()))
     found: Views = []
     for strides, tensor in zip(answer["views"], spec.outputs, strict=True):
@@ -221,7 +218,7 @@ def views(answer: Any, spec: TaskSpec) -> Views:
 
 @contextmanager
 def at_precision(oracle: ReferenceClient, name: str) -> Iterator[None]:
-    """Makes the reference compute at this precision inside the context."""
+    """Makes the reference compute at the precision ``name`` inside the context, and at ``default`` after it."""
     oracle.precision(name)
     try:
         yield

@@ -1,8 +1,9 @@
 """Determines the peak rates of a device, and the lower bound of a call's time that follows from them.
 
 A GPU's rates come from the driver. A CPU's memory copy is measured, because virtual machines do not report the rates.
-The bound counts outputs only: outputs are poisoned before each call, while the part of an input that must be read
-depends on values and algebra. Output that may still lie in the last-level cache when the call ends does not count."""
+The bound counts outputs, which are poisoned before each call and must be written. It counts no inputs, because the part
+of an input that must be read depends on values and algebra. It also leaves out the size of the last-level cache, where
+outputs may still lie at the end of the call."""
 
 import json
 import os
@@ -42,9 +43,8 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Peaks:
-    """The peak rates of one device. ``operations`` holds operations per second by type (``float32``, ``tf32``, ...).
-    ``cache_bytes`` is the last-level cache's size, ``None`` if unknown. A call may beat a peak by the factor
-    ``slack``."""
+    """The peak rates of one device: ``bytes_per_second`` of its memory, and ``operations`` per second by type, such as
+    ``tf32``. ``cache_bytes`` is the last-level cache's size. A call may exceed a peak ``slack``-fold."""
 
     bytes_per_second: float | None = None
     cache_bytes: int | None = None
@@ -52,14 +52,14 @@ class Peaks:
     operations: dict[str, float] = field(default_factory=dict)
 
     def floor(self, written: int) -> float:
-        """Returns the least seconds of a call that writes ``written`` bytes; 0 if no bound is known."""
+        """Returns the fewest seconds in which a call can write ``written`` bytes; 0 if no bound is known."""
         if not self.bytes_per_second or self.cache_bytes is None:
             return 0.0
         return max(0, written - self.cache_bytes) / (self.bytes_per_second * self.slack)
 
     def operations_for(self, spec: TaskSpec, precision: str = "") -> float | None:
-        """Returns the peak operations per second for the dtype of a task. For float32, ``precision`` may name a lower
-        precision, which strict mode infers from a solution's error."""
+        """Returns the peak operations per second for a task's first floating dtype; ``None`` if unknown. For float32,
+        ``precision`` may name a lower precision, which strict mode infers from a solution's error."""
         types = [t.dtype for t in (*spec.inputs, *spec.weights.values(), *spec.outputs) if t.dtype in _FLOATING]
         kind = types[0] if types else ""
         if kind == "float32":
@@ -68,8 +68,8 @@ class Peaks:
 
 
 def below_physical_floor(seconds: float, eager: float, written: int, peaks: Peaks) -> str:
-    """Returns why a time is impossible because it is shorter than writing the outputs takes (empty if it is possible).
-    If eager's time is below the floor, too, the floor is wrong and the time stands."""
+    """Returns why a call cannot write ``written`` bytes of outputs in ``seconds`` (empty if it can). If eager's time
+    ``eager`` is below the bound, too, the bound is wrong and the call counts as possible."""
     floor = peaks.floor(written)
     if not seconds < floor <= eager:
         return ""
@@ -80,7 +80,7 @@ def below_physical_floor(seconds: float, eager: float, written: int, peaks: Peak
 
 
 def of_gpu() -> Peaks:
-    """Returns the peaks of the device that is open in this process, as far as the driver reports them."""
+    """Returns the peaks of the GPU that is open in this process, as far as the driver reports them."""
     major, minor, processors = (driver.attribute(which) for which in (_MAJOR, _MINOR, _PROCESSORS))
     clock = driver.attribute(_CLOCK_RATE) * 1e3
     memory = _PER_CYCLE * driver.attribute(_MEMORY_CLOCK) * 1e3 * driver.attribute(_BUS_WIDTH) / 8
@@ -90,8 +90,8 @@ def of_gpu() -> Peaks:
 
 
 def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[None]], again: bool = False) -> Peaks:
-    """Returns the CPU's peaks from ``file``. Without it, measures the peaks inside the context ``quiet()`` and writes
-    the file. If ``again``, measures anyway and keeps the best rate: other programs only slow a copy down."""
+    """Returns the CPU's peaks from ``file``. If there is no such file, measures the peaks in the context ``quiet()``
+    and writes the file. If ``again``, measures anyway and keeps the best rate: other programs only slow a copy down."""
     known = 0.0
     with suppress(OSError, ValueError, TypeError):
         kept = Peaks(**json.loads(file.read_text()))
@@ -106,7 +106,7 @@ def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[
 
 
 def keep(file: Path, measured: dict[str, Any]) -> None:
-    """Writes measurements to ``file``. If that fails (on a full disk, say), they are measured again next time."""
+    """Writes ``measured`` to ``file`` as JSON. Ignores errors such as a full disk: the file is only a cache."""
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
@@ -115,7 +115,8 @@ def keep(file: Path, measured: dict[str, Any]) -> None:
 
 
 def copy_bytes_per_second(threads: int, cache: int = 0) -> float:
-    """Returns the bytes per second that ``threads`` threads read and write to copy more than ``cache`` bytes."""
+    """Returns the bytes per second that ``threads`` threads together read and write when they copy arrays. The arrays
+    are four times as large as the ``cache`` (in bytes), but at least 64 MB and at most 256 MB."""
     least, most = _COPY_BYTES
     count = min(max(4 * cache, least), most) // threads
     areas = [(numpy.ones(count, numpy.uint8), numpy.zeros(count, numpy.uint8)) for _ in range(threads)]
@@ -132,7 +133,8 @@ def copy_bytes_per_second(threads: int, cache: int = 0) -> float:
 
 
 def cache_bytes(folder: Path, processors: Sequence[int]) -> int | None:
-    """Returns the total bytes of these processors' last-level caches, each counted once; ``None`` if unknown."""
+    """Returns the total bytes of the last-level caches of ``processors``; a shared cache counts once. Returns ``None``
+    if unknown. ``folder`` is ``/sys/devices/system/cpu``."""
     found: dict[tuple[int, str], int] = {}
     for processor in processors:
         for index in folder.glob(f"cpu{processor}/cache/index*"):

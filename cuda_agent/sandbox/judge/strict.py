@@ -1,8 +1,8 @@
 """Measures a solution in strict mode, for a report. Quick mode (``trial``) measures it for a training reward.
 
-Strict mode checks inputs of many kinds, compares the error against the float64 model with eager's own error, times
-until the confidence interval of the speed-up is narrow, and reports eager and ``torch.compile`` at every precision, so
-that a gain from lower precision is visible. Not covered: non-contiguous inputs, training mode, gradients."""
+Strict mode checks inputs of many kinds. It compares two errors against the float64 model: the solution's and eager's.
+It times until the confidence interval of the speed-up is narrow. It reports eager and ``torch.compile`` at every
+precision, so that a gain from lower precision is visible. Not covered: non-contiguous inputs, train mode, gradients."""
 
 import itertools
 import math
@@ -68,7 +68,7 @@ def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
 
 
 def error(prepared: PreparedTask, have: Sequence[Any], exact: Sequence[Any]) -> float:
-    """Returns the relative error of ``have`` against ``exact`` in the 2-norm, over all floating outputs."""
+    """Returns the relative error of the outputs ``have`` against ``exact`` in the 2-norm, over all floating outputs."""
     squares = [prepared.memory.distance(h, e, t) for h, e, t in zip(have, exact, prepared.spec.outputs, strict=True)]
     off, norm = sum(s[0] for s in squares), sum(s[1] for s in squares)
     return math.sqrt(off / norm) if norm > 0 else math.sqrt(off)
@@ -77,8 +77,8 @@ def error(prepared: PreparedTask, have: Sequence[Any], exact: Sequence[Any]) -> 
 def check(
     prepared: PreparedTask, call: Callable[[Any, str], list[Any]], tolerance: float
 ) -> tuple[dict[str, Any], str]:
-    """Checks a candidate on inputs of every kind; ``call`` runs the candidate. Returns the facts for the report, and
-    the reason for a refusal (empty if there is none)."""
+    """Checks a candidate on inputs of every kind. ``call(entry, when)`` runs the candidate on an entry's inputs and
+    returns its outputs. Returns the facts for the report, and the reason for a refusal (empty if there is none)."""
     said: dict[str, Any] = {"kinds": {}, "skipped": [], "error": 0.0, "eager_error": 0.0, "repeatable": True}
     count = 0
     for number, kind in enumerate(itertools.chain(KINDS, itertools.repeat("normal"))):
@@ -110,8 +110,8 @@ def _as_good_as_eager(
     prepared: PreparedTask, exact: list[Any], mine: float, outputs_at: Callable[[str], list[Any]]
 ) -> bool:
     """Returns whether ``mine``, the candidate's error against the exact outputs, is at most ``_AS_GOOD`` times eager's
-    error at one of the precisions in ``_TIMED``. ``outputs_at`` computes eager's outputs at a precision. On inputs
-    whose result nearly cancels out, eager's rounding error alone exceeds the tolerance."""
+    error at one of the precisions in ``_TIMED``. ``outputs_at`` computes eager's outputs at a precision. The rule is
+    for results that nearly cancel out: there eager's rounding error alone exceeds the tolerance."""
     return any(
         mine <= _AS_GOOD * error(prepared, outputs_at(precision), exact)
         for precision in _PRECISIONS[prepared.settings.device]
@@ -120,9 +120,8 @@ def _as_good_as_eager(
 
 
 def excused(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any]) -> bool:
-    """Returns whether outputs of a timed call that exceed the tolerance are right all the same: by the rule of
-    ``check`` their error may be a small multiple of eager's own. The caller must hold the lease for timing and have set
-    the reference to single precision."""
+    """Returns whether ``outputs`` of a timed call are right although they exceed the tolerance, because their error is
+    a small multiple of eager's own error. The caller holds the timing lease and has set the reference to fp32."""
     oracle = prepared.oracle
     oracle.outputs(entry.inputs)
     exact = prepared.exact(entry.inputs)
@@ -139,8 +138,9 @@ def excused(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any]) ->
 
 
 def precision_of(own: float, errors: dict[str, float]) -> str:
-    """Returns the most exact precision that explains ``own``, a relative error on normal inputs: eager's error is at
-    least half as large. Returns "below" the last precision if none does, and an empty string without ``errors``."""
+    """Returns the most exact precision at which eager's error is at least half of ``own``, a solution's relative error
+    on normal inputs. ``errors`` holds eager's errors by precision, the most exact one first. If no error is large
+    enough, returns "below" and the last precision; if ``errors`` is empty, an empty string."""
     if not errors:
         return ""
     for name, eagers in errors.items():  # from the most exact one
@@ -150,8 +150,8 @@ def precision_of(own: float, errors: dict[str, float]) -> str:
 
 
 def time_pairs(candidate: Callable[[], float], eager: Callable[[], float]) -> tuple[list[float], list[float]]:
-    """Returns the seconds of candidate and eager, timed in turn until their ratio's interval is narrow or time is
-    up."""
+    """Times calls of the candidate and of eager in turn, until the confidence interval of their ratio is narrow or time
+    is up. Returns the seconds of the candidate's calls and of eager's calls."""
     mine: list[float] = []
     anchors: list[float] = []
     end = time.monotonic() + _SECONDS
@@ -166,7 +166,7 @@ def time_pairs(candidate: Callable[[], float], eager: Callable[[], float]) -> tu
 
 
 def interval(mine: Sequence[float], eager: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % confidence interval of the ratio of medians (the speed-up), by resampling the pairs."""
+    """Returns the 95 % confidence interval of the speed-up, the ratio of the medians, by resampling pairs of times."""
     generator = numpy.random.default_rng(0)
     rows = numpy.array([mine, eager])
     picks = generator.integers(0, rows.shape[1], (_RESAMPLES, rows.shape[1]))

@@ -1,9 +1,9 @@
 """Runs one trial of a candidate: starts its worker, checks it on secret inputs, times it, and ends it.
 
-On the CPU the judge's own clock times each call from request to answer, less the time of an empty call that was
-measured before the candidate is loaded. On a GPU the device's clock counts (``cross_check``). Calls of eager, the
-anchor, lie between the timed calls. Every call, timed or not, has different inputs and its outputs are checked: a
-candidate cannot recognise a call that it may skip. A status is decided only here, in ``decisions`` and in ``judge``."""
+On the CPU the judge's own clock times each call from request to answer. The time of an empty call, measured before the
+candidate was loaded, is subtracted. On a GPU the device's clock counts (``cross_check``). Between the timed calls the
+judge also times eager. Every call, timed or not, has different inputs, and its outputs are checked: a candidate cannot
+recognise a call that it may skip. A verdict's status is decided only here, in ``decisions`` and in ``judge``."""
 
 import contextlib
 import math
@@ -110,7 +110,7 @@ class Trial:
             self.eager_alone()
 
     def start(self) -> None:
-        """Forks the worker, times the empty call, and loads the solution."""
+        """Starts the candidate's worker, times an empty call, and loads the solution."""
         begin = time.perf_counter()
         on_gpu, prepared = self._settings.device == "cuda", self._prepared
         with self._lease.working(), self._judged():
@@ -134,7 +134,7 @@ class Trial:
         self._verdict.phases["start"] = time.perf_counter() - begin
 
     def _open(self, profiler: bool = False) -> None:
-        """Starts a worker and allocates its buffers, before the solution is loaded."""
+        """Starts a worker, without the solution, and maps its buffers. If ``profiler``, it runs torch's profiler."""
         request, buffers = self._request, self._buffers
         place, workers = request["load"].get("place"), self._workers
         self._worker = worker = workers.locked(place, profiler) if place else workers.candidate(profiler)
@@ -163,7 +163,7 @@ class Trial:
         self._verdict.phases["check"] = time.perf_counter() - begin
 
     def strict(self) -> None:
-        """Checks on inputs of many kinds and measures errors against float64."""
+        """Checks the candidate on inputs of many kinds, and measures its errors against the float64 model."""
         begin = time.perf_counter()
         verdict = self._verdict
         verdict.strict, wrong = strict.check(self._prepared, self._call, self._settings.tolerance)
@@ -173,7 +173,7 @@ class Trial:
         verdict.phases["check"] = time.perf_counter() - begin
 
     def strict_time(self) -> None:
-        """Times the candidate and eager in turn, in single precision, until the interval of the speed-up is narrow."""
+        """Times the candidate and eager in turn, in fp32, until the confidence interval of the speed-up is narrow."""
         prepared, verdict = self._prepared, self._verdict
         yard = strict.strict_baselines(prepared)
         begin = time.perf_counter()
@@ -200,8 +200,9 @@ class Trial:
 
     @contextlib.contextmanager
     def _alternating(self) -> Iterator[tuple[Callable[[], tuple[list[Any], float]], Callable[[list[Any]], float], Any]]:
-        """Holds the timing lease. Yields two functions, and inputs for eager. The first function times and checks the
-        candidate on new inputs; it returns them and the seconds. The second returns eager's seconds on given inputs."""
+        """Holds the timing lease in the context. Yields two functions, and inputs for eager. The first function times
+        the candidate on new inputs and checks its outputs; it returns these inputs and the candidate's seconds. The
+        second function returns eager's seconds on given inputs."""
         prepared, oracle, worker = self._prepared, self._prepared.oracle, self._worker
         assert worker
         workers = (worker, oracle.worker) if self._settings.device == "cpu" else ()
@@ -222,8 +223,8 @@ class Trial:
             yield candidate, lambda inputs: net(oracle.seconds(inputs), empty), first
 
     def _believed(self, told: float) -> float:
-        """Returns the seconds to report for the median ``told``. Raises ``CandidateRefused`` if the judge's clock or
-        the device's bandwidth contradicts the median. The caller holds the lease."""
+        """Returns the seconds to report if the worker's median is ``told`` seconds. Raises ``CandidateRefused`` if the
+        judge's clock or the device's bandwidth contradicts this median. The caller holds the timing lease."""
         seconds, doubt = told, ""
         if self._cross:
             with self._judged("in a timed call"):
@@ -235,7 +236,7 @@ class Trial:
         return seconds
 
     def observe(self) -> None:
-        """Records which kernels ran, in up to three extra calls after all others: a failure here changes no result. In
+        """Records which kernels run, in up to three extra calls after all others: a failure here changes no result. In
         quick mode a plan needs no call, and other formats are observed only if the request says so."""
         request, verdict = self._request, self._verdict
         plan, strict_mode = self._traits.host_is_ours, verdict.mode == "strict"
@@ -266,7 +267,8 @@ class Trial:
         verdict.phases["observe"] = time.perf_counter() - begin
 
     def _profiled(self) -> tuple[Any, str]:
-        """Returns a call's kernels, or why there are none. A new worker starts the profiler before the jail closes."""
+        """Returns the kernels of one call, and why they are missing (empty if they are not). Starts a new worker for
+        it, because the profiler must start before the jail closes."""
         self.end()
         try:
             with self._lease.working():
@@ -278,7 +280,8 @@ class Trial:
         return (None, missing) if missing else self._observed(WorkerOperation.OBSERVE_KERNELS)
 
     def _observed(self, operation: WorkerOperation, first: bool = False) -> tuple[Any, str]:
-        """Returns the worker's report on one more call, or why there is none. The ``first`` call may take longer."""
+        """Runs one more call, which the worker observes. Returns the worker's report, and why it is missing (empty if
+        it is not). The ``first`` call may take longer."""
         worker = self._worker
         if worker is None or not worker.alive:
             return None, "the solution has ended"
@@ -371,7 +374,7 @@ class Trial:
     # ------------------------------------------------------------------------------------------------------------ calls
 
     def _take(self, timing: bool = False) -> PoolEntry:
-        """Returns the next inputs that this candidate has not seen. If ``timing``, the caller holds the lease."""
+        """Returns the next inputs that the candidate has not seen. If ``timing``, the caller holds the timing lease."""
         entry = self._prepared.entry(self._next, timing)
         self._next += 1
         return entry
@@ -391,7 +394,8 @@ class Trial:
         return seconds_of_call(self._settings.device, wall, told), outputs
 
     def _chain(self, count: int, delay: int) -> tuple[float, float]:
-        """Runs and checks a chain of calls on different inputs. Returns wall seconds and the host's seconds."""
+        """Runs a chain of ``count`` calls on different inputs, and checks their outputs. ``delay`` is the device's
+        delay in units of ``DELAY_UNIT``. Returns the wall seconds, and the host's seconds to enqueue the chain."""
         entries = [self._take(timing=True) for _ in range(count)]
         assert self._worker
         self._worker.stop()
@@ -403,7 +407,8 @@ class Trial:
         return wall, host
 
     def _chained(self, operation: WorkerOperation, count: int, delay: int) -> tuple[float, float, list[list[Any]]]:
-        """Runs a chain. Returns the seconds until all outputs are copied, the host's seconds, and the outputs."""
+        """Runs a chain of ``count`` calls. Returns the wall seconds until all outputs are copied, the host's seconds to
+        enqueue the chain, and the outputs."""
         assert self._worker
         self._worker.stop()
         self._memory.flush()
@@ -419,7 +424,7 @@ class Trial:
 
     @contextlib.contextmanager
     def _judged(self, when: str = "") -> Iterator[None]:
-        """Raises ``CandidateRefused`` if the worker dies or the solution raises inside the context."""
+        """Raises ``CandidateRefused``, with ``when`` in its message, if worker or solution fails in the context."""
         try:
             yield
         except (WorkerDied, WorkerError) as error:

@@ -36,7 +36,7 @@ get_inputs, get_init_inputs = lambda: [torch.randn(64, 64)], lambda: []
 
 
 class WorkerPool:
-    """Starts jailed workers; owns their warm parents and private folders."""
+    """Starts jailed workers. Owns their private folders, and the warm parents from which they are forked."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -54,8 +54,8 @@ class WorkerPool:
         return self._plain.torch
 
     def candidate(self, profiler: bool = False) -> JailedProcess:
-        """Starts a worker for one solution. The worker reads its private folder and writes only its output area. If
-        ``profiler``, torch's profiler records its kernels; such a worker must not be timed. Raises ``NotStarted``."""
+        """Starts a worker for one solution. The worker can read its private folder, and can write only its output area.
+        If ``profiler``, it runs torch's profiler and must not be timed. Raises ``NotStarted`` if the worker dies."""
         spare, self._spare = (None, self._spare) if profiler else (self._spare, None)
         if spare is not None and spare.alive:
             with contextlib.suppress(NotStarted):  # the spare worker died while it waited
@@ -63,7 +63,7 @@ class WorkerPool:
         return self._start_candidate(profiler=profiler).wait_started()
 
     def start_spare(self) -> None:
-        """Begins to start the next candidate's worker and returns at once."""
+        """Begins to start a worker for the next candidate, unless one is ready, and returns at once."""
         if self._spare is None or not self._spare.alive:
             self._spare = self._start_candidate()
 
@@ -75,7 +75,7 @@ class WorkerPool:
         return self._start(self._plain, "candidate", policy, home, **more)
 
     def reference(self) -> JailedProcess:
-        """Starts a worker for one task, with a small private folder: libraries create cache folders on import."""
+        """Starts a worker for one task, with a small private folder where libraries may create their caches."""
         assert self.torch
         home = self._home()
         policy = jail.JailPolicy(write=(str(home),), file_mb=16)
@@ -83,12 +83,14 @@ class WorkerPool:
         return self._start(self._plain, "reference", policy, home, watch).wait_started()
 
     def compiler(self) -> tuple[JailedProcess, str]:
-        """Starts a reference worker that may run the C++ compiler; returns it and the warm-up's folder (``_known``)."""
+        """Starts a reference worker that may run the C++ compiler. Returns the worker, and the folder in which a
+        warm-up stored compilation results."""
         known = str(self._known())
         return self._start_compiler(self._home(), (known,)), known
 
     def locked(self, place: dict[str, Any], profiler: bool = False) -> JailedProcess:
-        """Starts a candidate worker that may also read its first pass's folder. It may start no program."""
+        """Starts a candidate worker for a solution that had a first pass, in which it could start compilers. The worker
+        can read the folder of that pass, which ``place`` names, but may start no program."""
         home = self._home()
         policy = jail.JailPolicy(read=(str(home), place["folder"]), file_mb=0)
         parent, where = self._parent_that_compiles(), {name: place[name] for name in ("folder", "environment")}
@@ -141,7 +143,7 @@ class WorkerPool:
         return JailedProcess(parent, options, policy, settings.memory_mb, home, self._groups, watch)
 
     def _known(self) -> Path:
-        """Returns the folder that compiling workers share; a trusted warm-up fills it once per machine."""
+        """Returns the folder of compilation results that all workers share. A warm-up fills it once per machine."""
         key = hashlib.sha256(f"{_KNOWN}|{self.torch}|{processor()}|{sys.version}".encode()).hexdigest()[:32]
         known = Path(self.settings.cache) / "inductor" / key
         if known.exists():

@@ -1,7 +1,7 @@
-"""Provides the Python module ``cuda_extension`` in a candidate worker; it calls the library built from the work folder.
+"""Provides the Python module ``cuda_extension`` in a candidate worker; its functions call the solution's built library.
 
-The structure ``_Value`` mirrors ``Value`` of ``binding_registry.h``. This file also holds the published rule that
-``ModelNew.forward`` may create and reshape tensors but must compute with the extension. This check runs in the
+The structure ``_Value`` mirrors ``Value`` of ``binding_registry.h``. This file also checks the published rule that
+``ModelNew.forward`` may create and reshape tensors but must compute with the extension. The check runs in the
 candidate's own interpreter, so a determined cheat can evade it."""
 
 import ctypes
@@ -55,8 +55,9 @@ _Entry._fields_ = [
 
 
 class Outputs:
-    """Gives an extension the judge's output memory, so that no copy is timed. A tensor that becomes an output is
-    allocated in the memory of that output. The previous call shows which allocation of a call becomes which output."""
+    """Lets an extension write its results into the judge's output memory, so that no copy is timed. If the n-th tensor
+    that the previous call allocated became an output, the n-th tensor of this call is allocated in that output's
+    memory. ``targets`` holds the output tensors of each slot."""
 
     def __init__(self, targets: list[list[torch.Tensor]], device: str = "cpu") -> None:
         self._targets = targets
@@ -95,7 +96,7 @@ class Outputs:
 
 
 def load_module(library: str, outputs: Outputs) -> types.ModuleType:
-    """Return the module ``cuda_extension`` with the functions that the library's sources registered at load time."""
+    """Loads the shared library, and returns the module ``cuda_extension`` with the functions that it registers."""
     handle = ctypes.CDLL(library)
     handle.cuda_extension_entries.restype = ctypes.POINTER(_Entry)
     module = types.ModuleType("cuda_extension")
@@ -159,7 +160,7 @@ def _function(entry: _Entry, name: str, outputs: Outputs) -> Callable[..., Any]:
 def _complete(
     name: str, given: tuple[Any, ...], named: dict[str, Any], names: list[str], standard: dict[str, Any], count: int
 ) -> list[Any]:
-    """Return the arguments in order, with named and default ones filled in."""
+    """Returns the function's arguments in order: those ``given``, then ``named`` ones and defaults (``standard``)."""
     arguments = list(given)
     for wanted in names[len(given) :]:
         if wanted not in named and wanted not in standard:
@@ -173,7 +174,7 @@ def _complete(
 
 
 class OnlyTheExtension(TorchFunctionMode):
-    """Refuses torch's operators, as the published rules do, except those that create, view or inspect tensors."""
+    """Refuses, as the published rules do, torch's operators other than those that create, view or inspect tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ not in ALLOWED:
@@ -183,4 +184,4 @@ class OnlyTheExtension(TorchFunctionMode):
 
 
 class Cheat(Exception):
-    """The solution breaks a rule."""
+    """The solution breaks a rule of its format."""

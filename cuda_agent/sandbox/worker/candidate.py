@@ -1,4 +1,4 @@
-"""Runs a candidate worker, which serves one solution and ends.  ``WorkerOperation`` lists the judge's requests."""
+"""Runs a candidate worker, which serves one solution and then ends. ``WorkerOperation`` lists the judge's requests."""
 
 import ctypes
 import itertools
@@ -30,7 +30,7 @@ RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]]
 
 
 class Candidate(WorkerLoop):
-    """Runs one solution. The process maps the buffers and runs empty calls before it knows and loads the solution."""
+    """Runs one solution. The process maps the buffers and runs empty calls before the judge sends the solution."""
 
     def map_buffers(self, frame: Frame) -> None:
         self._options = options = self._options | frame.body
@@ -45,7 +45,8 @@ class Candidate(WorkerLoop):
             self._commands[WorkerOperation.RUN_EMPTY] = lambda frame: None
 
     def empty_chain(self, frame: Frame) -> Any:
-        """Time a chain that only copies outputs. A view in the reference is copied from an equal view here."""
+        """Times a chain of ``frame.slot`` calls that only copy outputs. If an output of the reference is a view, the
+        tensor that is copied in its place has the same strides."""
         slots = [self._slots.output_tensors(slot) for slot in range(frame.slot)]
         views = self._options["views"]
         results = [[zeros(*pair) for pair in zip(targets, views, strict=True)] for targets in slots]
@@ -57,7 +58,7 @@ class Candidate(WorkerLoop):
         return self._finished(enqueue, frame)
 
     def _finished(self, enqueue: Callable[[], None], frame: Frame) -> Any:
-        """Run a chain of ``frame.slot`` calls and wait until the device has finished it; return its seconds."""
+        """Runs ``enqueue``, which enqueues a chain, and waits for the device. Returns seconds on device and host."""
         times = self._clocked(enqueue, frame.extra)[1]
         torch.cuda.synchronize()
         return times
@@ -76,9 +77,8 @@ class Candidate(WorkerLoop):
         )
 
     def load_model(self, frame: Frame) -> None:
-        """Load ``ModelNew``, with the reference's random seed and weights, under the rule of its format. If there is a
-        rule, parameter names must be the reference's. Otherwise other names are accepted, as in KernelBench's
-        solutions."""
+        """Loads ``ModelNew``, made under the reference's random seed. If its weights have the reference's names, they
+        get the reference's values; a format with a rule demands this. Otherwise the weights follow from seeds alone."""
         spec, restricted = self._options["spec"], bool(self._options["rule"])
         os.environ.update(frame.body["environment"])
         numbers = range(len(self._slots.layout))
@@ -107,8 +107,8 @@ class Candidate(WorkerLoop):
             return times
 
         def answer(slot: int) -> Any:
-            """Run one call. On a GPU the outputs are copied after the clock has stopped, so a view would cost nothing.
-            A view is therefore copied inside the timed call, unless the reference's output is a view, too."""
+            """Runs one call and returns its outputs. A GPU's outputs are copied after the clock has stopped, so a view
+            would be free. A view is therefore copied inside the timed call, unless the reference returns a view."""
             results = model(*given[slot])
             if self._options["device"] == "cpu":
                 return results
@@ -120,7 +120,7 @@ class Candidate(WorkerLoop):
                 ]
 
         def observed(call: Frame, watch: Callable[[Callable[..., Any]], Any]) -> Any:
-            """Observe one call; ``watch`` runs the call and returns what it observed."""
+            """Makes one call through ``watch``, which runs and observes the call; returns what ``watch`` returns."""
             results: list[Any] = []
 
             def watched(seen: observe.Operators | None = None) -> None:
@@ -153,7 +153,7 @@ class Candidate(WorkerLoop):
 
 
 class _Node(ctypes.Structure):
-    """Mirrors ``struct node`` of runtime.cpp: a kernel, or a memset when ``kernel`` is null."""
+    """Mirrors ``struct node`` of ``runtime.cpp``, which runs a kernel, or a memset if ``kernel`` is null."""
 
     _fields_ = [
         ("kernel", ctypes.c_void_p), ("grid", ctypes.c_long), ("args", ctypes.c_void_p),
@@ -162,9 +162,9 @@ class _Node(ctypes.Structure):
 
 
 def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[int], None]:
-    """Load the libraries and resolve the program's arguments to addresses, once per slot. ``program`` is
-    ``plan.Program`` as JSON; a scalar argument becomes an 8-byte cell, a buffer argument its address. Returns the
-    function that runs one slot; its attribute ``steps`` lists every slot's nodes as separate functions."""
+    """Loads a plan's libraries, and resolves the arguments of its kernels to addresses for each slot. ``program`` is
+    ``plan.Program`` as JSON. A buffer argument becomes its address, a scalar an 8-byte cell. Returns a function that
+    runs one slot; the function's attribute ``steps`` lists every slot's nodes as separate functions."""
     runtime = ctypes.CDLL(program["runtime"])
     library = ctypes.CDLL(program["library"]) if program["library"] else None
     keep: list[Any] = []
@@ -176,8 +176,8 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
             ctypes.memmove(workspaces[name], content, len(content))
 
     def bind(slot: int) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
-        """Return the steps of a slot, and its nodes as separate functions. Consecutive kernels and memsets form one
-        step; a library node is a separate step."""
+        """Returns the steps of a slot, and one function per node of the plan. A step is a library node, or a sequence
+        of kernels and memsets."""
         address = partial(slots.address, slot, workspaces)
         steps: list[Callable[[], Any]] = []
         each: list[Callable[[], Any]] = []

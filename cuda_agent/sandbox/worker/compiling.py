@@ -1,4 +1,4 @@
-"""Speeds up ``torch.compile`` inside the jail: workers reuse what a trusted worker has prepared.
+"""Speeds up ``torch.compile`` inside the jail: workers reuse results of a trusted worker.
 
 TorchInductor's first compilation in a process tests vector instructions and precompiles a large header, which takes
 most of its time. ``share`` takes both results from a folder that a trusted warm-up worker filled. The warm parent of
@@ -27,9 +27,8 @@ if not any(Path("/dev").glob("nvidia*")):  # else they query the driver, and no 
 
 
 def share(folder: Path, record: bool) -> None:
-    """Make torch take instruction tests and precompiled headers from ``folder``. If ``record``, missing ones are stored
-    there; otherwise they stay private to this process. Raises ``AttributeError`` if torch's internals have another
-    form."""
+    """Makes torch use results of instruction tests, and precompiled headers, from ``folder``. If ``record``, missing
+    ones are stored there; otherwise they stay private. Raises ``AttributeError`` if torch's internals differ."""
     notes, home = folder / "facts.json", folder if record else Path(os.environ["TMPDIR"])
     home.mkdir(exist_ok=True)
     facts: dict[str, Any] = json.loads(notes.read_text()) if notes.exists() else {}

@@ -1,7 +1,7 @@
-"""Runs a worker's side of the GPU: the CUDA context, the device's clock, and the executor of plans.
+"""Provides the GPU to a worker: the CUDA context, the device's clock, and the executor of plans.
 
-All host code of a plan is the sandbox's, so the events that time it can be trusted. In the other formats the solution
-shares this process, so the judge checks the event times from outside."""
+In the plan format all host code is the sandbox's, so the CUDA events that time a call can be trusted. In the other
+formats the solution shares this process, so the judge checks the event times against its own clock."""
 
 import ctypes
 import math
@@ -27,7 +27,7 @@ _CELLS = {
 
 
 def open_gpu() -> None:
-    """Create this process's CUDA context and load what the clock needs, before the jail closes."""
+    """Creates this process's CUDA context and loads the clock's delay kernel, before the jail closes."""
     torch.cuda.init()
     torch.zeros(1, device="cuda")
     torch.cuda._sleep(1)
@@ -35,8 +35,8 @@ def open_gpu() -> None:
 
 
 class DeviceClock:
-    """Times a call between two events of the device. A delay kernel runs first while the host enqueues the call, so
-    that the device does not wait for the host between the events. The judge may set the delay (``extra``, in units of
+    """Times a call between two CUDA events. A delay kernel runs first while the host enqueues the call, so that the
+    device does not wait for the host between the events. The judge may set the delay (``extra``, in units of
     ``wire.DELAY_UNIT``); otherwise the delay follows from earlier calls."""
 
     def __init__(self) -> None:
@@ -45,7 +45,8 @@ class DeviceClock:
         self._host = 0.0
 
     def __call__(self, call: Callable[[], Any], extra: int = 0) -> tuple[Any, tuple[float, float]]:
-        """Return the call's result, and the seconds of the call on the device and of its enqueueing on the host."""
+        """Runs ``call`` after the delay ``extra``. Returns its result, and two times in seconds: of the call on the
+        device, and of the host to enqueue the call."""
         delay = extra * DELAY_UNIT or min(1.5 * self._host + _HEAD_START, _LONGEST_DELAY)
         torch.cuda._sleep(int(delay * _CYCLES))
         begin = time.perf_counter()
@@ -59,8 +60,8 @@ class DeviceClock:
 
 
 def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
-    """Load the kernels and resolve the program's arguments, once per slot; return the function that runs a slot.
-    ``program`` is ``plan.Program`` as JSON, with the path of the built ``image`` and the compiled ``names``."""
+    """Loads a plan's kernels, and resolves their arguments for each slot. Returns the function that runs a slot.
+    ``program`` is ``plan.Program`` as JSON, with the path of the cubin (``image``) and the mangled ``names`` in it."""
     module = driver.Module(Path(program["image"]).read_bytes()) if program["image"] else None
     workspaces: dict[str, torch.Tensor] = {}
     for name, workspace in program["workspaces"].items():
@@ -109,7 +110,7 @@ def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
 
 
 def _arguments(node: dict[str, Any], codes: str, address: Callable[[str], int]) -> list[Any]:
-    """Return one ctypes value per argument, of the type that the compiler recorded in ``codes``."""
+    """Returns one ctypes value per argument of a kernel node, of the type that the compiler recorded in ``codes``."""
     if len(codes) != len(node["args"]):
         raise TypeError(f"{node['symbol']} takes {len(codes)} arguments, the plan gives {len(node['args'])}")
     cells: list[Any] = []

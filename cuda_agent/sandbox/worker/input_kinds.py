@@ -7,7 +7,7 @@ import torch
 
 
 def vary(tensors: list[torch.Tensor], kind: str) -> list[torch.Tensor] | None:
-    """Return ``tensors`` changed to ``kind``, with equal shapes and dtypes; None if the kind fits no tensor."""
+    """Returns ``tensors`` with values of ``kind`` but unchanged shapes and dtypes; None if the kind fits none."""
     if kind == "normal":
         return tensors
     varied = [_vary(tensor, kind) for tensor in tensors]

@@ -1,9 +1,9 @@
 """Runs the library nodes of a plan in a worker: cuBLAS and cuDNN on a GPU, torch's own libraries on a CPU.
 
-The node chooses the arithmetic. fp32: products and sums are in single precision, also for half-precision buffers. tf32:
-the operands are rounded to TF32. fp16 and bf16: if the buffers are wider, operands and result are rounded to this type,
-as under autocast; otherwise partial sums may be rounded, too. fp64: double precision. The plan's parser has checked the
-shapes (``formats.library_nodes``). If the library still refuses, the error names the node."""
+A node's ``compute`` chooses the arithmetic. fp32: products and sums are in single precision, also for half-precision
+buffers. tf32: the operands are rounded to TF32. fp16 and bf16: if the buffers are wider, operands and result are
+rounded to this type, as under autocast; otherwise partial sums may be rounded, too. fp64: double precision. The plan's
+parser has checked the shapes (``formats.library_nodes``). If the library still refuses, the error names the node."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ _Step = Callable[[], Any]
 
 
 def bind(node: dict[str, Any], tensor: Callable[[dict[str, Any]], _Tensor], device: str) -> _Step:
-    """Return the function that runs a node of ``library_nodes.describe``. ``tensor`` finds a tensor's memory."""
+    """Returns a function that runs a library node of a plan. ``tensor`` turns a tensor's description into a tensor."""
     tensors = {role: tensor(item) for role, item in node["tensors"].items()}
     constant = {role for role, item in node["tensors"].items() if item["buffer"].startswith("w:")}
     given = node, tensors, constant
@@ -32,8 +32,8 @@ def bind(node: dict[str, Any], tensor: Callable[[dict[str, Any]], _Tensor], devi
 
 
 def _operand(tensor: _Tensor, wanted: torch.dtype | None, constant: bool) -> tuple[_Tensor, _Step | None]:
-    """Return ``tensor`` in the dtype of the computation, and the function that fills the converted copy again before
-    every call, or ``None`` if no such step is needed."""
+    """Returns ``tensor`` in the dtype ``wanted``, and a function that refills the converted copy before every call. The
+    function is ``None`` if there is no copy, or if the tensor is ``constant``."""
     if wanted is None or tensor.dtype == wanted:
         return tensor, None
     rounded = tensor.to(wanted)

@@ -1,4 +1,4 @@
-"""Answers the judge's frames in a worker, one by one; runs untrusted Python and reports its errors."""
+"""Answers the judge's messages in a worker, one by one; runs untrusted Python and reports its errors."""
 
 import linecache
 import os
@@ -20,8 +20,8 @@ _SOURCES = ("model.py", "model_new.py")  # names under which untrusted Python ru
 
 
 class WorkerLoop:
-    """Answers each frame of the judge with a result, or with an error and its message. The method with the name of an
-    operation serves this operation."""
+    """Answers each message (frame) of the judge with a result, or with an error and its message. Each method that has
+    the name of an operation serves this operation."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
         self._channel = channel
@@ -50,13 +50,13 @@ class WorkerLoop:
                 send_frame(self._channel, Reply.RESULT, answer)
 
     def settle(self) -> None:
-        """Wait for the device, because the judge copies the outputs as soon as it has the answer."""
+        """Waits for the device, because the judge copies the outputs as soon as it has the answer."""
         if self._options["device"] == "cuda":
             torch.cuda.synchronize()
 
 
 def explain(error: BaseException) -> str:
-    """Return the error's type and first line, and the last line number of the untrusted source in its traceback."""
+    """Returns the error's type and first line, and the last line number of untrusted source in its traceback."""
     if isinstance(error, driver.DriverError):
         return driver.explain(error)
     code = getattr(error, "error_code", None)  # torch reports an error of the driver here
@@ -79,7 +79,7 @@ def explain(error: BaseException) -> str:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield the error, the error that caused it, and so on."""
+    """Yields ``error``, the error that caused it, the cause of that error, and so on."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -88,7 +88,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _wanted_program(error: BaseException) -> bool:
-    """Return whether the error arose because the jail does not allow programs to start."""
+    """Returns whether the error arose because the jail does not allow programs to start."""
     for cause in causes(error):
         if isinstance(cause, PermissionError) and cause.__traceback__ is not None:
             last = traceback.extract_tb(cause.__traceback__)[-1]
@@ -107,7 +107,7 @@ def run_module(name: str, code: str, filename: str) -> types.ModuleType:
 
 
 def build_model(code: str, init: list[Any], options: dict[str, Any]) -> torch.nn.Module:
-    """Run a solution's code and return its ``ModelNew``, on the device and in the mode of a worker's options."""
+    """Runs a solution's ``code`` and returns ``ModelNew(*init)`` on the device and in the mode of ``options``."""
     module = run_module("model_new", code, "model_new.py")
     if not hasattr(module, "ModelNew"):
         raise AttributeError("model_new.py defines no ModelNew")

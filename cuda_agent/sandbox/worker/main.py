@@ -2,7 +2,7 @@
 
 ``python -m cuda_agent.sandbox.worker.main FD`` is the warm parent: it imports torch, starts no thread, and forks
 workers on request. A worker closes the jail around itself, then serves the judge over one socket. A *reference* worker
-runs the task, a *candidate* worker runs one solution, and a *first pass* (``replay``) runs a solution that compiles."""
+runs the task, a *candidate* worker runs a solution, and a *first pass* (``replay``) a solution that compiles."""
 
 # ruff: noqa: E402
 import gc
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _serve(control: socket.socket, imports: Sequence[str]) -> None:
-    """Run a warm parent until its judge has closed the socket."""
+    """Runs a warm parent that also imports the modules ``imports``, until its judge has closed the socket."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopts the orphans of a dead worker
     gc.disable()
     for name in imports:
@@ -79,8 +79,8 @@ def _serve(control: socket.socket, imports: Sequence[str]) -> None:
 
 
 def _kill_orphans(living: set[int]) -> None:
-    """Kill the orphans of dead workers (compiling workers may start processes). All orphans are stopped before any is
-    killed, because a fork bomb would otherwise go on. Workers in ``living`` and their descendants are spared."""
+    """Kills the orphans of dead workers (compiling workers may start processes). All orphans are stopped before any is
+    killed, because a fork bomb would otherwise go on. The workers in ``living`` and their descendants are spared."""
     seen: set[int] = set()
     while found := descendants(os.getpid(), living):
         standing = found <= seen
@@ -94,7 +94,7 @@ def _kill_orphans(living: set[int]) -> None:
 
 
 def _child(frame: Frame, parent: int) -> None:
-    """Run a freshly forked worker; never return."""
+    """Runs a freshly forked worker and never returns. ``frame`` holds its options; ``parent`` is its parent's pid."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         options: dict[str, Any] = frame.body

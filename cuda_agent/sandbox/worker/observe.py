@@ -29,12 +29,12 @@ _HIDDEN_PRODUCTS = ("rnn", "lstm", "gru", "linalg", "cdist", "fft", "quantized")
 class _Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return false: otherwise the first operator imports all of torch's compiler, which takes seconds."""
+        """Returns false: otherwise the first operator imports all of torch's compiler, which takes seconds."""
         return False
 
 
 class Operators(_Mode):
-    """Records the computing operators and their seconds (valid on the CPU only: a GPU works asynchronously)."""
+    """Records the operators that compute, and their seconds (valid on the CPU only: a GPU works asynchronously)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,14 +54,14 @@ class Operators(_Mode):
 
 
 def told(ran: dict[tuple[str, str], list[float]], total: float | None) -> list[list[Any]]:
-    """Return ``[name, kind, calls, share]`` per operator or kernel, the longest first, with shares of ``total``
-    seconds."""
+    """Returns ``[name, kind, calls, share]`` for each operator or kernel in ``ran`` (seconds of its calls by name and
+    kind), the longest first. ``share`` is its part of ``total`` seconds."""
     rows = sorted(ran.items(), key=lambda item: -sum(item[1]))[:_MOST]
     return [[name[:_LONGEST], kind, len(calls), sum(calls) / total if total else None] for (name, kind), calls in rows]
 
 
 def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
-    """Return the records of torch's operators in ``call``, which may ``add`` calls of the solution's own functions."""
+    """Returns records (``told``) of torch's operators in ``call``, which may ``add`` the solution's own functions."""
     with Operators() as seen:
         begin = time.perf_counter()
         call(seen)
@@ -70,8 +70,8 @@ def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
 
 
 def kernels(call: Callable[[], Any]) -> list[list[Any]]:
-    """Return the records of the device's kernels in ``call``. A record's kind is ``memset``, or empty if the judge
-    decides by the name. Raises ``RuntimeError`` if the profiler sees no kernel."""
+    """Returns records (``told``) of the GPU kernels that run in ``call``. A record's kind is ``memset``, or empty if
+    the judge decides by the name. Raises ``RuntimeError`` if the profiler sees no kernel."""
     from torch.autograd import DeviceType
     from torch.autograd.profiler import profile  # torch.profiler would import torch's compiler, which needs a folder
 
@@ -90,7 +90,7 @@ def kernels(call: Callable[[], Any]) -> list[list[Any]]:
 
 
 def seconds_of(steps: Sequence[Callable[[], Any]], device: str) -> list[float]:
-    """Run the steps one after the other; return the seconds of each."""
+    """Runs the steps one after the other, and returns the seconds of each."""
     if device == "cpu":
         times = [time.perf_counter()]
         for step in steps:
@@ -131,17 +131,17 @@ class _Flops(_Mode):
 
 
 def flops(call: Callable[[], Any]) -> tuple[int, Any]:
-    """Return the floating-point operations of the matrix products, convolutions and attention in ``call``, and the
-    result of the call. The number is 0 if there are none or some are unknown."""
+    """Runs ``call``. Returns the floating-point operations of its matrix products, convolutions and attention (0 if
+    there are none or some are unknown), and the result of ``call``."""
     with _Flops() as counter:
         result = call()
     return counter.count if counter.all else 0, result
 
 
 def views(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[list[int] | None]:
-    """Return for each result of a call its strides if the call did not write it, and ``None`` if it did. A result is
-    not written if it is a view of ``given`` or of another result, or if its elements share memory. Of several results
-    in the same memory, the largest one counts as written; contiguous ones come first."""
+    """Returns for each result of a call its strides if the call did not write it, and ``None`` if it did. A result is
+    not written if it is a view of a tensor in ``given`` or of another result, or if its elements share memory. Of
+    several results in the same memory one counts as written: the largest contiguous one, else the largest."""
     seen = {tensor.untyped_storage().data_ptr() for tensor in given}
     found: dict[int, list[int] | None] = {}
     for index in sorted(range(len(results)), key=lambda i: (not results[i].is_contiguous(), -results[i].numel())):
@@ -155,8 +155,8 @@ def views(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> lis
 
 
 def written_bytes(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> int:
-    """Return the bytes that a call had to write for its results, without views of ``given``; shared memory counts
-    once."""
+    """Returns the bytes that a call had to write for its ``results``. Views of tensors in ``given`` do not count;
+    memory that several results share counts once."""
     foreign = {tensor.untyped_storage().data_ptr() for tensor in given}
     sizes: dict[int, list[int]] = {}
     for result in results:

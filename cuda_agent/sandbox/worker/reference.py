@@ -22,7 +22,7 @@ from cuda_agent.sandbox.worker.weights import PlainWeights
 
 
 class Reference(WorkerLoop):
-    """Serves the judge's requests about one task; each method has the name of its operation."""
+    """Serves the judge's requests about one task. A public method serves the operation of the same name."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
         super().__init__(channel, options, fds)
@@ -32,7 +32,7 @@ class Reference(WorkerLoop):
         self._double: torch.nn.Module | None = None
 
     def open_task(self, frame: Frame) -> dict[str, Any]:
-        """Import the task, build its model, run the model once on fresh inputs, and return the task's spec."""
+        """Imports the task, builds its model, runs the model once on fresh inputs, and returns the task's spec."""
         torch.manual_seed(frame.body["seed"])
         module = run_module("task", frame.body["code"], "model.py")
         for name in ("Model", "get_inputs", "get_init_inputs"):
@@ -68,7 +68,7 @@ class Reference(WorkerLoop):
         return self._spec
 
     def map_buffers(self, frame: Frame) -> None:
-        """Map the buffers, and write the weights to their places in the output area."""
+        """Maps the judge's shared memory, and writes the weights to the output area, where the judge reads them."""
         self._slots = Slots(self._spec, frame.body, frame.fds, self._device)
         self._values, self._places = frame.body["value_inputs"], frame.body["value_weights"]
         self._write_weights(range(len(self._places)))
@@ -81,8 +81,8 @@ class Reference(WorkerLoop):
         self.settle()
 
     def draw_weights(self, frame: Frame) -> dict[str, Any]:
-        """Set the plain weights to others, and write them. They stay as the constructor made them if others give more
-        outputs that are not finite, on the inputs of a slot (``kept``)."""
+        """Draws anew the weights that the constructor does not draw at random, and writes them for the judge. If more
+        outputs for the inputs of ``frame.slot`` are then not finite, the constructor's values stay (``kept``)."""
         changed = [i for i, t in enumerate(self._state.values()) if t.data_ptr() in self._plain.addresses]
         seed, kept = frame.body["seed"], False
         if changed:
@@ -100,8 +100,8 @@ class Reference(WorkerLoop):
         return sum(int((~torch.isfinite(tensor)).sum()) for tensor in outputs)
 
     def draw_inputs(self, frame: Frame) -> bool:
-        """Draw inputs under the judge's seed and write them to the output area, from which the judge copies them.
-        Return false if the task has no inputs of this kind."""
+        """Draws inputs under the judge's seed and writes them to the output area, from which the judge copies them.
+        Returns false if the task has no inputs of the requested kind."""
         seed = frame.body["seed"]
         torch.manual_seed(seed)
         random.seed(seed)
@@ -127,14 +127,14 @@ class Reference(WorkerLoop):
         return times
 
     def run_empty(self, frame: Frame) -> None:
-        """Do everything that ``run`` does except the call. The judge subtracts the seconds of this operation."""
+        """Does everything that ``run`` does except the call. The judge subtracts the seconds of this operation."""
         rebuild(self._arguments, self._slots.input_tensors(frame.slot))
         if not self._last:
             self._last = [torch.zeros_like(t) for t in self._slots.output_tensors(frame.slot)]
         store(self._last, self._slots.output_tensors(frame.slot))
 
     def compile_task(self, frame: Frame) -> None:
-        """Make ``run`` call the compiled model. ``known`` is the folder with a warm-up's results, or empty."""
+        """Makes ``run`` call the compiled model. The request may name a folder (``known``) of a warm-up's results."""
         from cuda_agent.sandbox.worker import compiling
 
         known = frame.body["known"]
@@ -144,19 +144,19 @@ class Reference(WorkerLoop):
         self.run(frame)
 
     def set_precision(self, frame: Frame) -> None:
-        """Set the precision of matrix products and convolutions: default (PyTorch's), fp32, tf32 or bf16."""
+        """Sets the precision of matrix products and convolutions: default (PyTorch's), fp32, tf32 or bf16."""
         wanted = frame.body["precision"]
         torch.backends.cuda.matmul.allow_tf32 = wanted == "tf32"
         torch.backends.cudnn.allow_tf32 = wanted in ("tf32", "default")
         self._autocast = wanted == "bf16"
 
     def map_exact(self, frame: Frame) -> None:
-        """Map the buffers of the exact outputs."""
+        """Maps the shared memory for the model's outputs in double precision."""
         self._exact = Slots(frame.body["spec"], frame.body, frame.fds, self._device)
 
     def run_exact(self, frame: Frame) -> bool:
-        """Run the model in double precision on the inputs of a slot. Return whether all its outputs, and the outputs of
-        the last ``run``, are finite."""
+        """Runs the model in double precision on the inputs of ``frame.slot``. Returns whether all its outputs, and the
+        outputs of the last ``run``, are finite."""
         if self._double is None:
             self._double = copy.deepcopy(self._model).double()
         given = [t.double() if t.is_floating_point() else t for t in self._slots.input_tensors(frame.slot)]
@@ -168,7 +168,7 @@ class Reference(WorkerLoop):
         return finite
 
     def account(self, frame: Frame) -> dict[str, Any]:
-        """Return the floating-point operations of one call (0 if unknown), the bytes that the call must write for its
+        """Returns the floating-point operations of one call (0 if unknown), the bytes that the call must write for its
         outputs, and the strides of outputs that are views."""
         given = self._slots.input_tensors(frame.slot)
         flops, answer = observe.flops(lambda: self._model(*rebuild(self._arguments, given)))
@@ -177,7 +177,7 @@ class Reference(WorkerLoop):
         return {"flops": flops, "written": written, "views": views}
 
     def count_operators(self, frame: Frame) -> dict[str, int]:
-        """Count the operators of one call and the bytes that they touch, for the model clock."""
+        """Counts the operators of one call and the bytes that they read and write, for the model clock."""
         total = {"operators": 0, "bytes": 0}
 
         class Counter(TorchFunctionMode):

@@ -1,8 +1,8 @@
-"""Runs the worker's side of a solution that compiles: the first pass starts programs, the second pass replays them.
+"""Runs solutions that start compilers: a first pass records the programs, a second pass replays them.
 
-In the second pass a recorded program appears to run: it returns the same result, and its files are already there. So
-``load_inline`` calls ninja again, learns that everything is built, and imports the library. The solution's own process
-writes the recording, so nothing here is a wall."""
+In the second pass a recorded program only seems to run: it returns the recorded result, and its files are already
+there. So ``load_inline`` calls ninja, finds that everything is built, and imports the library. The solution's own
+process writes the recording, so nothing here is a wall."""
 
 import contextlib
 import errno
@@ -27,7 +27,7 @@ _RealPopen = subprocess.Popen
 
 
 class RecordingPass(WorkerLoop):
-    """Runs a solution once where it may start compilers. The answer is null, or the failure."""
+    """Runs a solution once, in a process that may start compilers. Answers with ``None``, or with the failure."""
 
     def run_first_pass(self, frame: Frame) -> dict[str, str] | None:
         place, device = Path(self._options["folder"]), self._options["device"]
@@ -55,7 +55,7 @@ class RecordingPass(WorkerLoop):
 
 
 def _settle() -> None:
-    """Apply settings that both passes need, so that the second pass looks up the keys that the first one stored."""
+    """Applies settings that both passes need, so that the second pass finds what the first one put into caches."""
     if (extensions := sys.modules.get("torch.utils.cpp_extension")) is not None:  # imported before CUDA_HOME was set
         extensions.CUDA_HOME = os.environ.get("CUDA_HOME")  # type: ignore[attr-defined]
     import torch._inductor.config as config
@@ -64,7 +64,7 @@ def _settle() -> None:
 
 
 def _link_libraries(links: Path) -> None:
-    """Link the runtime's libraries under the unversioned names that linkers need and NVIDIA's packages lack."""
+    """Links CUDA's libraries into the folder ``links`` under names without versions, which linkers need."""
     home = os.environ.get("CUDA_HOME", "")
     links.mkdir(exist_ok=True)
     for library in sorted(Path(home, "lib").glob("lib*.so.*")) if home else []:
@@ -78,7 +78,7 @@ def _key(arguments: Any, folder: Any) -> str:
 
 
 def _note_programs(notes: dict[str, Any]) -> None:
-    """Record every program from now on in ``notes``: its arguments and folder, exit code and both outputs."""
+    """Records in ``notes`` every program from now on: its command, folder, exit code, and both outputs."""
 
     class Noting(_RealPopen):  # type: ignore[type-arg]
         def __init__(self, args: Any, *more: Any, **options: Any) -> None:
@@ -100,7 +100,7 @@ def _note_programs(notes: dict[str, Any]) -> None:
 
 
 def play_back(place: Path) -> None:
-    """Replay the recorded programs from now on, and refuse to start other programs."""
+    """Replays from now on the programs recorded in the folder ``place``, and refuses to start other programs."""
     _settle()
     notes = json.loads((place / _NOTES).read_text())
 
@@ -137,7 +137,7 @@ def play_back(place: Path) -> None:
 
 
 def _take_no_locks() -> None:
-    """Make file locks do nothing: lock files cannot be opened for writing, and no other process needs them."""
+    """Makes file locks do nothing: lock files cannot be opened for writing, and no other process needs them."""
     import filelock
     from torch.utils.file_baton import FileBaton
 

@@ -15,8 +15,8 @@ from cuda_agent.sandbox.wire import span
 
 
 class Slots:
-    """The mapped buffers of all slots. ``places`` is ``Buffers.places``, where ``layout`` holds ``{"in": [offsets],
-    "out": [offsets]}`` for each slot. This process cannot write the memory of inputs and weights."""
+    """The shared memory of all slots, mapped in a worker. ``places`` is ``Buffers.places``, where ``layout`` holds
+    ``{"in": [offsets], "out": [offsets]}`` for each slot. This process cannot write to inputs and weights."""
 
     def __init__(self, spec: dict[str, Any], places: dict[str, Any], fds: list[int], device: str) -> None:
         layout, sizes = places["layout"], places["sizes"]
@@ -38,7 +38,7 @@ class Slots:
         self._spec = spec
 
     def address(self, slot: int, workspaces: Mapping[str, int], buffer: str) -> int:
-        """Return the address of a plan's buffer (``plan.Buffer.name``) in one slot."""
+        """Returns the address of a plan's buffer (``in:0``, ``out:0``, ``w:0``, or ``ws:name``) in one slot."""
         kind, _, rest = buffer.partition(":")
         if kind == "ws":
             return workspaces[rest]
@@ -48,7 +48,7 @@ class Slots:
         return tensor_at(address, tensor, self.device)
 
     def tensor_of(self, address: Callable[[str], int], tensor: dict[str, Any]) -> torch.Tensor:
-        """Return a tensor of a library node, in the buffer that it names."""
+        """Returns a tensor of a library node, in the memory of the buffer that its description names."""
         return self.tensor(address(tensor["buffer"]), tensor)
 
     def input_tensors(self, slot: int) -> list[torch.Tensor]:
@@ -63,7 +63,7 @@ class Slots:
 
 
 def map_memory(descriptor: int, size: int, writable: bool) -> int:
-    """Map ``size`` bytes of shared memory (private memory for descriptor -1) and return the address. Unlike
+    """Maps ``size`` bytes of shared memory (private memory for descriptor -1) and returns the address. Unlike
     ``mmap.mmap`` this keeps no descriptor."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     kind = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -80,7 +80,8 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 
 
 def tensor_at(address: int, tensor: dict[str, Any], device: str) -> torch.Tensor:
-    """Return a tensor over existing memory. The caller keeps the memory mapped while the tensor is used."""
+    """Returns a tensor over the memory at ``address``, with the shape and dtype in ``tensor``. The caller keeps the
+    memory mapped while the tensor is used."""
     dtype: torch.dtype = getattr(torch, tensor["dtype"])
     count = math.prod(tensor["shape"])
     if count == 0:
@@ -94,7 +95,7 @@ def tensor_at(address: int, tensor: dict[str, Any], device: str) -> torch.Tensor
 
 
 def flatten(value: Any) -> list[torch.Tensor]:
-    """Return the tensors of an output in order; numbers become tensors without dimensions."""
+    """Returns the tensors in a model's result, in order; numbers become tensors without dimensions."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, bool | int | float):
@@ -122,14 +123,14 @@ def store(results: list[torch.Tensor], targets: list[torch.Tensor]) -> None:
 
 
 def zeros(target: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:
-    """Return zeros with the shape and dtype of ``target``, and with ``strides`` if given."""
+    """Returns zeros with the shape and dtype of ``target``, and with ``strides`` if given."""
     if not strides:
         return torch.zeros_like(target)
     return target.new_zeros(span(target.shape, strides)).as_strided(target.shape, strides)
 
 
 def owned(result: torch.Tensor, given: range) -> torch.Tensor:
-    """Return ``result``, or a contiguous copy if it is not contiguous or lies in the memory of inputs and weights."""
+    """Returns ``result``, or a contiguous copy if it is not contiguous or lies in ``given`` (inputs and weights)."""
     if result.is_contiguous() and result.data_ptr() not in given:
         return result
     return result.clone(memory_format=torch.contiguous_format)
@@ -144,7 +145,7 @@ def is_plain(value: Any) -> bool:
 
 
 def argument_of(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Append the tensors in ``value`` to ``tensors``; return the rest as JSON with their indices."""
+    """Returns an argument as JSON. Appends the tensors in it to ``tensors``, and puts their indices in their places."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
@@ -156,7 +157,7 @@ def argument_of(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def draw(get_inputs: Callable[[], Any], device: str) -> tuple[list[Any], list[torch.Tensor]]:
-    """Draw arguments with a task's ``get_inputs``; return them as JSON, and their tensors on the device."""
+    """Draws arguments with a task's ``get_inputs``. Returns them as JSON, and their tensors on the device."""
     with torch.device(device):  # creating tensors on the device is much faster than moving them
         values = get_inputs()
     if not isinstance(values, list | tuple):

@@ -18,8 +18,8 @@ from cuda_agent.sandbox.worker.binding import Cheat, Outputs
 
 
 def only_triton(outputs: Outputs) -> Callable[[], AbstractContextManager[Any]]:
-    """Count kernel launches from now on; return the class of the context in which a call of the solution runs. Every
-    launch also calls ``outputs.watch``."""
+    """Counts kernel launches from now on. Returns the class of the context in which each call of the solution must run.
+    Every launch also calls ``outputs.watch``, if it is set."""
     from triton.runtime import autotuner, interpreter, jit
 
     launches = [0]

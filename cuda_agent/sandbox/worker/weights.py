@@ -1,8 +1,8 @@
-"""Draws anew the weights that a constructor sets to one value, so that a solution which ignores them is wrong.
+"""Draws anew the weights that a constructor sets to one value, so that a solution which ignores them is found wrong.
 
-LayerNorm starts with 1 and 0, BatchNorm with running statistics of 0 and 1, and many biases with 0. A solution that
-leaves them out is right until other weights are loaded. What the constructor draws at random stays as it is: the
-judge's secret seed drew it. Runs in the reference worker, and in the worker of a candidate whose names differ."""
+LayerNorm starts with 1 and 0, BatchNorm with running statistics of 0 and 1, and many biases with 0. A solution without
+these weights is right until others are loaded. What the constructor draws at random stays: it follows from the judge's
+secret seed. Runs in the reference worker, and in the worker of a candidate whose weights have other names."""
 
 import hashlib
 from collections import Counter
@@ -13,10 +13,10 @@ _SAMPLE = 4096  # values that decide for most weights that they are random
 
 
 class PlainWeights:
-    """The plain weights of a model: those that hold one value, or zeros and one other value.
+    """The plain weights of a model: floating-point weights that hold one value, or zeros and one other value.
 
-    A buffer counts if all its values are 0 or all are 1, as those of running statistics. Other buffers, such as masks
-    and tables of positions, are part of the architecture and stay. Integers stay."""
+    A buffer is plain only if all its values are 0 or all are 1, as in running statistics. Other buffers, such as masks
+    and tables of positions, are part of the architecture."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         found = {
@@ -29,9 +29,9 @@ class PlainWeights:
         self.addresses = {tensor.data_ptr() for tensor in self._tensors}
 
     def draw(self, seed: int | None) -> None:
-        """Sets the weights to values near the constructor's: 0.5 to 1.5 times as large, and from -0.5 to 0.5 where all
-        are 0. A tensor's values follow from the seed, its value and shape, and its place among those with the same
-        value and shape, so names do not matter. ``None``: the constructor's own values."""
+        """Sets the weights to values near the constructor's: 0.5 to 1.5 times as large, or from -0.5 to 0.5 where all
+        are 0. The new values follow from ``seed``, the tensor's old value and shape, and its position among tensors
+        with equal value and shape; names do not matter. If ``seed`` is ``None``, restores the constructor's values."""
         places: Counter[str] = Counter()
         for tensor, original in zip(self._tensors, self._originals, strict=True):
             if seed is None:
