@@ -94,7 +94,7 @@ class Chat:
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (end, tokenizer.eos_token_id) if i is not None))
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
-        """Returns the token ids of the conversation, ending with the header of the assistant's next turn."""
+        """Returns the token ids of the conversation ``messages``, with the header of the assistant's next turn."""
         spelled = list(tools) if tools and self.style == "full" else None
         text = self._render(messages, spelled, header=True)
         if spelled and spelled[0].get("function", spelled[0])["name"] not in text:

@@ -19,9 +19,9 @@ decisions, and are copied."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
-    """Trains a byte-level BPE tokenizer on ``texts``, which have no markup, and gives it the chat template. It has at
-    most ``vocab`` entries; any text decodes to itself, and each string of ``MARKUP`` is one token. Raises
-    ``ValueError`` if ``vocab`` is too small for bytes and markup."""
+    """Trains a byte-level BPE tokenizer on ``texts``, which have no markup, and gives it the chat template. The
+    tokenizer has at most ``vocab`` entries; any text decodes to itself, and each string of ``MARKUP`` is one token.
+    Raises ``ValueError`` if ``vocab`` is too small for bytes and markup."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -127,8 +127,7 @@ def _named(problem: str) -> Iterator[None]:
 
 
 def _check_files(path: Path) -> None:
-    """Raises ``PolicyError``, which names all missing files, if there are any; errors of transformers would be
-    vague."""
+    """Raises ``PolicyError``, naming all missing files, if a file is missing. Errors of transformers would be vague."""
     if not path.is_dir():
         raise PolicyError(f"{path} is not a folder")
     missing = [] if (path / "config.json").exists() else ["no config.json"]

@@ -288,8 +288,8 @@ class _Turn:
             self._hear(what, piece)
 
     def reply(self, tools: Tools, form: Form, prompt: int) -> Reply:
-        """Returns the turn that was read. If the server does not count tokens, those of the prompt are estimated from
-        ``prompt``, its number of characters."""
+        """Returns the turn that was read. If the server does not count tokens, they are estimated from characters;
+        ``prompt`` is the number of characters of the prompt."""
         raw = self._clean("".join(self._text))
         thought = self._clean("".join(self._thought))
         if not thought and "</think>" in raw:

@@ -52,7 +52,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: Tensor
 
 def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     """Returns float [sequences, length]: the reward of each sequence on its last sampled token, if it has one, and
-    zeros. ``rewards`` are float [sequences], ``mask`` is bool [sequences, length]."""
+    zeros elsewhere. ``rewards`` are float [sequences], ``mask`` is bool [sequences, length]."""
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     return rewards[:, None] * last
 

@@ -30,8 +30,8 @@ BLOCK = 128  # query rows of one blocked product
 
 
 class Segments:
-    """The sequences of a row, by their lengths; ``part`` is set if a rank has only a part of the row. A plain class,
-    because ``torch.compile`` would specialise on a dataclass's numbers and recompile for every row."""
+    """The sequences of a row, by their lengths; ``part`` is set if a rank has only a part of the row. It is a plain
+    class, because ``torch.compile`` would specialise on a dataclass's numbers and recompile for every row."""
 
     def __init__(self, lengths: tuple[int, ...], part: PackedPart | None = None) -> None:
         self.lengths, self.part = lengths, part
@@ -176,8 +176,7 @@ def _blocks(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def part_of(row: PackedRow, ranks: int, rank: int) -> PackedRow:
-    """Returns the part of ``row`` that rank ``rank`` has. Its ``lengths`` are those of the whole row; padding to equal
-    blocks counts as a last sequence."""
+    """Returns the part of ``row`` for ``rank``. Its ``lengths`` are those of the whole row, padded to equal blocks."""
     padding = -len(row.ids) % (2 * ranks)
     ids = torch.cat([row.ids, row.ids.new_zeros(padding)])
     positions = torch.cat([row.positions, torch.arange(padding)])

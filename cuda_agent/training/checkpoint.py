@@ -35,7 +35,7 @@ def table_of(trained: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.o
 
 
 def restore(table: Table, trained: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Copies a table into parameters and optimizers. Raises ``CorruptCheckpoint``, before any change, if the table is
+    """Copies ``table`` into parameters and optimizers. Raises ``CorruptCheckpoint``, before any change, if the table is
     of another model."""
     trained = list(trained)
     shapes = {name.removeprefix("weight/"): t.shape for name, t in table.items() if name.startswith("weight/")}
@@ -80,8 +80,8 @@ def write(table: Table, folder: Path) -> None:
 
 def read(folder: Path, like: Iterable[tuple[str, Tensor]]) -> Table:
     """Reads a checkpoint with any number of ranks, each of which sees all files. ``like`` are the parameters to
-    restore: the state is read in their sharding. Raises ``CorruptCheckpoint`` on all ranks if the checkpoint is
-    incomplete or damaged."""
+    restore: the state is read in their sharding. Raises ``CorruptCheckpoint`` on all ranks if files are missing or
+    damaged."""
     try:
         return load_file(folder / WHOLE) if (folder / WHOLE).exists() else _read_parts(folder, dict(like))
     except CorruptCheckpoint:

@@ -41,9 +41,8 @@ class RankGroup(Protocol):
 
 
 def joint_results(calls: Sequence[Future[R]], gone: type[Exception] = TrainerLost) -> list[R]:
-    """Waits for ``calls``, the same call to each rank, and returns the results. Raises ``TrainerLost`` if an error is
-    of the type ``gone``, or if some ranks failed and others did not. If all ranks failed, raises the first rank's
-    error."""
+    """Waits for ``calls``, the same call to each rank; returns the results. Raises ``TrainerLost`` if an error is of
+    the type ``gone``, or if only some ranks failed. If all ranks failed, raises the error of the first."""
     wait(calls, return_when=FIRST_EXCEPTION)
     failed = _errors(calls)
     if not any(isinstance(error, gone | TrainerLost) for error in failed):

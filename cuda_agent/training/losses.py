@@ -47,8 +47,7 @@ def token_logprobs(
 
 
 def sft_loss(logprobs: Tensor, total: int) -> Tensor:
-    """Returns a row's part of the mean negative log-likelihood: minus the sum of ``logprobs``, float32 [n], divided by
-    ``total``."""
+    """Returns a row's part of the mean negative log-likelihood of tokens to imitate. ``logprobs`` is float32 [n]."""
     return -logprobs.sum() / total
 
 
@@ -100,8 +99,8 @@ def value_loss(
     """Returns half the mean squared error of ``values`` (float32 [n], with gradient), optionally clipped as in PPO.
 
     With ``clip``, the error of a token is the larger of two errors: the error of its value, and the error of its value
-    limited to within ``clip`` of ``old``, its value before the update. Raises ``ValueError`` if ``clip`` is given
-    without ``old``."""
+    limited to within ``clip`` of ``old``, its value before the update. ``clip`` without ``old`` raises
+    ``ValueError``."""
     error = (values - targets).square()
     if clip is not None:
         if old is None:

@@ -71,7 +71,7 @@ class Peak:
 
     @property
     def fixed(self) -> int:
-        """Returns the bytes that do not grow with the row."""
+        """Returns the bytes that do not grow with the length of the row."""
         return self.weights + self.gradients + self.moments + self.unsharded
 
     @property

@@ -39,8 +39,7 @@ def tokens_of(ids: Sequence[int], mask: Sequence[int]) -> Tokens:
 
 
 def tokens_of_episode(episode: Episode) -> Tokens:
-    """Returns the sequence of an episode. Raises ``ValueError`` if the episode has no reward, or begins with a sampled
-    token."""
+    """Returns the sequence of an episode. Raises ``ValueError`` if it has no reward, or begins with a sampled token."""
     if episode.reward is None:
         raise ValueError(f"episode {episode.id} has no reward: it is to be dropped, not trained on")
     mask = torch.tensor(episode.mask, dtype=torch.bool)

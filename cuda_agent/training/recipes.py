@@ -30,8 +30,7 @@ WARMUP = 0.02  # fraction of the training during which the learning rate rises
 
 
 def learning_rate(fraction: float, peak: float) -> float:
-    """Returns the learning rate after ``fraction`` (0 to 1) of the training. The rate rises linearly to ``peak``, then
-    falls linearly to 0."""
+    """Returns the rate after ``fraction`` (0 to 1) of the training: it rises linearly to ``peak``, then falls to 0."""
     if fraction < WARMUP:
         return peak * max(fraction / WARMUP, 0.01)
     return peak * (1 - min(1.0, (fraction - WARMUP) / (1 - WARMUP)))
@@ -180,7 +179,7 @@ def ppo_update(
     ``settings.epochs`` passes of ``settings.minibatches`` steps each, critic before actor.
 
     Episodes without a reward or without sampled tokens are dropped; if none is left, nothing is trained. ``seed``
-    decides how episodes are shuffled into minibatches; ``temperature`` is that of their sampling. Returns metrics of
+    decides how episodes are shuffled into minibatches. The episodes were sampled at ``temperature``. Returns metrics of
     the episodes and means over the optimizer steps (maxima for ``*_max``); the critic's metrics are named ``critic_*``.
     Raises ``ValueError`` if ``settings.advantage`` needs a critic and there is none."""
     start = time.monotonic()

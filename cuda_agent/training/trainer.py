@@ -102,7 +102,8 @@ class Trainer:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Wraps one micro-step: holds the lease (``leased``), and gives the model packed attention until the end."""
+        """Wraps a short piece of work with the model: holds the lease (``leased``), and makes the model use packed
+        attention until the end of the context."""
         with self.leased():
             usual = self.trunk.config._attn_implementation
             if self._packed:
@@ -232,8 +233,7 @@ class Trainer:
         return {name: tensor.cpu() for name, tensor in gathered if self.rank == 0}
 
     def save(self, folder: Path) -> None:
-        """Writes parameters, optimizers, random state and step into the existing ``folder``; each rank writes a
-        part."""
+        """Writes parameters, optimizers, random state and step to the existing ``folder``; each rank writes a part."""
         table = checkpoint.table_of(list(self.trained()), self.optimizers)
         table |= {"random": torch.get_rng_state(), "step": torch.tensor(self.step)}
         checkpoint.write(table | {"seconds": torch.tensor(self.seconds, dtype=torch.float64)}, folder)

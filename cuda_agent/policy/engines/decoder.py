@@ -60,8 +60,7 @@ class DenseDecoder:
         return all(linear.bias is None for linear in plain)
 
     def _weights(self, model: Any) -> Weights:
-        """Returns the model's embedding, layers, output layer, and rotations (complex64 [context, D / 2]) in the form
-        that this decoder computes with."""
+        """Returns embedding, layers, output layer and rotations (complex64 [context, D / 2]) in this decoder's form."""
         embed = model.model.embed_tokens.weight.detach().clone()
         rotary = model.model.rotary_emb
         angles = torch.outer(torch.arange(self.context, device=embed.device), rotary.inv_freq.float())
@@ -153,7 +152,7 @@ class DenseDecoder:
         return x.addmm_(gated, layer["down"])
 
     def prefill(self, jobs: Sequence[Job]) -> Tensor:
-        """Appends the tokens of each job to its row. Returns the logits after each job's last token, float32
+        """Appends the tokens of each job to its row. Returns logits after each job's last token, float32
         [jobs, vocab]."""
         device = self.embed.device
         self._reserve(max(start + len(ids) for _, start, ids in jobs))
@@ -336,8 +335,8 @@ def _fold(weight: Tensor, norm: Tensor) -> Tensor:
 
 def verify(decoder: Decoder, model: Any) -> float:
     """Returns how much the log-probabilities of decoder and model differ on a fixed prompt: the mean over the
-    vocabulary, weighted by probability, at the worst position. Tests ``prefill``, ``step`` and ``restore``; overwrites
-    the rows 0 and 1."""
+    vocabulary, weighted by probability, at the worst position. It runs through ``prefill``, ``step`` and ``restore``,
+    and overwrites the rows 0 and 1."""
     ids, device = probe_prompt(model, 20), model.device
     with torch.inference_mode():
         wanted = torch.log_softmax(model(input_ids=torch.tensor([ids], device=device)).logits[0].float(), -1)

@@ -15,9 +15,8 @@ Step = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class StepGraphs:
-    """Records calls of ``step`` as CUDA graphs and replays them. ``step`` takes ids (int64 [n]), positions (int64 [n])
-    and a length, and returns logits [n, vocab]. A second run with the same arguments must return the same. ``rows`` is
-    the largest n."""
+    """Records ``step`` as CUDA graphs and replays them. ``step`` maps ids (int64 [n]), positions (int64 [n]) and a
+    length to logits [n, vocab]; a second run with the same arguments must return the same. n is at most ``rows``."""
 
     def __init__(self, step: Step, rows: int, device: torch.device) -> None:
         self._step, self._rows = step, rows

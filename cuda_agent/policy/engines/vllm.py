@@ -116,7 +116,7 @@ class VllmEngine:
         return await asyncio.get_running_loop().run_in_executor(self._worker, job)
 
     async def close(self) -> None:
-        """Closes the connections and removes the adapter from external servers. ``open_vllm`` ends its own servers."""
+        """Closes the connections; external servers drop the engine's adapter. ``open_vllm`` ends its own servers."""
         self._failure = self._failure or EngineError("the engine is closed")
         if self._adapter:
             for replica in self._replicas:
@@ -260,8 +260,7 @@ class VllmEngine:
         replica.noise = off
 
     async def _each(self, action: Callable[[Replica], Awaitable[Any]]) -> dict[Replica, Any]:
-        """Returns the results of ``action`` for every living server; drops servers that fail. Raises EngineLost if none
-        is left."""
+        """Runs ``action`` on every living server; drops servers that fail. Raises EngineLost if none is left."""
         results: dict[Replica, Any] = {}
 
         async def one(replica: Replica) -> None:

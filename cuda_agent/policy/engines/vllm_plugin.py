@@ -1,8 +1,8 @@
 """Runs inside vLLM's processes: a plugin for vLLM, and methods that vLLM adds to its workers.
 
-vLLM calls ``register`` in each process through the entry point ``vllm.general_plugins``, and adds ``WeightSync`` to its
-workers, whose methods the engine calls through ``/collective_rpc``. A server's environment needs this package, but not
-the package's requirements: only ``torch`` is imported, in functions. Run as a program, this module becomes a vLLM
+vLLM calls ``register`` in each process through the entry point ``vllm.general_plugins``, and adds the methods of
+``WeightSync`` to its workers; the engine calls these through ``/collective_rpc``. A server's environment needs this
+package, but not the package's requirements: only functions import ``torch``. Run as a program, this module becomes a
 server."""
 
 import ctypes
@@ -30,7 +30,7 @@ PIECE = 1 << 24  # elements per step of a digest: a server has little spare memo
 
 
 def register() -> None:
-    """Adds replaceable weights and the timing lease to a process of vLLM. May be called repeatedly."""
+    """Prepares a process of vLLM for replaceable weights and the timing lease. May be called repeatedly."""
     if WHOLE in os.environ and (parent := multiprocessing.parent_process()) and parent.pid is not None:
         die_with_parent(parent.pid)  # else vLLM's engine and workers outlive a killed server and keep its memory
     from vllm.platforms import current_platform  # type: ignore[import-not-found, unused-ignore]
@@ -140,8 +140,8 @@ def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> 
 
 def digest(parameters: Iterable[tuple[str, Any]]) -> str:
     """Returns a digest that changes with any weight. It covers the name of each tensor, the sum of the tensor's bits as
-    integers, and the sum of products of neighbouring elements. These sums are exact, so every processor gets the same
-    digest."""
+    integers, and the sum of products of neighbouring elements. These sums are exact, so they are equal on every
+    processor."""
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -86,8 +86,7 @@ class VllmServer:
 
 
 def interpreter() -> str:
-    """Returns a Python interpreter that has vLLM. Raises ``PolicyError``, which says how to get one, if there is
-    none."""
+    """Returns a Python interpreter that has vLLM. Raises ``PolicyError`` with instructions if there is none."""
     python = os.environ.get(PYTHON, sys.executable)
     search = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
     try:
@@ -213,7 +212,8 @@ class Replica:
         self, prompt: Sequence[int], params: SamplingParams, model: str, salt: str, **more: Any
     ) -> dict[str, Any]:
         """Returns vLLM's completion of ``prompt`` (``token_ids``, ``logprobs``, ``finish_reason``), after checks.
-        ``model`` is the served name. Requests with different ``salt`` share no cache. ``more`` extends the body."""
+        ``model`` is the served name. Requests with another ``salt`` share no cached prefix. ``more`` extends the
+        body."""
         body = {
             "model": model,
             "prompt": list(prompt),

@@ -1,8 +1,8 @@
-"""Builds the extension format: the work folder of the CUDA Agent paper (``model_new.py`` and C++ or CUDA files).
+"""Builds the extension format: the work folder published for CUDA Agent, with ``model_new.py`` and C++ or CUDA files.
 
-The C++ is compiled against ``binding_registry.h`` instead of torch's headers, which would take most of a minute instead
-of under a second. Includes of torch and pybind11 resolve to ``torch_surface.h``, which declares the types that bindings
-need, and no operators. In a worker the module ``cuda_extension`` calls the bound functions (``worker.binding``)."""
+The C++ is compiled, in under a second, against ``binding_registry.h``; torch's headers would take most of a minute.
+Includes of headers of torch and pybind11 resolve to ``torch_surface.h``, which declares the types that bindings need,
+and no operators. In a worker the module ``cuda_extension`` calls the bound functions (``worker.binding``)."""
 
 import re
 from collections.abc import Mapping

@@ -68,8 +68,9 @@ def was_refused(verdict: Verdict) -> bool:
 
 
 class FirstPass:
-    """Runs first passes, at most ``parallel`` at a time and ``seconds`` long, and keeps their result folders below
-    ``folder``. ``scratch`` is a folder that jailed users can reach, ``lease`` the folder of the timing lease."""
+    """Runs the first passes of solutions that start compilers: at most ``parallel`` at a time, each at most ``seconds``
+    long. The results stay below ``folder``. ``scratch`` is a folder that jailed users can reach; ``lease`` is the
+    folder of the timing lease."""
 
     def __init__(
         self,
@@ -92,8 +93,9 @@ class FirstPass:
         self, task: Task, files: Mapping[str, str], architecture: str, more: Mapping[str, str]
     ) -> dict[str, Any]:
         """Runs the first pass of a solution, unless the cache holds its results. Returns the ``folder`` of the results,
-        and the ``environment`` variables through which the second pass finds them. Both passes also get the variables
-        ``more``. Raises ``FirstPassFailed`` if the solution is at fault, and ``OSError`` if the machine is."""
+        and the ``environment`` variables through which the second pass, which is judged, finds them. The environments
+        of first and second pass include the variables ``more``. Raises ``FirstPassFailed`` if the solution is at fault,
+        and ``OSError`` if the machine is."""
         async with self._slots:
             return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more))
 
@@ -235,7 +237,7 @@ def _working(folder: Path) -> Iterator[Callable[[], None]]:
 
 def _watch(folders: Sequence[Path], pause: Callable[[], None]) -> Callable[[JailedProcess], str]:
     """Returns a check for the watchdog of a first pass: a function that names the resource (memory or disk) whose limit
-    the worker exceeds, or returns an empty string. About every second it stops the worker and calls ``pause``."""
+    the worker exceeds, or returns an empty string. About every second it stops the worker to call ``pause``."""
     looked = breathed = time.monotonic()
     devices = {folder.stat().st_dev for folder in folders}
 

@@ -20,8 +20,8 @@ _COMPUTE = {
 
 def describe(node: Gemm | Convolution, where: str, names: dict[str, Any], device: str) -> dict[str, Any]:
     """Returns the description of ``node`` for the worker: ``tensors`` maps each role (such as ``a`` or ``bias``) to
-    buffer, shape and dtype, ``writes`` is the result's buffer, and further fields depend on the kind of node. Raises
-    ``PlanError``."""
+    buffer, shape and dtype, ``writes`` is the result's buffer, and further fields depend on the kind of node. ``names``
+    maps names in the plan to buffers and numbers. Raises ``PlanError``, whose message begins with ``where``."""
     roles = ("a", "b", "c") if isinstance(node, Gemm) else ("input", "weight", "bias", "output")
     said: dict[str, str] = {role: name for role in roles if (name := getattr(node, role)) is not None}
     buffers: dict[str, Buffer] = {}
@@ -74,7 +74,8 @@ _Described = tuple[dict[str, list[int]], dict[str, Any]]  # shapes by role, and 
 
 
 def _gemm(node: Gemm, where: str, names: dict[str, Any]) -> _Described:
-    """Describes ``c = a @ b``: shapes by tensor, and transpositions. Matrices of a batch lie one after another."""
+    """Returns the shapes of ``a``, ``b`` and ``c`` in ``c = a @ b``, and the transpositions. The matrices of a batch
+    lie one after the other in memory."""
     batch, m, n, k = (_extent(getattr(node, key), 1, names, f"{where}.{key}") for key in ("batch", "m", "n", "k"))
     shapes = {
         "a": [batch, k, m] if node.transpose_a else [batch, m, k],
@@ -85,9 +86,9 @@ def _gemm(node: Gemm, where: str, names: dict[str, Any]) -> _Described:
 
 
 def _convolution(node: Convolution, where: str, names: dict[str, Any], buffers: dict[str, Buffer]) -> _Described:
-    """Describes torch's convolution with one to three extents by the shapes of its tensors, its stride, and so on.
-    ``input`` is [batch, channels, extents], ``weight`` is [out, in / groups, extents] or, if transposed,
-    [in, out / groups, extents], and ``bias`` is [out]."""
+    """Returns the shapes of a convolution's tensors, and the other fields, such as its stride. As in torch, ``input``
+    is [batch, channels, extents], with one to three extents, ``weight`` is [out, in / groups, extents] or, if
+    transposed, [in, out / groups, extents], and ``bias`` is [out]."""
     given = _shape(node.input_shape, "input", where, names, buffers)
     kernel = _shape(node.weight_shape, "weight", where, names, buffers)
     extents = len(given) - 2

@@ -185,7 +185,7 @@ def _memset(node: Memset, where: str, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _function(node: Kernel, where: str, names: dict[str, Any], index: int) -> tuple[dict[str, Any], str]:
-    """Returns the program's form of a kernel node on cpu, and the C++ through which the executor calls its function."""
+    """Returns a kernel node of the program for cpu, and C++ through which the executor calls the node's function."""
     grid = evaluate(node.grid, names, f"{where}.grid")
     if not 0 < grid <= _MOST_BLOCKS:
         raise PlanError(f"{where}.grid: 1 to {_MOST_BLOCKS} blocks are possible, not {grid}")
@@ -204,7 +204,7 @@ def _function(node: Kernel, where: str, names: dict[str, Any], index: int) -> tu
 
 
 def _kernel(node: Kernel, where: str, names: dict[str, Any], index: int) -> tuple[dict[str, Any], str]:
-    """Returns the program's form of a kernel node on cuda, and CUDA source that reports the kernel's argument types."""
+    """Returns a kernel node of the program for cuda, and CUDA source that reports the kernel's argument types."""
     block = _extents(node.block, names, f"{where}.block", _MOST_BLOCK)
     if block[0] * block[1] * block[2] > _MOST_THREADS:
         raise PlanError(f"{where}.block: {block} are more than {_MOST_THREADS} threads")

@@ -43,8 +43,8 @@ _log = logging.getLogger("cuda_agent.sandbox")
 
 
 class Gate:
-    """The application in front of ``app``. It checks the framing, the token and the size of every request, the size
-    while the body arrives, and passes valid requests on to ``app``."""
+    """The application in front of ``app``. It checks every request's framing, token and, while the body arrives, size.
+    Valid requests go on to ``app``."""
 
     def __init__(self, app: ASGIApp, token: str | None, service: Service) -> None:
         self._app, self._service = app, service
@@ -142,7 +142,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> bool
 
 
 def make_app(service: Service, token: str | None) -> ASGIApp:
-    """Returns the HTTP application that serves ``service``. If there is a ``token``, requests must carry it."""
+    """Returns the HTTP application that serves ``service``. If there is a ``token``, all but open routes require it."""
     app = FastAPI(
         title="cuda-agent sandbox", description=__doc__, version="1", default_response_class=Json, redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
@@ -339,8 +339,8 @@ async def serve(
     config: SandboxConfig, cache: Path, roles: tuple[Role, ...], limits: ServiceLimits, host: str, port: int
 ) -> None:
     """Serves the sandbox over HTTP until SIGTERM, then drains the service. Removes the token from this process's
-    environment. Raises ``ConfigError`` if it cannot listen there, and ``SandboxUnready`` if the sandbox cannot
-    start."""
+    environment. Raises ``ConfigError`` if it cannot listen on ``host`` and ``port``, and ``SandboxUnready`` if the
+    sandbox cannot start."""
     token = protocol.read_token(config, os.environ)
     os.environ.pop(config.token_env, None)
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: other processes of this user cannot read the environment

@@ -18,7 +18,8 @@ _LONGEST_WAIT = 10.0  # seconds: a longer estimate is unreliable, and asking aga
 
 @dataclass(eq=False)
 class Job:
-    """A request to the service and its state. ``interest`` counts its submissions that were not cancelled."""
+    """A request to the service and its state. ``place`` is the judge or the builder that it needs. ``interest`` counts
+    its submissions that were not cancelled."""
 
     id: str
     kind: Kind
@@ -88,8 +89,9 @@ class Queue:
     def submit(
         self, id: str, kind: Kind, place: Hashable, priority: int, size: int, request: Any, now: float
     ) -> tuple[Job, bool]:
-        """Returns the job of the content that ``id`` names, and whether the job is new. It is not new if it is queued,
-        running, or finished with a valid verdict. Raises ``ServiceError`` if the queue is full."""
+        """Returns the job with this ``id``, which stands for the request's content, and whether the job is new. A job
+        that is queued, running, or finished with a valid verdict is returned as it is; otherwise a new job is queued.
+        Raises ``ServiceError`` if the queue is full."""
         if job := self._alive.get(id):
             job.interest += 1
             if job.state == "queued":

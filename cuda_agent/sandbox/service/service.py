@@ -69,7 +69,7 @@ class Service:
         await self.rooms.close_all()
 
     async def _keep(self) -> None:
-        """Tests the service while it is not ready, also after a later fault, and closes unused workspaces."""
+        """Runs until it is cancelled: tests the service while it is not ready, and closes unused workspaces."""
         while True:
             try:
                 if self.unready:
@@ -116,7 +116,7 @@ class Service:
             raise ServiceError(503, "unready", self.unready, retry_after=_AGAIN_SECONDS)
 
     def submit(self, request: AnyRequest, size: int) -> Job:
-        """Queues a request of ``size`` bytes, or joins a job of the same content. Raises ``ServiceError``."""
+        """Queues a request of ``size`` bytes, or joins the job of an equal request. Raises ``ServiceError``."""
         self.admit("build" if isinstance(request, Build) else "evaluate")
         protocol.agree(request.settings, self.sandbox.config)
         kind = request.kind

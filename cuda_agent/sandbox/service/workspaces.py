@@ -1,7 +1,7 @@
 """Serves workspaces over the network: keeps those that are open, with their owners, and streams tool calls as lines.
 
-``docs/service.md`` describes the lines. If the stream of a call breaks, the workspace is closed, because its state is
-unknown."""
+``docs/service.md`` describes the lines. If the stream of a call breaks, its workspace is closed, because the state of
+the workspace is unknown."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,8 @@ class Room:
     questions: int = 0
 
     async def ask(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """Asks the client, by a line of the open tool call, to run a command of the shell; returns its result."""
+        """Asks the client, by a line of the open tool call, to run a compile, verify or profile of the workspace's
+        shell. Returns the client's answer."""
         self.questions += 1
         number, answer = self.questions, asyncio.get_running_loop().create_future()
         self.asked[number] = answer
@@ -86,7 +87,7 @@ class Rooms:
         return room
 
     def call(self, room: Room, tool: str, arguments: dict[str, Any]) -> AsyncIterator[Line]:
-        """Starts a tool call; returns the lines of its answer. Raises ``ServiceError`` if another call runs."""
+        """Starts a tool call; returns the lines of its answer. Raises ``ServiceError`` if ``room`` is busy."""
         self._take(room)
         return self._lines(room, tool, arguments)
 

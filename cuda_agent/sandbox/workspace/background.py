@@ -2,7 +2,8 @@
 
 The keeper starts the command in the shell's jail and collects the output. It ends the command and all its processes on
 request, at a limit, or when the workspace has ended. Orphaned processes of the command become children of its keeper,
-so that they can be told from those of a foreground command. Not covered: compile, verify and profile, and input."""
+so that they can be told from those of a foreground command. A background command gets no input and cannot run compile,
+verify or profile."""
 
 import contextlib
 import json
@@ -86,7 +87,7 @@ class Backgrounds:
 
     @staticmethod
     def _ask(channel: tuple[int, int], request: bytes) -> dict[str, Any] | None:
-        """Sends a request to the keeper at ``channel`` and returns its answer, or ``None`` if it does not answer."""
+        """Sends a request to the keeper at ``channel``. Returns its answer, or ``None`` if there is no answer."""
         answers, asks = channel
         said = b""
         try:

@@ -135,7 +135,7 @@ class Workspaces:
 
 
 def checked_call(tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the message body of a tool call. Raises ``ToolRefused`` for arguments that are too large or not plain."""
+    """Returns the message body of a tool call. Raises ``ToolRefused`` if arguments are too large or no plain values."""
     try:
         body = {"tool": tool, "arguments": dict(arguments)}
         size = len(json.dumps(body))
@@ -157,7 +157,7 @@ class Workspace:
         self._broken = False
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs a tool and returns its result. Raises ``WorkspaceLost``; exceptions of ``Commands`` pass through."""
+        """Runs a tool and returns its result. Raises ``WorkspaceLost``, and what compile, verify or profile raise."""
         try:
             body = checked_call(tool, arguments)
         except ToolRefused as refused:

@@ -51,7 +51,7 @@ exit "$status"
 
 @dataclass(frozen=True)
 class CommandLimits:
-    """The limits of a workspace. A shell command's time stops while its compile, verify or profile is answered."""
+    """The limits of a workspace. A shell command's time stops while a compile, verify or profile in it is answered."""
 
     shell_seconds: float = 30.0
     output_chars: int = 30_000  # of one tool's text; the middle is cut
@@ -261,8 +261,8 @@ class Shell:
 
 
 def _records(pending: bytearray, data: bytes) -> Iterable[list[str]]:
-    """Yields the requests of scripts as [process id, command, arguments] and drops malformed data. ``pending`` holds
-    data without an end, to which ``data`` is appended."""
+    """Yields the requests of scripts as [process id, command, arguments] and drops malformed data. ``pending`` keeps
+    the start of an incomplete request, to which the next ``data`` is appended."""
     pending += data
     *records, rest = bytes(pending).split(b"\x1e")
     pending[:] = rest[-_REQUEST_BYTES:]
