@@ -50,7 +50,7 @@ def tokens_of_episode(episode: Episode) -> Tokens:
 
 
 def trainable(episodes: Iterable[Episode]) -> list[Episode]:
-    """Returns the episodes that have a reward (``None`` marks an infrastructure fault) and sampled tokens."""
+    """Returns the episodes that have sampled tokens, and a reward (``None`` after a deadline or a fault)."""
     return [episode for episode in episodes if episode.reward is not None and any(episode.mask)]
 
 
