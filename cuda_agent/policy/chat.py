@@ -1,8 +1,8 @@
 """Converts conversations to token ids, and to the messages of chat servers.
 
-The token ids are the same in training, in rollouts and on any server.  Every policy uses the chat template saved with
-its tokenizer (policies trained from scratch use ``chat_template.jinja``).  Sampled tokens are never tokenized again.
-The first prompt is rendered whole.  Every later turn appends only the text between two assistant turns."""
+A conversation has the same token ids in training, in rollouts and on any server, because sampled tokens are never
+tokenized again. The first prompt is rendered whole; every later turn appends only the tokens between two assistant
+turns. A policy uses the chat template saved with its tokenizer (``chat_template.jinja`` if trained from scratch)."""
 
 import json
 import re
@@ -66,18 +66,16 @@ _STRAY = re.compile(r"</?tool_call>|</?function\b|</?parameter\b")
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One tool call.  Arguments in XML form are strings unless ``Chat.parse`` was given the tools' schemas."""
+    """One tool call. The values of arguments in XML are strings unless ``Chat.parse`` was given the tools' schemas."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
 class Chat:
-    """Renders and parses conversations of one tokenizer.  With ``style`` "full" the prompt contains the tools' schemas;
-    "compact" saves these tokens.
-
-    Raises:
-        ValueError: The tokenizer has no chat template."""
+    """Converts conversations to token ids of ``tokenizer``, and sampled token ids to text and tool calls. With the
+    ``style`` "full" a prompt contains the tools' schemas; "compact" leaves them out to save tokens. Raises
+    ``ValueError`` if the tokenizer has no chat template."""
 
     def __init__(self, tokenizer: Any, style: Literal["compact", "full"] = "full") -> None:
         if not getattr(tokenizer, "chat_template", None):
@@ -96,7 +94,7 @@ class Chat:
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (end, tokenizer.eos_token_id) if i is not None))
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
-        """Returns the token ids of the conversation, ending with the header of the assistant's next turn."""
+        """Returns the token ids of the conversation ``messages``, with the header of the assistant's next turn."""
         spelled = list(tools) if tools and self.style == "full" else None
         text = self._render(messages, spelled, header=True)
         if spelled and spelled[0].get("function", spelled[0])["name"] not in text:
@@ -106,15 +104,15 @@ class Chat:
     def delta_ids(self, tool_results: Sequence[str], closed: bool = True) -> list[int]:
         """Returns the token ids between two assistant turns: the tool results, then the next assistant header.
 
-        ``closed`` says that the sampled turn ended with its stop token.  If not, the ids begin with a stop token."""
+        ``closed`` says whether the sampled turn ended with a stop token. If it did not, the ids begin with one."""
         return self._delta([{"role": "tool", "content": text} for text in tool_results], closed)
 
     def encode_dialogue(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[list[int], list[int]]:
         """Returns the token ids of a whole written dialogue, and a mask that is 1 on the tokens that a policy would
         have sampled (each assistant turn with its stop token).
 
-        The ids equal those that ``prompt_ids``, ``turn_ids`` and ``delta_ids`` give one after the other.  A dialogue
-        without a final assistant turn ends with the header after the tool results."""
+        ``prompt_ids``, ``turn_ids`` and ``delta_ids`` give the same ids, one after the other. If the last message is no
+        assistant turn, the ids end with the header of the next assistant turn."""
         starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         ids = self.prompt_ids(messages[: starts[0] if starts else None], tools)
         mask = [0] * len(ids)
@@ -126,7 +124,7 @@ class Chat:
         return ids, mask
 
     def turn_ids(self, message: Message) -> list[int]:
-        """Returns the token ids of a written assistant message as a policy would sample it, stop token included."""
+        """Returns the token ids of a written assistant message as a policy would sample them, stop token included."""
         before = self._render([_user("?")], header=True)
         whole = self._render([_user("?"), message])
         if not whole.startswith(before):
@@ -134,10 +132,10 @@ class Chat:
         return [*self._encode(whole[len(before) : whole.rindex(self._end)]), self.end_id]
 
     def parse(self, ids: Sequence[int], tools: Tools | None = None) -> tuple[str, list[ToolCall], bool]:
-        """Parses one sampled turn.  Returns the text without the calls, the calls, and whether the turn is malformed.
+        """Parses one sampled turn. Returns its text without tool calls, the calls, and whether it is malformed.
 
-        Calls are read in XML or in Hermes' JSON form.  A malformed call stays in the text; the other calls still count.
-        With ``tools`` the strings of XML arguments are converted to the types of the schema."""
+        Tool calls are read in XML or in Hermes' JSON form. A malformed call stays in the text; the other calls still
+        count. With ``tools``, string arguments are converted to the types of the tools' schemas."""
         ids = list(ids)
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
@@ -162,8 +160,8 @@ class Chat:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _clean(self, message: Message) -> dict[str, Any]:
-        """Returns the message in Hugging Face's form.  A space breaks control tokens in its text, so that the text of a
-        task or a tool can neither end a turn nor open one."""
+        """Returns the message in the form of Hugging Face's templates. A space breaks every control token in its text,
+        so that the text of a task or a tool can neither end a turn nor open one."""
 
         def broken(value: Any) -> Any:
             if isinstance(value, str):
@@ -182,12 +180,13 @@ class Chat:
 
 
 def function_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """Returns a call in the form of Hugging Face's templates and of OpenAI's messages."""
+    """Returns a tool call in the form that Hugging Face's templates and OpenAI's messages share."""
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def read_calls(text: str, tools: Tools | None = None) -> tuple[str, list[ToolCall], bool]:
-    """Parses the text of one turn; returns the same values as ``Chat.parse``."""
+    """Parses the text of one assistant turn. Returns the text without the tool calls, the tool calls, and whether there
+    is a malformed call. With ``tools``, string arguments are converted to the types of the tools' schemas."""
     thought, closed, said = text.rpartition("</think>")  # calls inside the thought are ignored
     calls: list[ToolCall] = []
 
@@ -238,7 +237,8 @@ def _parse_call(body: str) -> ToolCall | None:
 
 
 def _typed(call: ToolCall, properties: Mapping[str, Any]) -> ToolCall:
-    """Converts strings of a call to the schema's numbers, booleans, lists or objects if the text allows it."""
+    """Returns ``call`` with string arguments parsed as JSON where ``properties``, the schema of the tool's parameters,
+    has another type than string. Text that is no JSON stays a string."""
 
     def typed(name: str, value: Any) -> Any:
         if not isinstance(value, str) or properties.get(name, {}).get("type", "string") == "string":
@@ -254,14 +254,13 @@ def _typed(call: ToolCall, properties: Mapping[str, Any]) -> ToolCall:
 def on_the_wire(messages: Sequence[Message], tools: Tools, form: Form) -> list[Any]:
     """Converts messages to the form of an OpenAI-compatible server.
 
-    A message here has ``role`` and ``content``.  An assistant's may have ``tool_calls`` ({"id", "name", "arguments"})
-    and ``raw``, the text from which the calls were read; a tool's has ``tool_call_id``.  ``form`` is one of three:
+    An assistant's message may have ``tool_calls`` ({"id", "name", "arguments"}) and ``raw``, the text from which the
+    calls were read. A tool's message has ``tool_call_id``. ``form`` is one of three:
 
     - ``native``: the server's own tool calls;
     - ``text``: for servers without tool calls.  The first system message lists the tools, calls are XML in the text,
       and results are messages of the user;
-    - ``raw``: calls are XML in the text, the server's chat template handles roles and tools: for this project's
-      policies."""
+    - ``raw``: for this project's policies.  Calls are XML in the text; the server's template handles tools."""
     if form == "native":
         return [_native(message) for message in messages]
     sent: list[dict[str, Any]] = []

@@ -1,7 +1,7 @@
-"""An episode: the turns of one agent on one task, token by token, with its reward.
+"""Defines episodes: the turns of one agent on one task, token by token, with the agent's reward.
 
-A file of episodes has one JSON object per line (``episodes.jsonl``).  The agent writes episodes and training reads
-them; neither imports the other."""
+A file of episodes has one JSON object per line (``episodes.jsonl``). The package ``agent`` writes episodes and
+``training`` reads them, without importing each other."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -13,16 +13,17 @@ EPISODES = "episodes.jsonl"  # file name of a set of episodes
 
 
 def group_of(id: str) -> str:
-    """Returns the group of the episode ``id`` (the samples of one draw of a task), as "warmup/3/relu_sum-0017"."""
+    """Returns the group of the episode ``id``, such as "warmup/3/relu_sum-0017". A group holds the samples of one draw
+    of a task."""
     return id.rpartition("/")[0]
 
 
 @dataclass
 class Episode:
-    """One episode.  The five per-token lists have one entry per token of the whole conversation, prompt included.
+    """One episode. The lists from ``ids`` to ``turns`` have one entry per token of the conversation, prompt included.
 
-    ``mask`` is 1 on tokens that the policy sampled, the only tokens trained on, and 0 on prompt and tool tokens.
-    ``reward`` is None after the deadline or an infrastructure fault: training drops such an episode."""
+    ``mask`` is 1 on tokens that the policy sampled, the only tokens trained on, and 0 on tokens of prompts and tools.
+    ``reward`` is None after a deadline or an infrastructure fault; training drops such an episode."""
 
     id: str  # <group>/<sample>, unique within its set, e.g. "warmup/3/relu_sum-0017/2"
     task: str

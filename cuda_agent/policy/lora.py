@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): a frozen model whose linear layers each learn a low-rank change.
+"""Low-rank adapters (LoRA, arXiv 2106.09685): the model is frozen, and some linear layers learn a low-rank change.
 
 A layer with an adapter computes W x + scale B A x, and its ``weight`` reads as the sum W + scale B A. Code that reads
-weights (the decoder, a saved folder) therefore gets the merged model.  Folders of adapters have peft's format."""
+weights, such as the decoder, therefore gets the merged model. Adapters are saved in peft's format."""
 
 import json
 import math
@@ -20,7 +20,7 @@ _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 
 class Adapted(nn.Module):
-    """A linear layer with an adapter.  Its change is zero at first, because ``up`` is zero."""
+    """The linear layer ``base`` with an adapter. At first the adapter changes nothing, because ``up`` is zero."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Adapted(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Returns the merged weight [out, in], for reading, without gradients."""
+        """Returns the merged weight [out features, in features], without gradients."""
         with torch.no_grad():
             return self.base.weight + self.alpha / self.rank * self.up @ self.down
 
@@ -44,10 +44,8 @@ class Adapted(nn.Module):
 
 
 def attach(model: Any, rank: int, alpha: float, targets: Sequence[str], seed: int = 0) -> None:
-    """Freezes ``model`` and adds an adapter to every linear layer whose name ends in one of ``targets``.
-
-    Raises:
-        PolicyError: A target names no linear layer."""
+    """Freezes ``model`` and adds an adapter to every linear layer whose last name is in ``targets``, such as
+    ``q_proj``. Raises ``PolicyError`` if a target names no linear layer."""
     found = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     chosen = [name for name in found if name.rsplit(".", 1)[-1] in targets]
     if absent := set(targets) - {name.rsplit(".", 1)[-1] for name in chosen}:
@@ -66,7 +64,7 @@ def adapters(model: Any) -> dict[str, Adapted]:
 
 
 def merged_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields names and merged values of the parameters that the model has without adapters; a tied one comes once."""
+    """Yields names and values of the model's parameters, with adapters merged in. A shared parameter comes once."""
     layers = adapters(model)
     for name, parameter in model.named_parameters():
         owner, _, leaf = name.rpartition(".")
@@ -78,7 +76,7 @@ def merged_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_merged(model: Any, folder: Path | str) -> None:
-    """Saves the merged model as a Hugging Face folder, and its adapter, if any, in the sub-folder ``adapter``."""
+    """Saves the merged model as a Hugging Face folder, and its adapters, if any, in the sub-folder ``adapter``."""
     if not adapters(model):
         model.save_pretrained(folder)
         return
@@ -89,10 +87,7 @@ def save_merged(model: Any, folder: Path | str) -> None:
 
 
 def save_adapter(model: Any, folder: Path) -> None:
-    """Saves the adapters alone, in peft's format.
-
-    Raises:
-        PolicyError: The model has no adapter."""
+    """Saves only the model's adapters, in peft's format. Raises ``PolicyError`` if the model has none."""
     from safetensors.torch import save_file
 
     if not (layers := adapters(model)):

@@ -19,11 +19,9 @@ decisions, and are copied."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
-    """Trains a byte-level BPE tokenizer with the chat template on ``texts``, which have no markup.  It has at most
-    ``vocab`` entries; any text decodes to itself, and each piece of markup is one token.
-
-    Raises:
-        ValueError: ``vocab`` is too small for bytes and markup."""
+    """Trains a byte-level BPE tokenizer on ``texts``, which have no markup, and gives it the chat template. The
+    tokenizer has at most ``vocab`` entries; any text decodes to itself, and each string of ``MARKUP`` is one token.
+    Raises ``ValueError`` if ``vocab`` is too small for bytes and markup."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -83,11 +81,8 @@ def save_policy(model: Any, tokenizer: Any, folder: Path | str) -> None:
 
 
 def load_policy(folder: Path | str) -> tuple[Any, Any]:
-    """Loads (model, tokenizer) from a Hugging Face folder, or from a name on the hub.  The model is in float32 and eval
-    mode.
-
-    Raises:
-        PolicyError: A file is missing, or model and tokenizer do not fit together."""
+    """Loads a model and its tokenizer from a Hugging Face folder, or by their name on the hub. The model is in float32
+    and eval mode. Raises ``PolicyError`` if a file is missing, or if model and tokenizer do not fit together."""
     from transformers import AutoConfig, AutoTokenizer
 
     path = Path(folder)
@@ -109,10 +104,8 @@ def load_policy(folder: Path | str) -> tuple[Any, Any]:
 
 
 def load_model(folder: Path | str) -> Any:
-    """Loads the causal model of a Hugging Face folder in float32 and eval mode.
-
-    Raises:
-        PolicyError: A weight is missing or has another shape (the library would fill it with random numbers)."""
+    """Loads the causal model of a Hugging Face folder in float32 and eval mode. Raises ``PolicyError`` if a weight is
+    missing or has another shape; transformers would fill it with random numbers."""
     from transformers import AutoModelForCausalLM
 
     with _named(f"{folder}: its weights cannot be loaded as a causal model"):
@@ -126,7 +119,7 @@ def load_model(folder: Path | str) -> Any:
 
 @contextmanager
 def _named(problem: str) -> Iterator[None]:
-    """Turns any error of the library into a ``PolicyError`` that names the problem."""
+    """Turns any exception inside the context into a ``PolicyError`` that begins with ``problem``."""
     try:
         yield
     except Exception as error:
@@ -134,7 +127,7 @@ def _named(problem: str) -> Iterator[None]:
 
 
 def _check_files(path: Path) -> None:
-    """Checks a folder's files before the library, whose errors are vague, does.  The error names all missing files."""
+    """Raises ``PolicyError``, naming all missing files, if a file is missing. Errors of transformers would be vague."""
     if not path.is_dir():
         raise PolicyError(f"{path} is not a folder")
     missing = [] if (path / "config.json").exists() else ["no config.json"]

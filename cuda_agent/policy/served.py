@@ -55,8 +55,8 @@ class ContextTooLong(ServedModelError):
 
 @dataclass
 class Reply:
-    """One assistant turn.  A call is {"id", "name", "arguments"}; its arguments are a dict, or None if they are not
-    JSON. Token counts come from the server, or are ``estimated`` from the text."""
+    """One assistant turn. Each of ``calls`` is {"id", "name", "arguments"}; the arguments are a dict, or None if they
+    are no JSON. If ``estimated``, the token counts come from the length of the text instead of the server."""
 
     content: str
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -74,10 +74,7 @@ class Reply:
 
 
 def check_address(url: str, key_env: str) -> None:
-    """Checks the address without connecting.
-
-    Raises:
-        ServedModelError: The address is invalid, or holds a user name or password."""
+    """Raises ``ServedModelError`` if the address is invalid, or holds a user name or password. Does not connect."""
     try:
         parts = urlsplit(url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -125,12 +122,9 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         listen: Listener | None = None,
         call: bool = True,
     ) -> Reply:
-        """Returns the model's next turn.  With ``call`` it may call tools.  After a busy or broken answer, the request
-        is repeated a few times.
-
-        Raises:
-            ServedModelError: The server refuses the request, or all retries failed.
-            ContextTooLong: The conversation has to become shorter."""
+        """Returns the model's next turn, which may call tools if ``call`` is true. If the server is busy or its answer
+        breaks off, the request is sent again, at most ``RETRIES`` times. Raises ``ServedModelError`` if the server
+        refuses the request or all retries fail, and ``ContextTooLong`` if the conversation has to become shorter."""
         hear = listen or (lambda what, text: None)
         seed = None if seed is None else seed % 2**31
         sampling = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
@@ -169,7 +163,8 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         return {key: value for key, value in body.items() if key not in self._lacks and value is not None}
 
     def _adapted(self, refusal: str, body: dict[str, Any], hear: Listener) -> bool:
-        """Drops the feature that this refusal names from later requests; returns whether there was one to drop."""
+        """Leaves the feature that the server's ``refusal`` names out of later requests. Returns whether ``body``, the
+        refused request, used such a feature."""
         text = refusal.lower()
         for named, left_out in _OPTIONAL.items():
             if named in text and left_out in body and left_out not in self._lacks:
@@ -210,7 +205,7 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         raise _Refused(problem)
 
     def _clean(self, text: str) -> str:
-        """Returns the text without the key, which some servers repeat."""
+        """Returns ``text`` with the API key replaced, because some servers repeat the key in their answers."""
         return text.replace(self._key, "[key]") if len(self._key) >= 8 else text
 
 
@@ -236,7 +231,7 @@ class _Turn:
         self.characters = 0
 
     async def stream(self, answer: httpx.Response, room: int) -> None:
-        """Reads until the server ends the stream, or until ``room`` characters have come."""
+        """Reads a streamed answer until the server ends it, or until more than ``room`` characters have come."""
         async for data in _events(answer):
             if data == "[DONE]":
                 self._finish = self._finish or "stop"
@@ -255,7 +250,7 @@ class _Turn:
             raise _Again("the stream broke off")
 
     def whole(self, content: bytes, url: str) -> None:
-        """Reads the single body of a server that does not stream."""
+        """Reads ``content``, the whole answer of a server that does not stream."""
         try:
             data = json.loads(content)
             choice = data["choices"][0]
@@ -293,7 +288,8 @@ class _Turn:
             self._hear(what, piece)
 
     def reply(self, tools: Tools, form: Form, prompt: int) -> Reply:
-        """Returns the finished turn.  ``prompt``, the prompt's number of characters, serves to estimate tokens."""
+        """Returns the turn that was read. If the server does not count tokens, they are estimated from characters;
+        ``prompt`` is the number of characters of the prompt."""
         raw = self._clean("".join(self._text))
         thought = self._clean("".join(self._thought))
         if not thought and "</think>" in raw:
@@ -323,7 +319,7 @@ class _Turn:
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[str]:
-    """Yields the data of server-sent events.  For an endless line, raises an error instead of collecting the line."""
+    """Yields the data of the server-sent events in ``answer``. Raises ``_Again`` if a line does not end."""
     rest = b""
     async for block in answer.aiter_bytes():
         *lines, rest = (rest + block).split(b"\n")
@@ -354,7 +350,7 @@ def _arguments(value: str) -> dict[str, Any] | None:
 
 
 def _message(text: str) -> str:
-    """Returns the message of a server's error: from its JSON, or the first line."""
+    """Returns the message in the JSON of a server's error, or else the whole text on one line."""
     try:
         error = json.loads(text)
         error = error.get("error", error)

@@ -1,8 +1,7 @@
-"""Estimates advantages of sampled tokens: a table of estimators, and the functions that they share.
+"""Estimates the advantages of sampled tokens, by the estimators in the table ``ADVANTAGES``.
 
-The reward of a sequence comes once, on its last sampled token (paper, Eq. 1).  Only sampled tokens are steps of the
-decision process: estimators skip prompt and tool tokens.  These are pure functions on tensors, independent of models,
-rows and optimizers."""
+A sequence gets its reward once, on its last sampled token (paper, Eq. 1). Only sampled tokens are steps of the decision
+process: estimators skip prompt and tool tokens. All functions are pure and take only tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """The tensors of a batch of sequences that an estimator may read."""
+    """The data of a batch of sequences from which an estimator may compute advantages."""
 
     rewards: Tensor  # float [sequences], each for a whole sequence
     mask: Tensor  # bool [sequences, length], true at sampled tokens
@@ -26,19 +25,19 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class Estimator:
-    """A row of the table.  ``estimate`` returns the advantages of the sampled tokens, float [mask.sum()], sequence
-    after sequence.  ``critic`` says whether it reads ``values``; a critic is then trained beside the policy."""
+    """A row of ``ADVANTAGES``. ``estimate`` returns the advantages of the sampled tokens, float [mask.sum()], sequence
+    after sequence. ``critic`` says whether ``estimate`` reads ``values``; if so, a critic is trained, too."""
 
     estimate: Callable[[AdvantageInputs], Tensor]
     critic: bool
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: Tensor | float) -> Tensor:
-    """Estimates generalised advantages (GAE, arXiv 1506.02438) of the tokens where ``mask`` is true; zero elsewhere.
+    """Returns generalised advantages (GAE, arXiv 1506.02438) of the tokens where ``mask`` is true, and zeros elsewhere.
 
-    The tensors are [sequences, length]: ``rewards`` of each token, ``values`` of the state before each token; ``lam``
-    may be [sequences].  After the last sampled token the value is 0.  At a masked-out token the next value and the
-    running sum pass through unchanged, as if the token were not there."""
+    ``rewards`` of each token, ``values`` of the state before each token, ``mask`` and the result are
+    [sequences, length]; ``lam`` may be [sequences]. After the last sampled token the value is 0. Where ``mask`` is
+    false, the next value and the running sum pass through unchanged, as if the token were not there."""
     next_value = torch.zeros_like(values[:, 0])
     running = torch.zeros_like(next_value)
     advantages = torch.zeros_like(values)
@@ -52,8 +51,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: Tensor
 
 
 def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Puts the reward of each sequence on its last sampled token, if it has one: float [sequences], bool [sequences,
-    length] -> float [sequences, length]."""
+    """Returns float [sequences, length]: the reward of each sequence on its last sampled token, if it has one, and
+    zeros elsewhere. ``rewards`` are float [sequences], ``mask`` is bool [sequences, length]."""
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     return rewards[:, None] * last
 
@@ -85,19 +84,20 @@ def explained_variance(values: Tensor, targets: Tensor) -> float:
 
 
 def group(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """Normalises rewards within their group: GRPO (arXiv 2402.03300); float, int64 [sequences] -> float [sequences].
+    """Returns the rewards, normalised within each group: GRPO (arXiv 2402.03300).
 
-    The result is (reward - mean of the group) / ((biased) standard deviation of the group + epsilon), or 0 in a group
-    of one.  With two possible rewards, this scales the expected gradient of a task by a positive factor.  In groups of
-    more than two the factor grows as the success rate of the task approaches 0 or 1."""
+    ``rewards`` (float), ``groups`` (int64, equal within a group) and the result are [sequences]. The result is (reward
+    - mean of the group) / ((biased) standard deviation of the group + epsilon), or 0 in a group of one.  With two
+    possible rewards, this scales the expected gradient of a task by a positive factor.  In groups of more than two the
+    factor grows as the success rate of the task approaches 0 or 1."""
     centred, sizes = _centred(rewards, groups)
     spread = (_group_sums(centred.square(), groups) / sizes).sqrt()
     return (centred / (spread + epsilon)).to(rewards.dtype)
 
 
 def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Subtracts from each reward the mean of the other rewards in its group: REINFORCE leave-one-out (arXiv
-    2402.14740); float, int64 [sequences] -> float [sequences], 0 in a group of one.
+    """Returns each reward minus the mean of the other rewards in its group, or 0 in a group of one: REINFORCE
+    leave-one-out (arXiv 2402.14740). ``rewards`` (float), ``groups`` (int64) and the result are [sequences].
 
     The baseline of a sequence does not depend on that sequence, so the gradient estimate is unbiased."""
     centred, sizes = _centred(rewards, groups)
@@ -105,20 +105,20 @@ def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (reward minus the mean of its group, size of its group), both float64 [sequences]."""
+    """Returns, for each sequence, its reward minus the mean of its group, and the size of the group; both float64."""
     wide = rewards.double()
     sizes = _group_sums(torch.ones_like(wide), groups)
     return wide - _group_sums(wide, groups) / sizes, sizes
 
 
 def _group_sums(numbers: Tensor, groups: Tensor) -> Tensor:
-    """Returns, for each sequence, the sum over its group: float [sequences] -> float [sequences]."""
+    """Returns, for each sequence, the sum of ``numbers`` (float [sequences]) over its group: float [sequences]."""
     _, members = groups.unique(return_inverse=True)
     return torch.zeros_like(numbers).index_add(0, members, numbers)[members]
 
 
 def _on_all_tokens(of_groups: Callable[[Tensor, Tensor], Tensor], given: AdvantageInputs) -> Tensor:
-    """Copies each sequence's advantage to all of its sampled tokens: float [mask.sum()]."""
+    """Returns, for every sampled token, the advantage of its sequence by ``of_groups``: float [mask.sum()]."""
     return of_groups(given.rewards, given.groups)[:, None].expand(given.mask.shape)[given.mask]
 
 

@@ -1,15 +1,15 @@
 """Causal attention inside packed rows: every sequence attends only to itself, and no mask is built.
 
-``register`` adds this attention to transformers under ``NAME``, for models that ``supports`` accepts.  ``segments`` are
-an argument of the forward call.  On a CPU, short segments use blocked matrix products, which keep their probabilities
-(half of length squared per head) for the backward pass.  On a GPU in half precision, one variable-length flash
-attention computes the whole row.  Other segments go through ``scaled_dot_product_attention``, in memory linear in the
-length.
+``register`` adds this attention to transformers under ``NAME``, for models that ``supports`` accepts. The forward call
+gets the row's sequences as the argument ``segments``. On a CPU, short segments use blocked matrix products, which keep
+their probabilities (half of length squared per head) for the backward pass. On a GPU in half precision, one
+variable-length flash attention computes the whole row. Other segments go through ``scaled_dot_product_attention``, in
+memory linear in the length.
 
 With ``training.parallelism=context`` ranks share each row: the row is cut into twice as many blocks as there are ranks,
 and rank r takes the r-th block from the front and the r-th from the back, because later tokens attend to more keys.
-Attention gathers the keys and values of all ranks and returns their gradients.  On a CPU this builds masks of a quarter
-of the length squared over all ranks, so it is for tests only."""
+Attention gathers the keys and values of all ranks, and sends their gradients back. On a CPU this builds masks of a
+quarter of the length squared over all ranks, so it is for tests only."""
 
 import functools
 import itertools
@@ -30,7 +30,7 @@ BLOCK = 128  # query rows of one blocked product
 
 
 class Segments:
-    """The segments of a row: the sequences' lengths and, if a rank has only a part of the row, which part.  A plain
+    """The sequences of a row, by their lengths; ``part`` is set if a rank has only a part of the row. It is a plain
     class, because ``torch.compile`` would specialise on a dataclass's numbers and recompile for every row."""
 
     def __init__(self, lengths: tuple[int, ...], part: PackedPart | None = None) -> None:
@@ -38,12 +38,12 @@ class Segments:
 
     @functools.cached_property
     def ends(self) -> Tensor:
-        """Returns 0 and the end of each segment, int32 on the current GPU; computed once for all layers of a row."""
+        """Returns 0 and the end of each sequence, int32 on the current GPU; computed once for all layers of a row."""
         return torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32, device="cuda")
 
 
 def register(compiled: bool = False) -> None:
-    """Registers this attention with transformers.  With ``compiled``, models under ``torch.compile`` can use it too."""
+    """Registers packed attention with transformers. With ``compiled``, models under ``torch.compile`` can use it."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, torch.compiler.disable(_packed_attention) if compiled else _packed_attention)
@@ -68,7 +68,7 @@ def _packed_attention(
     segments: Segments | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention for transformers, in the layout [1, tokens, heads, size]."""
+    """Computes packed attention for transformers: returns [1, tokens, heads, size], and None as weights."""
     if query.shape[0] != 1 or attention_mask is not None:
         raise ValueError("packed attention takes one row and no mask")
     segments = segments or Segments((query.shape[2],))
@@ -99,8 +99,8 @@ def _packed_attention(
 
 
 def _whole_row(query: Tensor, key: Tensor, value: Tensor, scale: float, segments: Segments) -> Tensor:
-    """Computes attention over one whole row in half precision: query [heads, tokens, size], key and value [kv_heads,
-    tokens, size] -> [tokens, heads, size]."""
+    """Computes attention over one whole row in half precision: returns [tokens, heads, size]. ``query`` is
+    [heads, tokens, size]; ``key`` and ``value`` are [kv_heads, tokens, size]."""
     from torch.nn.attention.varlen import varlen_attn
 
     groups, ends, longest = query.shape[0] // key.shape[0], segments.ends, max(segments.lengths)
@@ -117,7 +117,8 @@ def _flash(query: Tensor) -> bool:
 
 
 class _Blocked(torch.autograd.Function):
-    """Computes blocked attention: [heads, tokens, size], twice [kv_heads, tokens, size] -> [tokens, heads, size]."""
+    """Computes attention within each sequence, in blocks of query rows. ``query`` is [heads, tokens, size], ``key`` and
+    ``value`` are [kv_heads, tokens, size], and the result is [tokens, heads, size]."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: tuple[int, ...]) -> Tensor:
@@ -165,7 +166,7 @@ class _Blocked(torch.autograd.Function):
 
 
 def _blocks(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Returns, for every block of a row: first token of its segment, first token of the block, end of the block."""
+    """Returns (first token of the sequence, first token of the block, end of the block) for every block of a row."""
     blocks, first = [], 0
     for length in lengths:
         end = first + length
@@ -175,7 +176,7 @@ def _blocks(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def part_of(row: PackedRow, ranks: int, rank: int) -> PackedRow:
-    """Returns one rank's part of a row.  Its ``lengths`` are the whole row's, padded to a multiple of the blocks."""
+    """Returns the part of ``row`` for ``rank``. Its ``lengths`` are those of the whole row, padded to equal blocks."""
     padding = -len(row.ids) % (2 * ranks)
     ids = torch.cat([row.ids, row.ids.new_zeros(padding)])
     positions = torch.cat([row.positions, torch.arange(padding)])
@@ -197,7 +198,8 @@ def _shared_attention(
     lengths: Sequence[int],
     part: PackedPart,
 ) -> Tensor:
-    """Computes causal attention of this rank's queries in the segments of the whole row: [1, heads, tokens, size]."""
+    """Returns the causal attention of this rank's queries to the keys of all ranks, within each sequence:
+    [1, heads, tokens of this rank, size]."""
     keys, values = (cast(Tensor, _Gathered.apply(tensor, part.ranks)) for tensor in (key, value))  # type: ignore[no-untyped-call]
     shared = query.shape[1] != keys.shape[1]
     size = query.shape[2] // 2
@@ -217,7 +219,7 @@ def _shared_attention(
 
 
 class _Gathered(torch.autograd.Function):
-    """Gathers the tokens of all ranks: [1, heads, tokens of this rank, size] -> [1, heads, tokens of the row, size]."""
+    """Gathers the ranks' tensors [1, heads, tokens of this rank, size] to [1, heads, tokens of the row, size]."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:

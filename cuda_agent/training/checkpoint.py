@@ -25,7 +25,7 @@ class CorruptCheckpoint(ValueError):
 
 
 def table_of(trained: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.optim.Optimizer]) -> Table:
-    """Returns the parameters and the optimizers' state for them, by name."""
+    """Returns the ``trained`` parameters, and the state that the optimizers keep for each of them, by name."""
     names = {id(parameter): name for name, parameter in trained}
     table = {f"weight/{name}": parameter.detach() for name, parameter in trained}
     for optimizer in optimizers:
@@ -35,10 +35,8 @@ def table_of(trained: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.o
 
 
 def restore(table: Table, trained: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Copies a table into parameters and optimizers.
-
-    Raises:
-        CorruptCheckpoint: The table is of another model; nothing was changed."""
+    """Copies ``table`` into parameters and optimizers. Raises ``CorruptCheckpoint``, before any change, if the table is
+    of another model."""
     trained = list(trained)
     shapes = {name.removeprefix("weight/"): t.shape for name, t in table.items() if name.startswith("weight/")}
     if shapes != {name: tensor.shape for name, tensor in trained}:
@@ -81,11 +79,9 @@ def write(table: Table, folder: Path) -> None:
 
 
 def read(folder: Path, like: Iterable[tuple[str, Tensor]]) -> Table:
-    """Reads a checkpoint with any number of ranks, each of which sees all files.  ``like`` are the parameters to
-    restore: the state is read in their sharding.
-
-    Raises:
-        CorruptCheckpoint: The checkpoint is incomplete or damaged; all ranks raise this error."""
+    """Reads a checkpoint with any number of ranks, each of which sees all files. ``like`` are the parameters to
+    restore: the state is read in their sharding. Raises ``CorruptCheckpoint`` on all ranks if files are missing or
+    damaged."""
     try:
         return load_file(folder / WHOLE) if (folder / WHOLE).exists() else _read_parts(folder, dict(like))
     except CorruptCheckpoint:

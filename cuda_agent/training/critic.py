@@ -1,4 +1,4 @@
-"""The critic estimates a value for every state of an episode; its trunk starts as a copy of the policy.
+"""Defines the critic, which estimates a value for each state of an episode. Its trunk starts as the policy's copy.
 
 On disk a critic is a folder: the trunk in Hugging Face format and ``value_head.safetensors``.  The head computes in
 float32, also on a bfloat16 trunk.  ``packing.before_sampled`` decides which state belongs to which token."""
@@ -34,29 +34,27 @@ class Critic(nn.Module):
         return None
 
     def values(self, states: Tensor) -> Tensor:
-        """Computes values, float32 [n], of last hidden states, float [n, hidden]."""
+        """Returns the values, float32 [n], of the trunk's last hidden ``states``, float [n, hidden]."""
         return self.head(states.float())[:, 0]
 
 
 def critic_from_policy(folder: Path | str, expected_reward: float = 0.0) -> Critic:
-    """Makes a critic with the trunk of the policy in ``folder``; every state has the value ``expected_reward``."""
+    """Makes a critic from the policy in ``folder``. At first every state has the value ``expected_reward``."""
     critic = Critic(_trunk(folder))
     nn.init.constant_(critic.head.bias, expected_reward)
     return critic
 
 
 def save_critic(critic: Critic, folder: Path | str) -> None:
-    """Writes the trunk (adapters merged) and the head into ``folder``."""
+    """Writes the critic's trunk (with adapters merged) and its head into ``folder``."""
     save_merged(critic.trunk, folder)
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in critic.head.named_parameters()}
     save_file(weights, Path(folder) / HEAD)
 
 
 def load_critic(folder: Path | str) -> Critic:
-    """Loads a critic that ``save_critic`` wrote, in float32.
-
-    Raises:
-        ValueError: ``folder`` holds no critic, or its head is damaged or does not fit the trunk."""
+    """Loads a critic that ``save_critic`` wrote, in float32. Raises ``ValueError`` if ``folder`` holds no critic, or if
+    the head is damaged or does not fit the trunk."""
     head = Path(folder) / HEAD
     if not head.is_file():
         raise ValueError(f"{folder} is no critic: {HEAD} is missing")

@@ -1,8 +1,8 @@
-"""A trainer whose ranks are other processes, seen from the driver process.
+"""The driver's side of a trainer that runs on other processes, its ranks.
 
 A ``DistributedTrainer`` has the interface of a ``Trainer``. Recipes marked ``over_ranks`` run on all ranks at once with
-the same arguments and return the first rank's result. A ``RankGroup`` reaches the ranks: on this machine (``ranks``) or
-on several (``rl.ray.ranks``)."""
+the same arguments and return the first rank's result. A ``RankGroup`` sends calls to the ranks, which run on this
+machine (``ranks``) or on several (``rl.ray.ranks``)."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,16 +22,17 @@ TRAINERS: dict[str, Trainer] = {}  # the trainers in this process, by name, if i
 
 
 class TrainerLost(RuntimeError):
-    """A rank died.  Training since the last checkpoint is lost; new ranks may resume from there."""
+    """A rank died, or failed while others did not. Training since the last checkpoint is lost; new ranks may resume
+    from this checkpoint."""
 
 
 class RankGroup(Protocol):
     """All ranks, on one machine or on several.
 
-    ``place`` makes a trainer called ``name`` on every rank from a model, which the ranks own from then on.  ``call``
-    calls a method of every ``Rank`` and returns the first rank's result.  ``save`` writes every rank's part of a
-    checkpoint into a folder of this process's machine.  ``load`` loads a checkpoint on every rank, and returns its step
-    and seconds."""
+    ``place`` makes a trainer called ``name`` on every rank from a model, which the ranks own from then on. ``call``
+    calls a method of every ``Rank`` and returns the first rank's result. ``save`` writes every rank's part of a
+    checkpoint into a folder of this process's machine. ``load`` loads a checkpoint on every rank, and returns the
+    checkpoint's step and seconds of training."""
 
     def place(self, name: str, model: Any, options: dict[str, Any]) -> None: ...
     def call(self, method: str, *arguments: Any) -> Any: ...
@@ -40,11 +41,8 @@ class RankGroup(Protocol):
 
 
 def joint_results(calls: Sequence[Future[R]], gone: type[Exception] = TrainerLost) -> list[R]:
-    """Waits for a call that all ranks received, and returns their results.
-
-    Raises:
-        TrainerLost: A rank is ``gone``, or some ranks failed and the others did not.
-        Exception: All ranks failed; this is the first rank's error."""
+    """Waits for ``calls``, the same call to each rank; returns the results. Raises ``TrainerLost`` if an error is of
+    the type ``gone``, or if only some ranks failed. If all ranks failed, raises the error of the first."""
     wait(calls, return_when=FIRST_EXCEPTION)
     failed = _errors(calls)
     if not any(isinstance(error, gone | TrainerLost) for error in failed):
@@ -65,8 +63,8 @@ def _errors(calls: Sequence[Future[Any]]) -> list[BaseException]:
 
 
 class DistributedTrainer:
-    """A ``Trainer`` on ranks.  ``model`` is this process's copy; reading it fetches the current weights.  A pickled
-    ``DistributedTrainer`` becomes, on each rank, that rank's trainer."""
+    """A ``Trainer`` on ranks. ``model`` is this process's copy; reading it fetches the ranks' current weights. When an
+    object of this class is pickled and sent to a rank, it becomes that rank's own trainer."""
 
     def __init__(self, ranks: RankGroup, name: str, model: Any, **options: Any) -> None:
         self.step, self.seconds = 0, 0.0
@@ -105,7 +103,7 @@ def _of_rank(name: str) -> Trainer:
 
 
 def over_ranks(recipe: Callable[P, R]) -> Callable[P, R]:
-    """Makes a recipe run on the ranks of the trainers among its arguments."""
+    """Makes a recipe run on the ranks if any of the trainers among its arguments is a ``DistributedTrainer``."""
 
     @functools.wraps(recipe)
     def spread(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,8 +1,8 @@
-"""Losses over sampled tokens, and the log-probabilities that they need.
+"""Computes losses over sampled tokens, and the log-probabilities that the losses need.
 
 Every loss takes flat tensors (one entry per sampled token of one row) and ``total``, the number of sampled tokens of
-the whole minibatch.  The losses of a minibatch's rows add up to the mean over its tokens, for any packing of sequences
-into rows.  Metrics beside a loss add up in the same way (``added``)."""
+the whole minibatch. The losses of a minibatch's rows add up to the mean over the minibatch's tokens, for any packing of
+sequences into rows. The metrics beside a loss add up in the same way (``added``)."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ Metrics = dict[str, Tensor]
 
 
 def added(known: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    """Adds two parts of metrics: the sum, or the maximum for metrics named ``*_max``."""
+    """Returns the metrics in ``more``, added to those in ``known``; for names ``*_max``, the maximum of both."""
     return {
         name: max(known.get(name, 0.0), value) if name.endswith("_max") else known.get(name, 0.0) + value
         for name, value in more.items()
@@ -24,8 +24,8 @@ def added(known: dict[str, float], more: dict[str, float]) -> dict[str, float]:
 def token_logprobs(
     states: Tensor, ids: Tensor, project: Callable[[Tensor], Tensor], chunk: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Computes the (natural) log-probabilities of tokens and the entropies, in nats and without gradient, of the
-    distributions that they came from; both float32 [n].
+    """Returns natural log-probabilities of the tokens ``ids``, and entropies, in nats and without gradient, of the
+    distributions from which these tokens came; both float32 [n].
 
     ``states``, float [n, hidden], are the states before the tokens ``ids``, int64 [n] (``packing.before_sampled``).
     ``project`` maps states to logits [m, vocabulary].  At most ``chunk`` rows of logits exist at a time; with more than
@@ -47,7 +47,7 @@ def token_logprobs(
 
 
 def sft_loss(logprobs: Tensor, total: int) -> Tensor:
-    """Computes the mean negative log-likelihood of the tokens to imitate; logprobs float32 [n]."""
+    """Returns a row's part of the mean negative log-likelihood of tokens to imitate. ``logprobs`` is float32 [n]."""
     return -logprobs.sum() / total
 
 
@@ -61,7 +61,7 @@ def ppo_loss(
     clip_high: float,
     tis_cap: float,
 ) -> tuple[Tensor, Metrics]:
-    """Computes the clipped surrogate of PPO with an asymmetric range, mean over tokens (paper, section 3.3; arXiv
+    """Returns PPO's clipped loss with an asymmetric clipping range, averaged over tokens (paper, section 3.3; arXiv
     1707.06347), and its metrics.
 
     Where ``old`` differs from ``engine``, each token is weighted by min(old / engine, ``tis_cap``), without gradient:
@@ -96,13 +96,11 @@ def ppo_loss(
 def value_loss(
     values: Tensor, targets: Tensor, total: int, old: Tensor | None = None, clip: float | None = None
 ) -> Tensor:
-    """Computes half the mean squared error of values (float32 [n], with gradient), optionally clipped as in PPO.
+    """Returns half the mean squared error of ``values`` (float32 [n], with gradient), optionally clipped as in PPO.
 
     With ``clip``, the error of a token is the larger of two errors: the error of its value, and the error of its value
-    limited to within ``clip`` of ``old``, its value before the update.
-
-    Raises:
-        ValueError: ``clip`` is given without ``old``."""
+    limited to within ``clip`` of ``old``, its value before the update. ``clip`` without ``old`` raises
+    ``ValueError``."""
     error = (values - targets).square()
     if clip is not None:
         if old is None:

@@ -1,9 +1,9 @@
 """Estimates the peak memory of a training step from the model's shape and the length of a row.
 
 The estimate counts one by one the tensors that a layer keeps for the backward pass, for the layers of Llama, Qwen2 and
-Qwen3 in transformers; tests compare it with measured steps.  For mixtures of experts there is no measurement.  The
-module does not import PyTorch, so that a command line can print an estimate at once.  Not counted: memory that the
-allocator holds unused, the context of a GPU (0.5 GB), an engine in the same process."""
+Qwen3 in transformers. Tests compare it with measured steps, but not for mixtures of experts. The module does not import
+PyTorch, so that a command line can print an estimate at once. Not counted: memory that the allocator holds unused, the
+context of a GPU (0.5 GB), an engine in the same process."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,7 +20,7 @@ _HEAD_COPIES = 6  # copies of a chunk of logits while its gradient is computed
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a decoder with gated feed-forward layers.  A mixture of experts has ``experts`` per layer."""
+    """The sizes of a language model with gated feed-forward layers. A mixture of experts has ``experts`` per layer."""
 
     layers: int
     hidden: int
@@ -53,7 +53,7 @@ class Shape:
         return self.intermediate * max(self.active, 1)
 
     def adapter_parameters(self, rank: int) -> int:
-        """Returns the number of parameters of adapters on all seven linear layers of every layer."""
+        """Returns the number of parameters of adapters of this rank on all seven linear layers of every layer."""
         h, a, k, i = self.hidden, self.heads * self.head, self.kv_heads * self.head, self.intermediate
         return self.layers * rank * ((h + a) * 2 + (h + k) * 2 + (h + i) * 3)
 
@@ -71,7 +71,7 @@ class Peak:
 
     @property
     def fixed(self) -> int:
-        """Returns the bytes that do not grow with the row."""
+        """Returns the bytes that do not grow with the length of the row."""
         return self.weights + self.gradients + self.moments + self.unsharded
 
     @property
@@ -92,8 +92,8 @@ def peak(
     at_once: int = 1,
     parallelism: Literal["data", "context"] = "data",
 ) -> Peak:
-    """Estimates the peak memory for a row of ``tokens``, with AdamW, master weights in float32, and ``ranks`` that
-    share weights and rows.  All tokens count as trained on.
+    """Estimates the peak memory of one rank for a row of ``tokens``, with AdamW, master weights in float32, and
+    ``ranks`` that share weights and rows. All tokens count as trained on.
 
     ``segment`` is the length of the row's longest sequence, by default ``tokens``.  ``at_once`` rows are computed side
     by side.  ``parallelism`` says whether ranks compute whole rows or parts of each row."""
@@ -131,11 +131,11 @@ def peak(
 def _kept(shape: Shape, low: bool, device: str, segment: int, lora_rank: int) -> int:
     """Returns the bytes per token that one layer keeps for its backward pass.
 
-    In float32: both norms keep their input, the normalised input, and their output.  Queries count five times
-    (projected, normalised, rotated, and the attention's output twice), keys three times and values once.  The
-    feed-forward layer keeps gate, its activation, up and the product.  In bfloat16 products are half as wide, and every
-    projection keeps a rounded copy of its input beside the float32 of the norms.  A frozen norm does not keep the
-    normalised input; an adapter keeps its inner product."""
+    In float32 both norms keep their input, the normalised input, and their output. Queries count five times (projected,
+    normalised, rotated, and the attention's output twice), keys three times and values once. The feed-forward layer
+    keeps gate, activation, up and their product. In bfloat16, products are half as wide, and every projection keeps a
+    rounded copy of its input beside the norms' float32 tensors. A frozen norm does not keep the normalised input; an
+    adapter keeps its inner product."""
     h, queries, keys = shape.hidden, shape.heads * shape.head, shape.kv_heads * shape.head
     if low:
         kept = 26 * h + 12 * queries + 10 * keys + 8 * shape.wide
@@ -158,10 +158,7 @@ def shape_of_policy(policy: PolicyConfig) -> Shape:
 
 
 def shape_of(config: dict[str, Any]) -> Shape:
-    """Returns the shape in a ``config.json`` of Hugging Face.
-
-    Raises:
-        KeyError: ``config`` describes no such decoder."""
+    """Returns the shape in a ``config.json`` of Hugging Face. Raises ``KeyError`` if it describes no such model."""
     heads, experts = config["num_attention_heads"], config.get("num_experts") or config.get("num_local_experts") or 0
     return Shape(
         layers=config["num_hidden_layers"],

@@ -1,9 +1,9 @@
 """Converts episodes to tensors, and packs sequences side by side into rows of at most a fixed number of tokens.
 
 A ``Batch`` holds the data of sampled tokens (log-probabilities, and later advantages and values) in flat tensors,
-sequence after sequence.  A ``PackedRow`` says which entries of the flat tensors are its own (``tokens``), what the
-sampled tokens are (``targets``) and which states predict them (``before``).  Only ``PackedRow`` and ``before_sampled``
-encode that the state at t - 1 predicts the token at t: log-probabilities and values both use them."""
+sequence after sequence. A ``PackedRow`` says which entries of these tensors belong to its tokens (``tokens``), what the
+sampled tokens are (``targets``) and which states predict them (``before``). Only ``PackedRow`` and ``before_sampled``
+encode that the state at t - 1 predicts the token at t, for log-probabilities and for values."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from cuda_agent.policy.episode import Episode
 
 @dataclass(frozen=True)
 class Tokens:
-    """One sequence to train on.  ``mask`` is true where the policy sampled the token or is to imitate it."""
+    """One sequence to train on. ``mask`` is true at the tokens that the policy sampled, or that it is to imitate."""
 
     ids: Tensor  # int64 [length]
     mask: Tensor  # bool [length]; false at 0, since nothing precedes the first token
@@ -30,7 +30,7 @@ class Tokens:
 
 
 def tokens_of(ids: Sequence[int], mask: Sequence[int]) -> Tokens:
-    """Makes a sequence to imitate where ``mask`` is 1.  The first token is never imitated, whatever its mask."""
+    """Returns a sequence whose tokens are imitated where ``mask`` is 1, except for the first token."""
     chosen = torch.tensor(mask, dtype=torch.bool)
     if len(ids) != len(mask) or not len(ids):
         raise ValueError(f"a sequence of {len(ids)} tokens with a mask of {len(mask)}")
@@ -39,10 +39,7 @@ def tokens_of(ids: Sequence[int], mask: Sequence[int]) -> Tokens:
 
 
 def tokens_of_episode(episode: Episode) -> Tokens:
-    """Makes a sequence from an episode.
-
-    Raises:
-        ValueError: The episode has no reward, or begins with a sampled token."""
+    """Returns the sequence of an episode. Raises ``ValueError`` if it has no reward, or begins with a sampled token."""
     if episode.reward is None:
         raise ValueError(f"episode {episode.id} has no reward: it is to be dropped, not trained on")
     mask = torch.tensor(episode.mask, dtype=torch.bool)
@@ -53,13 +50,13 @@ def tokens_of_episode(episode: Episode) -> Tokens:
 
 
 def trainable(episodes: Iterable[Episode]) -> list[Episode]:
-    """Returns the episodes with a reward (``None`` marks an infrastructure fault) and sampled tokens."""
+    """Returns the episodes that have sampled tokens, and a reward (``None`` after a deadline or a fault)."""
     return [episode for episode in episodes if episode.reward is not None and any(episode.mask)]
 
 
 @dataclass(frozen=True)
 class PackedPart:
-    """One rank's part of a row (``attention``): number ``rank`` of ``ranks``."""
+    """One rank's part of a row that ``ranks`` ranks share (``attention``); ``rank`` is its number."""
 
     ranks: int
     rank: int
@@ -67,7 +64,7 @@ class PackedPart:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Sequences side by side; ``positions`` begin at 0 in each sequence."""
+    """A row of sequences, side by side. ``positions`` begin at 0 in each sequence."""
 
     ids: Tensor  # int64 [length]
     positions: Tensor  # int64 [length]
@@ -90,7 +87,7 @@ def empty_row() -> PackedRow:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences in their given order; flat tensors have one entry per sampled token of all sequences."""
+    """Sequences in their given order. Flat tensors have one entry per sampled token of all sequences."""
 
     sequences: tuple[Tokens, ...]
     counts: tuple[int, ...]  # sampled tokens of each sequence
@@ -103,15 +100,15 @@ class Batch:
         return self.logprobs.numel()
 
     def rows(self, row_tokens: int, chosen: Sequence[int] | None = None, multiple: int = 1) -> list[PackedRow]:
-        """Packs the chosen sequences (by default all) into rows of at most ``row_tokens``.  Sequences without sampled
-        tokens are left out.  ``multiple`` is that of ``pack_evenly``."""
+        """Packs the chosen sequences (by default all) into rows of at most ``row_tokens``. Sequences without sampled
+        tokens are left out. The number of rows is a multiple of ``multiple`` if there are enough sequences."""
         picked = [i for i in (range(len(self.sequences)) if chosen is None else chosen) if self.counts[i]]
         offsets = torch.tensor((0, *self.counts)).cumsum(0).tolist()
         packed = pack_evenly([len(self.sequences[i]) for i in picked], row_tokens, multiple)
         return [_row([(self.sequences[picked[i]], offsets[picked[i]]) for i in row]) for row in packed]
 
     def padded(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns a flat tensor as [sequences, longest], and the mask of the entries that are not padding."""
+        """Returns ``flat`` as [sequences, most sampled tokens], and the mask of the entries that are not padding."""
         parts = flat.split(self.counts)
         mask = torch.arange(max(self.counts)) < torch.tensor(self.counts)[:, None]
         return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True), mask
@@ -129,10 +126,8 @@ def batch_of(sequences: Iterable[Tokens]) -> Batch:
 
 
 def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
-    """Returns the indices of the sequences of each row, by first-fit decreasing; equal lengths keep their given order.
-
-    Raises:
-        ValueError: A sequence is longer than a row."""
+    """Packs sequences into rows by first-fit decreasing; equal lengths keep their given order. Returns the indices of
+    each row's sequences. Raises ``ValueError`` if a sequence is longer than a row."""
     if lengths and max(lengths) > row_tokens:
         raise ValueError(f"a sequence of {max(lengths)} tokens does not fit a row of {row_tokens}")
     rows: list[list[int]] = []
@@ -148,8 +143,8 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 
 def pack_evenly(lengths: Sequence[int], row_tokens: int, multiple: int) -> list[list[int]]:
-    """Packs like ``pack``, but into rows of similar length.  Their number is a multiple of ``multiple`` if there are
-    enough sequences, for callers that compute so many rows side by side.
+    """Packs sequences into rows of similar length, and returns the indices of each row's sequences. The number of rows
+    is a multiple of ``multiple`` if there are enough sequences, for callers that compute so many rows side by side.
 
     Tries ever larger rows, from the even share up to ``row_tokens``, until first-fit decreasing needs no more rows than
     intended (the MULTIFIT idea)."""
@@ -165,7 +160,7 @@ def pack_evenly(lengths: Sequence[int], row_tokens: int, multiple: int) -> list[
 
 
 def _row(sequences: Sequence[tuple[Tokens, int]]) -> PackedRow:
-    """Packs ``sequences``, each given with the offset of its sampled tokens in the flat tensors."""
+    """Returns a row of ``sequences``, each given with the offset of its sampled tokens in the flat tensors."""
     ids = torch.cat([sequence.ids for sequence, _ in sequences])
     positions = torch.cat([torch.arange(len(sequence)) for sequence, _ in sequences])
     sampled = torch.cat([sequence.mask for sequence, _ in sequences]).nonzero()[:, 0]
@@ -175,8 +170,8 @@ def _row(sequences: Sequence[tuple[Tokens, int]]) -> PackedRow:
 
 
 def before_sampled(states: Tensor, row: PackedRow) -> Tensor:
-    """Selects from a row's states [length, size] the state before each sampled token, which predicts and values that
-    token: [n, size].  No gradient reaches any other state directly."""
+    """Returns, of a row's ``states`` [length, size], the state before each sampled token, [n, size]. This state
+    predicts and values the token. No gradient reaches any other state directly."""
     return states[row.before]
 
 

@@ -1,7 +1,7 @@
-"""The trainer's processes (ranks) on one machine, and the driver's side, which starts them and sends them calls.
+"""Runs the trainer's processes (ranks) on one machine; the driver process starts them and sends them calls.
 
-All ranks must receive the same calls in the same order.  Other modules hold a rank's computation (``sharding``,
-``attention``) and the ranks on other machines (``rl.ray.ranks``).  A dead rank is not replaced."""
+All ranks must receive the same calls in the same order. Other modules hold a rank's computation (``sharding``,
+``attention``) and the ranks on other machines (``rl.ray.ranks``). A dead rank is not replaced."""
 
 import contextlib
 import multiprocessing
@@ -32,7 +32,7 @@ PRELOAD = ["cuda_agent.training.ranks", "transformers", "transformers.models.qwe
 
 
 def open_store(host: str) -> tuple[Any, str]:
-    """Opens the store through which ranks meet, on this host address only.  Returns the store and its host:port."""
+    """Opens the store through which ranks meet, on the address ``host`` only. Returns the store and its host:port."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -66,8 +66,8 @@ class Rank:
         TRAINERS[name] = Trainer(model, device=self._device, lease=self._lease, mesh=self._mesh, **options)
 
     def run(self, recipe: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        """Runs a recipe. Returns its result and, for the name of each trainer, its optimizer steps and the seconds that
-        it has trained so far."""
+        """Runs a recipe. Returns the recipe's result, and for each trainer, by name, the optimizer steps and the
+        seconds that it has trained so far."""
         result = recipe(*arguments, **keywords)
         return result, {name: (trainer.step, trainer.seconds) for name, trainer in TRAINERS.items()}
 
@@ -78,14 +78,14 @@ class Rank:
         TRAINERS[name].save(folder)
 
     def load(self, name: str, folder: Path) -> tuple[int, float]:
-        """Loads a checkpoint; returns its step and seconds."""
+        """Loads a checkpoint into the trainer ``name``. Returns the checkpoint's step and seconds of training."""
         TRAINERS[name].load(folder)
         return TRAINERS[name].step, TRAINERS[name].seconds
 
 
 def _rank_main(connection: Connection, number: int, *arguments: Any) -> None:
-    """Serves calls until an empty message: receives (method, arguments), sends (None, the result) or (the error, None).
-    Only the first rank sends its result.  The process ends with its parent, also in the middle of a step."""
+    """Serves calls to the rank ``number`` until an empty message. Receives (method, arguments) and sends (None, result)
+    or (error, None); ranks other than the first send None as result. The process ends with its parent."""
     die_with_parent()
     rank: Rank | None = None
     while message := connection.recv_bytes():
@@ -163,14 +163,12 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         return cast(tuple[int, float], self.call("load", name, folder))
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of every rank, as in ``RankGroup``.
-
-        Raises:
-            TrainerLost: A rank is gone; the others are ended, because they would wait forever."""
+        """Calls a method of every rank and returns the first rank's result. Raises ``TrainerLost`` if a rank is gone;
+        the other ranks are then ended, because they would wait forever."""
         return self.send(pickle.dumps((method, arguments)))
 
     def send(self, message: bytes) -> Any:
-        """Does the same as ``call`` for a ``message`` that is already pickled."""
+        """Does the work of ``call`` for ``message``, a method and its arguments, already pickled."""
         if not self._pipes:
             raise TrainerLost("the ranks are closed")
         try:
@@ -190,7 +188,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         return value
 
     def close(self) -> None:
-        """Ends the ranks; kills those that do not end in time."""
+        """Ends the ranks, and kills those that do not end in ``CLOSE_SECONDS``."""
         self._end(CLOSE_SECONDS)
 
     def _end(self, seconds: float) -> None:

@@ -30,7 +30,7 @@ WARMUP = 0.02  # fraction of the training during which the learning rate rises
 
 
 def learning_rate(fraction: float, peak: float) -> float:
-    """Returns the rate after this fraction (0 to 1) of the training: it rises linearly to ``peak``, then falls to 0."""
+    """Returns the rate after ``fraction`` (0 to 1) of the training: it rises linearly to ``peak``, then falls to 0."""
     if fraction < WARMUP:
         return peak * max(fraction / WARMUP, 0.01)
     return peak * (1 - min(1.0, (fraction - WARMUP) / (1 - WARMUP)))
@@ -39,7 +39,7 @@ def learning_rate(fraction: float, peak: float) -> float:
 def sft_batches(lengths: Sequence[int], tokens_per_step: int, seed: int, epoch: int) -> list[list[int]]:
     """Splits an epoch into optimizer steps of at most ``tokens_per_step``; a longer sequence is a step by itself.
 
-    Returns the indices of each step's sequences, in an order that ``seed`` and ``epoch`` decide."""
+    Returns the indices of the sequences in each step. ``seed`` and ``epoch`` decide the order of the sequences."""
     batches: list[list[int]] = []
     room = 0
     for index in _shuffled(len(lengths), seed, epoch):
@@ -62,15 +62,13 @@ def sft(
     epochs: int | None = None,
     max_seconds: float | None = None,
 ) -> Iterator[dict[str, float]]:
-    """Trains on the masked tokens of ``sequences`` (supervised; paper, section 3.3, stage 2).
+    """Trains on the tokens of ``sequences`` whose mask is true (supervised; paper, section 3.3, stage 2).
 
-    Yields the metrics of each optimizer step of at most ``tokens_per_step``; ``seed`` decides the order.  A restored
-    trainer resumes at its step and skips earlier batches.  Give either ``steps`` or ``epochs``.  Training also ends
-    when ``trainer.seconds`` reaches ``max_seconds``.  The learning rate, at most ``lr``, follows the used fraction of
-    whichever limit is nearer.
-
-    Raises:
-        ValueError: Both or neither of ``steps`` and ``epochs`` are given, or there are no sequences."""
+    Yields the metrics of each optimizer step of at most ``tokens_per_step``; ``seed`` decides the order. A restored
+    trainer resumes at its step and skips earlier batches. Give either ``steps`` or ``epochs``. Training also ends when
+    ``trainer.seconds`` reaches ``max_seconds``. The learning rate, at most ``lr``, follows the used fraction of
+    whichever limit is nearer. Raises ``ValueError`` if both or neither of ``steps`` and ``epochs`` are given, or if
+    there are no sequences."""
     if (steps is None) == (epochs is None):
         raise ValueError("give either steps or epochs")
     if not sequences:
@@ -103,7 +101,7 @@ def _endless(lengths: Sequence[int], tokens_per_step: int, seed: int, epochs: in
 
 @over_ranks
 def sft_step(trainer: Trainer, batch: Batch, lr: float) -> dict[str, float]:
-    """Takes one optimizer step on the mean negative log-likelihood of masked tokens.  Adds to ``trainer.seconds``."""
+    """Takes one optimizer step on the negative log-likelihood of a batch; adds its time to ``trainer.seconds``."""
     start = time.monotonic()
 
     def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:
@@ -133,10 +131,11 @@ def value_epoch(
     epoch: int,
 ) -> dict[str, float]:
     """Runs one epoch of value pretraining, with gamma 1 (paper, section 3.3, stage 3), on the ``episodes`` with a
-    reward, in steps of at most ``tokens_per_step``.  ``seed`` and ``epoch`` decide the order.
+    reward, in steps of at most ``tokens_per_step``. ``seed`` and ``epoch`` decide the order.
 
     With ``gae_lambda`` 1 the targets are the episodes' rewards; below 1 they are V + advantage, where V are the
-    critic's values when the epoch begins.  ``explained_variance`` is that of the predictions before each step."""
+    critic's values when the epoch begins. The returned ``explained_variance`` is that of the predictions before each
+    optimizer step."""
     start = time.monotonic()
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
     goals = targets(batch, None if gae_lambda == 1 else critic.flat(batch, critic.values), 1.0, gae_lambda)
@@ -156,7 +155,7 @@ def value_epoch(
 
 @over_ranks
 def value_quality(critic: Trainer, episodes: Sequence[Episode]) -> dict[str, float]:
-    """Returns explained variance and loss of the critic against the rewards of held-out episodes."""
+    """Returns explained variance and loss of the critic's values, compared with the rewards of held-out episodes."""
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
     values, returns = critic.flat(batch, critic.values), _returns(batch)
     return {
@@ -179,12 +178,10 @@ def ppo_update(
     """Estimates the advantages of one batch of whole groups, then takes the optimizer steps (paper, section 3.3):
     ``settings.epochs`` passes of ``settings.minibatches`` steps each, critic before actor.
 
-    Episodes without a reward or without sampled tokens are dropped; if none is left, nothing is trained.  ``seed``
-    decides how episodes are shuffled into minibatches; they were sampled at ``temperature``.  Returns metrics of the
-    episodes and means over the optimizer steps (maxima for ``*_max``); the critic's are named ``critic_*``.
-
-    Raises:
-        ValueError: ``settings.advantage`` needs a critic and there is none."""
+    Episodes without a reward or without sampled tokens are dropped; if none is left, nothing is trained. ``seed``
+    decides how episodes are shuffled into minibatches. The episodes were sampled at ``temperature``. Returns metrics of
+    the episodes and means over the optimizer steps (maxima for ``*_max``); the critic's metrics are named ``critic_*``.
+    Raises ``ValueError`` if ``settings.advantage`` needs a critic and there is none."""
     start = time.monotonic()
     kept = trainable(episodes)
     summary = episode_metrics(episodes)
@@ -218,10 +215,8 @@ def ppo_update(
 
 def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor, Tensor | None]:
     """Returns the advantages of a batch of whole groups, by the estimator that ``settings.advantage`` names, and the
-    critic's targets (None without ``values``); both float32 [sampled tokens].
-
-    Raises:
-        ValueError: The estimator needs values and there are none."""
+    critic's targets (None without ``values``); both float32 [sampled tokens]. Raises ``ValueError`` if the estimator
+    needs ``values`` and they are None."""
     counts = torch.tensor(batch.counts)
     lam = adaptive_lambda(counts) if settings.actor_lambda is None else settings.actor_lambda
     padded, mask = batch.padded(torch.zeros(len(batch)) if values is None else values)
@@ -231,9 +226,10 @@ def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Returns the metrics of episodes before training on them.  Rates are shares of the episodes with a reward.
+    """Returns metrics of episodes before training. Rates are shares of the episodes with a reward and sampled tokens.
 
-    The rates of speed follow the grade of the verdict (-1, 1, 2, 3; Eq. 1), whatever form the reward has."""
+    ``faster_than_eager`` and ``faster_than_compile`` follow the grade of the verdict (-1, 1, 2, 3; Eq. 1), whatever
+    form the reward has."""
     kept = trainable(episodes)
     metrics = {"episodes": float(len(kept)), "dropped": float(len(episodes) - len(kept))}
     if not kept:
@@ -278,7 +274,8 @@ def _value_step(
     old: Tensor | None = None,
     clip: float | None = None,
 ) -> dict[str, float]:
-    """Takes one critic step on the chosen sequences; writes the predictions before the step into ``seen`` (flat)."""
+    """Takes one critic step on the chosen sequences. ``goals`` are the targets; the predictions before the step are
+    written into ``seen``. Both are flat, as are ``old``, the values around which ``clip`` limits predictions."""
     total = sum(batch.counts[index] for index in chosen)
 
     def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:
@@ -308,6 +305,6 @@ def _actor_step(
 
 
 def _merged(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the means over optimizer steps; the maxima for metrics named ``*_max``."""
+    """Returns the means of metrics over optimizer steps; the maxima for metrics named ``*_max``."""
     total: dict[str, float] = reduce(added, steps, {})
     return {name: value if name.endswith("_max") else value / len(steps) for name, value in total.items()}

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class FsdpRoot(nn.Module):
-    """Runs a computation with its model's weights gathered as needed."""
+    """The root module of a sharded ``model``: runs a computation while the weights are gathered as needed."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -30,7 +30,8 @@ class FsdpRoot(nn.Module):
 
 
 def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
-    """Shards ``model`` in place with new parameters.  Layers are gathered one at a time, all else with the root."""
+    """Shards ``model`` in place, with new parameters. The layers of ``trunk`` are gathered one at a time, all other
+    weights with the root."""
     layers = getattr(trunk, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{type(trunk).__name__} has no list of layers, by which its weights could be shared")
@@ -46,8 +47,9 @@ def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
 
 
 def rows_of_rank(rows: Sequence[PackedRow], ranks: int, rank: int) -> list[PackedRow]:
-    """Returns the rows of one rank, equally many for each rank.  Rows of similar length are computed at the same time.
-    The rank with the longer row of a round gets the shorter row of the next.  Empty rows fill up the last round."""
+    """Returns the rows of ``rank``. Rows are dealt out in rounds, one to each rank, from the longest to the shortest,
+    so that rows of similar length are computed at the same time. Every second round goes through the ranks backwards.
+    Empty rows fill up the last round."""
     order = sorted(range(len(rows)), key=lambda number: (-len(rows[number].ids), number))
     mine = []
     for turn, start in enumerate(range(0, len(order), ranks)):
@@ -57,7 +59,7 @@ def rows_of_rank(rows: Sequence[PackedRow], ranks: int, rank: int) -> list[Packe
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Returns a whole parameter from its shards.  All ranks must call this function."""
+    """Returns the whole of a sharded parameter. All ranks must call this function."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach()
 

@@ -1,9 +1,9 @@
 """One trainer for imitation, value pretraining and PPO: a model, its optimizer, and rows of packed sequences.
 
-Callers (``recipes``) define the losses.  Master weights are float32.  ``precision="bf16"`` computes only the trunk in
-bfloat16.  ``auto`` does so if the processor has bfloat16 instructions; log-probabilities then differ from those of a
-float32 engine.  The same seed, threads and data give the same weights.  Frozen parameters stay frozen and are not in
-checkpoints.  With a ``mesh`` the same trainer runs on each rank: ranks get the same batches, share weights and rows
+Callers (``recipes``) define the losses. Master weights are float32. ``precision="bf16"`` computes only the trunk in
+bfloat16. ``auto`` does so if the device has bfloat16 instructions; log-probabilities then differ from those of a
+float32 engine. The same seed, threads and data give the same weights. Frozen parameters stay frozen and are not in
+checkpoints. With a ``mesh`` the same trainer runs on each rank: ranks get the same batches, share weights and rows
 (``sharding``) or the tokens of every row (``attention``), and return the same results."""
 
 import functools
@@ -31,10 +31,10 @@ RowLoss = Callable[[PackedRow], tuple[Tensor, Metrics]]
 
 
 class Trainer:
-    """Trains one model.  ``row_tokens`` bounds one forward and backward pass; every sequence must fit into it.
+    """Trains one model. A forward and backward pass takes at most ``row_tokens`` tokens; every sequence must fit.
 
-    On a CPU a small model computes as many rows side by side as torch had threads when the trainer was made.  Each row
-    has one thread, so that no core idles at the end of a small operation.  Gradients are summed in row order."""
+    On a CPU a small model computes as many rows side by side as torch had threads when the trainer was made. Each row
+    has one thread, so that no core idles at the end of a small operation. Gradients are summed in row order."""
 
     def __init__(
         self,
@@ -87,7 +87,8 @@ class Trainer:
 
     @contextmanager
     def leased(self) -> Iterator[None]:
-        """Holds the lease until the device is done.  Ranks enter and leave together: one holds it for all."""
+        """Holds the timing lease until the device has finished the work of the context. Ranks enter and leave the
+        context together, and the first rank holds the lease for all."""
         with self.lease.working() if self.lease else nullcontext():
             if self._root is not None:
                 sharding.wait()
@@ -101,7 +102,8 @@ class Trainer:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Wraps one micro-step: ``leased``, with the model's packed attention, and the previous one at the end."""
+        """Wraps a short piece of work with the model: holds the lease (``leased``), and makes the model use packed
+        attention until the end of the context."""
         with self.leased():
             usual = self.trunk.config._attn_implementation
             if self._packed:
@@ -122,8 +124,8 @@ class Trainer:
         return result
 
     def states(self, row: PackedRow) -> Tensor:
-        """Returns the states before the row's sampled tokens, [n, hidden].  Must be called inside ``working`` and
-        ``within``, with a row on the trainer's device."""
+        """Returns the model's states before the row's sampled tokens, [n, hidden]. Must be called inside ``working``
+        and ``within``, with a row on the trainer's device."""
         extra = {"segments": attention.Segments(row.lengths, row.part)} if self._packed else {}
         low, alone = self.precision == "bf16", self.workers == self.ranks == 1
         with torch.autocast(self.device.type, torch.bfloat16, enabled=low, cache_enabled=alone):
@@ -131,18 +133,18 @@ class Trainer:
         return before_sampled(out.last_hidden_state[0], row).float()
 
     def logprobs(self, row: PackedRow, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Returns the log-probabilities of the row's sampled tokens and the entropies there, both float32 [n]."""
+        """Returns log-probabilities of the row's sampled tokens and entropies of their distributions, float32 [n]."""
         head = self.model.get_output_embeddings()
         chunk = max(1, LOGITS[self.device.type] // head.weight.shape[0])
         return losses.token_logprobs(self.states(row), row.targets, head, chunk, temperature)
 
     def values(self, row: PackedRow) -> Tensor:
-        """Returns the values of the states before the row's sampled tokens, float32 [n]."""
+        """Returns the critic's values of the states before the row's sampled tokens, float32 [n]."""
         return self.model.values(self.states(row))
 
     def flat(self, batch: Batch, of_row: Callable[[PackedRow], Tensor]) -> Tensor:
-        """Applies ``of_row`` (which returns a tensor [n] for a row) to a whole batch without gradients.  Returns
-        float32 [sampled tokens], on the CPU, in batch order."""
+        """Applies ``of_row`` (which returns a tensor [n] for a row) to a whole batch without gradients. Returns float32
+        [sampled tokens], on the CPU, in batch order."""
         out = torch.zeros(len(batch))
 
         def fill(row: PackedRow) -> None:
@@ -154,7 +156,7 @@ class Trainer:
         return self.summed(out)
 
     def summed(self, flat: Tensor) -> Tensor:
-        """Sums a tensor over the ranks, each of which filled the entries of its rows; every rank gets the result."""
+        """Sums ``flat`` over the ranks, each of which filled the entries of its rows; every rank gets the result."""
         if self._root is not None:
             dist.all_reduce(flat)
         return flat
@@ -166,10 +168,10 @@ class Trainer:
         return rows if self._root is None else sharding.rows_of_rank(rows, self.ranks, self.rank)
 
     def update(self, batch: Batch, chosen: Sequence[int] | None, lr: float, loss_of: RowLoss) -> dict[str, float]:
-        """Takes one optimizer step on the sum of the losses of the chosen sequences' rows (all sequences: None).
-        Returns the loss, its metrics and the gradient norm.
+        """Takes one optimizer step on the sum of ``loss_of`` over the rows of the chosen sequences (None: of all
+        sequences). Returns the loss, its metrics and the gradient norm.
 
-        A step with a non-finite gradient is skipped; ``skipped`` is then 1."""
+        A step with a non-finite gradient is skipped; the metric ``skipped`` is then 1."""
 
         def backward(row: PackedRow) -> tuple[Metrics, Sequence[Tensor | None]]:
             loss, metrics = self.within(lambda: loss_of(row.to(self.device)))
@@ -202,7 +204,7 @@ class Trainer:
         return metrics | {"grad_norm": norm if math.isfinite(norm) else 0.0, "skipped": float(not math.isfinite(norm))}
 
     def _side_by_side(self, job: Callable[[PackedRow], Result], rows: Sequence[PackedRow]) -> Iterator[Result]:
-        """Yields ``job`` of every row in order; ``workers`` rows run at a time, each inside ``working``."""
+        """Yields the results of ``job`` for all rows, in order. ``workers`` rows run at a time, inside ``working``."""
         if self.workers == 1:
             for row in rows:
                 with self.working():
@@ -231,17 +233,14 @@ class Trainer:
         return {name: tensor.cpu() for name, tensor in gathered if self.rank == 0}
 
     def save(self, folder: Path) -> None:
-        """Writes parameters, optimizer, random state and step into the existing ``folder``; each rank writes its
-        part."""
+        """Writes parameters, optimizers, random state and step to the existing ``folder``; each rank writes a part."""
         table = checkpoint.table_of(list(self.trained()), self.optimizers)
         table |= {"random": torch.get_rng_state(), "step": torch.tensor(self.step)}
         checkpoint.write(table | {"seconds": torch.tensor(self.seconds, dtype=torch.float64)}, folder)
 
     def load(self, folder: Path) -> None:
-        """Restores a state that ``save`` wrote, with any number of ranks.
-
-        Raises:
-            CorruptCheckpoint: The checkpoint does not fit or is damaged; nothing was changed."""
+        """Restores a state that ``save`` wrote, with any number of ranks. Raises ``CorruptCheckpoint``, before any
+        change, if it does not fit or is damaged."""
         table = checkpoint.read(folder, self.trained())
         random, step, seconds = (table.pop(name) for name in ("random", "step", "seconds"))
         checkpoint.restore(table, self.trained(), self.optimizers)
@@ -258,8 +257,8 @@ def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:
 
 def _optimizers(model: Any, name: Literal["adamw", "muon"], weight_decay: float) -> list[torch.optim.Optimizer]:
     """Makes the optimizers: AdamW for all parameters, or Muon for the matrices between the embeddings and AdamW for the
-    rest.  Muon is orthogonalised momentum, scaled to AdamW's step size so that one rate serves both.  Weight decay
-    applies to matrices only."""
+    rest. Muon is orthogonalised momentum, scaled to AdamW's step size so that one learning rate serves both. Weight
+    decay applies to matrices only."""
     ends = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     inner = [p for p in trained if p.ndim == 2 and min(p.shape) > 1 and id(p) not in ends] if name == "muon" else []
@@ -285,8 +284,8 @@ def _without_dropout(model: torch.nn.Module) -> None:
 
 
 def _check_rows(trainer: Trainer) -> None:
-    """Verifies on a few tokens what the trainer assumes: two sequences in a row do not attend to each other, and the
-    output layer alone makes the logits.  Raises ValueError if an assumption does not hold for this model."""
+    """Checks on a few tokens what the trainer assumes: two sequences in a row do not attend to each other, and the
+    output layer alone makes the logits. Raises ValueError if an assumption does not hold for this model."""
     vocabulary = trainer.trunk.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     pair = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (5, 7)]

@@ -1,9 +1,10 @@
-"""Decoders: the arithmetic of the in-process engine, for prompts and for one-token steps, with a key-value cache.
+"""Computes the forward passes of the in-process engine, for prompts and for single tokens, with a key-value cache.
 
-``DenseDecoder`` is a fast forward pass for dense Llama, Qwen2 and Qwen3 models.  In its weights q, k, v are one matrix,
-gate and up are another, norms are folded into the next matrix, and the two numbers of a rotary pair are neighbours, so
-that the rotation is one complex product.  ``GenericDecoder`` runs any other causal model, one row after the other. The
-active rows of the cache are 0..n-1 (``move`` fills a freed row), so that attention reads it without gathering."""
+``DenseDecoder`` is fast and decodes dense Llama, Qwen2 and Qwen3 models. Its weights hold q, k and v in one matrix and
+gate and up in another; the weights of norms are folded into the matrix that follows. The two numbers of a rotary pair
+are neighbours, so that a rotation is one complex product. ``GenericDecoder`` runs any other causal model, one row after
+the other. A row of the cache holds one sequence. The n active rows are the first n (``move`` fills a freed row), so
+that attention reads the cache without gathering."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,7 @@ Job = tuple[int, int, Sequence[int]]  # row, position of the first new token, th
 
 
 class DenseDecoder:
-    """Decodes dense models.  Shapes: n rows or tokens, H query heads, K key-value heads, G = H / K, D head size."""
+    """Decodes dense models. Shapes: n rows or tokens, H query heads, K key-value heads, G = H / K, head size D."""
 
     partial = True  # ``restore`` can take a part of a kept row
 
@@ -45,8 +46,8 @@ class DenseDecoder:
 
     @staticmethod
     def knows(model: Any) -> bool:
-        """Returns whether the model is supported: dense, full attention, silu, static rotary frequencies, no biases
-        except those of q, k and v."""
+        """Returns whether this class can decode the model: dense, full attention, silu, static rotary frequencies, no
+        biases except those of q, k and v."""
         config = model.config
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -59,7 +60,7 @@ class DenseDecoder:
         return all(linear.bias is None for linear in plain)
 
     def _weights(self, model: Any) -> Weights:
-        """Returns embedding, layers, output layer and rotations (complex64 [context, D / 2])."""
+        """Returns embedding, layers, output layer and rotations (complex64 [context, D / 2]) in this decoder's form."""
         embed = model.model.embed_tokens.weight.detach().clone()
         rotary = model.model.rotary_emb
         angles = torch.outer(torch.arange(self.context, device=embed.device), rotary.inv_freq.float())
@@ -69,7 +70,8 @@ class DenseDecoder:
 
     @torch.inference_mode()
     def take(self, model: Any) -> bool:
-        """Switches to this model's weights with empty rows.  Returns False if the model has another shape."""
+        """Copies the weights of ``model`` into this decoder; the rows then count as empty. Returns False, without a
+        change, if the model has another shape."""
         config = model.config
         numbers = config.max_position_embeddings, config.rms_norm_eps, config.num_attention_heads
         if not self.knows(model) or numbers != (self.context, self.eps, self.heads):
@@ -107,7 +109,7 @@ class DenseDecoder:
         }
 
     def _new_cache(self, rows: int, length: int) -> Tensor:
-        """Returns an empty cache [layers, rows, 2 K, length, D]: keys, then values."""
+        """Returns an empty cache [layers, rows, 2 K, length, D]. In its third dimension K keys precede K values."""
         return self.embed.new_zeros(len(self.layers), rows, 2 * self.kv_heads, length, self.head)
 
     def _reserve(self, length: int) -> None:
@@ -120,7 +122,7 @@ class DenseDecoder:
                 self.graphs.forget()
 
     def _qkv(self, layer: dict[str, Any], x: Tensor, rotations: Tensor) -> Tensor:
-        """Computes q, k and v, with q and k normed and rotated: [n, hidden] -> [n, H + 2 K, D]."""
+        """Returns q, k and v [n, H + 2 K, D] of the states ``x`` [n, hidden], with q and k normed and rotated."""
         rotated = self.heads + self.kv_heads
         qkv = F.linear(self._norm(x), layer["qkv"], layer["bias"]).view(len(x), -1, self.head)
         qk = qkv[:, :rotated].float()
@@ -138,7 +140,7 @@ class DenseDecoder:
         return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype)
 
     def _rest(self, layer: dict[str, Any], x: Tensor, attended: Tensor) -> Tensor:
-        """Computes the rest of the layer after attention: [n, hidden], [n, H * D] -> [n, hidden], in place in ``x``."""
+        """Computes the part of a layer after attention, in place in ``x`` [n, hidden], from ``attended`` [n, H * D]."""
         x.addmm_(attended, layer["out"])
         gate_up = F.linear(self._norm(x), layer["gate_up"])
         if self.native:
@@ -150,7 +152,8 @@ class DenseDecoder:
         return x.addmm_(gated, layer["down"])
 
     def prefill(self, jobs: Sequence[Job]) -> Tensor:
-        """Appends tokens to rows; returns the logits after the last token of each job, float32 [jobs, vocab]."""
+        """Appends the tokens of each job to its row. Returns logits after each job's last token, float32
+        [jobs, vocab]."""
         device = self.embed.device
         self._reserve(max(start + len(ids) for _, start, ids in jobs))
         tokens = torch.tensor([i for _, _, ids in jobs for i in ids], device=device)
@@ -187,7 +190,7 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed).float()
 
     def _placed(self, layer: dict[str, Any], cache: Tensor, x: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Computes ``_qkv`` of tokens at these rows and positions; writes their keys and values into the cache."""
+        """Returns q, k and v of the tokens ``x`` at these rows and positions; writes keys and values into ``cache``."""
         if not self.native:
             qkv = self._qkv(layer, x, self.rotations[positions][:, None])
             cache[rows, :, positions] = qkv[:, self.heads :]
@@ -200,8 +203,8 @@ class DenseDecoder:
         return qkv.view(len(x), -1, self.head)
 
     def step(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Appends one token to each of the rows 0..n-1: ids and positions int64 [n], of which ``longest`` is the
-        greatest. Returns logits, float32 [n, vocab]."""
+        """Appends one token to each of the first n rows. ``ids`` and ``positions`` are int64 [n], and ``longest`` is
+        the greatest position. Returns the logits, float32 [n, vocab]."""
         self._reserve(longest + 1)
         if self.native:
             return self._native_step(self.native, ids, positions)
@@ -231,7 +234,7 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed).float()
 
     def _native_step(self, lib: Any, ids: Tensor, positions: Tensor) -> Tensor:
-        """Computes ``step`` with all operations between the matrix products in C++ (``step.cpp``)."""
+        """Does the work of ``step`` with all operations between matrix products in C++ (``lib``, from ``step.cpp``)."""
         n = len(ids)
         x = self.embed[ids]
         attended = x.new_empty(n, self.heads * self.head)
@@ -243,11 +246,11 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed)
 
     def _threads(self, rows: int) -> int:
-        """Returns the number of threads for a step: with few rows, starting threads costs more time than they save."""
+        """Returns the number of C++ threads for ``rows`` rows. For few rows, starting threads does not pay."""
         return torch.get_num_threads() if rows >= THREADED_ROWS else 1
 
     def keep(self, row: int, length: int) -> Tensor:
-        """Returns a copy of the first ``length`` tokens of the row, for ``restore``."""
+        """Returns a copy of the cache of the first ``length`` tokens of the row, for ``restore``."""
         return self.cache[:, row, :, :length].clone()
 
     def restore(self, row: int, kept: Tensor, length: int) -> None:
@@ -261,7 +264,7 @@ class DenseDecoder:
 
 
 class GenericDecoder:
-    """Decodes any causal model of transformers.  Each row is a batch of one with the model's own cache."""
+    """Decodes any causal model of transformers. Each row is a separate batch of one, with the model's own cache."""
 
     partial = False  # a recurrent state cannot be cut short
 
@@ -307,7 +310,7 @@ Decoder = DenseDecoder | GenericDecoder
 
 
 def make_decoder(model: Any, rows: int) -> Decoder:
-    """Makes the fast decoder for a supported architecture, else the generic decoder.  The model is copied."""
+    """Returns the dense decoder of a copy of ``model`` or, for other architectures, the generic decoder."""
     return DenseDecoder(model, rows) if DenseDecoder.knows(model) else GenericDecoder(model, rows)
 
 
@@ -326,13 +329,14 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _fold(weight: Tensor, norm: Tensor) -> Tensor:
-    """Returns the weight of a linear layer after a norm, with the norm's weight multiplied in."""
+    """Returns the ``weight`` of a linear layer times the weight of the ``norm`` before the layer."""
     return (weight.float() * norm.float()).to(weight.dtype)
 
 
 def verify(decoder: Decoder, model: Any) -> float:
-    """Returns the largest expected difference of log-probabilities between decoder and model on a fixed probe, which
-    goes through prompts, single steps and kept rows.  Overwrites the rows 0 and 1."""
+    """Returns how much the log-probabilities of decoder and model differ on a fixed prompt: the mean over the
+    vocabulary, weighted by probability, at the worst position. It runs through ``prefill``, ``step`` and ``restore``,
+    and overwrites the rows 0 and 1."""
     ids, device = probe_prompt(model, 20), model.device
     with torch.inference_mode():
         wanted = torch.log_softmax(model(input_ids=torch.tensor([ids], device=device)).logits[0].float(), -1)

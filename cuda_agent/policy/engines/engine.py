@@ -1,6 +1,6 @@
-"""The interface of engines: token ids as input; token ids with their log-probabilities and weight version as output.
+"""Defines the interface of engines, which serve a policy: prompts and completions are token ids.
 
-All code that trains uses token ids; text is never tokenized again between turns."""
+A completion also has log-probabilities and the weights' version. Text is never tokenized again between turns."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,16 +12,16 @@ class EngineError(RuntimeError):
 
 
 class EngineLost(EngineError):
-    """No server is left; a new engine may work."""
+    """No server of the engine is left; a new engine may work."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters.
+    """The parameters of one completion.
 
-    ``seed`` makes a completion a function of (weights, prompt, seed) alone: each token is drawn with noise derived from
-    (seed, position), so that batch composition and restarts do not change it.  ``temperature`` 0 is greedy.  ``key``
-    names the episode: an engine sends all turns of a key to the same server, which keeps its prefix cache."""
+    ``seed`` makes the completion a function of (weights, prompt, seed) alone: the engine draws each token with noise
+    derived from (seed, position), so that batch composition and restarts change nothing. ``temperature`` 0 is greedy.
+    ``key`` names the episode: an engine sends all requests of a key to one server, which caches their prefix."""
 
     max_tokens: int
     seed: int
@@ -44,25 +44,24 @@ class Engine(Protocol):
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion: ...
 
     async def update_from(self, model: Any, version: int) -> None:
-        """Serves the weights of ``model`` as ``version`` from the next call on.  The model must not change meanwhile.
-
-        Raises:
-            EngineError: The weights cannot be served; the engine then serves no more."""
+        """Makes the engine serve the weights of ``model`` as ``version`` from the next ``generate`` on. The model must
+        not change until this call returns. Raises ``EngineError`` if it cannot; the engine then serves no more."""
 
     async def compute(self, job: Callable[[], Any]) -> Any:
-        """Runs ``job`` in the thread that computes, and returns its result."""
+        """Runs ``job`` in the engine's thread for computations, and returns the result of ``job``."""
 
     async def close(self) -> None: ...
 
 
 def probe_prompt(model: Any, count: int) -> list[int]:
-    """Returns a fixed prompt that every model can read, for comparing log-probabilities."""
+    """Returns a fixed prompt of ``count`` tokens that every model can read, for comparing log-probabilities."""
     vocab = model.config.get_text_config().vocab_size
     return [(7919 * i + 13) % vocab for i in range(count)]
 
 
 def fitted(params: SamplingParams, prompt: Sequence[int], context: int) -> SamplingParams:
-    """Returns ``params`` with ``max_tokens`` cut to the room after the prompt.  Raises ValueError if there is none."""
+    """Returns ``params`` with ``max_tokens`` cut to the tokens that ``prompt`` leaves of ``context``. Raises
+    ``ValueError`` if it leaves none or is empty."""
     limit = min(params.max_tokens, context - len(prompt))
     if not prompt or limit < 1:
         raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {context}")
@@ -70,7 +69,7 @@ def fitted(params: SamplingParams, prompt: Sequence[int], context: int) -> Sampl
 
 
 def logprobs_of(model: Any, ids: list[int], count: int, temperature: float) -> list[float]:
-    """Returns the log-probabilities of the last ``count`` tokens, by the model's forward pass."""
+    """Returns the log-probabilities of the last ``count`` tokens of ``ids``, by a forward pass of ``model``."""
     import torch
 
     training = model.training

@@ -1,7 +1,7 @@
-"""Decoding steps as CUDA graphs: one launch instead of the hundreds of small kernels of a step.
+"""Runs decoding steps as CUDA graphs: one launch replaces the launches of a step's hundreds of small kernels.
 
-A graph is recorded for a number of rows and a number of cache positions.  A step runs in the smallest graph that fits,
-so that few graphs are recorded (about a dozen for a whole batch).  Unused rows compute values that are ignored."""
+A graph is recorded for a number of rows and a number of cache positions. A step runs in the smallest graph that fits,
+so that few graphs are recorded (about a dozen for a whole batch). Unused rows compute values that are ignored."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +15,8 @@ Step = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class StepGraphs:
-    """Records and replays ``step`` (ids int64 [n], positions int64 [n], length) -> logits [n, vocab].  Running ``step``
-    twice with the same arguments must give the same result.  ``rows`` is the largest n."""
+    """Records ``step`` as CUDA graphs and replays them. ``step`` maps ids (int64 [n]), positions (int64 [n]) and a
+    length to logits [n, vocab]; a second run with the same arguments must return the same. n is at most ``rows``."""
 
     def __init__(self, step: Step, rows: int, device: torch.device) -> None:
         self._step, self._rows = step, rows
@@ -25,7 +25,7 @@ class StepGraphs:
         self.forget()
 
     def __call__(self, ids: Tensor, positions: Tensor, length: int, longest: int) -> Tensor:
-        """Returns the logits of the step over at least ``length`` and at most ``longest`` positions of the cache."""
+        """Returns the logits of a step that attends to at least ``length`` and at most ``longest`` cache positions."""
         n = len(ids)
         rows, length = min(1 << (n - 1).bit_length(), self._rows), padded_length(length, longest)
         self._ids[:n], self._positions[:n] = ids, positions

@@ -1,10 +1,10 @@
-"""LocalEngine: serves the policy inside this process, with continuous batching, prefix reuse and one worker thread.
+"""Serves a policy inside this process: ``LocalEngine``, with continuous batching, prefix reuse and one worker thread.
 
 Weights, prompt and seed determine a completion up to rounding, because each token is drawn with noise derived from
-(seed, position) alone.  Rounding depends on the batch.  Batches form in order of submission, and a batch is closed only
-when the event loop has run ``QUIET_PASSES`` times without a new request.  So callers that wait only for this engine and
-for each other get the same batches, and the same bits, every time.  There is one device, and no top-p or similar
-sampling: it would bias the training ratio."""
+(seed, position) alone. Rounding depends on the batch. Batches form in order of submission, and a batch is closed only
+when the event loop has run ``QUIET_PASSES`` times without a new request. So callers that wait only for this engine and
+for each other get the same batches, and the same bits, every time. There is one device. There is no top-p or similar
+sampling, which would bias PPO's ratio."""
 
 import asyncio
 import copy
@@ -47,13 +47,10 @@ class Counts:
 
 
 class LocalEngine:
-    """The engine of one model.
-
-    ``model`` is a causal model of transformers; the engine copies it.  ``lease`` is an instance for this engine alone.
-    ``threads`` is the worker's number of threads on a cpu.  ``device`` and ``dtype`` may differ from the model's.
-
-    Raises:
-        EngineError: The decoder does not reproduce the model's log-probabilities, at first or after new weights."""
+    """The engine that computes in this process. It copies ``model``, a causal model of transformers, to ``device`` and
+    ``dtype``. ``threads`` limits the threads of CPU operators. ``batch`` is the most requests at once. ``lease`` is a
+    ``Lease`` for this engine alone. Raises ``EngineError`` if the decoder does not reproduce the model's
+    log-probabilities, at first or after new weights."""
 
     def __init__(
         self,
@@ -82,10 +79,8 @@ class LocalEngine:
         self._decoder: Decoder = self._worker.submit(self._load, model, None).result()
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
-        """Samples until a stop token, ``max_tokens`` or the end of the context.
-
-        Raises:
-            ValueError: The prompt is empty or leaves no room."""
+        """Samples a completion until a stop token, ``max_tokens`` or the end of the context. Raises ``ValueError`` if
+        the prompt is empty or leaves no room."""
         params = fitted(params, prompt, self._decoder.context)
         noise = uniforms(params.seed, len(prompt), params.max_tokens)
         future = asyncio.get_running_loop().create_future()
@@ -102,8 +97,8 @@ class LocalEngine:
             raise
 
     async def update_from(self, model: Any, version: int) -> None:
-        """Implements ``Engine.update_from``.  Requests in the batch finish on the old weights first; waiting requests
-        get the new weights."""
+        """Makes the engine serve the weights of ``model`` as ``version``. Requests in the batch finish on the old
+        weights first; waiting requests get the new weights."""
         async with self._updating:
             if self._driver and not self._driver.done():
                 await asyncio.wait([self._driver])  # ends with the active requests
@@ -120,14 +115,14 @@ class LocalEngine:
             self._wake()
 
     async def compute(self, job: Callable[[], Any]) -> Any:
-        """Runs ``job`` in the worker thread, between requests.
+        """Runs ``job`` in the worker thread, while no decoding runs there, and returns the result of ``job``.
 
         If a process computes in a second thread too, its OpenMP library has more threads than processors and stops
         active waiting, and every operator in both threads becomes slower by a third (docs/lab-notebook.md)."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, job)
 
     async def close(self) -> None:
-        """Stops the engine; waiting requests are cancelled."""
+        """Stops the engine and cancels its requests."""
         self._failure = EngineError("the engine is closed")
         for request in [*self._waiting, *self._active]:
             request.future.cancel()
@@ -144,7 +139,7 @@ class LocalEngine:
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
     async def _drive(self) -> None:
-        """Forms a batch and runs it until something changes, as long as there are requests."""
+        """While there are requests, adds those that wait to the batch and decodes until a request ends or arrives."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -173,7 +168,7 @@ class LocalEngine:
                 raise
 
     async def _wait_until_quiet(self) -> None:
-        """Returns when all tasks of the event loop have run and submitted their requests."""
+        """Returns when the event loop has run ``QUIET_PASSES`` times without a new request."""
         quiet = 0
         while quiet < QUIET_PASSES:
             before = len(self._waiting)
@@ -196,7 +191,7 @@ class LocalEngine:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Holds the lease until the device has done what was enqueued inside."""
+        """Holds the timing lease until the device has finished the work that was enqueued inside the context."""
         with self._lease.working() if self._lease else nullcontext():
             try:
                 yield
@@ -206,7 +201,8 @@ class LocalEngine:
 
     @torch.inference_mode()
     def _work(self, joining: list[_Request]) -> list[tuple[_Request, Any]]:
-        """Adds ``joining`` to the batch and decodes until a request ends or the event loop interrupts."""
+        """Adds ``joining`` to the batch and decodes until a request ends or the event loop interrupts. Returns the
+        requests that ended, with their finish reasons."""
         if cancelled := [row for row, request in enumerate(self._active) if request.future.cancelled()]:
             with self._working():
                 for row in reversed(cancelled):
@@ -229,7 +225,8 @@ class LocalEngine:
             longest += 1
 
     def _join(self, joining: list[_Request]) -> list[tuple[_Request, Any]]:
-        """Computes the prompts in new rows and samples their first tokens; returns the requests that ended."""
+        """Adds requests to the batch: computes their prompts in new rows and samples their first tokens. Returns the
+        requests that ended, with their finish reasons."""
         kept: dict[int, Any] = {}  # snapshots to restore, by row
         leaders: dict[tuple[int, ...], int] = {}
         twins: list[tuple[int, int, int]] = []  # source row, row, length
@@ -262,8 +259,8 @@ class LocalEngine:
             return self._sample(logits[torch.tensor(picks, device=logits.device)], len(self._active) - len(joining))
 
     def _take_kept(self, prompt: list[int]) -> tuple[int, Any]:
-        """Returns the length of the longest kept prefix of the prompt, without the prompt's last token, and the
-        snapshot that holds the prefix; 0 and None if there is none."""
+        """Returns the length of the longest prefix that ``prompt``, without its last token, shares with a kept
+        sequence, and the decoder's copy of this sequence; 0 and None if there is none."""
         best, best_length = None, 0
         wanted = np.array(prompt[:-1])
         for index in reversed(range(len(self._kept))):
@@ -281,7 +278,7 @@ class LocalEngine:
         return best_length, kept
 
     def _sample(self, logits: Tensor, first: int) -> list[tuple[_Request, Any]]:
-        """Draws the next token of the rows from ``first`` on; finished requests leave the batch."""
+        """Draws the next tokens of the rows from ``first`` on. Requests that end leave the batch and are returned."""
         requests = self._active[first:]
         noise = torch.tensor([r.noise[len(r.ids)] for r in requests], dtype=torch.float64, device=logits.device)
         temperatures = [r.params.temperature for r in requests]
@@ -307,7 +304,7 @@ class LocalEngine:
             del self._kept[0]
 
     def _leave(self, row: int) -> None:
-        """Removes a request from the batch; the last row moves into the free row."""
+        """Removes the request in ``row`` from the batch; the last row moves into the free row."""
         last = self._active.pop()
         if row < len(self._active):
             self._decoder.move(len(self._active), row, len(last.prompt) + len(last.ids))
@@ -321,7 +318,7 @@ def _init_thread(threads: int, device: torch.device) -> None:
 
 
 def _chunks(jobs: Sequence[Job], most: int) -> Iterator[Sequence[Job]]:
-    """Yields consecutive jobs of at most ``most`` tokens together, at least one job each time."""
+    """Yields groups of consecutive jobs with at most ``most`` tokens together; a longer job is a group of its own."""
     begin, tokens = 0, 0
     for index, (_, _, ids) in enumerate(jobs):
         if index > begin and tokens + len(ids) > most:
@@ -332,17 +329,17 @@ def _chunks(jobs: Sequence[Job], most: int) -> Iterator[Sequence[Job]]:
 
 
 def uniforms(seed: int, position: int, count: int) -> np.ndarray:
-    """Returns float64 [count], uniform in [0, 1): entry i depends on (seed, position + i) alone (Philox)."""
+    """Returns float64 [count], uniform in [0, 1). Entry i depends only on ``seed`` and ``position`` + i (Philox)."""
     bits = np.random.Philox(key=seed % 2**64)
     bits.advance(position // 4)  # one counter step gives four numbers
     return np.random.Generator(bits).random(position % 4 + count)[position % 4 :]
 
 
 def draw(logits: Tensor, noise: Tensor, temperatures: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Draws one token per row where the cumulative distribution reaches ``noise``; returns ids and log-probabilities.
+    """Draws one token per row, where its cumulative distribution reaches ``noise``; returns ids and log-probabilities.
 
-    logits are float32 [n, vocab], noise is float64 [n].  Temperature 0 takes the likeliest token; its log-probability
-    is the one at temperature 1."""
+    ``logits`` are float32 [n, vocab], ``noise`` is float64 [n]. At temperature 0 the likeliest token is taken, with its
+    log-probability at temperature 1."""
     if any(t != 1.0 for t in temperatures):
         logits = logits / torch.tensor([t or 1.0 for t in temperatures], device=logits.device)[:, None]
     probabilities = torch.softmax(logits, -1)

@@ -22,7 +22,8 @@ FLAGS += " -fassociative-math"
 
 @functools.cache
 def library(head: int, group: int) -> ctypes.CDLL | None:
-    """Returns the functions of ``step.cpp`` for this head size and group of query heads; None without a compiler."""
+    """Returns the functions of ``step.cpp``, compiled for heads of the size ``head`` and ``group`` query heads per
+    key-value head, or None if they cannot be compiled."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         return None

@@ -1,9 +1,9 @@
-"""VllmEngine: the policy served by vLLM, one server or many, over HTTP (docs/engines.md).
+"""Serves a policy by one or many vLLM servers over HTTP: ``VllmEngine`` (docs/engines.md).
 
-All turns of an episode go to one server, which keeps the episode's prefix cache.  The requests of a dead server go to
-the other servers.  Nothing is lost, because a completion depends on weights, prompt and seed alone, up to rounding.
-The weights change between requests, and every server must prove that it serves the new ones.  A dead server is not
-restarted. There is no top-p or similar sampling, which would bias the training ratio."""
+All turns of an episode go to one server, which keeps the episode's prefix cache. The requests of a dead server go to
+the other servers. Nothing is lost, because a completion depends on weights, prompt and seed alone, up to rounding. The
+weights change between requests, and every server must prove that it serves the new weights. A dead server is not
+restarted. Top-p and similar sampling are left out, because they would bias PPO's ratio."""
 
 import asyncio
 import contextlib
@@ -45,7 +45,8 @@ PROBE_TOLERANCE_LOW = 0.05  # the same for servers in bfloat16 and float16
 
 
 class VllmEngine:
-    """The engine over ``replicas``, whose ``greet`` was called.  Every server must be able to read ``work``."""
+    """The engine over the vLLM servers ``replicas``, whose ``greet`` was called. New weights are written to the folder
+    ``work``, which every server must be able to read."""
 
     def __init__(self, replicas: Sequence[Replica], work: Path, config: PolicyConfig) -> None:
         import torch
@@ -70,7 +71,8 @@ class VllmEngine:
         self._worker = ThreadPoolExecutor(1, "training", initializer=torch.set_num_threads, initargs=(config.threads,))
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
-        """Samples as ``LocalEngine.generate`` does.  Raises EngineLost if no server is left."""
+        """Samples a completion until a stop token, ``max_tokens`` or the end of the context. Raises ``ValueError`` if
+        the prompt is empty or leaves no room, and ``EngineLost`` if no server is left."""
         params = fitted(params, prompt, self.context)
         while not self._open.is_set():
             await self._open.wait()
@@ -92,7 +94,7 @@ class VllmEngine:
                 self._idle.set()
 
     async def update_from(self, model: Any, version: int) -> None:
-        """Implements ``Engine.update_from``.  Running requests finish on the old weights first."""
+        """Makes the servers serve ``model``'s weights as ``version``. Running requests first finish on the old ones."""
         async with self._updating:
             self._check()
             self._open.clear()
@@ -114,7 +116,7 @@ class VllmEngine:
         return await asyncio.get_running_loop().run_in_executor(self._worker, job)
 
     async def close(self) -> None:
-        """Closes the connections and removes the engine's adapter.  Servers started here end with ``open_vllm``."""
+        """Closes the connections; external servers drop the engine's adapter. ``open_vllm`` ends its own servers."""
         self._failure = self._failure or EngineError("the engine is closed")
         if self._adapter:
             for replica in self._replicas:
@@ -157,7 +159,8 @@ class VllmEngine:
             self._last_error = f"{replica.url}: {error}{log}"
 
     async def _patiently(self, replica: Replica, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
-        """Requests a completion; retries unless the server is gone, and more often while the server is busy."""
+        """Returns a completion from ``replica``. Repeats a failed request while the server is healthy, at most
+        ``TRIES`` times in all, and at most ``BUSY_TRIES`` times while it is busy. Raises ``Fault``."""
         faults = busy = 0
         while True:
             try:
@@ -226,7 +229,8 @@ class VllmEngine:
             self._adapter = name
 
     async def _prove(self, replica: Replica, model: Any, before: list[Any]) -> None:
-        """Raises EngineError unless the replica computes with the weights of ``model``."""
+        """Raises EngineError unless ``replica`` computes with the weights of ``model``. ``before`` is what the server
+        said of its weights before they changed, or empty."""
         prompt = probe_prompt(model, PROBE_TOKENS)
         params = SamplingParams(PROBE_SAMPLED, seed=1, temperature=PROBE_TEMPERATURE)
         served_name = self._adapter or replica.model
@@ -256,7 +260,7 @@ class VllmEngine:
         replica.noise = off
 
     async def _each(self, action: Callable[[Replica], Awaitable[Any]]) -> dict[Replica, Any]:
-        """Runs ``action`` for every living server, and drops one that fails.  Raises EngineLost if none is left."""
+        """Runs ``action`` on every living server; drops servers that fail. Raises EngineLost if none is left."""
         results: dict[Replica, Any] = {}
 
         async def one(replica: Replica) -> None:
@@ -271,7 +275,7 @@ class VllmEngine:
 
 
 def _put_first(policy: Path, shared: Path) -> None:
-    """Writes the first policy for waiting servers (``vllm_pool``), unless it is there."""
+    """Copies ``policy`` into ``shared``, where servers (``vllm_pool``) wait for a first policy, unless one is there."""
     if (shared / FIRST).exists():
         return
     shared.mkdir(parents=True, exist_ok=True)
@@ -298,9 +302,9 @@ async def open_vllm(
 ) -> AsyncIterator[VllmEngine]:
     """Opens an engine that serves the policy in ``folder``, whose weights are those of ``model``.
 
-    If ``config.vllm.servers`` is empty, it starts ``config.vllm.replicas`` servers and gives them the GPUs in turn.
-    Without a GPU they run on the processor in float32, and pause while a judge holds ``lease`` to take a time.
-    Otherwise it replaces the weights of the given servers.  New weights are written below ``work``."""
+    If ``config.vllm.servers`` lists servers, the engine uses them, and replaces their weights unless it syncs adapters.
+    Otherwise it starts ``config.vllm.replicas`` servers and gives them the GPUs in turn. Without a GPU these run on the
+    CPU in float32, and pause while a judge holds ``lease`` to take a time. New weights are written below ``work``."""
     settings = config.vllm
     own: list[VllmServer] = []
     found = [Replica(url) for url in settings.servers]

@@ -1,8 +1,9 @@
-"""Code inside vLLM's processes: a plugin, and an extension of its workers.
+"""Runs inside vLLM's processes: a plugin for vLLM, and methods that vLLM adds to its workers.
 
-vLLM calls ``register`` in each process by the entry point ``vllm.general_plugins``, and adds ``WeightSync`` to its
-workers; the engine calls its methods by ``/collective_rpc``.  The servers' environment needs this package, but not its
-requirements: only ``torch`` is imported, and only late.  Run as a program this module becomes a server."""
+vLLM calls ``register`` in each process through the entry point ``vllm.general_plugins``, and adds the methods of
+``WeightSync`` to its workers; the engine calls these through ``/collective_rpc``. A server's environment needs this
+package, but not the package's requirements: only functions import ``torch``. Run as a program, this module becomes a
+server."""
 
 import ctypes
 import functools
@@ -29,7 +30,7 @@ PIECE = 1 << 24  # elements per step of a digest: a server has little spare memo
 
 
 def register() -> None:
-    """Adds replaceable weights and the timing lease to a server.  May be called repeatedly."""
+    """Prepares a process of vLLM for replaceable weights and the timing lease. May be called repeatedly."""
     if WHOLE in os.environ and (parent := multiprocessing.parent_process()) and parent.pid is not None:
         die_with_parent(parent.pid)  # else vLLM's engine and workers outlive a killed server and keep its memory
     from vllm.platforms import current_platform  # type: ignore[import-not-found, unused-ignore]
@@ -41,8 +42,8 @@ def register() -> None:
 
 
 def _keep_plain_weights() -> None:
-    """Disables packed weights.  On a CPU vLLM multiplies with packed copies, which a reload does not change: it would
-    silently use the old weights.  Without packing it uses PyTorch's operators on the weights themselves."""
+    """Disables packed weights. On a CPU vLLM multiplies with packed copies of the weights, and loading new weights
+    leaves the copies as they were. Without packing, vLLM uses PyTorch's operators on the weights themselves."""
     from vllm import _custom_ops  # type: ignore[import-not-found, unused-ignore]
     from vllm.model_executor.layers import utils  # type: ignore[import-not-found, unused-ignore]
 
@@ -51,7 +52,7 @@ def _keep_plain_weights() -> None:
 
 
 def _work_under_lease(folder: Path) -> None:
-    """Makes every step of a worker hold the timing lease, as the in-process engine does."""
+    """Makes every step of a vLLM worker hold the timing lease, so that the step waits while a kernel is timed."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase  # type: ignore[import-not-found, unused-ignore]
 
     from cuda_agent.lease import Lease
@@ -70,14 +71,14 @@ def _work_under_lease(folder: Path) -> None:
 
 
 class WeightSync:
-    """Methods added to every worker.  They return dicts, which pass through vLLM's HTTP interface."""
+    """Methods that vLLM adds to each of its workers. They return dicts, which pass through vLLM's HTTP interface."""
 
     model_runner: Any
     device: Any
     _cuda_agent_group: Any = None
 
     def cuda_agent_weights(self) -> dict[str, str]:
-        """Returns the state of this worker: a digest of all weights, the element type, the device."""
+        """Returns a digest of this worker's weights, their element type, and the worker's device."""
         parameters = dict(self.model_runner.get_model().named_parameters())
         dtype = str(self.model_runner.model_config.dtype).removeprefix("torch.")
         return {"digest": digest(parameters.items()), "dtype": dtype, "device": self.device.type}
@@ -88,7 +89,8 @@ class WeightSync:
         return self.cuda_agent_weights()
 
     def cuda_agent_join(self, host: str, port: int, rank: int, size: int) -> dict[str, str]:
-        """Joins a broadcast group; ``rank`` is the rank of this server's first worker."""
+        """Joins the group in which the trainer at ``host`` broadcasts weights to ``size`` - 1 workers. ``rank`` is the
+        rank of this server's first worker."""
         from vllm.distributed import get_world_group  # type: ignore[import-not-found, unused-ignore]
 
         store = transfer_store(host, port, size, False)
@@ -97,7 +99,7 @@ class WeightSync:
         return {}
 
     def cuda_agent_receive(self, tensors: list[list[Any]]) -> dict[str, str]:
-        """Receives broadcast weights; ``tensors`` has the name, element type and shape of each, in sending order."""
+        """Receives broadcast weights; ``tensors`` has [name, element type, shape] of each, in sending order."""
         self.model_runner.reload_weights(weights_iterator=self._received(tensors))
         return self.cuda_agent_weights()
 
@@ -111,7 +113,8 @@ class WeightSync:
 
 
 def transfer_store(host: str, port: int, size: int, master: bool) -> Any:
-    """Opens the store where the members of a group meet; the trainer is the master.  Port 0 means any free port."""
+    """Opens the store through which the members of a broadcast group meet. The trainer is the ``master`` and runs the
+    store; its port may be 0 for any free port."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=TRANSFER_SECONDS)
@@ -119,7 +122,7 @@ def transfer_store(host: str, port: int, size: int, master: bool) -> Any:
 
 
 def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> Any:
-    """Joins a process group of this process, by NCCL or Gloo.  Returns when all ``size`` members have joined."""
+    """Joins a broadcast group by NCCL or Gloo. Returns the group when all ``size`` members have joined it."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=TRANSFER_SECONDS)
@@ -136,8 +139,9 @@ def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> 
 
 
 def digest(parameters: Iterable[tuple[str, Any]]) -> str:
-    """Returns a digest that changes with any weight: over the names of all tensors, the sums of their bits as integers,
-    and the sums of products of neighbours.  These sums are exact, so they are the same on every processor."""
+    """Returns a digest that changes with any weight. It covers the name of each tensor, the sum of the tensor's bits as
+    integers, and the sum of products of neighbouring elements. These sums are exact, so they are equal on every
+    processor."""
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -155,9 +159,9 @@ def digest(parameters: Iterable[tuple[str, Any]]) -> str:
 
 
 def served(policy: Path, name: str, context: int, batch: int, memory: float | None, rank: int | None) -> list[str]:
-    """Returns the arguments of vLLM's server, except for its address.  It serves the folder ``policy`` as ``name``.
-    ``context`` is also limited by the model's positions.  ``memory`` is a share of a GPU's memory; None means on the
-    processor, in float32.  ``rank`` is the largest rank of an adapter."""
+    """Returns the arguments, except for the address, of a vLLM server for the model folder ``policy`` under the name
+    ``name``. ``context`` is cut to the model's positions; ``batch`` is the most sequences at once. ``memory`` is a
+    share of a GPU's memory, or None for a server on the CPU in float32. ``rank`` is an adapter's largest rank."""
     config = json.loads((policy / "config.json").read_text())
     shape = config.get("text_config") or config
     context = min(context, shape.get("max_position_embeddings") or context)
@@ -180,7 +184,7 @@ def served(policy: Path, name: str, context: int, batch: int, memory: float | No
 
 
 def on_processor(environment: dict[str, str], lib: Path, threads: int) -> dict[str, str]:
-    """Returns the environment of a server on the processor.  ``lib`` is that folder of vLLM's virtual environment."""
+    """Returns ``environment`` for a vLLM server on the CPU. ``lib`` is the folder lib of vLLM's environment."""
     made = environment | {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     made.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the arguments of ``served``
     openmp = lib / "libiomp5.so"  # vLLM's operators are linked to it
@@ -188,7 +192,7 @@ def on_processor(environment: dict[str, str], lib: Path, threads: int) -> dict[s
 
 
 def _serve(parent: int, arguments: list[str]) -> None:
-    """Asks Linux for a signal when the parent ends, then replaces this process by vLLM's server."""
+    """Replaces this process by vLLM's server. Linux ends the server when the process ``parent`` ends."""
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() == parent:
         os.execv(sys.executable, [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *arguments])

@@ -1,8 +1,8 @@
-"""A vLLM server of a run's pool on a cluster: it waits for the run's first policy, then becomes vLLM's server.
+"""Runs a vLLM server of a run's pool on a cluster: waits for the run's first policy, then becomes vLLM's server.
 
-The first stage that needs an engine writes the policy atomically into ``FOLDER/policy``.  At each start the server
-takes a new name: a restarted server then refuses earlier requests instead of answering them with its initial weights.
-Like ``vllm_plugin`` this module imports none of the package's requirements."""
+The first stage that needs an engine writes the policy atomically into ``FOLDER/policy``. At each start the server gives
+the policy a new name: after a restart it refuses requests for the old name instead of answering them with its initial
+weights. Like ``vllm_plugin``, this module imports none of the package's requirements."""
 
 import argparse
 import os
@@ -18,7 +18,8 @@ FIRST = "policy"  # sub-folder with the initial policy in the shared folder
 
 
 def command(policy: Path, port: int, context: int, batch: int, memory: float, gpus: int) -> list[str]:
-    """Returns the interpreter's arguments for vLLM's server on ``gpus`` GPUs (0: on the processor)."""
+    """Returns the arguments of a Python interpreter that runs vLLM's server on ``gpus`` GPUs, or on the CPU if 0.
+    ``memory`` is a share of each GPU's memory."""
     name = f"policy-{secrets.token_hex(6)}"
     line = ["-P", "-m", "vllm.entrypoints.openai.api_server", "--host", "0.0.0.0", "--port", str(port)]
     line += served(policy, name, context, batch, memory if gpus else None, None)

@@ -1,8 +1,8 @@
-"""One vLLM server, started here or external: requests to it over HTTP, and checks of its answers.
+"""Starts vLLM servers, sends requests over HTTP to these or to external servers, and checks the answers.
 
 A server started here listens on a Unix socket in a private folder, because the interface that replaces weights has no
-password.  vLLM requires its own PyTorch version, so another interpreter may run it (``CUDA_AGENT_VLLM_PYTHON``), whose
-environment need not have this package."""
+password. vLLM requires its own PyTorch version, so another interpreter may run it (``CUDA_AGENT_VLLM_PYTHON``); the
+environment of that interpreter need not have this package."""
 
 import asyncio
 import math
@@ -32,12 +32,9 @@ _ENTRY_POINT = "[vllm.general_plugins]\ncuda_agent = cuda_agent.policy.engines.v
 
 
 class VllmServer:
-    """A server started here.  The kernel ends it with the thread that created it, so create it in the main thread.
-    ``device`` is the number of the GPU, None for the processor.  ``lease`` is the folder of the timing lease: the
-    server pauses while kernels are timed.
-
-    Raises:
-        PolicyError: vLLM is not installed."""
+    """A vLLM server started here. Linux ends the server with the thread that created it, so create it in the main
+    thread. ``device`` is the number of a GPU, or None for the CPU. ``lease`` is the folder of the timing lease, under
+    which the server pauses while kernels are timed. Raises ``PolicyError`` if vLLM is missing."""
 
     def __init__(self, policy: Path, config: PolicyConfig, lease: Path | None, device: int | None) -> None:
         self.python = interpreter()
@@ -89,10 +86,7 @@ class VllmServer:
 
 
 def interpreter() -> str:
-    """Returns the Python interpreter that has vLLM.
-
-    Raises:
-        PolicyError: There is none; the message says how to get one."""
+    """Returns a Python interpreter that has vLLM. Raises ``PolicyError`` with instructions if there is none."""
     python = os.environ.get(PYTHON, sys.executable)
     search = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
     try:
@@ -119,15 +113,15 @@ KEPT_SECONDS = 2.0  # longest idle time of a reused connection; vLLM closes it a
 
 
 class Fault(Exception):
-    """This server failed; another server may work."""
+    """The failure of one server; another server may work."""
 
 
 class Busy(Fault):
-    """The server is overloaded."""
+    """The answer of a server that is overloaded."""
 
 
 class Replica:
-    """One server and the connection to it.  ``url`` is ``http://host:port``, or ``unix:/path`` of a socket."""
+    """A vLLM server and the connections to it. ``url`` is ``http://host:port``, or ``unix:/path`` of a socket."""
 
     def __init__(self, url: str, server: VllmServer | None = None) -> None:
         self.url, self.server = url, server
@@ -165,7 +159,7 @@ class Replica:
             return False
 
     async def ready(self) -> None:
-        """Returns when the server answers.  If it ends or is too slow, raises EngineLost with its last log lines."""
+        """Waits until the server answers. Raises EngineLost, with the end of its log, if it ends or is too slow."""
         end, server = time.monotonic() + START_SECONDS, self.server
         while not await self.healthy():
             log = f":\n{server.tail()}" if server else ""
@@ -176,8 +170,8 @@ class Replica:
             await asyncio.sleep(0.25)
 
     async def ask(self, path: str, body: Any = None) -> Any:
-        """Sends a request (GET without a body); returns the JSON answer, None if empty.  Raises EngineError if the
-        server refuses the request, Fault if it fails."""
+        """Sends a request: POST with ``body``, or GET if it is None. Returns the answer's JSON, or None for other
+        content. Raises EngineError if the server refuses the request, Fault if it fails."""
         method = "GET" if body is None else "POST"
         try:
             try:
@@ -217,7 +211,9 @@ class Replica:
     async def complete(
         self, prompt: Sequence[int], params: SamplingParams, model: str, salt: str, **more: Any
     ) -> dict[str, Any]:
-        """Returns vLLM's completion after checks: ``token_ids``, their ``logprobs``, ``finish_reason``."""
+        """Returns vLLM's completion of ``prompt`` (``token_ids``, ``logprobs``, ``finish_reason``), after checks.
+        ``model`` is the served name. Requests with another ``salt`` share no cached prefix. ``more`` extends the
+        body."""
         body = {
             "model": model,
             "prompt": list(prompt),

@@ -1,6 +1,6 @@
-"""Broadcasts new weights into the memory of vLLM's workers: NCCL between GPUs, Gloo between CPUs.
+"""Broadcasts new weights into the memory of vLLM's workers, by NCCL between GPUs and by Gloo between CPUs.
 
-``vllm`` pauses the servers, notices dead ones and verifies the weights."""
+The module ``vllm`` pauses the servers, notices dead servers and verifies the weights."""
 
 import asyncio
 import socket
@@ -17,14 +17,14 @@ from cuda_agent.policy.lora import merged_parameters
 
 
 class Broadcast:
-    """The trainer's end of a broadcast group, which lasts as long as its members do."""
+    """The trainer's end of a group that broadcasts weights. The group is kept as long as its servers stay the same."""
 
     def __init__(self) -> None:
         self._group: Any = None
         self._members: list[Replica] = []
 
     async def send(self, replicas: Sequence[Replica], model: Any) -> None:
-        """Sends the model's parameters to all ``replicas``.  If one fails, the next call makes a new group."""
+        """Sends the parameters of ``model`` to all ``replicas``. If a server fails, the next call makes a new group."""
         device = model.device.type
         if others := sorted({replica.device for replica in replicas} - {device}):
             raise EngineError(
@@ -69,14 +69,14 @@ def _address_towards(hosts: Sequence[str | None]) -> str:
     remote = [host for host in hosts if host not in (None, "localhost", "127.0.0.1")]
     if not remote:
         return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing; the kernel chooses the route
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing; Linux chooses the route
         probe.connect((remote[0], 9))
         return str(probe.getsockname()[0])
 
 
 async def _collective(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) -> Any:
-    """Runs the collective ``work`` in a thread, while ``calls`` make the other members take part.  If a call fails,
-    ``work`` may never end; its thread is then left behind."""
+    """Runs ``work``, the trainer's part of a collective operation, in a thread, while ``calls`` make the servers take
+    part. Returns the result of ``work``. If a call fails, ``work`` may never end; its thread is then left behind."""
     result: Future[Any] = Future()
     result.set_running_or_notify_cancel()
 

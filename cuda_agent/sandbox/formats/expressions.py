@@ -1,4 +1,4 @@
-"""Evaluates a plan's integer expressions: shapes, numbers, ``+ - * // %``, comparisons, min, max, cdiv, select."""
+"""Evaluates the integer expressions of a plan: ``+ - * // %``, comparisons, shapes, min, max, cdiv, and select."""
 
 import ast
 import json
@@ -14,7 +14,7 @@ from cuda_agent.sandbox.wire import Tensor
 
 
 class PlanError(SolutionError):
-    """The plan is invalid; the message tells its author where and why."""
+    """The error of an invalid ``plan.json``; the message tells the plan's author where and why."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,9 @@ LONGEST = 500  # characters
 
 
 def evaluate(expression: Any, names: dict[str, Any], where: str) -> int:
-    """Evaluates a number, or an expression such as ``cdiv(in0.numel, 8) * in0.shape[1]``, to an integer. Raises
-    ``PlanError``."""
+    """Returns the integer value of ``expression``: an integer, or text such as ``cdiv(in0.numel, 8) * in0.shape[1]``.
+    ``names`` maps the names that the text may use to buffers and numbers. Raises ``PlanError`` with a message that
+    begins with ``where``."""
     if isinstance(expression, bool) or not isinstance(expression, int | str):
         raise PlanError(f"{where}: an integer or an expression is expected, not {json.dumps(expression)[:60]}")
     if isinstance(expression, int):
@@ -57,8 +58,8 @@ def evaluate(expression: Any, names: dict[str, Any], where: str) -> int:
 
 
 def _weight_name(text: str, names: dict[str, Any]) -> str:
-    """Replaces the longest weight name that ``text`` begins with by an identifier, which is added to ``names``. A
-    weight's name may have dots, as in ``w:linear.weight.numel``."""
+    """Returns ``text`` with an identifier in place of the longest weight name at its start, and adds the identifier to
+    ``names``. Example: ``w:linear.weight.numel`` becomes ``weight_w_linear_weight.numel``."""
     fitting = [name for name in names if name.startswith("w:") and f"{text}.".startswith(f"{name}.")]
     known = max(fitting, key=len, default="")
     if not known:

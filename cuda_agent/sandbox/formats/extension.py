@@ -1,8 +1,8 @@
-"""Builds the extension format: the published work folder (``model_new.py``, ``kernels/``, ``*_binding.cpp``).
+"""Builds the extension format: the work folder published for CUDA Agent, with ``model_new.py`` and C++ or CUDA files.
 
-The folder's C++ is built against ``binding_registry.h`` instead of torch's headers: under a second instead of most of a
-minute.  Includes of torch and pybind11 resolve to ``torch_surface.h``, which declares the types that bindings need and
-no operators.  Registered functions become the worker's Python module ``cuda_extension`` (``binding``)."""
+The C++ is compiled, in under a second, against ``binding_registry.h``; torch's headers would take most of a minute.
+Includes of headers of torch and pybind11 resolve to ``torch_surface.h``, which declares the types that bindings need,
+and no operators. In a worker the module ``cuda_extension`` calls the bound functions (``worker.binding``)."""
 
 import re
 from collections.abc import Mapping
@@ -28,7 +28,8 @@ def header() -> str:
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Builds the library and returns the worker's load request. Raises ``SolutionError`` or ``BuildError``."""
+    """Compiles the solution's C++ or CUDA files to a library. Returns the request with which a worker loads the
+    solution. Raises ``SolutionError`` or ``BuildError``."""
     check_module(files, spec)
     built, units, libraries = sources_of(files, tools.device)
     extra = ("-I.", "-Isurface")
@@ -40,12 +41,9 @@ async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> d
 
 
 def sources_of(files: Mapping[str, str], device: str) -> tuple[dict[str, str], list[str], list[str]]:
-    """Returns the sources with the stand-ins for torch's headers, the units to compile, and the vendor libraries to
-    link.
-
-    Raises:
-        SolutionError: There is no source or no binding, or a ``.cu`` file includes torch.
-    """
+    """Returns the sources by name, the names of the sources to compile, and the vendor libraries to link. The sources
+    include stand-ins for torch's headers. Raises ``SolutionError`` if there is no source or no binding, or if a ``.cu``
+    file includes torch."""
     endings = _SOURCES[device]
     sources = {name: text for name, text in files.items() if name.endswith(endings) and Path(name).name not in _FIXED}
     units = sorted(name for name in sources if name.endswith(_UNITS))

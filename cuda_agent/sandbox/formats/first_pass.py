@@ -1,8 +1,8 @@
-"""Runs the first pass of a solution that starts compilers: one run in a worker that may start programs.
+"""Runs the first pass of a solution that starts compilers: one run in a jailed worker that may start programs.
 
-When the worker and all its programs have ended, the plain files of its folder are copied into the cache.  The second,
-locked pass reads them at the same path and starts no program (``worker.replay``).  The folder's content is hostile:
-only the jailed candidate loads it.  Not covered: a device that the pass leaves in a bad state."""
+When the worker and all its programs have ended, the cache keeps the regular files of the worker's folder. The second
+pass, which is judged, reads these files at the same path and starts no program (``worker.replay``). The files are
+untrusted: only the jailed candidate loads them. Not covered: a GPU that the first pass leaves in a bad state."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ _IMPORTS = ("cuda_agent.sandbox.worker.compiling",)  # modules that the warm par
 
 
 class FirstPassFailed(Exception):
-    """The solution is at fault; ``status`` becomes the status of its verdict."""
+    """A failure of a first pass by the solution's fault; ``status`` becomes the status of the solution's verdict."""
 
     def __init__(self, status: Status, message: str) -> None:
         super().__init__(message)
@@ -52,23 +52,25 @@ class FirstPassFailed(Exception):
 
 
 def time_for_python(files: Mapping[str, str], device: str) -> FirstPassTime:
-    """Returns when a solution of the python format gets its first pass."""
+    """Returns when a solution of the python format gets its first pass: before it is judged, if its source names a
+    compiler; otherwise only after a judged run was refused to start a program."""
     return "before" if asks(files.get("model_new.py", "")) else "when refused"
 
 
 def asks(code: str) -> bool:
-    """Returns whether a source names a compiler, so that it probably needs a first pass."""
+    """Returns whether the Python source ``code`` names a compiler, so that it probably needs a first pass."""
     return _ASKS.search(code) is not None
 
 
 def was_refused(verdict: Verdict) -> bool:
-    """Returns whether the locked pass ended, before any check, because it may start no program."""
+    """Returns whether the judged run ended, before any check, because a solution may start no program there."""
     return verdict.status != "ok" and not verdict.checks and not verdict.samples and NO_PROGRAMS in verdict.message
 
 
 class FirstPass:
-    """Runs first passes, at most ``parallel`` at a time, and caches their folders in ``folder``. ``scratch`` is a
-    folder that jailed users can reach.  ``lease`` is the folder of the lease that pauses work during a timing."""
+    """Runs the first passes of solutions that start compilers: at most ``parallel`` at a time, each at most ``seconds``
+    long. The results stay below ``folder``. ``scratch`` is a folder that jailed users can reach; ``lease`` is the
+    folder of the timing lease."""
 
     def __init__(
         self,
@@ -90,9 +92,10 @@ class FirstPass:
     async def __call__(
         self, task: Task, files: Mapping[str, str], architecture: str, more: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Runs the first pass of a solution, or finds it in the cache.  Both passes get the environment variables
-        ``more``. Returns the ``folder`` with the results, and the ``environment`` through which the locked pass finds
-        them. Raises ``FirstPassFailed`` if the solution is at fault, and ``OSError`` if the machine is."""
+        """Runs the first pass of a solution, unless the cache holds its results. Returns the ``folder`` of the results,
+        and the ``environment`` variables through which the second pass, which is judged, finds them. The environments
+        of first and second pass include the variables ``more``. Raises ``FirstPassFailed`` if the solution is at fault,
+        and ``OSError`` if the machine is."""
         async with self._slots:
             return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more))
 
@@ -197,7 +200,7 @@ class FirstPass:
 
 
 def _folders(folder: Path) -> dict[str, str]:
-    """Returns variables that set the result folders of Python's compilers, whose cache keys include the path."""
+    """Returns environment variables that make compilers write below ``folder``; their cache keys include this path."""
     return {
         "HOME": str(folder), "TMPDIR": str(folder), "TORCH_EXTENSIONS_DIR": f"{folder}/extensions",
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_HOME": str(folder),
@@ -206,7 +209,7 @@ def _folders(folder: Path) -> dict[str, str]:
 
 
 def _toolchain(architecture: str) -> dict[str, str]:
-    """Returns the environment variables that set the programs' folders and the architecture to compile for."""
+    """Returns environment variables that tell compilers where tools are and which ``architecture`` to build for."""
     found = {"PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "MAX_JOBS": "2"}
     with contextlib.suppress(toolchain.CompilerMissing):
         home = Path(toolchain.find_nvcc().compiler).resolve().parents[1]
@@ -220,7 +223,8 @@ def _toolchain(architecture: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _working(folder: Path) -> Iterator[Callable[[], None]]:
-    """Holds the lease for work.  Yields a function that releases it for a moment, so that a waiting timer can run."""
+    """Holds the timing lease in ``folder`` as a worker. Yields a function that releases the lease for a moment, so that
+    a process that waits to time a kernel can do so."""
     with contextlib.closing(Lease(folder)) as lease, contextlib.ExitStack() as held:
         held.enter_context(lease.working())
 
@@ -232,7 +236,8 @@ def _working(folder: Path) -> Iterator[Callable[[], None]]:
 
 
 def _watch(folders: Sequence[Path], pause: Callable[[], None]) -> Callable[[JailedProcess], str]:
-    """Returns the watchdog's check; it names the resource that exceeds its limit, or returns an empty string."""
+    """Returns a check for the watchdog of a first pass: a function that names the resource (memory or disk) whose limit
+    the worker exceeds, or returns an empty string. About every second it stops the worker to call ``pause``."""
     looked = breathed = time.monotonic()
     devices = {folder.stat().st_dev for folder in folders}
 
@@ -265,7 +270,8 @@ def _too_much(folder: Path) -> str:
 
 
 def _freeze(folder: Path) -> None:
-    """Replaces the folder by a copy of its plain files, owned by this process's user. Raises ``FirstPassFailed``."""
+    """Replaces ``folder`` by a copy that holds only its regular files and subfolders, owned by this process's user.
+    Raises ``FirstPassFailed`` if ``folder`` holds too much."""
     if what := _too_much(folder):
         raise FirstPassFailed("build_error", f"the solution left {what} where it compiled")
     staged = Path(tempfile.mkdtemp(dir=folder.parent))
@@ -294,7 +300,7 @@ def _copy(source: str, target: Path) -> None:
 
 
 def _explained(answer: Any, folder: Path) -> str:
-    """Returns the compiler's first errors, or else the exception that the solution raised."""
+    """Returns the first compiler errors in the worker's ``answer``, or else the exception that the solution raised."""
     said = answer if isinstance(answer, dict) else {}
     log, error = (str(said.get(key, "")).replace(f"{folder}/", "") for key in ("log", "error"))
     return builder.first_errors(log) if builder.has_errors(log) else printable(error)[:1200]

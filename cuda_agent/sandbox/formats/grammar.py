@@ -1,7 +1,7 @@
-"""Defines the grammar of ``plan.json``: pydantic reads it, and ``schema`` publishes it as a JSON schema.
+"""Defines the grammar of ``plan.json`` as pydantic models; ``schema`` makes a JSON schema from them.
 
-The grammar covers what needs no task: fields, and the kinds of their values.  ``plan`` and ``library_nodes`` check
-names that must exist, values of expressions, and shapes."""
+The models check what can be checked without a task: the fields and the kinds of their values. ``plan`` and
+``library_nodes`` check that names exist, the values of expressions, and shapes."""
 
 import json
 import re
@@ -35,8 +35,8 @@ _FUNCTION = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*\s*(<[\w\s,:.+-]*>)?")
 
 
 def _refuse(words: str, fits: Callable[[Any], bool]) -> BeforeValidator:
-    """Returns a validator that demands ``fits``. Its message ``words`` shows the value in Python ({0}) or JSON
-    ({1})."""
+    """Returns a validator that refuses a value unless ``fits(value)``. The message ``words`` shows the value as Python
+    writes it ({0}) or as JSON ({1})."""
 
     def check(value: Any) -> Any:
         if not fits(value):
@@ -219,7 +219,7 @@ _MODELS: dict[str, type[_Object]] = {"kernel": Kernel, "memset": Memset, **LIBRA
 
 
 def read(text: str, device: str) -> Plan:
-    """Parses ``plan.json``. Raises ``PlanError``: the first fault, its place, and what is expected there."""
+    """Parses the text of ``plan.json``. Raises ``PlanError``, which names the first fault and its place."""
     try:
         plan = Plan.model_validate(json.loads(text))
     except ValidationError as error:
@@ -238,7 +238,8 @@ def _unknown(key: str, model: type[_Object], device: str) -> str:
 
 
 def _in_words(errors: list[ErrorDetails], device: str) -> str:
-    """Returns the first error as text; within a node, missing fields come first, then unknown ones."""
+    """Returns the first of pydantic's ``errors`` as text. Errors are ordered by node; within a node, missing fields
+    come first, then unknown fields, then other errors."""
 
     def order(error: ErrorDetails) -> tuple[Any, ...]:
         place, rank = error["loc"], {"missing": 0, "extra_forbidden": 1}.get(error["type"], 2)

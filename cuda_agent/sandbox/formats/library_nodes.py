@@ -1,7 +1,7 @@
-"""Checks the library nodes of a plan: matrix products and convolutions by a vendor's library.
+"""Checks the library nodes of a plan: matrix products and convolutions that a vendor's library computes.
 
 ``describe`` is pure: it checks a node against the shapes of its buffers and returns the description that
-``worker.library_nodes`` binds.  Covered is the forward pass on contiguous buffers, with batch and channels first."""
+``worker.library_nodes`` binds. It covers only forward passes on contiguous buffers, with batch and channels first."""
 
 import math
 from typing import Any
@@ -19,8 +19,9 @@ _COMPUTE = {
 
 
 def describe(node: Gemm | Convolution, where: str, names: dict[str, Any], device: str) -> dict[str, Any]:
-    """Returns the node as the worker binds it: ``tensors`` by role, each with buffer, shape and dtype; ``writes``,
-    which is the result's buffer; and the fields of the node's kind. Raises ``PlanError``."""
+    """Returns the description of ``node`` for the worker: ``tensors`` maps each role (such as ``a`` or ``bias``) to
+    buffer, shape and dtype, ``writes`` is the result's buffer, and further fields depend on the kind of node. ``names``
+    maps names in the plan to buffers and numbers. Raises ``PlanError``, whose message begins with ``where``."""
     roles = ("a", "b", "c") if isinstance(node, Gemm) else ("input", "weight", "bias", "output")
     said: dict[str, str] = {role: name for role in roles if (name := getattr(node, role)) is not None}
     buffers: dict[str, Buffer] = {}
@@ -73,7 +74,8 @@ _Described = tuple[dict[str, list[int]], dict[str, Any]]  # shapes by role, and 
 
 
 def _gemm(node: Gemm, where: str, names: dict[str, Any]) -> _Described:
-    """Describes ``c = a @ b``. If ``batch`` is above one, the matrices of a batch lie one after the other."""
+    """Returns the shapes of ``a``, ``b`` and ``c`` in ``c = a @ b``, and the transpositions. The matrices of a batch
+    lie one after the other in memory."""
     batch, m, n, k = (_extent(getattr(node, key), 1, names, f"{where}.{key}") for key in ("batch", "m", "n", "k"))
     shapes = {
         "a": [batch, k, m] if node.transpose_a else [batch, m, k],
@@ -84,8 +86,9 @@ def _gemm(node: Gemm, where: str, names: dict[str, Any]) -> _Described:
 
 
 def _convolution(node: Convolution, where: str, names: dict[str, Any], buffers: dict[str, Buffer]) -> _Described:
-    """Describes torch's convolution with one to three extents: ``input`` is [batch, channels, extents], ``weight`` is
-    [out, in / groups, extents] or, if transposed, [in, out / groups, extents], and ``bias`` is [out]."""
+    """Returns the shapes of a convolution's tensors, and the other fields, such as its stride. As in torch, ``input``
+    is [batch, channels, extents], with one to three extents, ``weight`` is [out, in / groups, extents] or, if
+    transposed, [in, out / groups, extents], and ``bias`` is [out]."""
     given = _shape(node.input_shape, "input", where, names, buffers)
     kernel = _shape(node.weight_shape, "weight", where, names, buffers)
     extents = len(given) - 2
@@ -136,7 +139,7 @@ def _convolution(node: Convolution, where: str, names: dict[str, Any], buffers: 
 def _shape(
     given: list[int | str] | None, role: str, where: str, names: dict[str, Any], buffers: dict[str, Buffer]
 ) -> list[int]:
-    """Returns the buffer's shape, or the shape that the node gives (a workspace has none)."""
+    """Returns the shape of the tensor ``role``: the shape ``given`` in the node, or else the shape of its buffer."""
     place = f"{where}.{role}_shape"
     shape = list(buffers[role].tensor.shape) if given is None else [_extent(part, 1, names, place) for part in given]
     if not 3 <= len(shape) <= 5 or 0 in shape:

@@ -1,4 +1,4 @@
-"""Builds the plan format: compiles ``plan.json`` into a program for the executor.
+"""Builds the plan format: compiles ``plan.json`` into a program that the sandbox's executor runs.
 
 ``compile_plan`` is pure: it checks the plan against the task's shapes, evaluates every expression, and generates the
 source through which the executor calls the kernels. On ``cpu`` the source is a C++ trampoline; on ``cuda`` it is a
@@ -49,10 +49,10 @@ template <class... A> struct plan_signature<void(A...)> {
 
 @dataclass
 class Program:
-    """The executor's program.  Its buffers are named ``in:0``, ``out:0``, ``w:0`` (by position) and ``ws:name``."""
+    """A plan, compiled for the executor. Buffers: ``in:0``, ``out:0``, ``w:0`` (by position), and ``ws:name``."""
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
-    workspaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # bytes, and a pattern as hex
+    workspaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> size in bytes, initial element as hex
     source: str = ""  # source to compile; empty without kernels
     expressions: list[str] = field(default_factory=list)  # cuda: the kernels, and the probes of their arguments' types
 
@@ -61,8 +61,8 @@ class Program:
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Builds the kernels and returns the worker's load request: the program, and its libraries or image. Raises
-    ``PlanError``, ``BuildError``, or ``SandboxUnready`` if the executor of plans does not build."""
+    """Builds the kernels and returns the request with which a worker loads the solution: the program, and its libraries
+    or image. Raises ``PlanError``, ``BuildError``, or ``SandboxUnready`` if the executor of plans does not build."""
     program = compile_plan(files, spec, tools.device)
     sources = {name: text for name, text in files.items() if name != "plan.json"}
     load = program.to_json()
@@ -81,7 +81,7 @@ async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> d
 
 
 async def runtime(builder: Builder) -> Path:
-    """Builds the executor of plans for the CPU; this also proves the compiler. Raises ``SandboxUnready``."""
+    """Builds the executor of plans for the CPU, and so proves that the compiler works. Raises ``SandboxUnready``."""
     try:
         return await builder.library({"runtime.cpp": _RUNTIME.read_text()}, ["runtime.cpp"], ours=True)
     except (BuildError, CompilerMissing) as error:
@@ -89,8 +89,8 @@ async def runtime(builder: Builder) -> Path:
 
 
 def compile_plan(files: Mapping[str, str], spec: TaskSpec, device: str = "cpu") -> Program:
-    """Compiles ``files["plan.json"]`` into the program for a task with these shapes. Raises ``PlanError``, which names
-    the node and the fault."""
+    """Compiles ``files["plan.json"]`` into the program for a task with the shapes of ``spec``. Raises ``PlanError``,
+    whose message names the node and the fault."""
     if "plan.json" not in files:
         raise PlanError("there is no plan.json")
     plan = grammar.read(files["plan.json"], device)
@@ -140,7 +140,7 @@ def _buffers(node: dict[str, Any]) -> list[str]:
 
 
 def _names(spec: TaskSpec) -> dict[str, Any]:
-    """Returns the buffers and plain numbers that expressions and arguments may name."""
+    """Returns, by name, the buffers and plain numbers of a task that a plan's expressions and arguments may use."""
     names: dict[str, Any] = {}
 
     def leaves(arguments: Any) -> list[Any]:
@@ -185,7 +185,7 @@ def _memset(node: Memset, where: str, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _function(node: Kernel, where: str, names: dict[str, Any], index: int) -> tuple[dict[str, Any], str]:
-    """Returns a kernel node on cpu, and the C++ that calls its function."""
+    """Returns a kernel node of the program for cpu, and C++ through which the executor calls the node's function."""
     grid = evaluate(node.grid, names, f"{where}.grid")
     if not 0 < grid <= _MOST_BLOCKS:
         raise PlanError(f"{where}.grid: 1 to {_MOST_BLOCKS} blocks are possible, not {grid}")
@@ -204,7 +204,7 @@ def _function(node: Kernel, where: str, names: dict[str, Any], index: int) -> tu
 
 
 def _kernel(node: Kernel, where: str, names: dict[str, Any], index: int) -> tuple[dict[str, Any], str]:
-    """Returns a kernel node on cuda, and a line of CUDA source that reports the types of the kernel's arguments."""
+    """Returns a kernel node of the program for cuda, and CUDA source that reports the kernel's argument types."""
     block = _extents(node.block, names, f"{where}.block", _MOST_BLOCK)
     if block[0] * block[1] * block[2] > _MOST_THREADS:
         raise PlanError(f"{where}.block: {block} are more than {_MOST_THREADS} threads")
@@ -226,7 +226,7 @@ def _kernel(node: Kernel, where: str, names: dict[str, Any], index: int) -> tupl
 
 
 def _extents(value: Any, names: dict[str, Any], where: str, most: tuple[int, int, int]) -> list[int]:
-    """Returns one to three numbers as x, y, z."""
+    """Evaluates ``value``, one expression or a list of up to three, to [x, y, z]; missing extents are 1."""
     parts = value if isinstance(value, list) else [value]
     extents = [evaluate(part, names, where) for part in parts] + [1] * (3 - len(parts))
     if not all(0 < extent <= limit for extent, limit in zip(extents, most, strict=True)):
@@ -235,7 +235,7 @@ def _extents(value: Any, names: dict[str, Any], where: str, most: tuple[int, int
 
 
 def _arguments(node: Kernel, where: str, names: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the arguments: buffers with their dtype, or plain numbers."""
+    """Returns the arguments of a kernel node: each is a buffer with its dtype, or a plain number."""
     arguments: list[dict[str, Any]] = []
     for position, argument in enumerate(node.args):
         value = names.get(argument) if isinstance(argument, str) else None

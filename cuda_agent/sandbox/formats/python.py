@@ -1,4 +1,4 @@
-"""Builds the python format, and holds the check of ``model_new.py`` that several formats share.
+"""Builds the python format, and checks ``model_new.py`` for this and other formats.
 
 A solution has KernelBench's form: one file that defines ``ModelNew`` and may use torch freely."""
 
@@ -11,17 +11,14 @@ from cuda_agent.sandbox.wire import TaskSpec
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Returns the worker's load request; compiles nothing. Raises ``SolutionError``."""
+    """Checks ``model_new.py`` and returns the request with which a worker loads it. Raises ``SolutionError``."""
     check_module(files, spec)
     return {"code": files["model_new.py"]}
 
 
 def check_module(files: Mapping[str, str], spec: TaskSpec) -> ast.Module:
-    """Parses ``model_new.py`` and returns its syntax tree.
-
-    Raises:
-        SolutionError: The file is missing or does not parse, or ``ModelNew`` cannot take the task's init arguments.
-    """
+    """Parses ``model_new.py`` and returns its syntax tree. Raises ``SolutionError`` if the file is missing or does not
+    parse, or if an init argument of the task is no plain value."""
     if "model_new.py" not in files:
         raise SolutionError("there is no model_new.py")
     try:

@@ -1,4 +1,4 @@
-"""Finds uses of torch, libraries, streams, threads, probes, hooks and patches in a solution's text by static rules.
+"""Finds suspicious code in a solution's text by static rules, such as uses of torch, streams, threads and patches.
 
 ``ast`` reads Python; a small tokenizer reads C++ and CUDA, also inside Python strings. Findings are advice for the
 author and for an audit, never a verdict: a name can be spelled in ways that the rules miss (``getattr``, macros), and a
@@ -34,7 +34,7 @@ _MOST_TEXT = 1 << 18  # characters of a solution that are read: bounds the time 
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding in a solution: ``rule`` is a key of ``MEANING``, ``what`` the name that was found."""
+    """A place in a solution that breaks a static rule: ``rule`` is a key of ``MEANING``, ``what`` is the text found."""
 
     file: str
     line: int
@@ -43,8 +43,8 @@ class Finding:
 
 
 def findings(solution: Solution) -> list[Finding]:
-    """Returns the places where a solution breaks a static rule, sorted by file and line.  Python that does not parse
-    has none; its build reports the error."""
+    """Returns the places where a solution breaks a static rule, sorted by file and line. A Python file that does not
+    parse has no findings; the build of the solution reports its error."""
     found: set[Finding] = set()
     left = _MOST_TEXT
     for name, whole in sorted(solution.files.items()):
@@ -59,7 +59,7 @@ def findings(solution: Solution) -> list[Finding]:
 
 
 def advice(found: list[Finding]) -> list[str]:
-    """Returns a line for each file and rule, at most ``_MOST_LINES``."""
+    """Returns one line of text for each file and each rule that it breaks, at most ``_MOST_LINES`` lines."""
     places: dict[tuple[str, str], list[Finding]] = {}
     for finding in found:
         places.setdefault((finding.file, finding.rule), []).append(finding)
@@ -118,7 +118,7 @@ def _python(file: str, text: str) -> list[Finding]:
 
 
 class _Reader(ast.NodeVisitor):
-    """Walks a module's syntax tree and records findings, with the full names of what the module imports."""
+    """Walks the syntax tree of a Python module, resolves imported names to full names, and records findings."""
 
     def __init__(self, file: str) -> None:
         self.found: list[Finding] = []
@@ -131,7 +131,7 @@ class _Reader(ast.NodeVisitor):
         self.found.append(Finding(self._file, getattr(node, "lineno", 1), rule, what))
 
     def _full(self, node: ast.AST) -> str:
-        """Returns the full dotted name (``F.relu`` gives ``torch.nn.functional.relu``); empty for other nodes."""
+        """Returns the full name of an imported object, such as ``torch.nn.Linear``, or an empty string."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -141,7 +141,7 @@ class _Reader(ast.NodeVisitor):
         return ".".join([self._names[node.id], *reversed(parts)])
 
     def _named(self, node: ast.AST, full: str) -> None:
-        """Adds the findings for the use of a full name, called or not."""
+        """Adds the findings for a use of the name ``full`` at ``node``, whether it is called or not."""
         if full.startswith(_STREAMS):
             self._add(node, "stream", full)
         for rule, names in _BY_NAME.items():
@@ -265,7 +265,7 @@ _TOKEN = re.compile(  # an unclosed token ends with the text or line: a search f
 
 @dataclass(frozen=True)
 class Token:
-    """A token of kind string, include, name or sign.  A qualified name (``at::relu``) is one token."""
+    """A token of C++ or CUDA, of kind string, include, name or sign. A qualified name (``at::relu``) is one token."""
 
     kind: str
     text: str
@@ -273,7 +273,7 @@ class Token:
 
 
 def tokens(text: str) -> Iterator[Token]:
-    """Yields the tokens of C++ or CUDA, without comments, numbers and characters."""
+    """Yields the tokens of C++ or CUDA source, without comments, numbers and character literals."""
     line, at = 1, 0
     for match in _TOKEN.finditer(text):
         line += text.count("\n", at, match.start())

@@ -1,7 +1,7 @@
 """Makes the JSON schemas of the two public formats: a verdict, and ``plan.json``.
 
-The verdict's schema comes from the dataclass, the plan's from its grammar.  Not covered: rules that no schema can
-express (names that must exist, values of expressions, shapes); a plan that fits the schema may still be refused."""
+The verdict's schema comes from its dataclass, the plan's schema from ``grammar``. Not covered: rules that no schema can
+express (names that must exist, values of expressions, shapes). A plan that fits the schema may still be refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def verdict() -> dict[str, Any]:
-    """Returns the schema of ``Verdict.to_json``: all fields are required, derived ones too."""
+    """Returns the schema of ``Verdict.to_json``, in which all fields are required, also those derived from others."""
     schema = TypeAdapter(Verdict).json_schema()
     derived = {
         "reward": {
@@ -45,7 +45,7 @@ def verdict() -> dict[str, Any]:
 
 
 class _Untitled(GenerateJsonSchema):
-    """Generates schemas without titles, which would repeat the field names."""
+    """Generates JSON schemas without the titles that pydantic derives from the names of fields."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False

@@ -1,7 +1,7 @@
-"""Defines the type of a solution format: one frozen object that holds every difference between formats.
+"""Defines the type of a solution format: one frozen object that holds the differences between formats.
 
-``table`` lists the formats.  Not covered: prompt texts (``agent.skill``) and exported files (``optimize.export``),
-which are tables by the format's name."""
+``table`` lists the formats. Prompt texts and exported files also depend on the format; ``agent.skill`` and
+``optimize.export`` hold them in tables, by the format's name."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ FirstPassTime = Literal["never", "before", "when refused"]
 
 
 class SolutionError(ValueError):
-    """The solution cannot be built; the message is for its author."""
+    """The error of a solution that cannot be built; the message is for the solution's author."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The builder and the device for which a format builds.  ``architecture`` is the GPU's; empty on the CPU."""
+    """The builder that a format uses. ``architecture`` names the GPU to build for (``sm_90``); empty: the CPU."""
 
     builder: Builder
     architecture: str = ""
@@ -47,5 +47,5 @@ class SolutionFormat:
     untimed: Mapping[str, str] = field(default_factory=dict)  # why solutions are not timed, by device
 
     def belongs(self, path: str) -> bool:
-        """Returns whether a file of a work folder is part of the solution, unlike notes, scripts and the task."""
+        """Returns whether a file of a work folder is part of the solution. Notes, scripts and the task are not."""
         return path == self.entry or (self.folder != "" and path.startswith(self.folder))

@@ -1,7 +1,7 @@
 """Builds the triton format: one ``model_new.py`` whose ``ModelNew`` computes with kernels of ``triton.jit``.
 
-On a GPU the first pass compiles and autotunes, and the locked pass loads the results.  On the CPU Triton's interpreter
-checks correctness without a timing.  Not covered: the rule for ``ModelNew.forward`` (``worker.triton_rule``)."""
+On a GPU the first pass compiles and autotunes, and the second pass, which is judged, loads the results. On the CPU
+Triton's interpreter checks correctness without a timing. ``worker.triton_rule`` checks ``ModelNew.forward``."""
 
 import ast
 import importlib.util
@@ -19,7 +19,8 @@ ENVIRONMENT = {"cpu": {"TRITON_INTERPRET": "1"}, "cuda": {"TRITON_CACHE_AUTOTUNI
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Returns the worker's load request. Raises ``SolutionError``, or ``SandboxUnready`` without the package triton."""
+    """Checks the solution and returns the request with which a worker loads it. Raises ``SolutionError``, or
+    ``SandboxUnready`` if the package triton is missing."""
     if importlib.util.find_spec("triton") is None:
         raise SandboxUnready("sandbox.format=triton needs the package triton: pip install triton")
     if not any(kernels(check_module(files, spec))):
@@ -28,7 +29,7 @@ async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> d
 
 
 def kernels(tree: ast.Module) -> Iterator[str]:
-    """Yields the names of the functions with the decorator ``triton.jit``, under any name that an import gives it."""
+    """Yields the names of functions with the decorator ``triton.jit``, also where an import gives it another name."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -45,5 +46,5 @@ def kernels(tree: ast.Module) -> Iterator[str]:
 
 
 def first_pass_time(files: Mapping[str, str], device: str) -> FirstPassTime:
-    """Returns when a solution gets its first pass: on a GPU before it is judged, on the CPU never."""
+    """Returns when a triton solution gets its first pass: on a GPU before it is judged, on the CPU never."""
     return "before" if device == "cuda" else "never"

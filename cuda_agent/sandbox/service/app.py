@@ -43,7 +43,8 @@ _log = logging.getLogger("cuda_agent.sandbox")
 
 
 class Gate:
-    """Checks every request before its route does: its framing, the token, then the body's size while it arrives."""
+    """The application in front of ``app``. It checks every request's framing, token and, while the body arrives, size.
+    Valid requests go on to ``app``."""
 
     def __init__(self, app: ASGIApp, token: str | None, service: Service) -> None:
         self._app, self._service = app, service
@@ -98,7 +99,7 @@ class Json(JSONResponse):
 
 
 class Lines(Response):
-    """A response that streams JSON lines. When the reader disconnects, the source of the lines is closed."""
+    """A response that streams the items of ``source`` as JSON lines. It closes ``source`` if the client disconnects."""
 
     media_type = "application/x-ndjson"
 
@@ -122,7 +123,7 @@ class Lines(Response):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> bool:
-    """Await ``work`` and return true, or cancel it and return false if the client disconnects first."""
+    """Runs ``work`` and returns true. If the client disconnects first, cancels ``work`` and returns false."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -141,7 +142,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> bool
 
 
 def make_app(service: Service, token: str | None) -> ASGIApp:
-    """Return the HTTP application around ``service``."""
+    """Returns the HTTP application that serves ``service``. If there is a ``token``, all but open routes require it."""
     app = FastAPI(
         title="cuda-agent sandbox", description=__doc__, version="1", default_response_class=Json, redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
@@ -281,7 +282,7 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
 
 class Connection(H11Protocol):
-    """A connection that ends when a request does not arrive whole in time."""
+    """An HTTP connection that is closed if a request does not arrive completely within ``ARRIVAL_SECONDS``."""
 
     _arriving: asyncio.TimerHandle | None = None
 
@@ -308,7 +309,7 @@ class Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """An HTTP server that drains before it stops listening; a second signal stops it at once."""
+    """An HTTP server that drains ``service`` before it stops listening. A second signal stops it at once."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -337,12 +338,9 @@ class _Server(uvicorn.Server):
 async def serve(
     config: SandboxConfig, cache: Path, roles: tuple[Role, ...], limits: ServiceLimits, host: str, port: int
 ) -> None:
-    """Serve until SIGTERM, then drain. Takes the token out of this process's environment.
-
-    Raises:
-        ConfigError: The service cannot listen on the address.
-        SandboxUnready: The sandbox cannot start.
-    """
+    """Serves the sandbox over HTTP until SIGTERM, then drains the service. Removes the token from this process's
+    environment. Raises ``ConfigError`` if it cannot listen on ``host`` and ``port``, and ``SandboxUnready`` if the
+    sandbox cannot start."""
     token = protocol.read_token(config, os.environ)
     os.environ.pop(config.token_env, None)
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: other processes of this user cannot read the environment

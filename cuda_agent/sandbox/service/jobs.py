@@ -1,7 +1,7 @@
-"""Holds the service's queue: jobs keyed by content and ordered by priority, with an estimate of when there is room.
+"""Holds the service's queue of jobs, keyed by their content and ordered by priority, and estimates when it has room.
 
-The module has no clock, tasks or I/O. A job belongs to one *place* (a judge, or the builder). A place takes only as
-many jobs at once as it can use, so an urgent job overtakes waiting jobs, but not running ones."""
+The module has no clock, no asyncio tasks and no I/O. A job belongs to one *place* (a judge, or the builder). A place
+takes only as many jobs at once as it can use, so an urgent job overtakes waiting jobs, but not running ones."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -18,7 +18,8 @@ _LONGEST_WAIT = 10.0  # seconds: a longer estimate is unreliable, and asking aga
 
 @dataclass(eq=False)
 class Job:
-    """One request and its state. ``interest`` counts the submissions that were not cancelled."""
+    """A request to the service and its state. ``place`` is the judge or the builder that it needs. ``interest`` counts
+    its submissions that were not cancelled."""
 
     id: str
     kind: Kind
@@ -45,9 +46,9 @@ class Job:
 
 
 class Queue:
-    """Queues jobs and keeps finished ones. ``places`` says how many jobs each place can use at once. ``most_jobs`` and
-    ``most_bytes`` limit the queue, ``kept`` the finished jobs. ``changed`` is called with each job that changes
-    state."""
+    """Queues jobs and keeps finished ones. ``places`` maps each judge and the builder to the number of jobs that it
+    takes at once. ``most_jobs`` and ``most_bytes`` limit the queued jobs, ``kept`` limits the finished jobs.
+    ``changed`` is called with each job whose state changes."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Queue:
         self._busy_since = 0.0
 
     def _waiting(self) -> list[Job]:
-        """Return the queued jobs, the next one first."""
+        """Returns the queued jobs in the order in which they start."""
         return sorted((job for job in self._alive.values() if job.state == "queued"), key=lambda job: -job.priority)
 
     @property
@@ -82,14 +83,15 @@ class Queue:
         return self._alive.get(id) or self._over.get(id)
 
     def position(self, job: Job) -> int:
-        """Return how many jobs are queued ahead of this one for the same judge or builder."""
+        """Returns how many jobs are queued ahead of ``job`` for the same judge or builder."""
         return [other for other in self._waiting() if other.place == job.place].index(job)
 
     def submit(
         self, id: str, kind: Kind, place: Hashable, priority: int, size: int, request: Any, now: float
     ) -> tuple[Job, bool]:
-        """Return the job of this content and whether the job is new. A submission joins a queued or running job, and
-        gets a valid verdict again. Raises ``ServiceError`` if there is no room."""
+        """Returns the job with this ``id``, which stands for the request's content, and whether the job is new. A job
+        that is queued, running, or finished with a valid verdict is returned as it is; otherwise a new job is queued.
+        Raises ``ServiceError`` if the queue is full."""
         if job := self._alive.get(id):
             job.interest += 1
             if job.state == "queued":
@@ -111,7 +113,7 @@ class Queue:
         return job, True
 
     def take(self, now: float) -> Job | None:
-        """Return the next job of any place with a free slot. From now on the job counts as running."""
+        """Returns the next job for a place with a free slot, or ``None``; marks the job as running."""
         job = next((job for job in self._waiting() if self._free[job.place] > 0), None)
         if job is not None:
             if not self.running:
@@ -134,8 +136,8 @@ class Queue:
             self._end(job, "done" if result is not None else "failed", now)
 
     def cancel(self, job: Job, now: float) -> None:
-        """Withdraw one submission. After the last withdrawal a queued job is dropped. A running job continues, since a
-        judge is not interrupted; its result is dropped unless the job is submitted again before its end."""
+        """Withdraws one submission of ``job``. After the last withdrawal a queued job is dropped. A running job
+        continues, since a judge is not interrupted; its result is dropped unless the job is submitted again."""
         if job.over or not job.interest:
             return
         job.interest -= 1
@@ -143,14 +145,14 @@ class Queue:
             self._end(job, "cancelled", now)
 
     def hand_back(self, now: float, kind: str, message: str) -> None:
-        """Fail every queued job, so that clients submit it elsewhere."""
+        """Fails every queued job with this error, so that clients submit their requests to another server."""
         for job in self._waiting():
             job.error = {"kind": kind, "message": message}
             self._end(job, "failed", now)
 
     def room_in(self) -> float:
-        """Return the seconds until a client that is refused now finds room. The estimate assumes that all clients
-        refused before return first, and that each finished job frees one slot."""
+        """Returns the seconds until a client that is refused now will find room in the queue. The estimate assumes that
+        all clients refused earlier return first, and that each finished job makes room for one client."""
         return min(max(1.0, self._interval * self._turned_away), _LONGEST_WAIT)
 
     def _end(self, job: Job, state: State, now: float) -> None:
@@ -171,6 +173,6 @@ class Queue:
 
 
 def _stands(job: Job) -> bool:
-    """Return whether a finished job answers the same request again. A verdict does, except an infrastructure fault;
-    probes and specs are cheap to repeat, and load may have caused a task's error."""
+    """Returns whether a finished job answers later submissions of its request. A verdict does, except an infrastructure
+    fault. Probes and specs are cheap to repeat, and a task's error may have been caused by load."""
     return job.kind == "evaluate" and job.result is not None and job.result.get("status") != "infra"

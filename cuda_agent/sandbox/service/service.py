@@ -1,4 +1,4 @@
-"""Runs the sandbox as a service: a ``LocalSandbox`` behind a queue, which takes work once its walls are proven.
+"""Runs a ``LocalSandbox`` as a service with a queue. The service takes work once the sandbox's walls are proven.
 
 ``Service`` does not depend on HTTP (``app`` does). It gives the sandbox only as many jobs as the sandbox can use at
 once, so that priorities count. Not covered: a queue that survives a restart or that servers share."""
@@ -43,7 +43,7 @@ class ServiceLimits:
 
 
 class Service:
-    """Serves requests with an open sandbox, as an async context manager."""
+    """A service that answers requests with the open ``sandbox``. ``roles`` lists the kinds of work it takes."""
 
     def __init__(self, sandbox: LocalSandbox, roles: tuple[Role, ...], limits: ServiceLimits) -> None:
         self.sandbox, self.roles, self.limits = sandbox, roles, limits
@@ -69,7 +69,7 @@ class Service:
         await self.rooms.close_all()
 
     async def _keep(self) -> None:
-        """Test the service until it is ready, also after a loss, and close unused workspaces."""
+        """Runs until it is cancelled: tests the service while it is not ready, and closes unused workspaces."""
         while True:
             try:
                 if self.unready:
@@ -80,7 +80,8 @@ class Service:
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def prove(self) -> None:
-        """Attack the walls and, if the roles need it, try the compiler; ``unready`` then names what is missing."""
+        """Attacks the jail's walls and, where the roles need them, tries the compiler and a workspace. Sets ``unready``
+        to the reason why the service cannot take work, or to an empty string."""
         try:
             if "evaluate" in self.roles:
                 await self.sandbox.ready()
@@ -106,7 +107,7 @@ class Service:
             self.unready = ""
 
     def admit(self, role: Role) -> None:
-        """Raise ``ServiceError`` unless the service takes new work of this role."""
+        """Raises ``ServiceError`` unless the service takes new work of this role."""
         if role not in self.roles:
             raise ServiceError(404, "role", f"this server has no role {role} (it has {', '.join(self.roles)})")
         if self.draining:
@@ -115,7 +116,7 @@ class Service:
             raise ServiceError(503, "unready", self.unready, retry_after=_AGAIN_SECONDS)
 
     def submit(self, request: AnyRequest, size: int) -> Job:
-        """Queue a request of ``size`` bytes, or join the job of the same content. Raises ``ServiceError``."""
+        """Queues a request of ``size`` bytes, or joins the job of an equal request. Raises ``ServiceError``."""
         self.admit("build" if isinstance(request, Build) else "evaluate")
         protocol.agree(request.settings, self.sandbox.config)
         kind = request.kind
@@ -130,14 +131,14 @@ class Service:
         return job
 
     async def wait(self, job: Job, seconds: float | None) -> None:
-        """Wait until the job is over, at most ``seconds``."""
+        """Waits until the job is over, at most ``seconds``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not job.over:
                     await self._change(job)
 
     async def events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
-        """Yield the job's events from its start; the last one holds the job."""
+        """Yields the events of the job from the first on, until the job is over. The last event also holds the job."""
         shown = 0
         while True:
             while shown < len(job.events):
@@ -225,7 +226,8 @@ class Service:
         return metrics.text()
 
     async def drain(self) -> None:
-        """Refuse new work and fail queued jobs; wait for running jobs and open workspaces, up to the limit."""
+        """Refuses new work, fails queued jobs, and waits until running jobs and workspaces have ended, at most
+        ``drain_seconds``. Then cancels jobs that still run."""
         self.draining = True
         self.queue.hand_back(time.time(), "draining", "the server is going away; bring it to another one")
         _log.info("draining: %d running, %d workspaces", self.queue.running, len(self.rooms))

@@ -1,7 +1,7 @@
-"""Serves work folders over the network: open folders, their owners, and a tool call as a stream of lines.
+"""Serves workspaces over the network: keeps those that are open, with their owners, and streams tool calls as lines.
 
-``docs/service.md`` describes the lines. If a stream breaks, its folder is closed, because the folder's state is
-unknown."""
+``docs/service.md`` describes the lines. If the stream of a call breaks, its workspace is closed, because the state of
+the workspace is unknown."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,8 @@ class Room:
     questions: int = 0
 
     async def ask(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """Write a command of the folder's shell to the stream of the call; return the caller's answer."""
+        """Asks the client, by a line of the open tool call, to run a compile, verify or profile of the workspace's
+        shell. Returns the client's answer."""
         self.questions += 1
         number, answer = self.questions, asyncio.get_running_loop().create_future()
         self.asked[number] = answer
@@ -61,7 +62,7 @@ class Rooms:
         return len(self._rooms)
 
     async def open(self, files: dict[str, str], protected: list[str]) -> Room:
-        """Open a workspace. Raises ``ServiceError`` if there is no room for it or it cannot be opened."""
+        """Opens a workspace with ``files``. Raises ``ServiceError`` if there are too many or it cannot be opened."""
         if len(self._rooms) >= self._most:
             raise ServiceError(429, "full", f"all {self._most} workspaces are taken", retry_after=_LOOK_AGAIN)
         room = Room(secrets.token_hex(12), secrets.token_urlsafe(24), time.monotonic())
@@ -77,7 +78,7 @@ class Rooms:
         return room
 
     def find(self, id: str, owner: str) -> Room:
-        """Return a workspace by its id. Raises the same ``ServiceError`` if it is missing or has another owner."""
+        """Returns the workspace ``id``. Raises the same ``ServiceError`` if it is missing or has another owner."""
         room = self._rooms.get(id)
         mine = hmac.compare_digest((room.owner if room else "").encode(), owner.encode("utf-8", "replace"))
         if room is None or not mine or room.workspace is None:
@@ -86,7 +87,7 @@ class Rooms:
         return room
 
     def call(self, room: Room, tool: str, arguments: dict[str, Any]) -> AsyncIterator[Line]:
-        """Start a call; return the lines of its answer. Raises ``ServiceError`` if another call runs."""
+        """Starts a tool call; returns the lines of its answer. Raises ``ServiceError`` if ``room`` is busy."""
         self._take(room)
         return self._lines(room, tool, arguments)
 
@@ -114,14 +115,14 @@ class Rooms:
                 await self.close(room)
 
     def answer(self, room: Room, number: int, result: ToolResult) -> None:
-        """Give the caller's answer to the shell's command. Raises ``ServiceError`` unless the command waits for one."""
+        """Gives ``result`` to the shell command ``number``. Raises ``ServiceError`` if this command does not wait."""
         future = room.asked.get(number)
         if future is None or future.done():
             raise ServiceError(404, "unknown", f"there is no open question {number}")
         future.set_result(result)
 
     async def files(self, room: Room) -> dict[str, str]:
-        """Return the folder's text files. Raises ``ServiceError`` if the workspace is busy or lost."""
+        """Returns the workspace's text files by path. Raises ``ServiceError`` if the workspace is busy or lost."""
         self._take(room)
         assert room.workspace is not None
         try:
@@ -145,7 +146,7 @@ class Rooms:
         await asyncio.gather(*(self.close(room) for room in list(self._rooms.values())), return_exceptions=True)
 
     async def sweep(self) -> int:
-        """Close unused workspaces; return their number."""
+        """Closes unused workspaces and returns their number."""
         now = time.monotonic()
         opened = [room for room in self._rooms.values() if room.workspace is not None]
         unused = [room for room in opened if now - room.used > (_LONGEST_CALL if room.busy else self._idle)]

@@ -1,8 +1,9 @@
 """Runs background commands of a workspace. Each command has a keeper: a child of the workspace's process.
 
-The keeper starts the command in the shell's jail and collects its output. It ends the command and all its processes on
-request, over a limit, or when the workspace has ended. Orphans of the command become the keeper's children, so they can
-be told from those of a foreground command. Not covered: compile, verify and profile, and input."""
+The keeper starts the command in the shell's jail and collects the output. It ends the command and all its processes on
+request, at a limit, or when the workspace has ended. Orphaned processes of the command become children of its keeper,
+so that they can be told from those of a foreground command. A background command gets no input and cannot run compile,
+verify or profile."""
 
 import contextlib
 import json
@@ -28,7 +29,7 @@ _STATE, OUTPUT, KILL = b"s", b"o", b"k"
 
 
 class Backgrounds:
-    """The background commands of one workspace, by the ids that the agent gets."""
+    """The background commands of one workspace, by the ids that the agent gets for them."""
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
@@ -37,7 +38,7 @@ class Backgrounds:
         self._started = 0
 
     def start(self, command: str) -> str:
-        """Start a command; return its id. Raises ``ToolRefused`` if too many are running."""
+        """Starts a background command and returns its id. Raises ``ToolRefused`` if too many are running."""
         asked = {name: self._ask(channel, _STATE) for name, channel in self._channels.items()}
         for name in [name for name, answer in asked.items() if answer is None]:
             self._forget(name)
@@ -57,8 +58,8 @@ class Backgrounds:
         return name
 
     def tell(self, name: str, request: bytes) -> str:
-        """Return the command's new output and its state; if ``request`` is ``KILL``, end the command first. Raises
-        ``ToolRefused`` for an unknown command."""
+        """Returns the new output and the state of the command ``name``; if ``request`` is ``KILL``, ends the command
+        first. Raises ``ToolRefused`` for an unknown command."""
         if name not in self._channels:
             known = ", ".join(self._channels) or "none"
             raise ToolRefused(f"there is no background command {name[:20]!r} (there are: {known})")
@@ -71,7 +72,7 @@ class Backgrounds:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop all background commands inside the context, while files are read or a time is taken."""
+        """Stops all background commands inside the context, in which files are read or a time is taken."""
         stopped: set[int] = set()
         for _ in range(20):
             found = {pid for keeper in self._keepers.values() for pid in descendants(keeper)} - stopped
@@ -86,7 +87,7 @@ class Backgrounds:
 
     @staticmethod
     def _ask(channel: tuple[int, int], request: bytes) -> dict[str, Any] | None:
-        """Send a request to a keeper and return its answer; ``None`` if the keeper has ended."""
+        """Sends a request to the keeper at ``channel``. Returns its answer, or ``None`` if there is no answer."""
         answers, asks = channel
         said = b""
         try:
@@ -106,7 +107,8 @@ class Backgrounds:
 
 
 def _keep(shell: Shell, requests: int, tells: int, others: list[int], command: str) -> NoReturn:
-    """Run ``command`` as its keeper; answer each request with a line of JSON. Closes the descriptors ``others``."""
+    """Runs ``command`` as its keeper, and answers each byte from ``requests`` with a line of JSON to ``tells``. Closes
+    ``others``, descriptors that only the parent needs."""
     for descriptor in others:
         os.close(descriptor)
     shell.client.close()

@@ -1,7 +1,7 @@
-"""Opens workspaces, calls their tools, and answers the commands of their shells.
+"""Opens workspaces, calls their tools, and answers the compile, verify and profile commands of their shells.
 
-A workspace is an agent's folder with its tools, in a separate jailed process (``worker``). An agent's mistake is a
-result with ``error``."""
+A workspace is an agent's folder with its tools, in a separate jailed process (``worker``). A mistake of the agent gives
+a result with ``error`` and no exception."""
 
 import asyncio
 import contextlib
@@ -39,12 +39,12 @@ _OPEN_SECONDS, _GRACE_SECONDS = 30.0, 20.0  # how long a start, or a call beyond
 
 
 class WorkspaceLost(Exception):
-    """The workspace's process died or hangs; this is an infrastructure fault."""
+    """The error of a workspace whose process died or hangs; this is an infrastructure fault."""
 
 
 class Workspaces:
-    """Owns the warm parent of workspaces, which ``async with`` or the first workspace starts. All work folders lie in
-    one temporary folder. It is removed when the parent ends, even if this process is killed."""
+    """Owns the warm parent, a process that forks workspaces; ``async with`` or the first workspace starts it. All work
+    folders lie in one temporary folder, which the warm parent removes at its end, even if this process is killed."""
 
     def __init__(self, limits: CommandLimits | None = None) -> None:
         self.limits = limits or CommandLimits()
@@ -65,8 +65,8 @@ class Workspaces:
     async def open(
         self, files: Mapping[str, str], protected: frozenset[str], commands: Commands
     ) -> "AsyncIterator[Workspace]":
-        """Open a workspace that holds ``files``; ``protected`` names top-level files that cannot be changed. Raises
-        ``WorkspaceLost``."""
+        """Opens a workspace that holds ``files``. The agent cannot change the top-level files in ``protected``.
+        ``commands`` answers compile, verify and profile. Raises ``WorkspaceLost``."""
         await self._start()
         number, control = next(self._numbers), self._control
         assert control is not None
@@ -135,7 +135,7 @@ class Workspaces:
 
 
 def checked_call(tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the body of a tool call. Raises ``ToolRefused`` if the arguments are too large or not plain values."""
+    """Returns the message body of a tool call. Raises ``ToolRefused`` if arguments are too large or no plain values."""
     try:
         body = {"tool": tool, "arguments": dict(arguments)}
         size = len(json.dumps(body))
@@ -147,7 +147,7 @@ def checked_call(tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Workspace:
-    """One open workspace. Its calls run one after the other."""
+    """An open workspace. Its tool calls run one after the other."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, commands: Commands, limits: CommandLimits
@@ -157,7 +157,7 @@ class Workspace:
         self._broken = False
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Run a tool. Exceptions of ``commands`` pass through. Raises ``WorkspaceLost``."""
+        """Runs a tool and returns its result. Raises ``WorkspaceLost``, and what compile, verify or profile raise."""
         try:
             body = checked_call(tool, arguments)
         except ToolRefused as refused:
@@ -167,8 +167,8 @@ class Workspace:
         return ToolResult(str(result["text"]), bool(result["error"]))
 
     async def files(self) -> dict[str, str]:
-        """Return the folder's text files within the limits of ``files``; protected files have their original text.
-        Raises ``WorkspaceLost``."""
+        """Returns the folder's text files by path, within the limits of the module ``files``. Protected files have
+        their original text. Raises ``WorkspaceLost``."""
         async with self._turn:
             return dict(await self._request(WorkspaceOperation.COLLECT_FILES, None))
 

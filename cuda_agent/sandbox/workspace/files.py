@@ -1,4 +1,4 @@
-"""Implements the file tools of a workspace (Read, Write, Edit, MultiEdit and Glob in one folder), and its snapshot.
+"""Implements the file tools of a workspace (Read, Write, Edit, MultiEdit, Glob), and collects the workspace's files.
 
 Everything in the folder may be hostile (links, FIFOs, huge or binary files, a million names), so every path is resolved
 and every read is limited. The code runs inside the jail while no shell runs there."""
@@ -22,13 +22,13 @@ READ_LINES = 2000
 
 
 class ToolRefused(Exception):
-    """An error of a tool; its message is the tool's result."""
+    """The refusal of a tool call; the agent gets the message as the result of the call."""
 
 
 class Folder:
-    """The work folder ``root`` and its tools. ``protected`` maps file names to the text that they keep (``None``: no
-    such file may exist). The agent may change an existing file only after it has read, written or edited the file, and
-    if the file has not changed since."""
+    """The work folder ``root`` and its tools. ``protected`` maps each protected file name to the text that the file
+    keeps, or to ``None`` if no such file may exist. The agent may change an existing file only after it has read,
+    written or edited the file, and if the file has not changed since."""
 
     def __init__(self, root: str, protected: dict[str, str | None]) -> None:
         if any("/" in name for name in protected):
@@ -39,7 +39,7 @@ class Folder:
         self._seen: dict[str, bytes] = {}  # path -> sha256 of the content that the agent knows
 
     def read(self, path: str, offset: int = 1, limit: int = READ_LINES) -> str:
-        """Return the text of a file, or ``limit`` of its lines from line ``offset`` (from 1)."""
+        """Returns at most ``limit`` lines of a text file, beginning with line ``offset`` (the first line is 1)."""
         name = self.resolve(path)
         text = self._text(name)
         self._seen[name] = _digest(text)
@@ -60,7 +60,7 @@ class Folder:
         return self.multi_edit(path, [edit])
 
     def multi_edit(self, path: str, edits: list[dict[str, Any]]) -> str:
-        """Apply all edits in order, or none of them."""
+        """Applies all edits to the file in order, or none of them if one is refused."""
         name = self._writable(path)
         text = self._must_know(name)
         if not edits:
@@ -82,7 +82,7 @@ class Folder:
         return "ok"
 
     def glob(self, pattern: str, path: str = ".") -> str:
-        """Return matching paths, sorted, one per line; ``**`` spans folders."""
+        """Returns the paths of the files below ``path`` that match, sorted, one per line; ``**`` spans folders."""
         base = self.resolve(path)
         prefix = "" if base == "." else base + "/"
         parts = tuple(part for part in pattern.split("/") if part not in ("", "."))
@@ -93,13 +93,13 @@ class Folder:
         return "\n".join(found) or "(no matches)"
 
     def fill(self, files: dict[str, str]) -> None:
-        """Write the initial files; the agent has not read them yet."""
+        """Writes the initial files. They count as not yet read by the agent."""
         for path, content in files.items():
             self._store(self.resolve(path), content)
         self._seen.clear()
 
     def restore(self) -> list[str]:
-        """Restore the folder's mode and the content of protected files; return the names of changed files."""
+        """Restores the folder's mode and its protected files. Returns the names of the files that had changed."""
         changed = []
         os.chmod(self.root, 0o700)
         for name, content in self.protected.items():
@@ -116,8 +116,8 @@ class Folder:
         return changed
 
     def collect(self) -> dict[str, str]:
-        """Return regular UTF-8 files within the limits, the shallowest first; protected files have their original
-        text."""
+        """Returns the folder's regular UTF-8 files by path, within the limits, the shallowest first. Protected files
+        have their original text."""
         kept = {name: content for name, content in self.protected.items() if content is not None}
         files, total = dict(kept), sum(map(len, kept.values()))
         for name, size in sorted(self._walk("."), key=lambda item: (item[0].count("/"), item[0])):
@@ -133,7 +133,7 @@ class Folder:
         return files
 
     def resolve(self, path: str) -> str:
-        """Return the path relative to the folder, with links followed. Raises ``ToolRefused`` if it is outside."""
+        """Returns ``path`` relative to the folder, with links followed. Raises ``ToolRefused`` if it leads outside."""
         if not isinstance(path, str) or not path or len(path) > 1024 or "\0" in path or not path.isprintable():
             raise ToolRefused("not a path")
         if path == "~" or path.startswith("~/"):
@@ -182,7 +182,7 @@ class Folder:
             raise ToolRefused(f"{name} is not text") from None
 
     def _store(self, name: str, content: str) -> None:
-        """Write a file atomically: a temporary file of the same folder takes the name."""
+        """Writes a file atomically: a temporary file in the same folder is renamed to ``name``."""
         try:
             data = content.encode()
         except UnicodeEncodeError:
@@ -202,7 +202,7 @@ class Folder:
         self._seen[name] = _digest(content)
 
     def _discard(self, path: str) -> None:
-        """Remove the entry at ``path``; a folder, which may be too deep to remove, is moved away."""
+        """Removes the file at ``path``. A folder may be too deep to remove, so it is moved out of the work folder."""
         if os.path.isdir(path) and not os.path.islink(path):
             self._discarded += 1
             os.rename(path, f"{self.root}.discarded{self._discarded}")
@@ -210,7 +210,7 @@ class Folder:
             os.unlink(path)
 
     def _walk(self, base: str) -> Iterator[tuple[str, int | None]]:
-        """Yield path and size of every file below ``base``, folder by folder; special files have the size ``None``."""
+        """Yields path and size of every file below ``base``, level by level; special files have the size ``None``."""
         pending, looked = deque([(base, 0)]), 0
         while pending:
             folder, depth = pending.popleft()
@@ -235,7 +235,7 @@ class Folder:
 
 
 def disk_use(root: str, limit: int) -> int:
-    """Return the bytes on disk below ``root``, at least 4 KiB per entry; stop once the sum exceeds ``limit``."""
+    """Returns the bytes on disk below ``root``, at least 4 KiB per entry. Stops once the sum exceeds ``limit``."""
     total, pending = 0, [root]
     while pending and total <= limit:
         try:
@@ -252,7 +252,7 @@ def disk_use(root: str, limit: int) -> int:
 
 
 def _matches(names: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
-    """Return whether a path matches part by part; ``**`` stands for any number of folders."""
+    """Returns whether a path matches a pattern, both as parts. The part ``**`` stands for any number of folders."""
     reachable = {0}  # possible positions in the pattern
     for name in names:
         reachable = _skip(reachable, pattern)

@@ -1,8 +1,9 @@
 """Runs a workspace's shell commands one after the other, each in a jail inside the worker's jail, within limits.
 
-The folder and the exported variables persist between commands. ``compile``, ``verify`` and ``profile`` are scripts on
-the shell's PATH. They write a request to the worker through a FIFO, the worker passes it to the client over the open
-call, and the answer returns the same way. All data that a shell can write may be forged, and is checked."""
+The current folder and the exported variables persist between commands. ``compile``, ``verify`` and ``profile`` are
+scripts on the shell's PATH. A script writes its request to the worker through a FIFO, the worker passes the request to
+the client over the open tool call, and the answer returns the same way. All data that a shell can write may be forged,
+and is checked."""
 
 import contextlib
 import ctypes
@@ -50,7 +51,7 @@ exit "$status"
 
 @dataclass(frozen=True)
 class CommandLimits:
-    """The limits of one workspace. A shell command's time stops while a request of the command is being answered."""
+    """The limits of a workspace. A shell command's time stops while a compile, verify or profile in it is answered."""
 
     shell_seconds: float = 30.0
     output_chars: int = 30_000  # of one tool's text; the middle is cut
@@ -69,7 +70,7 @@ class CommandOutcome:
 
 @dataclass
 class Output:
-    """Keeps the first and the last bytes of a stream."""
+    """The first and the last bytes of a stream, at most ``limit`` in all; ``dropped`` counts the bytes between them."""
 
     limit: int
     head: bytearray = field(default_factory=bytearray)
@@ -117,7 +118,7 @@ class Shell:
         self.paused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # while a time may be taken
 
     def run(self, program: list[str], seconds: float) -> CommandOutcome:
-        """Run a program until it ends or exceeds a limit. None of its processes is alive afterwards."""
+        """Runs a program until it ends or exceeds a limit. Afterwards none of the program's processes is alive."""
         requests = self._requests()
         out_read, out_write = os.pipe()
         state_read, state_write = os.pipe()
@@ -179,7 +180,8 @@ class Shell:
         return CommandOutcome(code if code is not None else -signal.SIGKILL, output.text(), killed)
 
     def become(self, program: list[str], out: int, state: int, environment: dict[str, str]) -> None:
-        """Turn a forked child into the jailed program; ``state`` is the descriptor for its folder and variables."""
+        """Turns a forked child into the jailed program. Its output goes to the descriptor ``out``; a shell writes its
+        folder and variables to ``state``."""
         os.setsid()
         null = os.open("/dev/null", os.O_RDONLY)
         for descriptor, number in ((null, 0), (out, 1), (out, 2), (state, _STATE_FD)):
@@ -199,7 +201,8 @@ class Shell:
             os._exit(126)
 
     def overuse(self, used: float, seconds: float, disk: bool) -> str:
-        """Return the reason to kill the command; empty if the command is within its limits."""
+        """Returns the reason to kill a command that has run ``used`` seconds; empty if it is within its limits. The use
+        of the disk is measured only if ``disk``."""
         if used > seconds:
             return f"killed after {seconds:g} s"
         pids = descendants(os.getpid())
@@ -212,7 +215,7 @@ class Shell:
         return ""
 
     def end(self, pid: int) -> None:
-        """Kill all remaining processes of a command."""
+        """Kills all remaining processes of the command whose process id is ``pid``."""
         kill([-pid])
         for attempt in range(1000):
             if self.alone and (not self.keepers or attempt > _PATIENCE):
@@ -225,7 +228,8 @@ class Shell:
             time.sleep(0.001)
 
     def _requests(self) -> int:
-        """Create a new FIFO for the scripts' requests: the previous shell may have replaced the old one."""
+        """Creates the FIFO for the scripts' requests and returns its descriptor. Every command gets a new FIFO, since
+        the previous command may have replaced the old one."""
         path = f"{self.pipes}/requests"
         for folder in (self.files.root, f"{self.folder}/tmp", self.pipes):
             os.chmod(folder, 0o700)
@@ -243,7 +247,7 @@ class Shell:
             send_frame(self.client, WorkspaceOperation.RUN_COMMAND, body, slot=self.asked % 256)
 
     def _answer(self, pid: str, result: ToolResult) -> None:
-        """Send the result to the script with this process id; drop the result if the script has ended."""
+        """Sends the result to the script with the process id ``pid``; drops the result if the script has ended."""
         path = f"{self.pipes}/{pid}"
         text = cut(result.text, _ANSWER_BYTES // 4).replace("\0", "").encode(errors="replace")
         with contextlib.suppress(OSError):
@@ -257,7 +261,8 @@ class Shell:
 
 
 def _records(pending: bytearray, data: bytes) -> Iterable[list[str]]:
-    """Yield well-formed requests: process id, command, arguments. Other data from the shell is dropped."""
+    """Yields the requests of scripts as [process id, command, arguments] and drops malformed data. ``pending`` keeps
+    the start of an incomplete request, to which the next ``data`` is appended."""
     pending += data
     *records, rest = bytes(pending).split(b"\x1e")
     pending[:] = rest[-_REQUEST_BYTES:]
@@ -271,14 +276,14 @@ def _records(pending: bytearray, data: bytes) -> Iterable[list[str]]:
 
 
 def cut(text: str, limit: int) -> str:
-    """Shorten text to about ``limit`` characters; the middle is removed."""
+    """Returns ``text``, shortened to about ``limit`` characters by removing the middle."""
     if len(text) <= limit:
         return text
     return f"{text[: limit // 2]}\n[{len(text) - limit} characters cut]\n{text[-(limit // 2) :]}"
 
 
 def wake_on_child() -> int:
-    """Return a descriptor that becomes readable when a child ends."""
+    """Returns a descriptor that becomes readable when a child process ends."""
     read, write = os.pipe()
     os.set_blocking(read, False)
     os.set_blocking(write, False)
@@ -288,7 +293,7 @@ def wake_on_child() -> int:
 
 
 def drain(descriptor: int) -> bytes:
-    """Read the available bytes, at most 1 MiB."""
+    """Reads the bytes that are available at ``descriptor``, at most about 1 MiB."""
     data = bytearray()
     while len(data) < 1 << 20:
         try:
@@ -304,7 +309,7 @@ def drain(descriptor: int) -> bytes:
 
 
 def reap() -> dict[int, int]:
-    """Return the exit codes of the ended children by process id."""
+    """Returns the exit codes of the child processes that have ended, by process id."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -319,7 +324,7 @@ def kill(pids: Iterable[int], number: int = signal.SIGKILL) -> None:
 
 
 def _signals_stay_inside() -> bool:
-    """Return whether the jail confines signals to this process and its children."""
+    """Returns whether the jail confines signals to this process and its children."""
     try:
         os.kill(os.getppid(), 0)
     except PermissionError:
@@ -332,7 +337,7 @@ def prctl(option: int, value: int) -> None:
 
 
 def fork(body: Callable[[], None]) -> int:
-    """Fork a child that runs ``body`` and exits; return its process id."""
+    """Forks a child that runs ``body`` and exits. Returns the child's process id."""
     pid = os.fork()
     if pid:
         return pid

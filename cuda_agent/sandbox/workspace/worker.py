@@ -1,4 +1,4 @@
-"""Runs the workspace's process: every shell and file tool of one agent, inside the jail.
+"""Runs the processes of workspaces: each holds the shell and the file tools of one agent, inside the jail.
 
 ``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent: it is light (no torch) and has one
 thread. It forks a worker for every workspace, and later removes the workspace's folder and leftover processes. A worker
@@ -25,7 +25,7 @@ from cuda_agent.sandbox.workspace.shell import BASH, WRAPPER, CommandLimits, She
 
 
 def main() -> None:
-    """Open and close workspaces until the stream ends."""
+    """Opens and closes workspaces on the client's request until the client closes the connection."""
     control, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     processes.prctl(processes.PR_SET_DUMPABLE, 0)
     processes.prctl(processes.PR_SET_CHILD_SUBREAPER, 1)
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder with external programs: a hostile tree can be too deep for Python, or forbid access."""
+    """Removes a folder with external programs, because a hostile tree can be too deep for Python, or forbid access."""
     for program in (["/bin/rm", "-rf"], ["/bin/chmod", "-R", "u+rwx"], ["/bin/rm", "-rf"]) * 3:
         if not os.path.lexists(folder):
             return
@@ -80,7 +80,7 @@ def _remove(folder: str) -> None:
 
 
 def _worker(descriptor: int, folder: str) -> None:
-    """Run one workspace in a forked child."""
+    """Runs one workspace in a forked child. ``descriptor`` is its socket to the client."""
     signal.set_wakeup_fd(-1)
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, 4096)
@@ -105,7 +105,7 @@ def _worker(descriptor: int, folder: str) -> None:
 
 
 class Session:
-    """Serves one workspace: answers tool calls and requests for files, and asks the client to run shell commands."""
+    """Serves one workspace: runs tool calls, and returns the work folder's files to the client."""
 
     def __init__(self, client: socket.socket, folder: str, files: Folder, limits: CommandLimits) -> None:
         self.client, self.folder, self.files, self.limits = client, folder, files, limits
@@ -177,7 +177,7 @@ class Session:
         return self._presented("\n".join(lines)) or "(no matches)"
 
     def _presented(self, text: str) -> str:
-        """Hide the folder's real path, which is private and differs from run to run."""
+        """Hides the folder's real path, which is private and differs from run to run, in a text for the agent."""
         return text.replace(self.files.root, "~").replace(f"{self.folder}/tmp", "$TMPDIR").replace(self.folder, "~/..")
 
 
@@ -196,8 +196,9 @@ _PARAMETERS: dict[str, dict[str, str]] = {  # a name that ends in "?" may be lef
 
 
 def checked(tool: str, arguments: Any, parameters: dict[str, str] | None = None) -> dict[str, Any]:
-    """Return the arguments of a call with the right types. Raises ``ToolRefused``, which names the wrong argument. Text
-    such as "3" or "true" counts as a number or truth value, because calls in XML carry text only."""
+    """Returns the arguments of a tool call in the types of ``parameters``, by default the parameters of ``tool``.
+    Raises ``ToolRefused``, which names the wrong argument. Text such as "3" or "true" counts as a number or truth
+    value, because calls in XML carry text only."""
     parameters = parameters or _PARAMETERS.get(tool)
     if parameters is None:
         raise ToolRefused(f"there is no tool {tool[:40]!r}")
