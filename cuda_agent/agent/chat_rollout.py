@@ -1,7 +1,7 @@
-"""Plays episodes with a model behind a text interface, in the same loop and with the same tools and judge as ``loop``.
+"""Plays episodes with a model that a server offers as text, in the agent loop (``loop``) with its tools and its judge.
 
-These episodes are for evaluation, not for training.  Only the server has the token ids, so ``ids`` holds zeros; only
-its length, the server's token count, has a meaning."""
+These episodes are for evaluation, not for training.  The server gives only the number of tokens, not their ids, so
+``Episode.ids`` holds as many zeros."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,10 +20,7 @@ from cuda_agent.tasks.task import Task
 async def run_chat_rollout(
     task: Task, model: ServedModel, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
 ) -> Episode:
-    """Plays one episode.
-
-    Raises:
-        ServedModelError: The model's server does not answer any more."""
+    """Plays one episode with tools.  Raises ServedModelError if the model's server does not answer any more."""
     return await ChatPlayer(task, sandbox, settings, seed, episode_id, model).run()
 
 
@@ -54,7 +51,7 @@ class ChatPlayer(EpisodePlayer):
 
 
 def answers(calls: Calls, texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the messages that answer a turn: one per tool call, or a user message if the turn has no calls."""
+    """Returns the messages with ``texts`` that answer a turn: one per call, or user messages if there are no calls."""
     if not calls:
         return [{"role": "user", "content": text} for text in texts]
     return [

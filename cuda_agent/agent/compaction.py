@@ -1,4 +1,4 @@
-"""Shortens a conversation so that it fits into a context.
+"""Shortens a conversation so that it fits into a model's context.
 
 The least useful parts are cut first: the middles of old tool results, then the middles of old arguments (the model can
 read written files again), then whole old turns.  The system message, the task and the newest turns stay; texts in these
@@ -18,7 +18,7 @@ _TARGET = 0.6  # share of the limit that remains: small cuts would invalidate th
 
 
 def size(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Returns the approximate number of characters that are sent."""
+    """Returns the approximate number of characters of ``messages`` as they are sent to the server."""
 
     def one(message: Mapping[str, Any]) -> int:
         calls = message.get("tool_calls") or ()
@@ -29,7 +29,7 @@ def size(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def compacted(messages: Sequence[Mapping[str, Any]], limit: int) -> list[Message]:
-    """Shortens the messages to about ``limit`` characters; returns them unchanged if they fit."""
+    """Returns a copy of ``messages``, shortened if it has more than ``limit`` characters."""
     kept = [dict(message) for message in messages]
     if size(kept) <= limit:
         return kept
@@ -65,7 +65,7 @@ def compacted(messages: Sequence[Mapping[str, Any]], limit: int) -> list[Message
 
 
 def cut(text: str, limit: int) -> str:
-    """Removes the middle of the text, so that about ``limit`` characters remain."""
+    """Returns ``text``, without its middle if it has more than about ``limit`` characters."""
     if len(text) <= limit + 60:
         return text
     half = limit // 2
@@ -73,7 +73,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def _turns(messages: Sequence[Message]) -> list[list[Message]]:
-    """Returns the turns: each is an assistant message and the messages up to the next assistant message."""
+    """Splits ``messages`` into turns: each is an assistant message and the messages up to the next one."""
     turns: list[list[Message]] = []
     for message in messages:
         if message["role"] == "assistant":

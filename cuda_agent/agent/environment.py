@@ -1,8 +1,8 @@
 """The environment in which an episode is played: one task with its work folder, tools and verdicts.
 
 ``async with KernelEnvironment(...) as environment`` opens the work folder.  ``call`` runs one tool call; ``finish``
-judges the solution in the folder.  A player uses the environment: a policy by token ids (``loop``), a model behind a
-text interface (``chat_rollout``, ``optimize.attempt``), or an external trainer (``environments``)."""
+judges the solution in the folder.  A player uses the environment: a policy that samples token ids (``loop``), a model
+that a server offers as text (``chat_rollout``, ``optimize.attempt``), or an external trainer (``environments``)."""
 
 import json
 from collections import Counter
@@ -18,12 +18,12 @@ from cuda_agent.sandbox.client import Sandbox, WorkFolder
 from cuda_agent.sandbox.wire import Format, Mode, Solution, ToolResult, Verdict
 from cuda_agent.tasks.task import Task
 
-_CHANGING = ("Write", "Edit", "MultiEdit")  # after one of these, a repeated verify is not a loop
+_CHANGING = ("Write", "Edit", "MultiEdit")  # after one of these tools, a repeated verify is not a loop
 LOOP = 3  # the same call this many times counts as a loop
 
 
 class SandboxFault(Exception):
-    """The sandbox failed twice; the player is not at fault."""
+    """The sandbox failed twice on the same solution, through no fault of the player."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.message)
@@ -34,10 +34,10 @@ class KernelEnvironment:
     """The environment of one episode.
 
     Attributes:
-        files: The player's files when ``collect`` last read the folder.  A folder opens with these files.
+        files: The player's files when ``collect`` last read the work folder.  A new work folder begins with them.
         best: The best verdict so far.
         flags: The bad patterns seen so far ("malformed_call", "unknown_tool", "loop").
-        repeated: How often the last call was made since the folder last changed."""
+        repeated: How often the latest tool call was made since the work folder last changed."""
 
     def __init__(
         self,
@@ -69,10 +69,7 @@ class KernelEnvironment:
         return solution_of(self.files, self.format)
 
     async def __aenter__(self) -> Self:
-        """Opens the work folder.
-
-        Raises:
-            WorkspaceLost: The work folder is lost.  All methods that use the folder raise this error too."""
+        """Opens the work folder.  All methods that use the folder raise WorkspaceLost if the folder is lost."""
         self._opened = self.sandbox.workspace({**self.files, **self._given}, frozenset(self._given), self.command)
         self._folder = await self._opened.__aenter__()
         return self
@@ -85,7 +82,8 @@ class KernelEnvironment:
         return await self._opened.__aexit__(kind, error, trace)
 
     async def call(self, name: str, arguments: Mapping[str, Any] | None) -> ToolResult:
-        """Runs one tool call.  A wrong call gives an error text.  ``arguments`` is None if they could not be read."""
+        """Runs the tool ``name``.  ``arguments`` is None if the player's text could not be parsed.  A call of an
+        unknown tool or with wrong arguments gives an error text as result."""
         assert self._folder is not None, "the work folder is not open"
         self.repeated = 0
         if name not in self.tools:
@@ -106,18 +104,18 @@ class KernelEnvironment:
         return result
 
     async def collect(self) -> Solution:
-        """Reads the files in the folder and returns the solution that they contain."""
+        """Reads the files in the work folder and returns the solution that they contain."""
         assert self._folder is not None, "the work folder is not open"
         found = await self._folder.files()
         self.files = {path: text for path, text in found.items() if path not in self._given}
         return self.solution
 
     async def finish(self) -> Verdict:
-        """Judges the solution in the folder.  Raises the errors of ``judge``."""
+        """Judges the solution in the work folder.  Raises SandboxFault or TaskError if there is no verdict."""
         return await self.judge(await self.collect())
 
     async def judge(self, solution: Solution, mode: Mode = "quick") -> Verdict:
-        """Judges a solution and updates ``best``.  After a fault of the sandbox, judges a second time.
+        """Judges ``solution`` and updates ``best``.  After a fault of the sandbox, judges a second time.
 
         Raises:
             SandboxFault: The sandbox failed twice.
@@ -133,7 +131,7 @@ class KernelEnvironment:
         return verdict
 
     async def command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """Answers the commands compile, verify and profile, which the player runs in the shell of the work folder."""
+        """Answers the command ``name`` (compile, verify, profile), which the player ran in the shell, for ``files``."""
         verdict = await self.judge(solution_of(files, self.format))
         return ToolResult(describe(verdict, name, self.style), failed(verdict, name))
 

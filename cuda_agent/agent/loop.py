@@ -1,11 +1,12 @@
 """The agent loop: one player works on one task, turn by turn, and the result is an episode with its reward.
 
-``play`` is the loop of every player: a policy by token ids (``TokenPlayer``), a model behind a text interface
-(``chat_rollout``), an attempt of a search (``optimize.attempt``).  ``run_episode`` plays a policy with tools in a work
-folder, ``run_single`` asks a policy for one answer without tools, and ``run_many`` plays many episodes, freely or in
-lockstep.  An episode is one growing list of token ids.  Sampled ids are appended unchanged (mask 1); prompt and tool
-results are encoded once (mask 0); text is never tokenized again.  An episode that has used up its budget (turns,
-tokens) ends, and its files are judged.  An episode that meets an infrastructure fault or the deadline has no reward."""
+``play`` is the loop for every player: a policy that samples token ids (``TokenPlayer``), a model that a server offers
+as text (``chat_rollout``), an attempt of a search (``optimize.attempt``).  ``run_episode`` plays a policy with tools in
+a work folder, ``run_single`` asks a policy for one answer without tools, and ``run_many`` plays many episodes at once.
+
+An episode is one growing list of token ids.  Sampled ids are appended unchanged (mask 1); prompt and tool results are
+encoded once (mask 0).  An episode that has used up its budget (turns, tokens) ends, and its files are judged.  An
+episode that is cut by an infrastructure fault or by the deadline has no reward."""
 
 import asyncio
 import hashlib
@@ -37,11 +38,11 @@ MALFORMED = "error: malformed tool call"
 class EpisodeSettings:
     """The budgets and the prompt style of an episode.  Token budgets count tokens of the policy's tokenizer."""
 
-    turns: int
+    turns: int  # most turns
     turn_tokens: int  # most tokens sampled in one turn
     tool_tokens: int  # most tokens of one tool result; the middle is cut
     context: int  # most tokens of the whole episode
-    deadline_seconds: float
+    deadline_seconds: float  # for the whole episode
     temperature: float = 1.0
     format: Format = "plan"
     style: Style = "full"
@@ -50,17 +51,17 @@ class EpisodeSettings:
 
 
 class Player(Protocol):
-    """The side of the loop that makes the tool calls; the environment is the other side."""
+    """A participant in the agent loop that makes tool calls, such as a policy; the environment answers the calls."""
 
     async def speak(self, turn: int) -> Calls | str:
-        """Takes one turn and returns its tool calls, or the reason why the player ends."""
+        """Takes turn ``turn``; returns its tool calls, or the reason why the player ends."""
 
     def hear(self, results: Sequence[ToolResult], turn: int) -> str | None:
-        """Receives the results of the turn's calls; returns the reason why the player ends, or None."""
+        """Receives the results of the calls of turn ``turn``; returns the reason why the player ends, or None."""
 
 
 async def play(player: Player, environment: KernelEnvironment, turns: Iterable[int]) -> str:
-    """Plays at most ``turns`` turns; returns the reason why the player ended, or "turns" if all turns are used."""
+    """Plays the turns numbered ``turns``; returns the reason why the player ended, or "turns" if all turns are used."""
     for turn in turns:
         calls = await player.speak(turn)
         if isinstance(calls, str):
@@ -72,7 +73,7 @@ async def play(player: Player, environment: KernelEnvironment, turns: Iterable[i
 
 
 async def within(seconds: float | None, work: Awaitable[str], late: str) -> str:
-    """Returns the result of ``work``, or ``late`` if ``work`` was cancelled after ``seconds`` (None: no limit)."""
+    """Returns the result of ``work``.  Cancels ``work`` after ``seconds`` (None: never) and then returns ``late``."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
@@ -86,7 +87,7 @@ async def within(seconds: float | None, work: Awaitable[str], late: str) -> str:
 async def run_episode(
     task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
 ) -> Episode:
-    """Plays one episode with tools.  ``seed`` and the number of the turn determine the sampling noise."""
+    """Plays one episode with tools.  ``seed`` and a turn's number determine the sampling noise of the turn."""
     player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat)
     player.add(chat.prompt_ids(player.episode.messages, TOOLS), 0)
     return await player.run()
@@ -95,7 +96,7 @@ async def run_episode(
 async def run_single(
     task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
 ) -> Episode:
-    """Plays one episode without tools: the fenced files of the answer are the solution."""
+    """Plays one episode without tools: the files in fenced blocks of the policy's only answer are the solution."""
     player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat)
     player.episode.messages = one_shot_messages(task, settings.style, settings.format, settings.device)
     player.add(chat.prompt_ids(player.episode.messages), 0)
@@ -104,13 +105,13 @@ async def run_single(
 
 @dataclass
 class EpisodePlayer(ABC):
-    """A player whose turns become an episode."""
+    """A player that records its turns as an episode."""
 
     task: Task
     sandbox: Sandbox
     settings: EpisodeSettings
     seed: int
-    id: str
+    id: str  # of the episode
 
     def __post_init__(self) -> None:
         how = self.settings
@@ -119,7 +120,7 @@ class EpisodePlayer(ABC):
         self.episode = Episode(self.id, self.task.name, "agent", [], [], [], [], [], None, "infra", messages=first)
 
     def add(self, ids: Sequence[int], turn: int, sampled: Completion | None = None) -> None:
-        """Appends tokens.  ``sampled`` is the completion if the policy sampled these tokens."""
+        """Appends token ``ids`` of turn ``turn`` to the episode.  ``sampled`` is given if the policy sampled them."""
         episode = self.episode
         episode.ids += ids
         episode.mask += [int(sampled is not None)] * len(ids)
@@ -132,8 +133,8 @@ class EpisodePlayer(ABC):
         return min(self.settings.turn_tokens, self.settings.context - len(self.episode.ids))
 
     async def run(self, answer: Callable[[], Awaitable[Ended]] | None = None) -> Episode:
-        """Plays with tools, or calls ``answer`` for an answer without tools.  Then judges the files, and records why
-        the episode ended, infrastructure faults included."""
+        """Plays with tools or, if ``answer`` is given, calls it to sample an answer without tools.  Then judges the
+        files.  Returns the episode with the reason why it ended, which may be an infrastructure fault."""
         environment, episode = self.environment, self.episode
         episode.kind = "single" if answer else "agent"
 
@@ -159,7 +160,7 @@ class EpisodePlayer(ABC):
         return ended
 
     def said(self, text: str, calls: Calls, cut: bool, malformed: bool, **more: str) -> Calls | Ended:
-        """Records a turn; returns its calls, or the reason why it is the last turn."""
+        """Records the text and calls of a turn; returns the calls, or the reason why the turn is the last."""
         asked = [{"name": call["name"], "arguments": call["arguments"] or {}} for call in calls]
         self.episode.messages.append({"role": "assistant", "content": text, "tool_calls": asked, **more})
         if malformed:
@@ -181,7 +182,7 @@ class EpisodePlayer(ABC):
 
     @abstractmethod
     def _cut(self, text: str) -> str:
-        """Cuts the middle out of the text, so that about ``tool_tokens`` tokens remain."""
+        """Returns ``text``, without its middle if it has more than about ``tool_tokens`` tokens."""
 
 
 @dataclass
@@ -191,7 +192,7 @@ class TokenPlayer(EpisodePlayer):
     _closed: bool = True  # whether the last turn ended with its stop token
 
     async def answer(self) -> Ended:
-        """Takes the one turn of an episode without tools."""
+        """Samples the only turn of an episode without tools; returns the reason why the episode ends."""
         completion = await self._sample(0)
         if completion is None:
             return "tokens"
@@ -241,7 +242,7 @@ class TokenPlayer(EpisodePlayer):
 
 
 def seed_of(seed: int, name: object) -> int:
-    """Returns a 63-bit seed for ``name`` (an episode, or a turn of an episode) under ``seed``."""
+    """Returns a 63-bit seed derived from ``seed`` and ``name``, such as an episode's id or a turn's number."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1
 
 
@@ -254,9 +255,9 @@ async def run_many(
     """Runs ``jobs``, at most ``concurrency`` at once, and returns their episodes in the order of the jobs.
 
     With ``lockstep`` an episode samples its next turn only when all other running episodes are ready to sample.  The
-    engine then gets all prompts at once and in order.  So its batches are the same in every run; with
-    ``sandbox.clock=model`` all results are too.  With ``lockstep`` there is no deadline.  An exception of one job (a
-    bug, a lost engine) ends all jobs."""
+    engine then gets all prompts at once and in order, so that its batches are the same in every run; with
+    ``sandbox.clock=model`` all results are the same too.  With ``lockstep`` episodes have no deadline.  An exception of
+    one job (a bug, a lost engine) ends all jobs."""
     slots = asyncio.Semaphore(concurrency)
     lock = _Lockstep(len(jobs), concurrency) if lockstep else None
 
@@ -279,7 +280,7 @@ async def run_many(
 
 
 class _Lockstep:
-    """A barrier before every turn of the running episodes.  When an episode ends, a waiting job takes its place."""
+    """A barrier before every turn of the running episodes.  Of ``jobs`` episodes at most ``places`` run at once."""
 
     def __init__(self, jobs: int, places: int) -> None:
         self._active = min(jobs, places)

@@ -1,4 +1,4 @@
-"""The results and costs of a search for a fast kernel: judged solutions, budget, transcript.
+"""Keeps the results and costs of a search for a fast solution (``optimize``): judged solutions, budget, transcript.
 
 The transcript is a file with one JSON object per line; it holds all that ``--resume`` needs (docs/optimize.md)."""
 
@@ -29,7 +29,7 @@ _COMPARED_LINES = 2000  # most lines compared per file: repeated lines take cubi
 
 
 def difference(path: str, old: str, new: str) -> Event:
-    """Returns the facts of an event ``diff``: path, text (at most 400 lines), number of lines added and removed."""
+    """Returns the fields of an event ``diff`` from ``old`` to ``new``: path, diff, and numbers of changed lines."""
     before, after = (text.splitlines()[:_COMPARED_LINES] for text in (old, new))
     lines = list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]
     added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
@@ -37,7 +37,7 @@ def difference(path: str, old: str, new: str) -> Event:
 
 
 def factor(verdict: Verdict) -> float | None:
-    """Returns the speed-up over the faster of eager and ``torch.compile``; None unless correct and timed."""
+    """Returns the speed-up over the faster of eager and ``torch.compile``; None if the solution is wrong or untimed."""
     if verdict.status != "ok":
         return None
     known = [ratio for ratio in (verdict.speedup_eager, verdict.speedup_compile) if ratio is not None]
@@ -50,20 +50,20 @@ class Find:
 
     solution: Solution
     quick: Verdict
-    attempt: int
-    turn: int
+    attempt: int  # number of the attempt that wrote the solution
+    turn: int  # number of the attempt's turn
     strict: Verdict | None = None
 
 
 @dataclass
 class Findings:
-    """The correct solutions by digest, and the first one that is as fast as the person asked (None: none is)."""
+    """The correct solutions of a search, by the digests of their files."""
 
     by_digest: dict[str, Find] = field(default_factory=dict)
-    reached: Find | None = None
+    reached: Find | None = None  # the first solution that is as fast as the user asked
 
     def add(self, solution: Solution, verdict: Verdict, attempt: int, turn: int) -> Find | None:
-        """Adds a correct solution; a second verdict on the same files changes nothing."""
+        """Adds ``solution``, unless it was added before, and returns its ``Find``; None if it is wrong or untimed."""
         if factor(verdict) is None:
             return None
         return self.by_digest.setdefault(solution.digest, Find(solution, verdict, attempt, turn))
@@ -76,17 +76,16 @@ class Findings:
 
 @dataclass
 class SearchBudget:
-    """The limits for all attempts together (``None``: no limit), and the amounts used.  Money is in the unit of the
-    prices, which are per million tokens."""
+    """The limits for all attempts of a search together (``None``: no limit), and the amounts used so far."""
 
-    tokens: int | None = None
-    seconds: float | None = None
-    money: float | None = None
-    price_in: float = 0.0
-    price_out: float = 0.0
-    prompt: int = 0
-    sampled: int = 0
-    estimated: bool = False
+    tokens: int | None = None  # limit of prompt and sampled tokens together
+    seconds: float | None = None  # limit
+    money: float | None = None  # limit, in the unit of the prices
+    price_in: float = 0.0  # of a million prompt tokens
+    price_out: float = 0.0  # of a million sampled tokens
+    prompt: int = 0  # prompt tokens used
+    sampled: int = 0  # sampled tokens used
+    estimated: bool = False  # whether some of these counts are estimates
     before: float = 0.0  # seconds used before a resume
     began: float = field(default_factory=time.monotonic)
 
@@ -103,7 +102,7 @@ class SearchBudget:
         return None if self.seconds is None else self.seconds - self.elapsed
 
     def lacks(self, prompt: int, sampled: int) -> str:
-        """Returns which limit so many more tokens would exceed: ``minutes``, ``tokens``, ``money``, or "" for none."""
+        """Returns which limit so many more tokens would exceed: "minutes", "tokens", "money", or "" if none."""
         if self.left is not None and self.left <= 0:
             return "minutes"
         if self.tokens is not None and self.prompt + self.sampled + prompt + sampled > self.tokens:
@@ -127,12 +126,12 @@ class State:
     messages: list[Event] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     turn: int = 0  # the next turn
-    ended: str = ""
+    ended: str = ""  # why the attempt ended, if it did
 
 
 class Transcript:
-    """Appends events to a file, each atomically.  ``watch`` receives every event, also the events that are not kept.
-    ``note`` is the text of the latest note of an attempt."""
+    """Appends events to the file ``path``, with the time that ``clock`` returns.  ``watch`` receives every event, also
+    the events of ``SHOWN_ONLY``, which are not written.  ``note`` is the text of the latest note of an attempt."""
 
     def __init__(self, path: Path, clock: Callable[[], float], watch: Callable[[Event], None]) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -153,7 +152,7 @@ class Transcript:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Returns the events of a transcript without an unfinished last line."""
+    """Returns the events in the transcript ``path``; skips lines that hold no event, as an unfinished last line."""
     events = []
     with open(path, encoding="utf-8") as file:
         for line in file:
@@ -167,7 +166,7 @@ def read_events(path: Path) -> list[Event]:
 
 
 def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Findings, Event]:
-    """Returns a transcript's content: each attempt's state after its last whole turn, the findings, the budget used."""
+    """Returns, from a transcript, each attempt's state after its last whole turn, the findings and the amounts used."""
     states: dict[int, State] = {}
     pending: dict[int, list[Event]] = {}
     findings, spent = Findings(), dict[str, Any]()

@@ -1,8 +1,8 @@
-"""Prompts: the messages that show a task to a policy, and the parser of an answer without tools.
+"""Makes prompts, the messages that show a task to a policy, and parses answers without tools.
 
-There are two styles.  "full" spells out everything, for general models.  "compact" is for a small policy that is
-trained on this form: its prompt has one word for the mode, and the task's source without the parts that all tasks
-share. Both come from the task's code alone; nothing is executed."""
+A prompt has one of two styles.  "full" spells out all rules, for general models.  "compact" is for a small policy that
+is trained on it: one word that says whether there are tools, and the task's source without the parts that all tasks
+share.  Both styles are made from the task's source; nothing is executed."""
 
 import ast
 import re
@@ -45,8 +45,8 @@ def agent_messages(task: Task, style: Style, format: Format = "plan", device: st
 
 
 def parse_answer(text: str) -> dict[str, str]:
-    """Returns the files in an answer: fenced blocks whose info string is a language and a path.  A path that leaves the
-    folder is dropped; of two blocks with one path the last counts; an unclosed fence is no file."""
+    """Returns the files in the answer ``text``: fenced blocks whose first line names language and path.  A file whose
+    path leaves the folder is dropped; of two blocks with one path the last counts; an unclosed block is no file."""
     files: dict[str, str] = {}
     for match in _FENCE.finditer(text[: 4 * _ANSWER_BYTES]):
         path, content = match[2], match[3]
@@ -57,7 +57,7 @@ def parse_answer(text: str) -> dict[str, str]:
 
 
 def write_answer(files: dict[str, str]) -> str:
-    """Writes files as an answer from which ``parse_answer`` reads the same files."""
+    """Returns the text of an answer with ``files``, which ``parse_answer`` reads from the text."""
     language = {"cpp": "cpp", "cu": "cuda", "json": "json", "py": "python"}
     return "\n".join(
         f"```{language.get(path.rpartition('.')[2], 'text')} {path}\n{text.rstrip()}\n```"
@@ -67,7 +67,8 @@ def write_answer(files: dict[str, str]) -> str:
 
 def compact_source(code: str) -> str:
     """Returns a task's code in few tokens: without imports, docstrings, comments, empty constructors and annotations,
-    with one blank per indent, and with ``name: what`` for a function that only returns.  Other code stays as it is."""
+    with one blank per indent, and with ``inputs: VALUE`` for a ``get_inputs`` that only returns VALUE.  If the code
+    cannot be parsed, returns it unchanged."""
     try:
         return "\n".join(_short_parts(_Shorten().visit(ast.parse(code))))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -90,7 +91,7 @@ def _short_parts(tree: ast.Module) -> Iterator[str]:
 
 
 class _Shorten(ast.NodeTransformer):
-    """Removes the parts of the source that say nothing about the computation."""
+    """Removes docstrings, annotations and empty constructors from a syntax tree."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
         self.generic_visit(node)
@@ -117,8 +118,8 @@ def _calls_super(node: ast.stmt) -> bool:
 
 
 def _unparsed(node: ast.stmt) -> str:
-    """Returns the source of ``node``, indented by one blank per level; a function without its ``def``.  Its docstrings
-    are removed, and ``ast.unparse`` writes every other string on one line, so the new indentation damages no string."""
+    """Returns the source of ``node``, indented by one blank per level, and without ``def`` if it is a function.
+    Strings stay whole: ``node`` has no docstrings left, and ``ast.unparse`` writes every other string on one line."""
     text = re.sub(r"^(?: {4})+", lambda match: match[0][::4], ast.unparse(node), flags=re.M)
     return text.removeprefix("def ") if isinstance(node, ast.FunctionDef) else text
 

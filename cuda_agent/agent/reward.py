@@ -1,7 +1,7 @@
-"""Forms of the reward: a table of pure functions of the verdict on an episode's final files.
+"""Defines the forms of the reward (``REWARDS``): pure functions of the verdict on an episode's final files.
 
-``Verdict.reward`` is the paper's ladder.  It stays on every verdict, whatever form a stage learns from, because pages,
-scores and the service show it."""
+Every verdict also holds the paper's form (``Verdict.reward``), which pages, scores and the service show, even if a
+stage learns from another form."""
 
 from collections.abc import Callable
 
@@ -10,20 +10,16 @@ from cuda_agent.sandbox.wire import Verdict
 
 
 def ladder(verdict: Verdict) -> float | None:
-    """Returns the reward of the paper's Eq. 1, which ``Verdict`` explains; None for ``infra``."""
+    """Returns the reward of the paper's Eq. 1, which ``Verdict`` explains; None for the status ``infra``."""
     return None if verdict.reward is None else float(verdict.reward)
 
 
 def speedup(verdict: Verdict) -> float | None:
-    """Returns 3 s / (1 + s) for a correct solution that is s times as fast as the faster baseline: a smooth reward.
+    """Returns a smooth reward: 3 s / (1 + s) for a correct solution that is s times as fast as the faster baseline.
 
     The baselines are eager and ``torch.compile``.  The reward rises with every gain in speed, from 0 (infinitely slow)
-    over 1.5 (as fast as the baseline) and 2 (twice as fast) towards 3, so it stays in the range of ``ladder``.
-
-    Returns:
-        -1 for a solution that is not correct, a number in [0, 3) for a correct one (0 if it was not timed); None for
-            ``infra``.
-    """
+    over 1.5 (as fast as the baseline) and 2 (twice as fast) towards 3.  A correct solution without a time gets 0, an
+    incorrect solution -1, and the status ``infra`` None."""
     if verdict.status != "ok":
         return ladder(verdict)
     gain = factor(verdict) or 0.0

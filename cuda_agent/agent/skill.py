@@ -1,6 +1,6 @@
-"""The text of SKILL.md in the work folder: the rules in words, for each format and device.
+"""Makes the text of SKILL.md in the work folder, which tells a model the rules for each solution format and device.
 
-This module only makes the text.  The sandbox enforces these rules and more, whether or not a model follows the text."""
+The sandbox enforces these rules and more, whether or not a model follows the text."""
 
 from collections.abc import Callable
 
@@ -190,6 +190,6 @@ _FORMS: dict[Format, Callable[[str], str]] = {
 
 
 def skill_text(format: Format = "plan", device: str = "cpu") -> str:
-    """Returns the whole text of SKILL.md for solutions of this format on this device."""
+    """Returns the whole text of SKILL.md for solutions in ``format`` on ``device`` (cpu or cuda)."""
     on = " on the CPU of this machine" if device == "cpu" else " on its GPU"
     return _GOAL.replace("{device}", on) + _FORMS[format](device)

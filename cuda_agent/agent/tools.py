@@ -1,4 +1,4 @@
-"""The agent's tools: their schemas, and the text that compile, verify and profile print for a verdict.
+"""Defines the agent's tools: their schemas, and the text that compile, verify and profile print for a verdict.
 
 The agent loop and the code that writes example dialogues share ``describe``, so that both show the same text."""
 
@@ -19,8 +19,8 @@ _COMPILER = re.compile(r"^(\S+?):(\d+):(?:\d+:)? (?:fatal )?error: (.+)$", re.M)
 
 
 def describe(verdict: Verdict, command: str, style: Style) -> str:
-    """Returns the text that ``command`` (compile, verify or profile) prints.  The compact text has few tokens; it
-    depends only on the kind of mistake, the first build error, or the two speed-ups."""
+    """Returns the text that ``command`` (compile, verify or profile) prints for ``verdict``.  The text in compact style
+    has few tokens: it holds only the kind of mistake, the first build error, or the two speed-ups."""
     if verdict.status == "build_error":
         return f"build error: {first_error(verdict.message) if style == 'compact' else verdict.message}"
     if command == "compile":
@@ -41,9 +41,9 @@ def describe(verdict: Verdict, command: str, style: Style) -> str:
 
 
 def standing(verdict: Verdict) -> str:
-    """Returns a line with the device's limit (roofline) for the task, and how near the solution is; empty if unknown.
-    The limit is the longer of two times at peak rates: one for the bytes of all inputs and outputs, one for the
-    operations of the reference."""
+    """Returns a line with the shortest possible time of the task on the device (roofline), and how near the solution
+    comes to it; empty if unknown.  This time is the longer of two times at the device's peak rates: for moving all
+    inputs and outputs, and for the arithmetic operations of the reference."""
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return ""
     least = {
@@ -58,19 +58,19 @@ def standing(verdict: Verdict) -> str:
 
 
 def failed(verdict: Verdict, command: str) -> bool:
-    """Returns whether ``command`` exits with 1."""
+    """Returns whether ``command`` (compile, verify or profile) exits with 1 because of ``verdict``."""
     return verdict.status == "build_error" or (command != "compile" and verdict.status != "ok")
 
 
 def first_error(message: str) -> str:
-    """Returns the compiler's first error as ``path:line: what``, or the first line of another message."""
+    """Returns the first error in a compiler's ``message`` as ``path:line: text``; of another message the first line."""
     if found := _COMPILER.search(message):
         message = f"{found[1]}:{found[2]}: {found[3]}"
     return (message.splitlines() or [""])[0][:_COMPACT_MESSAGE]
 
 
 def solution_of(files: Mapping[str, str], format: Format) -> Solution:
-    """Returns the solution: those files of a work folder that belong to it."""
+    """Returns the solution in a work folder: those of its ``files`` that belong to a solution in ``format``."""
     return Solution(format, {path: text for path, text in files.items() if FORMATS[format].belongs(path)})
 
 

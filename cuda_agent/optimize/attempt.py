@@ -1,9 +1,9 @@
 """One attempt: a model tries to make one task fast, turn by turn, until it reaches the target or its budget is spent.
 
 ``Attempt`` is a player of ``agent.loop.play``: it sends the conversation to the model, within budget and context.
-``SearchEnvironment`` is the environment of that loop.  The model runs on its server, and its tools run in the sandbox's
-workspace; nothing that the model writes is executed in this process.  ``progress.Findings`` keeps the best correct
-solution, so that an attempt can be stopped at any time."""
+``SearchEnvironment`` answers the model's tool calls.  The model runs on its server, and its tools run in the sandbox's
+workspace; nothing that the model writes is executed in this process.  ``progress.Findings`` keeps all correct
+solutions, so that an attempt can be stopped at any time."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -44,12 +44,12 @@ _REOPENED = {
 
 @dataclass(frozen=True)
 class Terms:
-    """The terms of one attempt.  All counts of tokens are as the model's server counts them."""
+    """The settings of one attempt.  The model's server counts the tokens."""
 
     format: Format = "plan"
     device: Literal["cpu", "cuda"] = "cpu"
     style: Style = "full"
-    turns: int = 60
+    turns: int = 60  # most turns
     context: int = 65536  # tokens of the conversation with its answer
     answer_tokens: int = 8192  # most tokens of one answer
     target: float = 1.05  # speed-up over the faster of eager and torch.compile
@@ -66,20 +66,21 @@ def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, A
 
 
 def least_tokens(task: Task, terms: Terms) -> int:
-    """Returns about how many tokens an attempt needs: those of two turns, because no tool runs in the last turn, or
-    only those of the first prompt for the style ``compact``."""
+    """Returns about how many tokens an attempt needs at least: those of two turns, because no tool runs in the last
+    turn, or in the style ``compact`` only those of the first prompt."""
     prompt = size(first_messages(task, terms, "x" * _BASELINES)) // CHARACTERS
     return prompt if terms.style == "compact" else sum(_two_turns(min(prompt, terms.context), terms.answer_tokens))
 
 
 def _two_turns(prompt: int, answer: int) -> tuple[int, int]:
-    """Returns the most tokens that two turns can read and write; ``prompt`` and ``answer`` are tokens of one turn."""
+    """Returns the most tokens that two turns read and the most that they write.  ``prompt`` and ``answer`` are the most
+    tokens that the first turn reads and writes."""
     return 2 * prompt + answer, 2 * answer
 
 
 class SearchEnvironment(KernelEnvironment):
-    """The environment of an attempt.  It reports what happens through ``tell``.  If the quick verdict on a solution
-    reaches the target, a strict verdict decides.  ``faults`` counts failures of the sandbox in a row."""
+    """The environment of an attempt.  It reports events through ``tell``.  If a solution reaches the target in quick
+    mode, it is judged once more in strict mode.  ``faults`` counts failures of the sandbox in a row."""
 
     def __init__(
         self, task: Task, sandbox: Sandbox, terms: Terms, tools: Calls, findings: Findings, attempt: int, tell: Tell
@@ -130,7 +131,8 @@ class SearchEnvironment(KernelEnvironment):
         return ToolResult(text, failed(verdict, name))
 
     async def judge(self, solution: Solution, mode: Mode = "quick", command: str = "end") -> Verdict:
-        """Judges a solution, and reports the verdict under ``command``; it is ``infra`` if the sandbox fails."""
+        """Judges ``solution`` and reports the verdict, as the result of ``command``, through ``tell``.  If the sandbox
+        fails, the verdict's status is ``infra``."""
         try:
             verdict = await super().judge(solution, mode)
             self.faults = 0
@@ -146,25 +148,25 @@ class SearchEnvironment(KernelEnvironment):
         return verdict
 
     async def judge_rest(self) -> None:
-        """Judges the work folder if its last state was not judged."""
+        """Judges the solution in the work folder if it was not judged yet."""
         if self.solution.files and self.solution.digest not in self._judged and not self.findings.reached:
             await self.judge(self.solution)
 
 
 @dataclass
 class Attempt:
-    """One running attempt.  ``baselines`` is a line for the model that names the measured times of the baselines."""
+    """One attempt of a search.  ``baselines`` tells the model the measured times of eager and ``torch.compile``."""
 
-    number: int
+    number: int  # from 1 on
     task: Task
     model: ServedModel
     sandbox: Sandbox
     terms: Terms
-    budget: SearchBudget
-    findings: Findings
-    watch: Tell
+    budget: SearchBudget  # of all attempts together
+    findings: Findings  # of all attempts together
+    watch: Tell  # receives the events
     baselines: str = ""
-    state: State = field(default_factory=State)
+    state: State = field(default_factory=State)  # from which the attempt resumes
 
     def __post_init__(self) -> None:
         terms = self.terms
@@ -310,7 +312,7 @@ class Attempt:
         return self._said[1] >= _STUCK
 
     def _without_calls(self, turn: int) -> str:
-        """Reminds the model of the target; returns "answer" if it was reminded often enough."""
+        """Reminds the model, which called no tool, of the target and returns "", or "answer" after enough reminders."""
         if self.terms.style == "compact" or self.nudges >= _NUDGES:
             return "answer"
         self.nudges += 1
@@ -340,7 +342,7 @@ class Attempt:
         self.state.files, self.state.turn = dict(files), self.state.turn + 1
 
     def _drop_unfinished_turn(self) -> None:
-        """Removes the last assistant message if a call in it has no answer, and resets the files."""
+        """Removes the last assistant message and its answers, if one of its calls has no answer; resets the files."""
         messages = self.state.messages
         last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=len(messages))
         asked = len(messages[last].get("tool_calls") or ()) if last < len(messages) else 0
@@ -350,6 +352,6 @@ class Attempt:
 
 
 def _first_line(text: str) -> str:
-    """Returns the first line of an error that is not blank, or ``failed`` if there is none."""
+    """Returns the first line of an error's ``text`` that is not blank, or "failed" if all lines are blank."""
     said = (line.strip() for line in text.splitlines())
     return next((line.removeprefix("error: ")[:300] for line in said if line), "failed")

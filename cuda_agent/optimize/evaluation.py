@@ -1,5 +1,5 @@
-"""The commands `evaluate`, which judges one solution, and `benchmark`, which measures a policy or any other model on a
-task set."""
+"""Implements the commands `evaluate`, which judges one solution, and `benchmark`, which measures a policy or a served
+model on a task set."""
 
 import asyncio
 import shutil
@@ -33,12 +33,12 @@ class BenchmarkError(UserError):
 
 @dataclass(frozen=True)
 class Player:
-    """What plays a benchmark: a policy (a Hugging Face folder) or a model behind an OpenAI-compatible address."""
+    """The player of a benchmark: a policy (a Hugging Face folder), or a model at an OpenAI-compatible address."""
 
-    policy: Path | None = None
-    base_url: str | None = None
-    model: str | None = None
-    key_env: str = "OPENAI_API_KEY"
+    policy: Path | None = None  # folder
+    base_url: str | None = None  # address
+    model: str | None = None  # name of the model at the address
+    key_env: str = "OPENAI_API_KEY"  # environment variable that holds the API key
 
     def __post_init__(self) -> None:
         if (self.policy is None) == (self.base_url is None):
@@ -76,8 +76,8 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 def policy_folder(text: str, store_uri: str) -> Path:
-    """Returns the policy's folder.  ``text`` is a Hugging Face folder, or ``RUN/STAGE`` as in ``last/agentic``: the
-    policy of that stage is then fetched from the store."""
+    """Returns the folder of the policy that ``text`` names: a Hugging Face folder, or ``RUN/STAGE`` as in
+    ``last/agentic`` for the policy of that stage, which is then fetched from the store."""
     folder = Path(text)
     if folder.is_dir():
         return folder
@@ -102,11 +102,10 @@ def policy_folder(text: str, store_uri: str) -> Path:
 
 
 def read_solution(folder: Path, format: Format) -> Solution:
-    """Reads the files of a solution folder: plan.json or model_new.py, and kernels/.
+    """Reads the solution files in ``folder``: plan.json or model_new.py, and kernels/.
 
     Raises:
-        TaskError: A file is missing; the message names it.
-    """
+        TaskError: A file is missing, too large or not text; the message names it."""
     wanted = f"{FORMATS[format].entry} and kernels/"
     if not folder.is_dir():
         raise TaskError(f"{folder}: expected a folder with {wanted}")
@@ -132,13 +131,12 @@ def read_solution(folder: Path, format: Format) -> Solution:
 async def evaluate(
     settings: SandboxConfig, cache: Path, task: Path, solution: Path, mode: Mode, again: bool = False
 ) -> Verdict:
-    """Returns the sandbox's verdict on a solution folder; with ``again`` neither a cached verdict nor cached
-    times of the baselines are used.
+    """Returns the sandbox's verdict on the folder ``solution`` for the task in the file ``task``.  With ``again``
+    neither a cached verdict nor cached times of the baselines are used.
 
     Raises:
         TaskError: The task or the solution folder cannot be read.
-        ConfigError: ``again`` is given, but servers judge.
-    """
+        ConfigError: ``again`` is given, but servers judge."""
     from cuda_agent.sandbox.client import open_sandbox
     from cuda_agent.sandbox.remote import RemoteSandbox
 
@@ -156,12 +154,11 @@ async def evaluate(
 async def benchmark(
     config: Config, cache: Path, player: Player, tasks: Path, output: Path | None, say: Callable[[str], None]
 ) -> Any:
-    """Plays every task of the set ``evaluate.samples`` times and returns the ``rl.scores.Scores``.  Writes
-    ``episodes.jsonl``, ``scores.json`` and a policy's ``tokenizer.json`` into ``output``.
+    """Plays ``evaluate.samples`` episodes per task of the set ``tasks`` and reports them through ``say``.  Returns the
+    ``rl.scores.Scores``.  Writes episodes.jsonl, scores.json and a policy's tokenizer.json into ``output``.
 
     Raises:
-        BenchmarkError: ``output`` cannot be made.
-    """
+        BenchmarkError: ``output`` cannot be made."""
     from cuda_agent.agent.loop import run_many, seed_of
     from cuda_agent.policy.episode import write_episodes
     from cuda_agent.rl.scores import score, write_scores
@@ -197,7 +194,7 @@ async def benchmark(
 
 @asynccontextmanager
 async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) -> Any:
-    """Loads the policy or connects to the model; yields a function (task, seed, episode id) that plays an episode."""
+    """Opens the policy or model of ``player``; yields a function of (task, seed, episode id) that plays an episode."""
     from cuda_agent.agent.chat_rollout import run_chat_rollout
     from cuda_agent.agent.loop import run_episode
     from cuda_agent.policy.served import ServedModel
@@ -233,7 +230,7 @@ async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) ->
 
 
 def score_lines(scores: Any) -> list[str]:
-    """Formats the paper's table for final answers and for the best of each trajectory, one row per group of tasks."""
+    """Returns ``scores`` as two tables, for the final and for the best solutions, with a row per family of tasks."""
 
     def said(value: float | None, form: str) -> str:
         return "–" if value is None else format(value, form)

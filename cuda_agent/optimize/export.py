@@ -1,12 +1,12 @@
 """Exports a solution as one ``model_new.py`` that needs PyTorch and a compiler, and nothing of this package.
 
-``model_new`` only writes text.  The file keeps the task's own source, so that ``ModelNew`` has the parameters, names
-and constructor of ``Model``.  The kernels are strings in the file.  The source of the ``standalone_*`` modules runs
-them, with the definitions of sandbox modules that it uses.  Kernels are built in the first call (those of an
-``extension`` at import) and cached in the user's home.
+The file holds the task's own source, so that ``ModelNew`` has the parameters, names and constructor of ``Model``.  It
+holds the kernels as strings.  It also holds the source of the ``standalone_*`` modules, which run the kernels, and the
+definitions of sandbox modules that these use.  Kernels are built in the first call (kernels of an ``extension`` at
+import) and cached in the user's home.
 
-The exported file is for inference with the shapes, types and plain arguments that the task draws, and refuses others
-with a message.  Several devices and CUDA graphs are not supported."""
+The exported file is for inference.  It accepts only the shapes, types and plain arguments that the task draws.  Several
+devices and CUDA graphs are not supported."""
 
 import ast
 import re
@@ -52,8 +52,8 @@ class ModelNew(Model):
 
 
 def model_new(task_code: str, solution: Solution, spec: TaskSpec, device: str, about: str = "") -> str:
-    """Returns the source of the file.  ``about`` is text for comments at its head.  A format without an exporter has an
-    entry file that needs nothing of this package; the file is exported unchanged.
+    """Returns the source of ``model_new.py`` for ``solution``, with the text ``about`` as comments at its head.  If the
+    solution's format has no exporter, this is the solution's entry file, which needs nothing of this package.
 
     Raises:
         SolutionError: The files are not a valid solution."""
@@ -127,8 +127,8 @@ _BINDING = {
 
 
 def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
-    """Returns the source of ``standalone_plan`` and ``part``, without module docstrings and imports of this package,
-    and the ``shared`` modules as strings."""
+    """Returns the source of ``standalone_plan`` and of the file ``part``, without module docstrings and imports of this
+    package, and between them the ``shared`` definitions (variable -> module, names) as strings."""
     texts = [_source(f"optimize/{name}") for name in ("standalone_plan.py", part)]
     bodies = [_OURS.sub("", text.partition('"""\n\n')[2]).strip() for text in texts]
     modules = []
@@ -139,7 +139,7 @@ def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
 
 
 def _definitions(source: str, names: list[str]) -> str:
-    """Returns the definitions of ``names`` in a module and all that they use; a use in an annotation does not count."""
+    """Returns, from ``source``, the definitions of ``names`` and of all names that these use outside annotations."""
     tree, lines = ast.parse(source), source.splitlines()
     named: dict[str, list[ast.stmt]] = {}
     for node in ast.walk(tree):
@@ -182,12 +182,12 @@ def _described(tensor: Tensor) -> list[Any]:
 
 
 def _joined(*sections: tuple[str, str]) -> str:
-    """Joins (heading, text) sections.  A section with an empty heading is text alone."""
+    """Joins ``sections``, each a heading and a text, into one source text.  An empty heading is left out."""
     return "\n\n".join(f"{_RULE}\n# {title}\n\n{text}\n" if title else f"{text}\n" for title, text in sections)
 
 
 def _string(text: str) -> str:
-    """Returns a Python literal of the text: a raw multi-line string if possible, else the ``repr``."""
+    """Returns a Python literal of ``text``: a raw multi-line string if possible, else the ``repr``."""
     if "'''" not in text and not text.endswith(("'", "\\")) and all(c.isprintable() or c in "\n\t" for c in text):
         return f"r'''{text}'''"
     return repr(text)

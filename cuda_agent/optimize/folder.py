@@ -1,9 +1,9 @@
 """The folder of a search: opens and locks it, begins or resumes a search, and clears it if no turn was played.
 
-    model.py         the problem          solution/        the judged files: kernels, and a plan or module
-    model_new.py     ModelNew, with PyTorch alone          verdict.json      of strict mode
-    transcript.jsonl every event          report.html      one page
-    run.json         the order, for --resume; holds no key
+    model.py          the problem                          solution/     kernels, and plan.json or model_new.py
+    model_new.py      the solution for PyTorch alone       verdict.json  the solution's strict verdict
+    transcript.jsonl  the events                           report.html   a page about the search
+    run.json          the order, for --resume; holds no API key
 
 The search itself and the writing of its result are in ``search``."""
 
@@ -28,24 +28,24 @@ _PLAYED = ("spent", "files", "verdict")  # events of a turn
 
 
 class OptimizeError(UserError):
-    """The order cannot be carried out; the message says why."""
+    """The search that was ordered is not possible; the message says why."""
 
 
 @dataclass(frozen=True)
 class SearchOrder:
-    """What a person asked for.  ``tokens``, ``minutes`` and ``money`` are limits for all attempts together; prices are
-    per million tokens."""
+    """The search that a user orders.  ``tokens``, ``minutes`` and ``money`` are limits for all attempts together (None:
+    no limit)."""
 
-    base_url: str
-    model: str
-    key_env: str = "OPENAI_API_KEY"
-    attempts: int = 1
-    terms: Terms = field(default_factory=Terms)
+    base_url: str  # OpenAI-compatible address
+    model: str  # name of the model at the address
+    key_env: str = "OPENAI_API_KEY"  # environment variable that holds the API key
+    attempts: int = 1  # number of attempts
+    terms: Terms = field(default_factory=Terms)  # settings of each attempt
     tokens: int | None = None
     minutes: float | None = 60.0
     money: float | None = None
-    price_in: float = 0.0
-    price_out: float = 0.0
+    price_in: float = 0.0  # of a million prompt tokens
+    price_out: float = 0.0  # of a million sampled tokens
 
     def __post_init__(self) -> None:
         if self.money is not None and not (self.price_in or self.price_out):
@@ -55,14 +55,14 @@ class SearchOrder:
 
 
 def with_changes(order: SearchOrder, changes: dict[str, Any]) -> SearchOrder:
-    """Returns the order with the given fields replaced; a name can be a field of the order or of its terms."""
+    """Returns ``order`` with the fields in ``changes`` replaced: fields of the order or of its ``terms``."""
     terms = {name: value for name, value in changes.items() if name in Terms.__dataclass_fields__}
     rest = {name: value for name, value in changes.items() if name not in terms}
     return replace(order, terms=replace(order.terms, **terms), **rest)
 
 
 def read_order(folder: Path) -> tuple[SearchOrder, dict[str, Any]]:
-    """Returns the order and the sandbox settings with which the search in the folder was begun.
+    """Returns the order and the sandbox settings with which the search in ``folder`` was begun.
 
     Raises:
         OptimizeError: ``run.json`` is missing or cannot be read."""
@@ -76,10 +76,10 @@ def read_order(folder: Path) -> tuple[SearchOrder, dict[str, Any]]:
 
 
 def so_far(path: Path) -> tuple[dict[int, State], Findings, Event]:
-    """Returns the state of every attempt, the findings and the used budget, all read from a transcript.
+    """Returns the state of every attempt, the findings and the used budget, all read from the transcript ``path``.
 
     Raises:
-        OptimizeError: The file is not a transcript."""
+        OptimizeError: ``path`` is not a transcript."""
     try:
         return replayed(read_events(path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -88,8 +88,8 @@ def so_far(path: Path) -> tuple[dict[int, State], Findings, Event]:
 
 @contextlib.contextmanager
 def opened(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path, resume: bool) -> Iterator[None]:
-    """Prepares the folder and locks it for this process.  If the body of the ``with`` block fails before the first turn
-    of a new search, the files written here are removed.
+    """Prepares ``folder`` for a search and locks it for this process.  If the ``with`` block fails before the first
+    turn of a new search, removes the files that were written to the folder.
 
     Raises:
         OptimizeError: The folder cannot be used; nothing of value in it was overwritten."""
@@ -116,7 +116,7 @@ def opened(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Holds a lock on the folder, or raises OptimizeError if another process holds it."""
+    """Holds a lock on ``folder``; raises OptimizeError if another process holds the lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):  # some shared file systems lock no folders
@@ -130,7 +130,8 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _prepare_folder(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path, resume: bool) -> None:
-    """Writes the problem and the order.  Raises OptimizeError if that would overwrite a search with played turns."""
+    """Writes the problem and the order to ``folder``.  Raises OptimizeError if the folder holds anything but a search
+    without a played turn, or, with ``resume``, if it holds no search of this problem."""
     if resume:
         if not (folder / "transcript.jsonl").is_file():
             raise OptimizeError(f"{folder}: nothing to go on with; leave out --resume to begin")
@@ -148,7 +149,7 @@ def _prepare_folder(order: SearchOrder, settings: SandboxConfig, task: Task, fol
 
 
 def _unplayed(folder: Path) -> bool:
-    """Returns whether the folder holds nothing but a search in which no turn was played."""
+    """Returns whether ``folder`` holds nothing but a search in which no turn was played."""
     paths = list(folder.iterdir())
     if not all(path.name in _BEGUN and path.is_file() and not path.is_symlink() for path in paths):
         return False

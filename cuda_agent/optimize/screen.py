@@ -1,7 +1,7 @@
-"""Shows a running search: a live view on a terminal, plain lines elsewhere, JSON lines for programs.
+"""Shows a running search: as a live view on a terminal, as plain lines elsewhere, as JSON lines for programs.
 
-``View`` holds what all of them show, and is built from events alone.  Text of models and tools is reduced to printable
-characters before it reaches a terminal.  The search itself is in ``search``."""
+``View`` holds all that is shown, and is built from the search's events alone.  Text of models and tools is reduced to
+printable characters before it reaches a terminal.  The search itself is in ``search``."""
 
 import json
 import shutil
@@ -126,7 +126,7 @@ def told(event: Event) -> str:
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """Draws the last ``width`` values as bars, on a scale that covers all values and 1."""
+    """Returns the last ``width`` of ``values`` as a line of bars, on a scale that covers all values and 1."""
     if not values:
         return ""
     low, high = min(*values, 1.0), max(*values, 1.0)
@@ -148,7 +148,7 @@ def spent(view: View) -> str:
 
 @contextmanager
 def watching(as_json: bool) -> Iterator[Watch]:
-    """Yields the function that shows events: as JSON (``as_json``), as a live view on a terminal, else as lines."""
+    """Yields a function that shows events: as JSON with ``as_json``, in a live view on a terminal, else as lines."""
     write = partial(print, flush=True)  # for readers of a pipe
     if as_json:
         yield json_lines(write)
@@ -160,7 +160,7 @@ def watching(as_json: bool) -> Iterator[Watch]:
 
 
 def json_lines(write: Callable[[str], None]) -> Watch:
-    """Returns a function that writes an event as a line of JSON, except streamed text and the outcome."""
+    """Returns a function that writes each event as a line of JSON, except streamed text and the outcome."""
 
     def watch(event: Event) -> None:
         if event["kind"] not in ("text", "thought", "outcome"):
@@ -170,9 +170,9 @@ def json_lines(write: Callable[[str], None]) -> Watch:
 
 
 def plain(write: Callable[[str], None], width: int = 0) -> Watch:
-    """Returns a function that writes a line for each tool call, diff, verdict, note and end.  The line of a tool call
-    is held back until the attempt's next event, so that it can show the tool's error.  ``width`` is the most characters
-    of a line with an error; 0 stands for the width of the terminal."""
+    """Returns a function that writes a line for each tool call, diff, verdict, note and end of an attempt.  It holds a
+    tool call's line back until the attempt's next event, because the line also shows the tool's error.  ``width`` is
+    the most characters of a line with an error; 0 stands for the width of the terminal."""
     view = View()
     waiting: dict[int, str] = {}  # attempt -> pending line of a tool
     judged: set[int] = set()  # attempts whose last line was a verdict, which has the failure
@@ -233,7 +233,7 @@ def _live() -> Iterator[Watch]:
 
 
 def drawing(view: View, width: int, height: int) -> Any:
-    """Returns what the terminal shows: at most ``height`` lines; with 0, only the lines worth keeping at the end."""
+    """Returns what the terminal shows of ``view``: at most ``height`` lines; with 0, the lines that stay at the end."""
     from rich.console import Group
     from rich.text import Text
 

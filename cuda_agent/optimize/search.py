@@ -1,4 +1,4 @@
-"""The search of `cuda-agent optimize`: a model behind an OpenAI-compatible address makes one model.py faster.
+"""Runs the search of `cuda-agent optimize`, in which a model at an OpenAI-compatible address makes one model.py faster.
 
 The search checks the problem, measures its baselines, and runs attempts side by side until one reaches the target, the
 budget is used up, or a person stops them.  It then measures the best solution strictly and writes the result."""
@@ -37,15 +37,15 @@ _LONGEST_FILE = 1 << 20
 
 @dataclass
 class SearchOutcome:
-    """The outcome of a search.  ``why`` names its end; ``best`` is the best correct solution, judged strictly."""
+    """The outcome of a search."""
 
-    folder: Path
-    why: str
-    best: Find | None
-    target: float
-    reached: bool
-    spent: Event
-    message: str = ""
+    folder: Path  # with the result
+    why: str  # reason of the end, a key of ``progress.ENDS``
+    best: Find | None  # the best correct solution, judged strictly if possible
+    target: float  # the speed-up that was asked for
+    reached: bool  # whether ``best`` reaches the target
+    spent: Event  # the amounts used, from ``SearchBudget.facts``
+    message: str = ""  # the latest note of an attempt
 
     def to_json(self) -> dict[str, Any]:
         verdict = self.best.strict if self.best else None
@@ -77,8 +77,7 @@ async def optimize(
     Raises:
         TaskError: The problem cannot be run, or its outputs cannot be checked.
         SandboxUnready: A required wall or the compiler is missing.
-        OptimizeError: The order cannot be carried out.
-    """
+        OptimizeError: The order cannot be carried out."""
     try:
         check_address(order.base_url, order.key_env)
     except ServedModelError as error:
@@ -156,8 +155,8 @@ def _served(order: SearchOrder, states: dict[int, State]) -> ServedModel:
 
 
 async def _run_attempts(attempts: list[Attempt], transcript: Transcript, stop: asyncio.Event) -> str:
-    """Runs the attempts side by side.  Returns ``target`` as soon as one reaches it, ``stopped`` if a person stops
-    them, else the reason why the last running attempt ended."""
+    """Runs ``attempts`` side by side.  Returns "target" as soon as an attempt reaches the target, "stopped" if a person
+    sets ``stop``, otherwise the reason why the last running attempt ended."""
     running = {asyncio.create_task(attempt.run()): attempt.number for attempt in attempts}
     stopped = asyncio.create_task(stop.wait())
     why = ""
@@ -179,7 +178,7 @@ async def _run_attempts(attempts: list[Attempt], transcript: Transcript, stop: a
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: Any) -> Any:
-    """Returns the result of ``work``, or None as soon as ``stop`` is set."""
+    """Returns the result of ``work``; as soon as ``stop`` is set, cancels ``work`` and returns None."""
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -195,7 +194,8 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: 
 async def _confirm(
     task: Task, sandbox: Any, findings: Findings, transcript: Transcript, stop: asyncio.Event
 ) -> Find | None:
-    """Returns the best solution by strict verdicts, or by the verdicts so far if a person stops a second time."""
+    """Returns the solution that is best by strict verdicts, which it asks for until the best solution has one; None if
+    no solution passes.  If a person sets ``stop`` meanwhile, returns the best solution so far."""
     stop.clear()
     for _ in range(_CONFIRMED):
         best = findings.best
@@ -218,7 +218,8 @@ async def _confirm(
 def write_result(
     outcome: SearchOutcome, task: Task, spec: TaskSpec, probe: Probe, order: SearchOrder, settings: SandboxConfig
 ) -> None:
-    """Writes the files of the result, each whole or not at all; without a correct solution it writes only the page."""
+    """Writes the result into the search's folder: solution, verdict, ``model_new.py`` and report.html.  Without a
+    correct solution it writes only report.html."""
     from cuda_agent.pages.optimize import render
 
     folder, best = outcome.folder, outcome.best

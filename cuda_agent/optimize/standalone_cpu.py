@@ -1,6 +1,6 @@
 """Part of an exported ``model_new.py``: runs a plan on the CPU.  Needs PyTorch and ``g++``.
 
-Executor (``runtime.cpp``) and flags are the sandbox's, the number of threads is PyTorch's.  A lock serialises calls."""
+The executor (``runtime.cpp``) and the compiler flags are the sandbox's; PyTorch sets the number of threads."""
 
 import ctypes as _ctypes
 import itertools as _itertools
@@ -20,7 +20,7 @@ class _Node(_ctypes.Structure):
 
 
 class _OnCpu(_Kernels):
-    """Runs a program on the CPU.  The executor runs kernels and memsets up to the next library node in one call."""
+    """Runs a plan on the CPU.  One call of the executor runs all kernels and memsets up to the next library node."""
 
     def prepare(self) -> None:
         super().prepare()

@@ -1,4 +1,4 @@
-"""Part of an exported ``model_new.py``: runs a plan on an NVIDIA GPU.  Needs PyTorch with CUDA; its NVRTC compiles.
+"""Part of an exported ``model_new.py``: runs a plan on an NVIDIA GPU.  Needs PyTorch with CUDA and NVRTC.
 
 Kernels run on PyTorch's current stream, and only on the device that is current in the first call."""
 

@@ -1,7 +1,7 @@
 """Part of an exported ``model_new.py``: makes the module ``cuda_extension`` for a solution of the format ``extension``.
 Needs PyTorch and ``g++``, or ``nvcc`` for a GPU.
 
-The kernels run on the default stream; if another stream is current, each of the two waits for the other."""
+The kernels run on the default stream.  If another stream is current, each of the two streams waits for the other."""
 
 import sys as _sys
 from typing import Any as _Any
@@ -15,7 +15,7 @@ from cuda_agent.sandbox.worker import binding as _binding
 
 
 class _Fresh:
-    """Gives an extension new memory whenever it allocates a tensor."""
+    """The allocator of an extension: gives it new memory for every tensor."""
 
     watch = None
 
@@ -61,7 +61,8 @@ def _checked(function: _Any, device: str) -> _Any:
 
 
 class _OnDefaultStream:
-    """Orders work on the default stream after earlier and before later work on the current stream."""
+    """A context for work on the default stream.  This work waits for earlier work on the current stream, and later work
+    on the current stream waits for it."""
 
     def __init__(self, device: str) -> None:
         self.device = device

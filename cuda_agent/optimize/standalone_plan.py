@@ -1,8 +1,8 @@
-"""Part of an exported ``model_new.py``: what every plan needs around its kernels, with PyTorch alone.
+"""Part of an exported ``model_new.py``: the code around the kernels of a plan, which needs only PyTorch.
 
-Exported files hold a copy of this source (see ``export``), so all names begin with an underscore, and no import of this
-package remains there.  Kernels were made for the shapes, types and plain arguments of ``get_inputs()``; others are
-refused with a message.  For inference only."""
+An exported file holds a copy of this source without the imports of this package (see ``export``); therefore all names
+begin with an underscore.  The kernels are for inference, and only for the shapes, types and plain arguments of
+``get_inputs()``; other inputs are refused with a message."""
 
 import hashlib as _hashlib
 import math as _math
@@ -24,7 +24,7 @@ _lock = _threading.Lock()
 
 
 class _Kernels:
-    """Runs a program in place of ``reference``, the forward of ``Model``.  Subclasses launch the kernels."""
+    """Runs a plan's ``program`` in place of ``reference``, the forward of ``Model``.  Subclasses launch the kernels."""
 
     device = "cpu"
 
@@ -51,7 +51,7 @@ class _Kernels:
             return _nested(self.form, iter(outputs))
 
     def tensors(self, args: tuple[_Any, ...]) -> list[torch.Tensor]:
-        """Returns the input tensors in order.  Raises ValueError if the kernels were made for others."""
+        """Returns the tensors in ``args``.  Raises ValueError if the kernels were made for other arguments."""
         found: list[torch.Tensor] = []
         self._match(self.program["arguments"], list(args), found)
         for index, (tensor, (shape, dtype)) in enumerate(zip(found, self.program["inputs"], strict=True)):
@@ -78,7 +78,7 @@ class _Kernels:
                 raise ValueError(f"an argument is {value!r}; these kernels were made for {want['value']!r}")
 
     def weights(self, model: _Any) -> list[torch.Tensor]:
-        """Returns the parameters and buffers in the order of the program."""
+        """Returns the parameters and buffers of ``model`` in the order of the program's weights."""
         state = model.state_dict(keep_vars=True)
         for name, (shape, dtype) in self.program["weights"].items():
             weight = state[name]
@@ -91,7 +91,7 @@ class _Kernels:
         return [state[name].detach() for name in self.program["weights"]]
 
     def prepare(self) -> None:
-        """Allocates the workspaces and fills in their first content.  Subclasses also build the kernels."""
+        """Allocates the plan's workspaces and writes their initial values.  Subclasses also build the kernels."""
         for name, workspace in self.program["workspaces"].items():
             pattern = bytes.fromhex(workspace["pattern"])
             memory = torch.zeros(max(workspace["bytes"], 1), dtype=torch.uint8, device=self.device)
@@ -104,7 +104,7 @@ class _Kernels:
         raise NotImplementedError
 
     def library(self, node: dict[str, _Any], buffers: dict[str, list[torch.Tensor]]) -> None:
-        """Runs a matrix product or a convolution as the sandbox does, and restores PyTorch's settings afterwards."""
+        """Runs ``node``, a matrix product or convolution, as the sandbox does; then restores PyTorch's settings."""
         matmul, names = torch.backends.cuda.matmul, ("tf32", "fp16_reduced_precision_reduction",
                                                      "bf16_reduced_precision_reduction")  # fmt: skip
         before = {f"allow_{name}": getattr(matmul, f"allow_{name}") for name in names}
@@ -120,13 +120,13 @@ class _Kernels:
                 setattr(matmul, name, value)
 
     def memory(self, buffer: str, buffers: dict[str, list[torch.Tensor]]) -> torch.Tensor:
-        """Returns a buffer of the plan as a flat tensor."""
+        """Returns the plan's buffer with the name ``buffer``, such as ``in:0`` or ``ws:tmp``, as a flat tensor."""
         kind, _, rest = buffer.partition(":")
         return (self.workspaces[rest] if kind == "ws" else buffers[kind][int(rest)]).view(-1)
 
 
 def _module(name: str, source: str) -> _Any:
-    """Makes a module of cuda-agent from the part of its source that is used here."""
+    """Makes the module ``name`` of cuda-agent from ``source``, the part of the module's source that is used here."""
     module = _sys.modules[f"model_new {name}"] = _types.ModuleType(f"model_new {name}")  # dataclasses look it up here
     exec(compile(source, f"{name}.py", "exec"), module.__dict__)
     return module
@@ -154,7 +154,7 @@ def _check_init(wanted: list[_Any], args: tuple[_Any, ...]) -> None:
 
 
 def _built(files: dict[str, str], command: list[str], product: str, identity: str = "") -> _Path:
-    """Returns the folder with ``product``, which ``command`` makes from ``files``; the user's cache keeps it."""
+    """Returns a folder of the user's cache that holds ``product``; if it is missing, ``command`` makes it."""
     key = _hashlib.sha256(repr((sorted(files.items()), command, identity)).encode()).hexdigest()[:32]
     cache = _Path(_os.environ.get("XDG_CACHE_HOME") or _Path.home() / ".cache") / "model_new" / key
     if (cache / product).exists():

@@ -47,7 +47,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
 
 
 def _spread(samples: Sequence[float]) -> str:
-    """Describes the interquartile range of the timed calls."""
+    """Returns a text about the interquartile range of ``samples``, the seconds of single calls; empty for few calls."""
     if len(samples) < 4:
         return ""
     low, _, high = statistics.quantiles(samples, n=4)
@@ -75,7 +75,7 @@ def _row(name: str, seconds: float, factor: float | None = None, note: str = "")
 
 
 def _strict_times(verdict: Verdict, strict: dict[str, Any]) -> list[str]:
-    """Formats the time of every baseline, and names the arithmetic that explains the solution's error."""
+    """Returns lines with the times of a strict verdict's baselines and with the precision that its error suggests."""
     baselines, precision = strict["baselines"], strict["precision"]
     lines = []
     for label, seconds in baselines.items():

@@ -1,10 +1,10 @@
-"""Checkpoints of one stage, stored under its cache key: the two newest are kept, and each is written atomically.
+"""Saves and loads the checkpoints of one stage under its cache key, each atomically.  The two newest are kept.
 
     checkpoints/<stage>/<key>/<step>-<nonce>.json     {"step", "files": {path: {"sha256", "size"}}}, written last
     checkpoints/<stage>/<key>/<step>-<nonce>/<path>   the files
 
-A checkpoint holds the stage's metrics and notes, so a resumed stage continues them from exactly that step.  A damaged
-checkpoint is noted and removed, and the checkpoint before it is loaded."""
+A checkpoint also holds the stage's metrics and notes up to its step.  If a checkpoint is damaged, the stage notes and
+removes it, and loads the checkpoint before it."""
 
 import json
 import secrets
@@ -22,7 +22,7 @@ _OWN = ".stage"  # folder of metrics, notes and clock inside a checkpoint
 
 
 class StageCheckpoints:
-    """Implements ``context.Checkpoints``.  ``seconds`` and ``resumed`` accumulate over attempts."""
+    """The checkpoints of one stage (a ``context.Checkpoints``).  ``resumed`` lists the steps of loaded checkpoints."""
 
     def __init__(self, store: Store, stage: str, key: str, scratch: Path, tracker: FileTracker) -> None:
         self._store, self._prefix, self._scratch, self._tracker = store, f"checkpoints/{stage}/{key}", scratch, tracker
@@ -31,7 +31,7 @@ class StageCheckpoints:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds spent on the current state, over all attempts, without repeated work."""
+        """Returns the seconds of work in the stage's current state, over all attempts, without work that was lost."""
         return self._before + time.monotonic() - self._began
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:
@@ -73,11 +73,11 @@ class StageCheckpoints:
         return None
 
     def clear(self) -> None:
-        """Removes all checkpoints: the stage is done."""
+        """Removes all checkpoints of the stage, which is done."""
         self._delete_below(self._prefix)
 
     def _entries(self) -> list[str]:
-        """Returns the names of complete checkpoints, oldest first; equal steps are in the order of writing."""
+        """Returns the names of the complete checkpoints, sorted by step and, for equal steps, by time of writing."""
         found = []
         for key, (_, changed) in self._store.sizes(self._prefix).items():
             name = key.removeprefix(self._prefix + "/")
@@ -107,7 +107,7 @@ class StageCheckpoints:
                 self._store.delete(key)
 
     def _remove(self, entry: str) -> None:
-        """Removes a checkpoint, first its index: without the index, the other files are not a checkpoint."""
+        """Removes the checkpoint ``entry``: first its index, so that an interruption leaves no damaged checkpoint."""
         self._store.delete(f"{self._prefix}/{entry}.json")
         self._delete_below(f"{self._prefix}/{entry}")
 

@@ -1,10 +1,10 @@
-"""The code version, environment and device in a stage's cache key.
+"""Computes the code version, the environment and the device that are parts of a stage's cache key.
 
-The code version is a hash over the stage's import closure: every module of the package that it imports, directly or
-not, at the top or inside a function, or names in a string (``"cuda_agent.sandbox.judge.judge"``), and the data files
-beside these modules (skill text, templates, C++ sources; a file named like a module belongs to that module alone). The
-closure is found by reading syntax trees, so nothing is imported and a lookup takes milliseconds.  A module name put
-together at run time is not found: import the module plainly, or write its whole name."""
+The code version is a hash over the stage's import closure.  The closure holds every module of the package that the
+stage imports, directly or not, at the top of a file or inside a function; every module that a string names in full
+(``"cuda_agent.sandbox.judge.judge"``); and the data files beside these modules (templates, C++ sources).  A data file
+with a module's name (``check.cu`` of ``check.py``) belongs to that module alone.  The closure is found in syntax trees:
+nothing is imported.  A module name put together at run time is not found; write it in full."""
 
 import ast
 import functools
@@ -28,7 +28,7 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def code_version(module: str) -> str:
-    """Returns the sha256 over names and bytes of all files of ``module``'s closure."""
+    """Returns the sha256 over names and bytes of all files in the import closure of ``module``."""
     digest = hashlib.sha256()
     for name, path in sorted(closure_files(module).items()):
         digest.update(f"{name}\0{_file_digest(path)}\n".encode())
@@ -36,7 +36,7 @@ def code_version(module: str) -> str:
 
 
 def closure_files(module: str) -> dict[str, Path]:
-    """Returns the closure's files, name -> path; a name is the path from the package's folder on."""
+    """Returns the files of the import closure of ``module``, by names such as ``cuda_agent/storage.py``."""
     files: dict[str, Path] = {}
     for name in closure_modules(module):
         root, path = _root(name.split(".")[0]), _source(name)
@@ -53,7 +53,7 @@ def closure_files(module: str) -> dict[str, Path]:
 
 
 def closure_modules(module: str) -> set[str]:
-    """Returns every module of ``module``'s package and of ``cuda_agent`` that importing and running it can import."""
+    """Returns the modules that ``module`` may import, directly or not, from ``cuda_agent`` and from its own package."""
     tops = {module.split(".")[0], "cuda_agent"}
     seen: set[str] = set()
     front = [module]
@@ -71,7 +71,7 @@ def closure_modules(module: str) -> set[str]:
 
 @functools.cache
 def environment_digest() -> str:
-    """Returns the digest of the image (CUDA_AGENT_IMAGE_DIGEST), or else of Python, machine and relevant packages."""
+    """Returns CUDA_AGENT_IMAGE_DIGEST, or else a hash of machine type and the versions of Python and ``PACKAGES``."""
     if image := os.environ.get("CUDA_AGENT_IMAGE_DIGEST"):
         return image
     here = {"python": platform.python_version(), "machine": platform.machine(), "system": sys.platform}
@@ -81,7 +81,7 @@ def environment_digest() -> str:
 
 @functools.cache
 def device_name(device: str) -> str:
-    """Returns the device on which times are taken: processor, core count and compiler, or GPU and driver."""
+    """Returns a name for ``device``: processor, core count and compiler for "cpu", GPU and driver for "cuda"."""
     if device == "cuda":
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         return _first_line_of(query) or "no GPU"
@@ -118,7 +118,8 @@ def _imports(path: Path, module: str) -> tuple[str, ...]:
 
 
 def _imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
-    """Yields every dotted name in an import statement or a string anywhere in the file; some are not modules."""
+    """Yields the names that ``tree``, the file of ``module``, imports, and its strings such as ``a.b``; not all of
+    these are modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

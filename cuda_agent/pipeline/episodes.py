@@ -1,6 +1,6 @@
-"""Lists, selects and opens the episodes of a run, a benchmark or a search.
+"""Lists, selects and opens the episodes of a run or of ``benchmark``, and the attempts of ``optimize``.
 
-A file of episodes is read once, line by line, for the list.  The few episodes that are shown in full are read again."""
+The list is made by reading a file of episodes line by line.  An episode that is shown in full is read once more."""
 
 import functools
 import gzip
@@ -28,7 +28,7 @@ Sort = Literal["newest", "oldest", "best", "worst", "turns", "tokens", "task"]
 
 @dataclass(frozen=True)
 class Left:
-    """A file of episodes, the stage that left it, and the tokenizer of its ids, if it is known."""
+    """A file of episodes, the name of the stage that wrote it, and the tokenizer of its token ids if that is known."""
 
     stage: str
     file: Path
@@ -36,14 +36,14 @@ class Left:
 
 
 def of_run(store: Store, run: Run, folder: Path) -> list[Left]:
-    """Fetches the episodes of all stages of the run into ``folder``; returns the files in the graph's order."""
+    """Fetches the episodes of all stages of ``run`` into ``folder``; returns one file per stage, in their order."""
     manifests = run_manifests(store, run, ROWS).items()
     return list(filter(None, (_fetched(store, manifest, folder / name) for name, manifest in manifests)))
 
 
 def packed(store: Store, manifest: Manifest, folder: Path) -> list[Path]:
-    """Packs a stage's episodes and the tokenizer of their ids for MLflow, where users with a kubeconfig read them.
-    Returns an empty list for a stage without episodes."""
+    """Writes two files for MLflow into ``folder``: the stage's newest episodes, compressed, and their tokenizer.
+    Returns the paths of these files, or an empty list if the stage has no episodes."""
     left = _fetched(store, manifest, folder)
     if left is None:
         return []
@@ -74,7 +74,7 @@ def of_path(path: Path) -> list[EpisodeEntry]:
     """Returns the attempts in a folder of ``optimize``, or the episodes in a folder or file of ``benchmark``.
 
     Raises:
-        ConfigError: The path is neither."""
+        ConfigError: ``path`` holds neither attempts nor episodes."""
     if (path / TRANSCRIPT).is_file():
         try:
             return attempts(read_events(path / TRANSCRIPT))
@@ -90,15 +90,15 @@ def of_path(path: Path) -> list[EpisodeEntry]:
 
 
 def no_result(path: Path) -> str:
-    """Explains why a folder holds neither attempts nor episodes."""
+    """Returns the error message for a ``path`` that holds neither attempts of ``optimize`` nor episodes."""
     return f"{path}: expected {TRANSCRIPT} of `optimize`, or {FILE} of `benchmark`, in this folder"
 
 
 def listed(left: Sequence[Left]) -> list[EpisodeEntry]:
-    """Returns all episodes, oldest first.
+    """Returns the episodes in the files ``left``, in the order of the files and of the lines in each file.
 
     Raises:
-        ConfigError: A file holds something else."""
+        ConfigError: A file holds a line that is not an episode."""
     entries: list[EpisodeEntry] = []
     for one in left:
         try:
@@ -153,7 +153,7 @@ def _row(episode: Episode, stage: str, number: int) -> EpisodeRow:
 
 
 def attempts(events: Sequence[Event]) -> list[EpisodeEntry]:
-    """Returns the attempts of a transcript, each with the verdict of its best solution."""
+    """Returns the attempts in the transcript ``events`` of ``optimize``, each with its best solution's verdict."""
     task = next((str(event["task"]) for event in events if event["kind"] == "begin"), "")
     numbers = sorted({int(event["attempt"]) for event in events if event["attempt"]})
     spent = [event for event in events if event["kind"] == "spent"]
@@ -189,11 +189,11 @@ def chosen(
     min_reward: float | None = None,
     sort: Sort = "newest",
 ) -> list[EpisodeEntry]:
-    """Returns the entries that match, in the requested order.  ``task`` is a part of the task's name; stage and status
-    must be equal.
+    """Returns the entries that fit all given conditions, ordered by ``sort``.  ``task`` must be a part of the name of
+    an entry's task; ``stage`` and ``status`` must be equal to the entry's.
 
     Raises:
-        ConfigError: No episode has this stage or status; the message lists the existing ones."""
+        ConfigError: No entry has this stage or status; the message lists the stages or statuses that exist."""
     rows = [entry.row for entry in entries]
     for what, asked, there in (("stage", stage, [r.stage for r in rows]), ("status", status, [r.status for r in rows])):
         if asked is not None and asked not in there:
@@ -212,7 +212,7 @@ def chosen(
 
 
 def _place(row: EpisodeRow, sort: Sort) -> tuple[Any, ...]:
-    """Returns the sort key: smaller comes first, and newest first among equals."""
+    """Returns the sort key of ``row`` for the order ``sort``.  Among equal rows the newest comes first."""
     reward, speedup = -2.0 if row.reward is None else row.reward, row.speedup or 0.0
     first: dict[Sort, tuple[Any, ...]] = {
         "newest": (),

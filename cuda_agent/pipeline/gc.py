@@ -1,10 +1,10 @@
-"""Retention: finds the runs, artifacts and checkpoints that no kept run uses, and removes them.
+"""Garbage collection of the store: removes the runs, artifacts and checkpoints that no kept run uses.
 
-A collection keeps the newest runs of each pipeline, the artifacts in their manifests, the cache entries of their
-results, the checkpoints of stages that these runs began and did not finish, and all that is younger than an hour.
+It keeps the newest runs of each pipeline, the artifacts that their manifests name, the cache entries of their results,
+the checkpoints of stages that these runs began and did not finish, and every object younger than an hour.
 
-On one machine a file lock keeps runs and collections apart.  On a cluster a lock in the store does (``alone``): a run
-begins by waiting for its release (``await_end``), and a collection that holds it checks for active runs."""
+It must not happen during a run.  On one machine a file lock ensures this.  On a cluster garbage collection takes a
+lock in the store (``alone``) and then checks for active runs; a run first waits for this lock (``await_end``)."""
 
 import contextlib
 import time
@@ -26,10 +26,10 @@ _ORDER = ("cache", "runs", "sweeps", "checkpoints", "configs", "cas")  # the ord
 
 @dataclass
 class Plan:
-    """The keys to remove with their sizes in bytes, and the names of the runs to remove."""
+    """A plan of garbage collection: the runs to remove, and the keys of the store to remove with their sizes."""
 
-    runs: list[str] = field(default_factory=list)
-    keys: dict[str, int] = field(default_factory=dict)
+    runs: list[str] = field(default_factory=list)  # names
+    keys: dict[str, int] = field(default_factory=dict)  # key -> bytes
 
     @property
     def size(self) -> int:
@@ -40,7 +40,7 @@ class Plan:
 
 
 def plan(store: Store, keep: int = KEEP) -> Plan:
-    """Returns the keys that ``collect`` would remove when the newest ``keep`` runs of each pipeline stay."""
+    """Returns the runs and keys to remove from ``store`` so that the newest ``keep`` runs of each pipeline remain."""
     by_pipeline: dict[str, list[Run]] = defaultdict(list)
     for run in list_runs(store):
         by_pipeline[run.pipeline].append(run)
@@ -72,14 +72,14 @@ def plan(store: Store, keep: int = KEEP) -> Plan:
 
 
 def collect(store: Store, what: Plan) -> None:
-    """Removes the keys of a plan: cache entries and manifests first, so that no reference dangles."""
+    """Removes the keys that ``what`` lists: cache entries and manifests first, so that no key names removed data."""
     for key in sorted(what.keys, key=lambda key: _ORDER.index(key.split("/")[0])):
         store.delete(key)
 
 
 @contextlib.contextmanager
 def alone(store: Store) -> Iterator[bool]:
-    """Takes the store's lock, yields whether it was free, and releases it at the end."""
+    """Takes the store's lock for garbage collection if it is free, until the block ends; yields whether it was free."""
     if not is_collecting(store):
         store.delete(_LOCK)  # the lock of a killed collection
     if not store.create(_LOCK, b""):
@@ -96,7 +96,7 @@ def is_collecting(store: Store) -> bool:
 
 
 def await_end(store: Store, patience: float) -> bool:
-    """Waits until no garbage collection runs.  Returns False if one still runs after ``patience`` seconds."""
+    """Waits at most ``patience`` seconds for the end of garbage collection in ``store``; returns whether it ended."""
     deadline = time.monotonic() + patience
     while is_collecting(store):
         if time.monotonic() > deadline:

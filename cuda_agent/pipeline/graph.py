@@ -1,8 +1,8 @@
-"""The graph: one table of stages, one row per stage, and the variants of the graph as data.
+"""Defines the workflow's graph as a table, ``ROWS``, with one row per stage, and the variants of this graph.
 
-A row holds all facts about its stage: inputs and outputs, the sections of its cache key, its share of a run's time, its
-work, and its place in the report.  Executors, cache keys, schedules, screens, Argo's templates and the report read the
-table.  ``Config.graph`` selects a variant, which leaves out some rows."""
+A row holds all facts about its stage: inputs and outputs, the sections of the configuration in its cache key, its share
+of a run's time, its work, and its curves in the report.  Executors, cache keys, schedules, screens, Argo's templates
+and the report read the table.  ``Config.graph`` selects a variant, which leaves out some rows."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,16 +24,16 @@ ABSENT = "absent"  # the state, in a cluster's plan, of a stage that the run's g
 
 @dataclass(frozen=True)
 class Stage:
-    """One row.  ``module`` has ``run(ctx)``.
+    """One stage: a row of the graph's table.  The function ``run(ctx)`` of the Python module ``module`` is the stage.
 
-    ``inputs`` maps the name under which the stage finds an artifact to the artifact's source, ``stage.artifact``.  In
-    ``ROWS`` a source may name alternatives, best first (``rft.policy | warmup.policy``).  If it ends with ``?``, a
-    graph without any of these has no such input.  The rows of a graph have one source per input."""
+    ``inputs`` maps the name of each input to its source, an artifact of a stage further up: ``stage.artifact``.  In
+    ``ROWS`` a source may list alternatives, best first (``rft.policy | warmup.policy``).  If it ends with ``?``, the
+    input is optional.  In a variant of the graph each input has one source; an optional input may be left out."""
 
     name: str
     module: str
     inputs: dict[str, str] = field(default_factory=dict)
-    outputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()  # names of the artifacts that the stage makes
     config: tuple[str, ...] = ()  # sections that the stage reads; the others are absent from ctx.config
     timing: bool = False  # whether it measures times: the device is then part of its key, and it runs alone
     weight: float = 1.0  # share of a run's time, for the progress of the run
@@ -44,7 +44,7 @@ class Stage:
 
     @property
     def upstream(self) -> tuple[str, ...]:
-        """Returns the stages whose artifacts this stage reads, in order; in ``ROWS``, the sources of all variants."""
+        """Returns the names of the stages whose artifacts this stage reads, including all alternative sources."""
         sources = [source for text in self.inputs.values() if text != STAGES_INPUT for source in _alternatives(text)]
         return tuple(dict.fromkeys(source.split(".")[0] for source in sources))
 
@@ -131,10 +131,11 @@ ROWS: tuple[Stage, ...] = (
 
 
 def without(rows: Sequence[Stage], left_out: Iterable[str]) -> tuple[Stage, ...]:
-    """Returns the rows without some stages.  Every input is reduced to its first source that is still made.
+    """Returns ``rows`` without the stages that ``left_out`` names.  Reduces the alternative sources of each input to
+    the first one that a remaining stage makes.
 
     Raises:
-        ValueError: A required input has no source left, or a stage does not exist."""
+        ValueError: A required input has no source left, or a stage in ``left_out`` does not exist."""
     names = {row.name for row in rows}
     if unknown := set(left_out) - names:
         raise ValueError(f"there is no stage {', '.join(sorted(unknown))}: {', '.join(row.name for row in rows)}")
@@ -154,7 +155,7 @@ def without(rows: Sequence[Stage], left_out: Iterable[str]) -> tuple[Stage, ...]
 
 
 def ancestors(stages: Sequence[Stage], name: str) -> list[str]:
-    """Returns all stages above ``name``, in the table's order."""
+    """Returns the names of all stages on which stage ``name`` depends, directly or not, in the order of ``stages``."""
     found = {name}
     for stage in reversed(stages):  # the table is an order of execution
         if stage.name in found:
@@ -163,15 +164,14 @@ def ancestors(stages: Sequence[Stage], name: str) -> list[str]:
 
 
 def needs(stages: Sequence[Stage], stage: Stage) -> Sequence[str]:
-    """Returns the stages that ``stage`` waits for: its sources, or all ancestors if it reads their records."""
+    """Returns the names of the stages that must be done before ``stage``: those that make its inputs, or all its
+    ancestors if it reads the metrics and manifests of all of them (``STAGES_INPUT``)."""
     return ancestors(stages, stage.name) if STAGES_INPUT in stage.inputs.values() else stage.upstream
 
 
 def up_to(stages: Sequence[Stage], name: str) -> tuple[Stage, ...]:
-    """Returns ``name`` and all stages above it, in the table's order.
-
-    Raises:
-        ConfigError: The stage does not exist."""
+    """Returns stage ``name`` and all stages on which it depends, directly or not, in the order of ``stages``.  Raises
+    ConfigError if there is no stage ``name``."""
     names = [stage.name for stage in stages]
     if name not in names:
         raise ConfigError(f"--to: there is no stage {name}: {', '.join(names)}")
@@ -180,10 +180,8 @@ def up_to(stages: Sequence[Stage], name: str) -> tuple[Stage, ...]:
 
 
 def check(stages: Iterable[Stage]) -> None:
-    """Checks that names are unique and that a row further up makes every source: the table is an order of execution.
-
-    Raises:
-        ValueError: The table breaks one of these rules."""
+    """Raises ValueError if ``stages`` cannot run in this order: a name is not unique, or no earlier stage makes an
+    input of a stage."""
     made: set[str] = {STAGES_INPUT}
     names: set[str] = set()
     for stage in stages:

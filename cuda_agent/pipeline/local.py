@@ -1,8 +1,8 @@
 """The local executor: runs the graph on one machine, one process per stage.
 
-    prepare:  store the configuration, choose the run (the newest unfinished one of this configuration, or a new one)
-    a stage:  compute its key; use a cached result without a process, or run; on exit code 75 run again after a pause
-    the end:  fetch the report, record how the run ended
+The executor stores the configuration, and resumes the newest unfinished run of this configuration or creates a run.
+For each stage it takes the result from the cache, or starts a process; after exit code 75 (try again) it waits and
+starts another process.  At the end it fetches the report and records how the run ended.
 
 The executor or a stage may be killed at any moment: uncommitted results do not exist, and the next call resumes from
 the newest checkpoints.  Stages run one at a time, or side by side with ``run.parallel_stages``; a stage that measures
@@ -36,17 +36,17 @@ GRACE = 60.0  # seconds that a stage has after SIGTERM to save a checkpoint
 
 @dataclass
 class StageView:
-    """The state of one stage, for a screen."""
+    """The state of one stage, for a screen that shows the run's progress."""
 
     name: str
-    weight: float
+    weight: float  # share of the run's time
     state: str = "waiting"  # waiting, running, retry, cached, done, failed
-    done: int = 0
+    done: int = 0  # progress: ``done`` of ``total`` (0: unknown)
     total: int = 0
-    unit: str = ""
-    rates: dict[str, float] = field(default_factory=dict)
+    unit: str = ""  # of ``done`` and ``total``, such as episodes
+    rates: dict[str, float] = field(default_factory=dict)  # by name, such as tokens_per_second
     notes: list[str] = field(default_factory=list)
-    attempt: int = 0
+    attempt: int = 0  # number of the attempt
     began: float = 0.0  # start of the attempt, by ``time.monotonic``
     seconds: float = 0.0  # duration of the finished stage
     message: str = ""
@@ -78,12 +78,12 @@ def run_pipeline(
 
     Args:
         config: Selects the graph (``graph``), configures its stages and names the store.
-        new: Starts another run even if one of this configuration is unfinished.
-        stages: Runs only these rows.
-        table: Names ``stages`` for their processes (``module:NAME``) if they are not from the configuration's graph.
+        new: Starts another run even if a run of this configuration is unfinished.
+        stages: The stages to run; by default all of the graph.
+        table: ``module:NAME`` of the table that holds ``stages``, if this is not the configuration's graph.
         watch: Receives the run's name and the state of all stages a few times a second.
         preload: Modules that are already imported in the processes of stages.
-        pause: Seconds before a stage is tried again; doubles each time."""
+        pause: Seconds before the second attempt of a stage; doubles before each further attempt."""
     stages = stages_of(config) if stages is None else stages
     check(stages)
     outcome = RunOutcome(run="", code=EXIT_BUG)
@@ -252,7 +252,7 @@ class _Execution:
         view.notes = view.notes or notes
 
     def _stop(self, spawner: Spawner) -> None:
-        """Sends SIGTERM to all stages; they write a checkpoint and exit with 75."""
+        """Sends SIGTERM to all running stages, which then write a checkpoint and exit with 75."""
         if not self.stopping:
             self.stopping = True
             if self.outcome.code == EXIT_DONE:
@@ -288,7 +288,7 @@ class _Execution:
 
 
 def fetch_report(store: Store, home: Path, run: str, manifest: Manifest) -> Path:
-    """Copies a run's report into a local folder and returns the folder."""
+    """Copies a run's report, the output in ``manifest``, to a folder below ``home`` and returns this folder."""
     folder = home / "reports" / run
     shutil.rmtree(folder, ignore_errors=True)
     store.get_folder(next(iter(manifest.outputs.values())), folder)
@@ -296,7 +296,7 @@ def fetch_report(store: Store, home: Path, run: str, manifest: Manifest) -> Path
 
 
 def outcome_message(folder: Path, stage: str, code: int) -> str:
-    """Returns how a stage's process ended, in words, from its scratch folder."""
+    """Returns the message of a failed stage: from ``outcome.json`` in ``folder``, or else made from its exit code."""
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         if message := json.loads((folder / "outcome.json").read_text())["message"]:
             return message

@@ -1,9 +1,9 @@
-"""Manifests, cache keys and the layout of the store: results, their code and their inputs.
+"""Reads and writes manifests, computes cache keys, and defines the layout of the store:
 
-cas/<sha256>                      bytes by content (``storage``)
+cas/<sha256>                      files and folders of artifacts, by content (``storage``)
 configs/<sha256>.json             frozen configurations
 cache/<stage>/<key>.json          the first manifest with this key; created only if absent, written last
-checkpoints/<stage>/<key>/        ``checkpoints``
+checkpoints/<stage>/<key>/        checkpoints of an unfinished stage
 runs/<run>/run.json, end.json     the run's name and configuration; how the run last ended
 runs/<run>/<stage>/manifest.json  the result of this stage that the run uses
 runs/<run>/<stage>/key            the cache key with which the stage's last attempt began
@@ -30,19 +30,19 @@ from cuda_agent.tracking import read_metrics, write_metrics
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record of one finished stage.  Digests name folders of the store.  ``seconds`` is the time spent on the
-    result, over all attempts, without repeated work."""
+    """The record of one finished stage.  ``inputs`` and ``outputs`` map names to digests of folders in the store.
+    ``seconds`` is the time spent on the result, over all attempts, without repeated work."""
 
     stage: str
     run: str  # the run that made the result
-    key: str
+    key: str  # cache key
     code: str  # version of the stage's import closure
-    environment: str
-    device: str | None
+    environment: str  # digest of the software
+    device: str | None  # only for a stage that measures times
     config: str  # sha256 of the whole configuration
     inputs: dict[str, str]
     outputs: dict[str, str]
-    metrics: str  # folder of metrics.jsonl and notes.jsonl
+    metrics: str  # digest of the folder of metrics.jsonl and notes.jsonl
     seconds: float
     finished: str  # ISO 8601, UTC
     resumed: list[int] = field(default_factory=list)  # steps of the checkpoints from which the stage resumed
@@ -57,14 +57,14 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Identity:
-    """The inputs of a stage's cache key: name, code, environment, configuration, input digests and device."""
+    """The facts from which a stage's cache key is computed."""
 
     stage: str
-    code: str
-    environment: str
-    config: dict[str, Any]
-    inputs: dict[str, str]
-    device: str | None
+    code: str  # version of the stage's import closure
+    environment: str  # digest of the software
+    config: dict[str, Any]  # the sections that the stage reads
+    inputs: dict[str, str]  # name -> digest of a folder in the store
+    device: str | None  # only for a stage that measures times
 
     @property
     def key(self) -> str:
@@ -72,7 +72,7 @@ class Identity:
 
 
 def identify(stage: Stage, config: Config, inputs: dict[str, str]) -> Identity:
-    """Returns the identity of a stage with these ``inputs`` (name -> digest)."""
+    """Returns the identity of ``stage`` under ``config``, with ``inputs`` (name -> digest)."""
     values, device = section_values(config, stage.config), _device(stage, config) if stage.timing else None
     return Identity(stage.name, code_version(stage.module), environment_digest(), values, inputs, device)
 
@@ -80,7 +80,7 @@ def identify(stage: Stage, config: Config, inputs: dict[str, str]) -> Identity:
 def identity_of(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest]
 ) -> Identity:
-    """Returns the identity of a stage whose inputs are all made; ``done`` holds the manifests of the stages above."""
+    """Returns the identity of ``stage``; ``done`` maps all stages on which it depends to their manifests."""
     inputs = {}
     for name, source in stage.inputs.items():
         if source == STAGES_INPUT:
@@ -94,8 +94,8 @@ def identity_of(
 
 
 def placed(config: Config) -> Config:
-    """Returns the configuration with the addresses of this process.  On a cluster, environment variables name the
-    sandbox, the engines and Ray, so that the stored configuration is the same as on one machine."""
+    """Returns ``config`` with the addresses of sandbox servers, engines and Ray that environment variables give.  A
+    cluster sets these variables, so that the stored configuration is the same as on one machine."""
     given = os.environ.get
     changes: dict[str, Any] = {}
     if servers := given("CUDA_AGENT_SANDBOX_SERVERS"):
@@ -109,8 +109,8 @@ def placed(config: Config) -> Config:
 
 
 def _device(stage: Stage, config: Config) -> str:
-    """Returns the device on which times are taken.  Servers count as one device, different from the client machine; so
-    do the machines of a remote Ray.  A cluster names the device of its servers (CUDA_AGENT_DEVICE)."""
+    """Returns the name of the device on which times are measured: CUDA_AGENT_DEVICE, which a cluster sets, else
+    "servers" with remote sandboxes, else "ray" with a remote Ray, else the name of this machine's device."""
     if named := os.environ.get("CUDA_AGENT_DEVICE"):
         return named
     if config.sandbox.servers:
@@ -132,7 +132,7 @@ def key_entry(run: str, stage: str) -> str:
 
 
 def outcome_entry(run: str, stage: str) -> str:
-    """Returns the key of the last failed attempt's outcome on a cluster: {"code", "message"}."""
+    """Returns the key in the store under which a cluster records how a stage's last attempt failed."""
     return f"runs/{run}/{stage}/outcome.json"
 
 
@@ -149,12 +149,13 @@ def _read(store: Store, key: str) -> Manifest | None:
 
 
 def is_whole(store: Store, manifest: Manifest) -> bool:
-    """Returns whether the store holds all folders that the manifest names."""
+    """Returns whether the store holds all output folders and the metrics folder of ``manifest``."""
     return all(store.has_folder(digest) for digest in [*manifest.outputs.values(), manifest.metrics])
 
 
 def find_result(store: Store, run: str, identity: Identity) -> Manifest | None:
-    """Returns a result of this identity from the cache, or from this run if it was killed before the cache entry."""
+    """Returns the manifest of a result with this identity: from the cache, or else from ``run`` itself (a kill may
+    have prevented the cache entry); None if there is no such result."""
     cached = _read(store, cache_entry(identity.stage, identity.key))
     if cached and is_whole(store, cached):
         return cached
@@ -165,13 +166,15 @@ def find_result(store: Store, run: str, identity: Identity) -> Manifest | None:
 def serve_from_cache(
     store: Store, run: str, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest]
 ) -> Manifest | None:
-    """Links the result of a stage, if there is one, to this run.  ``done`` has the manifests of the stages above."""
+    """If the store has a result of ``stage``, publishes it for ``run`` and returns its manifest; otherwise None.
+    ``done`` maps all stages on which ``stage`` depends to their manifests."""
     result = find_result(store, run, identity_of(store, stages, stage, config, done))
     return None if result is None else publish(store, run, result)
 
 
 def publish(store: Store, run: str, manifest: Manifest) -> Manifest:
-    """Writes the manifest, then the cache entry.  The first result published under a key counts and is returned."""
+    """Writes ``manifest`` for ``run``, then its cache entry.  If another whole result is cached under its key already,
+    that result counts instead.  Returns the manifest that counts."""
     entry = cache_entry(manifest.stage, manifest.key)
     store.put(manifest_entry(run, manifest.stage), manifest.to_bytes())
     if not store.create(entry, manifest.to_bytes()):
@@ -187,11 +190,11 @@ def publish(store: Store, run: str, manifest: Manifest) -> Manifest:
 def _make_stages_folder(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest], folder: Path
 ) -> None:
-    """Fills ``folder`` with the metrics, notes and manifests of the stages above, the part of their rows that the
-    report needs, and the configuration (without ``run``).
+    """Fills ``folder`` with the metrics, notes and manifests of the stages on which ``stage`` depends, with the part of
+    their rows in the graph that the report needs, and with the configuration (without ``run``).
 
-    With the model clock, durations, devices and versions are left out, so that two runs give the same bytes on any
-    machine; the manifests in the store hold these facts."""
+    With ``sandbox.clock=model``, durations, devices and versions are left out, so that two runs give the same bytes on
+    any machine; the manifests in the store hold these facts."""
     timeless = config.sandbox.clock == "model"
     left_out = {"run", "config", "finished", "resumed", "metrics"}
     left_out |= {"seconds", "key", "environment", "device"} if timeless else set()

@@ -1,6 +1,6 @@
-"""The record of a run in MLflow, from one machine or from a cluster's pods: a parent run, and a child run per stage.
+"""Records a run in MLflow, from one machine or from a cluster's pods, as a parent run with a child run per stage.
 
-Every call declares a state and returns at once; ``tracking.Mirror`` copies it.  With ``off`` no call does anything."""
+Every call but ``close`` returns at once, and a thread (``tracking.Mirror``) copies the state to MLflow."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -24,10 +24,12 @@ class Recorder:
     """Records one run, from its creation until ``close``.
 
     Args:
-        uri: MLflow's address, or ``off``.
-        stages: The run's graph.
+        uri: MLflow's address, or ``off``: then no method does anything.
+        sha256: Hash of ``config``.
+        run: Name of the run.
+        stages: The stages of the run's graph.
         trouble: Receives one line, from another thread, when MLflow cannot be reached.
-        artifacts: Folder for a local database's artifacts; None: the server stores them."""
+        artifacts: Folder for artifacts if ``uri`` is a local database; None: MLflow's server stores them."""
 
     def __init__(
         self,
@@ -55,11 +57,11 @@ class Recorder:
         self._mirror.update(None, params=flat(config), tags=tags, artifacts=[resolved])
 
     def running(self, stage: str, scratch: Path) -> None:
-        """Records a stage that is running; ``scratch`` has its metrics."""
+        """Records that ``stage`` is running, with the metrics in its folder ``scratch``."""
         self._update(stage, metrics=read_metrics(scratch / "metrics.jsonl"), status="RUNNING")
 
     def finished(self, stage: str, manifest: Manifest) -> list[str]:
-        """Records a finished stage: its settings, metrics, notes and the run that made it.  Returns its notes."""
+        """Records a finished stage: settings, metrics, notes, and the run that made its result.  Returns its notes."""
         if self._mirror is None:
             return []
         with tempfile.TemporaryDirectory() as folder:
@@ -73,15 +75,15 @@ class Recorder:
         return notes
 
     def failed(self, stage: str, code: int) -> None:
-        """Records a stage that ended with this exit code: as killed for 75 (try again), else as failed."""
+        """Records that ``stage`` ended with exit code ``code``: as KILLED for 75 (try again), else as FAILED."""
         self._update(stage, status="KILLED" if code == EXIT_RETRY else "FAILED")
 
     def keep(self, stage: str, files: Sequence[Path]) -> None:
-        """Copies files of a stage for readers: its log, its episodes.  The files must exist until ``close``."""
+        """Copies ``files`` of a stage, such as its log, to MLflow.  The files must exist until ``close``."""
         self._update(stage, artifacts=[file for file in files if file.exists()])
 
     def report(self, folder: Path) -> None:
-        """Copies the run's report.  The folder must exist until ``close``."""
+        """Copies the run's report to MLflow.  The folder must exist until ``close``."""
         if self._mirror:
             self._mirror.update(None, artifacts=[folder])
 
@@ -90,7 +92,7 @@ class Recorder:
             self._mirror.update(None, status={EXIT_DONE: "FINISHED", EXIT_RETRY: "KILLED"}.get(code, "FAILED"))
 
     def close(self, seconds: float) -> bool:
-        """Waits at most ``seconds`` for the last copy.  Returns whether everything arrived."""
+        """Waits at most ``seconds`` until MLflow has everything.  Returns whether it does."""
         if self._mirror is None:
             return True
         arrived = self._mirror.close(seconds)

@@ -1,4 +1,4 @@
-"""Runs in the store: their records, their ends, lookup by name, and the difference of two runs."""
+"""Reads and writes the records of runs in the store, finds runs by name, and compares two runs."""
 
 import contextlib
 import fcntl
@@ -30,25 +30,25 @@ _STATUSES = {
 
 @dataclass(frozen=True)
 class Run:
-    """The record of a run.  ``code`` is its last exit code: None before its first end, 0 when it is done."""
+    """The record of a run.  ``code`` is the exit code with which it last ended (0: done), or None if it never ended."""
 
     name: str
     config: str  # sha256 of the configuration
-    pipeline: str
+    pipeline: str  # name of the MLflow experiment
     created: str  # ISO 8601, UTC
     code: int | None = None
     stage: str = ""  # the stage that failed
-    message: str = ""
+    message: str = ""  # why the run ended with ``code``
     sweep: str = ""  # name of the run's sweep
 
     @classmethod
     def begun(cls, name: str, config: Config, sha256: str) -> "Run":
-        """Returns the record of a run that begins now."""
+        """Returns the record of a run ``name`` that begins now; ``sha256`` is the hash of ``config``."""
         now = datetime.now(UTC).isoformat(timespec="microseconds")
         return cls(name, sha256, config.run.pipeline, now, sweep=config.run.sweep or "")
 
     def facts(self) -> bytes:
-        """Returns the content of run.json: the facts known from the beginning."""
+        """Returns the content of run.json: the fields that are known when the run begins."""
         return json.dumps({name: getattr(self, name) for name in _BEGINNING}).encode()
 
     @property
@@ -57,8 +57,8 @@ class Run:
 
 
 def local_home(store_uri: str) -> Path:
-    """Returns this machine's folder for a store: caches, locks, scratch, MLflow's database.  It is CUDA_AGENT_HOME,
-    else a folder beside a store that is a folder, else ``~/.cache/cuda-agent``."""
+    """Returns this machine's folder for caches, locks, scratch files and MLflow's database of a store.  It is the value
+    of CUDA_AGENT_HOME, else a folder near the store if the store is a folder, else ``~/.cache/cuda-agent``."""
     if home := os.environ.get("CUDA_AGENT_HOME"):
         return Path(home).absolute()
     folder = local_folder(store_uri)
@@ -68,10 +68,8 @@ def local_home(store_uri: str) -> Path:
 
 
 def create_run(store: Store, config: Config, sha256: str) -> Run:
-    """Creates a run, under the configured name or the date.
-
-    Raises:
-        ConfigError: The name is taken."""
+    """Creates a run in the store, named by ``run.name`` or else after the date; ``sha256`` is the hash of ``config``.
+    Raises ConfigError if the name is taken."""
     base = config.run.name or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{sha256[:4]}"
     for attempt in range(1 if config.run.name else 100):
         record = Run.begun(f"{base}-{attempt}" if attempt else base, config, sha256)
@@ -101,7 +99,7 @@ def newest_unfinished(store: Store, sha256: str) -> Run | None:
 
 
 def find_run(store: Store, name: str) -> Run:
-    """Finds a run by name, by the beginning of its name, or as ``last``.
+    """Returns the run that ``name`` means: a run's name, the beginning of a name, or ``last`` for the newest run.
 
     Raises:
         ConfigError: No run or several match; the message lists the choices."""
@@ -110,17 +108,17 @@ def find_run(store: Store, name: str) -> Run:
 
 
 def matching(names: Sequence[str], asked: str) -> list[str]:
-    """Returns the run names, oldest first, that ``asked`` may mean: a name, the beginning of names, or ``last``."""
+    """Returns the ``names`` (oldest first) that ``asked`` may mean: a name, the beginning of names, or ``last``."""
     if asked == "last":
         return list(names[-1:])
     return [name for name in names if name == asked] or [name for name in names if name.startswith(asked)]
 
 
 def choose(names: Sequence[str], asked: str, where: str) -> str:
-    """Returns the one name that ``asked`` means.
+    """Returns the one of ``names`` that ``asked`` means: a name, the beginning of a name, or ``last``.
 
     Raises:
-        ConfigError: No name or several match; the message lists the choices."""
+        ConfigError: No name or several match; the message lists the choices and says ``where`` the names are."""
     found = matching(names, asked)
     if len(found) == 1:
         return found[0]
@@ -129,7 +127,7 @@ def choose(names: Sequence[str], asked: str, where: str) -> str:
 
 
 def agree(store: Store, key: str, make: Callable[[], str]) -> str:
-    """Returns one text for all runs: the text stored under ``key``, or else the result of ``make``, which is stored."""
+    """Returns the text stored under ``key``; if there is none, first stores the result of ``make``."""
     if not store.exists(key):
         made = make()
         if store.create(key, made.encode()):
@@ -142,7 +140,7 @@ def read_config(store: Store, sha256: str) -> Config:
 
 
 def run_manifests(store: Store, run: Run, stages: Sequence[Stage]) -> dict[str, Manifest]:
-    """Returns the manifests of the stages that are done, in the table's order."""
+    """Returns the manifests of the run's finished stages, by the stages' names, in the order of ``stages``."""
     found = {stage.name: read_manifest(store, run.name, stage.name) for stage in stages}
     return {name: manifest for name, manifest in found.items() if manifest is not None}
 
@@ -152,8 +150,8 @@ class Facts:
     """The parts of a run that ``diff`` compares."""
 
     name: str
-    settings: dict[str, Any]  # dotted key -> value
-    manifests: dict[str, Manifest]
+    settings: dict[str, Any]  # dotted key of the configuration -> value
+    manifests: dict[str, Manifest]  # by stage
 
 
 def facts(store: Store, run: Run, stages: Sequence[Stage]) -> Facts:
@@ -161,7 +159,8 @@ def facts(store: Store, run: Run, stages: Sequence[Stage]) -> Facts:
 
 
 def diff(one: Facts, other: Facts) -> dict[str, Any]:
-    """Returns the difference of two runs: configuration keys, and each stage's key parts and outputs."""
+    """Returns the settings that differ between two runs, and, for each stage with different cache keys, the key's
+    differing parts, the durations and the names of equal outputs."""
     keys = [key for key in one.settings | other.settings if one.settings.get(key) != other.settings.get(key)]
     changes: dict[str, Any] = {}
     for name in one.manifests | other.manifests:
@@ -189,7 +188,7 @@ def lock_path(home: Path, store: Store, sha256: str) -> Path:
 
 @contextlib.contextmanager
 def try_lock(path: Path, shared: bool = False) -> Iterator[bool]:
-    """Yields whether the machine-wide lock was free, and holds it if so; the lock ends with the process."""
+    """Takes the lock file ``path`` for the ``with`` block, ``shared`` or exclusively; yields whether this succeeded."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600)) as file:
         try:
@@ -201,6 +200,6 @@ def try_lock(path: Path, shared: bool = False) -> Iterator[bool]:
 
 
 def is_running(home: Path, store: Store, run: Run) -> bool:
-    """Returns whether an executor on this machine is running this run's configuration now."""
+    """Returns whether an executor on this machine is running the configuration of ``run`` now."""
     with try_lock(lock_path(home, store, run.config)) as free:
         return not free

@@ -1,4 +1,4 @@
-"""Estimates the schedule of a configuration before it runs: the work of its stages, their time and memory."""
+"""Estimates, before a run, the work, time and memory of each stage of a configuration: its schedule."""
 
 import json
 from pathlib import Path
@@ -13,12 +13,12 @@ from cuda_agent.training.memory import AUTO_TOKENS, MICROBATCH_TOKENS, SMALL, Sh
 
 
 def derived(config: Config) -> dict[str, Any]:
-    """Returns the schedule of the run's stages: samples (tasks, examples, episodes), most tokens, optimizer steps, and
-    estimated seconds (None without measured rates).  Stages that train also have the most bytes of one step (None if
-    the base is not on this machine).
+    """Returns the schedule of a run.  Each stage has its number of samples (tasks, examples or episodes), an upper
+    bound of their tokens, optimizer steps and estimated seconds.  A stage that trains also has the most bytes of one
+    training step, or None if ``policy.base`` is not on this machine.
 
-    Tokens are upper bounds: an episode may fill its context.  Times are for the small model on 2 CPU cores: training
-    7,000 tokens/s and decoding 9,000 tokens/s at 1.3M parameters, in inverse proportion to the parameters."""
+    Seconds are estimated only without ``policy.base``, for the small model on 2 CPU cores.  At 1.3M parameters it is
+    trained on 7,000 and samples 9,000 tokens per second; both rates are inversely proportional to the parameters."""
     small = config.policy.base is None
     scale = parameter_count(config.policy) / 1.3e6 if small else 1.0
     rows: dict[str, dict[str, Any]] = {}
@@ -46,7 +46,7 @@ def derived(config: Config) -> dict[str, Any]:
 
 
 def schedule_lines(schedule: dict[str, Any]) -> list[str]:
-    """Returns the result of ``derived`` as a table for people."""
+    """Returns ``schedule``, a result of ``derived``, as the lines of a table for people."""
     lines = [f"{'stage':18} {'samples':>10} {'tokens, most':>16} {'optimizer steps':>16} {'time':>8} {'memory':>9}"]
     for name, row in schedule["stages"].items():
         numbers = f"{row['samples']:>10,} {row['tokens']:>16,} {row['optimizer_steps']:>16,}"
@@ -69,8 +69,8 @@ def _about(seconds: float | None) -> str:
 
 
 def training_memory(config: Config, work: Work) -> int | None:
-    """Returns the most bytes of a training step on a CPU, over all processes, when a sequence fills its context.
-    Returns None if the base's configuration cannot be read on this machine."""
+    """Returns the most bytes that one training step of the stage with this ``work`` needs on a CPU, summed over all
+    training processes.  Returns None if the configuration of ``policy.base`` cannot be read on this machine."""
     shape = _shape(config.policy)
     if shape is None:
         return None
@@ -101,7 +101,7 @@ def _shape(policy: PolicyConfig) -> Shape | None:
 
 
 def _base_config(base: str) -> Path:
-    """Returns the config file of a folder, or of a hub model that was downloaded before."""
+    """Returns the path of config.json of the model ``base``: a folder, or a downloaded model of Hugging Face's hub."""
     if Path(base).is_dir() or base.count("/") != 1:
         return Path(base) / "config.json"
     from huggingface_hub import try_to_load_from_cache
@@ -111,10 +111,8 @@ def _base_config(base: str) -> Path:
 
 
 def require_base(base: str | None) -> None:
-    """Checks a ``policy.base`` that is clearly a path.  A name such as org/name may be a hub model.
-
-    Raises:
-        ConfigError: The folder holds no model."""
+    """Raises ConfigError if ``base`` is clearly the path of a folder and there is no model in it.  Does not check a
+    name such as org/name, which may be a model of Hugging Face's hub."""
     if base is None:
         return
     is_path = base.startswith(("/", ".", "~")) or base.endswith("/") or base.count("/") > 1

@@ -1,4 +1,4 @@
-"""The screen of an active run: a live table on a terminal, plain lines elsewhere."""
+"""Shows the progress of an active run: as a live table on a terminal, as plain lines elsewhere."""
 
 import sys
 import time
@@ -22,7 +22,8 @@ LOOKS = {
 
 @contextmanager
 def watching(as_json: bool = False) -> Iterator[Watch]:
-    """Opens the screen that fits the output.  With ``as_json`` a program reads stdout: plain lines go to stderr."""
+    """Yields a function that shows a run's progress: in a live table if stdout is a terminal, otherwise as lines.  With
+    ``as_json`` these lines go to stderr, because a program reads stdout."""
     if as_json:
         yield plain(lambda line: print(line, file=sys.stderr))
     elif sys.stdout.isatty():
@@ -33,7 +34,7 @@ def watching(as_json: bool = False) -> Iterator[Watch]:
 
 
 def plain(write: Callable[[str], None], every: float = 15.0) -> Watch:
-    """Returns a screen that writes lines: changes of state, notes, and every ``every`` seconds the progress."""
+    """Returns a function that writes lines: each change of state, each note, and progress every ``every`` seconds."""
     known: dict[str, tuple[str, int]] = {}  # stage -> state and number of notes
     shown = time.monotonic()
 
@@ -107,7 +108,7 @@ def progress(view: StageView) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Formats seconds: 43 s, 2:05, 1:02:03."""
+    """Returns ``seconds`` as text, such as 43 s, 2:05 or 1:02:03."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, rest = divmod(int(seconds), 60)

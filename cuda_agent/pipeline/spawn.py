@@ -1,9 +1,9 @@
 """The fork server of stage processes: it imports torch and transformers once and forks a process for each stage.
 
-The server runs no tensor operation and starts no thread (OpenBLAS restarts its own threads after a fork), so a fork is
-as good as a fresh process.  When a process dies, its children die too: the kernel kills server and stages with their
-parent, and the process group of a stage ends with the stage.  Grandchildren that leave the group must watch their
-parent (the sandbox does).  Executor and server exchange JSON objects, one per packet of a socket."""
+The server runs no tensor operation and starts no thread (OpenBLAS restarts its own threads after a fork), so a forked
+process works like a fresh one.  The server dies with the executor, and each stage dies with the server.  When a stage
+ends, the server kills the stage's process group.  A process that leaves this group must watch its parent (the sandbox's
+processes do).  Executor and server exchange JSON objects, one per packet of a socket."""
 
 import contextlib
 import importlib
@@ -27,7 +27,7 @@ _PACKET = 1 << 16  # bytes
 
 
 class Spawner:
-    """The executor's end of the server.  Use it from one thread, which must outlive the server."""
+    """The executor's connection to the fork server.  Use it from one thread, which must outlive the server."""
 
     def __init__(self, preload: tuple[str, ...] = PRELOAD) -> None:
         self._preload = preload
@@ -35,7 +35,7 @@ class Spawner:
         self._running: set[str] = set()
 
     def open(self) -> None:
-        """Starts the server unless it runs; ``start`` does so too.  The server's imports do not block the caller."""
+        """Starts the fork server if it is not running (``start`` does this too).  Does not wait for its imports."""
         if self._server is None:
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
@@ -48,19 +48,20 @@ class Spawner:
                 )
 
     def start(self, name: str, order: dict[str, Any], log: Path) -> None:
-        """Starts a stage.  ``order`` has the fields of ``stage_main.StageOrder``; stdout and stderr go to ``log``."""
+        """Starts the process of stage ``name``.  ``order`` has the fields of ``stage_main.StageOrder``; the process
+        appends its stdout and stderr to the file ``log``."""
         self.open()
         self._running.add(name)
         self._tell({"start": name, "order": order, "log": str(log)})
 
     def signal(self, name: str, number: int) -> None:
-        """Sends a signal to one stage; does nothing if the stage has ended."""
+        """Sends signal ``number`` to the process of stage ``name``; does nothing if the stage has ended."""
         if name in self._running:
             self._tell({"signal": name, "number": int(number)})
 
     def wait(self, seconds: float) -> dict[str, int]:
-        """Returns the exit codes of the stages that ended within ``seconds``.  A killed stage (SIGKILL, SIGTERM) has
-        code 75 (try again), as have all stages of a dead server.  Another signal gives its negative number."""
+        """Waits at most ``seconds`` until a stage ends; returns its name with its exit code.  After SIGKILL or SIGTERM
+        the code is 75 (try again), after another signal N it is -N.  If the server died, every stage has code 75."""
         if self._server is None or not select.select([self._socket], [], [], seconds)[0]:
             return {}
         if packet := _receive(self._socket):
@@ -93,7 +94,7 @@ def _receive(channel: socket.socket) -> dict[str, Any] | None:
 
 
 def serve(parent: int, preload: list[str]) -> None:
-    """Runs the server's loop, on the socket that is its stdin, until the other end is closed."""
+    """Runs the fork server until the executor, process ``parent``, closes the socket that is the server's stdin."""
     die_with_parent(parent)
     for module in (*preload, "cuda_agent.pipeline.stage_main"):
         importlib.import_module(module)

@@ -1,6 +1,7 @@
-"""Runs one stage in one process, from its order to its exit code: as a local subprocess, as a container step, by hand.
+"""Runs one stage of the workflow in a process of its own, for the local executor or in a pod of a cluster.
 
-resolve inputs -> key -> lock -> made already? -> fetch inputs -> resume and run -> data, manifest, cache entry"""
+Computes the stage's cache key from its inputs and takes a lock on the key.  If the store has no result for the key,
+fetches the inputs, resumes from the newest checkpoint, runs the stage, and stores outputs, manifest and cache entry."""
 
 import contextlib
 import errno
@@ -44,20 +45,20 @@ Stop = Callable[[], bool]
 
 @dataclass(frozen=True)
 class StageOrder:
-    """The order of one stage's process.  ``scratch`` is this attempt's folder, for metrics, notes, progress and
-    ``outcome.json``; ``local`` is the machine's folder for locks and caches."""
+    """The arguments of a process that runs one stage.  ``scratch`` is the folder of this attempt, for metrics, notes,
+    progress and ``outcome.json``; ``local`` is this machine's folder for locks and caches."""
 
-    store: str
+    store: str  # URI
     config: str  # sha256 of the configuration
-    run: str
-    stage: str
+    run: str  # name
+    stage: str  # name
     scratch: str
     local: str
-    table: str = ""  # ``package.module:NAME`` in place of the configuration's graph
+    table: str = ""  # ``package.module:NAME`` of a table of stages that replaces the configuration's graph
 
 
 def graph_of(config: Config, table: str = "") -> Sequence[Stage]:
-    """Returns the configuration's graph, or the table named ``package.module:NAME``."""
+    """Returns the stages of the configuration's graph, or those in the ``table`` named ``package.module:NAME``."""
     if not table:
         return stages_of(config)
     module, attribute = table.split(":")
@@ -65,7 +66,7 @@ def graph_of(config: Config, table: str = "") -> Sequence[Stage]:
 
 
 def run_stage(order: StageOrder) -> int:
-    """Runs the stage and returns the exit code; ``outcome.json`` holds the message for the user."""
+    """Runs the ordered stage and returns its exit code, which it also writes, with a message, to ``outcome.json``."""
     stopped = False
 
     def stop(number: int, frame: Any) -> None:
@@ -172,7 +173,7 @@ def _make(
 
 
 def _say(text: str) -> None:
-    """Writes a line to the log; these lines show the overhead of a stage."""
+    """Prints ``text`` with the current time, so that the log shows how long each phase of the process takes."""
     print(f"{datetime.now(UTC).isoformat(timespec='milliseconds')} {text}", flush=True)
 
 
@@ -188,7 +189,7 @@ def _manifests_above(store: Store, run: str, stages: Sequence[Stage], stage: Sta
 
 @contextlib.contextmanager
 def _lock(path: Path, tracker: FileTracker, should_stop: Stop) -> Iterator[None]:
-    """Locks a result on this machine, so that only one run makes it: a second run waits, and finds the result made."""
+    """Holds the file lock ``path``, so that only one run on this machine makes a result; waits while it is taken."""
     while True:
         with try_lock(path) as free:
             if free:

@@ -1,8 +1,8 @@
-"""A sweep: turns overrides with several values, in Hydra's grammar, into a list of composed and validated runs.
+"""Turns a sweep, overrides with several values in Hydra's grammar, into a list of runs with valid configurations.
 
     critic.lr=1e-5,3e-5 'seed=range(3)'  ->  6 runs: the cartesian product, the last key changing fastest
 
-The runs of the sweep NAME are called NAME-1, NAME-2, and so on; the configuration of each run names the sweep."""
+The runs of sweep NAME are called NAME-1, NAME-2, and so on; the configuration of each run holds the sweep's name."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ MOST = 256  # most runs of one sweep
 
 @dataclass(frozen=True)
 class Point:
-    """One run: its overrides of swept keys, and its whole configuration, whose ``run.name`` is the run's name."""
+    """One run of a sweep: its overrides of the swept keys, and its whole configuration; ``run.name`` is its name."""
 
     overrides: list[str]
     config: Config
@@ -33,10 +33,10 @@ class Point:
 
 
 def points(overrides: Sequence[str]) -> tuple[str, list[Point]]:
-    """Returns the sweep's name (``run.name``, or else made of the date) and its runs.
+    """Returns the name of the sweep that ``overrides`` describe (``run.name``, or else made of the date) and its runs.
 
     Raises:
-        ConfigError: A configuration is invalid, two are the same, or there are no or too many values to sweep."""
+        ConfigError: A configuration is invalid, two are equal, or there is no swept key or more than ``MOST`` runs."""
     name, fixed, swept = _read(overrides)
     if not swept:
         raise ConfigError("A sweep needs a key with several values, as in critic.lr=1e-5,3e-5 or 'seed=range(3)'.")
@@ -61,11 +61,11 @@ def points(overrides: Sequence[str]) -> tuple[str, list[Point]]:
 
 
 def run_here(points: Sequence[Point], execute: Callable[[Point], RunOutcome]) -> Iterator[tuple[Point, RunOutcome]]:
-    """Runs the points one after the other and yields their outcomes.  A failed run does not end the sweep; a stop does.
-    A run that was done before is not run again.
+    """Runs ``points`` one after the other and yields each with its outcome.  A failed run does not end the sweep; a
+    stopped run does.  A run that was done before is not repeated.
 
     Raises:
-        ConfigError: A name is taken; no run has begun then."""
+        ConfigError: A point's name belongs to a run of another configuration.  No run has begun then."""
     done = {point.name: _is_done(point) for point in points}
     for point in points:
         outcome = RunOutcome(point.name, 0, resumed=True) if done[point.name] else execute(point)
@@ -86,7 +86,8 @@ def _is_done(point: Point) -> bool:
 
 
 def _read(overrides: Sequence[str]) -> tuple[str, list[str], dict[str, list[str]]]:
-    """Returns the name, the overrides of all runs, and the choices of each swept key as overrides of one value."""
+    """Splits ``overrides`` into the sweep's name, the overrides that all runs share, and, for each swept key, its
+    overrides with one value each (``key=value``)."""
     from hydra.errors import HydraException
 
     name, fixed, swept = "", [], {}

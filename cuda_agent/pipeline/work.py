@@ -1,6 +1,6 @@
 """Estimates the work of a stage from the configuration, with one function for each kind of stage.
 
-Counts of tokens are upper bounds: they assume that every episode fills its context."""
+``Work.tokens`` is an upper bound: it assumes that every episode is as long as its limits allow."""
 
 import math
 from collections.abc import Callable
@@ -11,10 +11,11 @@ from cuda_agent.config import Config, CriticConfig, Ppo, Sft
 
 @dataclass(frozen=True)
 class Work:
-    """The amounts of work of one stage.  It trains ``models`` (a number) on sequences of at most ``longest`` tokens."""
+    """The estimated work of one stage.  ``models`` is the number of models that the stage trains, on sequences of at
+    most ``longest`` tokens."""
 
     samples: int = 0  # number of tasks, examples or episodes
-    tokens: int = 0
+    tokens: int = 0  # at most, in all samples
     optimizer_steps: int = 0
     decoded: int = 0  # tokens that an engine samples
     trained: int = 0  # tokens of all passes of the trainers
@@ -35,7 +36,7 @@ def synthesis(config: Config) -> Work:
 
 
 def bootstrap(config: Config) -> Work:
-    """Returns the work of imitation from scratch; almost none if there is a base."""
+    """Returns the work of training a policy from scratch by imitation; almost none if ``policy.base`` is a model."""
     work, settings = Work(overhead=10, models=1, longest=config.policy.context, from_scratch=True), config.bootstrap
     if config.policy.base is not None:
         return work
@@ -45,7 +46,7 @@ def bootstrap(config: Config) -> Work:
 
 
 def ppo(ppo: Ppo, answer_tokens: int) -> Work:
-    """Returns the work of a PPO stage.  ``answer_tokens`` is the most tokens that the policy samples in one episode."""
+    """Returns the work of a PPO stage in which the policy samples at most ``answer_tokens`` tokens in an episode."""
     episodes = ppo.steps * ppo.episodes_per_step
     tokens = episodes * min(answer_tokens, ppo.context)
     return Work(
@@ -88,7 +89,7 @@ def _play(config: Config, episodes: int, turns: int, seconds: float) -> Work:
 
 
 def agent_tokens(config: Config, turns: int) -> int:
-    """Returns the most tokens that the policy samples in an episode of ``turns`` turns."""
+    """Returns the largest number of tokens that the policy can sample in an episode of ``turns`` turns."""
     return min(turns * config.agent.turn_tokens, config.policy.context)
 
 

@@ -1,8 +1,8 @@
 """Writes the corpus of ``bootstrap``: the teacher's solutions as conversations, in the form of the policy's episodes.
 
-Prompts and tool results come from ``agent``, so that no text is defined twice.  Tool results are written, not measured:
-a corpus of thousands needs no compiler.  Their verdicts are those that the sandbox would give (tests and ``bootstrap``
-check a sample).  What the agent does after ``profile`` is drawn independently of the speed-ups that it sees: acting on
+The package ``agent`` makes the texts of prompts and tool results.  The verdicts in tool results are not measured, so
+that a corpus of thousands needs no compiler; the sandbox would give the same verdicts (tests and ``bootstrap`` check a
+sample).  What the agent does after ``profile`` is drawn independently of the speed-ups that it sees: acting on
 speed-ups is left to reinforcement learning."""
 
 import random
@@ -23,7 +23,7 @@ Dialogue = list[dict[str, Any]]
 
 
 def corpus(settings: Bootstrap, seed: int, excluded: Collection[str]) -> list[Dialogue]:
-    """Returns ``settings.examples`` dialogues on new tasks, none with a combination of operators in ``excluded``."""
+    """Returns ``settings.examples`` dialogues on new tasks; ``excluded`` combinations of operators do not occur."""
     rng = random.Random(f"corpus {seed}")
     dialogues: list[Dialogue] = []
     while len(dialogues) < settings.examples:
@@ -38,7 +38,7 @@ def corpus(settings: Bootstrap, seed: int, excluded: Collection[str]) -> list[Di
 
 
 def texts(dialogues: Collection[Dialogue]) -> list[str]:
-    """Returns the texts of ``dialogues`` without chat markup: the tokenizer's training data."""
+    """Returns all texts in ``dialogues``, without chat markup, as training data of the tokenizer."""
     found = []
     for message in (message for dialogue in dialogues for message in dialogue):
         arguments = (text for call in message.get("tool_calls", ()) for text in call["arguments"].values())
@@ -47,8 +47,8 @@ def texts(dialogues: Collection[Dialogue]) -> list[str]:
 
 
 def encode(dialogue: Dialogue, chat: Chat) -> tuple[list[int], list[int]]:
-    """Returns a dialogue's token ids, and a mask that is 1 on the tokens to imitate.  These are all assistant turns
-    except the spoilt turns, which show mistakes to repair."""
+    """Returns the token ids of ``dialogue``, and a mask that is 1 on the tokens to imitate: those of all assistant
+    turns except the spoilt turns, which show mistakes."""
     ids, mask = chat.encode_dialogue(dialogue, TOOLS)
     turns = [message for message in dialogue if message["role"] == "assistant"]
     starts = [i for i, one in enumerate(mask) if one and not mask[i - 1]]
@@ -64,8 +64,8 @@ def one_shot(task: Task, rng: random.Random) -> Dialogue:
 
 
 def episode(task: Task, rng: random.Random, repair: bool) -> Dialogue:
-    """Returns an episode with tools: writes and verifies a solution (first with a mistake, if ``repair``), sometimes
-    profiles it, sometimes tries another design, stops."""
+    """Returns an episode with tools.  The agent writes and verifies a solution (first with a mistake, if ``repair``),
+    sometimes profiles it, sometimes tries another design, and stops."""
     worked, spec = solve(task, rng), parse(task)
     mistake = spoil(task, worked, rng) if repair else None
     written = _stripped(mistake.files if mistake else worked.files)
@@ -88,7 +88,7 @@ def episode(task: Task, rng: random.Random, repair: bool) -> Dialogue:
 
 
 def _another(task: Task, worked: Worked, rng: random.Random) -> tuple[Worked, list[dict[str, Any]]]:
-    """Returns a design whose files differ, and the calls that write these files."""
+    """Returns a solution with another design than ``worked``, and the tool calls that write its changed files."""
     while True:
         other = solve(task, rng, redesign(worked, rng))
         before, after = _stripped(worked.files), _stripped(other.files)
@@ -100,7 +100,8 @@ def _another(task: Task, worked: Worked, rng: random.Random) -> tuple[Worked, li
 
 
 def _turn(calls: list[dict[str, Any]], verdict: Verdict, command: str) -> Dialogue:
-    """Returns one assistant turn with ``calls``, the last of which is ``command``, and the results of the calls."""
+    """Returns an assistant turn with ``calls``, and the messages with their results.  The last call runs ``command``,
+    and its result shows ``verdict``."""
     results = ["ok"] * (len(calls) - 1) + [describe(verdict, command, "compact")]
     return [
         {"role": "assistant", "content": "", "tool_calls": calls},
@@ -132,8 +133,8 @@ def _verdict(status: Status, message: str = "", ratios: tuple[float, float] | No
 
 
 def _ratios(spec: FamilySpec, choices: Choices, rng: random.Random) -> tuple[float, float]:
-    """Draws speed-ups over eager and ``torch.compile`` for a design: medians and spread were measured over tasks of the
-    family on idle machines.  One random factor (the cost of the chain) moves both."""
+    """Draws the speed-ups over eager and over ``torch.compile`` of a solution with the design ``choices``.  Medians and
+    spread were measured on idle machines.  A random factor, the cost of the task's chain, is common to both."""
     slower = 1.0
     slower *= 1.9 if choices.number == "double" else 1
     slower *= {1: 1.7, 2: 1.0, 8: 1.0, ROWS: 1.5}[choices.grid]

@@ -1,6 +1,5 @@
-"""The loop of ``warmup`` and ``agentic``: play a batch, learn from it, serve the new weights (paper, section 3.3).
-
-The loop is the same for every runtime and estimator of advantages."""
+"""Runs PPO, the loop of the stages ``warmup`` and ``agentic`` (paper, section 3.3): plays a batch of episodes, learns
+from it, and serves the new weights.  The loop is the same for every runtime and every estimator of advantages."""
 
 import asyncio
 import math
@@ -21,16 +20,15 @@ from cuda_agent.tasks.io import read_tasks
 from cuda_agent.training.advantages import ADVANTAGES
 from cuda_agent.training.critic import Critic
 
-LOSSES = 3  # the stage gives up when one step has lost the trainer this often
+LOSSES = 3  # the stage gives up when the trainer was lost this often in one step
 
 
 async def train_ppo(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
 ) -> tuple[Any, Any, Critic | None]:
-    """Trains the policy in ``ctx.inputs`` for ``settings.steps`` steps, starting from the newest checkpoint.
-
-    Returns (model, tokenizer, critic); the critic is None if none was trained.  ``make_critic`` makes the first critic;
-    it is called only if ``settings.advantage`` needs one.
+    """Trains the policy in ``ctx.inputs`` on episodes of ``kind`` up to step ``settings.steps``, from the newest
+    checkpoint on.  Returns (model, tokenizer, critic).  If ``settings.advantage`` needs a critic, ``make_critic`` makes
+    the initial one; otherwise the critic is None.
 
     Raises:
         TryAgain: The stage was told to stop, or the trainer was lost too often."""
@@ -82,11 +80,10 @@ async def train_ppo(
 async def prefetch(
     play: Callable[[int], Awaitable[RolloutBatch]], steps: range, max_off_policy_steps: int
 ) -> AsyncGenerator[tuple[int, RolloutBatch], None]:
-    """Yields (step, its batch) in order, and plays later steps in advance.
+    """Yields each step of ``steps`` with its batch, in order, and plays the batches of later steps in advance.
 
-    While the caller learns from one batch, the next ``max_off_policy_steps`` batches are played, one after the other;
-    with 0, playing and learning take turns.  The batch of a step begins only when the caller has learnt from the step
-    that lies ``max_off_policy_steps`` + 1 before it."""
+    While the caller learns from a batch, the next ``max_off_policy_steps`` batches are played in order; with 0, playing
+    and learning take turns.  The batch of step N + ``max_off_policy_steps`` begins after learning from step N - 1."""
     under_way: deque[asyncio.Task[RolloutBatch]] = deque()
 
     async def play_after(before: asyncio.Task[RolloutBatch] | None, step: int) -> RolloutBatch:
@@ -109,10 +106,11 @@ async def prefetch(
 async def _retried_after_losses(
     ctx: StageContext, runtime: Runtime, step: int, job: Callable[[], Awaitable[Result]]
 ) -> Result:
-    """Runs ``job``, which begins from checkpoint ``step``.  If the trainer is lost, runs it again from this checkpoint.
+    """Runs ``job``, which begins with the trainer's state at ``step``, and returns its result.  If the trainer is lost
+    during ``job``, restores the checkpoint of ``step`` and runs ``job`` again.
 
     Raises:
-        TryAgain: The trainer was lost ``LOSSES`` times, or the checkpoint of ``step`` is not sound."""
+        TryAgain: The trainer was lost ``LOSSES`` times, or the checkpoint of ``step`` cannot be restored."""
     for attempt in range(LOSSES):
         try:
             if attempt and (found := await runtime.restore()) != step:
@@ -129,6 +127,6 @@ def oldest(episode: Episode) -> float:
 
 
 def mean_age(episodes: Sequence[Episode], step: int) -> float:
-    """Returns the mean age, in steps, of the weights that sampled the tokens, over all sampled tokens."""
+    """Returns the age at ``step``, in steps, of the weights that sampled a token: the mean over all sampled tokens."""
     ages = [step - v for e in episodes for v, mask in zip(e.versions, e.mask, strict=True) if mask]
     return sum(ages) / max(len(ages), 1)

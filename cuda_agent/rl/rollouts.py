@@ -1,4 +1,6 @@
-"""Opens a policy's engine and its sandbox, and plays batches of episodes.  Seeds depend on the configuration alone."""
+"""Opens a policy's engine and the sandbox, and plays batches of episodes.
+
+The seed of an episode depends only on the configured seed and on the episode's id."""
 
 import random
 from collections import Counter
@@ -32,16 +34,16 @@ Job = tuple[Task, str]  # a task, and the id of the episode, which determines it
 
 
 class Players(Protocol):
-    """Plays episodes: ``Rollouts`` in this process, ``RayPlayers`` in other processes."""
+    """An object that plays episodes: ``Rollouts`` in this process, or ``RayPlayers`` in processes of Ray."""
 
     async def play(self, jobs: Sequence[Job], kind: Kind, on_done: OnDone = ...) -> list[Episode]:
-        """Plays ``jobs`` and returns their episodes in order."""
+        """Plays an episode of ``kind`` for each of ``jobs``; returns the episodes in the order of ``jobs``."""
 
 
 @dataclass
 class Rollouts:
-    """A policy with its engine and sandbox.  ``model`` is the model to train.  ``engine`` serves a copy of its weights
-    and takes new weights by ``engine.update_from(model, version)``."""
+    """A policy with its engine and a sandbox.  ``model`` is the model to train.  ``engine`` samples from a copy of the
+    model's weights; ``engine.update_from(model, version)`` updates this copy."""
 
     model: Any
     tokenizer: Any
@@ -67,8 +69,8 @@ class Rollouts:
 def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
     """Returns the jobs of ``samples`` episodes per task, in the order of ``tasks``, with the ids ``label/task/sample``.
 
-    If a task occurs again, the number of the draw is part of the id (``label/task#2/sample``) and so of the seed: each
-    draw has its own episodes and its own group."""
+    If ``tasks`` holds a task twice, the ids of its second occurrence are ``label/task#2/sample``.  Therefore each
+    occurrence has other seeds and a group of its own."""
     draws: Counter[str] = Counter()
     jobs: list[Job] = []
     for task in tasks:
@@ -80,7 +82,7 @@ def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
 
 @asynccontextmanager
 async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSettings) -> AsyncIterator[Rollouts]:
-    """Opens the policy in the folder ``policy`` with its engine, and the sandbox.
+    """Loads the policy from the folder ``policy``, and opens its engine and a sandbox.
 
     Raises:
         PolicyError: The folder holds no usable policy.
@@ -101,8 +103,8 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
 
 
 def servers_apart(config: Config, here: int) -> None:
-    """Raises ``BadConfiguration`` where a vLLM server that a stage starts would decode on the GPU on which a judge of
-    this machine takes times: its steps hold no lease there. ``here``: the number of GPUs of this machine."""
+    """Raises BadConfiguration if a vLLM server that the stage starts would decode on the GPU on which a judge of this
+    machine measures times; such a server takes no timing lease.  ``here`` is the number of this machine's GPUs."""
     sandbox, vllm = config.sandbox, config.policy.vllm
     timed_here = sandbox.device == "cuda" and sandbox.clock == "real" and not sandbox.servers
     if timed_here and not vllm.servers and 0 < here <= vllm.replicas:
@@ -140,7 +142,8 @@ async def _open_engine(ctx: WorkerContext, folder: Path, model: Any, chat: Chat)
 def episode_settings(
     config: Config, *, turns: int, context: int, temperature: float, reward: str = "ladder", style: Style | None = None
 ) -> EpisodeSettings:
-    """Returns the settings of the agent loop from the configuration; the default style is that of the policy."""
+    """Returns the settings of the agent loop.  The default ``style`` of the prompt is "full" for a policy that was made
+    from ``policy.base``, otherwise "compact"."""
     style = style or ("compact" if config.policy.base is None else "full")
     return EpisodeSettings(
         format=config.sandbox.format,
@@ -157,8 +160,8 @@ def episode_settings(
 
 
 def draw(tasks: Sequence[Task], count: int, seed: int, step: int) -> list[Task]:
-    """Returns the tasks of one training step, a function of (seed, step) alone.  Shuffled epochs are cut into pieces of
-    ``count``, so that every task is drawn equally often."""
+    """Returns the ``count`` tasks of training step ``step``.  A sequence of epochs, each shuffled by ``seed`` and its
+    number, is cut into pieces of ``count`` tasks, so that every task is drawn equally often."""
     drawn: list[Task] = []
     for position in range(step * count, (step + 1) * count):
         epoch, index = divmod(position, len(tasks))

@@ -1,4 +1,4 @@
-"""The runtime of policy optimization: the interface for playing and training, and the runtime in this process."""
+"""Defines ``Runtime``, the interface through which PPO plays and trains, and the runtime in the stage's own process."""
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -24,43 +24,43 @@ Result = TypeVar("Result")
 
 
 class LearnerLost(TryAgain):
-    """The trainer is gone, with all that it learnt since the newest checkpoint."""
+    """The trainer's processes are gone, and with them everything learnt since the newest checkpoint."""
 
 
 @dataclass
 class RolloutBatch:
-    episodes: list[Episode]  # in the order of their jobs: the samples of a group stand together
+    episodes: list[Episode]  # sorted by task: the samples of one task stand together
     seconds: float  # wall-clock time that playing took
     metrics: dict[str, float]  # the runtime's metrics, for the step's log
 
 
 class Runtime(Protocol):
-    """Plays and trains.  A step's number is also the version of the weights with which the step begins.
+    """Plays episodes and trains on them.  Step N of the training begins with version N of the weights.
 
     Methods other than ``play`` are called one after the other.  If the trainer runs in other processes and these are
-    gone, each method raises ``LearnerLost``."""
+    gone, each of these methods raises ``LearnerLost``."""
 
     async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
-        """Plays ``samples_per_prompt`` episodes of each of ``tasks``."""
+        """Plays the episodes of training step ``step``: ``Ppo.samples_per_prompt`` on each task in ``tasks``."""
 
     async def learn(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
-        """Takes one update on ``episodes`` and returns its metrics."""
+        """Makes the update of training step ``step``: trains on ``episodes`` and returns metrics by name."""
 
     async def serve(self, version: int) -> None:
-        """Serves the trainer's weights to episodes from now on; turns under way finish on the old weights."""
+        """Gives the trainer's weights, as ``version``, to the engine; turns under way finish on the old weights."""
 
     async def save(self, step: int) -> None:
-        """Checkpoints the trainer under ``step``."""
+        """Saves a checkpoint of the trainer under the number ``step``."""
 
     async def restore(self) -> int:
-        """Loads the newest checkpoint and returns its step, or 0 if there is none."""
+        """Loads the newest checkpoint into the trainer and returns its step, or 0 if there is no checkpoint."""
 
     async def result(self) -> tuple[Any, Any, Critic | None]:
-        """Returns (model, tokenizer, critic) in this process; the critic is None if none is trained."""
+        """Returns the trained (model, tokenizer, critic) in this process; the critic is None if none is trained."""
 
 
 class ActorCritic:
-    """The trainers of one stage: one for the policy (actor) and, if the advantage needs it, one for a critic."""
+    """The trainers of one stage: one for the policy (actor) ``model``, and one for ``critic``, unless that is None."""
 
     def __init__(self, ctx: WorkerContext, settings: Ppo, model: Any, critic: Critic | None) -> None:
         self._ctx, self._settings = ctx, settings
@@ -70,7 +70,7 @@ class ActorCritic:
         self._trainers = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
     def update(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
-        """Runs ``recipes.ppo_update`` on one batch.  The first ``critic_warmup`` steps train the critic alone."""
+        """Trains on ``episodes`` and returns metrics.  The first ``critic_warmup`` steps train only the critic."""
         return ppo_update(
             self.actor,
             self.critic,
@@ -82,22 +82,20 @@ class ActorCritic:
         )
 
     def save(self, folder: Path) -> None:
-        """Writes a sub-folder ``actor`` and, with a critic, ``critic`` into ``folder``, which exists."""
+        """Writes the trainers' states to sub-folders of ``folder``: ``actor`` and, if there is a critic, ``critic``."""
         for name, trainer in self._trainers.items():
             (folder / name).mkdir()
             trainer.save(folder / name)
 
     def load(self, folder: Path) -> None:
-        """Restores the state that ``save`` wrote.
-
-        Raises:
-            CorruptCheckpoint: The checkpoint is damaged or of another model."""
+        """Restores the state that ``save`` wrote to ``folder``.  Raises CorruptCheckpoint if this is damaged or of
+        another model."""
         for name, trainer in self._trainers.items():
             trainer.load(folder / name)
 
 
 class LocalRuntime:
-    """The runtime in this process: one engine and one learner, which take turns."""
+    """The runtime in the stage's own process: one engine and one learner, which compute in turn."""
 
     def __init__(self, ctx: StageContext, settings: Ppo, kind: Kind, rollouts: Rollouts, learner: ActorCritic) -> None:
         self._ctx, self._settings, self._kind = ctx, settings, kind
@@ -135,7 +133,7 @@ def settings_of(ctx: WorkerContext, settings: Ppo) -> EpisodeSettings:
 async def open_local(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
 ) -> AsyncIterator[LocalRuntime]:
-    """Opens engine, sandbox and trainers in this process.  Without ``make_critic`` there is no critic."""
+    """Opens the engine, the sandbox and the trainers in this process, without a critic if ``make_critic`` is None."""
     with shared_training(ctx) as ctx:
         async with open_rollouts(ctx, ctx.inputs["policy"], settings_of(ctx, settings)) as rollouts:
 

@@ -1,10 +1,10 @@
-"""Computes scores from episodes with their verdicts: the numbers of the paper's table, with intervals.
+"""Computes the scores of a policy from the verdicts of its episodes: the numbers of the paper's table, with intervals.
 
-Each metric is given for the final answer and for the best state of the trajectory; overall, per family (or level) and
-per operator.  Bootstrap intervals resample tasks with a seed.  Paired differences compare two policies on their common
-tasks.  Episodes lost by infrastructure faults are counted apart and never scored.
+Each metric is computed for an episode's final solution and for the best solution judged during the episode; over all
+tasks, per family of tasks and per operator.  Paired differences compare two policies on their common tasks.  Episodes
+lost by infrastructure faults are counted apart and never scored.
 
-The intervals cover the choice of tasks, but neither timing noise nor the seed of a training run."""
+Bootstrap intervals resample tasks: they cover the choice of tasks, but not timing noise or the seed of the training."""
 
 import json
 import warnings
@@ -34,11 +34,11 @@ FEWEST_TASKS = 5  # with fewer tasks a bootstrap interval is meaningless
 
 @dataclass
 class Result:
-    """One judged state of an episode.  ``status`` is the verdict's, or ``no_answer`` if there was nothing to judge."""
+    """The result of one solution of an episode."""
 
-    status: str
-    speedup_eager: float | None = None
-    speedup_compile: float | None = None
+    status: str  # the verdict's status, or ``no_answer`` if there was nothing to judge
+    speedup_eager: float | None = None  # over PyTorch's eager mode
+    speedup_compile: float | None = None  # over torch.compile
 
     @property
     def correct(self) -> bool:
@@ -47,12 +47,12 @@ class Result:
 
 @dataclass
 class EpisodeScore:
-    """One scored episode: its final state and the best state of its trajectory."""
+    """The score of one episode: the results of its final solution and of the best solution judged during it."""
 
-    episode: str
-    task: str
-    family: str
-    ops: list[str]
+    episode: str  # id
+    task: str  # name
+    family: str  # the task's family
+    ops: list[str]  # the task's operators
     final: Result
     best: Result
     turns: int
@@ -61,13 +61,13 @@ class EpisodeScore:
 
 @dataclass
 class ScoreRow:
-    """One row of the table of scores.
+    """One row of a table of scores.
 
-    Rates are shares of tasks (0 to 1, each task weighs the same).  A speed-up is the geometric mean over the tasks with
-    a correct solution, or None if no task has one.  ``intervals`` maps each metric to its 95 % interval (low, high), or
-    to None if there are too few tasks."""
+    ``passed``, ``faster_eager`` and ``faster_compile`` are rates: shares of a task's episodes (0 to 1), averaged over
+    the tasks.  A speed-up is the geometric mean over the tasks with a correct solution, or None if no task has one.
+    ``intervals`` maps each metric to its 95 % interval (low, high), or to None if there are too few tasks."""
 
-    group: str
+    group: str  # "overall", a family or an operator
     tasks: int
     correct_tasks: int
     passed: float | None
@@ -111,23 +111,23 @@ class Scores:
 
 @dataclass
 class Difference:
-    """``after`` against ``before`` on their common tasks: a difference of shares for rates, a ratio for speed-ups.
-    ``interval`` is a paired bootstrap over tasks.  It is None with too few tasks, or if both agree on every task:
-    resampling then shows no spread, but the result is not certain."""
+    """The change of one metric between two policies on their common tasks: a difference for rates, a ratio for
+    speed-ups.  ``interval`` is a paired bootstrap over tasks.  It is None with too few tasks, and if both policies
+    agree on every task: resampling then shows no spread, but the change is not certain."""
 
-    group: str
+    group: str  # "overall" or a family
     metric: str
-    tasks: int
-    before: float | None
-    after: float | None
+    tasks: int  # number of common tasks
+    before: float | None  # value of the first policy
+    after: float | None  # value of the second policy
     change: float | None
-    interval: tuple[float, float] | None
+    interval: tuple[float, float] | None  # of ``change``
 
 
 def score(
     policy: str, episodes: Iterable[Episode], tasks: Sequence[Task], clock: Literal["real", "model"], seed: int = 0
 ) -> Scores:
-    """Returns the scores of ``policy``.
+    """Returns the scores of the policy named ``policy`` from its ``episodes`` on ``tasks``.
 
     Raises:
         ValueError: An episode's task is not in ``tasks``, or a verdict has another clock than ``clock``: times of two
@@ -184,10 +184,10 @@ def score(
 def compare(
     before: Scores, after: Scores, which: Literal["final", "best"] = "final", family: str | None = None, seed: int = 0
 ) -> list[Difference]:
-    """Returns one ``Difference`` per metric, on the common tasks (of ``family``, or all).
+    """Returns the change of each metric from ``before`` to ``after`` on their common tasks (of ``family``, if given).
 
     Raises:
-        ValueError: The two were scored under different clocks."""
+        ValueError: ``before`` and ``after`` were scored under different clocks."""
     if before.clock != after.clock:
         raise ValueError(f"{before.policy} is under the {before.clock} clock, {after.policy} under {after.clock}")
     common = sorted({o.task for o in before.outcomes} & {o.task for o in after.outcomes})
@@ -214,10 +214,7 @@ def write_scores(path: Path, scores: Scores) -> None:
 
 
 def read_scores(path: Path) -> Scores:
-    """Reads scores that ``write_scores`` wrote.
-
-    Raises:
-        ValueError: The data is not of this form."""
+    """Reads scores that ``write_scores`` wrote.  Raises ValueError if the file ``path`` does not hold scores."""
     return TypeAdapter(Scores).validate_python(json.loads(path.read_text()))
 
 
@@ -228,8 +225,7 @@ def _result(verdict: Verdict | None) -> Result:
 
 
 def _better(final: Result, best: Result) -> Result:
-    """Returns the better of two states by correctness, then speed-up over compile, then speed-up over eager (the
-    paper's rule).  The final state is part of the trajectory, so the best state is never below it."""
+    """Returns the better result: by correctness, then speed-up over torch.compile, then over eager, as in the paper."""
     return max(final, best, key=lambda r: (r.correct, r.speedup_compile or 0.0, r.speedup_eager or 0.0))
 
 
@@ -265,8 +261,8 @@ def _row(group: str, outcomes: Sequence[EpisodeScore], which: str, seed: int) ->
 
 
 def _per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
-    """Returns float64 [tasks] for each metric: for rates the share of the task's episodes, for speed-ups the mean
-    logarithm over the task's correct and timed episodes (nan if there are none)."""
+    """Returns an array float64 [len(names)] for each metric, with one value per task: for rates the share of the task's
+    episodes, for speed-ups the mean logarithm over the task's correct and timed episodes (nan if there are none)."""
     results: dict[str, list[Result]] = {name: [] for name in names}
     for outcome in outcomes:
         if outcome.task in results:
@@ -286,7 +282,7 @@ def _per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]
 
 
 def _draws(n: int, seed: int) -> NDArray[np.int64]:
-    """Returns the tasks of each resample, int64 [resamples, n]: the same for every metric and for both policies."""
+    """Returns the task indices of all bootstrap resamples of ``n`` tasks, int64 [RESAMPLES, n]."""
     return np.random.default_rng(seed).integers(0, max(n, 1), size=(RESAMPLES, n))
 
 
@@ -299,7 +295,8 @@ def _mean(column: NDArray[np.float64], geometric: bool) -> float | None:
 
 
 def _means(column: NDArray[np.float64], draws: NDArray[np.int64], geometric: bool) -> NDArray[np.float64]:
-    """Returns the mean of every resample, float64 [resamples]; nan for a resample without a known value."""
+    """Returns the mean of ``column`` [tasks] over each resample in ``draws`` [resamples, tasks]: float64 [resamples],
+    nan for a resample without a known value.  With ``geometric``, ``column`` holds logarithms."""
     if not len(column):
         return np.full(len(draws), np.nan)
     with warnings.catch_warnings(action="ignore"):  # warnings about resamples without a known value
@@ -317,7 +314,7 @@ def _percentiles(values: NDArray[np.float64]) -> tuple[float, float] | None:
 
 
 def _unanimous(share: float, n: int) -> tuple[float, float]:
-    """Returns the exact binomial bounds of a rate on which all ``n`` tasks agree.  Resampling would show no spread, but
-    the rate is not certain: 0 of 24 solved is compatible with a rate of up to 12 %."""
+    """Returns the exact binomial interval of a rate that is ``share`` (0 or 1) on all ``n`` tasks.  Resampling would
+    show no spread, but the rate is not certain: 0 of 24 tasks solved is compatible with a rate of up to 12 %."""
     reach = 1 - (1 - COVERAGE) ** (1 / n)
     return (0.0, reach) if share == 0 else (1 - reach, 1.0)

@@ -1,5 +1,5 @@
-"""An engine for drills: with ``policy.engine=scripted`` it answers with the teacher's dialogues and the real policy's
-log-probabilities.  A run then takes a minute and repeats bit for bit; the trained policy has no meaning."""
+"""An engine for test runs (``policy.engine=scripted``): it answers as the scripted teacher, with the log-probabilities
+of the policy for these answers.  A run then takes a minute and repeats bit for bit, but trains no useful policy."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ REPAIRED = 0.5  # share of the agent's episodes that begin with a mistake
 
 
 class ScriptedEngine:
-    """An ``Engine``.  Each episode follows one dialogue, which its seed chooses."""
+    """An ``Engine`` whose answers follow dialogues of the scripted teacher; an episode's seed chooses its dialogue."""
 
     def __init__(self, chat: Chat, tasks: Sequence[Task], model: Any) -> None:
         self._chat, self._model, self._version = chat, model, 0
@@ -23,7 +23,7 @@ class ScriptedEngine:
         for task in tasks:
             self._openings[tuple(chat.prompt_ids(agent_messages(task, "compact")))] = (task, True)
             self._openings[tuple(chat.prompt_ids(one_shot_messages(task, "compact")))] = (task, False)
-        self._under_way: dict[tuple[int, ...], list[list[int]]] = {}  # prompt so far -> the turns to come
+        self._under_way: dict[tuple[int, ...], list[list[int]]] = {}  # tokens of an episode so far -> turns to come
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
         turns = self._turns(tuple(prompt), params.seed)

@@ -1,4 +1,4 @@
-"""Makes the trainers that the configuration asks for, and imitates with checkpoints; without sandbox and Ray."""
+"""Makes trainers as configured, and trains a policy by imitation.  Imports neither the sandbox nor Ray."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -32,9 +32,9 @@ def make_trainer(
     precision: Literal["fp32", "auto"] = "fp32",
     scratch: bool = False,
 ) -> Trainer:
-    """Makes a trainer for ``model``.  A row must hold ``longest`` tokens, the longest sequence.  ``precision`` "auto"
-    is for imitation; PPO needs exactly the engine's log-probabilities.  ``scratch`` takes Muon: a new model gets as far
-    on half the tokens (docs/lab-notebook.md).  Other models may train adapters instead (``lora``)."""
+    """Makes a trainer for ``model``.  ``longest`` is the length of the longest sequence in tokens.  ``precision``
+    "auto" is only for imitation: PPO needs exactly the engine's log-probabilities.  ``scratch`` is for a new model: it
+    selects Muon, which needs half the tokens of AdamW.  Other models train only adapters if ``lora.rank`` is set."""
     import torch
 
     torch.set_num_threads(ctx.config.policy.threads)
@@ -65,7 +65,8 @@ Place = TypeVar("Place", bound=WorkerContext)
 
 @contextmanager
 def shared_training(ctx: Place) -> Iterator[Place]:
-    """Yields ``ctx`` with the ranks that ``training`` asks for, or ``ctx`` itself for one process on a CPU.
+    """Starts the trainer's processes (ranks) as the section ``training`` of the configuration asks, and yields ``ctx``
+    with these ranks.  For one process on a CPU, yields ``ctx`` itself.
 
     Raises:
         BadConfiguration: The machine has too few GPUs.
@@ -87,8 +88,8 @@ def shared_training(ctx: Place) -> Iterator[Place]:
 def imitate(
     ctx: StageContext, trainer: Trainer, sequences: Sequence[Tokens], settings: Bootstrap | Sft, **limits: Any
 ) -> None:
-    """Trains on ``sequences`` from the newest checkpoint on, within the ``limits`` of ``training.recipes.sft``.  Logs
-    metrics, shows progress, saves checkpoints, and raises TryAgain when the stage is told to stop."""
+    """Trains on ``sequences`` from the newest checkpoint on; ``limits`` are arguments of ``training.recipes.sft``.
+    Logs metrics, shows progress, saves checkpoints, and raises TryAgain when the stage is told to stop."""
     tokens, lr = settings.tokens_per_step, settings.lr
     ctx.checkpoints.load(trainer.load)
     saved = time.monotonic()

@@ -150,8 +150,8 @@ class LocalSandbox:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick", again: bool = False) -> Verdict:
-        """Returns the verdict on ``solution``. If ``again``, uses no cached verdict, and times the baselines again. Raises
-        ``TaskError`` if the task itself cannot be run, or ``SandboxUnready``."""
+        """Returns the verdict on ``solution``. If ``again``, uses no cached verdict, and times the baselines again.
+        Raises ``TaskError`` if the task itself cannot be run, and ``SandboxUnready`` if the sandbox does not work."""
         file = self._verdict_file(task, solution, mode)
         if not again and (found := _read_json(file)) is not None:
             verdict = Verdict.from_json(found)

@@ -2,7 +2,7 @@
 4), starting from the policy of rejection fine-tuning.  Inputs: tasks, policy, critic; outputs: ``policy``, ``critic``.
 
 The input ``critic`` is optional: without it, a critic that ``agentic.advantage`` needs starts from the policy.  If no
-critic is trained, a declared output ``critic`` holds the initial critic."""
+critic is trained, the output ``critic`` holds the initial critic."""
 
 import asyncio
 from collections.abc import Mapping
@@ -22,5 +22,5 @@ def run(ctx: StageContext) -> None:
 
 
 def first_critic(inputs: Mapping[str, Path]) -> Critic:
-    """Returns the initial critic: the pretrained one, or one made from the policy."""
+    """Returns the initial critic: the pretrained critic in ``inputs``, or else one made from the policy."""
     return load_critic(inputs["critic"]) if "critic" in inputs else critic_from_policy(inputs["policy"])

@@ -44,7 +44,7 @@ def run(ctx: StageContext) -> None:
 
 
 async def verify_teacher(ctx: StageContext, tasks: Sequence[Task]) -> None:
-    """Evaluates a sample of the teacher's solutions in the sandbox, on training tasks (their baselines are known)."""
+    """Evaluates a sample of the teacher's solutions in the sandbox, on some of ``tasks``, and logs their rewards."""
     count = ctx.config.bootstrap.verify if tasks else 0
     if not count:
         return
@@ -64,7 +64,7 @@ async def verify_teacher(ctx: StageContext, tasks: Sequence[Task]) -> None:
 
 
 def pretrain(ctx: StageContext, dialogues: Sequence[Dialogue]) -> tuple[object, object]:
-    """Trains a tokenizer on the corpus and a new model to imitate the corpus; returns both."""
+    """Trains a tokenizer on ``dialogues`` and a new model to imitate them; returns (model, tokenizer)."""
     settings, policy = ctx.config.bootstrap, ctx.config.policy
     tokenizer = train_tokenizer(texts(dialogues[:TOKENIZER]), policy.vocab)
     chat = Chat(tokenizer, "compact")

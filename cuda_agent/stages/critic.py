@@ -1,6 +1,6 @@
 """Stage ``critic``: pretrains the critic on all episodes, good and bad, with a terminal reward and gamma 1 (paper,
-section 3.3, stage 3).  Inputs: episodes, policy; output: ``critic``.  The stage misses its gate if the explained
-variance is too low on held-out episodes of the tasks that reinforcement learning will play (docs/decisions.md)."""
+section 3.3, stage 3).  Inputs: episodes, policy; output: ``critic``.  If the critic explains too little of the rewards'
+variance on held-out episodes, the stage leaves a note or stops (``critic.gate``, docs/decisions.md)."""
 
 import hashlib
 
@@ -50,7 +50,7 @@ def pretrain(ctx: StageContext) -> None:
 
 
 def hold_out(episodes: list[Episode], share: float, seed: int) -> tuple[list[Episode], list[Episode]]:
-    """Splits episodes into (training, held-out): holds out ``share`` of them, at least one of two or more."""
+    """Returns (training, held-out) ``episodes``.  Holds out ``share``, at least one; a single episode is in both."""
     ranked = sorted(episodes, key=lambda episode: hashlib.sha256(f"{seed}/{episode.id}".encode()).digest())
     count = min(max(1, round(share * len(ranked))), len(ranked) - 1)
     if not count:  # a single episode serves for both, and the gate has no meaning

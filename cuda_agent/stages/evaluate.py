@@ -1,8 +1,8 @@
 """Stages ``evaluate-base``, ``-warmup``, ``-rft``, ``-agentic``, ``-one-shot``: score a policy on the held-out tasks.
 Inputs: tasks, policy; output: ``scores``.
 
-The graph has one such stage for each policy.  All play the same tasks in the agent loop, with the same budget and
-seeds.  Only ``-one-shot`` plays like ``warmup``: one answer, no tools."""
+The graph has one such stage for each policy.  All these stages play the same tasks with the same budget and seeds:
+``-one-shot`` with one answer and without tools, the others in the agent loop."""
 
 import asyncio
 

@@ -1,9 +1,9 @@
 """Stage ``report``: collects all scores and the stages' metrics and notes in ``report`` (``index.html`` and
 ``report.json``).
 
-This module gathers the data; ``pages.report`` draws the page.  The inputs list the scored policies and how the curves
-of a stage are shown.  Neither file holds a date or the time of its creation.  With the model clock, versions,
-durations, devices and notes are left out: the same inputs then give the same bytes on every machine."""
+This module gathers the data; ``pages.report`` draws the page.  The inputs hold the scores of the policies, and how the
+curves of each stage are shown.  The two files hold no date.  With ``sandbox.clock=model`` they also hold no versions,
+durations, devices and notes: the same inputs then give the same bytes on every machine."""
 
 import json
 from collections.abc import Iterable
@@ -41,13 +41,13 @@ def run(ctx: StageContext) -> None:
 
 
 def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path, stages: Path) -> dict[str, Any]:
-    """Returns the data of the page as plain JSON.
+    """Returns the data of the report's page as plain JSON.
 
     Args:
         scores: Scores by policy, in the order of training.
         kernels: The result of ``fastest_kernels``.
-        card: The tasks' data card.
-        stages: The folder with the records of the earlier stages, and the stages' rows in ``graph.json``."""
+        card: The file of the tasks' data card.
+        stages: The folder with the earlier stages' metrics and manifests, and with ``graph.json``."""
     rows = _read_json(stages / "graph.json")
     about = {row["name"]: row["about"] for row in rows}
     clock = next(iter(scores.values())).clock
@@ -77,7 +77,7 @@ def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path,
 
 
 def fastest_kernels(episodes: Iterable[tuple[str, Episode]], tasks: list[Task]) -> list[dict[str, Any]]:
-    """Returns the ``KERNELS`` fastest correct final answers of different tasks, by speed-up over ``torch.compile``."""
+    """Returns the ``KERNELS`` best correct final solutions of different tasks, by speed-up over ``torch.compile``."""
     by_name = {task.name: task for task in tasks}
     best: dict[str, tuple[tuple[float, float], str, Episode, Verdict]] = {}
     for policy, episode in episodes:
@@ -134,5 +134,5 @@ def _stage(folder: Path, row: dict[str, Any], timeless: bool) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> Any:
-    """Reads a JSON file; returns an empty value if it is missing, which the page then reports."""
+    """Returns the content of a JSON file, or {} if there is no such file."""
     return json.loads(path.read_text()) if path.exists() else {}

@@ -1,8 +1,7 @@
-"""Stage ``synthesis``: composes tasks from the operator catalogue.  Outputs: ``tasks`` (train, held-out) and their data
-card, a summary of the set.
+"""Stage ``synthesis``: makes the tasks.  Output: ``tasks`` (training and held-out) with a data card that sums them up.
 
 Candidates run only in the sandbox, which caches these runs (probes) by content: a killed stage loses at most the probes
-under way.  The checkpoint is saved for the answers of a model that writes tasks."""
+under way.  The stage's checkpoint keeps the answers of a model that writes tasks."""
 
 import asyncio
 import json

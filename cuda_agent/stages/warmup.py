@@ -1,5 +1,5 @@
-"""Stage ``warmup``: reinforcement learning on one-shot answers, without tools (paper, section 3.3, stage 1).  Inputs:
-tasks, policy; output: ``policy``.  A critic, if ``warmup.advantage`` needs one, starts from the policy."""
+"""Stage ``warmup``: trains the policy by reinforcement learning on answers without tools (paper, section 3.3, stage
+1).  Inputs: tasks, policy; output: ``policy``.  A critic that ``warmup.advantage`` needs starts from the policy."""
 
 import asyncio
 

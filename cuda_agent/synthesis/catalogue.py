@@ -1,9 +1,8 @@
-"""The operator catalogue: which operators can be stacked, their source, their effect on shapes, their cost.
+"""Lists the operators that can be stacked in a chain: the operator catalogue.
 
-Each row has the operator's text in ``forward`` and ``__init__``, the shapes that it takes and gives, and the values
-that it needs and gives (a logarithm needs positive values), so that a chain makes sense.  The catalogue has no random,
-in-place or backward operators.  It has no operators with jumps (``floor``, ``argmax``), because a correct kernel's
-rounding error would count as wrong."""
+Each row has the operator's source text, the shapes that it takes and gives, its cost, and the values that it needs and
+gives (a logarithm needs positive values).  The catalogue has no random, in-place or backward operators.  It has no
+operators with jumps (``floor``, ``argmax``), because a correct kernel's rounding error would count as wrong."""
 
 import math
 from functools import partial
@@ -224,7 +223,7 @@ _INDEX = "torch.randint(0, {last}, ({shape},))"
 def _shape(
     name: str, ranks: tuple[int, ...], form: str, *shape: Any, gives: Interval | None = None, **more: Any
 ) -> Operator:
-    """Makes a row for an operator that changes shapes; ``form``, ``shape`` and ``more`` go to ``rules.fixed``."""
+    """Returns an operator of the kind "shape"; ``form``, ``shape`` and ``more`` are arguments of ``rules.fixed``."""
     return Operator("shape", name, ranks, fixed(form, *shape, **more), gives=gives)
 
 

@@ -1,9 +1,9 @@
 """Composes tasks with one of two writers: one samples operators and shapes, the other asks a language model.
 
 The programmatic writer stacks operators of the catalogue, or takes one layer of ``transformers``.  It chooses the batch
-so that a cost model puts eager's time inside the window; filters correct errors of this model with times from the
-sandbox.  A model's answer is text: this module parses its form, and only the sandbox executes it.  Tasks have no
-branches, residual connections or training steps, and only float32."""
+size so that a cost model puts eager's time inside the window; later the filters check the time that the sandbox
+measures.  A language model's answer is text: this module checks its form, and only the sandbox executes it.  Tasks have
+no branches, residual connections or training steps, and only float32."""
 
 import math
 import re
@@ -30,26 +30,26 @@ _NEEDS_A_ROW = {"reduction", "scan", "normalisation", "loss"}  # on rows of one 
 
 
 class ComposeError(Exception):
-    """This attempt gave no task.  The message is one of a few reasons, which are counted."""
+    """An attempt to compose a task failed.  The message is one of a few reasons, which the data card counts."""
 
 
 class Composer(Protocol):
-    """Makes candidates for the filters.  ``repeatable``: a task depends on ``rng`` alone, so it need not be stored."""
+    """A writer of candidate tasks.  ``repeatable`` says that a task depends on ``rng`` alone and need not be stored."""
 
     @property
     def repeatable(self) -> bool: ...
 
     async def compose(self, rng: Random) -> Task:
-        """Makes one task.  Raises ComposeError if this attempt gives no task."""
+        """Returns one task.  Raises ComposeError if this attempt gives no task."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """A rough cost model of a device: the rates that eager reaches on medium shapes, not its peak."""
+    """A rough cost model of eager on a device: the rates that eager reaches on medium shapes, not the peak rates."""
 
     bytes_per_second: float
     flops_per_second: float
-    launch_seconds: float
+    launch_seconds: float  # time to start one operator
     most_elements: int  # most elements of one tensor
     wide: bool  # whether shapes have sizes for a GPU
 
@@ -65,7 +65,7 @@ def speed_of(device: str, threads: int) -> Speed:
 
 @dataclass(frozen=True)
 class ProgrammaticWriter:
-    """Samples operators and shapes.  ``window`` is the range of eager time in seconds."""
+    """A writer that samples operators and shapes.  ``window`` is the range of eager time in seconds."""
 
     speed: Speed
     window: tuple[float, float]
@@ -108,8 +108,8 @@ class ProgrammaticWriter:
 
 
 def as_task(code: str, data_source: str = "") -> Task:
-    """Returns the task of this source.  ``ops`` are recomputed from the code; the name is made of ``ops`` and the
-    digest, so that equal tasks have equal names."""
+    """Returns the task with the source ``code``.  Its ``ops`` are recomputed from the code; its name is made of ``ops``
+    and the digest, so that equal tasks have equal names."""
     ops = recompute_ops(code)
     task = Task("", code, ops, data_source or f"torch#{len(ops)}")
     words = [re.sub(r"\W+", "", op.rsplit(".", 1)[-1]).lower() for op in ops[:5]]
@@ -122,7 +122,8 @@ def draw_count(most: int, rng: Random) -> int:
 
 
 def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> list[Operator] | None:
-    """Draws ``count`` different operators whose values fit in this order; ``build`` checks the shapes."""
+    """Draws ``count`` different operators, each of which accepts the values that the operator before it gives; returns
+    None if there are none.  ``build`` checks the shapes."""
     chosen: list[Operator] = []
     values: Interval | None = None
     for place in range(count):
@@ -145,7 +146,7 @@ def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> li
 
 
 def first_shape(operator: Operator, wide: bool, rng: Random) -> Shape:
-    """Draws a shape for the input of a task that begins with ``operator``; dimension 0, the batch, is 1."""
+    """Draws the input shape, with batch size 1, of a task that begins with ``operator``; ``wide``: sizes for a GPU."""
     rank = rng.choice([rank for rank in operator.ranks if rank > 1])
     if rank == 2:
         return (1, rng.choice((1024, 2048, 4096, 8192) if wide else (64, 128, 256, 512, 1000, 2048)))
@@ -167,7 +168,7 @@ def input_values(operator: Operator) -> Interval:
 
 
 def batch_for(cost: Callable[[int], float], window: tuple[float, float], rng: Random) -> int | None:
-    """Returns the batch whose cost (seconds, growing) is nearest to a target drawn log-uniformly in the window."""
+    """Returns a batch size whose ``cost`` (seconds, growing) is near a random time in ``window``; None if none fits."""
     low, high = window[0] * 1.4, window[1] / 2.5
     if low >= high:
         low = high = math.sqrt(window[0] * window[1])
@@ -192,9 +193,9 @@ class Chain:
     """A chain of operators: its source text in parts, and the work of each operator as (elements moved, operations)."""
 
     arguments: tuple[tuple[str, int], ...]  # name and value of each argument of __init__
-    init: tuple[str, ...]
-    forward: tuple[str, ...]
-    inputs: tuple[tuple[str, str], ...]  # name, source
+    init: tuple[str, ...]  # lines of __init__
+    forward: tuple[str, ...]  # lines of forward
+    inputs: tuple[tuple[str, str], ...]  # name and expression of each input
     work: tuple[tuple[float, float], ...]
     largest: int  # number of elements of the largest tensor
     shape: Shape  # shape of the output
@@ -248,7 +249,7 @@ def _stacked(chain: Chain, operator: Operator, use: Use, taken: set[str]) -> Cha
 
 
 def _elements(source: str) -> int:
-    """Returns the number of elements of ``torch.randn(2, 3)`` or ``torch.randint(0, 9, (2, 3))`` in generated text."""
+    """Returns the number of elements of the tensor that ``source`` makes, such as ``torch.randn(2, 3)``."""
     inner = re.findall(r"\(([\d, ]+)\)", source)
     return math.prod(int(number) for number in re.findall(r"\d+", inner[-1])) if inner else 0
 
@@ -276,7 +277,7 @@ class ModelWriter:
     repeatable: bool = False
 
     async def compose(self, rng: Random) -> Task:
-        """Implements ``Composer.compose``.  Raises ServedModelError if the address does not answer or refuses."""
+        """Asks the model for a task.  Raises ComposeError or, if the address does not answer, ServedModelError."""
         chosen = pick_operators(CATALOGUE, draw_count(self.max_ops, rng), rng)
         if chosen is None:
             raise ComposeError("no operators fit together")
@@ -292,7 +293,7 @@ class ModelWriter:
 
 
 def task_from_answer(answer: str, max_ops: int = 5) -> Task:
-    """Finds the task in a model's answer, which may have any format.  Raises ComposeError if there is no task."""
+    """Returns the task in a model's ``answer``, which may have any format.  Raises ComposeError if there is no task."""
     blocks = re.findall(r"```[ \t]*(?:python|py)?[ \t]*\r?\n(.*?)```", answer, re.S | re.I)
     candidates = [block for block in blocks if "class Model" in block] or blocks or [answer]
     code = candidates[-1].replace("\r\n", "\n").strip() + "\n"

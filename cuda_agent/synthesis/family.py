@@ -1,8 +1,8 @@
-"""The teacher's family of tasks: element-wise chains of one to three operators, with or without a row-wise ending.
+"""Defines the teacher's family of tasks: element-wise chains of one to three operators, perhaps with a row-wise ending.
 
 Each operator is one row of a table: its name, its form in PyTorch, its form in C++. ``sample_task`` draws a task,
-``parse`` reads a specification back from a task's code, ``combination`` is the key of the held-out split.  Shapes are
-drawn so that eager takes roughly 0.05-5 ms on two cores; filters apply the exact window."""
+``parse`` reads a specification back from a task's code, and tasks are held out by their ``combination`` of operators.
+Shapes are drawn so that eager takes roughly 0.05-5 ms on two cores; filters apply the exact window."""
 
 import hashlib
 import math
@@ -18,10 +18,10 @@ from cuda_agent.tasks.task import Task
 
 @dataclass(frozen=True)
 class FamilyOperator:
-    """An element-wise operator in three forms.  ``torch`` maps the tensor ``x`` (and ``y``); ``cpp`` maps the scalar
-    ``v`` (and ``w``, the same element of ``y``); ``value`` is the same function in Python, which decides about the
-    admission of chains (``_admissible``).  ``{c}`` is the constant; it has one digit, so that one token copies it.
-    ``largest`` bounds |v|: for larger values the C++ form would overflow."""
+    """An element-wise operator in three forms: ``torch`` on the tensor ``x`` (and ``y``); ``cpp`` on the scalar ``v``
+    (and ``w``, the same element of ``y``); ``value`` as a Python function, with which chains are tested
+    (``_admissible``).  ``{c}`` is the operator's constant; it has one digit, so that one token copies it.  ``largest``
+    is the largest |v| for which the C++ form does not overflow."""
 
     torch: str
     cpp: str
@@ -96,14 +96,14 @@ CONSTANTS = ("2", "3", "4", "5", "6", "7", "8", "9")
 
 @dataclass(frozen=True)
 class Ending:
-    """A row-wise operator after the chain.  ``maps`` says that the output has the shape of the input.  ``columns`` and
-    ``spread`` (of the chain's values, see ``_admissible``) bound the inputs: within these bounds a check with a
-    tolerance of 1e-2 can still tell one input from another.  (The softmax of 1,024 numbers has only small values.)"""
+    """A row-wise operator after an element-wise chain.  Within the limits ``columns`` and ``spread``, different inputs
+    give outputs that differ by more than the judge's tolerance of 1e-2 (the softmax of 1,024 numbers has only small
+    values)."""
 
-    torch: str
-    maps: bool
-    columns: tuple[int, ...]
-    spread: float = 1.0
+    torch: str  # its form in PyTorch
+    maps: bool  # whether the output has the shape of the input
+    columns: tuple[int, ...]  # lengths of a row
+    spread: float = 1.0  # least spread of the chain's values (``_admissible``)
 
 
 _WIDE, _NARROW = (64, 128, 256, 512, 1024), (32, 64)
@@ -126,8 +126,8 @@ SIZES = (17, 20)  # an input has 2**17 to 2**20 elements
 
 @dataclass(frozen=True)
 class FamilySpec:
-    """The specification of a task of the family.  ``chain`` has pairs (operator, constant or None).  ``rows`` and
-    ``columns`` are the shape of every input (float32, contiguous)."""
+    """The specification of a task of the teacher's family.  ``chain`` has pairs (operator, constant or None).  ``rows``
+    and ``columns`` are the shape of every input (float32, contiguous)."""
 
     chain: tuple[tuple[str, str | None], ...]
     ending: str | None
@@ -136,7 +136,7 @@ class FamilySpec:
 
     @property
     def binary(self) -> bool:
-        """Returns whether there is a second input."""
+        """Returns whether the task has a second input."""
         return any(OPERATORS[name].binary for name, _ in self.chain)
 
     @property
@@ -145,7 +145,7 @@ class FamilySpec:
 
 
 def sample_task(rng: random.Random) -> Task:
-    """Draws one task of the family, of at most five torch operators.  The same generator state gives the same task."""
+    """Draws a task of the family with at most five torch operators; equal states of ``rng`` give equal tasks."""
     while len((task := make_task(sample_spec(rng))).ops) > 5:
         pass
     return task
@@ -166,7 +166,7 @@ def sample_spec(rng: random.Random) -> FamilySpec:
 
 
 def make_task(spec: FamilySpec) -> Task:
-    """Returns the task of this specification.  Equal tasks have equal names: operators and a digest."""
+    """Returns the task with the specification ``spec``.  Its name is made of its operators and its code's digest."""
     arguments = "x, y" if spec.binary else "x"
     steps = "".join(f"        x = {_fill(OPERATORS[name].torch, constant)}\n" for name, constant in spec.chain)
     shape = f"torch.randn({spec.rows}, {spec.columns})"
@@ -183,15 +183,15 @@ def make_task(spec: FamilySpec) -> Task:
 
 
 def combination(task: Task) -> str:
-    """Returns the key of the held-out split: the operators in order, without constants (``relu>mul_y>sum``)."""
+    """Returns the combination of a task's operators: in order, without constants (``relu>mul_y>sum``)."""
     return ">".join(parse(task).names)
 
 
 def is_heldout(combination: str, seed: int, share: float) -> bool:
-    """Returns whether this combination is held out; ``share`` (0 to 1) is the held-out share of all combinations.
+    """Returns whether tasks with this ``combination`` of operators are held out.  ``share`` (0 to 1) is the held-out
+    part of all combinations.  A hash decides, so that no list is stored and a resumed run decides in the same way.
 
-    The split is by combination, because two tasks with the same operators and other shapes are the same problem for a
-    policy.  A hash decides: no list is stored, and a resumed run agrees with an uninterrupted run."""
+    The split is by combination, because tasks that differ only in shapes are the same problem for a policy."""
     digest = hashlib.sha256(f"{seed}/{combination}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
@@ -208,10 +208,10 @@ def ops_combination(task: Task) -> str:
 
 @lru_cache(maxsize=256)
 def parse(task: Task) -> FamilySpec:
-    """Reads the specification back from the code.
+    """Returns the specification from which ``make_task`` made ``task``, read from the task's code.
 
     Raises:
-        ValueError: ``make_task`` does not write this code."""
+        ValueError: ``make_task`` did not make this code."""
     steps = re.findall(r"^        x = (.+)$", task.code, re.M)
     result = re.search(r"^        return (.+)$", task.code, re.M)
     shape = re.search(r"torch\.randn\((\d+), (\d+)\)", task.code)
@@ -240,7 +240,7 @@ _OTHERS = (5.2, -0.7, 1.1, -1.8, 0.2, -0.4, 2.1, 0.9, -0.2, -2.4, 1.6, -1.2, 0.4
 
 
 def chain_values(chain: tuple[tuple[str, str | None], ...]) -> list[float]:
-    """Returns the chain's values at fixed points across the normal distribution, each with a second input."""
+    """Returns the values of ``chain`` at fixed points of the normal distribution, with fixed second inputs."""
     values = list(_POINTS)
     for name, constant in chain:
         others = [float(constant)] * len(values) if constant else _OTHERS
@@ -249,7 +249,7 @@ def chain_values(chain: tuple[tuple[str, str | None], ...]) -> list[float]:
 
 
 def _admissible(chain: tuple[tuple[str, str | None], ...], ending: str | None) -> bool:
-    """Returns whether nothing overflows, every operator has an effect, and results vary far above the tolerance."""
+    """Returns whether in such a task nothing overflows, all operators have an effect, and results vary enough."""
     values = list(_POINTS)
     for k, (name, _) in enumerate(chain):
         if max(map(abs, values)) > OPERATORS[name].largest:

@@ -1,9 +1,8 @@
-"""The filters of candidates: decisions over a candidate's source and its probe, a run in the sandbox without a
-solution.
+"""Filters candidate tasks by their source and by their probe, which is a run in the sandbox without a solution.
 
 The paper has five filters: runs in eager and compiled; deterministic; outputs neither constant nor indistinguishable
-between inputs; eager time inside a window; similarity to the evaluation set.  This module adds form, byte duplicates
-and structural duplicates.  Cheap filters come first, the compilation last."""
+between inputs; eager time inside a window; similarity to the evaluation set.  This module adds filters for the form of
+the source, byte duplicates and structural duplicates.  Cheap filters come first, the compilation last."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -31,7 +30,7 @@ FILTERS = (
 
 
 class TaskRefused(Exception):
-    """A candidate stopped at ``filter``; the data card shows ``reason``."""
+    """The error that a filter refused a candidate; the data card shows the filter's name and ``reason``."""
 
     def __init__(self, filter: str, reason: str = "") -> None:
         super().__init__(f"{filter}: {reason}" if reason else filter)
@@ -39,8 +38,8 @@ class TaskRefused(Exception):
 
 
 class SourceFilter:
-    """The filters that need no execution.  It keeps digests and duplicate keys of earlier candidates.  ``references``
-    are the names and the subtrees of the evaluation set's tasks."""
+    """The filters that need only a candidate's source.  ``references`` are the names and subtrees of the evaluation
+    set's tasks.  To find duplicates, the object keeps digests and duplicate keys of all candidates that it checked."""
 
     def __init__(self, references: Sequence[tuple[str, Shingles]], max_similarity: float) -> None:
         self.references, self.max_similarity = references, max_similarity
@@ -49,7 +48,7 @@ class SourceFilter:
         self.scores: list[float] = []  # similarity of each candidate to the nearest task of the evaluation set
 
     def check(self, task: Task) -> None:
-        """Checks one candidate.  Raises TaskRefused, also for a second copy of a candidate."""
+        """Raises TaskRefused if a filter refuses the candidate ``task``, for example because it was checked before."""
         if found := problems(task.code):
             raise TaskRefused("form", found[0])
         if not task.ops:
@@ -69,7 +68,7 @@ class SourceFilter:
 
 
 def check_eager(probe: Probe, window: tuple[float, float]) -> None:
-    """Checks the eager probe.  ``window`` is in seconds, both ends included.  Raises TaskRefused."""
+    """Raises TaskRefused if a filter refuses the eager ``probe``.  ``window`` is the range of accepted seconds."""
     if probe.error or probe.eager_seconds is None:
         raise TaskRefused("runs in eager", last_line(probe.error))
     if not probe.deterministic:
@@ -95,7 +94,8 @@ def last_line(text: str) -> str:
 
 
 def yields(refused: Counter[str], passed: int) -> list[dict[str, Any]]:
-    """Returns one row per filter: how many candidates reached it, and how many passed."""
+    """Returns one row per filter: how many candidates reached it, passed it and were refused.  ``refused`` counts the
+    candidates that each filter refused, ``passed`` is the number of candidates that passed all filters."""
     rows, entered = [], refused.total() + passed
     for name in FILTERS:
         rows.append({"filter": name, "entered": entered, "passed": entered - refused[name], "dropped": refused[name]})

@@ -1,4 +1,4 @@
-"""Stand-alone layers of ``transformers`` as self-contained tasks: activations, norms, MLPs, attention, blocks.
+"""Makes tasks from single layers of ``transformers``: activations, norms, MLPs, attention, blocks.
 
 Each task imports a layer from transformers and gives it a small random configuration.  There are no whole models,
 caches, masks or dropout (layers run in ``eval``)."""
@@ -21,7 +21,8 @@ def render(
     inputs: Sequence[tuple[str, str]],
     imports: Sequence[str] = (),
 ) -> str:
-    """Returns the source of a task: the class ``Model``, ``get_inputs`` and ``get_init_inputs``."""
+    """Returns the source of a task.  ``arguments`` are the arguments of ``__init__`` (name, value), ``inputs`` those of
+    ``forward`` (name, expression), and ``init`` and ``forward`` the lines of these methods."""
     names = "".join(f", {name}" for name, _ in arguments)
     body = "".join(f"        {line}\n" for line in ("super().__init__()", *init))
     uses_functional = any("F." in line for line in (*init, *forward))
@@ -41,7 +42,8 @@ def render(
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer as templates over the sizes of ``_sizes``.  ``arguments`` are the parameters of ``__init__``, by name."""
+    """A layer, described by templates of source text that use names of sizes, such as ``hidden`` (see ``_sizes``).
+    ``arguments`` are the sizes that are arguments of ``Model.__init__``."""
 
     name: str  # name of the class
     module: str  # its module, a path below transformers
@@ -64,7 +66,7 @@ class Layer:
         return render(arguments, init, [line.format(**sizes) for line in self.forward], inputs, imports)
 
     def cost(self, batch: int, wide: bool, rng: Random) -> tuple[float, float]:
-        """Returns (elements moved, operations) of one call."""
+        """Returns (elements moved, arithmetic operations) of one call of the layer."""
         sizes = _sizes(batch, wide, rng)
         names = sizes | {"rows": sizes["batch"] * sizes["length"]}
         factors = [[names.get(word) or float(word) for word in term.split(" * ")] for term in self.flops.split(" + ")]
@@ -134,7 +136,7 @@ def _rotary(name: str, model: str, config: str) -> Layer:
 
 
 def _image(name: str, model: str, init: str, work: tuple[str, ...], config: str = "") -> Layer:
-    """Makes a layer on images.  ``work`` has terms whose sum is the number of operations per element of the image."""
+    """Returns a layer on images.  The sum of the terms ``work`` is the number of operations per element of an image."""
     flops = " + ".join(f"{term} * batch * area * channels" for term in work)
     return Layer(name, _module(model), init, config, ("channels",), inputs=(("x", IMAGE),), flops=flops)
 

@@ -1,7 +1,7 @@
-"""Rules of operators in a chain: their text, the shape that they give, their cost.  ``catalogue`` has the operators.
+"""Defines rules that stack operators in a chain: an operator's source text, the shape of its output, and its cost.
 
-A ``Use`` is one operator at one position; a ``Rule`` makes it from the incoming shape.  All tensors are float32, except
-indices and masks."""
+A ``Rule`` takes the incoming shape and makes a ``Use``, which is one operator at one position.  ``catalogue`` lists the
+operators with their rules.  All tensors are float32, except indices and masks."""
 
 import math
 from collections.abc import Callable
@@ -19,15 +19,15 @@ RANDN = "torch.randn({shape})"  # template of an input (see ``fixed``)
 
 @dataclass(frozen=True)
 class Use:
-    """An operator at one position of a chain.  Texts are templates: ``{x}`` is the incoming tensor, ``{m}`` the layer's
-    attribute, every other name one of ``arguments`` (of ``__init__``) or ``inputs`` (of ``get_inputs``)."""
+    """An operator at one position of a chain.  Its source texts are templates: ``{x}`` is the incoming tensor, ``{m}``
+    the layer's attribute, and every other name one of ``arguments`` or ``inputs``."""
 
-    forward: str
+    forward: str  # expression in ``forward``
     shape: Shape  # shape of the output
-    init: str = ""
-    arguments: tuple[tuple[str, int], ...] = ()
-    inputs: tuple[tuple[str, str], ...] = ()
-    flops: float = 0.0
+    init: str = ""  # expression in ``__init__`` that makes the layer
+    arguments: tuple[tuple[str, int], ...] = ()  # of ``__init__``: names and values
+    inputs: tuple[tuple[str, str], ...] = ()  # of ``forward``: names and expressions in ``get_inputs``
+    flops: float = 0.0  # number of operations
     moved: float | None = None  # elements read and written; None: input, output and further inputs once each
     source: str = ""  # template of the incoming tensor, for operators that must come first (they take indices)
 
@@ -62,10 +62,10 @@ def fixed(
     moved: float | None = None,
     **inputs: str,
 ) -> Rule:
-    """Makes a rule with one text and a shape function.
+    """Returns a rule for an operator with the fixed source text ``form``.
 
     Args:
-        shape: Returns the shape of the output; None if the operator does not fit.
+        shape: Returns the shape of the output for the incoming shape; None if the operator does not fit.
         work: Operations per element of the incoming tensor, or a function that returns their total number.
         moved: Elements moved per element of the output; 0 for views.
         inputs: Templates of further inputs, with {shape}, {batch}, {last} and {half} of the incoming tensor."""
@@ -83,7 +83,7 @@ def fixed(
 
 
 def same(*forms: str, work: float = 0.0, **inputs: str) -> Rule:
-    """Makes a rule that keeps the shape; one of ``forms`` is drawn."""
+    """Returns a rule for an operator that keeps the shape; its source text is one of ``forms``, drawn at random."""
     return lambda rng, x: fixed(rng.choice(forms), lambda x: x, work, None, **inputs)(rng, x)
 
 
@@ -97,8 +97,9 @@ def layer(
     work: float | Callable[[Shape], float],
     form: str = "self.{m}({x})",
 ) -> Rule:
-    """Makes a rule for a module or parameter that keeps the shape.  ``sizes`` returns the arguments of ``__init__``; a
-    None among them means that no value fits.  ``work`` is that of ``fixed``."""
+    """Returns a rule for a module or parameter, made by ``init``, that keeps the shape.  ``sizes`` returns the
+    arguments of ``__init__``; None as an argument means that no value fits.  ``work`` is the number of operations per
+    element of the incoming tensor, or a function that returns their total number."""
 
     def use(rng: Random, x: Shape) -> Use | None:
         wanted = sizes(rng, x)
@@ -128,7 +129,7 @@ def _divisor(rng: Random, number: int, choices: tuple[int, ...]) -> int | None:
 
 
 def reduce(function: str, work: float = 1.0, tail: str = "") -> Rule:
-    """Makes a rule for a reduction over the last dimension, which is sometimes kept."""
+    """Returns a rule for the reduction ``function`` over the last dimension, which sometimes remains with size 1."""
 
     def use(rng: Random, x: Shape) -> Use:
         keep = rng.random() < 0.4
@@ -189,7 +190,8 @@ def convolution(constructor: str, transposed: bool = False) -> Rule:
 
 
 def _product(rng: Random, x: Shape, form: str, init: str, name: str = "features") -> Use:
-    """Makes a product with a learnt matrix.  ``name`` is the argument that holds the size of the last dimension."""
+    """Returns the use of a product of a tensor of shape ``x`` and a learnt matrix.  ``name`` is the name of the
+    argument that holds the size of the tensor's last dimension."""
     out = rng.choice((x[-1], 2 * x[-1], max(8, x[-1] // 2)))
     return Use(form, (*x[:-1], out), init, ((name, x[-1]), ("out_features", out)), flops=2.0 * size(x) * out)
 
@@ -200,7 +202,7 @@ def linear(rng: Random, x: Shape) -> Use:
 
 
 def matmul(form: str, weight: str = "{features}, {out_features}") -> Rule:
-    """Makes a rule for a product with a parameter of the shape ``weight``."""
+    """Returns a rule for a product with a parameter of the shape ``weight``; ``form`` is its source text."""
     init = f"nn.Parameter(torch.randn({weight}) / {{features}} ** 0.5)"
     return lambda rng, x: _product(rng, x, form, init)
 

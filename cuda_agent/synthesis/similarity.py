@@ -1,8 +1,9 @@
-"""Structural similarity of two tasks: Dice's coefficient of the multisets of the syntax trees' subtrees (Baxter, 1998).
+"""Computes the structural similarity of two tasks from the subtrees of their syntax trees (Baxter, 1998).
 
-The class ``Model`` is parsed, its names are made anonymous (imported names keep their full path), constants keep only
-their type, docstrings are dropped.  ``duplicate_key`` is stricter: it also compares constants and shapes, anywhere in
-the file.  Different code for the same function is not similar (``x * x`` and ``torch.square(x)``)."""
+The similarity is Dice's coefficient of the multisets of subtrees of the class ``Model``.  Names in it are made
+anonymous (imported names keep their full path), constants keep only their type, docstrings are dropped.
+``duplicate_key`` is stricter: it also compares constants and shapes, anywhere in the file.  Different code for the same
+function is not similar (``x * x`` and ``torch.square(x)``)."""
 
 import ast
 import hashlib
@@ -16,7 +17,7 @@ Shingles = Counter[int]
 
 
 def shingles(code: str) -> Shingles:
-    """Returns the multiset of subtrees of ``Model`` (or else of the file); empty if the code does not parse."""
+    """Returns the multiset of hashed subtrees of ``Model`` (or else of the file); empty if ``code`` is not Python."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError):
@@ -33,16 +34,15 @@ def similarity(left: Shingles, right: Shingles) -> float:
 
 
 def nearest(code: str, references: Sequence[tuple[str, Shingles]]) -> tuple[str, float]:
-    """Returns (name, similarity) of the most similar reference; ("", 0.0) without references."""
+    """Returns (name, similarity) of the reference that is most similar to ``code``; ("", 0.0) without references."""
     mine = shingles(code)
     scores = [(name, similarity(mine, theirs)) for name, theirs in references]
     return max(scores, key=lambda score: score[1], default=("", 0.0))
 
 
 def duplicate_key(code: str) -> str:
-    """Returns a sha256 of the source without names, formatting, comments, docstrings and named top-level constants.
-
-    Two tasks with the same key have the same structure and the same shapes."""
+    """Returns a sha256 of the source without names, formatting, comments and docstrings, and with the values of named
+    top-level constants in place of their names.  Tasks with equal keys have equal structures and shapes."""
     tree = ast.parse(code)
     aliases = import_aliases(tree)
     constants: dict[str, ast.expr] = {
@@ -64,7 +64,7 @@ def duplicate_key(code: str) -> str:
 
 
 def _fold(node: ast.AST, aliases: Aliases, found: Shingles) -> tuple[int, int]:
-    """Returns (hash, height) of a subtree with anonymous names; adds every subtree of height >= 1 to ``found``."""
+    """Returns (hash, height) of ``node`` with anonymous names; adds all its subtrees except leaves to ``found``."""
     if isinstance(node, ast.Name | ast.Attribute) and (path := dotted(node, aliases)):
         return _hash(path), 0
     label, height, parts = type(node).__name__, 0, []
@@ -90,12 +90,12 @@ def _hash(value: object) -> int:
 
 
 def _is_method(node: ast.AST) -> TypeGuard[ast.Attribute]:
-    """Returns whether an attribute's name matters, as in ``x.softmax``; ``self.fc1`` is a name like any other."""
+    """Returns whether ``node`` is an attribute whose name matters, as in ``x.softmax`` but not in ``self.fc1``."""
     return isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self")
 
 
 def _canonical(node: ast.AST, aliases: Aliases, constants: dict[str, ast.expr], names: dict[str, str]) -> str:
-    """Returns the subtree as text, with the names defined in the file numbered in order of appearance."""
+    """Returns the subtree ``node`` as text, with the file's own names numbered in order of appearance."""
 
     def name(text: str) -> str:
         return names.setdefault(text, f"n{len(names)}")

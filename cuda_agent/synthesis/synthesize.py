@@ -1,9 +1,10 @@
-"""The driver of synthesis: proposes, filters and splits candidates until enough tasks of each kind pass.
+"""Drives synthesis: proposes, filters and splits candidates until enough tasks of each kind pass.
 
-Kinds are ``train``; ``heldout`` of the teacher's family, with combinations that training never sees; ``catalogue``
-tasks, held out and scored apart.  The result is a function of configuration, seed and verdicts: candidate ``i`` of a
-stream is made from (seed, stream, i) alone.  Candidates are judged in order; while one is compiled, the probes of the
-next ones run.  Every finished probe is reported, and later calls read it from ``known``."""
+The kinds are training tasks, held-out tasks of the teacher's family, and held-out tasks of the catalogue.  Held-out
+tasks have combinations of operators that no training task has.  Candidate number i of a family is made from (seed,
+family, i) alone, so that equal configurations, seeds and probes give equal tasks.  Candidates are filtered in order;
+while a candidate is compiled, the probes of the next candidates run.  Every finished probe is given to ``report``;
+later calls find it in ``known``."""
 
 import asyncio
 import contextlib
@@ -43,16 +44,16 @@ class Prober(Protocol):
 
 @dataclass
 class Stream:
-    """The making of one family: the source of its candidates, the tasks wanted per split, accepted and refused."""
+    """One family of tasks while it is made."""
 
     family: str
-    composer: Composer
-    combination: Callable[[Task], str]
+    composer: Composer  # makes the candidates
+    combination: Callable[[Task], str]  # returns a task's combination of operators
     wanted: dict[str, int]  # split -> number of tasks
-    tasks: list[Task] = field(default_factory=list)
+    tasks: list[Task] = field(default_factory=list)  # accepted
     heldout: set[str] = field(default_factory=set)  # combinations of the held-out tasks
-    refused: Counter[str] = field(default_factory=Counter)
-    reasons: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)  # filter -> number of candidates
+    reasons: Counter[str] = field(default_factory=Counter)  # reason -> number of refused candidates
 
     def made(self, split: str) -> int:
         return sum(task.split == split for task in self.tasks)
@@ -156,7 +157,7 @@ def _counts(tasks: Sequence[Task], key: Callable[[Task], str]) -> dict[str, int]
 
 
 def _log_histogram(values: Sequence[float], low: float, high: float) -> dict[str, list[float]]:
-    """Counts values in intervals of equal ratio from ``low`` to ``high`` (both > 0); outliers fall into the ends."""
+    """Counts ``values`` in intervals of equal ratio from ``low`` to ``high`` (> 0); the outer two count outliers."""
     edges = [low * (high / low) ** (step / BINS) for step in range(BINS + 1)]
     found = [0.0] * BINS
     for value in values:
@@ -168,7 +169,7 @@ def _log_histogram(values: Sequence[float], low: float, high: float) -> dict[str
 def data_card(
     tasks: Sequence[Task], times: Times, window_ms: tuple[float, float], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the data card, with all ``facts``."""
+    """Returns the data card, a summary of ``tasks`` and their ``times``, with all ``facts`` in it."""
     eager = [times[task.name][0] * 1e3 for task in tasks if task.name in times]
     return dict(facts) | {
         "tasks": len(tasks),
@@ -192,21 +193,22 @@ def _key(code: str) -> str | None:
 
 @dataclass
 class _Work:
-    """Takes candidates through the filters, within the budgets; a repeatable writer's probes run in advance."""
+    """Takes candidates through the filters, until the allowed number of probes is used up.  Runs probes in advance if
+    the writer of the candidates is repeatable."""
 
     config: Synthesis
     seed: int
     sandbox: Prober
-    window: tuple[float, float]
+    window: tuple[float, float]  # of eager time, in seconds
     source: SourceFilter
-    known: dict[str, Any]
+    known: dict[str, Any]  # values that were given to ``report``
     report: Callable[[str, Any], None]
     times: Times = field(default_factory=dict)
-    eager: int = 0
-    compiled: int = 0
+    eager: int = 0  # number of eager probes
+    compiled: int = 0  # number of compiled probes
     probes: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # probes under way
-    composed: dict[tuple[str, int], Task] = field(default_factory=dict)
-    early: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)  # stream, index
+    composed: dict[tuple[str, int], Task] = field(default_factory=dict)  # family, index -> candidate
+    early: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)  # family, index
 
     @property
     def spent(self) -> bool:
@@ -240,7 +242,7 @@ class _Work:
                 stream.heldout.add(stream.combination(task))
 
     async def look_ahead(self, stream: Stream, index: int) -> None:
-        """Starts the probes of the next candidates that will most likely be wanted."""
+        """Starts the probes of candidates after ``index`` that will most likely be wanted."""
         if not stream.composer.repeatable:
             return
         self.early = {place: probing for place, probing in self.early.items() if place >= (stream.family, index)}
@@ -277,8 +279,8 @@ class _Work:
         await asyncio.gather(*left, return_exceptions=True)
 
     def _side(self, stream: Stream, task: Task) -> str | None:
-        """Returns the side of the split to which the candidate belongs; None if that side is full.  Each held-out
-        combination is taken once, so that all weigh the same in scores."""
+        """Returns the split of ``task`` ("train" or "heldout"), or None if that split is full.  Each held-out
+        combination of operators is taken once, so that all combinations weigh the same in scores."""
         drawn, share = stream.combination(task), stream.wanted["heldout"] / sum(stream.wanted.values())
         split = "heldout" if is_heldout(drawn, self.seed, share) else "train"
         return split if stream.wants(split) and drawn not in stream.heldout else None

@@ -1,4 +1,4 @@
-"""The scripted teacher: correct kernels for the tasks of ``family``, with design choices drawn at random.
+"""The scripted teacher: writes correct kernels for the tasks of ``family``, with a design that is drawn at random.
 
 ``bootstrap`` trains a small model on the teacher's solutions; no later stage uses the teacher.  Every choice is drawn
 uniformly, so that kernels range from ten times slower than eager to several times faster than ``torch.compile``.
@@ -26,12 +26,12 @@ DESIGNS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Choices:
-    """One design.  The costs are times on two idle cores, relative to the fastest choice (quartiles over the family):
+    """One design of a kernel.  Times are multiples of the time with the fastest choice, on two idle cores (quartiles):
 
-    ``number``  arithmetic type: double takes 1.5-2 times as long, in transcendental functions up to 4.5 times
+    ``number``  arithmetic type: "double" takes 1.5-2 times as long, in transcendental functions up to 4.5 times
     ``order``   how blocks share the elements: "chunk", contiguous; "stride", every grid-th element, which cannot be
-                vectorised and lets threads share cache lines (5-30 times); with whole rows "stride" costs little
-    ``grid``    number of blocks: 1 uses one thread (2 times); a block per row costs a call per row (1.1-2 times)
+                vectorised and lets threads share cache lines (5-30 times; little if a block takes whole rows)
+    ``grid``    number of blocks: 1 uses one thread (2 times); a block per row makes a call per row (1.1-2 times)
     ``passes``  "fused": one loop over the elements; "split": a loop per operator, through memory (1.0-1.4 times)
     ``moments`` variance from the sums of v and v * v in "one" pass, or from the mean in "two" (1.05-1.15 times)"""
 
@@ -44,7 +44,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Worked:
-    """A correct solution in the ``plan`` format, and the design that it follows."""
+    """A correct solution in the ``plan`` format: its files (path -> text), and the design that it follows."""
 
     files: dict[str, str]
     choices: Choices
@@ -52,8 +52,8 @@ class Worked:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A solution with one mistake.  Replacing ``wrong`` by ``right`` in ``path`` repairs it; ``wrong`` occurs exactly
-    once there.  ``status`` is the status that the judge gives; ``message`` is the compiler's first error."""
+    """A solution with one mistake.  In the file ``path``, the text ``wrong`` occurs exactly once; replacing it by
+    ``right`` repairs the solution.  ``status`` is the judge's status, ``message`` the compiler's first error."""
 
     files: dict[str, str]
     path: str
@@ -68,10 +68,10 @@ def draw_choices(rng: random.Random) -> Choices:
 
 
 def solve(task: Task, rng: random.Random, choices: Choices | None = None) -> Worked:
-    """Returns a correct solution of a task of the family, with ``choices`` or random choices.
+    """Returns a correct solution of ``task`` with the design ``choices`` or, if that is None, with a random design.
 
     Raises:
-        ValueError: The task is not of the family."""
+        ValueError: The task is not of the teacher's family."""
     choices = choices or draw_choices(rng)
     spec = parse(task)
     code = _rows(spec, choices) if spec.ending else _elements(spec, choices)
@@ -79,7 +79,7 @@ def solve(task: Task, rng: random.Random, choices: Choices | None = None) -> Wor
 
 
 def redesign(worked: Worked, rng: random.Random) -> Choices:
-    """Returns the same design with one choice drawn again."""
+    """Returns the design of ``worked`` with one of its choices drawn anew."""
     field = rng.choice(("number", "order", "grid", "passes"))
     return replace(worked.choices, **{field: getattr(draw_choices(rng), field)})
 
@@ -93,7 +93,7 @@ def plan(spec: FamilySpec, choices: Choices) -> str:
 
 
 def _workspace(spec: FamilySpec, choices: Choices) -> bool:
-    """Returns whether the values of the chain need a workspace: the output of a reduction is too small for them."""
+    """Returns whether the chain's values need a workspace, because the output of a reduction is too small for them."""
     if spec.ending is None or ENDINGS[spec.ending].maps:
         return False
     return choices.passes == "split" or (spec.ending == "var" and choices.moments == "two")
@@ -133,9 +133,9 @@ def _elements(spec: FamilySpec, choices: Choices) -> str:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """The code that ends a row.  ``start`` declares the sums; ``add`` takes the value ``v`` into the sums; ``then`` are
-    further loops or statements ("@" stands for the buffer that holds the row, "loop: x" loops over the row); ``result``
-    is the value of a reduction."""
+    """The C++ code of a row-wise ending.  ``start`` declares the sums; ``add`` adds the value ``v`` to the sums;
+    ``then`` are further statements ("@" stands for the buffer that holds the row, "loop: x" loops over the row);
+    ``result`` is the expression of a reduction's output."""
 
     start: str
     add: str
@@ -183,7 +183,7 @@ def _rows(spec: FamilySpec, choices: Choices) -> str:
 
 
 def spoil(task: Task, worked: Worked, rng: random.Random) -> Mistake:
-    """Makes one realistic mistake: another operator or constant, a missing index, an undeclared name."""
+    """Returns ``worked`` with a realistic mistake: another operator or constant, no index, or an undeclared name."""
     spec, code = parse(task), worked.files[KERNEL]
     while True:
         change = rng.choice((_another_step, _another_step, _unindexed, _undeclared))
@@ -199,7 +199,7 @@ _Change = tuple[str, str, Literal["wrong", "build_error"], str]  # wrong, right,
 
 
 def _another_step(spec: FamilySpec, code: str, rng: random.Random) -> _Change:
-    """Draws another constant or operator for one step, such that the judge must notice the change."""
+    """Draws another constant or operator for one step of the chain, such that the results differ clearly."""
     while True:
         k = rng.randrange(len(spec.chain))
         name, constant = spec.chain[k]
@@ -214,7 +214,7 @@ def _another_step(spec: FamilySpec, code: str, rng: random.Random) -> _Change:
 
 
 def _differs(spec: FamilySpec, other: FamilySpec) -> bool:
-    """Returns whether the results differ clearly, also after an ending that cancels a shift or a scale."""
+    """Returns whether ``spec`` and ``other``, which differ in the chain, clearly differ in their results."""
     if any(OPERATORS[name].has_constant and not constant for name, constant in other.chain):
         return False
     try:

@@ -37,7 +37,7 @@ _OPERATORS: dict[type, str] = {
 
 
 def problems(code: str) -> list[str]:
-    """Returns the reasons why ``code`` is no task, with their lines; empty if the form is right."""
+    """Returns the reasons why ``code`` is no task, with line numbers; an empty list if it has the form of a task."""
     try:
         tree = ast.parse(code)
     except SyntaxError as error:
@@ -63,7 +63,7 @@ def problems(code: str) -> list[str]:
 
 
 def import_aliases(tree: ast.AST) -> Aliases:
-    """Returns local name -> dotted path, for every import anywhere in the tree (``F`` -> ``torch.nn.functional``)."""
+    """Returns the dotted path of every name imported anywhere in ``tree`` (``F`` -> ``torch.nn.functional``)."""
     aliases = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -77,7 +77,7 @@ def import_aliases(tree: ast.AST) -> Aliases:
 
 
 def dotted(node: ast.AST, aliases: Aliases) -> str | None:
-    """Returns a name's dotted path (``F.relu`` -> ``torch.nn.functional.relu``), or None if it was not imported."""
+    """Returns the dotted path of a name (``F.relu`` -> ``torch.nn.functional.relu``), or None if it is not imported."""
     if isinstance(node, ast.Name):
         return aliases.get(node.id)
     if isinstance(node, ast.Attribute) and (base := dotted(node.value, aliases)):
@@ -90,7 +90,7 @@ def is_docstring(node: ast.AST) -> bool:
 
 
 def op_name(path: str) -> str | None:
-    """Returns the name in the column ``ops`` (``torch.nn.functional.relu`` -> ``F.relu``), or None for no operator."""
+    """Returns an operator's name in ``Task.ops`` (``torch.nn.functional.relu`` -> ``F.relu``); None for other paths."""
     parts = path.split(".")
     if parts[0] != "torch" or len(parts) < 2:
         return None
@@ -123,7 +123,7 @@ def recompute_ops(code: str) -> tuple[str, ...]:
 
 
 def _depth(tree: ast.AST) -> int:
-    """Returns the height of the tree, at most ``DEEPEST`` + 1.  Works level by level, without recursion."""
+    """Returns the height of ``tree``, at most ``DEEPEST`` + 1.  Works level by level, without recursion."""
     level, depth = [tree], 0
     while level and depth <= DEEPEST:
         level = [child for node in level for child in ast.iter_child_nodes(node)]
@@ -141,7 +141,7 @@ def _methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
 
 
 class _Reader:
-    """Walks from ``forward`` in order of evaluation and collects every operator."""
+    """Follows the code from ``Model.forward`` on, in order of evaluation, and collects every operator in ``ops``."""
 
     def __init__(self, aliases: Aliases, definitions: dict[str, ast.stmt]) -> None:
         self.aliases = aliases
@@ -180,7 +180,7 @@ class _Reader:
         self.under_way.discard(key)
 
     def note(self, node: ast.AST) -> bool:
-        """Adds the operator that ``node`` names.  Returns whether it names an operator, or a class of this file."""
+        """Adds the operator that ``node`` names.  Returns whether ``node`` names an operator or a class of the file."""
         if isinstance(node, ast.Name) and isinstance(local := self.definitions.get(node.id), ast.ClassDef):
             self.read_class(local)
             return True
@@ -194,7 +194,7 @@ class _Reader:
         return name is not None
 
     def note_layers(self, value: ast.AST | None) -> None:
-        """Adds the layers constructed in ``self.name = value``, also those inside containers."""
+        """Adds the layers that the expression ``value`` constructs, also inside containers."""
         for call in _walk(value):
             if isinstance(call, ast.Call):
                 self.note(call.func)
@@ -203,7 +203,7 @@ class _Reader:
 
 
 class _Scope:
-    """One function body, and the local names in it that are certainly tensors."""
+    """The reader of one function body.  ``tensors`` are the local names that certainly are tensors."""
 
     def __init__(self, reader: _Reader, attributes: dict, methods: dict, tensors: set[str]) -> None:
         self.reader, self.attributes, self.methods, self.tensors = reader, attributes, methods, tensors

@@ -1,6 +1,6 @@
 """Reads and writes task sets: parquet folders of this project, KernelBench folders, Ops-6K parquet files.
 
-A source is a local path.  Sources are read as text and never imported; only the sandbox runs a task."""
+A set is read from a local path, as text.  Nothing is imported: only the sandbox runs a task."""
 
 import json
 import re
@@ -20,7 +20,7 @@ OWN = ("name", "family", "split")
 
 
 def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
-    """Writes ``folder/tasks.parquet``.
+    """Writes ``tasks`` to ``folder/tasks.parquet``.
 
     Raises:
         TaskError: Two tasks share a name, or the file cannot be written."""
@@ -40,7 +40,7 @@ def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
 
 
 def read_tasks(folder: Path) -> list[Task]:
-    """Returns the tasks of a folder that ``write_tasks`` wrote, in order.
+    """Returns the tasks in a folder that ``write_tasks`` wrote, in the order of the file.
 
     Raises:
         TaskError: The file is missing or is no task set."""
@@ -50,7 +50,7 @@ def read_tasks(folder: Path) -> list[Task]:
 
 
 def read_ops6k(path: Path) -> list[Task]:
-    """Returns the tasks of a parquet file in the form of CUDA-Agent-Ops-6K with the file's own ``ops`` (list or JSON).
+    """Returns the tasks in a parquet file that has the form of CUDA-Agent-Ops-6K, with the operators that it names.
 
     Raises:
         TaskError: The file cannot be read, or holds an invalid row."""
@@ -63,10 +63,10 @@ def read_ops6k(path: Path) -> list[Task]:
 
 
 def _read_kernelbench(folder: Path) -> tuple[list[Task], list[TaskError]]:
-    """Returns the tasks of a folder in KernelBench's own order, and the error of each file that is no task.
+    """Returns the tasks in a KernelBench folder, in KernelBench's order, and an error for each file that is no task.
 
-    The tasks are the ``*.py`` files of the folder, or of its folders ``level1``, ``level2``...  The family is the level
-    (``kernelbench`` for a flat folder), the name is like ``level1/19_ReLU``, the split is ``heldout``."""
+    The tasks are the ``*.py`` files of ``folder``, or of its sub-folders ``level1``, ``level2``...  A task's family is
+    the level (``kernelbench`` without sub-folders), its name is like ``level1/19_ReLU``, its split is ``heldout``."""
     levels = sorted((p for p in folder.iterdir() if p.is_dir() and re.fullmatch(r"level\d+", p.name)), key=_natural)
     found, refused = list[Task](), list[TaskError]()
     for place in levels or [folder]:
@@ -87,7 +87,7 @@ def _read_kernelbench(folder: Path) -> tuple[list[Task], list[TaskError]]:
 
 
 def task_from_file(path: Path) -> Task:
-    """Returns the task in one ``model.py``.
+    """Returns the task in the Python file ``path``.
 
     Raises:
         TaskError: The file cannot be read or is no task."""
@@ -104,12 +104,10 @@ def task_from_file(path: Path) -> Task:
 
 
 def read_any(source: Path) -> list[Task]:
-    """Returns the tasks of any supported source: a folder of ``write_tasks``, an Ops-6K parquet, a KernelBench folder,
-    one ``.py`` file.
+    """Returns the tasks in ``source``: a folder of ``write_tasks``, an Ops-6K parquet, a KernelBench folder or a file.
 
     Raises:
-        TaskError: The source cannot be read, or a file of the folder is no task: scores of an incomplete benchmark
-            would mislead."""
+        TaskError: ``source`` cannot be read, or a file in it is no task: an incomplete benchmark would mislead."""
     if not source.exists():
         raise TaskError(f"{source}: no such file or folder")
     if source.is_dir():
@@ -137,10 +135,8 @@ class Imported:
 
 
 def import_tasks(source: Path, folder: Path) -> Imported:
-    """Reads ``source`` (as ``read_any`` does), recomputes ``ops`` from the code, and writes the set to ``folder``.
-
-    Of byte-identical tasks one is kept.  Rows or files of a folder that are no task (KernelBench's form is checked) are
-    left out.
+    """Reads the task set ``source``, in any form that ``read_any`` accepts, recomputes ``ops`` from the tasks' code,
+    and writes the set to ``folder``.  Leaves out rows and files that are no task, and further copies of a task.
 
     Raises:
         TaskError: No task is left, or ``source`` cannot be read."""
@@ -197,5 +193,5 @@ def _ops_list(value: Any, path: Path, row: int) -> tuple[str, ...]:
 
 
 def _natural(path: Path) -> list[Any]:
-    """Returns a sort key that puts ``2_b`` before ``10_a``."""
+    """Returns a sort key of the file name that puts ``2_b`` before ``10_a``."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", path.name)]

@@ -9,18 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Task:
-    """One problem.  ``split`` is ``train`` or ``heldout``; ``family`` names its origin: ``teacher`` (the operator
-    family of the scripted teacher), ``catalogue`` (the full operator catalogue), or a level of an imported set
-    (``level1`` ...)."""
+    """One task.  ``split`` is ``train`` or ``heldout``.  ``family`` names the task's origin, such as ``teacher`` (the
+    family of the scripted teacher), ``catalogue`` (the operator catalogue) or ``level1`` (of KernelBench)."""
 
     name: str
-    code: str
-    ops: tuple[str, ...] = ()
+    code: str  # source
+    ops: tuple[str, ...] = ()  # torch operators that ``Model.forward`` uses
     data_source: str = ""  # "torch#2": two fused torch operators; "transformers": a stand-alone layer
     family: str = "catalogue"
     split: str = "train"
 
     @property
     def digest(self) -> str:
-        """Returns the sha256 of the source: the key of verdicts and baselines."""
+        """Returns the sha256 of the source, under which verdicts and baselines are cached."""
         return hashlib.sha256(self.code.encode()).hexdigest()

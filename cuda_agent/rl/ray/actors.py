@@ -1,8 +1,8 @@
-"""The classes of Ray's actors, from which ``players`` and ``runtime`` make actors: a rollout worker, which plays
-episodes with its own engine and sandbox, and a host of trainer processes.
+"""Defines the classes of Ray's actors: a rollout worker, which plays episodes with its own engine and sandbox, and a
+host of trainer processes.
 
-Actors and stage need no common folder.  Inputs and checkpoints travel in parts, as bytes; episodes as lines of JSON;
-weights as arrays with a digest that is checked after loading."""
+Actors and stage need no common folder.  Inputs and checkpoints are sent as parts of files, episodes as lines of JSON,
+and weights as arrays with a digest that is checked after loading."""
 
 import asyncio
 import shutil
@@ -24,8 +24,8 @@ from cuda_agent.training.ranks import Ranks, open_store
 
 
 class RolloutWorker:
-    """Plays episodes.  ``context`` names the stage's cache, which is used if this machine has it.  The folders of
-    ``inputs`` are unpacked into a private folder."""
+    """An actor that plays episodes.  It writes ``inputs`` (name of a folder -> its files in parts) to a private folder.
+    It uses the stage's cache folder, which ``context`` names, if this machine has it."""
 
     def __init__(self, context: WorkerContext, episodes: EpisodeSettings, inputs: Mapping[str, Sequence[Part]]) -> None:
         die_with_parent()  # Ray's workers run on for seconds after their node's raylet was killed
@@ -45,7 +45,7 @@ class RolloutWorker:
         self._rollouts = await self._stack.enter_async_context(opening)
 
     async def play(self, jobs: Sequence[Job], kind: Kind) -> AsyncIterator[str]:
-        """Yields the episodes of ``jobs`` as they finish, until ``stop``."""
+        """Plays ``jobs`` until ``stop`` is called; yields each episode, as a line of JSON, when it finishes."""
         assert self._rollouts is not None, "open comes first"
         finished: asyncio.Queue[str | None] = asyncio.Queue()
         playing = asyncio.create_task(
@@ -67,10 +67,8 @@ class RolloutWorker:
             playing.cancel()
 
     async def serve(self, version: int, weights: Weights, expected: str) -> None:
-        """Serves these weights from now on; turns that are being sampled finish on the old weights.
-
-        Raises:
-            EngineError: The loaded model's digest differs from the trainer's."""
+        """Plays with ``weights`` from now on; turns that are being sampled finish on the old weights.  Raises
+        EngineError if the digest of the loaded weights is not ``expected``."""
         assert self._rollouts is not None, "open comes first"
         rollouts = self._rollouts
         await rollouts.engine.compute(lambda: load_weights(rollouts.model, weights, expected))
@@ -82,7 +80,7 @@ class RolloutWorker:
 
 
 class RankHost:
-    """The trainer's processes on one machine, through ``training.ranks.Ranks``."""
+    """An actor that holds the trainer's processes on one machine (``training.ranks.Ranks``)."""
 
     def __init__(self) -> None:
         die_with_parent()
@@ -91,7 +89,7 @@ class RankHost:
         self._coming, self._going = home / "coming", home / "going"
 
     def meet(self) -> str:
-        """Opens, on this machine, the store where all ranks meet.  Returns the address of the store."""
+        """Opens torch's TCP store, through which all ranks connect, on this machine.  Returns its host:port."""
         import ray
 
         self._store, address = open_store(ray.util.get_node_ip_address())
@@ -109,7 +107,7 @@ class RankHost:
         return self._ranks.send(message)
 
     def save(self, name: str) -> None:
-        """Writes this machine's part of a checkpoint; ``saved`` then yields it."""
+        """Writes this machine's files of the checkpoint of model ``name``; ``saved`` then yields these files."""
         shutil.rmtree(self._going, ignore_errors=True)
         self._going.mkdir()
         self._ranks.save(name, self._going)
@@ -119,7 +117,7 @@ class RankHost:
         shutil.rmtree(self._going)
 
     def keep(self, part: Part) -> None:
-        """Stores one part of the checkpoint that ``load`` reads."""
+        """Writes one part of a checkpoint's files to a folder, which ``load`` then reads."""
         keep(part, self._coming)
 
     def load(self, name: str) -> tuple[int, float]:

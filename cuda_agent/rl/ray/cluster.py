@@ -1,8 +1,8 @@
-"""Opens Ray: a new one on this machine, which ends with the stage, or a running one.
+"""Starts a Ray instance on this machine, which ends with the stage, or connects to a running instance.
 
-A new Ray listens on 127.0.0.1 only, under a secret token, keeps its files in a private folder, and has no dashboard.
-However the stage ends, the kernel ends most of Ray's processes at that moment; a watcher (``watch``) ends the others
-and removes the folder."""
+A new instance listens on 127.0.0.1 only, asks for a secret token, keeps its files in a private folder, and has no
+dashboard.  When the stage ends in any way, Linux ends most of Ray's processes at once; a watcher (``watch``) ends the
+rest and removes the folder."""
 
 import os
 import secrets
@@ -27,11 +27,11 @@ _TOKEN = secrets.token_hex(32)  # one per process: Ray reads it once
 
 @contextmanager
 def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> Iterator[None]:
-    """Connects this process, from its main thread, to the Ray at ``address``, or to a new Ray with ``cpus`` and
-    ``gpus`` for actors.
+    """Connects this process, from its main thread, to the Ray instance at ``address``.  If that is None, starts a new
+    instance with ``cpus`` and ``gpus`` for actors and an object store of at least ``store_bytes``.
 
     Raises:
-        TryAgain: There is no Ray at this address, or none could be started.
+        TryAgain: There is no Ray at ``address``, or a new instance does not start.
         BadConfiguration: Ray is not installed."""
     if find_spec("ray") is None:
         raise BadConfiguration("runtime=ray needs Ray: pip install '.[ray]'")
@@ -89,7 +89,7 @@ def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> I
 
 
 def on_bundle(group: Any, bundle: int, cpus: float, gpus: float) -> dict[str, Any]:
-    """Returns the options of an actor on this bundle of a placement group.  Ray never restarts the actor."""
+    """Returns Ray's options for an actor on bundle number ``bundle`` of the placement group ``group``."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
@@ -97,6 +97,6 @@ def on_bundle(group: Any, bundle: int, cpus: float, gpus: float) -> dict[str, An
 
 
 def raise_if_init_failed(error: BaseException | None) -> None:
-    """Raises the actor's error if its constructor failed: the constructor of a new actor would fail too."""
+    """Raises RuntimeError if ``error`` means that an actor's constructor failed, because a new actor would fail too."""
     if getattr(error, "actor_init_failed", False):
         raise RuntimeError(f"an actor could not be made: {error}") from error

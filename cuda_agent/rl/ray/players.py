@@ -1,7 +1,7 @@
-"""Ray's rollout workers: distributes episodes over them and collects the results.
+"""Distributes episodes over rollout workers, which are actors of Ray, and collects the finished episodes.
 
-When a worker or its engine is lost, other workers play its episodes again with the same seeds.  A new worker replaces
-the lost one; it gets the newest weights before it plays."""
+When a worker or its engine is lost, the living workers play its unfinished episodes from the beginning, with the same
+seeds.  A new worker replaces the lost worker; it gets the newest weights before it plays."""
 
 import asyncio
 import math
@@ -31,30 +31,31 @@ GRACE_SECONDS = 60.0  # a worker counts as lost this long after the deadlines of
 
 
 class ServedPolicy(NamedTuple):
-    """The policy that the workers play.  ``weights`` is a reference into Ray's object store."""
+    """The policy that the workers play."""
 
-    version: int
-    digest: str
-    weights: Any
+    version: int  # training step of the weights
+    digest: str  # of the weights
+    weights: Any  # reference into Ray's object store
 
 
 class WorkerLost(Exception):
-    """An actor or its engine is gone."""
+    """A rollout worker or its engine is gone."""
 
 
 @dataclass
 class WorkerSlot:
-    """The place of a rollout worker, and the actor in this place."""
+    """A rollout worker with a fixed number.  A new actor takes the number of a lost one."""
 
     number: int
     actor: Any = None  # None: lost, or not opened yet
-    opening: asyncio.Task[None] | None = None
-    has: ServedPolicy | None = None
+    opening: asyncio.Task[None] | None = None  # the task that opens a new actor
+    has: ServedPolicy | None = None  # the policy that the actor got
 
 
 class EpisodeCollector:
-    """Collects the episodes of one round.  For each group it keeps the first ``samples`` episodes that finish with a
-    reward, or all if fewer have one.  It is ``full`` when every group has so many or no unfinished episode."""
+    """Collects the episodes of one round.  Of each group (the samples of one task) it keeps the first ``samples`` that
+    finish with a reward; if there are fewer, it adds episodes without one.  It is ``full`` when every group has
+    ``samples`` episodes with a reward, or no unfinished episode."""
 
     def __init__(self, jobs: Sequence[Job], samples: int) -> None:
         self._order = {name: index for index, (_, name) in enumerate(jobs)}
@@ -72,11 +73,11 @@ class EpisodeCollector:
 
     @property
     def cut(self) -> int:
-        """Returns the number of started episodes that are no longer needed."""
+        """Returns the number of unfinished episodes, which are not needed once the collector is full."""
         return self._open.total()
 
     def episodes(self) -> list[Episode]:
-        """Returns the episodes in the order of the jobs."""
+        """Returns the kept episodes in the order of their jobs."""
         chosen = []
         for group, episodes in self._kept.items():
             others = [episode for episode in episodes if episode.reward is None]
@@ -88,10 +89,10 @@ class EpisodeCollector:
 
 
 class RayPlayers:
-    """The rollout workers of one stage.  They play the policy of their start, until ``serve`` gives them another."""
+    """The rollout workers of one stage.  They play the stage's input policy, until ``serve`` gives them another."""
 
     def __init__(self, ctx: StageContext, episodes: EpisodeSettings, group: Any, first: int) -> None:
-        """Places the workers on the bundles of ``group``, from number ``first`` on."""
+        """Assigns the workers to bundles of the placement group ``group``, from bundle number ``first`` on."""
         import ray
 
         self._ray = ray
@@ -111,7 +112,7 @@ class RayPlayers:
     async def collect(
         self, collector: EpisodeCollector, jobs: Sequence[Job], kind: Kind, on_done: OnDone = lambda episode: None
     ) -> int:
-        """Plays ``jobs`` until ``collector`` is full.  Returns the number of workers lost since the last round."""
+        """Plays ``jobs`` until ``collector`` is full.  Returns the number of workers lost since the previous round."""
         for worker in self.workers:
             if worker.actor is None and worker.opening is None:  # all replacements failed since the last round
                 worker.opening = asyncio.create_task(self._open(worker))
@@ -157,7 +158,7 @@ class RayPlayers:
         return lost
 
     def _patience(self, episodes: int) -> float | None:
-        """Returns the seconds after which a worker with so many episodes counts as lost (None: never)."""
+        """Returns the seconds after which a worker that plays ``episodes`` episodes counts as lost (None: never)."""
         agent = self._ctx.config.agent
         if self._ctx.config.sandbox.clock == "model":
             return None  # lockstep has no deadline
@@ -168,7 +169,7 @@ class RayPlayers:
         return [worker for worker in self.workers if worker.actor is not None]
 
     async def _able(self) -> list[WorkerSlot]:
-        """Returns the workers that can play; waits for one if there is none."""
+        """Returns the workers that can play; if there is none, first waits for one."""
         while not self.living:
             opening = [worker.opening for worker in self.workers if worker.opening is not None]
             if not opening:
@@ -179,7 +180,7 @@ class RayPlayers:
         return self.living
 
     async def _of_all(self, call: Callable[[WorkerSlot, Any], Awaitable[Any]]) -> None:
-        """Calls all living workers, and replaces those that fail."""
+        """Awaits ``call`` for all living workers at once, and replaces the workers that are lost in the call."""
 
         async def one(worker: WorkerSlot, actor: Any) -> None:
             try:
@@ -191,7 +192,7 @@ class RayPlayers:
         await asyncio.gather(*(one(worker, worker.actor) for worker in self.living))
 
     def _lose(self, worker: WorkerSlot, actor: Any, error: WorkerLost) -> None:
-        """Replaces the worker's actor, in the background.  Raises TryAgain if too many workers were lost."""
+        """Replaces the lost ``actor`` of ``worker``, in the background; raises TryAgain after too many losses."""
         if worker.actor is not actor:
             return  # reported before
         worker.actor = None
@@ -221,7 +222,7 @@ class RayPlayers:
         worker.actor, worker.opening = actor, None
 
     async def serve(self, served: ServedPolicy) -> None:
-        """Makes all workers serve this policy from now on; turns that are being sampled finish on the old weights."""
+        """Makes all workers play ``served`` from now on; turns that are being sampled finish on the old weights."""
         self._served = served
         await self._of_all(lambda worker, actor: self._give(worker, actor, served))
 
@@ -231,8 +232,8 @@ class RayPlayers:
 
     @asynccontextmanager
     async def _losses(self, seconds: float | None) -> AsyncIterator[None]:
-        """Turns errors that a new worker may avoid, and the end of ``seconds``, into ``WorkerLost``.  Raises an actor's
-        own errors unchanged."""
+        """Raises WorkerLost if the block takes over ``seconds`` or fails with an error that a new worker may avoid.
+        Raises other errors of the actor unchanged."""
         try:
             async with asyncio.timeout(seconds):
                 yield
@@ -260,7 +261,7 @@ class RayPlayers:
 
 
 async def end_actors(actors: Sequence[Any]) -> None:
-    """Ends all actors at once; kills those that do not end in time."""
+    """Closes all ``actors`` at once, waits at most ``CLOSING_SECONDS`` until they are closed, and kills them."""
     import ray
 
     closing = [asyncio.ensure_future(actor.close.remote()) for actor in actors]
@@ -275,11 +276,11 @@ async def end_actors(actors: Sequence[Any]) -> None:
 
 @asynccontextmanager
 async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterator[Any]:
-    """Opens a placement group: bundles for the trainer, then one bundle for each rollout worker.
+    """Opens Ray and a placement group: ``trainers`` bundles for the trainer, then one bundle for each rollout worker.
 
     Raises:
-        BadConfiguration: This machine lacks the resources.
-        TryAgain: The cluster does not provide them in time."""
+        BadConfiguration: This machine lacks the GPUs, or a worker lacks a vLLM server.
+        TryAgain: Ray does not provide the bundles in time."""
     settings, servers = ctx.config.ray, ctx.config.policy.vllm.servers
     if servers and len(servers) < settings.workers:
         raise BadConfiguration(
@@ -309,7 +310,8 @@ async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterato
 
 @asynccontextmanager
 async def open_players(ctx: StageContext, episodes: EpisodeSettings) -> AsyncIterator[RayPlayers]:
-    """Opens rollout workers for a policy that is not trained.  Raises the errors of ``open_placement_group``."""
+    """Opens Ray and rollout workers for a policy that is not trained.  Raises BadConfiguration or TryAgain if this
+    machine or Ray lacks resources for them."""
     async with open_placement_group(ctx, 0) as group:
         players = RayPlayers(ctx, episodes, group, 0)
         try:
@@ -320,7 +322,7 @@ async def open_players(ctx: StageContext, episodes: EpisodeSettings) -> AsyncIte
 
 
 def _context(ctx: StageContext, worker: int) -> WorkerContext:
-    """Returns the context of a worker.  Its share of the external vLLM servers gets weights from no other worker."""
+    """Returns the context of rollout worker number ``worker``, with the vLLM servers that only this worker uses."""
     vllm = ctx.config.policy.vllm
     vllm = vllm.model_copy(update={"servers": vllm.servers[worker :: ctx.config.ray.workers]})
     config = ctx.config.model_copy(update={"policy": ctx.config.policy.model_copy(update={"vllm": vllm})})

@@ -1,7 +1,7 @@
-"""The trainer's process group on Ray: one actor holds the processes of a machine, and the stage's process leads all.
+"""The trainer's process group on Ray: one actor per machine holds the processes there; the stage controls the actors.
 
-Checkpoints travel in parts, so that no process holds more than a few parts in memory: from each machine into the
-stage's folder, and from there to every machine."""
+A checkpoint is sent from each machine to the stage's folder, and for loading from there to every machine.  It is sent
+in parts, so that no process holds more than a few parts in memory."""
 
 import pickle
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ STREAM = {"num_returns": "streaming", "_generator_backpressure_num_objects": 4} 
 
 
 class SpreadRanks:
-    """A ``training.distributed.RankGroup``.  It distributes the processes evenly over the actors ``hosts``."""
+    """The trainer's processes (a ``training.distributed.RankGroup``), evenly distributed over the actors ``hosts``."""
 
     def __init__(self, hosts: Sequence[Any], context: WorkerContext) -> None:
         import ray
@@ -55,8 +55,8 @@ class SpreadRanks:
         return cast(tuple[int, float], self._all([host.load.remote(name) for host in self._hosts])[0])
 
     def _all(self, calls: Sequence[Any]) -> list[Any]:
-        """Returns the results of calls on all hosts.  Raises the errors of ``joint_results``; an error on a host is
-        raised unchanged."""
+        """Waits for ``calls`` to hosts and returns their results.  Raises TrainerLost if a host is gone or only some
+        hosts fail; otherwise raises a host's error unchanged."""
         try:
             return joint_results([call.future() for call in calls], self._ray.exceptions.RayActorError)
         except self._ray.exceptions.RayTaskError as error:

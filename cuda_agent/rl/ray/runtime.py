@@ -1,7 +1,7 @@
 """The Ray runtime of PPO: rollout workers, and a trainer whose processes are on one machine or on several.
 
-The stage's process leads both.  A lost trainer restarts from the newest checkpoint, on the same placement group.  The
-loop is in ``ppo``, the side of the workers in ``players``, and the actors' classes are in ``actors``."""
+The stage's process controls both.  A lost trainer restarts from the newest checkpoint, on the same placement group.
+PPO's loop is in ``rl.ppo``; ``players`` controls the rollout workers; the actors' classes are in ``actors``."""
 
 import asyncio
 import math
@@ -33,8 +33,8 @@ from cuda_agent.training.distributed import TrainerLost
 
 
 class RayRuntime:
-    """A ``rl.runtime.Runtime``.  The trainer's processes are on the first bundles of ``group``, one bundle per machine.
-    There is no learner before ``open`` and after a loss."""
+    """The ``rl.runtime.Runtime`` on Ray.  The trainer's processes run on the first bundles of the placement group
+    ``group``, one bundle per machine.  There is no learner before ``open``, nor after the trainer was lost."""
 
     def __init__(
         self, ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None, group: Any
@@ -88,7 +88,7 @@ class RayRuntime:
         return model, self._tokenizer, critic
 
     async def open(self) -> None:
-        """Opens all actors at once; returns when the workers can play."""
+        """Opens the trainer and all rollout workers at once; returns when all of them are ready."""
         await asyncio.gather(self._open_trainer(), self._players.open())
 
     async def _open_trainer(self) -> None:
@@ -108,8 +108,8 @@ class RayRuntime:
         await asyncio.gather(self._players.close(), end_actors(self._hosts))
 
     async def _of(self, job: Callable[[], Result]) -> Result:
-        """Runs ``job``, which waits for the trainer's processes, in a thread.  If one of the processes is gone, ends
-        the others and raises LearnerLost."""
+        """Runs ``job``, which calls the trainer's processes, in a thread and returns its result.  If a process of the
+        trainer is gone, ends all of them and raises LearnerLost."""
         try:
             return await asyncio.to_thread(job)
         except TrainerLost as error:
@@ -123,7 +123,7 @@ class RayRuntime:
 async def open_ray_runtime(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
 ) -> AsyncIterator[RayRuntime]:
-    """Opens the Ray runtime.  Raises the errors of ``players.open_placement_group``."""
+    """Opens Ray, the trainer and the rollout workers.  Raises BadConfiguration or TryAgain if resources are missing."""
     async with open_placement_group(ctx, ctx.config.ray.trainers) as group:
         runtime = RayRuntime(ctx, settings, kind, make_critic, group)
         try:

@@ -1,5 +1,5 @@
-"""Messages between Ray's actors: folders in parts, so that memory holds only a few parts of a checkpoint, and a model's
-weights as arrays."""
+"""Turns folders and weights into messages between Ray's actors: a folder into parts, so that memory holds only a few
+parts of a checkpoint, and a model's weights into arrays."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ PART_BYTES = 64 << 20
 
 
 def parts(folder: Path) -> Iterator[Part]:
-    """Yields the files of a folder in parts, for ``keep``; an empty folder yields nothing."""
+    """Yields the files in ``folder`` in parts of at most ``PART_BYTES``, from which ``keep`` writes them elsewhere."""
     for path in files_below(folder):
         name = path.relative_to(folder).as_posix()
         with open(path, "rb") as file:
@@ -34,12 +34,12 @@ def keep(part: Part, folder: Path) -> None:
 
 
 def arrays(parameters: Iterable[tuple[str, Any]]) -> Weights:
-    """Returns the arrays of a model's parameters (``lora.merged_parameters``), by name."""
+    """Returns a model's ``parameters`` (names and tensors, of ``lora.merged_parameters``) as arrays by name."""
     return {name: parameter.detach().cpu().numpy() for name, parameter in parameters}
 
 
 def load_weights(model: Any, weights: Mapping[str, Any], expected: str | None = None) -> None:
-    """Loads the weights into the model.
+    """Loads ``weights``, arrays by parameter name, into ``model``.
 
     Raises:
         EngineError: Names or shapes differ from the model's, or the loaded model's digest differs from ``expected``."""

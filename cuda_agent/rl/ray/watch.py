@@ -1,9 +1,8 @@
-"""Ends the remaining processes of a stage's Ray and removes its folder: ``python watch.py FOLDER`` with a pipe as
-stdin.
+"""Ends the remaining processes of a stage's Ray instance and removes its folder: ``python watch.py FOLDER``.
 
-The pipe closes when the stage ends for any reason.  Some of Ray's processes do not notice that end: agents of a killed
-node run on for minutes.  A process belongs to this Ray if it has a file of the folder open; every process of Ray has
-its log open there.  Standard library only, because the watcher stays in memory as long as the stage runs."""
+The stage starts this program with a pipe as stdin, which closes when the stage ends.  Some of Ray's processes would
+then run on for minutes.  A process belongs to the instance if it has a file in the folder open, such as its log.  This
+program imports only the standard library, because it stays in memory as long as the stage runs."""
 
 import contextlib
 import os
@@ -12,11 +11,11 @@ import signal
 import sys
 import time
 
-SECONDS = 20.0  # longest wait for processes that the kernel ends slowly
+SECONDS = 20.0  # longest wait for processes that end slowly
 
 
 def holders(folder: str, stage: int) -> list[int]:
-    """Returns this user's processes with an open file below ``folder``, without the stage itself if it still runs."""
+    """Returns the ids of the processes that have a file below ``folder`` open, without this one and ``stage``."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) not in (os.getpid(), stage):
