@@ -95,8 +95,9 @@ def load(text: str, sha256: str) -> Config:
 def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
     """Returns the part of the configuration that decides the result of a stage, as JSON values.
 
-    This part is the seed and the named sections, without keys of addresses and resources and without ``training``.  The
-    section ``ray`` is left out if ``runtime`` is local; if the stage does not train, its keys about training are."""
+    This part is the seed and the named sections, without addresses, resources and the section ``training``.  The
+    section ``ray`` is left out if ``runtime`` is local.  Its keys about training are left out if the stage does not
+    train."""
     whole = config.model_dump(mode="json", exclude=_NOT_IN_KEYS)
     if "training" not in sections:
         whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in _ONLY_IN_TRAINING}

@@ -166,8 +166,8 @@ class Lora(Section):
 
 
 class Training(Section):
-    """Settings of how training stages compute.  They change a result only by rounding.  So they are not part of a cache
-    key, and an interrupted run can be resumed with other values."""
+    """Settings that decide how training stages compute.  They change a result only by rounding.  So they are not part
+    of a cache key, and an interrupted run can be resumed with other values."""
 
     checkpointing: Literal["auto", "on", "off"] = Field(
         "auto",

@@ -2,7 +2,7 @@
 
 A kernel that takes 1.12 ms on an idle machine takes 1.75 ms beside a matmul.  So decoding and training (``working``)
 pause while a kernel is timed (``timing``).  Two advisory file locks work across processes.  They also prevent
-starvation: before it times, a process closes a gate that every worker must pass before its next step."""
+starvation: before a process times, it closes a gate that every worker must pass before its next step."""
 
 import fcntl
 import os

@@ -30,7 +30,7 @@ class MlflowEntry:
 
 
 def connect(uri: str) -> "Api":
-    """Returns a connection to MLflow: to a server (``http://``, ``https://``) or to another store (``sqlite:///``)."""
+    """Returns a connection to an MLflow server (``http://``, ``https://``) or MLflow database (``sqlite:///``)."""
     return Rest(uri) if uri.startswith(("http://", "https://")) else Library(uri)
 
 

@@ -138,7 +138,7 @@ class Store:
             obstore.delete(self._backend, key)
 
     def get_file(self, key: str, path: Path, sha256: str) -> None:
-        """Downloads an object to ``path``.  Deletes both and raises a ``StoreDamaged`` if the sha256 is another one."""
+        """Downloads an object to ``path``.  If its sha256 is wrong, deletes both and raises a ``StoreDamaged``."""
         actual = hashlib.sha256()
         with self._errors(f"read {key}"), open(path, "wb") as file:
             for chunk in obstore.get(self._backend, key).stream(min_chunk_size=CHUNK):

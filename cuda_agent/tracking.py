@@ -72,8 +72,8 @@ class FileTracker:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Returns step -> key -> value in the order of steps; the last value of a (key, step) counts.  A missing file gives
-    no metrics, and an incomplete last line is ignored."""
+    """Returns the metrics as step -> key -> value, in the order of steps.  The last value of a (key, step) counts.  A
+    missing file gives no metrics, and an incomplete last line is ignored."""
     steps: Metrics = {}
     for line in _lines(path):
         step = line.pop("step")
@@ -101,7 +101,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces the content of the file at ``path`` atomically."""
+    """Replaces the content of the file at ``path`` by ``text``, atomically."""
     new = path.with_name(path.name + ".new")
     new.write_text(text, encoding="utf-8")
     os.replace(new, path)

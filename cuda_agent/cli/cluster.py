@@ -117,7 +117,7 @@ def sweep(
 
 
 def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
-    """Runs the points of a sweep on this machine, one by one, and returns the first exit code that is not 0, else 0."""
+    """Runs the runs of a sweep (``points``) here one by one; returns the first exit code that is not 0, else 0."""
     from cuda_agent.pipeline import screen, sweep
     from cuda_agent.pipeline.local import RunOutcome, run_pipeline
 

@@ -125,7 +125,8 @@ def _is_path(text: str) -> bool:
 
 
 def _lines(chosen: "list[EpisodeEntry]", found: int, most: int, nothing: str) -> list[str]:
-    """Returns the table of ``chosen`` episodes as lines; without any, one line: ``nothing`` if ``found`` is 0."""
+    """Returns the lines of a table of the first ``most`` episodes in ``chosen``.  If ``chosen`` is empty, returns one
+    line that says so, or ``nothing`` if ``found``, the number of all episodes, is 0."""
     if not chosen:
         return [f"none of {found} episodes" if found else nothing]
     lines = [_HEAD, *(_line(entry.row) for entry in chosen[:most])]

@@ -47,8 +47,8 @@ class Cluster:
 
     @classmethod
     def of_kubeconfig(cls, context: str | None = None, namespace: str | None = None) -> "Cluster":
-        """Connects with the named or the current context of the kubeconfig, to ``namespace`` or the context's
-        namespace.
+        """Connects with the kubeconfig's context ``context``, by default its current one.  ``namespace`` is by default
+        the context's namespace.
 
         Raises:
             ClusterError: The kubeconfig cannot be used, or lacks the context."""

@@ -29,8 +29,8 @@ _RIGHTS = (
 
 
 def examine(cluster: Cluster, release: str) -> Iterator[Check]:
-    """Yields the checks of a cluster with the Helm release ``release``.  A problem is a failed check, never an
-    exception.  If the API server does not answer, no further check follows."""
+    """Checks a cluster with the Helm release ``release``, and yields each result.  A problem is a failed check, never
+    an exception.  If the API server does not answer, no further check follows."""
     first = _checked("api server", lambda: _api_server(cluster))
     yield first
     if not first.ok:
@@ -58,8 +58,7 @@ def examine(cluster: Cluster, release: str) -> Iterator[Check]:
 
 
 def _checked(name: str, check: Callable[[], Finding], hidden: Finding | None = None) -> Check:
-    """Runs ``check`` and returns its result, which is ``hidden`` if the person lacks the rights that the check
-    needs."""
+    """Runs ``check`` and returns its result; ``hidden`` is the result if the person lacks the rights for the check."""
     try:
         text, mend = check()
     except ClusterError as error:
@@ -183,7 +182,7 @@ def _gpus(cluster: Cluster) -> Finding:
 
 
 def _pid_limits(cluster: Cluster) -> Finding:
-    """Finds how many processes the kubelets allow a pod.  The sandbox limits the number of its processes as well."""
+    """Finds how many processes the kubelets allow in a pod.  The sandbox limits the number of its processes as well."""
     limits = []
     for item in _nodes(cluster):
         path = f"/api/v1/nodes/{item['metadata']['name']}/proxy/configz"

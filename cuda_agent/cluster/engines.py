@@ -34,7 +34,7 @@ def wanted(config: Config) -> bool:
 
 
 def _clients(name: str) -> list[dict[str, str]]:
-    """Returns the labels of the pods that may connect to a run's engine: pods of its stages, and of a stage's Ray."""
+    """Returns the labels of the pods that may connect to the engine of the run ``name``: its stages and their Ray."""
     return [{label: name, COMPONENT_LABEL: "stage"} for label in (WORKFLOW_LABEL, POOL_LABEL)]
 
 

@@ -79,8 +79,9 @@ def prepare(
     spread: bool = False,
     replicas: Sequence[dict[str, Any]] = (),
 ) -> dict[str, str]:
-    """Starts a run.  Writes and returns this step's outputs: for each stage ``run``, ``ray`` (run in several pods),
-    ``cached`` or ``absent`` (not in the graph); the addresses ``servers`` and ``engines``; and whether to ``finish``.
+    """Starts a run.  Writes and returns the outputs of this step: for each stage ``run``, ``ray`` (run in several
+    pods), ``cached`` or ``absent`` (not in the graph); the addresses ``servers`` and ``engines``; and for ``finish``
+    either ``run`` or ``no``.
 
     Args:
         cluster: Opens the cluster when it is needed; None: no servers are created.

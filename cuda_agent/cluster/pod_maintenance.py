@@ -199,5 +199,5 @@ def _said(cluster: Cluster, workflow: str) -> dict[str, Any]:
 
 
 def tell(addresses: Sequence[str], file: Path = PodEnvironment.termination_message) -> None:
-    """Tries the addresses and writes the results to ``file``.  This runs in the pod that ``from_sandbox`` starts."""
+    """Tries to connect to ``addresses`` and writes the results to ``file``.  The pod of ``from_sandbox`` runs this."""
     file.write_text(json.dumps({"reached": reach(addresses), "processes": process_limit()}))

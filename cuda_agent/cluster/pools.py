@@ -54,7 +54,7 @@ def variables(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def container(image: str, env: Mapping[str, Any], mounts: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
-    """Returns a restricted container with two scratch folders, this environment, further mounts and further fields."""
+    """Returns a restricted container with two scratch folders, environment ``env``, further mounts and fields."""
     scratch = [{"name": "work", "mountPath": "/scratch"}, {"name": "tmp", "mountPath": "/tmp"}]
     return {
         "image": f"{image}:{version('cuda-agent')}",
@@ -71,9 +71,9 @@ def pod_volumes(**more: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def pod_spec(account: str, grace: int, container: Mapping[str, Any], **volumes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the spec of a pod with one container and without a token of its service account,
-    ``cuda-agent-<account>``. ``grace`` is the time from SIGTERM to SIGKILL in seconds; ``volumes`` maps names of
-    further volumes to their sources."""
+    """Returns the spec of a pod with one container.  The pod has no token of its service account
+    ``cuda-agent-<account>``. ``grace`` is the time from SIGTERM to SIGKILL in seconds; ``volumes`` are further volumes
+    (name -> source)."""
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -95,7 +95,7 @@ def labels_of(component: str) -> dict[str, str]:
 
 
 def peers(*labels: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Returns the peers of a NetworkPolicy that stand for the pods with these labels, one peer for each mapping."""
+    """Returns peers for a NetworkPolicy: for each mapping in ``labels`` the pods that have all labels in it."""
     return [{"podSelector": {"matchLabels": own}} for own in labels]
 
 
@@ -150,8 +150,9 @@ def servers(component: str, name: str, own: dict[str, str], port: int, pod: dict
 def of_run(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, labels: Mapping[str, str] = {}, name: str = ""
 ) -> list[dict[str, Any]]:
-    """Returns copies of a profile's objects for one run, owned by its Workflow.  ``RUN`` in them becomes ``name``, by
-    default the Workflow's name; as the value of a label in ``labels`` it becomes that label's value in ``labels``."""
+    """Returns copies of a profile's objects ``base`` for one run, owned by its Workflow.  The text ``RUN`` in them is
+    replaced by ``name``, or by the Workflow's name if ``name`` is empty.  If ``labels`` contains the label whose value
+    is ``RUN``, that label gets its value from ``labels``."""
     made = [_named(one, name or workflow, labels) for one in base]
     for one in made:
         one["metadata"]["ownerReferences"] = [owned_by(workflow, uid)]

@@ -44,12 +44,12 @@ def task_name(stage: str) -> str:
 
 
 def stage_name(task: str) -> str:
-    """Returns the stage of a Workflow's step, whether that step runs the stage in one pod or in several."""
+    """Returns the stage that the Workflow's step ``task`` runs, be it in one pod or in several."""
     return task.removesuffix("-ray")
 
 
 def job_name(workflow: str, stage: str) -> str:
-    """Returns the name of a stage's RayJob: it hashes the Workflow's name, as KubeRay allows only 47 characters."""
+    """Returns the name of a stage's RayJob.  It has a hash of the Workflow's name, as KubeRay allows 47 characters."""
     return f"ray-{hashlib.sha256(workflow.encode()).hexdigest()[:16]}-{stage}"
 
 

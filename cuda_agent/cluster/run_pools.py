@@ -47,8 +47,8 @@ def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, 
 
 
 def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
-    """Creates the missing objects of a run's engine replicas (``base`` holds the profile's), and returns the replicas'
-    addresses.  Does not wait for the replicas: they answer only when the run has its first policy."""
+    """Creates the missing objects of a run's engine replicas, and returns the replicas' addresses.  Does not wait for
+    the replicas, which answer only when the run has its first policy.  ``base`` holds the profile's objects."""
     made = engines.objects(base, workflow, cluster.get("Workflow", workflow)["metadata"]["uid"], config)
     for item in made:
         cluster.create_if_absent(item)

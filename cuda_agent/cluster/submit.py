@@ -232,7 +232,7 @@ def views(workflow: dict[str, Any], rows: Sequence[Stage] = ROWS) -> list[StageV
 
 
 def _absent(nodes: Sequence[dict[str, Any]]) -> set[str]:
-    """Returns the stages outside the run's graph, by the outputs of ``prepare``; empty until ``prepare`` has ended."""
+    """Returns the stages outside the run's graph, which ``prepare`` outputs; empty until ``prepare`` has ended."""
     outputs = [node.get("outputs") or {} for node in nodes if node["displayName"] == "prepare"]
     parameters = [item for output in outputs for item in output.get("parameters", [])]
     return {item["name"] for item in parameters if item.get("value") == ABSENT}

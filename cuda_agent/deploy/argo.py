@@ -72,7 +72,7 @@ def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
 
 def maintenance_jobs() -> dict[str, dict[str, Any]]:
     """Returns name -> WorkflowTemplate of the maintenance jobs (``cluster.maintenance``); the chart merges its values
-    into it. A job is one pod, which is not retried, because a user is waiting or the schedule starts the job again."""
+    into each. A job is one pod, which is not retried, because a user waits or the schedule starts the job again."""
     jobs: tuple[tuple[str, str, int, list[str]], ...] = (  # name, account, seconds, further arguments
         ("doctor", "operator", 900, []),
         ("gc", "collector", LOCK_SECONDS, []),
@@ -217,9 +217,8 @@ def _pod(
     mounts: Sequence[Mapping[str, Any]] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """Returns the template of a step of one pod, which with an ``account`` has that service account's token.
-    ``seconds`` limits its time; ``grace`` is seconds from SIGTERM to SIGKILL; ``more`` are further fields of the
-    template."""
+    """Returns the template of a step of one pod, which has the token of the service account ``account``, if one is
+    given. ``seconds`` limits its time, ``grace`` is seconds from SIGTERM to SIGKILL; ``more`` are further fields."""
     # The patch sets what a template has no fields for: the grace period, and the security context and limits of the
     # executor's containers, which do not depend on the controller's settings then.
     token = {"serviceAccountName": f"{NAME}-{account}", "automountServiceAccountToken": True} if account else {}

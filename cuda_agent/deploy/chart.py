@@ -79,8 +79,8 @@ def leaves(model: BaseModel | None = None, prefix: str = "") -> Iterator[tuple[s
 
 
 def _groups(value: Any) -> dict[str, BaseModel]:
-    """Returns ``value`` if it maps names of a user's choice, as of profiles, to groups of values; else an empty
-    dict."""
+    """Returns ``value`` if it maps names that users choose, such as the names of profiles, to groups of values; else an
+    empty dict."""
     found = isinstance(value, dict) and all(isinstance(inner, BaseModel) for inner in value.values())
     return value if found else {}
 

@@ -94,7 +94,7 @@ async def _measure_format(
 
 
 async def prepare(sandbox: LocalSandbox, count: int, rng: random.Random) -> tuple[list[Task], list[float]]:
-    """Returns ``count`` tasks with measured baselines and an eager time in ``WINDOW``, and the seconds for each one."""
+    """Returns ``count`` tasks with measured baselines and an eager time in ``WINDOW``, and the seconds each took."""
     window = WINDOW if sandbox.config.clock == "real" else (0.0, float("inf"))
     tasks: list[Task] = []
     seconds: list[float] = []
@@ -136,7 +136,7 @@ class ModelNew(torch.nn.Module):
 
 
 def work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
-    """Returns the files of a solution of the format ``extension``.  ``files`` are a plan, whose kernel is reused."""
+    """Returns the files of a solution of the format ``extension`` that uses the kernel of the plan in ``files``."""
     plan = json.loads(files[PLAN])
     (node,) = plan["nodes"]
     spelled = {

@@ -106,8 +106,8 @@ class KernelTask(vf.Task[KernelData, KernelState, KernelTaskConfig]):
 
     @vf.reward
     async def reward(self, trace: vf.Trace) -> float:
-        """Returns the verdict's reward: -1 not correct, 1 correct, 2 also over 5 % faster than eager, 3 also over 5 %
-        faster than torch.compile.  A fault of the sandbox raises an error, and is never a reward."""
+        """Returns the verdict's reward: -1 for a wrong solution, 1 for a correct one, 2 if it is also over 5 % faster
+        than eager, 3 if also over 5 % faster than torch.compile.  A fault of the sandbox raises an error."""
         async with opened(self.data.task(), self.config.tools) as environment:
             verdict = await environment.judge(solution_of(trace.state.files, environment.format))
         trace.record_metrics(

@@ -50,7 +50,7 @@ def _title(text: str) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Formats a number with ``digits`` significant digits and thin spaces, and without exponent from 1e-4 to 1e7."""
+    """Formats a number with ``digits`` significant digits, thin spaces between thousands, an exponent if needed."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:

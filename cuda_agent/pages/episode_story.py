@@ -39,7 +39,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Story:
-    """An episode or attempt as a page shows it.  ``verdict`` judges ``files``: the last ones, or an attempt's best."""
+    """An episode or an attempt as a page shows it.  ``files`` are the last files of an episode, or the best files of an
+    attempt; ``verdict`` judges them."""
 
     opening: list[tuple[str, str]]  # role and text of each message before the first turn
     turns: list[Turn]  # the last turns of the episode

@@ -113,7 +113,7 @@ def _figure(key: str, points: list[tuple[float, float]], before: str) -> tuple[s
 
 
 def funnel(rows: Sequence[Data]) -> list[tuple[str, float, str, str]]:
-    """Returns a bar for all candidates, then one for those that passed each filter; pale if the filter drops none."""
+    """Returns a bar for all candidates, then one for those that passed each filter (pale if it dropped none)."""
     entered = rows[0]["entered"]
     entries = [("candidates", entered, str(entered), "quiet")]
     for row in rows:

@@ -1,5 +1,4 @@
-"""A real API server for tests: etcd and kube-apiserver on their own ports, all definitions of Argo and KubeRay, 4
-users.
+"""A real API server for tests: etcd and kube-apiserver, all definitions of Argo and KubeRay, and four users.
 
 There is no node and no controller: objects are checked (schemas, roles, admission) and stored, but nothing runs.  The
 programs are those that the test cluster builds; without them the tests that need them are skipped."""

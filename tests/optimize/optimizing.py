@@ -57,7 +57,7 @@ TERMS = Terms(turns=12, context=20_000, answer_tokens=2000, target=1.01)
 
 
 class SharedSandbox:
-    """One sandbox for many runs, whose processes import torch once.  A search that is stopped kills the sandbox's
+    """One sandbox for many runs, so that its processes import torch once.  A search that is stopped kills the sandbox's
     judges; the next run then gets a new sandbox."""
 
     def __init__(self, cache: Path) -> None:
@@ -79,7 +79,7 @@ class SharedSandbox:
 
 
 class Run:
-    """A run of `optimize` in ``folder``.  ``events`` holds the events of its last call."""
+    """Calls `optimize` in ``folder`` against a scripted server.  ``events`` holds the events of the last call."""
 
     def __init__(
         self, folder: Path, cache: Path, sandbox: SandboxConfig = SANDBOX, shared: SharedSandbox | None = None
