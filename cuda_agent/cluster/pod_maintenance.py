@@ -42,6 +42,7 @@ def answer(here: PodEnvironment, value: Any) -> None:
 
 def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, cluster: Cluster) -> dict[str, Any]:
     """Removes what the ``keep`` newest runs of each pipeline do not need, or with ``dry_run`` only lists it.
+    ``workflow`` is the name of the Workflow that runs this.
 
     Returns:
         What is removed, or would be removed; or ``busy`` with the reason why nothing was removed."""
@@ -134,7 +135,8 @@ def forbidden(mlflow: str) -> dict[str, str]:
 
 
 def reach(addresses: Sequence[str]) -> dict[str, str]:
-    """Tries to connect to each host:port, and maps it to the reason of the failure; an empty text means success."""
+    """Tries to connect to each host:port, and returns host:port -> error; an empty text instead of an error means
+    success."""
 
     def attempt(address: str) -> str:
         host, _, port = address.rpartition(":")

@@ -1,6 +1,6 @@
 """Draws the report's charts as inline SVG.
 
-Colours and fonts come from the page's style sheet through CSS classes, so one chart serves light, dark and paper."""
+Colours and fonts come from CSS classes of the page, so that one chart serves light pages, dark pages and paper."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Lists for every value of the chart the field of an object in which the value ends up, and a value that changes it.
+"""Lists, for every value of the chart, the field of an object that it sets, and another value that changes the field.
 
 A path may be a pattern.  The field is the kind of an object, a colon, and a regular expression for the field's path;
 None in place of a value: the default has an obvious alternative."""
