@@ -1,8 +1,8 @@
 """Composes, validates, freezes and loads the configuration.
 
-Hydra composes ``conf/`` and the overrides once, in the process that the user starts (``compose``).  The models in
-``config`` validate the result, and ``freeze`` writes the result as canonical JSON.  Other processes receive this JSON
-and its sha256, check the hash and validate with the same models (``load``)."""
+Hydra composes ``conf/`` and the user's overrides once, in the process that the user starts (``compose``).  The models
+in ``config`` validate the result, and ``freeze`` writes the result as canonical JSON.  Other processes receive this
+JSON and its sha256, check the hash and validate with the same models (``load``)."""
 
 import difflib
 import hashlib
@@ -82,7 +82,7 @@ def freeze(config: Config) -> tuple[str, str]:
 
 
 def load(text: str, sha256: str) -> Config:
-    """Returns the configuration that ``freeze`` wrote, in another process.
+    """Returns the configuration from ``text``, which ``freeze`` wrote in another process.
 
     Raises:
         ConfigError: The text does not have this sha256, or does not validate."""
@@ -95,8 +95,9 @@ def load(text: str, sha256: str) -> Config:
 def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
     """Returns the part of the configuration that decides the result of a stage, as JSON values.
 
-    This part is the seed and the named sections.  Addresses, resources and the section ``training`` are left out.  With
-    ``runtime=local`` all of ``ray`` is left out; in a stage that does not train, the keys of ``ray`` about training."""
+    This part is the seed and the named sections, without addresses, resources and the section ``training``.  The
+    section ``ray`` is left out if ``runtime`` is local.  Its keys about training are left out if the stage does not
+    train."""
     whole = config.model_dump(mode="json", exclude=_NOT_IN_KEYS)
     if "training" not in sections:
         whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in _ONLY_IN_TRAINING}
@@ -142,7 +143,7 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> Any:
-    """Parses one override into Hydra's form.
+    """Parses an override, such as ``critic.lr=1e-4``, into Hydra's object for it.
 
     Raises:
         ConfigError: The text is not an override."""
@@ -157,7 +158,7 @@ def parse_override(text: str) -> Any:
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Refuses unknown keys.  Unlike Hydra's own message, this one names the path and the nearest key."""
+    """Raises a ``ConfigError`` for an unknown key.  Its message names the nearest key, unlike Hydra's own message."""
     known = key_paths()
     for text in overrides:
         override = parse_override(text)
@@ -193,7 +194,7 @@ def _explain(problem: Any) -> str:
 
 
 def _type_words(annotation: Any, metadata: list[Any]) -> str:
-    """Describes a type in words: ``Annotated[float, Field(gt=0, lt=1)]`` gives "a number > 0 and < 1"."""
+    """Describes a type and its constraints (``metadata``) in words, such as "a number > 0 and < 1"."""
     if get_origin(annotation) is Annotated:
         inner, *more = get_args(annotation)
         return _type_words(inner, [*more, *metadata])
@@ -214,10 +215,10 @@ def _type_words(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _nearest(name: str, choices: Sequence[str]) -> str:
-    """Returns the end of an error message, which names the nearest right name.
+    """Returns the end of an error message about the wrong name ``name``: the question whether another name is meant.
 
-    The candidates, in this order: the new name of a renamed key, a path that is almost equal, keys of other sections
-    with the same last part, keys with a similar last part, and paths that are less similar."""
+    It proposes one of these, in this order: the new name of a renamed key, a path that is almost equal, keys of other
+    sections with the same last part, keys with a similar last part, and paths that are less similar."""
     if name in RENAMED:
         return f" It is called {RENAMED[name]} now."
     tails = {choice: choice.rsplit(".", 1)[-1] for choice in choices}

@@ -2,7 +2,7 @@
 
 The models below refuse unknown keys and values out of range.  ``compose`` builds a ``Config`` from ``conf/`` and the
 overrides, freezes it as canonical JSON and loads it in other processes.  No value names code to run.  A secret is given
-as the name of an environment variable."""
+as the name of an environment variable or of a file."""
 
 import re
 from typing import Annotated, Literal
@@ -56,7 +56,7 @@ Addresses = Annotated[list[str], AfterValidator(_addresses)]
 
 
 class RunConfig(Section):
-    """The place where a run is stored and tracked.  Only the executor reads this section, no stage does."""
+    """Settings of where a run is stored and tracked, and how it is executed.  Only the executor reads this section."""
 
     pipeline: str = Field("cuda-agent", description="name of the MLflow experiment")
     name: str | None = Field(None, pattern=_NAME, description="name of the run; default: the date")
@@ -113,7 +113,7 @@ class Synthesis(Section):
 
 
 class Vllm(Section):
-    """The vLLM servers of ``policy.engine=vllm``."""
+    """Settings of the vLLM servers that serve the policy if ``policy.engine`` is vllm."""
 
     servers: Addresses = Field(default=[], description="addresses of running vLLM servers; none: the stage starts some")
     replicas: Positive = Field(1, description="servers that a stage starts")
@@ -166,8 +166,8 @@ class Lora(Section):
 
 
 class Training(Section):
-    """The way in which training stages compute.  The result is the same up to rounding.  So these keys are not part of
-    a cache key, and an interrupted run can be resumed with other values."""
+    """Settings that decide how training stages compute.  They change a result only by rounding.  So they are not part
+    of a cache key, and an interrupted run can be resumed with other values."""
 
     checkpointing: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -196,7 +196,7 @@ class Bootstrap(Section):
 
 
 class Ppo(Section):
-    """Policy optimization with PPO's clipped loss (paper, section 3.3), for ``warmup`` and for ``agentic``."""
+    """Settings of policy optimization with PPO's clipped loss (paper, section 3.3), for ``warmup`` and ``agentic``."""
 
     reward: Literal["ladder", "speedup"] = Field(
         "ladder",
@@ -279,8 +279,8 @@ class EvaluateConfig(Section):
 
 
 class Ray(Section):
-    """The actors of ``runtime=ray``: rollout workers, each with an engine and a sandbox, and one trainer in the PPO
-    stages. The trainer's processes may be spread over several machines."""
+    """Settings of the actors of ``runtime=ray``: rollout workers, each with an engine and a sandbox, and one trainer in
+    the PPO stages.  The trainer's processes may be spread over several machines."""
 
     address: str | None = Field(
         None,

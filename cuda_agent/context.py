@@ -15,29 +15,29 @@ if TYPE_CHECKING:  # pydantic is slow to import, and some processes need only th
 
 class Tracker(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Logs the metrics of one step.  A second call for the same step (after a resume) replaces its values."""
+        """Logs the metrics of one step.  A later call for the same step, as after a resume, replaces earlier values."""
 
     def progress(self, done: int, total: int, unit: str = "steps", **rates: float) -> None:
-        """Shows in the live table that ``done`` of ``total`` is done, with rates such as tokens_per_second."""
+        """Shows in the live table that ``done`` of ``total`` units are done, with rates such as tokens_per_second."""
 
     def note(self, text: str) -> None:
-        """Adds one line for the user, which is kept with the run, such as "a gate was missed"."""
+        """Adds one line for the user, such as "a gate was missed".  The line is kept with the run."""
 
 
 class Checkpoints(Protocol):
-    """The checkpoints of this stage, stored under its cache key."""
+    """The checkpoints of one stage, stored under the stage's cache key."""
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:
-        """Calls ``write`` to fill an empty folder, then makes the folder visible atomically.  Keeps the last two."""
+        """Calls ``write`` to fill an empty folder, and stores it atomically as a checkpoint.  Keeps the newest two."""
 
     def load(self, read: Callable[[Path], None]) -> int | None:
-        """Calls ``read`` with the newest complete checkpoint and returns its step, or None if there is none.  If a
-        checkpoint is corrupt, adds a note and tries the checkpoint before it."""
+        """Calls ``read`` with a folder of the newest complete checkpoint and returns its step, or None if there is
+        none.  If a checkpoint is damaged, adds a note and tries the checkpoint before it."""
 
 
 @dataclass
 class WorkerContext:
-    """The part of the context that a worker process of the stage gets, perhaps on another machine."""
+    """The part of a stage's context that a worker process of the stage gets, perhaps on another machine."""
 
     name: str  # name of the stage
     config: "Config"  # only the sections that the graph lists for this stage

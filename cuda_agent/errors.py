@@ -6,14 +6,13 @@ EXIT_DONE, EXIT_BUG, EXIT_RETRY, EXIT_CONFIG, EXIT_GATE = 0, 1, 75, 78, 79
 
 
 class UserError(Exception):
-    """An error that is shown to a person.  The message fits one screen.  If the error reaches the command line, the
-    process exits with ``exit_code``."""
+    """An error that is shown to a person.  If it reaches the command line, the process exits with ``exit_code``."""
 
     exit_code: ClassVar[int] = EXIT_CONFIG
 
 
 class ConfigError(UserError):
-    """The configuration is wrong.  The message gives the key, the expected value and the nearest right name."""
+    """A key, a name or a value that the user gave is wrong.  The message says which one, and what is expected."""
 
 
 class TaskError(UserError):
@@ -25,17 +24,17 @@ class PolicyError(UserError, ValueError):
 
 
 class SandboxUnready(UserError, RuntimeError):
-    """The sandbox cannot start on this machine: a required wall or the compiler is missing.  The message names it."""
+    """The sandbox cannot start on this machine.  The message names what is missing: a required wall or the compiler."""
 
 
 class StageError(UserError):
-    """A stage ends with this error and the exit code ``exit_code``."""
+    """An error that ends a stage.  The stage's process exits with ``exit_code``."""
 
     exit_code = EXIT_BUG
 
 
 class TryAgain(StageError):
-    """The same stage may succeed later: it was preempted, a device was lost, or the store was unreachable."""
+    """A stage failed, but may succeed later: it was preempted, a device was lost, or the store was unreachable."""
 
     exit_code = EXIT_RETRY
 
@@ -47,6 +46,6 @@ class BadConfiguration(StageError):
 
 
 class NotGoodEnough(StageError):
-    """The result is below a minimum that the configuration sets."""
+    """The result of a stage is below a minimum that the configuration sets."""
 
     exit_code = EXIT_GATE

@@ -2,7 +2,7 @@
 
 A kernel that takes 1.12 ms on an idle machine takes 1.75 ms beside a matmul.  So decoding and training (``working``)
 pause while a kernel is timed (``timing``).  Two advisory file locks work across processes.  They also prevent
-starvation: a process that times first closes a gate that every worker must pass before its next step."""
+starvation: before a process times, it closes a gate that every worker must pass before its next step."""
 
 import fcntl
 import os
@@ -12,8 +12,7 @@ from pathlib import Path
 
 
 class Lease:
-    """One process's access to the lease.  ``folder`` is the same for all processes of the machine that must not disturb
-    each other.  An instance belongs to one thread."""
+    """The access of one thread to the timing lease.  Processes that must not disturb each other share ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -26,7 +25,7 @@ class Lease:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Holds the lease, shared with other workers, for one step of decoding or training (at most about a second)."""
+        """Holds the lease, shared with other workers, during one step of decoding or training (about a second)."""
         with _held(self._gate, fcntl.LOCK_SH):
             fcntl.flock(self._lock, fcntl.LOCK_SH)
         try:
@@ -36,7 +35,7 @@ class Lease:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Holds the lease alone, while a kernel is timed."""
+        """Holds the lease exclusively, while a kernel is timed."""
         with _held(self._gate, fcntl.LOCK_EX), _held(self._lock, fcntl.LOCK_EX):
             yield
 

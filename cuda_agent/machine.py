@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def processor() -> str:
-    """Returns a digest of the processor's model and features, which ``-march=native`` and times depend on."""
+    """Returns a digest of the processor's model and features, on which times and ``-march=native`` depend."""
     if not (found := processor_facts()):
         return platform.machine()
     wanted = ("model name", "flags", "Features", "CPU part")
@@ -22,7 +22,7 @@ def processor() -> str:
 
 
 def processor_facts() -> dict[str, str]:
-    """Returns the facts in ``/proc/cpuinfo`` about the first processor, such as ``model name``; empty without it."""
+    """Returns what ``/proc/cpuinfo`` says about the first processor, such as ``model name``; empty without it."""
     with contextlib.suppress(OSError):
         pairs = (line.partition(":") for line in reversed(Path("/proc/cpuinfo").read_text().splitlines()))
         return {name.strip(): fact.strip() for name, colon, fact in pairs if colon}
@@ -36,7 +36,7 @@ def gpus() -> int:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Makes the kernel kill this process when its parent ends.  Exits at once if ``parent`` has ended already."""
+    """Makes Linux kill this process when its parent ends.  Exits at once if the process ``parent`` has ended."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent not in (None, os.getppid()):
         os._exit(EXIT_RETRY)

@@ -1,7 +1,7 @@
 """The calls of MLflow that this package needs: find runs, create a run, add entries, read artifacts.
 
-``Rest`` speaks HTTP to a server, without MLflow's client: in a pod, importing this client takes longer than most stages
-of a small run.  ``Library`` uses the client, for a database."""
+``Rest`` sends HTTP requests to a server, without MLflow's client: in a pod, importing this client takes longer than
+most stages of a small run.  ``Library`` uses the client, for a database."""
 
 import logging
 import os
@@ -30,12 +30,12 @@ class MlflowEntry:
 
 
 def connect(uri: str) -> "Api":
-    """Returns a connection to a server (``http://``, ``https://``), or to another store of MLflow (``sqlite:///``)."""
+    """Returns a connection to an MLflow server (``http://``, ``https://``) or MLflow database (``sqlite:///``)."""
     return Rest(uri) if uri.startswith(("http://", "https://")) else Library(uri)
 
 
 class Rest:
-    """A connection to a server over HTTP.  Credentials are in MLflow's environment.  Errors are not caught."""
+    """A connection to an MLflow server over HTTP.  Credentials come from MLflow's environment variables."""
 
     def __init__(self, uri: str, seconds: float = _SECONDS) -> None:
         import httpx
@@ -54,7 +54,7 @@ class Rest:
         self._artifact_uris: dict[str, str] = {}  # run -> artifact address
 
     def experiment(self, name: str, artifacts: str | None) -> str:
-        """Returns the id of the experiment.  Creates an absent one, which keeps its artifacts at ``artifacts``."""
+        """Returns the id of the experiment ``name``, which is created if absent, with artifacts at ``artifacts``."""
         response = self._client.get("mlflow/experiments/get-by-name", params={"experiment_name": name})
         if response.status_code != 404:
             return str(response.raise_for_status().json()["experiment"]["experiment_id"])
@@ -66,7 +66,7 @@ class Rest:
         return [item["experiment_id"] for item in found]
 
     def find(self, experiments: Sequence[str], tag: str, value: str) -> list[MlflowEntry]:
-        """Returns the runs with this tag, newest first.  All their metrics are ``unread``."""
+        """Returns the runs whose tag ``tag`` is ``value``, newest first.  All their metrics are ``unread``."""
         query = {"experiment_ids": experiments, "filter": f"tags.`{tag}` = '{value}'", "max_results": 1000}
         return [self._entry(run) for run in self._post("runs/search", query).get("runs", [])]
 
@@ -75,7 +75,7 @@ class Rest:
         return self._entry(self._post("runs/create", asked)["run"])
 
     def steps(self, run_id: str, key: str) -> set[int]:
-        """Returns the steps at which a metric has points."""
+        """Returns the steps at which the metric ``key`` of a run has points."""
         found: set[int] = set()
         page = {"run_id": run_id, "metric_key": key, "max_results": "20000"}
         while True:
@@ -94,7 +94,7 @@ class Rest:
             self._post("runs/log-batch", {"run_id": run_id, **batch})
 
     def upload(self, run_id: str, path: Path) -> None:
-        """Uploads a file, or all files of a folder."""
+        """Uploads the file ``path``, or all files of the folder ``path``, as artifacts of a run."""
         place = self._artifact_uris[run_id]
         if not place.startswith("mlflow-artifacts:"):
             Library(self._uri).upload(run_id, path)
@@ -106,7 +106,7 @@ class Rest:
             self._client.put(target, content=file.read_bytes()).raise_for_status()
 
     def files(self, run_id: str, path: str = "") -> list[str]:
-        """Returns the names of all artifacts below ``path``."""
+        """Returns the names of all artifacts of a run below ``path``."""
         answer = self._client.get("mlflow/artifacts/list", params={"run_id": run_id, "path": path})
         found: list[str] = []
         for item in answer.raise_for_status().json().get("files", []):
@@ -118,7 +118,7 @@ class Rest:
         return answer.raise_for_status().content
 
     def end(self, run_id: str, status: str) -> None:
-        """Sets the final status; the status RUNNING opens the run again."""
+        """Sets the final status of a run; the status RUNNING opens the run again."""
         ended = {} if status == "RUNNING" else {"end_time": _now()}
         self._post("runs/update", {"run_id": run_id, "status": status, **ended})
 
@@ -141,7 +141,7 @@ class Rest:
 
 
 class Library:
-    """A connection through MLflow's client.  The import takes seconds, and so does the first opening of a database."""
+    """A connection through MLflow's client.  Importing the client takes seconds, and so does opening a new database."""
 
     def __init__(self, uri: str) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", f"{_SECONDS:.0f}")

@@ -1,12 +1,12 @@
 """Stores artifacts in a folder, in memory or in S3 (through obstore), behind one interface.
 
-Every write is atomic.  A folder is content-addressed, and exists once its tree object, which is written last, exists.
-Reads of folders verify digests and remove damaged objects; objects under other keys (``runs/...``) are not verified.
+Every write is atomic.  A folder is stored under the digest of its content; it exists once its tree object is written,
+which comes last.  Reading a folder verifies digests and removes damaged objects; ``get`` verifies nothing.
 
     cas/<sha256>    a file, or the tree of a folder: canonical JSON {"files": {path: {"sha256", "size"}}}
 
-Empty folders, permissions and links are not stored, and the folder store does not fsync.  Credentials of S3 come from
-the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), never from a URI."""
+Empty folders, permissions and links are not stored, and a store in a folder does not fsync.  Credentials of S3 come
+from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), never from a URI."""
 
 import contextlib
 import hashlib
@@ -28,7 +28,7 @@ CHUNK = 4 << 20  # bytes
 
 
 class StoreError(UserError):
-    """A failure of the store; the message fits one screen and names a remedy."""
+    """A failure of the store.  The message fits one screen."""
 
     exit_code = EXIT_RETRY
 
@@ -42,7 +42,7 @@ class StoreFull(StoreError):
 
 
 class StoreDamaged(StoreError):
-    """An object is missing, or does not match its digest.  An object that does not match was removed."""
+    """An object is missing, or does not match its digest.  In the second case it was removed."""
 
 
 def open_store(uri: str | Path) -> "Store":
@@ -70,32 +70,32 @@ def open_store(uri: str | Path) -> "Store":
 
 
 def absolute_uri(uri: str) -> str:
-    """Returns an address of the same store that is valid in every working directory."""
+    """Returns an address of the store at ``uri`` that is valid in every working directory."""
     folder = local_folder(uri)
     return uri if folder is None else str(folder)
 
 
 def local_folder(uri: str) -> Path | None:
-    """Returns the folder of a store that is a folder, or None for a store in memory or S3."""
+    """Returns the folder of the store at ``uri``, or None for a store in memory or in S3."""
     if re.match(r"(memory|s3):", uri):
         return None
     return Path(uri.removeprefix("file://")).expanduser().absolute()
 
 
 class Store:
-    """Stores objects and folders by key.  A key is a slash-separated path.  Every failure raises a ``StoreError``."""
+    """A store of objects and folders.  An object's key is a slash-separated path.  Failures raise a ``StoreError``."""
 
     def __init__(self, backend: Any, uri: str) -> None:
         self._backend = backend
         self.uri = uri
 
     def put(self, key: str, data: bytes | Path) -> None:
-        """Writes bytes, or the content of a file."""
+        """Writes ``data``, or the content of the file at ``data``, under ``key``."""
         with self._errors(f"write {key}"):
             obstore.put(self._backend, key, data)
 
     def create(self, key: str, data: bytes) -> bool:
-        """Writes ``data`` if ``key`` is absent; returns False if it exists."""
+        """Writes ``data`` under ``key`` and returns True, or returns False if ``key`` exists."""
         with self._errors(f"write {key}"):
             try:
                 obstore.put(self._backend, key, data, mode="create")
@@ -104,7 +104,7 @@ class Store:
         return True
 
     def get(self, key: str) -> bytes:
-        """Returns the object.  Raises StoreDamaged if ``key`` is absent."""
+        """Returns the bytes under ``key``.  Raises a ``StoreDamaged`` if ``key`` is absent."""
         with self._errors(f"read {key}"):
             return bytes(obstore.get(self._backend, key).bytes())
 
@@ -120,11 +120,11 @@ class Store:
                 return None
 
     def list(self, prefix: str) -> list[str]:
-        """Returns all keys below the folder ``prefix``, sorted.  Unfinished writes never show."""
+        """Returns all keys below the folder ``prefix``, sorted.  Keys of unfinished writes are not among them."""
         return sorted(self.sizes(prefix))
 
     def sizes(self, prefix: str) -> dict[str, tuple[int, float]]:
-        """Returns key -> (bytes, time of the last change in seconds since the epoch), for all keys below ``prefix``."""
+        """Returns key -> (size in bytes, last change in seconds since the epoch), for all keys below ``prefix``."""
         with self._errors(f"list {prefix}"):
             return {
                 entry["path"]: (entry["size"], entry["last_modified"].timestamp())
@@ -138,7 +138,7 @@ class Store:
             obstore.delete(self._backend, key)
 
     def get_file(self, key: str, path: Path, sha256: str) -> None:
-        """Downloads an object to ``path`` and verifies its digest.  Deletes a damaged one and raises StoreDamaged."""
+        """Downloads an object to ``path``.  If its sha256 is wrong, deletes both and raises a ``StoreDamaged``."""
         actual = hashlib.sha256()
         with self._errors(f"read {key}"), open(path, "wb") as file:
             for chunk in obstore.get(self._backend, key).stream(min_chunk_size=CHUNK):
@@ -151,7 +151,7 @@ class Store:
     # Folders ---------------------------------------------------------------------------------------------------------
 
     def put_folder(self, path: Path) -> str:
-        """Stores the files below ``path`` and returns the folder's digest, a function of their names and bytes."""
+        """Stores the files below ``path`` and returns the folder's digest, which depends on their names and bytes."""
         files = {}
         for file in files_below(path):
             digest = file_sha256(file)
@@ -172,7 +172,7 @@ class Store:
         return json.loads(data)["files"]
 
     def get_folder(self, digest: str, path: Path) -> None:
-        """Makes the folder ``path`` and fills it with the stored files, verified and read-only."""
+        """Fills the folder ``path`` with the files of the stored folder ``digest``, verified and read-only."""
         path.mkdir(parents=True, exist_ok=True)
         for name, entry in self.tree(digest).items():
             target = path / name
@@ -183,7 +183,7 @@ class Store:
             target.chmod(0o444)
 
     def has_folder(self, digest: str) -> bool:
-        """Returns whether every file of the folder exists with its size; does not read the bytes of the files."""
+        """Returns whether every file of the stored folder exists with its size; does not read the bytes."""
         try:
             return all(self.size(f"cas/{entry['sha256']}") == entry["size"] for entry in self.tree(digest).values())
         except StoreDamaged:
@@ -195,7 +195,7 @@ class Store:
 
     @contextlib.contextmanager
     def _errors(self, doing: str) -> Iterator[None]:
-        """Turns errors of obstore and of the operating system into the errors of this module."""
+        """Turns errors of obstore and of the system into a ``StoreError`` that names the operation ``doing``."""
         try:
             yield
         except FileNotFoundError as error:
@@ -221,7 +221,7 @@ def file_sha256(path: Path) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """Returns the canonical text of a value: sorted keys, no spaces, no NaN."""
+    """Returns a value as JSON with sorted keys and without spaces, so that equal values give equal texts."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 

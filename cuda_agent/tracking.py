@@ -1,8 +1,8 @@
 """Metrics, progress and notes of a run.
 
-A stage writes three files through ``FileTracker``.  Metrics and notes travel with checkpoints.  ``Mirror`` copies all
-to MLflow from a thread, which compares the wanted state with MLflow's state and sends the difference: a run does not
-wait for MLflow, and a retry writes into the same MLflow run.
+A stage writes three files through ``FileTracker``.  Metrics and notes are part of its checkpoints.  ``Mirror`` copies
+both to MLflow from a thread, which compares the wanted state with MLflow's state and sends the difference: a run does
+not wait for MLflow, and a retry writes into the same MLflow run.
 
     metrics.jsonl    {"step": 3, "reward": 1.25, ...} per line; a later line of the same (key, step) replaces the value
     notes.jsonl      {"text": ...} per line
@@ -28,7 +28,7 @@ Trouble = Callable[[str], None]  # receives one line for the user
 
 
 class FileTracker:
-    """The tracker of one stage, which writes files.  ``context.Tracker`` describes its methods."""
+    """A tracker of one stage, which writes to files in ``folder``.  ``context.Tracker`` describes its methods."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -55,14 +55,14 @@ class FileTracker:
         return read_notes(self._folder / "notes.jsonl")
 
     def save(self, folder: Path) -> None:
-        """Writes the metrics, one line per step, and the notes into ``folder``."""
+        """Writes the metrics, one line per step, and the notes to files in ``folder``."""
         folder.mkdir(parents=True, exist_ok=True)
         write_metrics(folder / "metrics.jsonl", read_metrics(self._folder / "metrics.jsonl"))
         notes = self._folder / "notes.jsonl"
         (folder / "notes.jsonl").write_bytes(notes.read_bytes() if notes.exists() else b"")
 
     def restore(self, folder: Path) -> None:
-        """Restores the metrics and notes that ``save`` wrote; later entries are dropped."""
+        """Restores the metrics and notes that ``save`` wrote to ``folder``, and drops all later ones."""
         for name in ("metrics.jsonl", "notes.jsonl"):
             write_whole(self._folder / name, (folder / name).read_text())
 
@@ -72,8 +72,8 @@ class FileTracker:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Returns the metrics by step, in order, with the last value of each (key, step).  A missing file gives no metrics;
-    an incomplete last line is ignored."""
+    """Returns the metrics as step -> key -> value, in the order of steps.  The last value of a (key, step) counts.  A
+    missing file gives no metrics, and an incomplete last line is ignored."""
     steps: Metrics = {}
     for line in _lines(path):
         step = line.pop("step")
@@ -101,7 +101,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces the file atomically."""
+    """Replaces the content of the file at ``path`` by ``text``, atomically."""
     new = path.with_name(path.name + ".new")
     new.write_text(text, encoding="utf-8")
     os.replace(new, path)
@@ -117,7 +117,8 @@ MANIFEST_TAG = "manifest"  # the manifest of a finished stage
 
 @dataclass(frozen=True)
 class Sweep:
-    """The runs below one parent run.  ``agree(make)`` returns the id of the parent's MLflow run, or makes it."""
+    """A sweep, whose runs share one parent run in MLflow.  ``agree`` returns the id of that run for all of them; its
+    argument is a function that creates the run and returns the id."""
 
     name: str
     agree: Callable[[Callable[[], str]], str]
@@ -135,11 +136,11 @@ class Wanted:
 
 
 class Mirror:
-    """Copies one workflow into MLflow: an experiment per pipeline, a parent run, a child run per stage.
+    """Copies a run of the workflow into MLflow: to an experiment per pipeline, a parent run, and a child run per stage.
 
-    ``update(stage, ...)`` sets the wanted state (stage ``None``: the parent) and returns at once.  ``close`` waits at
-    most ``timeout`` seconds for the last copy and returns whether everything arrived.  When MLflow first fails, the
-    thread calls ``trouble`` with one line for the user."""
+    ``update(stage, ...)`` sets the wanted state (stage ``None``: the parent run's) and returns at once.  ``close``
+    waits at most ``timeout`` seconds for the last copy and returns whether everything arrived.  When MLflow first
+    fails, the thread calls ``trouble`` with one line for the user."""
 
     def __init__(
         self, uri: str, experiment: str, run: str, artifacts: Path | None, trouble: Trouble, sweep: Sweep | None = None
@@ -225,7 +226,7 @@ class Mirror:
 
 
 def _sweep_run(api: mlflow_api.Api, experiment: str, sweep: Sweep) -> str:
-    """Returns the parent run of a sweep, and creates it if needed.  Its status is FINISHED from the start."""
+    """Returns the id of a sweep's parent run, which is created if needed.  Its status is FINISHED from the start."""
     made = ""
 
     def make() -> str:
@@ -242,7 +243,7 @@ def _sweep_run(api: mlflow_api.Api, experiment: str, sweep: Sweep) -> str:
 
 
 def _send(api: mlflow_api.Api, there: MlflowEntry, wanted: Wanted) -> None:
-    """Sends what differs from the wanted state, the final status last: a finished run has all its points."""
+    """Sends to MLflow what changes its state ``there`` into ``wanted``: the final status last, after all points."""
     if there.status == wanted.status == "FINISHED" and wanted.tags and wanted.tags.items() <= there.tags.items():
         there.unread.clear()
         there.points |= {(key, step) for step, values in wanted.metrics.items() for key in values}

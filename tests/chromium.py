@@ -1,7 +1,5 @@
-"""A headless Chromium that is told what to do by the DevTools protocol: open a page, ask it, take its picture.
-
-Covers one page at a time. Does not cover input, downloads or other browsers.
-"""
+"""A headless Chromium that is controlled through the DevTools protocol: it opens a page, evaluates JavaScript in the
+page and takes a picture of it.  Only one page at a time; no input, downloads or other browsers."""
 
 import base64
 import json
@@ -22,13 +20,13 @@ PROGRAM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.wh
 
 
 class Page:
-    """One tab. ``socket`` is its DevTools connection."""
+    """One tab of the browser.  ``socket`` is the tab's DevTools connection."""
 
     def __init__(self, socket: Any) -> None:
         self._socket, self._number = socket, 0
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """The answer to one command of the protocol; events that come meanwhile are passed over. Raises on refusals."""
+        """Returns the answer to one command of the protocol; skips events that come before it.  Raises on a refusal."""
         self._number += 1
         self._socket.send(json.dumps({"id": self._number, "method": method, "params": params}))
         while True:
@@ -42,15 +40,15 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def ask(self, expression: str) -> Any:
-        """The value of a JavaScript expression."""
+        """Returns the value of a JavaScript expression."""
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
     def text(self) -> str:
-        """What a person reads."""
+        """Returns the visible text of the page."""
         return str(self.ask("document.body ? document.body.innerText : ''"))
 
     def shows(self, *words: str) -> None:
-        """Waits until all of these are on the page."""
+        """Waits until all ``words`` are on the page."""
         try:
             wait_for(f"{words} on the page", 90, lambda: all(word in self.text() for word in words))
         except AssertionError:
@@ -58,13 +56,13 @@ class Page:
             raise AssertionError(f"{missing} never came; the page says: {self.text()[:3000]}") from None
 
     def picture(self, file: Path) -> None:
-        """What is visible, as PNG."""
+        """Writes the visible part of the page to ``file`` as PNG."""
         file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
 
 @contextmanager
 def browser(width: int, height: int) -> Iterator[Page]:
-    """A fresh browser with one empty page of this size, in pixels."""
+    """Yields the empty page of a new browser whose window has this size in pixels."""
     import websocket
 
     assert PROGRAM, "no Chromium on this machine"

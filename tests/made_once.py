@@ -1,7 +1,6 @@
-"""What the sandbox makes once a machine, made once for all tests: the precompiled headers of g++ and of torch.compile.
+"""Shares between all tests what the sandbox makes once a machine: the precompiled headers of g++ and of torch.compile.
 
-They lie in the cache by their content, so that a test's own cache may share them with others and nothing else.
-"""
+The cache stores them under their content, so the caches of several tests can share them and nothing else."""
 
 from pathlib import Path
 
@@ -15,7 +14,7 @@ def keep_in(place: Path) -> None:
 
 
 def share(cache: Path) -> Path:
-    """``cache``, for a sandbox that is not there yet."""
+    """Links the shared files into ``cache``, the cache of a sandbox that starts later, and returns ``cache``."""
     assert _place is not None, "tests/conftest.py says where"
     for part in _PARTS:
         (_place / part).mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A real MLflow server in a process of its own."""
+"""A real MLflow server in its own process."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ from tests.ports import free_port
 
 @contextlib.contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """Its address; started as the chart starts it, with its files in ``folder``."""
+    """Starts a server as the chart does, with its files in ``folder``, and yields its address."""
     port = free_port()
     command = [
         sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}", "--workers=1",

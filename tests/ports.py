@@ -1,4 +1,4 @@
-"""A port for a server that must be told one."""
+"""Finds a free port for a server that cannot choose one itself."""
 
 import random
 import socket

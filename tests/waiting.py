@@ -1,4 +1,4 @@
-"""Waiting for something to become true."""
+"""Waits until a condition is true."""
 
 import time
 from collections.abc import Callable
@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 def wait_for(what: str, seconds: float, look: Callable[[], T]) -> T:
-    """The first true answer."""
+    """Calls ``look`` until its result is true, and returns it.  Fails after ``seconds``; ``what`` is in the message."""
     end = time.monotonic() + seconds
     while not (seen := look()):
         assert time.monotonic() < end, f"gave up waiting: {what}"

@@ -117,7 +117,7 @@ def sweep(
 
 
 def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
-    """Runs the points of a sweep one after the other, and returns the first exit code other than 0, else 0."""
+    """Runs the runs of a sweep (``points``) here one by one; returns the first exit code that is not 0, else 0."""
     from cuda_agent.pipeline import screen, sweep
     from cuda_agent.pipeline.local import RunOutcome, run_pipeline
 
@@ -232,7 +232,7 @@ def _submitted(place: "Cluster", what: "Submission", watching: bool, as_json: bo
 
 
 def _follow(place: "Cluster", run: str, as_json: bool) -> int:
-    """Shows a run until it ends, and returns an exit code: 0 if the run succeeded, 75 if it was stopped, else 1."""
+    """Shows a run on a cluster until it ends; returns an exit code: 0 if it succeeded, 75 if it was stopped, else 1."""
     from cuda_agent.cluster import submit as cluster
     from cuda_agent.cluster.api import ClusterError
     from cuda_agent.pipeline import screen

@@ -78,7 +78,7 @@ def episodes(
 
 
 def _write(page: Path, text: str) -> None:
-    """Writes the page.  Raises ConfigError if that fails."""
+    """Writes ``text`` to the file ``page``.  Raises a ``ConfigError`` if that fails."""
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(text, encoding="utf-8")
@@ -89,7 +89,7 @@ def _write(page: Path, text: str) -> None:
 def _entries(
     run: str, store: str, on: str | None, namespace: str | None, folder: Path
 ) -> "tuple[str, Path, list[EpisodeEntry], str]":
-    """Returns a title, the default folder of the page, all episodes, and the message to print if there are none."""
+    """Returns a title, a folder for the page, all episodes of the run or path ``run``, and a message if it has none."""
     from cuda_agent.cluster import results
     from cuda_agent.cluster.api import ClusterError
     from cuda_agent.pipeline import episodes as left
@@ -125,7 +125,8 @@ def _is_path(text: str) -> bool:
 
 
 def _lines(chosen: "list[EpisodeEntry]", found: int, most: int, nothing: str) -> list[str]:
-    """Returns the lines of the table, or one line if ``chosen`` is empty (``nothing`` if no episode was found)."""
+    """Returns the lines of a table of the first ``most`` episodes in ``chosen``.  If ``chosen`` is empty, returns one
+    line that says so, or ``nothing`` if ``found``, the number of all episodes, is 0."""
     if not chosen:
         return [f"none of {found} episodes" if found else nothing]
     lines = [_HEAD, *(_line(entry.row) for entry in chosen[:most])]

@@ -30,11 +30,11 @@ def command_group(help: str | None = None) -> typer.Typer:
 
 
 def command(group: typer.Typer, *examples: str, name: str | None = None) -> Callable[[_Command], _Command]:
-    """Returns a decorator that adds a function to the group as a command, with the examples below its help."""
+    """Returns a decorator that adds a function to ``group`` as a command, with ``examples`` below its help text."""
     title = "Examples" if len(examples) > 1 else "Example"
     return group.command(name, epilog="\b\n" + "\n  ".join([f"{title}:", *examples]))
 
 
 def print_json(value: Any) -> None:
-    """Prints JSON for a program."""
+    """Prints ``value`` as JSON, for programs that read the output."""
     print(json.dumps(value, indent=1, ensure_ascii=False))

@@ -110,7 +110,7 @@ def _cluster_rows(place: "Cluster") -> list[dict[str, Any]]:
 
 
 def _sweep_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yields one line per sweep: how many of its runs are in which state.  Only the newest attempt of a run counts."""
+    """Yields one line per sweep, which counts its runs by state.  Of each run only the newest attempt counts."""
     from collections import Counter
 
     newest = {row["name"]: row for row in rows}
@@ -217,7 +217,7 @@ def logs(
 
 
 def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Yields (stage, line) of the log file of a running stage, else of the stored log."""
+    """Yields (stage, line) for the log of ``stage`` (empty: of all): from the log file if it exists, else the store."""
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.graph import ROWS
     from cuda_agent.pipeline.manifest import read_manifest
@@ -242,7 +242,7 @@ def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: 
 
 
 def _tail(file: Path, follow: bool, running: Callable[[], bool]) -> Iterator[str]:
-    """Yields the whole lines of a growing file, until the file is removed or its writer has ended."""
+    """Yields the lines of a file; with ``follow`` also those to come, until it is removed or ``running()`` is False."""
     with open(file, errors="replace") as text:
         rest = ""
         while True:
@@ -256,7 +256,7 @@ def _tail(file: Path, follow: bool, running: Callable[[], bool]) -> Iterator[str
 
 
 def _cluster_logs(place: "Cluster", name: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Yields (stage, line) of the logs of existing pods, else of the log in MLflow."""
+    """Yields (stage, line) for the log of ``stage`` (empty: of all): from pods that still exist, else from MLflow."""
     from cuda_agent.cluster import results
     from cuda_agent.cluster import submit as cluster
 
@@ -272,7 +272,7 @@ def _cluster_logs(place: "Cluster", name: str, stage: str, follow: bool) -> Iter
 
 
 def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[tuple[Store, Run] | Cluster, str]":
-    """Finds a run by name.
+    """Finds a run by its name, the start of its name, or ``last``.
 
     Returns:
         (store, record) of a local run, or the cluster that has the run; then the run's full name.
@@ -308,7 +308,7 @@ def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[
 
 
 def open_existing(store: str) -> "Store":
-    """Opens a store that exists; commands that only read must not create a folder.
+    """Opens the store at the address ``store``.  Does not create a folder, as commands that only read must not.
 
     Raises:
         StoreUnavailable: The folder of the store does not exist."""
@@ -321,7 +321,7 @@ def open_existing(store: str) -> "Store":
 
 
 def cluster_of(on: str | None, namespace: str | None) -> "Cluster":
-    """Returns the cluster of the named context, or of the current context.
+    """Returns the cluster of the kubeconfig's context ``on``; None or ``.`` stands for the current context.
 
     Raises:
         ClusterError: The kubeconfig cannot be used.
@@ -335,7 +335,7 @@ def cluster_of(on: str | None, namespace: str | None) -> "Cluster":
 
 
 def _current(store: str, namespace: str | None) -> "Cluster | None":
-    """Returns the current cluster, or None if there is none or ``--store`` names a store other than the default."""
+    """Returns the current context's cluster; None if there is none, or if ``store`` is not the default store."""
     from cuda_agent.cluster.api import ClusterError
 
     if store != STORE:

@@ -1,7 +1,7 @@
-"""A small Kubernetes client: a few kinds in one namespace, as JSON, over the connection of the official client.
+"""A small Kubernetes client, built on the package ``kubernetes``: objects of a few kinds in one namespace, as JSON.
 
-The credentials come from a kubeconfig (certificates, tokens, plugins), or inside a pod from its service account.  Every
-failure is a ``ClusterError`` that names the operation, the cluster and a remedy."""
+The credentials come from a kubeconfig, or inside a pod from the pod's service account.  A request that fails raises a
+``ClusterError``, which names the operation and the cluster."""
 
 import json
 import os
@@ -21,13 +21,13 @@ _SECONDS = 30.0  # time limit of one request
 
 
 def new_object(kind: str, name: str, labels: Mapping[str, str], **fields: Any) -> dict[str, Any]:
-    """Returns an object for ``Cluster.create``."""
+    """Returns a Kubernetes object for ``Cluster.create``.  ``fields`` are its top-level fields, such as ``spec``."""
     metadata = {"name": name, "labels": labels}
     return {"apiVersion": API_VERSIONS[kind], "kind": kind, "metadata": metadata} | fields
 
 
 class ClusterError(UserError):
-    """A failed request.  The message fits one screen; ``status`` is the HTTP status, 0 without an answer."""
+    """The failure of an operation on a cluster.  ``status`` is an HTTP status, or 0 if the cluster gave none."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -35,19 +35,20 @@ class ClusterError(UserError):
 
     @property
     def exit_code(self) -> int:  # type: ignore[override]
-        """Returns 75 (try again) if the cluster did not answer or is busy, else 78."""
+        """Returns the exit code for this error: 75 (try again) if the cluster did not answer or is busy, else 78."""
         return 75 if self.status in (0, 429) or self.status >= 500 else 78
 
 
 class Cluster:
-    """A connection to one namespace of one cluster."""
+    """A connection to one namespace of one Kubernetes cluster."""
 
     def __init__(self, client: Any, namespace: str, name: str) -> None:
         self.client, self.namespace, self.name = client, namespace, name
 
     @classmethod
     def of_kubeconfig(cls, context: str | None = None, namespace: str | None = None) -> "Cluster":
-        """Connects by the named context or the current one; the namespace is that of the context unless one is given.
+        """Connects with the kubeconfig's context ``context``, by default its current one.  ``namespace`` is by default
+        the context's namespace.
 
         Raises:
             ClusterError: The kubeconfig cannot be used, or lacks the context."""
@@ -70,7 +71,7 @@ class Cluster:
 
     @classmethod
     def of_pod(cls) -> "Cluster":
-        """Connects to the cluster of this pod, with the pod's service account.
+        """Connects to the cluster of the pod in which this process runs, with the pod's service account.
 
         Raises:
             ClusterError: This process does not run in a pod with a service account."""
@@ -87,14 +88,15 @@ class Cluster:
         return cls(client.ApiClient(settings), namespace, "this cluster")
 
     def ask(self, path: str, doing: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Sends a GET to any path of the API server, or a POST of ``body``, and returns the answer."""
+        """Sends a GET (a POST if there is a ``body``) to any ``path`` of the API server, and returns the JSON answer.
+        ``doing`` names the operation in error messages, such as "list nodes"."""
         return self._ask("GET" if body is None else "POST", path, doing, body and dict(body))
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
         return self._ask("GET", f"{self._path(kind)}/{name}", f"read {kind} {name}")
 
     def find(self, kind: str, name: str) -> dict[str, Any] | None:
-        """Returns the object, or None if it does not exist."""
+        """Returns the object of this kind and name, or None if it does not exist."""
         return _unless(404, lambda: self.get(kind, name))
 
     def all(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
@@ -102,26 +104,26 @@ class Cluster:
         return self._ask("GET", self._path(kind), f"list {kind}s", query=query)["items"]
 
     def create(self, item: Mapping[str, Any], dry_run: bool = False) -> dict[str, Any]:
-        """Creates an object.  With ``dry_run`` the API server validates it, admission policies included, and stores
-        nothing."""
+        """Creates the object and returns it.  With ``dry_run`` the API server validates it, admission policies
+        included, and stores nothing."""
         query = [("fieldValidation", "Strict"), *([("dryRun", "All")] if dry_run else [])]
         kind = item["kind"]
         return self._ask("POST", self._path(kind), f"create {kind} {item['metadata']['name']}", dict(item), query)
 
     def create_if_absent(self, item: Mapping[str, Any]) -> bool:
-        """Creates the object and returns True, or returns False if it exists."""
+        """Creates the object and returns True, or returns False if an object of its kind and name exists."""
         return _unless(409, lambda: self.create(item)) is not None
 
     def patch(self, kind: str, name: str, change: Mapping[str, Any]) -> dict[str, Any]:
         return self._ask("PATCH", f"{self._path(kind)}/{name}", f"change {kind} {name}", dict(change))
 
     def delete(self, kind: str, name: str) -> bool:
-        """Deletes the object, and returns whether it existed."""
+        """Deletes the object of this kind and name, and returns whether it existed."""
         path, body = f"{self._path(kind)}/{name}", {"propagationPolicy": "Background"}
         return _unless(404, lambda: self._ask("DELETE", path, f"delete {kind} {name}", body)) is not None
 
     def logs(self, pod: str, follow: bool = False) -> Iterator[str]:
-        """Yields the lines of the container ``main`` without line ends; with ``follow`` until the container ends."""
+        """Yields the log lines of the pod's container ``main``; with ``follow`` until the container ends."""
         query = [("container", "main"), *([("follow", "true")] if follow else [])]
         path = f"{self._path('Pod')}/{pod}/log"
         response = self._request("GET", path, f"read the log of {pod}", query=query, stream=True)

@@ -1,4 +1,4 @@
-"""Creates a bucket in MinIO with an expiry rule, and tests a store before it is used."""
+"""Creates the store's bucket in MinIO, and checks whether a run can use the store and MLflow."""
 
 import os
 import secrets
@@ -13,7 +13,7 @@ PATIENCE = 120.0  # longest wait for a server to start, in seconds
 
 
 def make(store: str, expire_logs_days: int) -> str:
-    """Creates the bucket of ``s3://bucket/prefix`` if it is absent, and sets the rule by which Argo's logs expire.
+    """Creates the bucket of ``store`` (s3://bucket/prefix) if absent, lets Argo's logs in it expire; returns a message.
 
     Raises:
         StoreUnavailable: The address is wrong, or the server refuses or does not answer."""
@@ -48,7 +48,7 @@ def make(store: str, expire_logs_days: int) -> str:
 
 
 def probe(store: str, mlflow: str) -> Iterator[Check]:
-    """Tests the store and MLflow in the way that a run uses them."""
+    """Writes to and reads from the store, asks MLflow for its health, and yields one ``Check`` for each result."""
 
     def check(name: str, ok: bool, text: str) -> Check:
         values = "tracking" if name == "mlflow" else name

@@ -1,6 +1,6 @@
-"""Checks whether a cluster has everything that a run needs: one line per check, and a remedy for each failed check.
+"""Checks whether a cluster has everything that a run needs.  Each check gives one line, with a remedy if it fails.
 
-The first checks need only the person's own rights; the later ones run in a pod (``pod_maintenance.doctor``)."""
+The first checks use the caller's own rights; the last ones run in a pod (``pod_maintenance.doctor``)."""
 
 import json
 import re
@@ -29,7 +29,8 @@ _RIGHTS = (
 
 
 def examine(cluster: Cluster, release: str) -> Iterator[Check]:
-    """Yields all checks in order; none raises.  If the API server does not answer, its check is the only one."""
+    """Checks a cluster with the Helm release ``release``, and yields each result.  A problem is a failed check, never
+    an exception.  If the API server does not answer, no further check follows."""
     first = _checked("api server", lambda: _api_server(cluster))
     yield first
     if not first.ok:
@@ -57,7 +58,7 @@ def examine(cluster: Cluster, release: str) -> Iterator[Check]:
 
 
 def _checked(name: str, check: Callable[[], Finding], hidden: Finding | None = None) -> Check:
-    """Runs one check.  ``hidden`` is the finding if the person's rights do not cover the check."""
+    """Runs ``check`` and returns its result; ``hidden`` is the result if the person lacks the rights for the check."""
     try:
         text, mend = check()
     except ClusterError as error:
@@ -76,8 +77,8 @@ def _api_server(cluster: Cluster) -> Finding:
 
 
 def _argo(cluster: Cluster) -> Finding:
-    """Checks Argo's resource definitions.  Their fields show the version, and whether misspelt fields would be
-    refused."""
+    """Checks whether the cluster has Argo's resource definitions.  Their fields tell Argo's version, and whether the
+    API server refuses misspelt fields of a Workflow."""
     mend = "install Argo Workflows 3.7 or 4 with its full resource definitions (manifests/full in its release)"
     try:
         schemas = cluster.ask(f"/openapi/v3/apis/{_ARGO}", "read Argo's definitions")["components"]["schemas"]
@@ -103,8 +104,8 @@ def _argo(cluster: Cluster) -> Finding:
 
 
 def _controller(cluster: Cluster) -> Finding:
-    """Finds the version of Argo's controller in its image name, for people who may see other namespaces.  The checks
-    inside the cluster show whether the controller works."""
+    """Finds the image of Argo's controller, whose name tells the version.  Only people who may see other namespaces can
+    do this.  Whether the controller works is shown later, by the checks that run in a pod."""
     everywhere = cluster.ask("/apis/apps/v1/deployments", "look for Argo's controller")["items"]
     images = [
         f"{container['image']} in {item['metadata']['namespace']}"
@@ -181,7 +182,7 @@ def _gpus(cluster: Cluster) -> Finding:
 
 
 def _pid_limits(cluster: Cluster) -> Finding:
-    """Finds the kubelets' process limit per pod; the sandbox also sets limits itself."""
+    """Finds how many processes the kubelets allow in a pod.  The sandbox limits the number of its processes as well."""
     limits = []
     for item in _nodes(cluster):
         path = f"/api/v1/nodes/{item['metadata']['name']}/proxy/configz"

@@ -1,10 +1,10 @@
-"""The engine replicas of a run as Kubernetes objects: vLLM servers that all stages of the run share.
+"""The engine replicas of a run as Kubernetes objects.  They are vLLM servers that all stages of the run share.
 
-    Service         headless: an address for each replica
-    NetworkPolicy   in: from this run's stages and the pods of their Ray; out: nothing, not even DNS
+    Service         gives each replica an address (headless)
+    NetworkPolicy   lets only this run's stages and their Ray pods connect to the replicas, and the replicas to nothing
     StatefulSet     the replicas, which wait for the run's first policy (``policy.engines.vllm_pool``)
 
-With ``policy.vllm.sync=nccl``, stages and replicas may also connect to each other's other ports, which NCCL chooses."""
+With ``policy.vllm.sync=nccl``, stages and replicas may connect to each other on all ports: NCCL chooses its ports."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,10 +19,10 @@ FOLDER = "/engine"  # where stages and replicas mount the claim of the weights; 
 
 
 def wanted(config: Config) -> bool:
-    """Returns whether a run needs engine replicas.
+    """Returns whether a run with this configuration needs engine replicas.
 
     Raises:
-        ConfigError: The configuration asks for something that replicas cannot serve."""
+        ConfigError: The configuration asks for something that engine replicas cannot serve."""
     vllm = config.policy.vllm
     if config.policy.engine != "vllm" or vllm.servers:
         return False
@@ -34,12 +34,12 @@ def wanted(config: Config) -> bool:
 
 
 def _clients(name: str) -> list[dict[str, str]]:
-    """Returns labels of the pods of a run that may send requests: its stages, and the pods of a stage's Ray."""
+    """Returns the labels of the pods that may connect to the engine of the run ``name``: its stages and their Ray."""
     return [{label: name, COMPONENT_LABEL: "stage"} for label in (WORKFLOW_LABEL, POOL_LABEL)]
 
 
 def engine_objects() -> list[dict[str, Any]]:
-    """Returns the objects in the order of creation, before a profile and a run are filled in."""
+    """Returns the engine's objects in the order of creation; values of a profile and of a run are filled in later."""
     container = pools.container(
         "cuda-agent-engine",
         {"HOME": "/scratch", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"},
@@ -59,7 +59,7 @@ def engine_objects() -> list[dict[str, Any]]:
 
 
 def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: Config) -> list[dict[str, Any]]:
-    """Returns the objects of one run, ready to be created."""
+    """Returns the engine's objects for one run, made from the profile's objects ``base`` and the values of the run."""
     policy = config.policy
     opened: list[dict[str, Any]] = []
     if policy.vllm.sync == "nccl":
@@ -84,6 +84,6 @@ def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: 
 
 
 def names(workflow: str) -> list[tuple[str, str]]:
-    """Returns kind and name of every object that a run's engine may have."""
+    """Returns the kind and the name of every object that the engine of a run may have."""
     walls = [("NetworkPolicy", f"{workflow}-engine-{suffix}") for suffix in ("stages", "ray")]
     return [*((kind, f"{workflow}-engine") for kind in ("StatefulSet", "Service", "NetworkPolicy")), *walls]

@@ -1,4 +1,4 @@
-"""Forwards a local port to a port of a pod through the API server; only a kubeconfig is needed."""
+"""Forwards a port of this machine to a port of a pod, through the API server of Kubernetes."""
 
 import contextlib
 import socket
@@ -17,7 +17,8 @@ class _Server(socketserver.ThreadingTCPServer):
 
 @contextlib.contextmanager
 def forwarded(cluster: Cluster, pod: str, port: int, local: int = 0) -> Iterator[int]:
-    """Forwards the port inside the ``with`` block and yields the local port; ``local=0`` takes a free one.
+    """Forwards the port ``local`` of this machine to the port ``port`` of the pod during the ``with`` block, and yields
+    ``local``.  If ``local`` is 0, a free port is taken and yielded.
 
     Raises:
         ClusterError: The pod refuses the first connection."""
@@ -40,7 +41,7 @@ def forwarded(cluster: Cluster, pod: str, port: int, local: int = 0) -> Iterator
 
 
 def pod_of(cluster: Cluster, component: str) -> str:
-    """Returns the name of a running pod of this component of the chart.
+    """Returns the name of a running pod of the chart's component ``component``, such as ``mlflow``.
 
     Raises:
         ClusterError: No pod of the component is running."""

@@ -1,7 +1,8 @@
 """Runs a maintenance job (``doctor``, ``gc``, ``gc-plan``) on a cluster and returns its answer.
 
 A job is a Workflow of one pod (see ``pod_maintenance``), made from a template of the chart.  The template fixes what
-the pod may do, so a submitter's rights suffice.  The answer is an output parameter; the Workflow is then removed."""
+the pod may do, so a submitter's rights suffice.  The answer is an output parameter of the Workflow, which is removed
+after the answer has been read."""
 
 import contextlib
 import json
@@ -18,7 +19,7 @@ EVERY = 0.5  # seconds between two queries
 
 
 def ask(cluster: Cluster, release: str, job: str) -> Any:
-    """Runs one job of a Helm release and returns its answer.
+    """Runs the maintenance job ``job`` of the Helm release ``release``, and returns its answer, parsed from JSON.
 
     Raises:
         ClusterError: The job could not start, failed, or gave no answer."""

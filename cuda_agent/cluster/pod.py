@@ -1,8 +1,8 @@
-"""The steps of a run inside a cluster's pods: ``prepare``, a stage, ``finish``.  Argo orders and retries them.
+"""Runs the steps of a run in the pods of a cluster.  Argo decides their order and retries them.
 
-    prepare   stores the configuration, creates the run, uses cached results, creates the pools, writes the plan
+    prepare   stores the configuration, creates the run, uses cached results, creates the run's servers
     a stage   runs the same process as on one machine (``stage_main``); exports its log, metrics and manifest
-    finish    removes the pools, records how the run ended, calls the webhook
+    finish    removes the run's servers, records how the run ended, calls the webhook
 
 Each step may be killed at any moment and started again: it creates only what is missing."""
 
@@ -41,7 +41,7 @@ LAST_RECORD_SECONDS = 60.0  # the same for finish, which records everything agai
 
 @dataclass(frozen=True)
 class PodEnvironment:
-    """The addresses and folders of this pod, as the chart sets them."""
+    """The addresses of the store and of MLflow, as the chart sets them, and the paths that a pod of a run uses."""
 
     store: str
     mlflow: str
@@ -59,8 +59,8 @@ class PodEnvironment:
 
 
 def termination_message(here: PodEnvironment, text: str) -> None:
-    """Writes why this pod ends for good.  Kubernetes puts the text into the pod's status and Argo into the Workflow's,
-    where `watch` shows it.  Do not call this for an end that is retried, because Argo's retry rule reads the text."""
+    """Writes to this pod's status why the pod ends.  Argo copies the text into the Workflow's status, where the command
+    `watch` shows it.  Call this only for an end that Argo does not retry, because Argo's retry rule reads the text."""
     if here.termination_message.exists():
         here.termination_message.write_text(text[:2000])
 
@@ -79,15 +79,16 @@ def prepare(
     spread: bool = False,
     replicas: Sequence[dict[str, Any]] = (),
 ) -> dict[str, str]:
-    """Starts a run.  Writes and returns the step's outputs: for each stage ``run``, ``ray``, ``cached`` or ``absent``
-    (the graph leaves the stage out), and ``servers``, ``engines`` and ``finish``.
+    """Starts a run.  Writes and returns the outputs of this step: for each stage ``run``, ``ray`` (run in several
+    pods), ``cached`` or ``absent`` (not in the graph); the addresses ``servers`` and ``engines``; and for ``finish``
+    either ``run`` or ``no``.
 
     Args:
-        cluster: Opens the cluster when needed; None: no pool is created.
-        base: Objects of the pools.
-        stages: Stages in place of the configuration's graph.
-        spread: Whether the profile has a Ray of several pods; otherwise Ray runs inside the stage's pod.
-        replicas: Objects of the engine; empty: stages start engines in their pods.
+        cluster: Opens the cluster when it is needed; None: no servers are created.
+        base: Objects of the sandbox pools.
+        stages: The graph's stages; None: those of the configuration.
+        spread: Whether the profile can run a stage in a Ray of several pods; otherwise Ray runs in the stage's pod.
+        replicas: Objects of the engine replicas; empty: stages start engines in their pods.
 
     Raises:
         ConfigError: The configuration is not the submitted one, or the run's name belongs to another configuration.
@@ -143,9 +144,8 @@ def prepare(
 def run_stage(
     here: PodEnvironment, name: str, run: str, sha256: str, table: str = "", spawner: Spawner | None = None
 ) -> int:
-    """Runs one stage and returns its exit code.  A SIGTERM is passed on to the stage, which then writes a checkpoint.
-
-    ``spawner`` may be open already; this function closes it."""
+    """Runs the stage ``name`` and returns its exit code.  A SIGTERM makes the stage write a checkpoint.  ``table``
+    (``module:NAME``) replaces the configuration's graph.  ``spawner`` may be open already; it is closed at the end."""
     scratch = here.work / "stage" / name
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -183,7 +183,7 @@ def run_stage(
 
 
 def _follow(spawner: Spawner, name: str, scratch: Path, log: Path, recorder: Recorder) -> int:
-    """Follows a stage until it ends: copies its log to stdout, its progress to Argo, its metrics to MLflow."""
+    """Copies a stage's log to stdout, progress to Argo and metrics to MLflow until it ends.  Returns its exit code."""
     shown, told = 0, 0.0
     while True:
         ended = spawner.wait(0.2)
@@ -216,9 +216,8 @@ def run_spread(
     base: Sequence[dict[str, Any]],
     served: str = "",
 ) -> int:
-    """Runs a stage in a Ray of several pods (``rayjobs``), waits for its end, and returns its exit code.
-
-    ``servers`` and ``served`` are the addresses of the sandbox and of the engine, separated by commas."""
+    """Runs the stage ``name`` in a Ray of several pods, waits for its end, and returns its exit code.  ``base`` holds
+    the profile's objects of such a Ray; ``servers`` and ``served`` are the sandbox's and the engine's addresses."""
     store = open_store(here.store)
     config = runs.read_config(store, sha256)
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
@@ -236,7 +235,7 @@ def run_spread(
 
 
 def _leave_manifest(here: PodEnvironment, store: Store, run: str, stage: str) -> Manifest:
-    """Copies the manifest of a finished stage to the path from which Argo reads it."""
+    """Copies the manifest of a finished stage to the file from which Argo reads it, and returns the manifest."""
     manifest = read_manifest(store, run, stage)
     assert manifest is not None, "a stage that exits 0 has written its manifest"
     (here.work / "manifest.json").write_bytes(manifest.to_bytes())
@@ -250,7 +249,7 @@ def _explain(here: PodEnvironment, code: int, message: str) -> None:
 
 
 def oom_kills() -> int:
-    """Returns how often the kernel has killed a process of this container for lack of memory; 0 if unknown."""
+    """Returns how often Linux has killed a process of this container for lack of memory; 0 if that is unknown."""
     for file in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
         with contextlib.suppress(OSError, ValueError):
             for line in Path(file).read_text().splitlines():
@@ -285,8 +284,8 @@ def finish(
     cluster: Cluster | None,
     stages: Sequence[Stage] = ROWS,
 ) -> dict[str, Any]:
-    """Removes the pools, records how the run ended, and returns the facts for the webhook.  ``status`` is the
-    Workflow's: Running if all stages succeeded, as only ``finish`` still runs; else Failed or Error."""
+    """Removes the run's servers, records how the run ended, and returns the facts that the webhook is told.  ``status``
+    is the Workflow's state: Failed, Error, or Running (every stage succeeded, and only this step is left)."""
     if cluster is not None:
         run_pools.remove_pools(cluster, workflow)
     if folder := os.environ.get("CUDA_AGENT_ENGINE_FOLDER"):
@@ -322,7 +321,7 @@ def finish(
 
 
 def _how_it_ended(store: Store, run: str, stages: Sequence[Stage]) -> tuple[int, str, str]:
-    """Returns exit code, stage and message of the first unfinished stage with an outcome."""
+    """Returns exit code, name and message of the first stage that failed, or a message that the run was stopped."""
     for stage in stages:
         if read_manifest(store, run, stage.name) is None and store.exists(entry := outcome_entry(run, stage.name)):
             said = json.loads(store.get(entry))
@@ -331,7 +330,7 @@ def _how_it_ended(store: Store, run: str, stages: Sequence[Stage]) -> tuple[int,
 
 
 def tell_webhook(url: str, facts: dict[str, Any]) -> None:
-    """Calls the webhook once; a failure does not fail the run."""
+    """Sends ``facts`` about the run's end to the webhook's address ``url``, once.  A failure does not fail the run."""
     import httpx
 
     text = f"cuda-agent run {facts['run']}: " + ("done" if not facts["code"] else f"ended with {facts['code']}")
@@ -343,8 +342,8 @@ def tell_webhook(url: str, facts: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _recording(here: PodEnvironment, *of: Any, seconds: float = RECORD_SECONDS) -> Iterator[Recorder]:
-    """Opens the run's record in MLflow for the ``with`` block. ``of`` holds the arguments that say which run it is: the
-    store, the configuration and its sha256, the run's name and the stages."""
+    """Opens the run's record in MLflow for the ``with`` block, and then waits up to ``seconds`` for MLflow.  ``of``
+    holds the store, the configuration and its sha256, the run's name and the stages."""
     facts = [here.mlflow, *of, lambda text: print(text, file=sys.stderr)]
     recorder = Recorder(*facts)
     try:
@@ -354,7 +353,8 @@ def _recording(here: PodEnvironment, *of: Any, seconds: float = RECORD_SECONDS) 
 
 
 def _record_report(recorder: Recorder, store: Store, done: dict[str, Manifest], folder: Path) -> None:
-    """Records the report if the run has one.  ``folder`` receives it and must stay until the recorder is closed."""
+    """Records the report in MLflow if the stage ``report`` is ``done``.  ``folder`` receives the report's files; the
+    caller may delete it only after ``recorder`` is closed."""
     if "report" in done:
         store.get_folder(next(iter(done["report"].outputs.values())), folder)
         recorder.report(folder)

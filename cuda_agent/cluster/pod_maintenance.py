@@ -1,9 +1,8 @@
 """The work of the maintenance pods: garbage collection, and checks from inside the cluster.
 
-gc        removes runs, artifacts and checkpoints beyond the newest runs; pools and configurations of ended runs
-doctor    tests the store and MLflow as a run's pods reach them; then starts a pod with a sandbox's restrictions, whose
-          connections to both, to the API server and to DNS must fail where those of the first pod succeed
-"""
+gc        removes old runs with the artifacts and checkpoints that only they need, and servers that ended runs have left
+doctor    tests the store and MLflow as a run's pods reach them; then starts a pod with a sandbox's restrictions, and
+          checks that this pod cannot connect to the store, MLflow, the API server or DNS"""
 
 import contextlib
 import json
@@ -33,7 +32,7 @@ CONNECT_SECONDS = 4.0  # longest wait for one connection
 
 
 def answer(here: PodEnvironment, value: Any) -> None:
-    """Writes the answer to the file that Argo returns as output parameter."""
+    """Writes ``value`` as JSON to the file from which Argo takes the job's output parameter ``answer``."""
     here.plan.mkdir(parents=True, exist_ok=True)
     (here.plan / "answer").write_text(json.dumps(value))
 
@@ -42,10 +41,11 @@ def answer(here: PodEnvironment, value: Any) -> None:
 
 
 def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, cluster: Cluster) -> dict[str, Any]:
-    """Removes what no run needs, except the ``keep`` newest runs of each pipeline; ``dry_run`` only lists it.
+    """Removes what the ``keep`` newest runs of each pipeline do not need, or with ``dry_run`` only lists it.
+    ``workflow`` is the name of the Workflow that runs this.
 
     Returns:
-        The objects to remove, or ``busy`` with the reason why nothing was removed."""
+        What is removed, or would be removed; or ``busy`` with the reason why nothing was removed."""
     store = open_store(here.store)
     with contextlib.nullcontext(True) if dry_run else gc.alone(store) as first:
         if not first:
@@ -64,15 +64,15 @@ def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, clust
 
 
 def under_way(cluster: Cluster, workflow: str) -> list[str]:
-    """Returns the names of the running Workflows other than ``workflow``: their pods may use the store.  A pending run
-    is left out, because its first step checks the lock."""
+    """Returns the names of the runs' Workflows that are running, without ``workflow``; their pods may use the store.
+    Pending Workflows are left out, because their first step waits until no garbage collection runs."""
     running = [item["metadata"] for item in cluster.all("Workflow", f"!{JOB_LABEL}") if phase(item) == "Running"]
     return [found["name"] for found in running if found["name"] != workflow]
 
 
 def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
-    """Returns ended Workflows whose pools still exist, and ConfigMaps of runs without a Workflow.  Workflows are listed
-    last, so that objects of a run that starts meanwhile are not taken for leftovers."""
+    """Returns the names of ended or deleted Workflows whose servers still exist, and of ConfigMaps whose Workflow is
+    deleted. The Workflows are listed last, so that a run that starts meanwhile does not count as deleted."""
     servers = f"{pools.COMPONENT_LABEL} in (sandbox,engine)"
     items = [item for kind in ("StatefulSet", "Service", "NetworkPolicy") for item in cluster.all(kind, servers)]
     items += cluster.all("NetworkPolicy", rayjobs.RAY_LABEL)  # policies of a stage's Ray
@@ -89,8 +89,8 @@ def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
 def doctor(
     here: PodEnvironment, workflow: str, cluster: Cluster, base: Sequence[Mapping[str, Any]], addresses: dict[str, str]
 ) -> list[Check]:
-    """Returns all checks from inside the cluster.  ``base`` holds the objects of a profile's pools; ``addresses`` maps
-    the name of each service that a sandbox must not reach to its address:port."""
+    """Returns all checks from inside the cluster.  ``base`` holds the objects of a profile's sandbox pools;
+    ``addresses`` maps the name of each service that a sandbox must not reach to the service's host:port."""
     checks = list(bucket.probe(here.store, here.mlflow))
     control = reach([*addresses.values()])
     try:
@@ -103,8 +103,8 @@ def doctor(
 
 
 def wall(name: str, address: str, outside: str, sandbox: str) -> Check:
-    """Returns the check of one address.  ``outside`` (a run's own pod) and ``sandbox`` say why a connection from there
-    failed; an empty text means that it succeeded."""
+    """Returns the check that a sandbox cannot connect to the service ``name`` at ``address``.  ``outside`` is the error
+    when a run's own pod tried to connect, ``sandbox`` the error when a sandbox tried; an empty text means success."""
     name = f"wall: {name}"
     if not sandbox:
         mend = "use a network plugin that enforces NetworkPolicies, and networkPolicy.enabled"
@@ -116,8 +116,8 @@ def wall(name: str, address: str, outside: str, sandbox: str) -> Check:
 
 
 def forbidden(mlflow: str) -> dict[str, str]:
-    """Returns name -> address:port of the services that this pod can reach and a sandbox must not.  Names are resolved
-    here, because a sandbox has no DNS."""
+    """Returns name -> host:port of the services that a sandbox must not reach: the API server, the store, MLflow and
+    DNS. Hosts are given as IP addresses where this pod can resolve them, because a sandbox has no DNS."""
     store = os.environ.get("AWS_ENDPOINT_URL") or f"https://s3.{os.environ['AWS_REGION']}.amazonaws.com"
     places = {"API server": (os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"]))}
     for name, uri in {"store": store, "MLflow": mlflow}.items():
@@ -135,7 +135,8 @@ def forbidden(mlflow: str) -> dict[str, str]:
 
 
 def reach(addresses: Sequence[str]) -> dict[str, str]:
-    """Tries to connect to each address:port, and returns why that failed; an empty text means success."""
+    """Tries to connect to each host:port, and returns host:port -> error; an empty text instead of an error means
+    success."""
 
     def attempt(address: str) -> str:
         host, _, port = address.rpartition(":")
@@ -150,7 +151,7 @@ def reach(addresses: Sequence[str]) -> dict[str, str]:
 
 
 def process_limit() -> str:
-    """Describes the process limit that this container can see; the kubelet's limit may be lower."""
+    """Returns a phrase for the number of processes that this container's control group allows."""
     for file in ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max"):
         if os.path.exists(file):
             text = Path(file).read_text().strip()
@@ -161,7 +162,8 @@ def process_limit() -> str:
 def from_sandbox(
     cluster: Cluster, workflow: str, base: Sequence[Mapping[str, Any]], addresses: Sequence[str]
 ) -> dict[str, Any]:
-    """Runs ``reach`` in a pod with the restrictions of a sandbox pod, and returns its result.
+    """Lets a pod with a sandbox's restrictions try to connect to ``addresses``, and returns its result: ``reached``
+    maps each address to the error (empty: connected), and ``processes`` is a phrase for the pod's process limit.
 
     Raises:
         ClusterError: The pod did not start or did not answer."""
@@ -199,5 +201,5 @@ def _said(cluster: Cluster, workflow: str) -> dict[str, Any]:
 
 
 def tell(addresses: Sequence[str], file: Path = PodEnvironment.termination_message) -> None:
-    """Tries the addresses and writes the result; the pod that ``from_sandbox`` starts runs this."""
+    """Tries to connect to ``addresses`` and writes the results to ``file``.  The pod of ``from_sandbox`` runs this."""
     file.write_text(json.dumps({"reached": reach(addresses), "processes": process_limit()}))

@@ -1,12 +1,12 @@
-"""The sandbox pools of a run as Kubernetes objects, and helpers for the run's other pods (``engines``, ``rayjobs``).
+"""The sandbox servers of a run as Kubernetes objects, and helpers for the run's other pods (``engines``, ``rayjobs``).
 
     Secret          the token that this run's stages send
-    Service         headless: an address for each pod
-    NetworkPolicy   in: from this run's stages; out: nothing, not even DNS
-    StatefulSet     one per role: workspace, build, evaluate
+    Service         gives each server an address (headless)
+    NetworkPolicy   lets only this run's stages connect to the servers, and the servers to nothing, not even DNS
+    StatefulSet     a pool of servers for one role; the roles are workspace, build and evaluate
 
-The objects are data in which ``RUN`` stands for the name of the Workflow that owns them.  For each profile the chart
-adds images, resources and node placement; ``objects`` then fills in the run."""
+In the objects ``RUN`` stands for the name of the Workflow that owns them.  For each profile the chart adds images,
+resources and node placement; ``objects`` then fills in the Workflow's name."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ HOME: dict[str, Any] = {"HOME": "/scratch", "CUDA_AGENT_HOME": "/scratch/home"} 
 
 
 def version_name() -> str:
-    """Returns the version in a form that can be part of an object's name: ``0-1-0``."""
+    """Returns the version of this package in a form that can be part of an object's name, such as ``0-1-0``."""
     return version("cuda-agent").replace(".", "-").replace("+", "-")
 
 
@@ -49,12 +49,12 @@ def version_name() -> str:
 
 
 def variables(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a container's environment.  A value that is a mapping says where Kubernetes finds the value."""
+    """Returns a container's environment.  A value that is a mapping says from where Kubernetes takes the variable."""
     return [{"name": name, "value" if isinstance(value, str) else "valueFrom": value} for name, value in values.items()]
 
 
 def container(image: str, env: Mapping[str, Any], mounts: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
-    """Returns a restricted container with the scratch folders, the environment, and further mounts and fields."""
+    """Returns a restricted container with two scratch folders, environment ``env``, further mounts and fields."""
     scratch = [{"name": "work", "mountPath": "/scratch"}, {"name": "tmp", "mountPath": "/tmp"}]
     return {
         "image": f"{image}:{version('cuda-agent')}",
@@ -65,13 +65,15 @@ def container(image: str, env: Mapping[str, Any], mounts: Sequence[Any] = (), **
 
 
 def pod_volumes(**more: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the volumes of the scratch folders, and further volumes, given as name -> source."""
+    """Returns a pod's volumes: one for each of the two scratch folders, and those in ``more`` (name -> source)."""
     sources: dict[str, Mapping[str, Any]] = {"work": {"emptyDir": {}}, "tmp": {"emptyDir": {}}} | more
     return [{"name": name, **source} for name, source in sources.items()]
 
 
 def pod_spec(account: str, grace: int, container: Mapping[str, Any], **volumes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a pod of one container without a service-account token.  ``grace`` is seconds from SIGTERM to SIGKILL."""
+    """Returns the spec of a pod with one container.  The pod has no token of its service account
+    ``cuda-agent-<account>``. ``grace`` is the time from SIGTERM to SIGKILL in seconds; ``volumes`` are further volumes
+    (name -> source)."""
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -84,7 +86,7 @@ def pod_spec(account: str, grace: int, container: Mapping[str, Any], **volumes: 
 
 
 def token_of(workflow: str, **more: Any) -> dict[str, Any]:
-    """Returns the reference by which Kubernetes finds the token of a run's sandbox."""
+    """Returns a reference to the Secret with the token of a run's sandbox; ``more`` are fields of the reference."""
     return {"secretKeyRef": {"name": f"{workflow}-sandbox", "key": "token"} | more}
 
 
@@ -93,27 +95,28 @@ def labels_of(component: str) -> dict[str, str]:
 
 
 def peers(*labels: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Returns the pods with these labels as peers of a NetworkPolicy."""
+    """Returns peers for a NetworkPolicy: for each mapping in ``labels`` the pods that have all labels in it."""
     return [{"podSelector": {"matchLabels": own}} for own in labels]
 
 
 def from_to(peers: Sequence[Mapping[str, Any]], port: int) -> dict[str, Any]:
-    """Returns an ingress rule by which these peers may connect to this port."""
+    """Returns an ingress rule of a NetworkPolicy, by which ``peers`` may connect to ``port``."""
     return {"from": peers, "ports": [{"port": port, "protocol": "TCP"}]}
 
 
 def network_policy(
     name: str, labels: Mapping[str, str], pods: Mapping[str, str], ingress: list[Any], egress: list[Any] | None = None
 ) -> dict[str, Any]:
-    """Returns a policy for the traffic of the pods labelled ``pods``; without ``egress`` it limits incoming traffic."""
+    """Returns a NetworkPolicy that limits the connections of all pods with the labels ``pods`` to the rules ``ingress``
+    and ``egress``; without ``egress`` it does not limit outgoing connections."""
     rules = {"ingress": ingress} if egress is None else {"ingress": ingress, "egress": egress}
     spec = {"podSelector": {"matchLabels": pods}, "policyTypes": [key.capitalize() for key in rules]} | rules
     return new_object("NetworkPolicy", name, labels, spec=spec)
 
 
 def service_and_wall(component: str, port: int, clients: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a headless Service, which gives each server an address, and a NetworkPolicy by which only ``clients`` may
-    connect to the port and no server may connect to anything."""
+    """Returns a headless Service, which gives each server of the component an address, and a NetworkPolicy, which lets
+    only ``clients`` connect to the servers' ``port`` and lets the servers connect to nothing."""
     name, labels = f"{RUN_NAME}-{component}", labels_of(component)
     own = {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: component}
     service = {
@@ -129,8 +132,8 @@ def service_and_wall(component: str, port: int, clients: Sequence[Mapping[str, A
 
 
 def servers(component: str, name: str, own: dict[str, str], port: int, pod: dict[str, Any]) -> dict[str, Any]:
-    """Returns a StatefulSet of servers behind the component's Service.  Their pods have
-    the labels ``own`` besides the component's."""
+    """Returns a StatefulSet of servers, whose addresses come from the Service of ``component``.  ``pod`` is the spec of
+    their pods, and ``own`` are labels of these pods besides the component's labels."""
     labels = labels_of(component) | own
     (container,) = pod["containers"]
     container |= {"name": component, "ports": [{"name": "http", "containerPort": port, "protocol": "TCP"}]}
@@ -147,8 +150,9 @@ def servers(component: str, name: str, own: dict[str, str], port: int, pod: dict
 def of_run(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, labels: Mapping[str, str] = {}, name: str = ""
 ) -> list[dict[str, Any]]:
-    """Returns the objects of a profile for one run, owned by its Workflow.  ``RUN`` is replaced by ``name``, by default
-    the Workflow's name.  Where ``RUN`` is the value of a label in ``labels``, the value given there replaces it."""
+    """Returns copies of a profile's objects ``base`` for one run, owned by its Workflow.  The text ``RUN`` in them is
+    replaced by ``name``, or by the Workflow's name if ``name`` is empty.  If ``labels`` contains the label whose value
+    is ``RUN``, that label gets its value from ``labels``."""
     made = [_named(one, name or workflow, labels) for one in base]
     for one in made:
         one["metadata"]["ownerReferences"] = [owned_by(workflow, uid)]
@@ -156,7 +160,7 @@ def of_run(
 
 
 def owned_by(workflow: str, uid: str) -> dict[str, Any]:
-    """Returns the owner reference of objects that are deleted with the Workflow."""
+    """Returns an owner reference to a Workflow; Kubernetes deletes the objects that have it along with the Workflow."""
     of = {"apiVersion": API_VERSIONS["Workflow"], "kind": "Workflow", "name": workflow, "uid": uid}
     return of | {"controller": False, "blockOwnerDeletion": False}
 
@@ -176,7 +180,7 @@ def _named(value: Any, name: str, labels: Mapping[str, str]) -> Any:
 
 
 def addresses(made: Sequence[Mapping[str, Any]], port: int) -> list[str]:
-    """Returns the address of every pod of the StatefulSets."""
+    """Returns the HTTP address of every pod of the StatefulSets in ``made``."""
     return [
         f"http://{one['metadata']['name']}-{number}.{one['spec']['serviceName']}:{port}"
         for one in made
@@ -189,7 +193,7 @@ def addresses(made: Sequence[Mapping[str, Any]], port: int) -> list[str]:
 
 
 def pool_objects() -> list[dict[str, Any]]:
-    """Returns the objects in the order of creation, before a profile and a run are filled in."""
+    """Returns the sandbox's objects in the order of creation; values of a profile and a run are filled in later."""
     secret = new_object("Secret", f"{RUN_NAME}-sandbox", labels_of("sandbox"), type="Opaque", stringData={})
     stages = peers({WORKFLOW_LABEL: RUN_NAME, COMPONENT_LABEL: "stage"})
     return [secret, *service_and_wall("sandbox", PORT, stages), *map(_pool, ROLES)]
@@ -214,7 +218,7 @@ def _pool(role: str) -> dict[str, Any]:
 def objects(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, token: str, config: SandboxConfig
 ) -> list[dict[str, Any]]:
-    """Returns the objects of one run, ready to be created, with its token and its sandbox settings."""
+    """Returns the sandbox's objects for one run, made from the profile's objects ``base`` and the values of the run."""
     values = config.model_dump(mode="json", exclude=set(WHERE_JUDGED))
     overrides = [f"sandbox.{name}={json.dumps(value)}" for name, value in values.items()]
     made = of_run(base, workflow, uid)
@@ -227,6 +231,6 @@ def objects(
 
 
 def names(workflow: str) -> list[tuple[str, str]]:
-    """Returns kind and name of every object of a run's pools."""
+    """Returns the kind and the name of every object of a run's sandbox."""
     shared = [(kind, f"{workflow}-sandbox") for kind in ("Service", "Secret", "NetworkPolicy")]
     return [*(("StatefulSet", f"{workflow}-{role}") for role in ROLES), *shared]

@@ -4,7 +4,7 @@
     NetworkPolicy   allows all traffic between these pods, and KubeRay's operator to reach the head's dashboard
     NetworkPolicy   lets these pods connect to the run's sandbox
 
-The names follow from the Workflow's name, so that a restarted step finds the job that the step created before."""
+The objects' names depend only on the Workflow and the stage, so that a restarted step finds the job that it created."""
 
 import hashlib
 import json
@@ -34,27 +34,27 @@ _LEARN = {stage.name for stage in ROWS if "training" in stage.config}
 
 
 def can_be_spread(stage: Stage) -> bool:
-    """Returns whether the stage can run in Ray, which it can if it reads the section ``ray``."""
+    """Returns whether the stage can run in Ray: it can if the stage reads the configuration's section ``ray``."""
     return "ray" in stage.config
 
 
 def task_name(stage: str) -> str:
-    """Returns the name of the step that runs the stage in several pods."""
+    """Returns the name of the Workflow's step that runs the stage in several pods."""
     return f"{stage}-ray"
 
 
 def stage_name(task: str) -> str:
-    """Returns the stage of a step, whether that step runs in one pod or several."""
+    """Returns the stage that the Workflow's step ``task`` runs, be it in one pod or in several."""
     return task.removesuffix("-ray")
 
 
 def job_name(workflow: str, stage: str) -> str:
-    """Returns the name of the RayJob: at most 47 characters, KubeRay's limit."""
+    """Returns the name of a stage's RayJob.  It has a hash of the Workflow's name, as KubeRay allows 47 characters."""
     return f"ray-{hashlib.sha256(workflow.encode()).hexdigest()[:16]}-{stage}"
 
 
 def ray_objects() -> list[dict[str, Any]]:
-    """Returns the objects in the order of creation, before a profile, a stage and a run are filled in."""
+    """Returns the objects of a stage's Ray cluster in the order of creation; values of a run are filled in later."""
     labels = pools.labels_of("stage") | {RAY_LABEL: RUN_NAME}
     own = {RAY_LABEL: RUN_NAME}
     between = pools.peers(own)
@@ -88,7 +88,8 @@ def ray_objects() -> list[dict[str, Any]]:
 
 
 def _pod(labels: Mapping[str, str], grace: int, port: int) -> dict[str, Any]:
-    """Returns a pod's template.  Its probes try ``port``; KubeRay's own probes need a program that may be missing."""
+    """Returns the template of a Ray pod.  Its probes connect to ``port``; KubeRay's own probes need a program that may
+    be missing.  ``grace`` is the time from SIGTERM to SIGKILL in seconds."""
     probe = {"tcpSocket": {"port": port}, "periodSeconds": 5, "timeoutSeconds": 5}
     made = pools.container(
         "cuda-agent-ray",
@@ -110,8 +111,8 @@ def objects(
     config: Config,
     engines: str = "",
 ) -> list[dict[str, Any]]:
-    """Returns the objects of one stage of one run, ready to be created.  ``arguments`` are those of ``cuda-agent pod
-    stage``; ``servers`` and ``engines`` are addresses of the run's sandbox and engine replicas, separated by commas."""
+    """Returns the objects that run a stage in several pods, made from the profile's objects ``base``.  The head pod
+    runs ``cuda-agent`` with ``arguments``.  ``servers`` and ``engines`` are addresses, separated by commas."""
     env = {
         "CUDA_AGENT_SANDBOX_SERVERS": servers,
         "CUDA_AGENT_SANDBOX_TOKEN": pools.token_of(workflow, optional=True),
@@ -137,10 +138,9 @@ def follow(
     should_stop: Callable[[], bool] = lambda: False,
     pause: float = 3.0,
 ) -> tuple[int, str]:
-    """Creates absent objects, waits for the end of the job, and returns the stage's exit code and a message.
-
-    A job that is running is followed; a failed job is replaced by a new one.  The job is deleted if the run is being
-    stopped, but goes on if only this pod is stopped."""
+    """Creates the absent objects of ``made``, waits for the end of their RayJob, and returns the stage's exit code and
+    a message.  A RayJob that already runs is followed; a failed one is replaced.  The RayJob is deleted if the run is
+    stopped, but goes on if only this pod is stopped (``should_stop``).  ``pause`` is seconds between two queries."""
     name = next(one["metadata"]["name"] for one in made if one["kind"] == "RayJob")
     found = cluster.find("RayJob", name)
     if found is not None and _state(found)[0] in _ENDED and _state(found)[1] != "SUCCEEDED":
@@ -171,7 +171,7 @@ def follow(
 
 
 def _state(job: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Returns KubeRay's state of the job, Ray's state of the job, and the reason."""
+    """Returns KubeRay's state of the RayJob, Ray's state of the job in it, and the reason for the states."""
     status = job.get("status", {})
     why = [status.get("reason"), status.get("message")]
     return status.get("jobDeploymentStatus", ""), status.get("jobStatus", ""), ": ".join(filter(None, why))
@@ -188,6 +188,6 @@ def _outcome(store: Store, run: str, stage: str, state: str, job: str, message: 
 
 
 def names(workflow: str) -> list[tuple[str, str]]:
-    """Returns kind and name of every object that the stages of a run may have, jobs first."""
+    """Returns the kind and the name of every object of Ray that the stages of a run may have, RayJobs first."""
     jobs = [job_name(workflow, stage.name) for stage in ROWS if can_be_spread(stage)]
     return [("RayJob", job) for job in jobs] + [("NetworkPolicy", job + of) for job in jobs for of in ("", "-sandbox")]

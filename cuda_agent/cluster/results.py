@@ -1,6 +1,6 @@
 """Reads results of a cluster run from MLflow: report, logs, episodes, configuration and manifests.
 
-The chart's MLflow is reached by a forwarded port of its pod, any other MLflow at its own address."""
+The chart's MLflow is reached through a forwarded port of its pod, any other MLflow at its own address."""
 
 import contextlib
 import gzip
@@ -45,7 +45,7 @@ def mlflow(cluster: Cluster) -> Iterator[str]:
 
 
 def _elsewhere(cluster: Cluster) -> str:
-    """Returns the address of an MLflow outside the chart, which the templates name; empty for the chart's own."""
+    """Returns the address of MLflow if it is outside the chart; empty for the chart's own MLflow."""
     profiles = cluster.all("WorkflowTemplate", PROFILE_LABEL)
     templates = [item for profile in profiles for item in profile["spec"]["templates"]]
     variables = [variable for item in templates for variable in item.get("container", {}).get("env", [])]
@@ -59,7 +59,7 @@ def _elsewhere(cluster: Cluster) -> str:
 
 
 def download(address: str, run: str, folder: Path) -> Path:
-    """Fills ``folder`` with the run's artifacts, among them the report's index.html.
+    """Replaces the content of ``folder`` by the run's files from the MLflow at ``address``, such as index.html.
 
     Raises:
         ConfigError: There is no report yet."""
@@ -79,7 +79,7 @@ def download(address: str, run: str, folder: Path) -> Path:
 
 
 def log(address: str, run: str, stage: str) -> list[str]:
-    """Returns the lines that the last attempt of a stage printed, as far as its pod could send them.
+    """Returns the log lines of a stage's last attempt, as far as its pod could send them to the MLflow at ``address``.
 
     Raises:
         ConfigError: MLflow has no log of this stage."""
@@ -94,13 +94,13 @@ def log(address: str, run: str, stage: str) -> list[str]:
 
 
 def logged(address: str, run: str) -> list[str]:
-    """Returns the stages of a run that MLflow knows, oldest first."""
+    """Returns the stages of a run that the MLflow at ``address`` knows, oldest first."""
     return [stage for stage in _open(address, run)[1] if stage]
 
 
 def episodes(address: str, run: str, folder: Path) -> list[Left]:
-    """Fetches the episodes of a run's stages into ``folder``, in the order of the graph.  For a stage from the cache
-    these are the episodes of the run that computed it.
+    """Fetches the episodes of a run's stages from the MLflow at ``address`` into ``folder``, in the order of the graph.
+    For a stage from the cache it fetches the episodes of the run that computed the stage's result.
 
     Raises:
         ConfigError: MLflow does not know the run."""
@@ -122,7 +122,7 @@ def episodes(address: str, run: str, folder: Path) -> list[Left]:
 
 
 def facts(address: str, run: str) -> Facts:
-    """Returns the configuration and the manifests of a run.
+    """Returns the configuration and the manifests of a run, read from the MLflow at ``address``.
 
     Raises:
         ConfigError: MLflow does not know the run."""
@@ -134,7 +134,8 @@ def facts(address: str, run: str) -> Facts:
 
 
 def _open(address: str, run: str) -> tuple[Rest, dict[str, MlflowEntry]]:
-    """Returns a client of MLflow, and stage -> entry, oldest first; the key of the whole run's entry is empty."""
+    """Returns a client of the MLflow at ``address``, and the run's entries there by stage, oldest first.  The entry of
+    the whole run has the empty text as its key."""
     api = Rest(address, seconds=60.0)
     entries = _search(api, run)
     if "" not in entries:

@@ -1,6 +1,5 @@
-"""The servers of one run on a cluster: its sandbox pools and engines.  ``prepare`` creates and ``finish`` removes them.
-
-Creation can be repeated: objects that exist stay."""
+"""The servers of one run on a cluster: its sandbox and its engine.  The step ``prepare`` creates them and the step
+``finish`` removes them.  Creating them twice does no harm, because objects that exist stay."""
 
 import secrets
 import time
@@ -17,10 +16,11 @@ POOL_SECONDS = 900.0  # longest wait until every pool has a ready server
 
 
 def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
-    """Creates the missing objects, waits until every role has a ready server, and returns all addresses.
+    """Creates the missing objects of a run's sandbox, waits until every role has a ready server, and returns the
+    servers' addresses.  ``base`` holds the profile's objects.
 
     Raises:
-        TryAgain: The run was stopped during the wait; the pools are removed.
+        TryAgain: The run was stopped during the wait; the run's servers are removed.
         ClusterError: No server of a role became ready."""
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
     made = pools.objects(base, workflow, uid, secrets.token_hex(24), config.sandbox)
@@ -47,8 +47,8 @@ def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, 
 
 
 def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
-    """Creates the missing objects of the engine replicas and returns their addresses.  Does not wait for the replicas:
-    they answer only when the run has its first policy."""
+    """Creates the missing objects of a run's engine replicas, and returns the replicas' addresses.  Does not wait for
+    the replicas, which answer only when the run has its first policy.  ``base`` holds the profile's objects."""
     made = engines.objects(base, workflow, cluster.get("Workflow", workflow)["metadata"]["uid"], config)
     for item in made:
         cluster.create_if_absent(item)
@@ -56,7 +56,8 @@ def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str
 
 
 def remove_pools(cluster: Cluster, workflow: str, kinds: Sequence[str] = (*SERVERS, *SHARED)) -> None:
-    """Removes the objects of a run, servers first, so that no server answers after its NetworkPolicy is gone."""
+    """Deletes the objects of a run's servers that have one of the ``kinds``, in the order of ``kinds``: by default
+    servers come first, so that no server is left without its NetworkPolicy."""
     names = [*pools.names(workflow), *engines.names(workflow), *rayjobs.names(workflow)]
     for kind in kinds:
         for name in (name for of, name in names if of == kind):

@@ -1,7 +1,7 @@
 """Submits and controls runs on a cluster.  A run is a Workflow, and a ConfigMap that the Workflow owns.
 
-A run may have several Workflows, one per attempt: ``resume`` creates the next with the same ``run`` and ``config``, and
-finished stages come from the store."""
+A run has one Workflow for each attempt: ``resume`` creates the next one, with the same run name and configuration.  The
+new attempt takes the results of finished stages from the store."""
 
 import re
 import time
@@ -29,7 +29,7 @@ PATIENCE = 5.0  # seconds a pod may wait before its events are shown
 
 @dataclass(frozen=True)
 class Submission:
-    """All objects that ``submit`` creates for one run."""
+    """The Kubernetes objects that ``submit`` creates for one attempt of the run named ``run``."""
 
     run: str
     workflow: dict[str, Any]
@@ -37,7 +37,7 @@ class Submission:
 
 
 def submission(config: Config, profile: str, release: str, group: str = "") -> Submission:
-    """Returns the objects of one run.  Of the Workflows with the same non-empty ``group`` one runs at a time.
+    """Returns the objects of a new run.  Of all Workflows with the same non-empty ``group``, only one runs at a time.
 
     Raises:
         ConfigError: The run's name cannot be the name of a Workflow."""
@@ -54,7 +54,7 @@ def submission(config: Config, profile: str, release: str, group: str = "") -> S
 def sweep_submissions(
     configs: Sequence[Config], profile: str, release: str, parallel: int | None = None
 ) -> list[Submission]:
-    """Returns the objects of a sweep's runs; at most ``parallel`` of the runs are under way at a time."""
+    """Returns the objects of a sweep's runs, one run for each configuration; at most ``parallel`` run at a time."""
     return [
         submission(config, profile, release, f"{config.run.sweep}-group-{number % parallel + 1}" if parallel else "")
         for number, config in enumerate(configs)
@@ -76,7 +76,7 @@ def _submission(name: str, labels: dict[str, str], text: str, sha256: str, templ
 
 
 def submit(cluster: Cluster, *all_of_them: Submission) -> None:
-    """Creates the objects of all submissions, or of none.
+    """Creates the objects of all submissions, or of none if one of them fails.
 
     Raises:
         ClusterError: The chart, the profile, the version or a right is missing, or a name is taken."""
@@ -98,7 +98,7 @@ def submit(cluster: Cluster, *all_of_them: Submission) -> None:
 
 
 def require_template(cluster: Cluster, wanted: str) -> None:
-    """Raises a ``ClusterError`` that lists the existing templates if none has this name."""
+    """Raises a ``ClusterError``, which lists the existing templates, if there is no template named ``wanted``."""
     if cluster.find("WorkflowTemplate", wanted) is not None:
         return
     try:
@@ -120,13 +120,13 @@ def require_template(cluster: Cluster, wanted: str) -> None:
 
 
 def workflows(cluster: Cluster, run: str | None = None) -> list[dict[str, Any]]:
-    """Returns all Workflows of runs, or with ``run`` the attempts of that run; oldest first."""
+    """Returns the Workflows of all runs, or only those of the run ``run``, one for each attempt; oldest first."""
     found = cluster.all("Workflow", f"{RUN_LABEL}={run}" if run else RUN_LABEL)
     return sorted(found, key=lambda item: (item["metadata"]["creationTimestamp"], item["metadata"]["name"]))
 
 
 def find(cluster: Cluster, run: str) -> dict[str, Any]:
-    """Returns the newest Workflow of a run, which is given by its name, the start of its name, or ``last``.
+    """Returns the newest Workflow of a run.  ``run`` is the run's name, the start of its name, or ``last``.
 
     Raises:
         ConfigError: No run or several runs match."""
@@ -137,7 +137,8 @@ def find(cluster: Cluster, run: str) -> dict[str, Any]:
 
 
 def known_name(cluster: Cluster, run: str) -> str:
-    """Returns the full name of a run.  A name that matches no Workflow stays: MLflow may still have the run."""
+    """Returns the full name of a run.  ``run`` is its name, the start of its name, or ``last``.  A name that matches no
+    Workflow is returned unchanged, because MLflow may still have the run."""
     names = list(dict.fromkeys(run_of(item) for item in workflows(cluster)))
     if run != "last" and not matching(names, run):
         return run
@@ -179,8 +180,8 @@ def resume(cluster: Cluster, run: str) -> Submission:
 
 
 def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:
-    """Stops a run, and returns its name and the stages that were running.  With ``now``, the stages write no checkpoint
-    and the exit hook does not run, so this process removes the run's servers."""
+    """Stops a run, and returns its full name and the stages that were running.  With ``now``, the stages write no
+    checkpoint and the Workflow's exit hook does not run; this function then removes the run's servers itself."""
     last = find(cluster, run)
     name = last["metadata"]["name"]
     if phase(last) in ENDED:
@@ -199,7 +200,7 @@ _STATES = {
 
 
 def views(workflow: dict[str, Any], rows: Sequence[Stage] = ROWS) -> list[StageView]:
-    """Returns the rows of the live table for a Workflow: prepare, every stage of the run's graph, finish."""
+    """Returns the rows of the live table for a Workflow: ``prepare``, every stage of the run's graph, ``finish``."""
     nodes = list(workflow.get("status", {}).get("nodes", {}).values())
     by_name = {node["displayName"]: node for node in nodes if node.get("type") != "Retry"}
     groups = {node["displayName"]: node for node in nodes if node.get("type") == "Retry"}
@@ -231,14 +232,14 @@ def views(workflow: dict[str, Any], rows: Sequence[Stage] = ROWS) -> list[StageV
 
 
 def _absent(nodes: Sequence[dict[str, Any]]) -> set[str]:
-    """Returns the stages that the run's graph leaves out, from the outputs of ``prepare``; none before it has ended."""
+    """Returns the stages outside the run's graph, which ``prepare`` outputs; empty until ``prepare`` has ended."""
     outputs = [node.get("outputs") or {} for node in nodes if node["displayName"] == "prepare"]
     parameters = [item for output in outputs for item in output.get("parameters", [])]
     return {item["name"] for item in parameters if item.get("value") == ABSENT}
 
 
 def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> None:
-    """Adds to each waiting stage the warnings of Kubernetes about its pod, such as a missing secret or no free node."""
+    """Adds Kubernetes' warning about a stage's pod, such as a missing secret, to the notes of each waiting stage."""
     waiting = {view.name: view for view in shown if view.state == "waiting" and view.seconds > PATIENCE}
     if not waiting:
         return
@@ -259,7 +260,7 @@ def _seconds(node: dict[str, Any]) -> float:
 
 
 def pods_of(cluster: Cluster, run: str) -> dict[str, str]:
-    """Returns stage -> name of its newest pod that still exists, for the newest Workflow of a run."""
+    """Returns, for each stage in the newest Workflow of a run, the name of the stage's newest pod that still exists."""
     found = {}
     newest = [item["metadata"]["name"] for item in workflows(cluster, run)][-1:]
     pods = [pod["metadata"] for name in newest for pod in cluster.all("Pod", f"{WORKFLOW_LABEL}={name}")]

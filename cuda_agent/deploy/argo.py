@@ -2,10 +2,9 @@
 
     prepare ─► one task per stage ─► finish;  on failure: exit ─► finish
 
-One template serves every variant of the graph: a task is skipped when ``prepare`` reports that the cache has its stage
-or that the run's graph leaves the stage out.  A stage that Ray can spread over several pods has a second task;
-``prepare`` chooses between the two.  The chart merges each profile into the template, which fits Argo 3.7 and 4.x.
-"""
+One template serves every variant of the graph: a task is skipped when ``prepare`` reports that the cache has the
+stage's result or that the run's graph leaves the stage out.  A stage that Ray can spread over several pods has a second
+task; ``prepare`` chooses between the two.  The chart merges each profile into the template, for Argo 3.7 and 4.x."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,7 +48,7 @@ EXECUTOR_RESOURCES = {
 
 
 def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
-    """Returns the WorkflowTemplate, before the chart's values are merged in."""
+    """Returns the WorkflowTemplate of a run with these stages.  The chart merges its values into it later."""
     check(stages)
     finish = ["pod", "finish", *OF_THE_RUN, "--status", "{{workflow.status}}"]
     # The exit hook removes the run's pools after a failure; after a success the graph's finish task does.
@@ -72,8 +71,8 @@ def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
 
 
 def maintenance_jobs() -> dict[str, dict[str, Any]]:
-    """Returns name -> WorkflowTemplate of the maintenance jobs (``cluster.maintenance``), before the chart's values are
-    merged in.  Each job is one pod, which is not retried: a user is waiting, or the schedule starts the job again."""
+    """Returns name -> WorkflowTemplate of the maintenance jobs (``cluster.maintenance``); the chart merges its values
+    into each. A job is one pod, which is not retried, because a user waits or the schedule starts the job again."""
     jobs: tuple[tuple[str, str, int, list[str]], ...] = (  # name, account, seconds, further arguments
         ("doctor", "operator", 900, []),
         ("gc", "collector", LOCK_SECONDS, []),
@@ -89,8 +88,8 @@ def maintenance_jobs() -> dict[str, dict[str, Any]]:
 
 
 def cron_workflow() -> dict[str, Any]:
-    """Returns a CronWorkflow that starts the template on a schedule; the chart sets schedule, profile and
-    configuration.  A run without a name is named after its Workflow."""
+    """Returns a CronWorkflow that starts runs on a schedule; the chart sets its schedule, profile and configuration.  A
+    run without a name is named after its Workflow."""
     spec = {
         "schedules": ["0 2 * * 6"],
         "concurrencyPolicy": "Forbid",
@@ -124,10 +123,10 @@ def _template(name: str, templates: list[dict[str, Any]], **more: Any) -> dict[s
 
 
 def _typed(model: type[BaseModel], kind: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the object as Hera's model of its kind renders it.
+    """Returns a Kubernetes object of this kind, name and spec, which Hera's ``model`` of the kind has checked.
 
     Raises:
-        ValueError: A field has a wrong type or name."""
+        ValueError: A field of ``spec`` has a wrong type or name."""
     made = {"apiVersion": "argoproj.io/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
     rendered = model.model_validate(made).model_dump(mode="json", by_alias=True, exclude_none=True)
     if rendered != made:
@@ -158,14 +157,14 @@ def _tasks(stages: Sequence[Stage]) -> list[dict[str, Any]]:
 
 
 def _either(stages: Sequence[Stage], names: Sequence[str]) -> list[str]:
-    """Returns the tasks of these stages: one or two for each stage, of which at most one is not skipped."""
+    """Returns the tasks of the stages ``names``: one task for each, or two of which at most one is not skipped."""
     spread = {stage.name for stage in stages if can_be_spread(stage)}
     return [task for name in names for task in ([name, task_name(name)] if name in spread else [name])]
 
 
 def _prepare(stages: Sequence[Stage]) -> dict[str, Any]:
-    """Returns the step ``prepare``.  It outputs ``run``, ``ray``, ``cached`` or ``absent`` for every stage, the
-    addresses of the run's servers, and whether ``finish`` has work."""
+    """Returns the template of the step ``prepare``.  The step outputs ``run``, ``ray``, ``cached`` or ``absent`` for
+    every stage, the addresses of the run's servers, and whether ``finish`` has work."""
     # Optional: a run that a schedule starts (cron) finds its configuration in the store.
     config = {"name": WORKFLOW, "optional": True, "defaultMode": 0o444}
     mounts = [{"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True}]
@@ -183,7 +182,7 @@ def _stage(stage: Stage) -> dict[str, Any]:
 
 
 def _spread(stage: Stage) -> dict[str, Any]:
-    """Returns the step that creates a stage's Ray cluster and follows it."""
+    """Returns the template of the step that creates a stage's Ray cluster and follows it to its end."""
     arguments = ["pod", "ray", stage.name, *OF_THE_RUN]
     return _pod(task_name(stage.name), "setup", arguments, 7 * DAY, account="ray", env=_PLACES, **_manifest(stage))
 
@@ -203,7 +202,7 @@ def _manifest(stage: Stage) -> dict[str, Any]:
 
 
 def _answers(names: Iterable[str]) -> dict[str, Any]:
-    """Returns output parameters, each read from the file of its name."""
+    """Returns the output parameters of a step.  Argo reads each of them from the file with the parameter's name."""
     return {"parameters": [{"name": name, "valueFrom": {"path": f"{PLAN_FOLDER}/{name}"}} for name in names]}
 
 
@@ -218,8 +217,8 @@ def _pod(
     mounts: Sequence[Mapping[str, Any]] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """Returns a template of one pod, which with an ``account`` has the token of that service account.  ``grace`` is
-    seconds from SIGTERM to SIGKILL; ``more`` holds further fields of the template."""
+    """Returns the template of a step of one pod, which has the token of the service account ``account``, if one is
+    given. ``seconds`` limits its time, ``grace`` is seconds from SIGTERM to SIGKILL; ``more`` are further fields."""
     # The patch sets what a template has no fields for: the grace period, and the security context and limits of the
     # executor's containers, which do not depend on the controller's settings then.
     token = {"serviceAccountName": f"{NAME}-{account}", "automountServiceAccountToken": True} if account else {}

@@ -1,7 +1,7 @@
 """Renders the generated files of ``workflows/`` and ``charts/cuda-agent``: manifests, values, schema, README.
 
-``files`` is a pure function of the graph and the schema of values; a test fails if the stored files differ from it.
-The chart's templates and its dashboard are written by hand."""
+``files`` is a pure function of the graph and of the schema of values; a test fails if the stored files differ from its
+result.  The chart's templates and its dashboard are written by hand."""
 
 import json
 import re
@@ -44,7 +44,7 @@ def drift(root: Path) -> list[str]:
 
 
 def write(root: Path) -> list[str]:
-    """Updates the files below ``root``, and returns the paths that changed."""
+    """Updates the generated files below ``root``, and returns the paths of those that changed."""
     changed, made = drift(root), files()
     for name in changed:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ def write(root: Path) -> list[str]:
 
 
 def schema() -> dict[str, Any]:
-    """Returns the JSON schema of the values; it refuses unknown keys.  No value is named ``title`` or ``default``."""
+    """Returns the JSON schema of the chart's values, without titles and defaults.  It refuses unknown keys."""
     made: dict[str, Any] = json.loads(
         json.dumps(Values.model_json_schema()),
         object_hook=lambda item: {key: inner for key, inner in item.items() if key not in ("title", "default")},
@@ -65,7 +65,7 @@ def schema() -> dict[str, Any]:
 
 
 def leaves(model: BaseModel | None = None, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
-    """Yields dotted path, default and field of every value that is not a group of other values."""
+    """Yields dotted path, default and field of every value below ``model`` (None: all) that is no group of values."""
     model = Values() if model is None else model
     for name, info in type(model).model_fields.items():
         value = getattr(model, name)
@@ -79,7 +79,8 @@ def leaves(model: BaseModel | None = None, prefix: str = "") -> Iterator[tuple[s
 
 
 def _groups(value: Any) -> dict[str, BaseModel]:
-    """Returns the groups of values that a user names, such as profiles, or an empty dict for any other value."""
+    """Returns ``value`` if it maps names that users choose, such as the names of profiles, to groups of values; else an
+    empty dict."""
     found = isinstance(value, dict) and all(isinstance(inner, BaseModel) for inner in value.values())
     return value if found else {}
 
@@ -106,7 +107,7 @@ _VALUES_HEAD = """\
 
 
 def _value_lines(model: BaseModel, pad: str, whole: bool) -> Iterator[str]:
-    """Yields the lines of values.yaml; ``whole=False``, for a stage of a profile, omits values that are not set."""
+    """Yields lines of values.yaml, indented by ``pad``; if ``whole`` is False, only for values that the model sets."""
     for name, info in type(model).model_fields.items():
         if not whole and name not in model.model_fields_set:
             continue

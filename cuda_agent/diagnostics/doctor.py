@@ -1,4 +1,4 @@
-"""Checks whether this machine meets the requirements: one line per check, with a command that fixes each failure."""
+"""Checks whether this machine meets the requirements.  Each check gives one line, with a remedy if it fails."""
 
 import os
 import platform
@@ -24,7 +24,7 @@ class Check:
 
 
 def examine(store_uri: str, mlflow_uri: str) -> Iterator[Check]:
-    """Yields all checks, one after the other; none raises."""
+    """Yields the results of all checks, one after the other.  A check that raises an exception counts as failed."""
     checks: list[tuple[str, Callable[[], Check]]] = [
         ("system", _system),
         ("python", lambda: Check("python", True, platform.python_version())),
@@ -54,7 +54,7 @@ def _system() -> Check:
 
 
 def unsupported() -> str:
-    """Explains which parts work on a system other than Linux."""
+    """Returns a text that says which parts of the package work on this system, which is not Linux."""
     return (
         f"{platform.system()}: reading runs, reports and configurations works here; whatever executes a kernel needs "
         "Linux, whose walls (Landlock, seccomp) the sandbox is made of"
@@ -66,7 +66,7 @@ def _check(name: str, ok: bool, text: str, mend: str = "") -> Check:
 
 
 def _headers() -> Check:
-    """Checks Python's headers: ``torch.compile``, one of the two baselines, builds against them."""
+    """Checks whether Python's C headers are installed: ``torch.compile``, one of the two baselines, needs them."""
     path = Path(sysconfig.get_path("include")) / "Python.h"
     return _check("headers", path.exists(), str(path), "apt-get install python3-dev   (dnf install python3-devel)")
 
@@ -106,7 +106,7 @@ def _compiler() -> Check:
 
 
 def _walls() -> Check:
-    """Attacks the jail, as the sandbox does before its first task."""
+    """Checks the jail's walls by attacking them, as the sandbox does before its first task."""
     from cuda_agent.sandbox.jail.jail import JailError, prove
 
     required = SandboxConfig().required_walls

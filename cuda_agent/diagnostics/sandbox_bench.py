@@ -1,9 +1,9 @@
 """Measures how many solutions per minute the sandbox judges on this machine, and the time of each phase.
 
-The scripted teacher writes solutions with random designs.  Each is built, checked and timed anew in a private cache.  A
-format has three rounds: one solution at a time after a pause, one right after the other, and all at once.  Solutions of
-the format ``extension`` wrap the teacher's kernel; those of ``python`` are the reference.  Tasks are prepared first, as
-in synthesis, and the preparation is measured too."""
+The scripted teacher writes solutions with random designs.  The cache is empty at first, so that each solution is built,
+checked and timed.  A format has three rounds: one solution at a time after a pause, one right after the other, and all
+at once.  Solutions of the format ``extension`` wrap the teacher's kernel; those of ``python`` are the reference.  Tasks
+are prepared first, as in synthesis, and the preparation is measured too."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ PAUSE = 0.25  # seconds before a solution that is judged alone
 
 
 def formats_of(text: str | None) -> tuple[Format, ...]:
-    """Parses a text such as ``plan,python`` to formats in a fixed order; ``None`` gives all that can be measured.
+    """Returns the formats that ``text`` names, such as ``plan,python``, in a fixed order; None: all measurable ones.
 
     Raises:
         ConfigError: A format does not exist, or has no solutions to measure."""
@@ -46,7 +46,7 @@ def formats_of(text: str | None) -> tuple[Format, ...]:
 
 async def measure(config: SandboxConfig, tasks: int, solutions: int, formats: Sequence[Format]) -> dict[str, Any]:
     """Judges ``solutions`` solutions per task, format and round, or fewer if the teacher has no more designs.  Returns
-    the figures; times are in seconds."""
+    the measured figures; times are in seconds."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as cache:
         async with LocalSandbox(config.model_copy(update={"servers": []}), Path(cache)) as sandbox:
@@ -94,7 +94,7 @@ async def _measure_format(
 
 
 async def prepare(sandbox: LocalSandbox, count: int, rng: random.Random) -> tuple[list[Task], list[float]]:
-    """Returns tasks with known baselines, whose eager time is in the window, and the seconds that each took."""
+    """Returns ``count`` tasks with measured baselines and an eager time in ``WINDOW``, and the seconds each took."""
     window = WINDOW if sandbox.config.clock == "real" else (0.0, float("inf"))
     tasks: list[Task] = []
     seconds: list[float] = []
@@ -136,7 +136,7 @@ class ModelNew(torch.nn.Module):
 
 
 def work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
-    """Returns a solution of the format ``extension`` around the kernel of a plan."""
+    """Returns the files of a solution of the format ``extension`` that uses the kernel of the plan in ``files``."""
     plan = json.loads(files[PLAN])
     (node,) = plan["nodes"]
     spelled = {
@@ -158,7 +158,7 @@ def work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
 
 
 def _reference(task: Task, rng: random.Random) -> dict[str, str]:
-    """Returns the reference as a solution; a random comment makes every solution a new one."""
+    """Returns the reference as a solution's files.  A random comment makes every solution a new one."""
     code = re.sub(r"^class Model\b", "class ModelNew", task.code, flags=re.MULTILINE)
     return {"model_new.py": f"{code}\n# {rng.getrandbits(32)}\n"}
 
@@ -174,7 +174,7 @@ _SOLUTIONS: dict[Format, Callable[[Task, TaskSpec, random.Random], dict[str, str
 def distinct(
     tasks: Sequence[Task], count: int, rng: random.Random, solution: Callable[[Task], Solution]
 ) -> list[tuple[Task, Solution]]:
-    """Returns ``count`` different solutions per task, or as many as there are, in random order."""
+    """Returns ``count`` different results of ``solution`` per task, or as many as there are, in random order."""
     found: list[tuple[Task, Solution]] = []
     for task in tasks:
         mine: dict[str, Solution] = {}
@@ -194,7 +194,7 @@ def figures(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def lines(answer: dict[str, Any]) -> list[str]:
-    """Formats the figures as lines of text."""
+    """Formats ``answer``, the result of ``measure``, as lines of text."""
     text = [answer["machine"], f"prepare a task: {_seconds(answer['prepare'])}"]
     if answer["clock"] == "model":
         text.append("sandbox.clock=model: nothing is timed, so that an evaluation is cheaper than a real one")

@@ -3,8 +3,8 @@
     python -m cuda_agent.environments.openenv TASKS [--port 8000] [OVERRIDE...]
 
 ``reset`` picks a task and opens its work folder.  ``step`` takes a tool call, or no tool to finish.  The reward of the
-last step is the sandbox's verdict on the solution in the folder.  Needs ``openenv-core``.  A session is a WebSocket;
-OpenEnv's stateless HTTP routes cannot be used, because they lose the folder between two requests.
+last step is the reward of the sandbox's verdict on the solution in the folder.  Needs ``openenv-core``.  A session is a
+WebSocket; OpenEnv's stateless HTTP routes cannot be used, because they lose the folder between two requests.
 
 The rules and the judging are in ``agent.environment``.  There are no passwords: every client that reaches the port can
 use the sandbox, though not leave it."""
@@ -65,7 +65,7 @@ class Arena:
 
 
 class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
-    """One session of the server."""
+    """One session of the server.  It plays one episode at a time."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -80,11 +80,10 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
     async def reset_async(
         self, seed: int | None = None, episode_id: str | None = None, task: str | None = None, **_: Any
     ) -> KernelObservation:
-        """Opens the work folder of the named task, or of a task that ``seed`` picks.
+        """Opens the work folder of the task named ``task``, or of a task that ``seed`` picks.
 
         Raises:
-            ValueError: There is no such task.
-        """
+            ValueError: There is no such task."""
         tasks = self._arena.tasks
         if task is not None and task not in tasks:
             raise ValueError(f"there is no task {task}; there are {', '.join(list(tasks)[:10])} ...")
@@ -99,7 +98,8 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
         return KernelObservation(messages=environment.messages(), tools=TOOLS)
 
     async def step_async(self, action: KernelAction, timeout_s: float | None = None, **_: Any) -> KernelObservation:
-        """Runs one tool call, or judges.  After ``timeout_s`` seconds the episode ends as an infrastructure fault."""
+        """Runs the tool call ``action``, or judges the solution if it names no tool.  A call that takes longer than
+        ``timeout_s`` seconds ends the episode as an infrastructure fault."""
         if self._environment is None or self._state.done:
             raise ValueError("the episode is over: reset begins another one")
         try:
@@ -134,14 +134,14 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
         raise NotImplementedError("the server asks step_async")
 
     def close(self) -> None:
-        """Closes the session, from any thread; the work folder is removed soon after."""
+        """Closes the session, from any thread.  The work folder is removed soon after."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._stack.aclose()))
 
 
 def application(tasks: Sequence[Task], settings: SandboxConfig, cache: Path, steps: int = 40, sessions: int = 8) -> Any:
-    """Returns a FastAPI application with one sandbox.  An episode has at most ``steps`` tool calls, and at most
-    ``sessions`` episodes run at once."""
+    """Returns the server as a FastAPI application with one sandbox.  An episode has at most ``steps`` tool calls, and
+    at most ``sessions`` episodes run at once."""
     arena = Arena(tasks, settings, steps)
     make = functools.partial(KernelServer, arena)
     app = create_app(make, KernelAction, KernelObservation, "cuda-agent", max_concurrent_envs=sessions)

@@ -1,7 +1,7 @@
 """The tasks as a taskset of ``verifiers`` (version 1), for prime-rl, ``vf-eval`` and other programs that use verifiers.
 
 The harness of verifiers talks to the model.  The tools are a server (``KernelTools``, a process per rollout) that plays
-one episode of tool calls and reports the solution in the folder after each call.  The scoring side judges the last
+one episode of tool calls and reports the solution in its work folder after each call.  The scoring side judges the last
 solution in the sandbox itself and does not trust the tool server.  Needs ``verifiers``.
 
 verifiers finds a taskset by the name of a top-level module (docs/environments.md)."""
@@ -62,7 +62,7 @@ class KernelData(vf.TaskData):
 
 
 class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
-    """The tools of one rollout, under their names in SKILL.md."""
+    """The tools of one rollout, under the names that SKILL.md gives them."""
 
     TOOL_PREFIX = None
 
@@ -77,7 +77,7 @@ class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
             mcp.add_tool(fn, name=facts["name"], description=facts["description"], structured_output=False)
 
     def _call(self, name: str, schema: dict[str, Any]) -> Callable[..., Any]:
-        """Returns a function with the parameters of ``schema``, from which verifiers derives the tool's schema."""
+        """Returns a function that calls the tool ``name``; from its parameters verifiers derives the tool's schema."""
 
         async def call(**arguments: Any) -> str:
             given = {key: value for key, value in arguments.items() if value is not None}
@@ -106,8 +106,8 @@ class KernelTask(vf.Task[KernelData, KernelState, KernelTaskConfig]):
 
     @vf.reward
     async def reward(self, trace: vf.Trace) -> float:
-        """Returns the verdict's reward: -1 not correct, 1 correct, 2 more than 5 % faster than eager, 3 also than
-        torch.compile.  A fault of the sandbox raises an error, and is never a reward."""
+        """Returns the verdict's reward: -1 for a wrong solution, 1 for a correct one, 2 if it is also over 5 % faster
+        than eager, 3 if also over 5 % faster than torch.compile.  A fault of the sandbox raises an error."""
         async with opened(self.data.task(), self.config.tools) as environment:
             verdict = await environment.judge(solution_of(trace.state.files, environment.format))
         trace.record_metrics(
@@ -135,7 +135,7 @@ class KernelTaskset(vf.Taskset[KernelTask, KernelConfig]):
 
 @contextlib.asynccontextmanager
 async def opened(task: Task, config: KernelToolsConfig) -> Any:
-    """Opens the sandbox and yields the environment, whose work folder is not open yet."""
+    """Opens the sandbox and yields the environment of a task; the environment's work folder is not open yet."""
     composed = compose(config.overrides)
     async with open_sandbox(composed.sandbox, local_home(composed.run.store) / "cache") as sandbox:
         yield KernelEnvironment(task, sandbox, composed.sandbox.format, composed.sandbox.device)

@@ -1,6 +1,6 @@
 """Draws the report's charts as inline SVG.
 
-Pure; colours and fonts come from the page's style sheet through classes, so one chart serves light, dark and paper."""
+Colours and fonts come from CSS classes of the page, so that one chart serves light pages, dark pages and paper."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ Anchor = Literal["start", "middle", "end"]
 
 
 class Drawing:
-    """The shapes of one chart, the rearmost first.  ``css`` is a CSS class, of the chart or of one shape."""
+    """The shapes of one chart, the rearmost first.  ``css`` is the CSS class of the chart or of one shape."""
 
     def __init__(self, width: float, height: float, css: str = "chart") -> None:
         self.width, self.height, self._css = width, height, css
@@ -39,7 +39,7 @@ class Drawing:
         self._shapes.append(f'<{tag} class="{css}" points="{places}"/>')
 
     def svg(self, spoken: str) -> Markup:
-        """Returns the chart; ``spoken`` is the text for screen readers."""
+        """Returns the chart as SVG; ``spoken`` is the text for screen readers."""
         box = f'viewBox="0 0 {self.width:g} {self.height:g}"'
         head = f'class="{self._css}" {box} role="img" aria-label="{safe(spoken)}"'
         return Markup(f"<svg {head}>{''.join(self._shapes)}</svg>")
@@ -50,7 +50,7 @@ def _title(text: str) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Formats a number: ``digits`` significant digits, thin spaces by thousands, no exponent from 1e-4 to 1e7."""
+    """Formats a number with ``digits`` significant digits, thin spaces between thousands, an exponent if needed."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -63,7 +63,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Returns at most about ``most`` round numbers that cover the range from ``low`` to ``high``."""
+    """Returns about ``most`` round numbers, at equal distances, that cover the range from ``low`` to ``high``."""
     if not high > low:
         low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
     raw = (high - low) / max(1, most - 1)
@@ -76,7 +76,8 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 def line_chart(
     title: str, points: Points, *, from_zero: bool = False, rule: tuple[float, str] | None = None, percent: bool = False
 ) -> Markup:
-    """Draws one curve.  The axis fits the values, or includes zero; ``rule`` adds a dashed line with its label."""
+    """Draws one curve of values, or of shares if ``percent``, over steps.  With ``from_zero`` the axis of values
+    includes 0. ``rule`` is the value and the label of a dashed line."""
     width, height, left, right, top, bottom = 320, 178, 44, 14, 12, 28
     end, foot = width - right, height - 9
     shown = [v for _, v in points] + ([rule[0]] if rule else []) + [0.0] * from_zero
@@ -117,8 +118,8 @@ def line_chart(
 def interval_chart(
     title: str, rows: Sequence[tuple[str, str, float | None, tuple[float, float] | None]], ratio: bool
 ) -> Markup:
-    """Draws one row per policy, given as (label, class, value, interval): a dot, the interval, and the value as text.
-    With ``ratio`` the values are speed-ups on a logarithmic axis around 1, otherwise shares from 0 to 1."""
+    """Draws a dot, its interval and the value as text for each row (label, CSS class, value, interval).  With ``ratio``
+    the values are speed-ups on a logarithmic axis around 1, otherwise shares from 0 to 1."""
     width, row_height, left, right, top = 320, 30, 74, 70, 6
     chart = Drawing(width, top + row_height * len(rows) + 24)
     if ratio:
@@ -151,7 +152,7 @@ def interval_chart(
 
 
 def histogram(title: str, edges: Sequence[float], counts: Sequence[float], unit: str) -> Markup:
-    """Draws bars over logarithmic intervals, and labels the first, the middle and the last edge."""
+    """Draws a bar for each count, and labels the first, the middle and the last of the bars' ``edges``."""
     width, height, left, top, bottom = 640, 170, 4, 18, 26
     step, most, floor = (width - 2 * left) / max(1, len(counts)), max([*counts, 1]), height - bottom
     chart = Drawing(width, height, "chart wide")
@@ -170,7 +171,7 @@ def histogram(title: str, edges: Sequence[float], counts: Sequence[float], unit:
 
 
 def stack_chart(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, int]]]]) -> Markup:
-    """Draws one row per policy, given as (label, [(class, count), ...]), and writes the first count beside it."""
+    """Draws each row (label, [(CSS class, count), ...]) as one bar of coloured pieces, and writes its first count."""
     width, row_height, left, right, top = 320, 30, 74, 70, 6
     chart, spoken = Drawing(width, top + row_height * len(rows) + 24), []
     for i, (label, pieces) in enumerate(rows):
@@ -210,7 +211,7 @@ def clock_time(seconds: float | None) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Formats the time of a kernel as ``12.3 µs``, ``1.2 ms`` or ``2 s``."""
+    """Formats a kernel's time in seconds as ``12.3 µs``, ``1.2 ms`` or ``2 s``."""
     return "–" if seconds is None else amount(seconds, "s", (("", 1), ("m", 1e-3), ("µ", 1e-6), ("n", 1e-9)))
 
 
@@ -219,6 +220,6 @@ def amount(
     unit: str,
     prefixes: Sequence[tuple[str, float]] = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1)),
 ) -> str:
-    """Formats 33e6 with the unit ``B`` as ``33 MB``."""
+    """Formats a value with a unit and its prefix: 33e6 with the unit ``B`` gives ``33 MB``."""
     prefix, size = next((known for known in prefixes if value >= known[1]), prefixes[-1])
     return f"{number(value / size)} {prefix}{unit}"

@@ -1,7 +1,7 @@
-"""Retells an episode turn by turn, from its messages and tokens, or an attempt from its transcript.
+"""Retells an episode turn by turn from its messages and tokens, or an attempt of ``optimize`` from its transcript.
 
-The tools Write, Edit and MultiEdit are replayed on the known files, so that a turn shows a diff and not a whole file.
-Changes that an episode's shell commands made to files are not known here."""
+The tools Write, Edit and MultiEdit are replayed on the files whose text is known, so that a turn shows a diff and not a
+whole file.  Changes that an episode's shell commands made to files are not known here."""
 
 import posixpath
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ _WRITERS = ("Write", "Edit", "MultiEdit")
 
 @dataclass(frozen=True)
 class StoryPart:
-    """One part of a turn.  ``good`` says whether it went well; None if that cannot be said."""
+    """One part of a turn, such as a tool call.  ``good`` says whether the part went well; None if that is unknown."""
 
     kind: Kind
     text: str
@@ -39,7 +39,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Story:
-    """An episode or attempt for a page.  ``verdict`` is on ``files``: the last files, or an attempt's best ones."""
+    """An episode or an attempt as a page shows it.  ``files`` are the last files of an episode, or the best files of an
+    attempt; ``verdict`` judges them."""
 
     opening: list[tuple[str, str]]  # role and text of each message before the first turn
     turns: list[Turn]  # the last turns of the episode
@@ -50,8 +51,8 @@ class Story:
 
 
 def _change(call: Mapping[str, Any], known: dict[str, str]) -> Event | None:
-    """Returns the diff that a call of Write, Edit or MultiEdit made, or None if it cannot be told.  ``known`` maps
-    paths to whole texts, and is updated."""
+    """Returns the diff that a call of Write, Edit or MultiEdit made, or None if the text before it is not known.
+    ``known`` maps paths to the files' texts, and is updated."""
     arguments = call["arguments"]
     path = posixpath.normpath(str(arguments.get("path", "")))
     old = known.get(path, "")
@@ -73,7 +74,7 @@ def _change(call: Mapping[str, Any], known: dict[str, str]) -> Event | None:
 
 @dataclass(frozen=True)
 class EpisodeRow:
-    """One episode in the list.  ``status`` is that of the verdict, ``no_answer`` if nothing could be judged, or
+    """One episode in the list of a page.  ``status`` is the verdict's, ``no_answer`` if nothing could be judged, or
     ``lost`` if the sandbox failed.  ``speedup`` is over the faster of eager and ``torch.compile``.  ``logprob`` is the
     mean over the sampled tokens, in nats; None if the model's server did not report it."""
 
@@ -121,7 +122,7 @@ def of_episode(episode: Episode, tokenizer: Any = None) -> Story:
 
 
 def of_attempt(events: Sequence[Event], number: int) -> Story:
-    """Retells one attempt of a transcript of ``cuda-agent optimize``."""
+    """Retells the attempt ``number``.  ``events`` are the transcript of a run of ``cuda-agent optimize``."""
     opening, turns = list[tuple[str, str]](), list[Turn]()
     best: Event | None = None
     for event in events:
@@ -159,7 +160,7 @@ def token_texts(ids: Sequence[int], logprobs: Sequence[float], tokenizer: Any) -
 
 
 def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
-    """Returns turn -> sampled tokens, from the last ``MOST_TOKENS`` of the episode; empty if the ids are unknown."""
+    """Returns turn -> sampled tokens, of the episode's last ``MOST_TOKENS``; empty if the token ids are unknown."""
     places = [i for i, sampled in enumerate(episode.mask) if sampled][-MOST_TOKENS:]
     if not any(episode.ids[i] or episode.logprobs[i] for i in places):
         return {}
@@ -173,7 +174,7 @@ def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
 
 
 def _spoken(message: Mapping[str, Any], thought: str = "") -> list[StoryPart]:
-    """Returns the thought, the text and the tool calls of an assistant's message."""
+    """Returns an assistant's message as parts: its thought (or else ``thought``), its text and its tool calls."""
     content = str(message.get("content") or "")
     before, closed, said = content.rpartition("</think>")
     thought = (thought or str(message.get("thought") or "")) + (before.replace("<think>", "") if closed else "")
@@ -203,7 +204,7 @@ def _result(text: str, kind: Kind = "result") -> StoryPart:
 
 
 def _answered(call: Mapping[str, Any] | None, result: str, known: dict[str, str]) -> Iterable[StoryPart]:
-    """Yields the result of a call, after the diff that the call made."""
+    """Yields the diff that a tool call made, if there is one, then its ``result``.  ``known`` maps paths to texts."""
     if call is not None and call.get("name") in _WRITERS and isinstance(call.get("arguments"), dict):
         change = None if result.startswith("error") else _change(call, known)
         if change is not None:

@@ -1,9 +1,8 @@
 """Renders episodes as one static page: turns, thoughts, tool calls with their results, diffs of files, verdicts, and
 the sampled tokens shaded by their log-probability.
 
-Pure.  Everything is in the HTML and can be read without JavaScript; the one script of the page (``episodes.js``)
-searches, filters and sorts the episodes.  Episodes that do not fit on a page of bounded size are counted and left out.
-"""
+Everything is in the HTML and can be read without JavaScript; the one script of the page (``episodes.js``) searches,
+filters and sorts the episodes.  Episodes that do not fit on a page of bounded size are counted and left out."""
 
 from collections.abc import Sequence
 
@@ -20,7 +19,7 @@ SHADES = ((-0.0513, "95 %"), (-0.357, "70 %"), (-0.916, "40 %"), (-2.303, "10 %"
 
 
 def render(title: str, entries: Sequence[EpisodeEntry], found: int, asked: str, most: int = MOST) -> str:
-    """Renders the page.  ``entries`` are the chosen episodes of ``found``; ``asked`` says how they were chosen."""
+    """Renders the page.  ``entries`` were chosen out of ``found`` episodes, and ``asked`` says how they were chosen."""
     cards: list[str] = []
     rows: list[EpisodeRow] = []
     room = LARGEST

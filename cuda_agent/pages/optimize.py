@@ -1,6 +1,6 @@
 """Renders the page of `cuda-agent optimize`: the best solution, its measured speed-up, and how the attempts went.
 
-Pure.  The page is one static HTML file without scripts, in the style of the workflow's report.  The text is in
+The page is one static HTML file without scripts, in the style of the workflow's report.  The text is in
 ``optimize.html.j2``; this module makes the figures and charts for it.  Nothing is measured or chosen here."""
 
 import math
@@ -25,7 +25,8 @@ Bar = tuple[str, float, str, str]  # label, value, text, CSS class
 def render(
     name: str, code: str, events: Sequence[Event], best: Find | None, probe: Probe, why: str, target: float, where: str
 ) -> str:
-    """Renders the page; ``best`` is None if no solution was correct."""
+    """Renders the page of a search.  ``best`` is None if no solution was correct.  ``events`` are the search's
+    transcript, ``why`` is the reason why it ended, and ``where`` names the model and its address."""
     verdict = (best.strict or best.quick) if best else None
     files = sorted(best.solution.files.items()) if best else []
     return page(
@@ -56,7 +57,7 @@ def render(
 
 
 def _times(verdict: Verdict | None, probe: Probe) -> list[Bar]:
-    """Returns bars of the solution's and the baselines' times; of the baselines alone if no solution was correct."""
+    """Returns a bar for the time of the solution (if one was correct) and for the time of each baseline."""
     if verdict is None:
         known = [("eager", probe.eager_seconds), ("torch.compile", probe.compile_seconds)]
         return [(label, seconds, duration(seconds), "quiet") for label, seconds in known if seconds]
@@ -76,7 +77,7 @@ def _baselines(verdict: Verdict) -> dict[str, float]:
 
 
 def _ratios(verdict: Verdict | None) -> Markup | None:
-    """Draws how many times as fast as each baseline the solution is, with intervals; None if these are unknown."""
+    """Draws the solution's speed-up over each baseline with its interval; returns None if the intervals are unknown."""
     if not verdict or not verdict.seconds or not verdict.strict or "intervals" not in verdict.strict:
         return None
     rows = []
@@ -95,7 +96,7 @@ def _with_spread(verdict: Verdict) -> str:
 
 
 def shares_of_peak(verdict: Verdict) -> list[str]:
-    """Describes which shares of the device's peak rates one call reaches; empty if nothing was measured."""
+    """Returns lines about the shares of the device's peak rates that a call reaches; empty if nothing was measured."""
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return []
     peak = "the device's peak"
@@ -118,7 +119,7 @@ def shares_of_peak(verdict: Verdict) -> list[str]:
 
 
 def _roofline(verdict: Verdict | None) -> dict[str, Any]:
-    """Returns the sentences, and a chart or bars, about the limits of the device; empty if nothing was measured."""
+    """Returns lines of text, and a chart or bars, about the limits of the device; empty if nothing was measured."""
     if verdict is None or verdict.clock == "model" or not verdict.seconds or not verdict.bytes:
         return {}
     peak, eager = verdict.peak_bytes_per_second, verdict.eager_seconds
@@ -134,7 +135,7 @@ def _roofline(verdict: Verdict | None) -> dict[str, Any]:
 
 
 def _roof_chart(verdict: Verdict, peak: float) -> Markup:
-    """Draws operations per second over operations per byte, both logarithmic, under the known part of the roofline."""
+    """Draws solution and baselines below the device's roofline: operations per second over operations per byte."""
     assert verdict.flops and verdict.bytes and verdict.seconds
     intensity = verdict.flops / verdict.bytes
     timed = (("this solution", verdict.seconds), ("torch.compile", verdict.compile_seconds),
@@ -174,7 +175,7 @@ def _roof_chart(verdict: Verdict, peak: float) -> Markup:
 
 
 def _track(events: Sequence[Event]) -> Markup | None:
-    """Draws every judged solution over time, and the best so far; None if no solution was judged."""
+    """Draws the speed-up of every judged solution over time, and the best so far; None if no solution was judged."""
     quick = [event for event in events if event["kind"] == "verdict" and event["verdict"]["mode"] == "quick"]
     if not quick:
         return None

@@ -1,8 +1,8 @@
 """What all HTML pages share: the environment of their templates, and the display of untrusted text as plain text.
 
-Pure.  A page loads nothing, and runs only the script that it was made with, whose hash is in the page's security
-policy. Every value that a template shows is escaped, and characters that hide or reorder text are replaced by names.
-Only ``Markup`` is taken as HTML: charts, highlighted sources and diffs, whose functions escape the text in them."""
+A page loads nothing, and runs only the script that it was made with, whose hash is in the page's security policy. Every
+value that a template shows is escaped, and characters that hide or reorder text are replaced by names. Only ``Markup``
+is taken as HTML: charts, highlighted sources and diffs, whose functions escape the text in them."""
 
 import base64
 import hashlib
@@ -23,7 +23,7 @@ def plural(count: int, one: str) -> str:
 
 
 def slug(text: str) -> str:
-    """Returns the text as part of a class name: every character but ASCII letters and digits becomes a dash."""
+    """Returns the text as part of a CSS class name: all characters but ASCII letters and digits become dashes."""
     return "".join(c if c.isascii() and c.isalnum() else "-" for c in text.lower())
 
 
@@ -44,7 +44,7 @@ def _environment() -> Environment:
 
 
 def part(template: str, **values: Any) -> Markup:
-    """Renders a part of a page as HTML."""
+    """Renders a template for a part of a page as HTML."""
     return Markup(_environment().get_template(template).render(**values))
 
 
@@ -55,8 +55,7 @@ def page(template: str, styles: Sequence[str] = (), script: str = "", **values: 
         template: The name of a template that extends ``page.html.j2``.
         styles: Files whose rules follow those of ``report.css``.
         script: A file with the page's only script.
-        values: What the template shows.
-    """
+        values: What the template shows."""
     folder = files("cuda_agent.pages")
     code = (folder / script).read_text() if script else ""
     policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"

@@ -1,7 +1,7 @@
 """Renders ``report.json`` as one self-contained HTML file.
 
-Pure.  The page needs no script, network or fonts, is light or dark as the reader prefers, and can be printed.  A part
-without data says what is missing.  The text is in ``report.html.j2``; this module makes the figures for it."""
+The page needs no script, network or fonts, is light or dark as the reader prefers, and can be printed.  A part without
+data says what is missing.  The text is in ``report.html.j2``; this module makes the figures for it."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ LOWEST_EXPLAINED_VARIANCE = 0.2
 
 
 def render(data: Data) -> str:
-    """Renders the page from the data that ``report.gather`` returns.  Every part of the data may be empty."""
+    """Renders the page from the data that ``stages.report.gather`` returns.  Every part of the data may be empty."""
     policies, stages = data.get("policies", []), data.get("stages", [])
     return page(
         "report.html.j2",
@@ -72,8 +72,8 @@ def _devices(data: Data) -> list[str]:
 
 
 def _learning(stages: Sequence[Data]) -> list[Data]:
-    """Returns a grid of curves for each heading that stages name, and the critics that explain too little variance.
-    Curves that a stage does not list go to ``rest``, which the page folds away."""
+    """Returns a grid of curves for each heading that stages name.  Its ``weak`` lists the critics that explain too
+    little variance.  Curves that a stage does not list go to ``rest``, which the page folds away."""
     headings: dict[str, list[Data]] = {}
     for stage in stages:
         if stage.get("chart"):
@@ -95,7 +95,7 @@ def _learning(stages: Sequence[Data]) -> list[Data]:
 
 
 def _series(stage: Data) -> dict[str, list[tuple[float, float]]]:
-    """Returns key -> [(step, value), ...] in the order of steps."""
+    """Returns a stage's metrics as key -> [(step, value), ...], in the order of steps."""
     series: dict[str, list[tuple[float, float]]] = {}
     for entry in stage["metrics"]:
         for key, value in entry["values"].items():
@@ -113,7 +113,7 @@ def _figure(key: str, points: list[tuple[float, float]], before: str) -> tuple[s
 
 
 def funnel(rows: Sequence[Data]) -> list[tuple[str, float, str, str]]:
-    """Returns a bar for all candidates, then one per filter for what passed; a filter that drops nothing is pale."""
+    """Returns a bar for all candidates, then one for those that passed each filter (pale if it dropped none)."""
     entered = rows[0]["entered"]
     entries = [("candidates", entered, str(entered), "quiet")]
     for row in rows:

@@ -1,7 +1,6 @@
 """Prepares the report's scores for display: the paper's table and charts, paired differences, operators.
 
-Pure: takes parts of ``report.json`` and returns what ``report.html.j2`` shows.  ``rl.scores`` computes the scores.
-"""
+It takes parts of ``report.json`` and returns what ``report.html.j2`` shows.  ``rl.scores`` computes the scores."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -51,7 +50,7 @@ def groups(data: Data) -> list[Data]:
 
 
 def operators(policies: Sequence[Data]) -> Data:
-    """Returns the scores by operator of the policies that have such scores; empty if none has."""
+    """Returns a table of the scores by operator, with the policies that have such scores; empty if no policy has."""
     scored = [p for p in policies if p["final"]["operators"]]
     if not scored:
         return {}
@@ -67,8 +66,8 @@ def operators(policies: Sequence[Data]) -> Data:
 
 
 def headline(data: Data) -> Data:
-    """Returns how the last policy differs from the first on the first family: in answers that are correct, and in those
-    that are also faster than ``torch.compile``, with intervals.  Empty without scores."""
+    """Returns how the last policy differs from the first one on the first family of tasks, with intervals: in the share
+    of correct answers, and in the share of answers also faster than ``torch.compile``.  Empty without scores."""
     family = (data.get("families") or [None])[0]
     found = _changes(data, family)
     if family is None or not found:
@@ -111,7 +110,7 @@ def _charts(policies: Sequence[Data], group: str) -> list[tuple[str, Markup]]:
 
 
 def _statuses(policies: Sequence[Data], group: str) -> tuple[list[str], str]:
-    """Returns the statuses that occur among the answers, and their chart."""
+    """Returns the statuses that occur among the answers to the tasks of ``group``, and a chart of their counts."""
     counts = {
         p["policy"]: Counter(o["final"]["status"] for o in p["outcomes"] if group in (o["family"], "overall"))
         for p in policies
@@ -126,7 +125,7 @@ def _is_ratio(key: str) -> bool:
 
 
 def cell(key: str, value: float | None, interval: Sequence[float] | None) -> tuple[str, str]:
-    """Formats a score and its interval as text."""
+    """Returns a score of the metric ``key`` as text, and its interval as text (empty without one)."""
     ratio = _is_ratio(key)
     said = factor(value) if ratio else share(value)
     if value is None or not interval:
@@ -136,7 +135,7 @@ def cell(key: str, value: float | None, interval: Sequence[float] | None) -> tup
 
 
 def change_cell(difference: Data) -> tuple[str, str, bool]:
-    """Formats a paired difference and its interval as text; True if the interval excludes no change."""
+    """Returns a paired difference and its interval as texts, and whether the interval excludes "no change"."""
     change, interval = difference["change"], difference["interval"]
     if change is None:
         return "–", "", False

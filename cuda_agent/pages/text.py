@@ -1,6 +1,4 @@
-"""Turns untrusted text into HTML: escapes it, names hidden characters, and colours sources and diffs.
-
-Pure.  Templates are in ``page``."""
+"""Turns untrusted text into HTML: escapes it, names hidden characters, and colours sources and diffs."""
 
 import re
 from html import escape
@@ -29,17 +27,17 @@ def visible(text: str) -> str:
 
 
 def safe(text: str) -> str:
-    """Returns untrusted text as HTML, safe also inside an attribute."""
+    """Returns untrusted text as HTML that is safe also inside an attribute."""
     return escape(visible(text))
 
 
 def source(path: str, text: str) -> Markup:
-    """Returns a file as HTML, coloured if it is C++ or CUDA."""
+    """Returns the file's content ``text`` as HTML, coloured if the file is C++ or CUDA."""
     return Markup(highlight_cpp(visible(text)) if _CPP.search(path) else safe(text))
 
 
 def diff_rows(text: str) -> Markup:
-    """Returns a unified diff as HTML, with a class for each kind of line."""
+    """Returns a unified diff as HTML, with a CSS class for each kind of line."""
 
     def shown(row: str) -> str:
         css = {"+": "add", "-": "del", "@": "at"}.get(row[:1])
@@ -56,8 +54,7 @@ _CLASSES = (
 
 
 def highlight_cpp(source: str) -> str:
-    """Returns C++ or CUDA as escaped HTML with a handful of classes.  Whatever ``source`` holds, only ``span`` elements
-    are added."""
+    """Returns C++ or CUDA as escaped HTML, in which ``span`` elements with CSS classes mark the kinds of tokens."""
     out = []
     for _, kind, text in CudaLexer().get_tokens_unprocessed(source):
         css = next((css for known, css in _CLASSES if kind in known), "")

@@ -1,4 +1,4 @@
-"""One task, its solution, and how a scripted policy plays it."""
+"""A task, its solution, and a scripted policy that plays the task."""
 
 from cuda_agent.agent.loop import EpisodeSettings
 from cuda_agent.policy.engines.engine import Completion
@@ -33,7 +33,7 @@ TASK = Task("relu_add", CODE, ("torch.relu", "torch.add"), "torch#2", family="te
 
 
 def call(name, **arguments):
-    """A tool call in the policy's own form."""
+    """Returns the text of a tool call in the form that the policy writes."""
     parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
     return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
 
@@ -51,7 +51,7 @@ def settings(**changes):
 
 
 class scripted:
-    """An engine that says ``turns`` (text or ids) one after the other; which one is next, it reads off the prompt."""
+    """An engine that returns ``turns`` (texts or token ids) one after the other; the prompt shows which one is next."""
 
     def __init__(self, chat, turns, default="done"):
         (self.header,) = chat.tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)

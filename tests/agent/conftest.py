@@ -25,7 +25,7 @@ def chat():
 
 @pytest.fixture(scope="session")
 def loop():
-    """One event loop for all, so that the sandbox starts once."""
+    """Yields one event loop for all tests, so that the sandbox starts once."""
     with asyncio.Runner() as runner:
         yield runner
 

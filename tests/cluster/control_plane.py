@@ -1,8 +1,7 @@
-"""A real API server for tests: etcd and kube-apiserver on ports of their own, the full definitions of Argo and KubeRay,
-four users.
+"""A real API server for tests: etcd and kube-apiserver, all definitions of Argo and KubeRay, and four users.
 
-No node and no controller: objects are judged (schemas, roles, admission) and kept, and nothing runs.  The programs are
-those that the test cluster builds; without them the tests that need them are skipped."""
+There is no node and no controller: objects are checked (schemas, roles, admission) and stored, but nothing runs.  The
+programs are those that the test cluster builds; without them the tests that need them are skipped."""
 
 import json
 import os
@@ -27,7 +26,7 @@ USERS = ("admin", "ada", "eve", "mallory")  # cluster-admin, submitter, viewer, 
 
 
 class ControlPlane:
-    """A context manager."""
+    """A context manager that starts the API server and stops it at the end."""
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="control-plane-")
@@ -84,7 +83,7 @@ class ControlPlane:
         self._folder.cleanup()
 
     def apply(self, items: list[dict[str, Any]], user: str = "admin") -> None:
-        """Strictly: a field that nobody knows is an error."""
+        """Creates or changes the objects ``items``.  A field that the API server does not know is an error."""
         text = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
         self.kubectl("apply", "--server-side", "--validate=strict", "-n", NAMESPACE, "-f", "-", user=user, text=text)
 
@@ -120,7 +119,7 @@ class ControlPlane:
             self._processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment, cwd=self.folder))
 
     def _await_definitions(self) -> None:
-        """Until Argo's kinds can be created.  `kubectl wait` fails at once on a definition without a condition yet."""
+        """Waits until Argo's kinds can be created.  `kubectl wait` fails on a definition that has no condition yet."""
         deadline = time.monotonic() + 60
         while (
             done := self.try_kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")

@@ -1,4 +1,4 @@
-"""The tools of the chart's tests: helm's engine and Argo's own validation, built by ``.ci/tools``."""
+"""Tools for the chart's tests: helm's engine and Argo's own validation, built by ``.ci/tools``."""
 
 import functools
 import json
@@ -58,7 +58,7 @@ def helm(*arguments: str, values: dict[str, Any] | None = None) -> subprocess.Co
 
 
 def template(values: dict[str, Any], release: str = "r", namespace: str = "ns") -> list[dict[str, Any]]:
-    """The objects that ``helm install`` would make."""
+    """Returns the objects that ``helm install`` would create with these values."""
     done = helm("template", release, str(CHART), "--namespace", namespace, "--kube-version", KUBERNETES, values=values)
     assert done.returncode == 0, done.stderr
     return [item for text in done.stdout.split("\n---\n") if (item := json.loads(_parsed(text)))]
@@ -75,12 +75,12 @@ def _cached(text: str) -> str:
 
 
 def objects(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """The same, rendered once for all tests of a process; a copy each time."""
+    """Returns the objects of ``template(values)``, rendered once per process; each call returns a new copy."""
     return json.loads(_cached(json.dumps(values, sort_keys=True)))
 
 
 def refusal(values: dict[str, Any]) -> str:
-    """What helm says of values that it refuses."""
+    """Returns helm's error message about values that it refuses."""
     done = helm("template", "r", str(CHART), "--kube-version", KUBERNETES, values=values)
     assert done.returncode != 0, "these values were accepted"
     return done.stderr
@@ -91,14 +91,15 @@ def of_kind(items: list[dict[str, Any]], kind: str, name: str = "") -> list[dict
 
 
 def argocheck(items: list[dict[str, Any]]) -> list[str]:
-    """What Argo itself finds wrong with its objects."""
+    """Returns the errors that Argo's own validation finds in Argo's objects."""
     done = subprocess.run([str(ARGO)], input=json.dumps(items), capture_output=True, text=True, timeout=60)
     assert done.returncode in (0, 1), done.stderr
     return done.stdout.splitlines()
 
 
 def flat(value: Any, path: str = "") -> dict[str, Any]:
-    """Dotted path -> scalar; JSON inside of strings is opened, and lists of named things go by their names."""
+    """Returns dotted path -> scalar for a nested value.  JSON inside of strings is parsed, and in a list of mappings
+    with a ``name`` the name replaces the index."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         try:
             value = json.loads(value)

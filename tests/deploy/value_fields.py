@@ -1,8 +1,7 @@
-"""Every value of the chart with the field that it ends up in, and a value that changes it.
+"""Lists, for every value of the chart, the field of an object that it sets, and another value that changes the field.
 
 A path may be a pattern.  The field is the kind of an object, a colon, and a regular expression for the field's path;
-None in place of a value: the default has an obvious alternative.
-"""
+None in place of a value: the default has an obvious alternative."""
 
 from fnmatch import fnmatchcase
 from typing import Any
@@ -130,11 +129,10 @@ FIELDS: dict[str, tuple[str, Any]] = {
 
 
 def field_of(path: str) -> tuple[str, Any]:
-    """The field and the changed value of a dotted path.
+    """Returns the field and the changed value that ``FIELDS`` lists for a dotted path.
 
     Raises:
-        AssertionError: Nothing is known of it.
-    """
+        AssertionError: ``FIELDS`` has no pattern for the path."""
     for pattern, known in FIELDS.items():
         if fnmatchcase(path, pattern):
             return known

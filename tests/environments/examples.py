@@ -1,4 +1,4 @@
-"""The examples of docs/environments.md, as they stand there."""
+"""Reads the examples of docs/environments.md."""
 
 import os
 import re
@@ -9,17 +9,17 @@ DOCS = ROOT / "docs"
 
 
 def surroundings(*more: Path) -> dict[str, str]:
-    """For a process that is to find this very source, and ``more``."""
+    """Returns an environment for a process that imports this checkout's modules, and those in the folders ``more``."""
     return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, *more]))}
 
 
 def blocks(heading: str) -> list[tuple[str, str]]:
-    """The fenced blocks below a heading: language (may be empty) and text."""
+    """Returns the fenced blocks below a heading: the language (may be empty) and the text of each."""
     section = (DOCS / "environments.md").read_text().split(heading + "\n", 1)[1].split("\n## ", 1)[0]
     return re.findall(r"^```(\w*)\n(.*?)^```$", section, re.M | re.S)
 
 
 def guides_model() -> str:
-    """The model.py that the guide begins with."""
+    """Returns the model.py with which the guide begins."""
     (code,) = re.findall(r"^```python\n# model.py\n(.*?)^```$", (DOCS / "guide.md").read_text(), re.M | re.S)
     return code

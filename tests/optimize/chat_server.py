@@ -1,10 +1,9 @@
-"""A server that speaks the OpenAI protocol over real HTTP, as a script tells it: also badly.
+"""A server that speaks the OpenAI protocol over HTTP and does what a script says, errors included.
 
-A script is a function of the request's JSON that gives a list of things to do: ``{"text": ...}``, ``{"thought": ...}``,
-``{"calls": [(name, arguments or text), ...]}``, ``{"usage": (prompt, completion)}``, ``{"finish": reason}``,
-``{"status": 429, "headers": {...}, "body": ...}`` before anything else, ``{"raw": bytes}`` as it is, ``{"cut": True}``
-to break off, ``{"endless": text}`` until the client goes away.
-"""
+A script is a function from the request's JSON to a list of steps: ``{"text": ...}``, ``{"thought": ...}``, ``{"calls":
+[(name, arguments or text), ...]}``, ``{"usage": (prompt, completion)}``, ``{"finish": reason}``, ``{"status": 429,
+"headers": {...}, "body": ...}`` as the only step, ``{"raw": bytes}`` sent unchanged, ``{"cut": True}`` to break off,
+``{"endless": text}`` until the client disconnects."""
 
 import json
 import threading
@@ -18,7 +17,7 @@ Script = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
 class Served:
-    """What arrived: paths, headers and bodies, and every byte of them."""
+    """What arrived at a server: the JSON and the headers of each request, and the bytes of all bodies."""
 
     def __init__(self) -> None:
         self.url = ""
@@ -32,12 +31,12 @@ class Served:
 
 
 def turn_of(request: dict[str, Any]) -> int:
-    """How many turns the model has had in this conversation."""
+    """Returns the number of turns that the model has had in this conversation."""
     return sum(message["role"] == "assistant" for message in request["messages"])
 
 
 def said(turns: list[list[dict[str, Any]]]) -> Script:
-    """One turn after the other; then the last one again."""
+    """Returns a script that plays ``turns`` one after the other, and repeats the last one."""
     return lambda request: turns[min(turn_of(request), len(turns) - 1)]
 
 
@@ -116,7 +115,7 @@ def serve(script: Script) -> Iterator[Served]:
             self.wfile.write(b"data: [DONE]\n\n")
 
         def whole(self, steps: list[dict[str, Any]]) -> None:
-            """In one piece, for a client that does not ask for a stream."""
+            """Sends the answer in one piece, for a client that does not ask for a stream."""
             calls = [call for step in steps for call in step.get("calls", [])]
             message = {"role": "assistant", "content": "".join(step.get("text", "") for step in steps) or None}
             if calls:

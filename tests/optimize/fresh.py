@@ -1,4 +1,4 @@
-"""Python processes that find PyTorch and what it needs, and nothing else that is installed here."""
+"""Starts Python processes that find PyTorch and its requirements, but no other installed package."""
 
 import os
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def only_torch(folder: Path) -> Path:
-    """A folder with links to PyTorch and what it requires."""
+    """Fills ``folder`` with links to PyTorch and its requirements, and returns ``folder``."""
     folder.mkdir(parents=True)
     pending, seen = ["torch", "numpy"], set()
     while pending:
@@ -30,7 +30,7 @@ def only_torch(folder: Path) -> Path:
 
 
 def run(packages: Path, code: str, folder: Path, home: Path, *more: Path) -> subprocess.CompletedProcess[str]:
-    """``code`` in ``folder``, with the standard library, ``packages`` and ``more`` on the path."""
+    """Runs ``code`` in ``folder``; it can import the standard library and modules in ``packages`` and ``more``."""
     standard = [sysconfig.get_path("stdlib"), sysconfig.get_path("stdlib") + "/lib-dynload"]
     path = [str(folder), *standard, *map(str, (packages, *more))]
     environment = {"PATH": os.environ["PATH"], "HOME": str(home)}

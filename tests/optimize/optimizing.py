@@ -1,4 +1,4 @@
-"""A problem, solutions of it, and runs of `optimize` against a scripted server, for the tests of its parts."""
+"""A task, solutions of it, and runs of `optimize` against a scripted server."""
 
 import asyncio
 import contextlib
@@ -57,8 +57,8 @@ TERMS = Terms(turns=12, context=20_000, answer_tokens=2000, target=1.01)
 
 
 class SharedSandbox:
-    """One sandbox for many runs: its processes import torch once.  A search that is stopped kills its judges; the next
-    run then gets a new sandbox."""
+    """One sandbox for many runs, so that its processes import torch once.  A search that is stopped kills the sandbox's
+    judges; the next run then gets a new sandbox."""
 
     def __init__(self, cache: Path) -> None:
         self.cache, self.runner, self.opened = cache, asyncio.Runner(), contextlib.AsyncExitStack()
@@ -79,7 +79,7 @@ class SharedSandbox:
 
 
 class Run:
-    """One run in ``folder``, and what it told."""
+    """Calls `optimize` in ``folder`` against a scripted server.  ``events`` holds the events of the last call."""
 
     def __init__(
         self, folder: Path, cache: Path, sandbox: SandboxConfig = SANDBOX, shared: SharedSandbox | None = None
@@ -118,7 +118,7 @@ class Run:
         return [event for event in self.events if event["kind"] == kind]
 
     def results(self) -> str:
-        """What tools and the loop answered."""
+        """Returns what the tools and the agent loop answered to the model."""
         return "\n".join(
             event["message"]["content"] for event in self.kinds("message") if event["message"]["role"] != "assistant"
         )

@@ -1,4 +1,4 @@
-"""Inputs of the report, generated: what the stages above it leave behind, in their own formats."""
+"""Makes random inputs of the stage ``report``, in the formats of the stages that make the real ones."""
 
 import json
 import random
@@ -151,7 +151,7 @@ def make_metrics(rng: random.Random, stage: str) -> dict[int, dict[str, float]]:
 def make_inputs(
     folder: Path, seed: int = 0, clock: Literal["real", "model"] = "real", solve: bool = True
 ) -> dict[str, Path]:
-    """All input folders of ``report``; ``solve=False``: no answer is correct."""
+    """Writes all input folders of ``report`` and returns name -> folder.  Without ``solve`` no answer is correct."""
     rng = random.Random(seed)
     tasks = make_tasks(rng)
     inputs = {"tasks": folder / "tasks", "stages": folder / "stages"}

@@ -1,4 +1,4 @@
-"""Reads adapters in peft's format, as a server would."""
+"""Merges adapters in peft's format into a model, as a server does."""
 
 import json
 from pathlib import Path
@@ -11,11 +11,10 @@ from cuda_agent.errors import PolicyError
 
 
 def merge_adapter(model: Any, folder: Path) -> None:
-    """Adds the adapters of a folder to the weights of a model without adapters.
+    """Adds the adapters in ``folder`` to the weights of ``model``, which has no adapters.
 
     Raises:
-        PolicyError: The folder holds anything other than plain LoRA of linear layers.
-    """
+        PolicyError: The folder holds anything other than plain LoRA of linear layers."""
     settings = json.loads((folder / "adapter_config.json").read_text())
     odd = [name for name in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern") if settings.get(name)]
     if odd or settings.get("bias", "none") != "none":

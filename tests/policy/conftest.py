@@ -17,7 +17,7 @@ def tokenizer():
 
 @pytest.fixture(scope="session")
 def policy(tokenizer):
-    """A small random model whose next-token distributions are far from uniform and differ between layers' states."""
+    """Returns a small random model whose next-token distributions are far from uniform."""
     config = PolicyConfig(layers=2, hidden=32, heads=4, kv_heads=2, intermediate=48, context=128)
     model = new_policy(config, tokenizer, seed=1)
     with torch.no_grad():

@@ -1,9 +1,8 @@
-"""Secrets that are planted to be looked for: where nothing should hold them, nothing does.
+"""Plants secrets and searches for them in all places where they must not be.
 
-Covers every object of a namespace but Secrets, the logs of its pods, every object of the store, and every byte of
-MLflow's volume, each for the value as it is, in base64 at any alignment, in hexadecimal and in URLs. Does not cover
-what is compressed or encrypted, nor etcd itself.
-"""
+These are all objects of a namespace but Secrets, the logs of its pods, all objects of the store, and all bytes of
+MLflow's volume.  A value is found as it is, in base64 at any alignment, in hexadecimal and in URLs.  Text that is
+compressed (except with gzip in the store) or encrypted is not searched, nor is etcd."""
 
 import base64
 import gzip
@@ -26,7 +25,7 @@ PLANTED = "planted"  # name of the Secret
 
 
 def plant() -> dict[str, str]:
-    """Name of a secret -> its value, which occurs nowhere else in the world."""
+    """Returns name -> value of new secrets.  The values are random, so that they occur nowhere else."""
     letters = string.ascii_letters + string.digits
 
     def word(length: int) -> str:
@@ -36,14 +35,14 @@ def plant() -> dict[str, str]:
 
 
 def values(planted: Mapping[str, str]) -> dict[str, Any]:
-    """Of a release whose MinIO and webhook use them."""
+    """Returns the chart's values for a release whose MinIO and webhook use the secrets ``planted``."""
     data = {**planted, "url": f"https://hooks.invalid/{planted['url']}"}
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": PLANTED}, "stringData": data}
     return {"extraObjects": [secret], "minio": {"existingSecret": PLANTED}, "webhook": {"existingSecret": PLANTED}}
 
 
 def spellings(value: str) -> set[bytes]:
-    """The value in every form in which it would still be readable."""
+    """Returns the value in every encoding in which it could still be read."""
     plain = value.encode()
     found = {plain, plain.hex().encode(), plain.hex().upper().encode()}
     for before in range(3):  # what precedes it in the same text decides how its letters fall into base64's groups
@@ -54,7 +53,7 @@ def spellings(value: str) -> set[bytes]:
 
 
 def leaks(installed: Release, planted: Mapping[str, str]) -> list[str]:
-    """``place: name`` for each place where one of them can be read."""
+    """Returns ``place: name`` for each place of ``everything`` in which the secret of this name can be read."""
     wanted = {name: spellings(value) for name, value in planted.items()}
     return [
         f"{place}: {name}"
@@ -65,7 +64,7 @@ def leaks(installed: Release, planted: Mapping[str, str]) -> list[str]:
 
 
 def everything(installed: Release) -> Iterator[tuple[str, bytes]]:
-    """All that somebody without access to Secrets might come to see: where it is, and what it holds."""
+    """Yields (place, content) of all data that a person without access to Secrets might see."""
     space = installed.cluster
     kinds = space.run("api-resources", "--namespaced", "--verbs=list", "-o", "name").split()
     for item in space.get(",".join(sorted({*kinds} - {"secrets"})))["items"]:
@@ -88,7 +87,7 @@ def everything(installed: Release) -> Iterator[tuple[str, bytes]]:
 
 @contextmanager
 def open_bucket(installed: Release) -> Iterator[Store]:
-    """The release's store, through a port of MinIO's that the API server forwards."""
+    """Yields the release's store, reached through a forwarded port of MinIO's pod."""
     space = installed.cluster
     with served(installed, "minio", 9000) as address:
         (secret,) = [item for item in space.get("secrets")["items"] if "secretkey" in item.get("data", {})]
@@ -105,7 +104,7 @@ def open_bucket(installed: Release) -> Iterator[Store]:
 
 @contextmanager
 def served(installed: Release, component: str, port: int) -> Iterator[str]:
-    """The address, on this machine, of a server that the chart brings."""
+    """Yields the address on this machine of a server that the chart brings; its pod serves on the port ``port``."""
     from kubernetes import config
 
     client = config.new_client_from_config(str(installed.cluster.state / "kubeconfig"))

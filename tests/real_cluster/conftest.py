@@ -1,4 +1,4 @@
-"""The cluster that the tests of this folder share: one that runs already, or one that they start and end."""
+"""The cluster that the tests of this folder share.  It runs already, or the tests start and stop it."""
 
 import fcntl
 import os
@@ -15,7 +15,7 @@ from runs import Held, hold
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """A running cluster. One that the tests had to start ends with the last test process that uses it."""
+    """Yields a running cluster.  One that the tests had to start ends with the last test process that uses it."""
     cache = Path(setting("CACHE"))
     cache.mkdir(parents=True, exist_ok=True)
     with open(cache / ".tests", "w") as lock:
@@ -36,7 +36,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def space(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster, in a namespace of this test's own with Pod Security `restricted`."""
+    """Yields the cluster, bound to a new namespace with Pod Security `restricted` for this test alone."""
     name = f"test-{os.getpid()}-{time.monotonic_ns() % 10**9}"
     cluster.run("create", "namespace", name)
     cluster.run("label", "namespace", name, "pod-security.kubernetes.io/enforce=restricted")
@@ -48,19 +48,19 @@ def space(cluster: Cluster) -> Iterator[Cluster]:
 
 @pytest.fixture(scope="session")
 def planted() -> dict[str, str]:
-    """The secrets of the release that the tests share; see ``canaries``."""
+    """Returns the secrets of the release that the tests share; see ``canaries``."""
     return canaries.plant()
 
 
 @pytest.fixture(scope="session")
 def installed(cluster: Cluster, planted: dict[str, str]) -> Iterator[Release]:
-    """The chart with MinIO and MLflow, installed once for all tests of a process."""
+    """Yields a release of the chart with MinIO and MLflow, installed once for all tests of a process."""
     with release(cluster, f"release-{os.getpid()}", merged(values(), canaries.values(planted))) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
 def held(installed: Release) -> Iterator[Held]:
-    """A run whose servers stand and whose first stage runs or has run; nothing else of it begins."""
+    """Yields a run whose servers stand and whose first stage runs or has run; no other stage of the run begins."""
     with hold(installed, "held") as run:
         yield run

@@ -1,8 +1,7 @@
-"""A Kubernetes client of one page, for the controllers beside it; the standard library alone.
+"""A small Kubernetes client for the controllers in this folder, with the standard library alone.
 
-Covers JSON requests with a client certificate, and lists kept up to date by watches. Does not cover paging, patches of
-sub-resources, or tokens.
-"""
+It sends JSON requests with a client certificate, and keeps lists up to date by watches.  It has no paging, no patches
+of sub-resources and no tokens."""
 
 import json
 import ssl
@@ -18,7 +17,7 @@ Object = dict[str, Any]
 
 
 class Api:
-    """The API server at `server`, spoken to as `user`, whose certificate and key lie in the folder `pki`."""
+    """A client of the API server at `server`, as `user`. The folder `pki` has the user's certificate and key."""
 
     def __init__(self, server: str, pki: Path, user: str) -> None:
         self.server = server
@@ -26,7 +25,7 @@ class Api:
         self.tls.load_cert_chain(str(pki / f"{user}.crt"), str(pki / f"{user}.key"))
 
     def open(self, method: str, path: str, body: Object | None = None, timeout: float = 30) -> Any:
-        """The open answer. Raises `urllib.error.HTTPError` for any status from 400 on."""
+        """Sends a request and returns the open response. Raises `urllib.error.HTTPError` for any status from 400 on."""
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.server + path, data=data, method=method, headers=headers)
@@ -38,7 +37,7 @@ class Api:
 
 
 class Mirror:
-    """Copies of whole lists of objects, one list a path. `changes()` yields them whenever something changed."""
+    """Copies of lists of objects, one list per path.  Threads keep the copies up to date with the API server."""
 
     def __init__(self, api: Api, *paths: str) -> None:
         self.api, self.paths = api, paths
@@ -48,7 +47,7 @@ class Mirror:
             threading.Thread(target=self._follow, args=(path,), daemon=True).start()
 
     def changes(self) -> Iterator[list[list[Object]]]:
-        """The lists in the order of the paths: when all are there, after each change, and every 30 seconds."""
+        """Yields the lists in the order of the paths: once all are there, after each change, and every 30 seconds."""
         while True:
             self.changed.wait(30)
             self.changed.clear()

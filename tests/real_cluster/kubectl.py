@@ -1,4 +1,4 @@
-"""The cluster as its tests use it: its scripts, kubectl bound to a namespace, and pods to try things in."""
+"""The test cluster's scripts, kubectl bound to a namespace, and small pods for tests."""
 
 import json
 import os
@@ -13,13 +13,13 @@ NUMBER = int(os.environ.get("CLUSTER", "0"))
 
 
 def setting(name: str, number: int = NUMBER) -> str:
-    """A variable of env.sh, for the cluster of that number."""
+    """Returns a variable of env.sh for the cluster with this number."""
     script = f'CLUSTER={number}; . "{HERE}/env.sh"; printf %s "${name}"'
     return subprocess.run(["bash", "-euc", script], text=True, capture_output=True, check=True).stdout
 
 
 def script(name: str, *words: str, number: int = NUMBER) -> str:
-    """Runs one of the scripts beside this file; its output. Raises with both outputs when it fails."""
+    """Runs one of the scripts in this folder and returns its output. Raises with its output if it fails."""
     environment = {**os.environ, "CLUSTER": str(number)}
     command = [str(HERE / f"{name}.sh"), *words]
     done = subprocess.run(command, env=environment, text=True, capture_output=True, stdin=subprocess.DEVNULL)
@@ -58,14 +58,14 @@ class Cluster:
         return str(self.get("pod", pod)["status"]["phase"])
 
     def finished(self, pod: str, seconds: float = 60) -> str:
-        """Waits for the pod's end; its log. Raises when it did not succeed."""
+        """Waits for the pod's end and returns its log. Raises if the pod did not succeed."""
         ended = self.ended(pod, seconds)
         log = self.run("logs", pod)
         assert ended == "Succeeded", f"{pod}: {log}"
         return log
 
     def ended(self, pod: str, seconds: float = 60) -> str:
-        """Waits for the pod's end; its phase then."""
+        """Waits for the pod's end and returns its phase."""
 
         def phase() -> str:
             return seen if (seen := self.phase(pod)) in ("Succeeded", "Failed") else ""
@@ -77,7 +77,7 @@ class Cluster:
 
 
 def pod(name: str, command: str, labels: dict[str, str] | None = None, **more: Any) -> dict[str, Any]:
-    """A pod of one busybox container that asks for nothing and may do nothing; `more` goes into the container."""
+    """Returns a pod of one busybox container without rights that runs `command`; `more` are fields of the container."""
     container = {
         "name": "main",
         "image": "localhost/busybox:1",

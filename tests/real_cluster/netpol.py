@@ -1,12 +1,11 @@
-"""netpol.py SERVER PKI USER PODS GATEWAY: enforces NetworkPolicies (networking.k8s.io/v1) on one node with iptables.
+"""netpol.py SERVER PKI USER NETWORK GATEWAY: enforces NetworkPolicies (networking.k8s.io/v1) on one node with iptables.
 
-Covers ingress and egress, podSelector, namespaceSelector, ipBlock with except, numbered and named ports and endPort.
-Fails closed: an address of the pods' range that no living pod is known to have reaches nothing and is not reached. So a
-new pod has no network until its policies are in force, and none at all while this process is away. What the node itself
-sends to a pod passes (probes), and so do answers. Rules stand in the table `mangle`, which is asked before kube-proxy's
-`filter`. Does not cover IPv6 (switched off), connections that were open before a policy came (they live on), nor a pod
-that may forge packets with the address of another (it needs CAP_NET_RAW).
-"""
+Supports ingress and egress, podSelector, namespaceSelector, ipBlock with except, numbered and named ports and endPort.
+Fails closed: an address of the pods' range that belongs to no known living pod reaches nothing and is not reached. So a
+new pod has no network until its policies are in force, and no new pod gets one while this process is away. Traffic from
+the node itself to a pod passes (probes), and so do answers. Rules are in the table `mangle`, which comes before
+kube-proxy's `filter`. Does not support IPv6 (switched off), connections that were open before a policy came (they go
+on), nor a pod that may forge packets with the address of another pod (this needs CAP_NET_RAW)."""
 
 import hashlib
 import ipaddress
@@ -39,13 +38,13 @@ def labels(thing: Object) -> dict[str, str]:
 
 
 def address(pod: Object) -> str | None:
-    """The pod's own address while it has one: none on the node's network, and none once it has ended."""
+    """Returns the pod's address; None if the pod uses the node's network or has ended."""
     ended = pod["status"].get("phase") in ("Succeeded", "Failed")
     return None if ended or pod["spec"].get("hostNetwork") else pod["status"].get("podIP")
 
 
 def block(peer: Object) -> list[str]:
-    """An ipBlock as plain networks: what is excepted is cut out."""
+    """Returns an ipBlock as a list of networks, without the addresses in its `except`."""
     if ":" in peer["cidr"]:
         return []
     kept = [ipaddress.IPv4Network(peer["cidr"], strict=False)]  # host bits are allowed in a policy
@@ -55,7 +54,7 @@ def block(peer: Object) -> list[str]:
 
 
 class World:
-    """What the API server shows, and the rules that follow from it."""
+    """The pods, namespaces and policies that the API server shows, and the iptables rules that follow from them."""
 
     def __init__(self, pods: list[Object], namespaces: list[Object], policies: list[Object]) -> None:
         self.pods = sorted((pod for pod in pods if address(pod)), key=lambda pod: pod["metadata"]["uid"])
@@ -63,7 +62,7 @@ class World:
         self.policies = sorted(policies, key=lambda policy: policy["metadata"]["uid"])
 
     def chains(self, network: str, gateway: str) -> dict[str, list[str]]:
-        """Chain → rules, each without its `-A chain`. A packet that returns from the hooks' chains may pass."""
+        """Returns chain -> rules without their `-A chain`. A packet that returns from the hooks' chains may pass."""
         answers = "-m conntrack --ctstate RELATED,ESTABLISHED -j RETURN"
         chains = {name: [answers] for _, name in HOOKS}
         for name, way in (("NETPOL-KNOWN", "s"), ("NETPOL-REACHED", "d")):
@@ -86,7 +85,7 @@ class World:
         return chains
 
     def matches(self, policy: Object, pod: Object, kind: str) -> list[str]:
-        """What one policy lets through to or from one pod, as iptables' conditions."""
+        """Returns what one policy lets through to (Ingress) or from (Egress) one pod, as conditions of iptables."""
         field, way = ("to", "-d") if kind == "Egress" else ("from", "-s")
         space, found = policy["metadata"]["namespace"], []
         for rule in policy["spec"].get(kind.lower()) or []:
@@ -120,7 +119,7 @@ def applies(policy: Object, pod: Object, kind: str) -> bool:
 
 
 def ports(port: Object, serving: Object | None) -> list[str]:
-    """A port of a rule as iptables' conditions; a name means what the containers of the serving pod call so."""
+    """Returns a port of a rule as conditions of iptables. A name stands for the serving pod's ports of that name."""
     if not port:
         return [""]
     protocol, number = port.get("protocol", "TCP"), port.get("port")
@@ -144,7 +143,7 @@ def iptables(*words: str, check: bool = True) -> subprocess.CompletedProcess[str
 
 
 def install(chains: dict[str, list[str]]) -> None:
-    """Replaces all our chains at once; then hooks them in where that is not done yet."""
+    """Replaces all NETPOL chains at once, and adds jumps to them from the built-in chains where those are missing."""
     old = [line.split()[1] for line in iptables("-S").stdout.splitlines() if line.startswith("-N NETPOL-")]
     gone = [name for name in old if name not in chains]
     lines = ["*mangle", *(f":{name} - [0:0]" for name in [*chains, *gone])]

@@ -1,8 +1,7 @@
-"""What a pod can reach: the same few connections, tried from inside of it.
+"""Tests which addresses a pod can reach, by connections from inside the pod.
 
-Covers TCP connections and questions to a DNS server, from pods that have Python. Does not cover UDP to anything else,
-which nobody could tell from silence.
-"""
+It tries TCP connections and DNS queries, in pods that have Python. Other UDP cannot be tested, because a server that
+does not answer looks like a blocked one."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -41,14 +40,14 @@ with concurrent.futures.ThreadPoolExecutor(len(places)) as threads:
 
 
 def reached(space: Cluster, name: str, places: Mapping[str, Place], container: str = "main") -> set[str]:
-    """The names of the places that a container of a pod can connect to."""
+    """Returns the names of the places to which the container of the pod `name` can connect."""
     command = ["exec", name, "-c", container, "--", "python3", "-c", _PROBE, json.dumps(places)]
     answer: dict[str, bool] = json.loads(space.run(*command))
     return {place for place, answers in answer.items() if answers}
 
 
 def python_pod(name: str, image: str, code: str, labels: dict[str, str]) -> dict[str, Any]:
-    """A restricted pod with these labels that runs Python and nothing of the project."""
+    """Returns a restricted pod with these labels that runs the Python code `code` and nothing of the project."""
     made = pod(name, "", labels, image=image, env=[{"name": "HOME", "value": "/tmp"}])
     made["spec"]["containers"][0]["command"] = ["python3", "-c", code]
     made["spec"]["containers"][0]["imagePullPolicy"] = "Never"
@@ -59,7 +58,7 @@ SLEEP = "import time; time.sleep(3600)"
 
 
 def listen(port: int) -> str:
-    """Code that accepts connections on a port and closes them."""
+    """Returns code that accepts connections on a port and closes them."""
     return f"import socket\nhere = socket.create_server(('', {port}))\nwhile True: here.accept()[0].close()"
 
 
@@ -72,7 +71,7 @@ def address_of(space: Cluster, name: str) -> str:
 
 
 def cluster_places(space: Cluster) -> dict[str, Place]:
-    """What any cluster has: its API server by both of its addresses, its DNS, the node's kubelet, Argo's controller."""
+    """Returns the places of every cluster: both addresses of the API server, DNS, the kubelet, Argo's controller."""
     node = setting("NODE_IP", space.number)
     (controller,) = Cluster(space.number, "argo").get("pods", "-l", "app=workflow-controller")["items"]
     return {
@@ -87,7 +86,7 @@ def cluster_places(space: Cluster) -> dict[str, Place]:
 
 @contextmanager
 def without(space: Cluster, kind: str, *names: str) -> Iterator[None]:
-    """The objects of this kind (all of the namespace, unless named) are away, and come back as they were."""
+    """Removes the objects of this kind (all if none is named) during the `with` block, and then creates them again."""
     listed = [space.get(kind, name) for name in names] if names else space.get(kind)["items"]
     for item in listed:
         for field in ("uid", "resourceVersion", "creationTimestamp", "generation", "managedFields"):

@@ -1,8 +1,6 @@
-"""The chart installed on the test cluster, and the command line pointed at it.
+"""Installs the chart on the test cluster, and runs the command line against it.
 
-Covers a namespace with Pod Security `restricted`, the project's images, PyTorch's volume, and a release that is sized
-for two cores. Does not cover what the release does with a run (the tests), nor values that one test alone needs.
-"""
+The release has a namespace with Pod Security `restricted`, the project's images and PyTorch's volume."""
 
 import json
 import os
@@ -27,7 +25,7 @@ _MOUNT = {"name": "environment", "mountPath": "/opt/environment", "readOnly": Tr
 
 
 def _size(memory: str) -> dict[str, Any]:
-    """Next to nothing is asked for, so that all pods of a run fit on a node of two cores."""
+    """Returns resources with tiny requests, so that all pods of a run fit on a node of two cores."""
     return {
         "requests": {"cpu": "10m", "memory": "64Mi"},
         "limits": {"cpu": "2", "memory": memory, "ephemeral-storage": "4Gi"},
@@ -35,7 +33,7 @@ def _size(memory: str) -> dict[str, Any]:
 
 
 def values() -> dict[str, Any]:
-    """Of a release with MinIO and MLflow of its own."""
+    """Returns the chart's values for a release that brings MinIO and MLflow."""
     mounted = {"extraVolumes": [_VOLUME], "extraVolumeMounts": [_MOUNT]}
     pools = {role: {"resources": _size("4Gi")} for role in ("workspace", "build", "evaluate")}
     server = {"enabled": True, "persistence": {"size": "2Gi"}, "resources": _size("2Gi")}
@@ -52,7 +50,7 @@ def values() -> dict[str, Any]:
 
 
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Values as helm merges them: the other's win, groups are merged."""
+    """Returns the values of both as helm merges them: groups are merged, and other values of ``other`` win."""
     result = dict(one)
     for key, value in other.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
@@ -62,18 +60,18 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Release:
-    """One release, named like the chart. ``cluster`` is bound to its namespace."""
+    """A release of the chart with the chart's name, in the namespace of ``cluster``."""
 
     cluster: Cluster
 
     @property
     def environment(self) -> dict[str, str]:
-        """For processes that find the cluster by a kubeconfig."""
+        """Returns the environment for processes that find the cluster by a kubeconfig."""
         kubeconfig = {"KUBECONFIG": str(self.cluster.state / "kubeconfig"), "PYTHONPATH": str(ROOT)}
         return {**os.environ, **kubeconfig}
 
     def command(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        """``cuda-agent WORDS --namespace ...``, as a person would type it on this machine."""
+        """Runs ``cuda-agent WORDS --namespace ...`` as a person would on this machine."""
         line = [sys.executable, "-m", "cuda_agent.cli", *words, "--namespace", self.cluster.namespace]
         return subprocess.run(
             line,
@@ -88,13 +86,13 @@ class Release:
         return helm(self.cluster, *words)
 
     def upgrade(self, given: Mapping[str, Any], chart: Path = CHART) -> None:
-        """Returns when the store has its bucket; MLflow may still be starting."""
+        """Upgrades the release.  Returns when the store has its bucket; MLflow may still be starting."""
         done = helm(self.cluster, "upgrade", NAME, str(chart), "--timeout=15m", given=given)
         assert done.returncode == 0, done.stderr
 
 
 def helm(cluster: Cluster, *words: str, given: Mapping[str, Any] | None = None) -> subprocess.CompletedProcess[str]:
-    """helm, in the cluster's namespace; ``given`` are values."""
+    """Runs helm in the cluster's namespace.  ``given`` are the chart's values."""
     program = subprocess.run(
         ["bash", "-euc", f'. "{HERE}/env.sh"; at helm'], text=True, capture_output=True, check=True
     )
@@ -110,7 +108,7 @@ def helm(cluster: Cluster, *words: str, given: Mapping[str, Any] | None = None) 
 
 
 def of_version(version: str, folder: Path) -> str:
-    """A PYTHONPATH in which this checkout says that it is of another version; ``folder`` takes what says so."""
+    """Returns a PYTHONPATH with which this checkout reports ``version``.  Writes the metadata for it to ``folder``."""
     about = folder / f"cuda_agent-{version}.dist-info"
     about.mkdir(parents=True, exist_ok=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: cuda-agent\nVersion: {version}\n")
@@ -119,13 +117,13 @@ def of_version(version: str, folder: Path) -> str:
 
 @cache
 def images(number: int) -> None:
-    """Of this checkout, built and loaded once a process."""
+    """Builds and loads the images of this checkout, once a process."""
     script("project", number=number)
 
 
 @contextmanager
 def release(cluster: Cluster, namespace: str, given: Mapping[str, Any]) -> Iterator[Release]:
-    """Installs the chart in a namespace of its own with these values; removes everything at the end."""
+    """Installs the chart with these values in a new namespace, and removes everything at the end."""
     images(cluster.number)
     cluster.run("create", "namespace", namespace)
     try:

@@ -1,8 +1,6 @@
-"""Runs on an installed release: submitted by the command line, followed by what Argo says of them.
+"""Runs on an installed release: the command line submits them, and Argo's Workflows show their state.
 
-Covers the smallest run that has every stage, waiting for a stage or for a run's end, and holding a run still. Does not
-cover what comes out of a run (the tests).
-"""
+The module has the smallest run with every stage, waits for a stage or for a run's end, and can hold a run still."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -32,7 +30,7 @@ LONG = 2400.0  # seconds; far more than any wait here takes on a machine that do
 
 
 def submission(run: str) -> commands.Submission:
-    """What ``submit`` would send."""
+    """Returns the objects that the command ``submit`` would create."""
     return commands.submission(compose([*TINY, f"run.name={run}"]), "cpu", "cuda-agent")
 
 
@@ -46,7 +44,7 @@ def stages(space: Cluster, workflow: str) -> dict[str, StageView]:
 
 
 def reaches(space: Cluster, workflow: str, stage: str, *states: str) -> StageView:
-    """Waits until the stage is in one of these states; raises when the run ends before."""
+    """Waits until the stage is in one of these states, and returns its view. Raises if the run ends before."""
 
     def look() -> StageView | None:
         found = space.get("workflow", workflow)
@@ -60,7 +58,7 @@ def reaches(space: Cluster, workflow: str, stage: str, *states: str) -> StageVie
 
 
 def ended(space: Cluster, workflow: str) -> dict[str, Any]:
-    """Waits for the run's end; its Workflow then."""
+    """Waits for the run's end and returns its Workflow."""
 
     def look() -> dict[str, Any] | None:
         found: dict[str, Any] = space.get("workflow", workflow)
@@ -76,12 +74,12 @@ def succeeded(space: Cluster, workflow: str) -> dict[str, Any]:
 
 
 def suspend(space: Cluster, workflow: str, held: bool) -> None:
-    """What runs goes on to its end; nothing else begins while it is held."""
+    """Keeps the Workflow from starting steps if ``held``, else lets it go on.  Steps that run go on to their end."""
     space.run("patch", "workflow", workflow, "--type=merge", "-p", json.dumps({"spec": {"suspend": held}}))
 
 
 def said(space: Cluster, workflow: str) -> str:
-    """What there is to read of a run that went wrong."""
+    """Returns the states and the ends of the logs of a run, to explain its failure."""
     lines = [f"{view.name}: {view.state} {view.message}" for view in stages(space, workflow).values()]
     for pod in pods_of(space, workflow):
         log = space.try_run("logs", pod, "-c", "main", "--tail=20").stdout
@@ -90,14 +88,14 @@ def said(space: Cluster, workflow: str) -> str:
 
 
 def pods_of(space: Cluster, workflow: str) -> list[str]:
-    """Names of the stages' pods that are there, oldest first."""
+    """Returns the names of the stages' pods that exist, oldest first."""
     found = space.get("pods", "-l", f"workflows.argoproj.io/workflow={workflow}")["items"]
     found.sort(key=lambda pod: pod["metadata"]["creationTimestamp"])
     return [pod["metadata"]["name"] for pod in found]
 
 
 def pod_of(space: Cluster, workflow: str, stage: str) -> str:
-    """The running pod of a stage."""
+    """Waits for a running pod of the stage and returns the pod's name."""
 
     def look() -> str:
         for pod in space.get("pods", "-l", f"workflows.argoproj.io/workflow={workflow}")["items"]:
@@ -113,7 +111,7 @@ def pod_of(space: Cluster, workflow: str, stage: str) -> str:
 
 @dataclass(frozen=True)
 class Held:
-    """A run that goes no further. ``from_stage``: what its first stage could reach, asked from inside of its pod."""
+    """A run that starts no further stage.  ``from_stage``: places that the pod of its first stage could reach."""
 
     installed: Release
     name: str
@@ -129,7 +127,7 @@ class Held:
         return [f"{self.name}-{role}-0" for role in ROLES]
 
     def places(self) -> dict[str, probing.Place]:
-        """All that a pod of the namespace might try to reach."""
+        """Returns all places that a pod of the namespace might try to reach."""
         return probing.cluster_places(self.cluster) | {
             "MinIO": probing.service_of(self.cluster, "cuda-agent-minio", 9000),
             "MLflow": probing.service_of(self.cluster, "cuda-agent-mlflow", 5000),

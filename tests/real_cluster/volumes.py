@@ -1,9 +1,8 @@
-"""volumes.py SERVER PKI USER FOLDER NODE: writable volumes on one node, folders below FOLDER.
+"""volumes.py SERVER PKI USER FOLDER NODE: makes writable volumes on one node, as folders below FOLDER.
 
-Covers claims of storage classes whose provisioner is ours, made once the scheduler has chosen the node for the first
-pod that wants them, and the reclaim policies Delete and Retain. Does not cover quotas (a claim's size is a label, not
-a limit), block devices, snapshots or resizing.
-"""
+It serves claims of storage classes with our provisioner, once the scheduler has chosen the node for a claim's first
+pod, and the reclaim policies Delete and Retain. It has no quotas (a claim's size is not a limit), block devices,
+snapshots or resizing."""
 
 import shutil
 import sys

@@ -1,4 +1,4 @@
-"""A running sandbox, shared by the tests of one process; and tasks and solutions to try in it."""
+"""A running sandbox, shared by the tests of one process, with tasks and solutions for it."""
 
 import asyncio
 import json
@@ -63,7 +63,7 @@ def plan_solution(kernel: str = KERNEL, plan: Any = PLAN) -> Solution:
 
 
 class Loop:
-    """An event loop in a thread of its own, for synchronous tests."""
+    """An event loop in its own thread, for synchronous tests."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -80,7 +80,7 @@ class Loop:
 
 
 class Running(Loop):
-    """A sandbox in a loop of its own, called from synchronous tests."""
+    """A sandbox in the event loop of its own thread, for synchronous tests."""
 
     def __init__(self, config: SandboxConfig, cache: Path) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class Running(Loop):
         return self.wait(self.sandbox.probe(task, compile))
 
     def know_compile_time(self, task: Task) -> None:
-        """As if torch.compile had been timed before, in strict mode too: compiling takes long."""
+        """Stores a time of torch.compile for the task, also for strict mode, so that nothing has to be compiled."""
         self.probe(task)
         strict = {
             "seconds": {"eager_fp32": 1e-4, "compile_fp32": 1e-3},
@@ -116,7 +116,7 @@ class Running(Loop):
 
 
 def one_judge(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second judge would import torch again for nothing."""
+    """Lets sandboxes start only one judge, because a second one would import torch again."""
     monkeypatch.setattr("os.cpu_count", lambda: 1)
 
 
@@ -133,7 +133,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture(scope="session")
 def timed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A sandbox with a real clock, whose torch.compile baseline of ``task()`` is said to be known already."""
+    """Yields a sandbox with a real clock, in which the torch.compile baseline of ``task()`` is stored already."""
     with pytest.MonkeyPatch.context() as patch:
         one_judge(patch)
         running = Running(SandboxConfig(clock="real", timed_calls=5, memory_mb=400), tmp_path_factory.mktemp("timed"))
@@ -144,7 +144,7 @@ def timed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Running]]:
-    """Further sandboxes, closed at the end of the test."""
+    """Yields a function that starts further sandboxes, which are closed at the end of the test."""
     started: list[Running] = []
 
     def make(cache: Path | None = None, **settings: Any) -> Running:

@@ -1,10 +1,9 @@
-"""The fault drill: evaluations with every fault mixed in at random, next to honest ones, and a count of what is left.
+"""The fault drill: runs faulty and honest evaluations in random order, and counts what they leave behind.
 
-Each fault is followed by an honest evaluation of the same task, and so in the same judge: the time until that came back
-right is the fault's recovery.  Some faults come from outside, by killing a process of ours in the middle of an honest
-evaluation, which must come out right all the same.  Not covered: what the faults are (``faults``), attacks on the
-verdict, and faults of the machine.
-"""
+An honest evaluation of the same task, in the same judge, follows each fault: the time until its right verdict is the
+fault's recovery.  Some faults come from outside: a process of the sandbox is killed in the middle of an honest
+evaluation, whose verdict must be right all the same.  The faults themselves are in ``faults``.  Attacks on the verdict,
+and faults of the machine, are not part of the drill."""
 
 import asyncio
 import contextlib
@@ -33,7 +32,7 @@ _SET_CHILD_SUBREAPER = 36
 
 @dataclass
 class Outcome:
-    """One evaluation.  ``status`` is empty when there was no verdict (``message`` says why)."""
+    """The outcome of one evaluation.  ``right`` lists the right statuses; ``status`` is empty without a verdict."""
 
     kind: str
     task: str
@@ -56,7 +55,7 @@ class Report:
     groups: int = 0  # version of the control groups that limit workers; 0: there are none
 
     def problems(self) -> list[str]:
-        """What is not as it must be; empty: nothing."""
+        """Returns a line for everything that went wrong; empty if nothing did."""
         found = [f"lost: {o.kind} on {o.task}: {o.message}" for o in self.outcomes if not o.status]
         found += [
             f"wrong: {o.kind} on {o.task} is {o.status}, not {' or '.join(o.right)}: {o.message}"
@@ -73,8 +72,8 @@ class Report:
 
 
 def draw(evaluations: int, seed: int, device: str) -> list[list[tuple[str, Fault | None, Make, Task]]]:
-    """What is evaluated one after the other: a fault and then an honest solution of the same task; or an honest one
-    alone, one in ten.  No kind comes a second time before all have come once."""
+    """Draws sequences of evaluations: most are a fault and then an honest solution of the same task, others only an
+    honest solution.  No fault comes a second time before all have come once."""
     rng = random.Random(seed)
     formats, catalogue, every = honest(device), faults(device), tasks()
     bag: list[Fault] = []
@@ -94,7 +93,7 @@ def draw(evaluations: int, seed: int, device: str) -> list[list[tuple[str, Fault
 
 
 def settings(device: str, clock: str) -> SandboxConfig:
-    """Short limits, so that hangs and bombs end soon; memory for a small torch, or for a GPU's driver too."""
+    """Returns settings with short limits, so that hangs and bombs end soon, and with the memory that torch needs."""
     memory_mb = 768 if device == "cpu" else 4096
     return SandboxConfig(
         device=device,  # type: ignore[arg-type]
@@ -106,8 +105,8 @@ def settings(device: str, clock: str) -> SandboxConfig:
 
 
 async def drill(evaluations: int, seed: int, device: str, clock: str, cache: Path) -> Report:
-    """Run ``evaluations``, a few at a time.  ``TMPDIR`` should be this process's own: whatever lies there afterwards
-    counts as left behind."""
+    """Runs ``evaluations`` evaluations, a few at a time.  No other process should use the folder ``TMPDIR``: all files
+    that are in it afterwards count as left behind."""
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become children of ours, and are seen
     groups = cgroups.find()
     report = Report(device, clock, seed, os.geteuid(), groups=groups.version if groups else 0)
@@ -162,7 +161,7 @@ async def _evaluated(sandbox: LocalSandbox, kind: str, right: list[str], task: T
 
 
 async def _kill(sandbox: LocalSandbox, task: Task, what: str, rng: random.Random) -> None:
-    """Kill a process of ours while the judge of ``task`` works."""
+    """Kills the process ``what`` of the sandbox while the judge of ``task`` works."""
     judge = sandbox._judge(task)
     while what != "spare worker" and not judge._lock.locked():
         await asyncio.sleep(0.005)
@@ -182,7 +181,7 @@ async def _kill(sandbox: LocalSandbox, task: Task, what: str, rng: random.Random
 
 
 def _children(parent: int, words: bytes = b"") -> list[int]:
-    """Oldest first."""
+    """Returns the children of a process whose command line contains ``words``, oldest first."""
     found: list[tuple[int, int]] = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -193,7 +192,7 @@ def _children(parent: int, words: bytes = b"") -> list[int]:
 
 
 def _present() -> dict[str, set[str]]:
-    """What there is now of everything that an evaluation may leave behind."""
+    """Returns what exists now of everything that an evaluation may leave behind: kind -> names."""
     descriptors = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -208,7 +207,7 @@ def _present() -> dict[str, set[str]]:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Living ones.  Dead orphans are waited for: they came to this process when their parent was killed."""
+    """Returns the living descendants of a process.  Reaps dead ones, which became children of this process."""
     found = []
     for child in _children(pid):
         try:

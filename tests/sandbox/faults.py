@@ -1,8 +1,7 @@
 """What the fault drill draws from: small tasks, honest solutions of them in every format, and faulty ones.
 
-Each fault says which statuses are right for it.  All tasks ask for ``relu(x) * scale``, in other shapes, so that every
-solution answers every task.  Not covered: running them (``drill``), and attacks on the verdict itself.
-"""
+Each fault lists the statuses that are right for it.  All tasks compute ``relu(x) * scale``, in different shapes, so
+that every solution solves every task.  ``drill`` runs the solutions."""
 
 import json
 from collections.abc import Callable
@@ -318,14 +317,14 @@ _ON_THE_GPU: dict[str, tuple[str, str, str]] = {  # the python format
 
 
 def honest(device: str) -> dict[Format, Make]:
-    """A right solution of every task, by format."""
+    """Returns, for each format, a function that makes a solution that is right for every task."""
     if device == "cuda":
         return {"plan": cuda_plan, "extension": cuda_extension, "python": python}
     return {"plan": cpu_plan, "extension": cpu_extension, "python": python}
 
 
 def faults(device: str) -> list[Fault]:
-    """Every kind once a format that can have it."""
+    """Returns every kind of fault, once for each format that can have it."""
 
     def of(table: dict[str, tuple[str, str, str]], format: str, make: Callable[..., Solution]) -> list[Fault]:
         return [

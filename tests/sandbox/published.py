@@ -1,4 +1,4 @@
-"""A work folder in the published form: a kernel file of three sections, a binding, and model_new.py."""
+"""A work folder in the published form: a CUDA file of three sections, a binding, and model_new.py."""
 
 TASK = """
 import torch

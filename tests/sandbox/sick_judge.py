@@ -1,4 +1,4 @@
-"""A judge on a device that fails its health probe as often as a file in the cache says, and is well after that
+"""A judge whose device fails its health probe as many times as a file in the cache says, and is healthy after that
 (``test_faults``)."""
 
 import types

@@ -1,4 +1,4 @@
-"""Compiles many kernels of the teacher into one library and calls them in-process: this is our own code, so it may."""
+"""Compiles many kernels of the teacher into one library and calls them in this process, without a jail."""
 
 import ctypes
 import json
@@ -20,7 +20,7 @@ _NAMES = {
 
 
 def build(solutions: list[dict[str, str]], folder: Path) -> ctypes.CDLL:
-    """Every solution's kernel in a namespace of its own; ``run<k>(x, y, b, z, n, m)`` calls it as its plan says."""
+    """Compiles each solution's kernel in its own namespace.  ``run<k>(x, y, b, z, n, m)`` calls it as its plan says."""
     source = "#include <math.h>\n"
     for k, files in enumerate(solutions):
         (node,) = json.loads(files["plan.json"])["nodes"]
@@ -39,7 +39,7 @@ def build(solutions: list[dict[str, str]], folder: Path) -> ctypes.CDLL:
 
 
 def call(library: ctypes.CDLL, k: int, inputs: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """The output of solution ``k``; poisoned before the call."""
+    """Returns the output of solution ``k``.  The output and the workspace are poisoned before the call."""
     output, workspace = torch.full_like(like, 1e9), torch.full_like(inputs[0], 1e9)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (inputs[0], inputs[-1], workspace, output)]
     rows, columns = inputs[0].shape

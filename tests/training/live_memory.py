@@ -1,7 +1,6 @@
-"""Bytes of all tensors that are alive, counted at every operation: what a step needs, on any machine the same.
+"""Counts the bytes of all living tensors after every operation, which are the same on any machine.
 
-Counts storages that operations return, so it does not see what an operation takes and gives back within itself.
-"""
+It counts storages that operations return, so it does not see memory that an operation uses only internally."""
 
 import weakref
 from typing import Any
@@ -12,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """``peak``: the most bytes alive at once, of storages that came into being inside the context."""
+    """A context that measures ``peak``: the most bytes that are alive at once in storages created in the context."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A tiny Qwen3 and random episodes, the same for the same seed."""
+"""A tiny Qwen3 and random episodes.  Equal seeds give equal results."""
 
 import random
 
@@ -28,7 +28,7 @@ def tiny_policy(seed: int = 0, layers: int = 2):
 
 
 def random_episode(seed: int, reward: float | None = None, longest: int = 40) -> Episode:
-    """A prompt, sampled tokens, a tool output in the middle, sampled tokens."""
+    """Returns an episode of a prompt, sampled tokens, a tool output (may be empty), and more sampled tokens."""
     draw = random.Random(seed)
     mask = (
         [0] * draw.randint(1, 8) + [1] * draw.randint(1, longest) + [0] * draw.randint(0, 6) + [1] * draw.randint(1, 9)

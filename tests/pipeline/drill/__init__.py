@@ -1,1 +1,1 @@
-"""A graph of four small stages that behave like the real ones: they log steps, save checkpoints, stop when told."""
+"""A graph of small stages that behave like the real ones: they log steps, save checkpoints, and stop on request."""

@@ -1,4 +1,4 @@
-"""``python -m drill <store> [overrides]``: the whole run in a process of its own, to be killed."""
+"""``python -m drill <store> [overrides]``: executes a run in its own process, which a test can kill."""
 
 import os
 import resource

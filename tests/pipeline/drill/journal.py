@@ -1,5 +1,5 @@
-"""What really happened, beyond what the executor says: one line an event in a file that survives kills, and orders that
-a test leaves for a stage ("misbehave")."""
+"""Tells a test what the stages really did: they append lines to a file that survives kills.  Also holds the orders that
+a test leaves for a stage (``misbehave``)."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def misbehave(cache: Path, stage: str, how: str, times: int = 1) -> None:
 
 
 def hold(cache: Path, held: bool = True) -> None:
-    """The report waits as long as it is held."""
+    """Makes the stage ``report`` wait; with ``held=False`` lets it go on."""
     (cache / "hold").touch() if held else (cache / "hold").unlink()
 
 
@@ -29,7 +29,7 @@ def held(cache: Path) -> bool:
 
 
 def asked(cache: Path, stage: str) -> str:
-    """How the stage shall misbehave now, if at all."""
+    """Returns how a test has asked the stage to misbehave this time; empty if no test has."""
     path = cache / f"misbehave-{stage}"
     if not path.exists():
         return ""

@@ -1,4 +1,4 @@
-"""What the tests of the vLLM engine share: a policy that vLLM can serve, and a scripted server for what goes wrong."""
+"""A policy that vLLM can serve, and a scripted server that simulates faults of vLLM."""
 
 import json
 import socket
@@ -19,20 +19,20 @@ _LOADING = threading.Lock()  # transformers cannot load two models at once
 
 
 def config_of(servers=(), batch=32, threads=2, **settings):
-    """The configuration of an engine; addresses may be those of Unix sockets."""
+    """Returns the configuration of an engine.  ``servers`` may be addresses of Unix sockets."""
     vllm = Vllm.model_construct(servers=list(servers), **settings)
     return PolicyConfig.model_construct(vllm=vllm, context=CONTEXT, engine_batch=batch, threads=threads)
 
 
 def load_served(folder: Path, base: Path):
-    """The model in ``base`` with the adapter in ``folder`` merged."""
+    """Returns the model in the folder ``base``, with the adapter in ``folder`` merged into its weights."""
     model = load_model(base)
     merge_adapter(model, folder)
     return model
 
 
 def write_policy(folder: Path, tokenizer, seed: int):
-    """A small random model, written to ``folder``: its next-token distributions are far from uniform."""
+    """Writes a small random model to ``folder`` and returns it; its next-token distributions are far from uniform."""
     config = PolicyConfig(layers=2, hidden=64, heads=2, kv_heads=1, intermediate=128, context=CONTEXT)
     model = new_policy(config, tokenizer, seed)
     generator = torch.Generator().manual_seed(seed)
@@ -44,7 +44,7 @@ def write_policy(folder: Path, tokenizer, seed: int):
 
 
 def reference(model, prompt, ids, temperature=1.0):
-    """Log-probabilities of ``ids`` behind ``prompt`` by the model's own forward pass."""
+    """Returns the log-probabilities of ``ids`` after ``prompt``, computed by the model's forward pass."""
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([[*prompt, *ids]], device=model.device)).logits[0, len(prompt) - 1 : -1]
     logprobs = torch.log_softmax(logits.cpu() / temperature, -1)
@@ -52,8 +52,8 @@ def reference(model, prompt, ids, temperature=1.0):
 
 
 class ScriptedServer:
-    """Speaks the part of vLLM's protocol that the engine uses, for one model, and does the next of ``faults`` instead
-    of completing: a status code, "cut" (the connection), "hang", "garbage", or changes of the answer as a dict."""
+    """A server with the part of vLLM's protocol that the engine uses, for one model.  Each of ``faults`` spoils one
+    completion: a status code, "cut" (the connection), "hang", "garbage", or changes of the answer as a dict."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -170,7 +170,7 @@ class ScriptedServer:
 
     @torch.inference_mode()
     def _complete(self, body: dict) -> dict:
-        """Greedily, whatever the temperature; the log-probabilities are at the temperature."""
+        """Completes a prompt greedily.  ``temperature`` affects only the log-probabilities."""
         prompt, ids = body["prompt"], []
         computing = self.adapters.get(body["model"], self.computing)
         while len(ids) < body["max_tokens"] and not (ids and ids[-1] in body["stop_token_ids"]):

@@ -3,7 +3,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def inputs(tmp_path_factory):
-    """Of a stage that learns by rewards, in Ray's actors or without."""
+    """Returns the input folders of a stage that learns from rewards."""
     from tests.rl.ray.ray_cases import make_inputs
 
     return make_inputs(tmp_path_factory.mktemp("inputs"))

@@ -1,4 +1,4 @@
-"""A small policy, a few of the teacher's tasks, and a stage's context to learn by rewards in."""
+"""A small policy, a few of the teacher's tasks, and the context of a stage that learns from rewards."""
 
 import os
 import random
@@ -41,7 +41,7 @@ def config(**sections: Any) -> Config:
 
 
 def make_inputs(folder: Path, **policy: Any) -> dict[str, Path]:
-    """Folders of a policy with random weights, and of tasks."""
+    """Writes a policy with random weights and tasks to folders, and returns name -> folder."""
     inputs = {name: folder / name for name in ("policy", "tasks")}
     for path in inputs.values():
         path.mkdir(parents=True)
@@ -53,8 +53,7 @@ def make_inputs(folder: Path, **policy: Any) -> dict[str, Path]:
 
 
 def context(folder: Path, settings: Config, inputs: dict[str, Path], name: str = "warmup") -> StageContext:
-    """What the graph gives the stage.  ``cache`` is the machine's, so what was compiled for one test is there for the
-    next."""
+    """Returns the context that the executor gives the stage, with all folders below ``folder``."""
     (stage,) = (stage for stage in STAGES if stage.name == name)
     for part in ("policy", *stage.outputs, "scratch", "work"):
         (folder / part).mkdir(parents=True, exist_ok=True)
@@ -75,7 +74,7 @@ def context(folder: Path, settings: Config, inputs: dict[str, Path], name: str =
 
 
 def wait_until(true: Callable[[], Any], seconds: float = 120.0) -> Any:
-    """What ``true`` gives once it is something."""
+    """Returns the first true result of ``true``."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if found := true():
@@ -85,7 +84,7 @@ def wait_until(true: Callable[[], Any], seconds: float = 120.0) -> Any:
 
 
 def alive(pid: int) -> bool:
-    """Whether the process runs; one that nobody has waited for does not."""
+    """Returns whether the process runs.  A dead process whose parent has not waited for it does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
@@ -93,7 +92,7 @@ def alive(pid: int) -> bool:
 
 
 def of_ray(folder: Path | None = None) -> list[int]:
-    """Processes of Ray's, of the session in ``folder`` or of any, that are below this process or were."""
+    """Returns the processes of the Ray session in ``folder``, or of all Ray sessions that this process started."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -108,14 +107,14 @@ def of_ray(folder: Path | None = None) -> list[int]:
 
 
 def learnt(folder: Path) -> tuple[bytes, list[int], list[float]]:
-    """The final weights, the steps, and their rewards."""
+    """Returns the final weights, the steps, and the reward of each step."""
     steps = read_metrics(folder / "said" / "metrics.jsonl")
     rewards = [values["reward"] for values in steps.values()]
     return (folder / "policy" / "model.safetensors").read_bytes(), list(steps), rewards
 
 
 def busy(title: str, below: int | None = None) -> list[int]:
-    """Actors below this process that are at ``title``, as Ray names its processes."""
+    """Returns the actors below this process (or the process ``below``) that Ray has named ``title``."""
     found = []
     for pid in descendants(below or os.getpid()):
         try:
@@ -128,7 +127,7 @@ def busy(title: str, below: int | None = None) -> list[int]:
 
 
 class Killer(threading.Thread):
-    """Kills the first process that is at ``title``, or the first ``of`` those, once ``when`` is true."""
+    """A thread that kills a process with this title once ``when`` is true.  ``of`` selects among several."""
 
     def __init__(self, title: str, when=lambda: True, of=lambda found: found) -> None:
         super().__init__(daemon=True)

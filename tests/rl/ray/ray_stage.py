@@ -1,4 +1,4 @@
-"""A stage in a process of its own, to be killed: ``python -m tests.rl.ray.ray_stage FOLDER INPUTS CONFIG``."""
+"""Runs a stage in its own process, which a test can kill: ``python -m tests.rl.ray.ray_stage FOLDER INPUTS CONFIG``."""
 
 import signal
 import sys

@@ -1,5 +1,5 @@
-"""Stand-ins for the processes around the judge: a reference, a worker pool and a candidate's worker that share this
-process.  The task doubles its input; the judge's buffers, comparisons and decisions are the real ones."""
+"""Replacements for the processes around the judge: a reference, a worker pool and a candidate's worker.  They run in
+the test's process.  The task doubles its input; the judge's buffers, comparisons and decisions are the real ones."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ def settings_in(folder: Path, **more: Any) -> JudgeSettings:
 
 
 class Reference:
-    """In the place of ``ReferenceClient``."""
+    """A replacement for ``ReferenceClient``.  The task doubles its input."""
 
     def __init__(self, *_: Any) -> None:
         self.alive = True
@@ -79,8 +79,8 @@ class Reference:
 
 
 class Worker:
-    """In the place of a candidate's ``JailedProcess``.  ``compute(call number, inputs)`` gives the outputs, None for
-    none, or raises what the process would."""
+    """A replacement for a candidate's ``JailedProcess``.  ``compute(number of the call, inputs)`` returns the outputs,
+    or None for no outputs, or raises the error with which the process would fail."""
 
     def __init__(self, compute: Callable[[int, Any], Any]) -> None:
         self.alive, self.seconds, self.calls = True, 0.0, 0
@@ -117,7 +117,7 @@ class Worker:
 
 
 class Pool:
-    """In the place of ``WorkerPool``."""
+    """A replacement for ``WorkerPool``."""
 
     torch = "0"
 

@@ -1,5 +1,5 @@
-"""A judge whose clock says a nanosecond of every call of a candidate: what a solution that forges the device's clock
-would like it to say, on a machine with a small cache (``test_roofline``)."""
+"""A judge whose clock measures 1 ns for every call of a candidate, as if a solution had forged the device's clock, on a
+machine with a small cache (``test_roofline``)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A real server in a process of its own, and what tests send to it."""
+"""A real server in its own process, and requests for it."""
 
 import json
 import os
@@ -27,10 +27,10 @@ ONE_JUDGE = "import os; os.cpu_count = lambda: 1"  # a second one imports torch 
 
 
 class Served:
-    """``cuda-agent sandbox serve`` with its files in ``folder``, and an HTTP client that shows the token."""
+    """A process ``cuda-agent sandbox serve`` with its files in ``folder``, and an HTTP client that sends the token."""
 
     def __init__(self, folder: Path, *arguments: str, token: str | None = TOKEN, wrapper: str = "") -> None:
-        """``wrapper``: Python that runs first, in the server's process, such as ``ONE_JUDGE``."""
+        """Starts the server.  ``wrapper`` is Python code that its process runs first, such as ``ONE_JUDGE``."""
         self.folder = folder
         self.tmp = Path(tempfile.mkdtemp(prefix="served-"))  # where users without rights can pass, unlike ``folder``
         self.tmp.chmod(0o711)
@@ -66,7 +66,7 @@ class Served:
         raise AssertionError(self.log.read_text())
 
     def stop(self, how: int = signal.SIGTERM) -> int:
-        """Its exit code."""
+        """Sends the signal ``how`` to the server, waits for its end and returns its exit code."""
         self.process.send_signal(how)
         code = self.process.wait(60)
         self.http.close()
@@ -84,13 +84,13 @@ class Served:
 
 
 def body(solution: Solution | None = None, code: str = CHAIN, **more: Any) -> dict[str, Any]:
-    """A request to evaluate."""
+    """Returns a request to evaluate a solution."""
     solution = solution or plan_solution()
     return {"task": {"code": code}, "solution": {"format": solution.format, "files": solution.files}} | more
 
 
 def variant(number: int, code: str = CHAIN) -> dict[str, Any]:
-    """Requests of different content that need one build between them."""
+    """Returns a request whose content depends on ``number``; one build serves all of them."""
     solution = plan_solution()
     plan = json.loads(solution.files["plan.json"]) | {"guards": [f"{number} == {number}"]}
     return body(Solution("plan", solution.files | {"plan.json": json.dumps(plan)}), code)
