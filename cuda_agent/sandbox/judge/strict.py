@@ -25,7 +25,7 @@ _PRECISIONS = {"cpu": ("fp32",), "cuda": ("fp32", "tf32", "bf16")}
 _MODES = {"compile": "", "max_autotune": "max-autotune-no-cudagraphs"}
 _TIMED = ("fp32", "tf32")  # precisions for which compiled baselines are measured
 _AS_GOOD = 4.0  # error allowed as a multiple of eager's, where eager itself exceeds the tolerance
-_PAIRS, _SECONDS = (12, 400), 5.0  # fewest and most timed pairs of calls, and most seconds for all
+_PAIRS, _SECONDS = (12, 400), (1.0, 5.0)  # fewest and most timed pairs of calls, and fewest and most seconds for all
 _NARROW = 0.02  # relative width of the speed-up's interval at which timing ends
 _RESAMPLES = 400
 
@@ -154,11 +154,11 @@ def time_pairs(candidate: Callable[[], float], eager: Callable[[], float]) -> tu
     is up. Returns the seconds of the candidate's calls and of eager's calls."""
     mine: list[float] = []
     anchors: list[float] = []
-    end = time.monotonic() + _SECONDS
-    while len(mine) < _PAIRS[0] or (len(mine) < _PAIRS[1] and time.monotonic() < end):
+    begin = time.monotonic()
+    while len(mine) < _PAIRS[0] or (len(mine) < _PAIRS[1] and time.monotonic() < begin + _SECONDS[1]):
         mine.append(candidate())
         anchors.append(eager())
-        if len(mine) >= _PAIRS[0] and len(mine) % 4 == 0:
+        if len(mine) >= _PAIRS[0] and len(mine) % 4 == 0 and time.monotonic() > begin + _SECONDS[0]:
             low, high = interval(mine, anchors)
             if high < (1 + _NARROW) * low:
                 break

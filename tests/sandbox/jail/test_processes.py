@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from cuda_agent.sandbox.jail import processes
 from cuda_agent.sandbox.jail.jail import JailPolicy
 from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError, _state
 from cuda_agent.sandbox.messages import WorkerOperation
@@ -171,6 +172,20 @@ def test_stopping_waits_for_a_thread_inside_a_long_system_call(start: Start) -> 
     worker.stop()
     states = [_state(str(stat)) for stat in Path(f"/proc/{worker.pid}/task").glob("*/stat")]
     assert len(states) > 1 and set(states) <= set("Tt"), states
+
+
+def test_one_that_does_not_stop_ends_and_its_next_request_says_why(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = start()
+    monkeypatch.setattr(worker, "_signal", lambda number: number == signal.SIGKILL and worker._parent.process.kill())
+    monkeypatch.setattr(processes, "_STOP_SECONDS", 0.2)
+    worker.stop()
+    assert not worker.alive
+    for request in (lambda: worker.call(WorkerOperation.RUN), lambda: worker.timed(WorkerOperation.RUN, 0)):
+        with pytest.raises(WorkerDied, match="ran on for 0.2 s after it was stopped") as death:
+            request()
+        assert death.value.reason == "running"
 
 
 def _processor_time(worker: JailedProcess) -> list[str]:
