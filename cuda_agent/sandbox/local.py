@@ -284,12 +284,16 @@ class LocalSandbox:
                 found.append(find().identity)
         return found
 
-    def _verdict_file(self, task: Task, solution: Solution, mode: Mode) -> Path:
+    def verdict_key(self, task: Task, solution: Solution, mode: Mode) -> str:
+        """Return the sha256 of everything that a verdict depends on: the key under which it is kept."""
         settings = self.config.model_dump(exclude={"required_walls", "format", *WHERE_JUDGED})
         machine = processor() if self.config.clock == "real" else ""
         made = [self._identity, *self._software]
         key = json.dumps([task.digest, solution.digest, mode, settings, machine, made, _code_version()])
-        name = hashlib.sha256(key.encode()).hexdigest()
+        return hashlib.sha256(key.encode()).hexdigest()
+
+    def _verdict_file(self, task: Task, solution: Solution, mode: Mode) -> Path:
+        name = self.verdict_key(task, solution, mode)
         return self.cache / "verdicts" / name[:2] / f"{name}.json"
 
 
