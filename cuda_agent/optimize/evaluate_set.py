@@ -24,6 +24,7 @@ from cuda_agent.optimize.folder import OptimizeError, alone
 from cuda_agent.optimize.solution_set import SolutionRecord, SolutionSet
 from cuda_agent.pages.charts import clock_time, factor
 from cuda_agent.pages.judged_set import JUDGED, LOST, JudgedRow, accounts, claims, fast_rows, render, to_csv
+from cuda_agent.pages.page import plural
 from cuda_agent.policy.episode import Episode
 from cuda_agent.rl.scores import Scores, score, write_scores
 from cuda_agent.sandbox.client import Sandbox, open_sandbox
@@ -69,16 +70,18 @@ async def evaluate_set(
         SandboxUnready: No sandbox can judge; the verdicts so far are kept."""
     with _opened(output):
         async with open_sandbox(settings, cache) as sandbox:
+            local = sandbox if isinstance(sandbox, LocalSandbox) else None
             work = _Work(sandbox, given, mode, output / VERDICTS, say)
             try:
                 await work.run(IN_FLIGHT * max(1, len(settings.servers)))
             except asyncio.CancelledError:
-                if isinstance(sandbox, LocalSandbox):
-                    sandbox.kill()  # a judge may need minutes to answer
+                if local:
+                    local.kill()  # a judge may need minutes to answer
                 raise
             finally:
                 result = _result(given, work.rows(), settings)
-                _write(output, given, result, settings, mode)
+                where = local.machine if local else plural(len(settings.servers), "server")
+                _write(output, given, result, settings, mode, where)
     return result
 
 
@@ -115,7 +118,7 @@ class _Work:
         self._all = len(waiting)
         before, cannot = sum(key in self._verdicts for key in self._keys), self._keys.count("")
         said = f"{self._all} to judge, {before} judged before, {cannot} without a solution or a task"
-        self._say(f"{len(self._keys)} records: {said}")
+        self._say(f"{plural(len(self._keys), 'record')}: {said}")
         for pause in (0.0, *PAUSES):
             if pause and waiting:
                 self._say(f"the sandbox failed for {len(waiting)}: they are tried again in {clock_time(pause)}")
@@ -240,13 +243,15 @@ def _rank(verdict: Verdict) -> tuple[bool, float, float]:
     return verdict.status == "ok", verdict.speedup_compile or 0.0, verdict.speedup_eager or 0.0
 
 
-def _write(output: Path, given: SolutionSet, result: SetResult, settings: SandboxConfig, mode: Mode) -> None:
+def _write(
+    output: Path, given: SolutionSet, result: SetResult, settings: SandboxConfig, mode: Mode, where: str
+) -> None:
     facts = [
-        f"{len(given.tasks)} tasks",
+        plural(len(given.tasks), "task"),
         f"format {settings.format} on {settings.device}",
         f"mode {mode}",
         "models in train()" if settings.train_mode else "",
-        f"{len(settings.servers)} sandbox servers" if settings.servers else "",
+        where,
     ]
     page = render(given.name, result.rows, result.scores, result.tasks, given.skipped, facts)
     write_whole(output / FILES["csv"], to_csv(result.rows))
@@ -257,7 +262,7 @@ def _write(output: Path, given: SolutionSet, result: SetResult, settings: Sandbo
 def result_lines(result: SetResult) -> list[str]:
     """Formats the counts, the claims and the scores for a terminal."""
     lines = [f"{count:6} {outcome.replace('_', ' '):12} {says}" for outcome, count, says in accounts(result.rows)]
-    lines.append(f"{len(result.rows):6} records of {result.tasks} tasks")
+    lines.append(f"{len(result.rows):6} records; {plural(result.tasks, 'task')} count")
     if found := claims(result.rows):
         parts = ("confirmed", "lower", "untimed", "rejected", "unjudged")
         lines.append(f"{found['all']} claims: " + ", ".join(f"{found[part]} {part}" for part in parts))

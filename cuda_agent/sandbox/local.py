@@ -23,7 +23,7 @@ from typing import Any
 
 from cuda_agent.config import WHERE_JUDGED, SandboxConfig
 from cuda_agent.errors import SandboxUnready, TaskError
-from cuda_agent.machine import processor
+from cuda_agent.machine import processor, processor_facts
 from cuda_agent.sandbox.build import builder, toolchain
 from cuda_agent.sandbox.formats import first_pass, plan, rules
 from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
@@ -273,6 +273,11 @@ class LocalSandbox:
     def _refusal(self, solution: Solution, mode: Mode, status: Any, message: str) -> Verdict:
         advisory = FORMATS[solution.format].traits.advisory
         return Verdict(status, solution.format, mode, self.config.device, self.config.clock, message, advisory=advisory)
+
+    @property
+    def machine(self) -> str:
+        """The GPU with its driver, or the processor, that judges here."""
+        return self._identity or processor_facts().get("model name", "")
 
     @cached_property
     def _software(self) -> list[str]:

@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from markupsafe import escape
 
 from cuda_agent.config import SandboxConfig
+from cuda_agent.machine import processor_facts
 from cuda_agent.optimize import evaluate_set as module
 from cuda_agent.optimize.evaluate_set import evaluate_set
 from cuda_agent.optimize.folder import OptimizeError
@@ -108,6 +110,7 @@ def test_every_record_is_accounted_for_with_its_reason(tmp_path, judge):
     page = (tmp_path / "out" / "report.html").read_text()
     assert all(f'<th scope="row">{outcome.replace("_", " ")}</th>' in page for outcome in set(outcomes))
     assert '<th scope="row">all</th><td class="figure">8</td>' in page and "check 1" in page
+    assert str(escape(processor_facts()["model name"])) in page, "a time says little without its machine"
 
 
 def test_the_same_command_judges_only_what_is_new_or_changed(tmp_path, judge):
