@@ -97,17 +97,17 @@ def read_set(source: Path, tasks: Sequence[Task] | None, format: Format) -> Solu
     if source.is_dir():
         found = list(_of_folder(source, format, skipped))
     else:
-        found = [_of_json(name, item, format) for name, item in _json_records(source)]
+        rows = list(_json_records(source))
+        if rows and all(isinstance(item, Exception) for _, item in rows):
+            raise TaskError(f"{source}: neither JSON nor JSON lines: {rows[0][0]}: {rows[0][1]}")
+        found = [_of_json(name, item, format) for name, item in rows]
     if not found:
         wanted = FORMATS[format].entry
         raise TaskError(f"{source}: holds no solution: no JSON record, no *.py file and no folder with {wanted}")
-    found = _with_unique_names(found)
-    if tasks is None:
-        own = _Own()
-        records = [own.matched(one) for one in found]
-        return SolutionSet(source.stem, records, list(own.tasks.values()), skipped)
-    index = _Index(tasks)
-    return SolutionSet(source.stem, [index.matched(one) for one in found], list(tasks), skipped)
+    lookup = _Own() if tasks is None else _Index(tasks)
+    records = [lookup.matched(one) for one in _with_unique_names(found)]
+    name = source.resolve().name if source.is_dir() else source.stem
+    return SolutionSet(name, records, list(lookup.tasks.values()), skipped)
 
 
 # Records of a JSON file -----------------------------------------------------------------------------------------------
@@ -291,8 +291,9 @@ class _Index:
     """Finds tasks by name, by the last part of a name if it is unique, and by KernelBench's level and number."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = {task.name: task for task in tasks}
         self._names = _unique((task.name.rpartition("/")[2], task) for task in tasks)
-        self._names |= {task.name: task for task in tasks}
+        self._names |= self.tasks
         numbers = [(int(found[1]), task) for task in tasks if (found := _NUMBER.fullmatch(task.name.split("/")[-1]))]
         self._numbers: dict[Any, Task] = _unique(((_level_of(task), number), task) for number, task in numbers)
         self._alone = _unique(numbers)

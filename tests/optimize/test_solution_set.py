@@ -189,3 +189,9 @@ def test_a_source_without_records_is_one_clear_error(tmp_path, name):
     (tmp_path / "empty.json").write_text("[]")
     with pytest.raises(TaskError, match="no such file" if name == "nowhere" else "holds no solution"):
         read(tmp_path / name)
+
+
+def test_a_file_of_another_kind_is_one_clear_error(tmp_path):
+    (tmp_path / "model_new.py").write_text(NEW * 3)
+    with pytest.raises(TaskError, match="neither JSON nor JSON lines: line 1: "):
+        read(tmp_path / "model_new.py")
