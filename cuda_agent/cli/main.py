@@ -7,6 +7,7 @@ required result was not reached."""
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -148,6 +149,49 @@ def evaluate(
     else:
         print("\n".join(verdict_lines(verdict)))
     sys.exit(0 if verdict.status == "ok" else 75 if verdict.status == "infra" else 1)
+
+
+@command(
+    app,
+    "cuda-agent evaluate-set runs/my-run/ --tasks KernelBench/level1 sandbox.device=cuda",
+    "cuda-agent evaluate-set h100.json --mode strict --train-mode sandbox.device=cuda",
+    name="evaluate-set",
+)
+def evaluate_set(
+    solutions: Annotated[Path, Argument(help="a folder, a file of JSON lines, or a JSON file")],
+    overrides: Overrides = None,
+    tasks: Annotated[
+        Path | None, Option(help="a KernelBench folder or any task set [default: the records' own references]")
+    ] = None,
+    mode: Annotated[Literal["quick", "strict"], Option(help="quick: for training; strict: for people")] = "quick",
+    train_mode: TrainMode = False,
+    output: Annotated[Path | None, Option(help="folder of the result [default: SOLUTIONS-evaluated]")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Judge a set of finished solutions, and write a page and a CSV: claims beside measurements, scores, rejections.
+
+    The solutions are files model_new.py with ModelNew, unless sandbox.format names another format. After Ctrl-C or a
+    kill the same command goes on; finished verdicts are kept. Exit code 75: the sandbox failed for some records."""
+    from cuda_agent.compose import compose
+    from cuda_agent.optimize import evaluate_set as sets
+    from cuda_agent.optimize.evaluation import run_to_end
+    from cuda_agent.optimize.solution_set import read_set
+    from cuda_agent.pipeline import runs
+    from cuda_agent.tasks.io import read_any
+
+    settings = compose(
+        ["sandbox.format=python", *(overrides or []), *(["sandbox.train_mode=true"] if train_mode else [])]
+    )
+    given = read_set(solutions, None if tasks is None else read_any(tasks), settings.sandbox.format)
+    folder = output or Path(f"{given.name}-evaluated")
+    cache = runs.local_home(settings.run.store) / "cache"
+    say = partial(print, file=sys.stderr, flush=True)
+    result = run_to_end(sets.evaluate_set(settings.sandbox, cache, given, mode, folder, say))
+    if as_json:
+        print_json(result.to_json() | {name: str(folder / file) for name, file in sets.FILES.items()})
+    else:
+        print("\n".join([*sets.result_lines(result), "", *(str(folder / file) for file in sets.FILES.values())]))
+    sys.exit(75 if any(row.outcome == "infra" for row in result.rows) else 0)
 
 
 @command(

@@ -231,22 +231,25 @@ async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) ->
 
 def score_lines(scores: Any) -> list[str]:
     """Returns ``scores`` as two tables, for the final and for the best solutions, with a row per family of tasks."""
-
-    def said(value: float | None, form: str) -> str:
-        return "–" if value is None else format(value, form)
-
     lines = [
         f"{scores.policy}: {scores.episodes} episodes of {scores.tasks} tasks, {scores.infra} lost to faults of ours"
     ]
     if scores.clock == "model":
         lines.append("sandbox.clock=model: times are a deterministic cost, not measured")
-    head = f"{'':28} {'pass':>7} {'> eager':>8} {'> compile':>10} {'x eager':>8} {'x compile':>10}"
-    for title, table in (("final answer", scores.final), ("best of trajectory", scores.best)):
-        lines += ["", title, head]
-        for row in [table.overall, *table.families]:
-            lines.append(
-                f"{row.group[:28]:28} {said(row.passed, '.1%'):>7} {said(row.faster_eager, '.1%'):>8} "
-                f"{said(row.faster_compile, '.1%'):>10} {said(row.speedup_eager, '.2f'):>8} "
-                f"{said(row.speedup_compile, '.2f'):>10}"
-            )
+    return lines + table_lines("final answer", scores.final) + table_lines("best of trajectory", scores.best)
+
+
+def table_lines(title: str, table: Any) -> list[str]:
+    """Returns one table of ``Scores`` as lines, with a row per family of tasks."""
+
+    def said(value: float | None, form: str) -> str:
+        return "–" if value is None else format(value, form)
+
+    lines = ["", title, f"{'':28} {'pass':>7} {'> eager':>8} {'> compile':>10} {'x eager':>8} {'x compile':>10}"]
+    for row in [table.overall, *table.families]:
+        lines.append(
+            f"{row.group[:28]:28} {said(row.passed, '.1%'):>7} {said(row.faster_eager, '.1%'):>8} "
+            f"{said(row.faster_compile, '.1%'):>10} {said(row.speedup_eager, '.2f'):>8} "
+            f"{said(row.speedup_compile, '.2f'):>10}"
+        )
     return lines

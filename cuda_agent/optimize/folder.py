@@ -98,7 +98,7 @@ def opened(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path
             fresh = not folder.exists()
             if not resume:
                 folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(_alone(folder))
+            held.enter_context(alone(folder, "cuda-agent optimize"))
             fresh = fresh or any(folder.iterdir())  # keep an empty folder that a person made
             _prepare_folder(order, settings, task, folder, resume)
         except (OSError, UnicodeDecodeError) as error:
@@ -115,15 +115,15 @@ def opened(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Holds a lock on ``folder``; raises OptimizeError if another process holds the lock."""
+def alone(folder: Path, command: str) -> Iterator[None]:
+    """Holds a lock on ``folder``; raises OptimizeError if another process of ``command`` holds the lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):  # some shared file systems lock no folders
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise OptimizeError(f"{folder}: another cuda-agent optimize works in there") from None
+                raise OptimizeError(f"{folder}: another {command} works in there") from None
         yield
     finally:
         os.close(descriptor)

@@ -209,6 +209,18 @@ def compare(
     return found
 
 
+def fast_p(scores: Scores, p: float, baseline: Literal["eager", "compile"], tasks: int | None = None) -> float | None:
+    """Returns KernelBench's fast_p of the final answers: the share of tasks with a correct solution more than ``p``
+    times as fast as the baseline; with p = 0 the share of tasks with a correct one.  A task counts by the share of its
+    episodes.  The share is of ``tasks`` tasks, by default of those with a scored episode; None if there are none."""
+    shares: dict[str, list[bool]] = {}
+    for outcome in scores.outcomes:
+        speedup = getattr(outcome.final, f"speedup_{baseline}") or 0.0
+        shares.setdefault(outcome.task, []).append(outcome.final.correct and (p == 0 or speedup > p))
+    count = len(shares) if tasks is None else tasks
+    return sum(sum(row) / len(row) for row in shares.values()) / count if count else None
+
+
 def write_scores(path: Path, scores: Scores) -> None:
     path.write_text(json.dumps(scores.to_json(), indent=1, sort_keys=True) + "\n")
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from cuda_agent.config import WHERE_JUDGED, SandboxConfig
 from cuda_agent.errors import SandboxUnready, TaskError
-from cuda_agent.machine import processor
+from cuda_agent.machine import processor, processor_facts
 from cuda_agent.sandbox.build import builder, toolchain
 from cuda_agent.sandbox.formats import first_pass, plan, rules
 from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
@@ -274,6 +274,11 @@ class LocalSandbox:
         advisory = FORMATS[solution.format].traits.advisory
         return Verdict(status, solution.format, mode, self.config.device, self.config.clock, message, advisory=advisory)
 
+    @property
+    def machine(self) -> str:
+        """The GPU with its driver, or the processor, that judges here."""
+        return self._identity or processor_facts().get("model name", "")
+
     @cached_property
     def _software(self) -> list[str]:
         """The versions of torch and of the compilers, on which a verdict depends."""
@@ -284,12 +289,16 @@ class LocalSandbox:
                 found.append(find().identity)
         return found
 
-    def _verdict_file(self, task: Task, solution: Solution, mode: Mode) -> Path:
+    def verdict_key(self, task: Task, solution: Solution, mode: Mode) -> str:
+        """Return the sha256 of everything that a verdict depends on: the key under which it is kept."""
         settings = self.config.model_dump(exclude={"required_walls", "format", *WHERE_JUDGED})
         machine = processor() if self.config.clock == "real" else ""
         made = [self._identity, *self._software]
         key = json.dumps([task.digest, solution.digest, mode, settings, machine, made, _code_version()])
-        name = hashlib.sha256(key.encode()).hexdigest()
+        return hashlib.sha256(key.encode()).hexdigest()
+
+    def _verdict_file(self, task: Task, solution: Solution, mode: Mode) -> Path:
+        name = self.verdict_key(task, solution, mode)
         return self.cache / "verdicts" / name[:2] / f"{name}.json"
 
 

@@ -116,6 +116,11 @@ class RemoteSandbox:
         except _Lost as lost:
             return self._refusal("infra", solution, mode, str(lost))
 
+    def verdict_key(self, task: Task, solution: Solution, mode: Mode) -> str:
+        """Return the sha256 of what a verdict depends on, as far as the client knows: not of the servers' machines."""
+        key = json.dumps([task.digest, solution.digest, mode, self._settings], sort_keys=True)
+        return hashlib.sha256(key.encode()).hexdigest()
+
     async def probe(self, task: Task, compile: bool = True) -> Probe:
         """Runs a task without a solution. In the result, ``error`` describes a fault of the task."""
         try:

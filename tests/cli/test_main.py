@@ -57,12 +57,27 @@ def test_help_loads_nothing_heavy_and_names_every_command():
     )
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert ended.stderr.strip() == "set()"
-    for command in ("run", "config", "runs", "report", "diff", "evaluate", "tasks", "gc", "doctor", "benchmark"):
+    commands = (
+        "run",
+        "config",
+        "runs",
+        "report",
+        "diff",
+        "evaluate",
+        "evaluate-set",
+        "tasks",
+        "gc",
+        "doctor",
+        "benchmark",
+    )
+    for command in commands:
         assert f"\n  {command} " in ended.stdout
     assert "\n  stage " not in ended.stdout, "hidden"
 
 
-@pytest.mark.parametrize("command", ["run", "config", "report", "diff", "evaluate", "gc", "doctor", "benchmark"])
+@pytest.mark.parametrize(
+    "command", ["run", "config", "report", "diff", "evaluate", "evaluate-set", "gc", "doctor", "benchmark"]
+)
 def test_every_command_has_an_example(command):
     assert "cuda-agent " + command in ask(command, "--help").split("Example")[1]
 
