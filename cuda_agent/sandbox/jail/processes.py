@@ -84,6 +84,7 @@ class JailedProcess:
         self._poll.register(self._socket, select.POLLIN)
         self._stopped = False  # whether the last signal was SIGSTOP
         self._still = False  # whether all threads were seen standing still since that signal
+        self._ran_on: WorkerDied | None = None
         with theirs:
             self.pid = parent.fork({**options, "policy": asdict(policy)}, [theirs.fileno()])
         self.alive = True  # this object has not killed it
@@ -138,7 +139,7 @@ class JailedProcess:
         early.
 
         Raises ``WorkerError`` if untrusted code fails, ``WorkerDied`` if the worker ended or answered too early."""
-        self.stop()
+        self._stand()
         with contextlib.suppress(OSError):  # threads with precedence could keep this process from ending them
             limit = round(1e6 * max(self.seconds + 1, 1))
             resource.prlimit(self.pid, resource.RLIMIT_RTTIME, (limit, limit))
@@ -152,7 +153,7 @@ class JailedProcess:
         self._go_on()
         if not self._poll.poll(_STEP_MS):
             self._wait()
-        end = self.stop()
+        end = self._stand()
         answer = self._answer()
         if self._state() in "ZX":
             raise self._died("crash" if self._ends() else "protocol")  # another thread answered
@@ -160,8 +161,8 @@ class JailedProcess:
 
     def stop(self) -> float:
         """Stops the process until the next request. Returns when every thread stands still, with the time at which they
-        did (``time.perf_counter``). A thread inside a system call runs on until the call returns. Raises ``WorkerDied``
-        if a thread runs for longer than 5 s."""
+        did (``time.perf_counter``). A thread inside a system call runs on until the call returns. If a thread runs on
+        for 5 s, kills the process; the next request raises ``WorkerDied``."""
         self._halt()
         end = time.perf_counter()
         deadline = end + _STOP_SECONDS
@@ -170,9 +171,16 @@ class JailedProcess:
             end = time.perf_counter()  # before the states of the other threads are read, which takes a while
             self._still = still and self._all_stand()
             if end > deadline:
-                raise self._died("running")
-            if not self._still:
+                self._ran_on = self._died("running")
+            elif not self._still:
                 os.sched_yield()
+        return end
+
+    def _stand(self) -> float:
+        """Does what ``stop`` does; raises ``WorkerDied`` at once if a thread ran on."""
+        end = self.stop()
+        if self._ran_on:
+            raise self._ran_on
         return end
 
     def _halt(self) -> None:
@@ -182,6 +190,8 @@ class JailedProcess:
             self._signal(signal.SIGSTOP)
 
     def _go_on(self) -> None:
+        if self._ran_on:
+            raise self._ran_on
         if self.alive and self._stopped:
             self._stopped = False
             self._signal(signal.SIGCONT)
@@ -383,8 +393,10 @@ def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], 
         worker.spread()
         running = worker
 
+    for worker in workers:
+        worker.stop()  # a process of a lower rank may not get the processor that it needs to stop
     try:
-        _give_precedence(0, 1)
+        _give_precedence(0, 1 if workers else 0)
         yield turn
     finally:
         _give_precedence(0, 0)

@@ -114,6 +114,18 @@ def pool_bytes() -> int:
     return min(_POOL_BYTES, driver.memory_bytes() // 16)
 
 
+def prepared_bytes() -> int:
+    """Returns the most bytes of the device that prepared tasks may hold together. Candidates need the rest."""
+    return driver.memory_bytes() // 2
+
+
+def trim() -> None:
+    """Gives memory that no array uses back to the device."""
+    for idle in Array._idle.values():
+        while idle:
+            driver.free(idle.pop())
+
+
 def flush() -> None:
     """Overwrites the L2 cache and resets its persisting lines, so that the next call reads from device memory."""
     driver.forget_persisting_lines()

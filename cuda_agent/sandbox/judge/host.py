@@ -6,12 +6,33 @@ from cuda_agent.sandbox.judge.buffers import Array, Buffers
 from cuda_agent.sandbox.judge.check import mismatch, real, same, values_off
 from cuda_agent.sandbox.wire import Tensor
 
-__all__ = ["Buffers", "constant", "distance", "flush", "healthy", "mismatch", "pool_bytes", "same", "values_off"]
+__all__ = [
+    "Buffers",
+    "constant",
+    "distance",
+    "flush",
+    "healthy",
+    "mismatch",
+    "pool_bytes",
+    "prepared_bytes",
+    "same",
+    "trim",
+    "values_off",
+]
 
 
 def pool_bytes() -> int:
     """Returns the most bytes that one task's pool of inputs and expected outputs may take."""
     return 48 << 20
+
+
+def prepared_bytes() -> int:
+    """Returns the most bytes of the device that prepared tasks may hold together: no limit, a worker has its own."""
+    return 1 << 62
+
+
+def trim() -> None:
+    """Does nothing: memory that no array uses is free."""
 
 
 def flush() -> None:

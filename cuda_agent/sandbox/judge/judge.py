@@ -4,10 +4,10 @@
 time. A request asks for the spec of a task, the probe of a task, or the verdict on a solution (``trial``). If a worker
 dies from a signal that the judge did not send (from the OOM killer, say), the judge repeats the evaluation once."""
 
-import contextlib
 import ctypes
 import functools
 import os
+import re
 import signal
 import socket
 import sys
@@ -42,18 +42,24 @@ from cuda_agent.sandbox.wire import FormatTraits, Probe, Verdict
 
 _Answer = TypeVar("_Answer")
 _MOST_PREPARED = {"cpu": 24, "cuda": 6}  # most prepared tasks; the least recently used one is removed first
+_SHORT_OF_MEMORY = "out of (device )?memory|more than the device has left"  # in errors of torch, driver and judge
 _PROBE_SECONDS = 10  # limit of a health probe of the device
 
 
 def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
-    """Makes ``method`` run once more if the reference worker died from a signal that the judge did not send. If the
-    worker dies in the second run, too, the task counts as the cause."""
+    """Makes a method of ``Judge`` run once more if the reference worker died from a signal that the judge did not send,
+    or if memory was short and other tasks held some. If the second run fails, too, the task counts as the cause."""
 
     @functools.wraps(method)
-    def asked(*arguments: Any) -> _Answer:
-        with contextlib.suppress(TaskKilled):
-            return method(*arguments)
-        return method(*arguments)
+    def asked(judge: "Judge", *arguments: Any) -> _Answer:
+        try:
+            return method(judge, *arguments)
+        except TaskKilled:
+            pass
+        except (TaskError, driver.DriverError) as error:
+            if not judge.make_room(error):
+                raise
+        return method(judge, *arguments)
 
     return asked
 
@@ -67,21 +73,39 @@ class Judge:
         self._workers = WorkerPool(settings)
         self._lease = self._workers.lease
         self._prepared: OrderedDict[str, PreparedTask] = OrderedDict()
+        self._latest = ""  # digest of the task that was asked for last
         self._trial: Trial | None = None
         self._cleanup_seconds = 0.0  # seconds of the last ``cleanup``
         self.memory = memory_of(settings.device)
 
     def prepared(self, task: TaskSource) -> PreparedTask:
         """Returns ``task`` ready for candidates: kept from an earlier request, or newly prepared."""
-        digest = task["digest"]
+        self._latest = digest = task["digest"]
         found = self._prepared.pop(digest, None)
         if found is not None and not found.oracle.alive:
             found.oracle.close()
             found = None
         self._prepared[digest] = found = found or PreparedTask(task["code"], digest, self._workers)
-        while len(self._prepared) > _MOST_PREPARED[self.settings.device]:
+        most = self.memory.prepared_bytes()
+        while len(self._prepared) > 1 and (
+            len(self._prepared) > _MOST_PREPARED[self.settings.device]
+            or sum(one.bytes for one in self._prepared.values()) > most
+        ):
             self._prepared.popitem(last=False)[1].oracle.close()
+            self.memory.trim()
         return found
+
+    def make_room(self, error: Exception) -> bool:
+        """Drops all prepared tasks if ``error`` says that memory was short while other tasks were prepared, and returns
+        whether it did: on a GPU, they and the failed request share the memory."""
+        short = self.settings.device == "cuda" and re.search(_SHORT_OF_MEMORY, str(error))
+        if not short or self._prepared.keys() <= {self._latest}:
+            return False
+        self.cleanup()
+        while self._prepared:
+            self._prepared.popitem()[1].oracle.close()
+        self.memory.trim()
+        return True
 
     @_once_more
     def spec(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -137,11 +161,13 @@ class Judge:
             trial.run(timed)
         except CandidateRefused as refusal:
             verdict.status, verdict.message = refusal.status, str(refusal)
-            return refusal.retryable
+            return refusal.retryable or self.make_room(refusal)
         except TaskKilled:
             raise
         except (TaskError, driver.DriverError) as error:
             trial.end()
+            if self.make_room(error):
+                return True
             prepared = self.prepared(request["task"])  # raises if the task or the device is at fault
             prepared.oracle.outputs(prepared.entry(prepared.base).inputs)
             verdict.status, verdict.message = "crash", f"beside the solution, and only there, the task fails: {error}"

@@ -33,6 +33,7 @@ _BASELINE_CALLS, _BASELINE_SECONDS = 25, 0.6  # most calls, and most seconds, of
 _EMPTY_CALLS = (4, 1)  # number of empty calls the first time, and later
 _FEW_TIMED = 4  # timed calls of a candidate whose time is clear early
 _BASELINE_ROUNDS, _STEADY = 6, 0.05  # most rounds; one suffices if its calls differ by less than this
+_AREAS, _CONTEXT_BYTES = 3, 600 << 20  # slots of the reference's areas; what a process with a CUDA context takes
 _CAREFUL_ROUNDS = 12  # most rounds if ``careful``
 
 
@@ -230,6 +231,13 @@ class PreparedTask:
             self.peaks = self._peaks(again=True)  # the first measurement may come from a busy machine
             doubt = roofline.below_physical_floor(*numbers, self.peaks)
         return doubt
+
+    @property
+    def bytes(self) -> int:
+        """About how many bytes of the device the task holds: its pool, its areas, its model, and a worker's context."""
+        tensors = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs))
+        weights = sum(byte_count(t) for t in self.spec.weights.values())
+        return (self.pool_size + _AREAS) * tensors + 3 * weights + _CONTEXT_BYTES
 
     @property
     def views(self) -> Views:

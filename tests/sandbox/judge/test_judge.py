@@ -1,6 +1,7 @@
 """The judge: which tasks stay prepared, when a candidate gets another trial, and what is measured before it."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,35 @@ def test_a_task_stays_prepared_and_the_least_recently_used_goes(make: Make, monk
     judge.prepared(source("c"))
     assert a.oracle.alive and not b.oracle.alive
     assert judge.prepared(source("b")) is not b
+
+
+def test_prepared_tasks_are_bounded_by_their_bytes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = make()
+    a = judge.prepared(source("a"))
+    monkeypatch.setattr(judge.memory, "prepared_bytes", lambda: 2 * a.bytes + 1)
+    b = judge.prepared(source("b"))
+    assert a.oracle.alive
+    c = judge.prepared(source("c"))
+    assert (a.oracle.alive, b.oracle.alive, c.oracle.alive) == (False, True, True)
+    monkeypatch.setattr(judge.memory, "prepared_bytes", lambda: 1)
+    assert judge.prepared(source("d")).oracle.alive, "the task that is asked for stays"
+
+
+@pytest.mark.parametrize(
+    "message", ["CUDA out of memory. Tried", "out of device memory", "more than the device has left"]
+)
+def test_what_lacks_memory_beside_other_tasks_is_tried_again_alone(make: Make, trials: Trials, message: str) -> None:
+    judge = make()
+    judge.settings = replace(judge.settings, device="cuda")
+    for error in (CandidateRefused("crash", message), TaskError(message)):
+        other = judge.prepared(source("other"))
+        trials.script = [error]
+        assert judge.evaluate(request())["status"] == "ok" and not other.oracle.alive
+    trials.script = [CandidateRefused("crash", message)]
+    assert judge.evaluate(request())["status"] == "crash", "it was alone"
+    other = judge.prepared(source("other"))
+    trials.script = [CandidateRefused("crash", "an assertion")]
+    assert judge.evaluate(request())["status"] == "crash" and other.oracle.alive
 
 
 def test_a_task_whose_reference_died_is_prepared_anew(make: Make) -> None:

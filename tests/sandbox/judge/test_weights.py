@@ -186,10 +186,12 @@ def test_every_trial_has_other_weights_and_the_model_clock_has_the_same(
     one = prepared.PreparedTask("", "d", real)
     for _ in range(2):
         one.draw_weights()
-        entry = one.entry(0)
-    assert len(set(seeds)) == 2 and one.entry(0) is entry
+    entry, later = one.entry(0), one.entry(1)
+    assert len(seeds) == 1 and one.entry(0) is entry
+    one.rotate(used=1)
     one.draw_weights()
-    assert one.entry(0) is not entry, "its outputs were those of other weights"
+    assert len(set(seeds)) == len(seeds) == 2
+    assert one.entry(1) is not later, "its outputs were those of other weights"
     seeds.clear()
     for _ in range(2):
         fixed: Any = Pool(settings_in(tmp_path, clock="model"))
