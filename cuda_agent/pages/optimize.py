@@ -115,6 +115,10 @@ def shares_of_peak(verdict: Verdict) -> list[str]:
                 lines[-1] += f", {rate / most:.2g} times {best}: {why_more}"
             elif most:
                 lines[-1] += f", {rate / most:.0%} of {best}"
+    if (reached := verdict.speed_of_light) and reached <= 1:
+        lines.append(
+            f"speed of light: {reached:.0%}; at the peak rates the call takes {duration(reached * verdict.seconds)}"
+        )
     return lines
 
 

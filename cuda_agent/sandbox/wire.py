@@ -139,9 +139,22 @@ class Verdict:
     def speedup_compile(self) -> float | None:
         return self.compile_seconds / self.seconds if self.seconds and self.compile_seconds else None
 
+    @property
+    def roofline_seconds(self) -> float | None:
+        """The least seconds in which the device can move ``bytes`` and do ``flops`` at its peak rates; ``None`` if no
+        peak is known."""
+        known = ((self.bytes, self.peak_bytes_per_second), (self.flops, self.peak_flops))
+        return max((count / peak for count, peak in known if count and peak), default=None)
+
+    @property
+    def speed_of_light(self) -> float | None:
+        """The share of the device's limit that the solution reaches: ``roofline_seconds`` divided by ``seconds``."""
+        least = self.roofline_seconds
+        return least / self.seconds if self.seconds and least and self.clock == "real" else None
+
     def to_json(self) -> dict[str, Any]:
         """Returns all fields, and the derived values: reward and speed-ups."""
-        derived = ("reward", "speedup_eager", "speedup_compile")
+        derived = ("reward", "speedup_eager", "speedup_compile", "speed_of_light")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
     @classmethod

@@ -25,6 +25,10 @@ def verdict() -> dict[str, Any]:
         },
         "speedup_eager": {"type": ["number", "null"], "description": "eager_seconds / seconds"},
         "speedup_compile": {"type": ["number", "null"], "description": "compile_seconds / seconds"},
+        "speed_of_light": {
+            "type": ["number", "null"],
+            "description": "least seconds at the peak rates of memory and arithmetic / seconds",
+        },
     }
     schema["properties"]["advisory"]["description"] = "what the solution computed with is not known"
     schema["properties"]["untimed"]["description"] = "why no time was taken; empty: times are taken"

@@ -312,6 +312,10 @@ class JailedProcess:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(number, [processors[index % len(processors)]] if apart else processors)
 
+    def processor(self) -> int:
+        """Returns the number of the processor on which the main thread ran last. Raises ``OSError`` after its end."""
+        return int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[36])
+
     def kill(self, wait: float = 0.0) -> tuple[int, bool]:
         """Kills the process, after up to ``wait`` seconds in which it may end. Returns its exit code (negative: the
         signal), and whether the OOM killer ended a process of its control group."""
@@ -391,8 +395,12 @@ def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], 
             if other is not worker:
                 other.stop()
         worker.spread()
+        # The judge fills the worker's inputs: if another processor held them in its caches, a call would take longer.
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, [worker.processor()])
         running = worker
 
+    processors = os.sched_getaffinity(0)
     for worker in workers:
         worker.stop()  # a process of a lower rank may not get the processor that it needs to stop
     try:
@@ -400,5 +408,6 @@ def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], 
         yield turn
     finally:
         _give_precedence(0, 0)
+        os.sched_setaffinity(0, processors)
         for worker in workers:
             worker.spread(apart=False)

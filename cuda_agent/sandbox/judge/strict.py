@@ -49,7 +49,7 @@ def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
                 del found["errors"][precision]  # the task does not depend on the precision
                 continue
         eager = baseline("eager", precision)
-        found["seconds"][eager] = statistics.median(prepared.samples(oracle, careful=True)[0])
+        eagers = prepared.samples(oracle, careful=True)
         for name, mode in _MODES.items() if precision in _TIMED else ():
             label = baseline(name, precision)
             try:
@@ -57,10 +57,14 @@ def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
             except (WorkerError, WorkerDied, TaskError) as failure:
                 found["failed"][label] = str(failure)[:300]
                 continue
-            samples = prepared.samples(oracle, compiled, careful=True)
-            found["seconds"][eager], found["seconds"][label] = map(statistics.median, samples)
-            found["shares"][label] = share_of(samples[1], samples[0])
+            beside, own = prepared.samples(oracle, compiled, careful=True)
+            eagers.append(beside)
+            found["shares"][label] = share_of(own, beside)
             compiled.close()
+        found["seconds"][eager] = min(map(statistics.median, eagers))
+        for label in found["shares"]:
+            if baseline_parts(label)[1] == precision:
+                found["seconds"][label] = found["shares"][label][1] * found["seconds"][eager]
     oracle.precision("default")
     prepared.baselines.strict = found
     prepared.save()

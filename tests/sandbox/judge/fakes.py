@@ -75,6 +75,9 @@ class Reference:
 
     def spread(self, apart: bool = True) -> None: ...
 
+    def processor(self) -> int:
+        return 0
+
     def stop(self) -> None: ...
 
 
@@ -114,6 +117,9 @@ class Worker:
     def stop(self) -> None: ...
 
     def spread(self, apart: bool = True) -> None: ...
+
+    def processor(self) -> int:
+        return 0
 
 
 class Pool:
