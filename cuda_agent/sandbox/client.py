@@ -1,4 +1,5 @@
-"""Defines the sandbox's interface for callers, which is the same on this machine and on servers."""
+"""Defines the interface through which callers use the sandbox. It is the same for a sandbox on this machine and on
+servers."""
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager

@@ -1,7 +1,8 @@
-"""Calls the CUDA driver through ctypes: the part of ``libcuda`` that the judge and its workers need.
+"""Calls the CUDA driver through ctypes. Covers the part of ``libcuda`` that the judge and its workers need, without
+textures, graphs and streams other than the default one. Handles and addresses are integers.
 
-``python driver.py`` prints a device's architecture and identity as JSON, for a process that must not open the device.
-Handles and addresses are integers. Not covered: streams other than the default one, textures, graphs."""
+``python driver.py`` prints a device's architecture and identity as JSON. Processes that must not open the device start
+it to learn these two."""
 
 import ctypes
 import functools
@@ -180,10 +181,12 @@ def forget_persisting_lines() -> None:
 
 
 class Shared:
-    """Device memory that is mapped in this process; another process can map it through ``descriptor``."""
+    """Device memory that this process has mapped. Another process can map the same memory through its
+    ``descriptor``."""
 
     def __init__(self, size: int, descriptor: int | None = None, access: int = READ_WRITE) -> None:
-        """Allocates ``size`` bytes, or maps another process's memory by its ``descriptor`` and its ``size`` there."""
+        """Allocates ``size`` bytes. If there is a ``descriptor``, maps instead the ``size`` bytes that another process
+        allocated."""
         properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, _Location(_ON_DEVICE, 0))
         granularity, self._handle = ctypes.c_size_t(), ctypes.c_uint64()
         _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(properties), 0)

@@ -1,9 +1,9 @@
 """Prepares a task: starts its reference worker, keeps a secret pool of inputs, and measures baselines.
 
 All candidates of a task share its spec, baselines and pool. The pool holds inputs with the reference's outputs; every
-evaluation replaces the oldest inputs. Some weights (``worker.weights``) are drawn anew for every trial, and the pool
-with them. The judge chooses every seed; the reference worker only turns seeds into values. Under the model clock seeds
-and pool are fixed, so that two runs agree bit for bit."""
+evaluation replaces the oldest inputs. For every trial some weights (``worker.weights``) are drawn anew, and with them
+the pool. The judge chooses every seed; the reference worker only turns seeds into values. With simulated times (the
+model clock, ``sandbox.clock=model``) seeds and pool are fixed, so that two runs agree bit for bit."""
 
 import contextlib
 import hashlib
@@ -69,7 +69,8 @@ def baselines_file(cache: str, digest: str, torch: str, threads: int, identity: 
 
 
 class PreparedTask:
-    """A task that is ready for candidates. Methods that ask its reference raise ``TaskError`` if the task fails."""
+    """A task that is ready for candidates. Methods that use its reference worker raise ``TaskError`` if the task
+    fails."""
 
     def __init__(self, code: str, digest: str, workers: WorkerPool) -> None:
         settings = workers.settings
@@ -101,8 +102,8 @@ class PreparedTask:
         self.peaks = roofline.Peaks()
 
     def draw_weights(self) -> None:
-        """Draws the weights of the next trial (under the model clock of all trials), unless they are drawn already, and
-        drops entries that were made with others."""
+        """Draws the weights of the next trial, unless they are drawn already, and drops pool entries that were made
+        with other weights. Under the model clock all trials have the same weights."""
         if self._plain:
             with self._lease.working():
                 changed = self.oracle.draw_weights(self._variation())

@@ -1,4 +1,4 @@
-"""Starts the jailed workers of one judge, and keeps one candidate worker started in advance."""
+"""Starts the jailed workers of one judge, and keeps a worker ready for the next candidate."""
 
 import contextlib
 import fcntl
