@@ -1,5 +1,4 @@
-"""Defines the interface through which callers use the sandbox. It is the same for a sandbox on this machine and on
-servers."""
+"""Defines the interface of the sandbox for its callers. Sandboxes on this machine and on servers have the same one."""
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager

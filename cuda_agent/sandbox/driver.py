@@ -1,8 +1,7 @@
-"""Calls the CUDA driver through ctypes. Covers the part of ``libcuda`` that the judge and its workers need, without
-textures, graphs and streams other than the default one. Handles and addresses are integers.
+"""Calls the CUDA driver through ctypes: the part of ``libcuda`` that the judge and its workers need.
 
-``python driver.py`` prints a device's architecture and identity as JSON. Processes that must not open the device start
-it to learn these two."""
+``python driver.py`` prints a device's architecture and identity as JSON, so that its caller need not open the device.
+Handles and addresses are integers. Not covered: streams other than the default one, textures, graphs."""
 
 import ctypes
 import functools
@@ -181,12 +180,11 @@ def forget_persisting_lines() -> None:
 
 
 class Shared:
-    """Device memory that this process has mapped. Another process can map the same memory through its
+    """Device memory that this process has mapped. Other processes can map the same memory through its
     ``descriptor``."""
 
     def __init__(self, size: int, descriptor: int | None = None, access: int = READ_WRITE) -> None:
-        """Allocates ``size`` bytes. If there is a ``descriptor``, maps instead the ``size`` bytes that another process
-        allocated."""
+        """Allocates ``size`` bytes, or with a ``descriptor`` maps the ``size`` bytes that another process allocated."""
         properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, _Location(_ON_DEVICE, 0))
         granularity, self._handle = ctypes.c_size_t(), ctypes.c_uint64()
         _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(properties), 0)

@@ -59,8 +59,7 @@ class _Away(Exception):
 
 
 class _Lost(Exception):
-    """A request has no result: its ``server`` was lost, the sandbox there had a fault (``kind``), or no server took
-    it."""
+    """Work has no result: its ``server`` was lost, the sandbox there had a fault (``kind``), or no server took it."""
 
     def __init__(self, message: str, server: Server | None = None, kind: str = "lost") -> None:
         super().__init__(message)

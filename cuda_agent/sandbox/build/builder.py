@@ -55,8 +55,7 @@ _OUR_SECONDS = 120.0  # limit for the project's own code: precompiled headers, t
 
 @dataclass(frozen=True)
 class _Order:
-    """One build: its ``products`` are copied to the folder ``target``. The compiler may also read the paths in
-    ``read``."""
+    """One build: its ``products`` go to the folder ``target``. The compiler may also read the paths in ``read``."""
 
     command: list[str]
     files: Mapping[str, str]

@@ -1,5 +1,5 @@
-"""Finds the compilers of this machine (g++, NVRTC, nvcc). The key of a cached build contains the ``identity`` of its
-compiler."""
+"""Finds the compilers of this machine (g++, NVRTC, nvcc). The cache key of a build contains its compiler's
+``identity``."""
 
 import functools
 import hashlib

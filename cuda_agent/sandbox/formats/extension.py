@@ -1,10 +1,8 @@
-"""Builds the extension format: a work folder in the form published for CUDA Agent, with ``model_new.py`` and C++ or
-CUDA files.
+"""Builds the extension format, published for CUDA Agent: a work folder with ``model_new.py`` and C++ or CUDA files.
 
-C++ files are compiled against ``binding_registry.h`` in under a second; with torch's headers this would take most of a
-minute. Includes of headers of torch and pybind11 resolve to ``torch_surface.h``, which declares the types that bindings
-need, and no operators. In a worker, Python calls the bound functions through the module ``cuda_extension``
-(``worker.binding``)."""
+C++ files are compiled against ``binding_registry.h`` in under a second; torch's headers would take most of a minute.
+Includes of headers of torch and pybind11 resolve to ``torch_surface.h``, which declares the types that bindings need,
+and no operators. In a worker, the module ``cuda_extension`` calls the bound functions (``worker.binding``)."""
 
 import re
 from collections.abc import Mapping

@@ -1,9 +1,8 @@
 """Builds the plan format: compiles ``plan.json`` into a program for the sandbox's executor, which runs in the worker.
 
 ``grammar`` parses the fields of a plan. ``compile_plan`` is pure: it checks the plan against the task's shapes,
-evaluates every expression, and generates source code. On ``cpu`` this is C++ functions of one common signature, through
-which the executor calls the kernels. On ``cuda`` it is a translation unit that also reports the types of the kernels'
-arguments."""
+evaluates every expression, and generates source code. On ``cpu`` this is C++ through which the executor calls the
+kernels. On ``cuda`` it is a translation unit that also reports the types of the kernels' arguments."""
 
 import re
 import struct
@@ -50,7 +49,7 @@ template <class... A> struct plan_signature<void(A...)> {
 
 @dataclass
 class Program:
-    """A plan, compiled for the executor. Names of buffers are ``in:0``, ``out:0``, ``w:0`` (by position) and
+    """A plan, compiled for the executor. Buffers are named ``in:0``, ``out:0``, ``w:0`` (by position) and
     ``ws:name``."""
 
     nodes: list[dict[str, Any]] = field(default_factory=list)

@@ -17,8 +17,7 @@ _GONE_SECONDS = 1.0  # time for the kernel to release a group after its processe
 
 
 class ControlGroup:
-    """The control group of one worker. ``folders`` maps each controller (``memory`` and ``pids``) to the group's
-    folder."""
+    """The control group of one worker. ``folders`` maps the controllers ``memory`` and ``pids`` to its folders."""
 
     def __init__(self, folders: dict[str, Path], version: int) -> None:
         self._folders = folders
@@ -46,8 +45,7 @@ class ControlGroup:
 
 
 class Groups:
-    """Creates the control groups of workers. ``places`` maps each controller to the folder in which groups are
-    created."""
+    """Creates the control groups of workers. ``places`` maps each controller to the folder for its groups."""
 
     def __init__(self, places: dict[str, Path], version: int) -> None:
         self._places = places

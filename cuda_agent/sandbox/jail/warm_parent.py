@@ -1,5 +1,4 @@
-"""Starts and controls the warm parent: a process that imports torch once, and then forks jailed workers in little
-time."""
+"""Starts and controls the warm parent: a process that imports torch once, and then forks jailed workers."""
 
 import contextlib
 import os

@@ -1,8 +1,7 @@
 """Computes simulated times, which replace measured times in tests and drills (``sandbox.clock=model``).
 
-A simulated time is a pure function of task and solution. It predicts no real time. It becomes shorter by the usual
-optimizations (fewer passes over memory, fewer operators, blocks for every thread, vector hints), so a policy can learn
-from it."""
+A simulated time is a pure function of task and solution. It predicts no real time. The usual optimizations (fewer
+passes over memory, fewer operators, blocks for every thread, vector hints) shorten it, so a policy can learn."""
 
 import re
 from typing import Any

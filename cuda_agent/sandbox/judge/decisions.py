@@ -1,5 +1,4 @@
-"""Makes the decisions of a trial that need no worker: why a candidate is refused, and whether enough calls were
-timed."""
+"""Makes the decisions of a trial that need no worker: why a candidate is refused, and when enough calls were timed."""
 
 import math
 import statistics

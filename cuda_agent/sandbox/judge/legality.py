@@ -1,9 +1,9 @@
-"""Classifies the kernels that ran in one call as the solution's own, a library's or torch's. Derives advice for the
-author.
+"""Classifies the kernels that ran in one call as the solution's own, a library's or torch's.
 
 In the plan format the sandbox's own launcher runs the kernels, so their list is exact. In the other formats the
-candidate's process reports what ran (``observe``) and could lie, so the result is advice only. A solution can give its
-own kernel a cuBLAS name, so a name is also looked up in the solution's sources and its built library."""
+candidate's process reports what ran (``observe``) and could lie, so the result is only advice for the author. A
+solution can give its own kernel a cuBLAS name, so a name is also looked up in the solution's sources and its built
+library."""
 
 import math
 import re

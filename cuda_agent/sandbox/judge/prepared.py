@@ -69,8 +69,7 @@ def baselines_file(cache: str, digest: str, torch: str, threads: int, identity: 
 
 
 class PreparedTask:
-    """A task that is ready for candidates. Methods that use its reference worker raise ``TaskError`` if the task
-    fails."""
+    """A task that is ready for candidates. Methods that run its reference raise ``TaskError`` if the task fails."""
 
     def __init__(self, code: str, digest: str, workers: WorkerPool) -> None:
         settings = workers.settings

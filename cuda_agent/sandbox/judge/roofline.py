@@ -44,8 +44,7 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 @dataclass(frozen=True)
 class Peaks:
     """The peak rates of one device: ``bytes_per_second`` of its memory, and ``operations`` per second by type, such as
-    ``tf32``. ``cache_bytes`` is the last-level cache's size. Peaks are inexact: real rates may be ``slack`` times as
-    high."""
+    ``tf32``. ``cache_bytes`` is the last-level cache's size. Real rates are at most ``slack`` times a peak."""
 
     bytes_per_second: float | None = None
     cache_bytes: int | None = None

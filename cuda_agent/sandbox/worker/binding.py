@@ -174,8 +174,7 @@ def _complete(
 
 
 class OnlyTheExtension(TorchFunctionMode):
-    """Inside this context, only torch's operators that create, view or inspect tensors may run, as published rules
-    demand."""
+    """Refuses, as the published rules do, all operators of torch that do not create, view or inspect tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ not in ALLOWED:

@@ -4,8 +4,7 @@ A node's ``compute`` chooses the arithmetic:
 
 - fp32: products and sums are in single precision, also for half-precision buffers.
 - tf32: operands are rounded to TF32.
-- fp16 and bf16: operands and result are rounded to this type (as under autocast) if the buffers are wider; otherwise
-  partial sums may be rounded, too.
+- fp16 and bf16: wider operands and results are rounded to this type, as under autocast. Partial sums may be rounded.
 - fp64: double precision.
 
 ``formats.library_nodes`` has checked the shapes. If the library still refuses, the error names the node."""

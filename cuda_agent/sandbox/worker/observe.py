@@ -61,8 +61,8 @@ def told(ran: dict[tuple[str, str], list[float]], total: float | None) -> list[l
 
 
 def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
-    """Returns records (``told``) of torch's operators in ``call``. The call may ``add`` the solution's own functions to
-    them."""
+    """Returns records (``told``) of torch's operators in ``call``. ``call`` may ``add`` the solution's own
+    functions."""
     with Operators() as seen:
         begin = time.perf_counter()
         call(seen)

@@ -2,8 +2,8 @@
 
 The current folder and the exported variables persist between commands. ``compile``, ``verify`` and ``profile`` are
 scripts on the shell's PATH. A script writes its request to the worker through a FIFO, the worker passes the request to
-the client over the open tool call, and the answer returns the same way. All data that a shell can write may be forged,
-and is checked."""
+the client over the open tool call, and the answer returns the same way. Data from a shell may be forged, so it is
+checked."""
 
 import contextlib
 import ctypes
