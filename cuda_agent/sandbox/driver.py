@@ -180,8 +180,7 @@ def forget_persisting_lines() -> None:
 
 
 class Shared:
-    """Device memory that this process has mapped. Other processes can map the same memory through its
-    ``descriptor``."""
+    """Device memory that this process has mapped. Other processes can map it through its ``descriptor``."""
 
     def __init__(self, size: int, descriptor: int | None = None, access: int = READ_WRITE) -> None:
         """Allocates ``size`` bytes, or with a ``descriptor`` maps the ``size`` bytes that another process allocated."""

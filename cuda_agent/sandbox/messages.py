@@ -97,7 +97,7 @@ class JudgeSettings:
     timed_calls: int
     run_seconds: float
     memory_mb: int
-    clock: str  # real, or model: simulated times
+    clock: str  # real, or model (simulated times)
     required_walls: Sequence[str]
     cache: str  # folder that outlives the judge; only trusted processes write to it
     scratch: str  # private folders of workers

@@ -108,7 +108,7 @@ class Verdict:
     compile_interval: list[float] | None = None  # the same for ``speedup_compile``
     checks: int = 0  # correctness checks passed
     max_error: float | None = None  # largest absolute difference over all checks
-    # Seconds of build, start, check, time and observe. ``cleanup`` is that of the judge's previous verdict.
+    # Seconds of build, start, check, time and observe; of cleanup: the one after the judge's previous verdict.
     phases: dict[str, float] = field(default_factory=dict)
     cached: bool = False
     strict: dict[str, Any] | None = None  # mode strict: inputs and errors by kind, precision, baselines

@@ -135,8 +135,8 @@ class Waiting(Compiler):
 
 
 class CompilerPool:
-    """Keeps one ``Waiting`` compiler ready. They start from one thread, because a jailed process ends with the thread
-    that started it."""
+    """Keeps one ``Waiting`` compiler ready. All compilers start from one thread, because a jailed process ends with the
+    thread that started it."""
 
     def __init__(self, start: Callable[[], Waiting]) -> None:
         self._start = start

@@ -1,5 +1,4 @@
-"""Finds the compilers of this machine (g++, NVRTC, nvcc). The cache key of a build contains its compiler's
-``identity``."""
+"""Finds this machine's compilers (g++, NVRTC, nvcc). The cache key of a build contains its compiler's ``identity``."""
 
 import functools
 import hashlib

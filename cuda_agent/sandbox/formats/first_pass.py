@@ -69,8 +69,8 @@ def was_refused(verdict: Verdict) -> bool:
 
 class FirstPass:
     """Runs the first passes of solutions that start compilers: at most ``parallel`` at a time, each at most ``seconds``
-    long. Results are kept below ``folder``. ``scratch`` is a folder that jailed users can reach; ``lease`` holds the
-    timing lease."""
+    long. Results are kept below ``folder``. ``scratch`` is a folder that jailed users can reach; ``lease`` is the
+    folder of the timing lease."""
 
     def __init__(
         self,

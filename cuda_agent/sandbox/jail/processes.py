@@ -1,7 +1,7 @@
 """Starts an untrusted process, sends it requests, and kills it if it exceeds its limits.
 
-While a caller waits for an answer, the watchdog checks time, memory and threads of the process every 20 ms. The content
-of requests and answers does not matter here."""
+While a caller waits for an answer, the watchdog checks time, memory and threads of the process every 20 ms. This module
+does not interpret requests and answers."""
 
 import contextlib
 import os

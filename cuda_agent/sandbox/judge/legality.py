@@ -1,7 +1,7 @@
 """Classifies the kernels that ran in one call as the solution's own, a library's or torch's.
 
 In the plan format the sandbox's own launcher runs the kernels, so their list is exact. In the other formats the
-candidate's process reports what ran (``observe``) and could lie, so the result is only advice for the author. A
+candidate's process reports what ran (``observe``) and can forge it, so the result is only advice for the author. A
 solution can give its own kernel a cuBLAS name, so a name is also looked up in the solution's sources and its built
 library."""
 

@@ -116,9 +116,9 @@ class PreparedTask:
         return self.weights_seed if self._fixed else secrets.randbits(56)
 
     def rotate(self, used: int) -> None:
-        """Retires the weights of a trial and the ``used`` entries, at least one. A candidate can leave traces of what
-        it saw, so no later trial has it again. Makes new weights in advance, and as many entries as any trial used.
-        Does nothing under the model clock."""
+        """Retires the weights of a trial and the ``used`` entries, at least one. A candidate can leave traces of them,
+        so no later trial gets the same ones. Makes new weights in advance, and as many entries as any trial used. Does
+        nothing under the model clock."""
         if self._fixed:
             return
         self.base += max(1, used)

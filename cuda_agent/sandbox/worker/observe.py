@@ -1,8 +1,8 @@
 """Observes one call from within the worker: torch's operators, kernels on the device, and their shares of the time.
 
 Torch's dispatcher reports operators; CUPTI reports kernels to torch's profiler. The solution runs in the same process
-and may forge the result, so the result is advice only. Not seen on the CPU are NumPy, native code except the
-extension's own functions, and operators of other threads."""
+and may forge the result, so the result is advice only. Not seen: operators of other threads and, on the CPU, NumPy and
+native code other than the extension's functions."""
 
 import itertools
 import time

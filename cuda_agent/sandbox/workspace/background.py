@@ -2,8 +2,8 @@
 
 The keeper starts the command in the shell's jail and collects the output. It ends the command and all its processes on
 request, at a limit, or when the workspace has ended. Orphaned processes of the command become children of its keeper,
-and are not taken for those of a foreground command. A background command gets no input and no compile, verify or
-profile."""
+so they are not taken for processes of a foreground command. A background command gets no input and cannot run compile,
+verify or profile."""
 
 import contextlib
 import json
