@@ -108,7 +108,7 @@ class Builder:
         self, files: Mapping[str, str], units: Sequence[str], extra: Sequence[str] = (), ours: bool = False
     ) -> Path:
         """Compiles ``units``, a part of ``files``, to a shared library; units may include the other files. ``extra``
-        are compiler options. If ``ours``, the project's own sources get more time. Raises ``BuildError``."""
+        are compiler options. ``ours`` gives the project's own sources more time. Raises ``BuildError``."""
         tools = await self.toolchain()
         command = [
             tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, *units,

@@ -49,8 +49,7 @@ template <class... A> struct plan_signature<void(A...)> {
 
 @dataclass
 class Program:
-    """A plan, compiled for the executor. Buffers have the names ``in:0``, ``out:0``, ``w:0`` (by position),
-    ``ws:name``."""
+    """A plan, compiled for the executor. Buffers are ``in:0``, ``out:0``, ``w:0`` (by position) and ``ws:name``."""
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
     workspaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> size in bytes, initial element as hex

@@ -2,8 +2,7 @@
 
 In the plan format the sandbox's own launcher runs the kernels, so their list is exact. In the other formats the
 candidate's process reports what ran (``observe``) and can forge it, so the result is only advice for the author. A
-solution can give its own kernel a cuBLAS name, so a name is also looked up in the solution's sources and its built
-library."""
+solution can give its own kernel a cuBLAS name, so names are also looked up in the solution's sources and library."""
 
 import math
 import re

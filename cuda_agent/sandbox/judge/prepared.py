@@ -102,7 +102,7 @@ class PreparedTask:
 
     def draw_weights(self) -> None:
         """Draws the weights of the next trial, unless they are drawn already, and drops pool entries that were made
-        with other weights. Under the model clock all trials have the same weights."""
+        with other weights. With simulated times all trials have the same weights."""
         if self._plain:
             with self._lease.working():
                 changed = self.oracle.draw_weights(self._variation())
@@ -118,7 +118,7 @@ class PreparedTask:
     def rotate(self, used: int) -> None:
         """Retires the weights of a trial and the ``used`` entries, at least one. A candidate can leave traces of them,
         so no later trial gets the same ones. Makes new weights in advance, and as many entries as any trial used. Does
-        nothing under the model clock."""
+        nothing with simulated times."""
         if self._fixed:
             return
         self.base += max(1, used)
@@ -186,11 +186,12 @@ class PreparedTask:
         return int.from_bytes(hmac.digest(self._secret, str(index).encode(), "sha256")[:7])
 
     def measured(self, mode: str) -> bool:
-        """Returns whether all baselines for a verdict of ``mode`` are known. Under the model clock they always are."""
+        """Returns whether all baselines for a verdict of ``mode`` are known. With simulated times they always are."""
         return self._fixed or (self.baselines.compile_tried and (mode != "strict" or bool(self.baselines.strict)))
 
     def measure(self, compile: bool) -> None:
-        """Measures the missing baselines: eager and, if ``compile``, torch.compile. The model clock computes both."""
+        """Measures missing baselines: eager and, if ``compile``, torch.compile. Simulated times are computed
+        instead."""
         if self._fixed:
             counts = self.oracle.count(self.entry(0).inputs)
             self.baselines.eager = cost.eager(*counts, self.settings.threads)

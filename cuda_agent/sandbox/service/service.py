@@ -1,4 +1,4 @@
-"""Runs a ``LocalSandbox`` as a service with a queue. The service takes work once the sandbox's walls are proven.
+"""Runs a ``LocalSandbox`` as a service with a queue. It takes work once the sandbox's walls are proven to hold.
 
 ``Service`` does not depend on HTTP (``app`` does). It gives the sandbox only as many jobs as the sandbox can use at
 once, so that urgent jobs need not wait behind others. Servers share no queue, and no queue survives a restart."""

@@ -1,6 +1,6 @@
 """Draws anew the weights that a constructor sets to one value, so that a solution which ignores them is found wrong.
 
-LayerNorm's weight, for example, starts with 1 and its bias with 0. A solution without such weights is right until other
+LayerNorm's weight, for example, starts with 1 and its bias with 0. A solution that ignores them is right until other
 values are loaded. What the constructor draws at random stays: it follows from the judge's secret seed. The module is
 used in the reference worker, and in the worker of a candidate whose weights have other names."""
 
