@@ -1,8 +1,9 @@
-"""Runs a compiler in the jail: either when there is a source, or started in advance, before there is one.
+"""Runs a compiler in the jail. A compiler may be started in advance, before its source exists.
 
-Most of the work of g++ on a small kernel does not depend on the kernel: the start in the jail, and the precompiled
-standard headers. A ``Waiting`` compiler has already done that work. The last line of its program includes a named pipe,
-from which it waits to read. To start the compilation, the builder writes an include of the source to the pipe."""
+Most of the work of g++ on a small kernel does not depend on the kernel: the start in the jail, and reading the
+precompiled standard headers. A ``Waiting`` compiler has already done that work. The last line of its program includes a
+named pipe, from which it waits to read. To start the compilation, the builder writes an ``#include`` of the source to
+the pipe."""
 
 import contextlib
 import errno

@@ -1,7 +1,7 @@
 """Computes simulated times, which replace measured times in tests and drills (``sandbox.clock=model``).
 
-A simulated time is a pure function of task and solution. It is no prediction. The usual optimizations (fewer passes
-over memory, fewer operators, blocks for every thread, vector hints) shorten it, so a policy can learn from it."""
+A simulated time is a pure function of task and solution. It predicts no real time. The usual optimizations (fewer
+passes over memory, fewer operators, blocks for all threads, vector hints) shorten it, so a policy can learn from it."""
 
 import re
 from typing import Any

@@ -51,7 +51,8 @@ exit "$status"
 
 @dataclass(frozen=True)
 class CommandLimits:
-    """The limits of a workspace. A shell command's time stops while a compile, verify or profile in it is answered."""
+    """The limits of a workspace. The seconds of a shell command do not include the time in which the client answers a
+    compile, verify or profile of the command."""
 
     shell_seconds: float = 30.0
     output_chars: int = 30_000  # of one tool's text; the middle is cut
