@@ -1,4 +1,4 @@
-"""Defines the sandbox's interface for callers, which is the same on this machine and on servers."""
+"""Defines the interface of the sandbox for its callers. Sandboxes on this machine and on servers have the same one."""
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager

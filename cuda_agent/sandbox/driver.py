@@ -1,6 +1,6 @@
 """Calls the CUDA driver through ctypes: the part of ``libcuda`` that the judge and its workers need.
 
-``python driver.py`` prints a device's architecture and identity as JSON, for a process that must not open the device.
+``python driver.py`` prints a device's architecture and identity as JSON, so that its caller need not open the device.
 Handles and addresses are integers. Not covered: streams other than the default one, textures, graphs."""
 
 import ctypes
@@ -180,10 +180,10 @@ def forget_persisting_lines() -> None:
 
 
 class Shared:
-    """Device memory that is mapped in this process; another process can map it through ``descriptor``."""
+    """Device memory that this process has mapped. Other processes can map it through its ``descriptor``."""
 
     def __init__(self, size: int, descriptor: int | None = None, access: int = READ_WRITE) -> None:
-        """Allocates ``size`` bytes, or maps another process's memory by its ``descriptor`` and its ``size`` there."""
+        """Allocates ``size`` bytes, or with a ``descriptor`` maps the ``size`` bytes that another process allocated."""
         properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, _Location(_ON_DEVICE, 0))
         granularity, self._handle = ctypes.c_size_t(), ctypes.c_uint64()
         _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(properties), 0)

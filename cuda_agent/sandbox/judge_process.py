@@ -1,4 +1,4 @@
-"""Runs a judge as a process of this machine: starts it at the first request, and notices its end."""
+"""Runs a judge as a process of this machine: starts it at the first request, and detects when it has ended."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,7 @@
 """Runs the sandbox on this machine: builds solutions, sends them to judge processes, and caches verdicts by content.
 
-Builds run in parallel; times are taken one at a time. After a fault of the infrastructure, an evaluation is repeated
-once in a fresh judge; the candidate is never blamed. No code that a model wrote runs in this process."""
+Builds run in parallel; calls are timed one after the other. If the sandbox itself fails, the evaluation is repeated
+once in a fresh judge, and the candidate is not refused for it. No code that a model wrote runs in this process."""
 
 import asyncio
 import contextlib
@@ -51,8 +51,8 @@ _THIS_ROOM = ("local.py", "judge_process.py", "messages.py", "wire.py", "driver.
 
 
 class LocalSandbox:
-    """Judges solutions on this machine, as an async context manager that starts and ends the judges. ``cache`` is a
-    folder that outlives runs; all processes of this machine share it. Raises ``SandboxUnready`` if the cache or a
+    """Judges solutions on this machine. Use it as an async context manager, which starts and ends the judges. ``cache``
+    is a folder that outlives runs; all processes of this machine share it. Raises ``SandboxUnready`` if the cache or a
     temporary folder cannot be written, or if the GPU or its compiler does not work."""
 
     def __init__(self, config: SandboxConfig, cache: Path) -> None:

@@ -1,5 +1,6 @@
-"""Defines the messages between client, judge, workers and workspaces: operations, their payloads, and frames.
+"""Defines the messages between client, judge, workers and workspaces: operations, their bodies, and frames.
 
+A comment of an operation gives the body of its request -> the body of its answer. A slot numbers the buffers of a call.
 This module imports only the standard library and ``wire``, because workers import it."""
 
 import json
@@ -37,17 +38,17 @@ class JudgeRequest(StrEnum):
 class WorkerOperation(StrEnum):
     """The requests of a judge to a warm parent, and to the workers that the warm parent forks."""
 
-    # a warm parent
+    # to a warm parent
     FORK_WORKER = "fork_worker"  # {"role", "threads", "folder", "environment", "device", "policy"} and more -> {"pid"}
     FORK_PARENT = "fork_parent"  # {"imports"} -> {"pid"}
     REAP_WORKER = "reap_worker"  # {"pid"} -> {"status"}
-    # a reference worker and a candidate worker
+    # to a reference worker and a candidate worker
     MAP_BUFFERS = "map_buffers"  # ``Buffers.places``; to a candidate also {"spec", "host_is_ours", "rule", "views"}
     RUN = "run"  # one call on a slot -> [seconds of the device, seconds of the host] on a GPU
-    RUN_EMPTY = "run_empty"  # the same without the computation
-    # a reference worker
+    RUN_EMPTY = "run_empty"  # like RUN, without the computation
+    # to a reference worker
     OPEN_TASK = "open_task"  # {"code", "seed": of the weights} -> TaskSpec
-    DRAW_WEIGHTS = "draw_weights"  # {"seed": None for the constructor's} -> {"changed": positions, "kept"}
+    DRAW_WEIGHTS = "draw_weights"  # {"seed": None restores the constructor's} -> {"changed": positions, "kept"}
     DRAW_INPUTS = "draw_inputs"  # {"seed", "kind": one of KINDS} -> whether the task has such inputs
     SET_PRECISION = "set_precision"  # {"precision"}
     COMPILE_TASK = "compile_task"  # {"known": a warm-up's folder, empty in the warm-up, "mode": of torch.compile}
@@ -55,13 +56,13 @@ class WorkerOperation(StrEnum):
     RUN_EXACT = "run_exact"  # -> whether all outputs are finite
     COUNT_OPERATORS = "count_operators"  # -> {"operators", "bytes"}
     ACCOUNT = "account"  # -> {"flops": 0 if not known, "written": bytes, "views": strides or null of each output}
-    # a candidate worker
+    # to a candidate worker
     LOAD_SOLUTION = "load_solution"  # what ``LocalSandbox`` built, and {"seed", "redrawn": seed or None}
     RUN_CHAIN = "run_chain"  # as many calls as ``slot`` says -> as RUN
     RUN_EMPTY_CHAIN = "run_empty_chain"
     OBSERVE_OPERATORS = "observe_operators"  # one call -> operators, or seconds of each node of a plan
     OBSERVE_KERNELS = "observe_kernels"  # one call -> kernels of the GPU
-    # a first pass
+    # to a first pass
     RUN_FIRST_PASS = "run_first_pass"  # {"task", "code"} -> nothing, or {"error", "log"}
 
 
@@ -76,7 +77,7 @@ class WorkspaceOperation(StrEnum):
     CALL_TOOL = "call_tool"  # {"tool", "arguments"} -> ToolResult
     COLLECT_FILES = "collect_files"  # -> text by path
     # a workspace asks its client, while a tool call is open
-    RUN_COMMAND = "run_command"  # {"name", "argv", "files"}; ``slot`` numbers it
+    RUN_COMMAND = "run_command"  # {"name", "argv", "files"}; ``slot`` holds the command's number
     COMMAND_RESULT = "command_result"  # ToolResult, with the same ``slot``
 
 
@@ -96,7 +97,7 @@ class JudgeSettings:
     timed_calls: int
     run_seconds: float
     memory_mb: int
-    clock: str
+    clock: str  # real, or model (simulated times)
     required_walls: Sequence[str]
     cache: str  # folder that outlives the judge; only trusted processes write to it
     scratch: str  # private folders of workers
@@ -140,7 +141,7 @@ class Frame(NamedTuple):
     """One message: a head of 8 bytes, then the body as JSON. ``fds`` are the file descriptors that came with it."""
 
     operation: Operation
-    slot: int
+    slot: int  # buffers of a call, or another number that an operation needs
     body: Any  # ``None`` in a call on prepared buffers
     fds: list[int]
     extra: int = 0  # a small number that some calls need, without a body

@@ -1,8 +1,8 @@
 """Defines the requests of the sandbox's HTTP service, their limits, and the form of a refusal.
 
 Unknown keys, wrong types, invalid Unicode, unsafe file names and deep nesting are refused before any other code reads
-them. The limits keep one request inside one frame to the judge (``messages.FRAME_LIMIT``) even when every character is
-escaped. Not covered: the content of a solution or a task, which the sandbox judges."""
+them. Within the limits, a request fits into one message to the judge (``messages.FRAME_LIMIT``) even if JSON escapes
+every character. The content of a solution or a task is not checked here."""
 
 import hashlib
 import json

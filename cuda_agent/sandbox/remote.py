@@ -1,8 +1,8 @@
 """Runs the sandbox on any number of servers (``cuda-agent sandbox serve``), with the interface of ``LocalSandbox``.
 
-Each task has a preferred server, because a server keeps tasks prepared and baselines belong to one machine. A server
-that is full or gone is skipped for a while. Work that is lost or ends with ``infra`` is tried again on other servers. A
-workspace is not: it ends with its server (``WorkspaceLost``). Not covered: judging."""
+Each task has a preferred server, because a server keeps tasks prepared and measures baselines for its own machine. A
+server that is full or gone is skipped for a while. Work that is lost or ends with ``infra`` (a fault of the sandbox) is
+tried again on other servers. A workspace cannot move: it ends with its server (``WorkspaceLost``)."""
 
 import asyncio
 import contextlib
@@ -42,11 +42,11 @@ class Server:
     """A server in one role (judging or workspaces): its address and its last known state."""
 
     address: str
-    rests_until: float = 0.0  # monotonic
-    failures: int = 0  # in a row
-    workspaces: int = 0  # open there by this client
+    rests_until: float = 0.0  # monotonic time before which this client sends it no request
+    failures: int = 0  # failed requests in a row
+    workspaces: int = 0  # number that this client has open there
     kind: str = ""  # kind of its last refusal
-    reason: str = "was not asked"
+    reason: str = "was not asked"  # its last refusal in words
 
 
 class _Away(Exception):
@@ -59,7 +59,7 @@ class _Away(Exception):
 
 
 class _Lost(Exception):
-    """Work was lost with its ``server``, or failed there by a fault (``kind``) of the sandbox, or no server took it."""
+    """Work has no result: its ``server`` was lost, the sandbox there had a fault (``kind``), or no server took it."""
 
     def __init__(self, message: str, server: Server | None = None, kind: str = "lost") -> None:
         super().__init__(message)
@@ -75,7 +75,7 @@ class _Refused(Exception):
 
 
 class RemoteSandbox:
-    """Judges solutions on servers, as an async context manager."""
+    """Judges solutions on remote servers. Use it as an async context manager."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self.config = config
@@ -286,7 +286,7 @@ class RemoteSandbox:
 
 
 class RemoteWorkspace:
-    """One open workspace on a server, with the interface of ``workspace.client.Workspace``. Calls run one by one."""
+    """An open workspace on a server, with the interface of ``workspace.client.Workspace``. Calls run one by one."""
 
     def __init__(self, client: httpx.AsyncClient, path: str, headers: dict[str, str], commands: Commands) -> None:
         self._client, self._path, self._headers, self._commands = client, path, headers, commands

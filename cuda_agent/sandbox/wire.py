@@ -1,7 +1,7 @@
 """Defines the sandbox's data types, with their JSON: solutions, task specifications, verdicts and probes.
 
-This module imports only the standard library and the list of formats' names, because workers import it. Not covered:
-the frames that carry these types between processes (``messages``), and the service's HTTP (``protocol``)."""
+``messages`` defines the frames that carry these types between processes; ``protocol`` defines the service's HTTP. This
+module imports only the standard library and the list of formats' names, because workers import it."""
 
 import hashlib
 import json
@@ -60,12 +60,12 @@ class Solution:
 
 @dataclass(frozen=True)
 class FormatTraits:
-    """Traits of a solution's format. A request carries them, because judge and workers import no format."""
+    """Properties of a solution format. A request carries them, because judge and workers import no format."""
 
     host_is_ours: bool = False  # the launcher is the sandbox's code: device times and the list of what ran are exact
     rule: str = ""  # name of the rule for ``ModelNew.forward`` (``worker.candidate.RULES``); empty: none
     own_work: str = ""  # what a call must be seen to run, in words; empty: nothing
-    advisory: bool = False  # the solution's Python runs unchecked: what it computes with is not known
+    advisory: bool = False  # the solution's Python runs unchecked, so the operators that it uses are not known
     untimed: str = ""  # why no time is taken; empty: times are taken
 
 
@@ -104,11 +104,11 @@ class Verdict:
     eager_seconds: float | None = None
     compile_seconds: float | None = None
     samples: list[float] = field(default_factory=list)  # raw timed calls, seconds
-    interval: list[float] | None = None  # lower and upper end, 95 %, of ``speedup_eager``; None under the model clock
-    compile_interval: list[float] | None = None  # the same of ``speedup_compile``
+    interval: list[float] | None = None  # ends of the 95 % interval of ``speedup_eager``; None if times are simulated
+    compile_interval: list[float] | None = None  # the same for ``speedup_compile``
     checks: int = 0  # correctness checks passed
     max_error: float | None = None  # largest absolute difference over all checks
-    # Seconds of build, start, check, time and observe; cleanup: after the verdict before this one.
+    # Seconds of build, start, check, time and observe; of cleanup: the one after the judge's previous verdict.
     phases: dict[str, float] = field(default_factory=dict)
     cached: bool = False
     strict: dict[str, Any] | None = None  # mode strict: inputs and errors by kind, precision, baselines
@@ -241,7 +241,7 @@ class TaskSpec:
 
 @dataclass
 class Probe:
-    """The findings about a task, without a solution. ``error`` is empty if the task ran; times are median seconds."""
+    """What a run of a task without a solution shows. ``error`` is empty if the task ran; times are median seconds."""
 
     error: str = ""
     deterministic: bool = False  # the same inputs give the same outputs, within the tolerance

@@ -1,8 +1,9 @@
-"""Builds C++ sources to a shared library and CUDA sources to a cubin, in the jail, with a cache keyed by content.
+"""Compiles C++ sources to a shared library, and CUDA sources to a cubin or a library. Compilers run in the jail.
+Results are cached by the content of the sources.
 
-A CPU kernel is first built the fast way: by a compiler started in advance (``compiler``), without the special functions
-of ``<cmath>`` and without the C++ library, which few kernels need. If this fails, it is built the full way, whose
-errors count. NVRTC (``nvrtc``) compiles CUDA sources without a GPU. Not covered: whether built code is correct."""
+A CPU kernel is first built the fast way: by a compiler that was started in advance (``compiler``), without the C++
+library and the special functions of ``<cmath>``, which few kernels need. If this fails, it is built the full way, and
+only errors of that build are reported. CUDA sources need no GPU to be built."""
 
 import asyncio
 import contextlib
@@ -66,8 +67,8 @@ class _Order:
 
 class Builder:
     """Runs builds, at most ``parallel`` at a time, and caches their products in ``folder``. ``scratch`` is a folder
-    that jailed users can reach. ``lease`` is the folder of the timing lease, ``None`` if builds do not disturb timings
-    (on a GPU). ``seconds`` and ``memory_mb`` limit one build."""
+    that jailed users can reach. ``lease`` is the folder of the timing lease, or ``None`` if builds do not disturb
+    timings (on a GPU). ``seconds`` and ``memory_mb`` limit one build."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path | None, seconds: float, memory_mb: int, parallel: int = 2
@@ -107,7 +108,7 @@ class Builder:
         self, files: Mapping[str, str], units: Sequence[str], extra: Sequence[str] = (), ours: bool = False
     ) -> Path:
         """Compiles ``units``, a part of ``files``, to a shared library; units may include the other files. ``extra``
-        are compiler options. If ``ours``, the project's own sources get more time. Raises ``BuildError``."""
+        are compiler options. ``ours`` gives the project's own sources more time. Raises ``BuildError``."""
         tools = await self.toolchain()
         command = [
             tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, *units,

@@ -1,8 +1,9 @@
-"""Runs a compiler in the jail, on demand or started ahead of its source.
+"""Runs a compiler in the jail. A compiler may be started in advance, before its source exists.
 
-Most of the work of g++ on a small kernel does not depend on the kernel: the start in the jail, and the precompiled
-standard headers. A ``Waiting`` compiler has done that work. The program that it compiles ends with the inclusion of a
-named pipe; to start the compilation, the builder writes the name of the source into the pipe."""
+Most of the work of g++ on a small kernel does not depend on the kernel: the start in the jail, and reading the
+precompiled standard headers. A ``Waiting`` compiler has already done that work. The last line of its program includes a
+named pipe, from which it waits to read. To start the compilation, the builder writes an ``#include`` of the source to
+the pipe."""
 
 import contextlib
 import errno
@@ -86,8 +87,8 @@ def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
 
 class Waiting(Compiler):
     """A running compiler that has read ``header`` and waits for the rest of its source. It owns the folder ``work``.
-    ``command`` is the compiler with its flags; ``last`` holds arguments behind the source file, such as libraries.
-    Raises ``OSError`` if the compiler ends before it waits."""
+    ``command`` is the compiler with its flags; ``last`` holds the arguments that follow the source file, such as
+    libraries. Raises ``OSError`` if the compiler ends before it waits."""
 
     def __init__(
         self, policy: jail.JailPolicy, command: Sequence[str], work: Path, header: str, last: Sequence[str] = ()
@@ -135,8 +136,8 @@ class Waiting(Compiler):
 
 
 class CompilerPool:
-    """Keeps one compiler started in advance. All compilers start from one thread, because a jailed process ends with
-    the thread that started it."""
+    """Keeps one ``Waiting`` compiler ready. All compilers start from one thread, because a jailed process ends with the
+    thread that started it."""
 
     def __init__(self, start: Callable[[], Waiting]) -> None:
         self._start = start

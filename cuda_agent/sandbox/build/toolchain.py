@@ -1,4 +1,4 @@
-"""Finds the compilers of this machine (g++, NVRTC, nvcc). Their ``identity`` is a part of the key of a cached build."""
+"""Finds this machine's compilers (g++, NVRTC, nvcc). The cache key of a build contains its compiler's ``identity``."""
 
 import functools
 import hashlib
@@ -24,8 +24,8 @@ class CompilerMissing(RuntimeError):
 class Toolchain:
     compiler: str
     identity: str
-    includes: str = ""  # folder of the precompiled prelude
-    lean: str = ""  # folder of the precompiled lean prelude
+    includes: str = ""  # folder of the precompiled headers for a full build
+    lean: str = ""  # folder of the precompiled headers for a fast build (see ``builder``)
 
 
 def find_toolchain() -> Toolchain:

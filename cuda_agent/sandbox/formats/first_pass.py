@@ -1,8 +1,8 @@
 """Runs the first pass of a solution that starts compilers: one run in a jailed worker that may start programs.
 
-When the worker and all its programs have ended, the cache keeps the regular files of the worker's folder. The second
-pass, which is judged, reads these files at the same path and starts no program (``worker.replay``). The files are
-untrusted: only the jailed candidate loads them. Not covered: a GPU that the first pass leaves in a bad state."""
+When the worker and all its programs have ended, the regular files of the worker's folder are copied to the cache. The
+second pass, which is judged, reads these files at the same path and starts no program (``worker.replay``). The files
+are untrusted: only the jailed candidate loads them. Not covered: a GPU that the first pass leaves in a bad state."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ _IMPORTS = ("cuda_agent.sandbox.worker.compiling",)  # modules that the warm par
 
 
 class FirstPassFailed(Exception):
-    """A failure of a first pass by the solution's fault; ``status`` becomes the status of the solution's verdict."""
+    """A solution failed in its first pass by its own fault. ``status`` becomes the status of its verdict."""
 
     def __init__(self, status: Status, message: str) -> None:
         super().__init__(message)
@@ -69,7 +69,7 @@ def was_refused(verdict: Verdict) -> bool:
 
 class FirstPass:
     """Runs the first passes of solutions that start compilers: at most ``parallel`` at a time, each at most ``seconds``
-    long. The results stay below ``folder``. ``scratch`` is a folder that jailed users can reach; ``lease`` is the
+    long. Results are kept below ``folder``. ``scratch`` is a folder that jailed users can reach; ``lease`` is the
     folder of the timing lease."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """Defines the grammar of ``plan.json`` as pydantic models; ``schema`` makes a JSON schema from them.
 
 The models check what can be checked without a task: the fields and the kinds of their values. ``plan`` and
-``library_nodes`` check that names exist, the values of expressions, and shapes."""
+``library_nodes`` check the rest: the existence of names, the values of expressions, and shapes."""
 
 import json
 import re

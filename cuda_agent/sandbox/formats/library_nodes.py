@@ -1,7 +1,7 @@
 """Checks the library nodes of a plan: matrix products and convolutions that a vendor's library computes.
 
-``describe`` is pure: it checks a node against the shapes of its buffers and returns the description that
-``worker.library_nodes`` binds. It covers only forward passes on contiguous buffers, with batch and channels first."""
+``describe`` is pure: it checks a node against the shapes of its buffers, and returns a description from which
+``worker.library_nodes`` makes the call. Only contiguous buffers are covered, with batch and channels first."""
 
 import math
 from typing import Any

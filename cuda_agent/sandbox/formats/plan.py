@@ -1,8 +1,8 @@
-"""Builds the plan format: compiles ``plan.json`` into a program that the sandbox's executor runs.
+"""Builds the plan format: compiles ``plan.json`` into a program for the sandbox's executor, which runs in the worker.
 
-``compile_plan`` is pure: it checks the plan against the task's shapes, evaluates every expression, and generates the
-source through which the executor calls the kernels. On ``cpu`` the source is a C++ trampoline; on ``cuda`` it is a
-translation unit that also reports the types of the kernels' arguments.  ``grammar`` parses the fields of a plan."""
+``grammar`` parses the fields of a plan. ``compile_plan`` is pure: it checks the plan against the task's shapes,
+evaluates every expression, and generates source code. On ``cpu`` this is C++ through which the executor calls the
+kernels. On ``cuda`` it is a translation unit that also reports the types of the kernels' arguments."""
 
 import re
 import struct
@@ -49,12 +49,12 @@ template <class... A> struct plan_signature<void(A...)> {
 
 @dataclass
 class Program:
-    """A plan, compiled for the executor. Buffers: ``in:0``, ``out:0``, ``w:0`` (by position), and ``ws:name``."""
+    """A plan, compiled for the executor. Buffers are ``in:0``, ``out:0``, ``w:0`` (by position) and ``ws:name``."""
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
     workspaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> size in bytes, initial element as hex
     source: str = ""  # source to compile; empty without kernels
-    expressions: list[str] = field(default_factory=list)  # cuda: the kernels, and the probes of their arguments' types
+    expressions: list[str] = field(default_factory=list)  # cuda: the kernels, and variables with their arguments' types
 
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if key not in ("source", "expressions")}

@@ -1,4 +1,4 @@
-"""Builds the python format, and checks ``model_new.py`` for this and other formats.
+"""Builds the python format. Other formats also check their ``model_new.py`` here.
 
 A solution has KernelBench's form: one file that defines ``ModelNew`` and may use torch freely."""
 

@@ -1,4 +1,4 @@
-"""Finds suspicious code in a solution's text by static rules, such as uses of torch, streams, threads and patches.
+"""Finds suspicious code in a solution's text by static rules: uses of torch, streams, threads, monkey patches.
 
 ``ast`` reads Python; a small tokenizer reads C++ and CUDA, also inside Python strings. Findings are advice for the
 author and for an audit, never a verdict: a name can be spelled in ways that the rules miss (``getattr``, macros), and a

@@ -1,7 +1,7 @@
 """Makes the JSON schemas of the two public formats: a verdict, and ``plan.json``.
 
-The verdict's schema comes from its dataclass, the plan's schema from ``grammar``. Not covered: rules that no schema can
-express (names that must exist, values of expressions, shapes). A plan that fits the schema may still be refused."""
+The verdict's schema comes from its dataclass, the plan's schema from ``grammar``. A plan that fits the schema may still
+be refused because of a name that does not exist, the value of an expression, or a shape."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Defines the type of a solution format: one frozen object that holds the differences between formats.
+"""Defines the type of a solution format: a frozen object for each format, which holds what differs between formats.
 
 ``table`` lists the formats. Prompt texts and exported files also depend on the format; ``agent.skill`` and
 ``optimize.export`` hold them in tables, by the format's name."""
@@ -38,9 +38,9 @@ class SolutionFormat:
     name: Format  # for users and in the wire format
     entry: str  # the file that every solution has
     folder: str  # prefix of the paths of all other files; empty if there are none
-    build: Build  # checks and builds the files, returns the worker's load request; SolutionError, BuildError
+    build: Build  # from files to the worker's load request; raises SolutionError, BuildError
     traits: FormatTraits
-    needs: Mapping[str, str]  # requirements of the exported file, by device
+    needs: Mapping[str, str]  # packages that the exported file needs, by device
     example: tuple[tuple[str, str], ...]  # language and path of the files of a one-shot answer
     first_pass: Callable[[Mapping[str, str], str], FirstPassTime] = lambda files, device: "never"
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # variables of both passes, by device

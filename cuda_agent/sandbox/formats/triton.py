@@ -1,7 +1,7 @@
 """Builds the triton format: one ``model_new.py`` whose ``ModelNew`` computes with kernels of ``triton.jit``.
 
 On a GPU the first pass compiles and autotunes, and the second pass, which is judged, loads the results. On the CPU
-Triton's interpreter checks correctness without a timing. ``worker.triton_rule`` checks ``ModelNew.forward``."""
+Triton's interpreter runs the kernels, and no time is taken. ``worker.triton_rule`` checks ``ModelNew.forward``."""
 
 import ast
 import importlib.util

@@ -1,9 +1,9 @@
 """Limits a worker's memory and number of tasks with a control group, if this process may create one.
 
-In version 1 of control groups, the worker's group lies below this process's own, in the hierarchies of memory and pids.
-In version 2, it lies below this process's own group or beside it: a group that holds processes can have no children
-with limits (systemd: ``Delegate=yes`` with ``DelegateSubgroup=``). If this process can write to neither place (in a
-restricted pod, say), only the watchdog limits the worker."""
+In version 1 of control groups, the worker's group is a child of this process's group in two hierarchies: memory and
+pids. In version 2, it is a child or a sibling of this process's group, because a group that holds processes can have no
+children with limits (systemd: ``Delegate=yes`` with ``DelegateSubgroup=``). If this process can create neither (in a
+restricted pod, say), only the watchdog (``processes``) limits the worker."""
 
 import contextlib
 import itertools
@@ -17,7 +17,7 @@ _GONE_SECONDS = 1.0  # time for the kernel to release a group after its processe
 
 
 class ControlGroup:
-    """The control group of one worker. ``folders`` holds its folder for each controller (``memory`` and ``pids``)."""
+    """The control group of one worker. ``folders`` maps the controllers ``memory`` and ``pids`` to its folders."""
 
     def __init__(self, folders: dict[str, Path], version: int) -> None:
         self._folders = folders
@@ -45,7 +45,7 @@ class ControlGroup:
 
 
 class Groups:
-    """Creates the control groups of workers. ``places`` holds for each controller the folder in which they are made."""
+    """Creates the control groups of workers. ``places`` maps each controller to the folder for its groups."""
 
     def __init__(self, places: dict[str, Path], version: int) -> None:
         self._places = places

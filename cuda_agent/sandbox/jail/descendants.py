@@ -1,6 +1,6 @@
-"""Reads the descendants and the memory of a process from ``/proc``, with the standard library only.
+"""Reads the descendants of a process, and the memory of processes, from ``/proc``. Uses only the standard library.
 
-Not covered: orphans that a process outside of the tree has adopted, because no ancestor is a subreaper."""
+Not covered: descendants whose parent has ended and that a process outside of the tree has adopted."""
 
 import contextlib
 import os

@@ -1,11 +1,12 @@
-"""Closes a process's jail before it runs untrusted code.
+"""Puts a process into a jail before it runs untrusted code. Each protection of the jail is called a wall.
 
-``enter`` needs no privilege. It sets no_new_privs, Landlock (files, TCP, and in newer versions of Linux device ioctls,
-signals and abstract sockets), a seccomp filter, resource limits, and death with the parent. As root it also changes to
-a separate user. ``prove`` attacks every wall from inside a jailed child. The module is also a script that starts
-compilers and shells inside the walls: ``python jail.py POLICY PROGRAM ...``.
+``enter`` closes the walls and needs no privilege. It sets no_new_privs, Landlock (files, TCP, and in newer versions of
+Linux device ioctls, signals and abstract sockets), a seccomp filter and resource limits. It makes the process end with
+its parent. As root it also changes to a separate user. ``prove`` attacks every wall from inside a jailed child. The
+module is also a script that starts compilers and shells inside the walls: ``python jail.py POLICY PROGRAM ...``.
 
-It uses only the standard library, and no namespace: restricted pods grant none. Watchdogs limit memory and threads."""
+The module uses only the standard library. It needs no namespaces, because restricted pods grant none. Watchdogs in
+``processes`` also limit the memory and the threads of workers."""
 
 import ctypes
 import errno
@@ -53,7 +54,7 @@ class JailPolicy:
     cpu_seconds: int = 600
     one_group: bool = False  # children stay in the process group, so one signal ends them all
     own_user: bool = True  # as root: change to an ordinary user
-    read_any: bool = False  # a separate user may read what Landlock allows (Python may be in a closed home)
+    read_any: bool = False  # the separate user may read others' files in ``read`` (Python may be in a closed home)
     shared_memory: bool = False  # allows anonymous shared memory, which no limit counts; the CUDA driver needs it
 
 

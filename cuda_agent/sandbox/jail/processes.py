@@ -1,7 +1,7 @@
 """Starts an untrusted process, sends it requests, and kills it if it exceeds its limits.
 
-While it waits for an answer, it checks time, memory and threads of the process every 20 ms. It does not interpret
-requests and answers."""
+While a caller waits for an answer, the watchdog checks time, memory and threads of the process every 20 ms. This module
+does not interpret requests and answers."""
 
 import contextlib
 import os
@@ -36,8 +36,9 @@ _IDLE_NS = 200_000  # a thread with less processor time has not worked yet
 
 
 class WorkerDied(Exception):
-    """The worker has ended. ``reason`` is timeout, memory, threads, processes, disk, crash, protocol, running (after
-    it was stopped), or killed (by a SIGKILL that this process did not send)."""
+    """The worker has ended. ``reason`` names the exceeded limit (timeout, memory, threads, processes or disk), or is
+    crash, protocol (an invalid or unrequested answer), running (the worker ran on after it was stopped), or killed (by
+    a SIGKILL that this process did not send)."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -55,8 +56,8 @@ class WorkerError(Exception):
 
 
 class JailedProcess:
-    """A jailed process with a private folder, ready for requests once ``wait_started`` has returned. ``seconds`` is the
-    time left to wait for answers; callers set it before each request."""
+    """A jailed process with a private folder. It takes requests once ``wait_started`` has returned. ``seconds`` is the
+    time that is left for waiting; callers set it before each request."""
 
     def __init__(
         self,

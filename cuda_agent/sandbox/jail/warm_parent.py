@@ -1,4 +1,4 @@
-"""Starts and controls the warm parent: a process that has imported torch and forks jailed workers."""
+"""Starts and controls the warm parent: a process that imports torch once, and then forks jailed workers."""
 
 import contextlib
 import os

@@ -2,8 +2,9 @@
 
 Each worker has an input area and an output area. The input area holds inputs and weights, which a worker can only read.
 The worker writes its outputs to the output area, and the judge copies them from there. A slot is the room for the
-inputs and outputs of one call. Before every call the judge overwrites the outputs of the slot with poison. ``Area`` is
-an area on the CPU, with NumPy arrays (bfloat16 as its 16 raw bits); ``device.Area`` is an area on the GPU."""
+inputs and outputs of one call. Before every call the judge fills the outputs with poison (large numbers), so that an
+output that is not written is wrong. ``Area`` is an area on the CPU, with NumPy arrays (bfloat16 as its 16 raw bits);
+``device.Area`` is an area on the GPU."""
 
 import contextlib
 import fcntl
@@ -84,8 +85,8 @@ class Area:
 
 
 class Spare:
-    """Allocates an input area and an output area for the next candidate while no request waits: allocation takes longer
-    than the checks of a small task. Both are a little larger than any that the last eight candidates needed."""
+    """Allocates the two areas of the next candidate in advance, while the judge has no request: allocation takes longer
+    than the checks of a small task. Each area is a little larger than any that the last eight candidates needed."""
 
     def __init__(self) -> None:
         self._asked: deque[tuple[int, int]] = deque(maxlen=8)
@@ -119,8 +120,8 @@ class Buffers:
 
     Args:
         slots: The number of slots. Each slot holds the inputs and outputs of one call.
-        values: Whether a reference worker also writes inputs and weights for the judge, into the output area.
-        fixed: Whether gaps between tensors are equal, and not random, so that two runs agree bit for bit.
+        values: Whether the output area also has room for inputs and weights, which a reference worker writes there.
+        fixed: Whether all gaps between tensors have one fixed width, so that two runs agree bit for bit.
         areas: Makes the two areas from their sizes in bytes; by default it allocates them on the CPU.
     """
 
@@ -153,7 +154,7 @@ class Buffers:
 
     def _place(self, area: int, tensor: Tensor) -> int:
         """Reserves room for ``tensor`` in the input area (``area`` is 0) or the output area (1), and returns its offset
-        in bytes. A gap of random width lies before the tensor, so that addresses differ between candidates."""
+        in bytes. Unless ``fixed``, the gap before it has a random width, so addresses differ between candidates."""
         start = self._sizes[area] + _ALIGN * (1 if self._fixed else secrets.randbelow(16))
         self._sizes[area] = start + -(-byte_count(tensor) // _ALIGN) * _ALIGN
         return start

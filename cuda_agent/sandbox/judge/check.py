@@ -1,8 +1,8 @@
 """Compares a candidate's outputs with the reference's outputs, in pure functions on NumPy arrays.
 
-The tolerance has an absolute and a relative part, as in ``torch.allclose``. Here the absolute part shrinks with the
-magnitude of the expected values: an output of zeros must not pass where values of about 1e-6 are expected. Integers and
-booleans must be equal. Shapes and dtypes need no check, because both buffers have those of the task's spec."""
+The tolerance has an absolute and a relative part, as in ``torch.allclose``. Unlike there, the absolute part shrinks
+with the magnitude of the expected values: an output of zeros must not pass where values of about 1e-6 are expected.
+Integers and booleans must be equal. Shapes and dtypes need no check, because the task's spec determines them."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
-"""Computes the times of the model clock (``sandbox.clock=model``), which replace measured times in tests and drills.
+"""Computes simulated times, which replace measured times in tests and drills (``sandbox.clock=model``).
 
-Such a time is a pure function of task and solution. It predicts no real time, but the usual optimizations (fewer passes
-over memory, fewer operators, blocks for every thread, vector hints) shorten it, so training has a signal."""
+A simulated time is a pure function of task and solution. It predicts no real time. The usual optimizations (fewer
+passes over memory, fewer operators, blocks for all threads, vector hints) shorten it, so a policy can learn from it."""
 
 import re
 from typing import Any

@@ -1,15 +1,18 @@
 """Checks the times that a worker reports from the device's clock against the judge's own clock.
 
-If the host code belongs to the solution, the solution could forge the CUDA events that time it, or run work on a stream
-that the events do not cover. The judge therefore computes a lower bound of the time of a call. One request runs a
-chain: several calls on different inputs. The wall time of a chain ends when the judge holds a copy of all outputs. The
-judge subtracts the wall time of a chain of one call from that of a long chain, so the cost of a request cancels out. It
-also subtracts the time of empty calls, which it measured in the same way before untrusted code was loaded. While the
-host enqueues a chain, the device waits in a kernel of known length. Work on another stream during this delay is not
-seen, so the delay is at most twice the time that the host needs to enqueue eager's calls.
+If a solution has host code, this code can forge the CUDA events that time a call. It can also run work on a stream that
+the events do not cover. The judge therefore measures a lower bound of the time of a call.
 
-Stopping processes lengthens wall times by tenths of a millisecond (H200) and never shortens them, so the shortest of
-several chains counts. A false time passes if its error is below the remaining noise divided by the chain's length."""
+It sends requests for one call, and requests for a chain: several calls on different inputs. The wall time of a request
+ends when the judge holds a copy of all outputs. The judge divides the difference of the two wall times by the number of
+further calls, so the cost of a request cancels out. It subtracts the time of an empty call, which it measured in the
+same way before untrusted code was loaded.
+
+While the host enqueues the calls of a request, the device waits in a kernel of known length. Work on another stream
+during this delay is not seen, so the delay is at most twice the time that the host needs to enqueue eager's calls.
+
+Of several wall times the shortest counts: stopping processes lengthens wall times by tenths of a millisecond (H200) and
+never shortens them. A false time passes if its error is below the remaining noise divided by the chain's length."""
 
 import math
 from collections.abc import Callable
@@ -79,7 +82,7 @@ def _units(seconds: float) -> int:
 
 
 class _Walls:
-    """The shortest wall times so far, in seconds, of two chains: one with one call, and one with ``count`` calls."""
+    """The shortest wall times so far, in seconds, of two requests: for one call, and for a chain of ``count`` calls."""
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -1,8 +1,8 @@
 """Provides buffers and comparisons on the GPU, in the judge's CUDA context; ``host`` provides the same on the CPU.
 
-The judge allocates the memory areas that it shares with a worker, and exports them by file descriptor. A worker maps
-inputs and weights read-only: a write to them faults the worker alone and leaves the judge's context intact. Outputs are
-copied to the judge's memory before they are compared. Comparisons run on the device (``check.cu``) by the rules of
+The judge allocates the areas of memory that it shares with a worker, and exports them by file descriptor. A worker maps
+inputs and weights read-only: if it writes to them, it crashes, and the judge's context stays intact. The judge copies
+outputs to its own memory before it compares them. Comparisons run on the device (``check.cu``) by the rules of
 ``check``. Callers must call ``open_judge`` before any other function."""
 
 import ctypes

@@ -1,8 +1,8 @@
 """Runs the judge: the trusted process that owns seeds, buffers, clock and verdict. It imports no task and no solution.
 
 ``python -m cuda_agent.sandbox.judge.judge FD`` answers requests over the socket with the descriptor ``FD``, one at a
-time. A request asks for the spec of a task, the probe of a task, or the verdict on a solution (``trial``). If a worker
-dies from a signal that the judge did not send (from the OOM killer, say), the judge repeats the evaluation once."""
+time. A request asks for the spec of a task, for findings about a task (a probe), or for the verdict on a solution. If a
+worker dies from a signal that the judge did not send, the judge repeats the evaluation once."""
 
 import ctypes
 import functools

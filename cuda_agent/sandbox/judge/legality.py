@@ -1,8 +1,8 @@
-"""Classifies the kernels that ran in one call as the solution's own, a library's or torch's, and derives advice.
+"""Classifies the kernels that ran in one call as the solution's own, a library's or torch's.
 
 In the plan format the sandbox's own launcher runs the kernels, so their list is exact. In the other formats the
-candidate's process reports what ran (``observe``), so the result is advice only. A kernel's name is also looked up in
-the built library and the sources of the solution, because a solution can give its own kernel a cuBLAS name."""
+candidate's process reports what ran (``observe``) and can forge it, so the result is only advice for the author. A
+solution can give its own kernel a cuBLAS name, so names are also looked up in the solution's sources and library."""
 
 import math
 import re

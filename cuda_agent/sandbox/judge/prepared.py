@@ -1,9 +1,9 @@
 """Prepares a task: starts its reference worker, keeps a secret pool of inputs, and measures baselines.
 
 All candidates of a task share its spec, baselines and pool. The pool holds inputs with the reference's outputs; every
-evaluation replaces the oldest inputs. Some weights (``worker.weights``) are drawn anew for every trial, and the pool
-with them. The judge chooses every seed; the reference worker only turns seeds into values. Under the model clock seeds
-and pool are fixed, so that two runs agree bit for bit."""
+evaluation replaces the oldest inputs. For every trial some weights (``worker.weights``) are drawn anew, and with them
+the pool. The judge chooses every seed; the reference worker only turns seeds into values. With simulated times (the
+model clock, ``sandbox.clock=model``) seeds and pool are fixed, so that two runs agree bit for bit."""
 
 import contextlib
 import hashlib
@@ -70,7 +70,7 @@ def baselines_file(cache: str, digest: str, torch: str, threads: int, identity: 
 
 
 class PreparedTask:
-    """A task that is ready for candidates. Methods that ask its reference raise ``TaskError`` if the task fails."""
+    """A task that is ready for candidates. Methods that run its reference raise ``TaskError`` if the task fails."""
 
     def __init__(self, code: str, digest: str, workers: WorkerPool) -> None:
         settings = workers.settings
@@ -102,8 +102,8 @@ class PreparedTask:
         self.peaks = roofline.Peaks()
 
     def draw_weights(self) -> None:
-        """Draws the weights of the next trial (under the model clock of all trials), unless they are drawn already, and
-        drops entries that were made with others."""
+        """Draws the weights of the next trial, unless they are drawn already, and drops pool entries that were made
+        with other weights. With simulated times all trials have the same weights."""
         if self._plain:
             with self._lease.working():
                 changed = self.oracle.draw_weights(self._variation())
@@ -117,9 +117,9 @@ class PreparedTask:
         return self.weights_seed if self._fixed else secrets.randbits(56)
 
     def rotate(self, used: int) -> None:
-        """Retires the weights of a trial and the ``used`` entries, at least one. A candidate can leave traces of what
-        it saw, so no later trial has it again. Makes new weights in advance, and as many entries as any trial used.
-        Does nothing under the model clock."""
+        """Retires the weights of a trial and the ``used`` entries, at least one. A candidate can leave traces of them,
+        so no later trial gets the same ones. Makes new weights in advance, and as many entries as any trial used. Does
+        nothing with simulated times."""
         if self._fixed:
             return
         self.base += max(1, used)
@@ -187,11 +187,12 @@ class PreparedTask:
         return int.from_bytes(hmac.digest(self._secret, str(index).encode(), "sha256")[:7])
 
     def measured(self, mode: str) -> bool:
-        """Returns whether all baselines for a verdict of ``mode`` are known. Under the model clock they always are."""
+        """Returns whether all baselines for a verdict of ``mode`` are known. With simulated times they always are."""
         return self._fixed or (self.baselines.compile_tried and (mode != "strict" or bool(self.baselines.strict)))
 
     def measure(self, compile: bool) -> None:
-        """Measures the missing baselines: eager and, if ``compile``, torch.compile. The model clock computes both."""
+        """Measures missing baselines: eager and, if ``compile``, torch.compile. Simulated times are computed
+        instead."""
         if self._fixed:
             counts = self.oracle.count(self.entry(0).inputs)
             self.baselines.eager = cost.eager(*counts, self.settings.threads)

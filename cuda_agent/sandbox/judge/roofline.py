@@ -1,9 +1,9 @@
 """Determines the peak rates of a device, and the lower bound of a call's time that follows from them.
 
-A GPU's rates come from the driver. A CPU's memory copy is measured, because virtual machines do not report the rates.
-The bound counts outputs, which are poisoned before each call and must be written. It counts no inputs, because the part
-of an input that must be read depends on values and algebra. It also leaves out the size of the last-level cache, where
-outputs may still lie at the end of the call."""
+A GPU's rates come from the driver. A CPU's rate of memory copies is measured, because virtual machines do not report
+it. The bound counts the bytes of the outputs: they are poisoned before each call, so a call must write them. It counts
+no inputs, because a call need not read all of an input (to multiply by zeros, say). It subtracts the size of the
+last-level cache, because outputs may still lie there at the end of the call."""
 
 import json
 import os
@@ -44,7 +44,7 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 @dataclass(frozen=True)
 class Peaks:
     """The peak rates of one device: ``bytes_per_second`` of its memory, and ``operations`` per second by type, such as
-    ``tf32``. ``cache_bytes`` is the last-level cache's size. A call may exceed a peak ``slack``-fold."""
+    ``tf32``. ``cache_bytes`` is the last-level cache's size. Real rates are at most ``slack`` times a peak."""
 
     bytes_per_second: float | None = None
     cache_bytes: int | None = None

@@ -1,8 +1,8 @@
 """Measures a solution in strict mode, for a report. Quick mode (``trial``) measures it for a training reward.
 
-Strict mode checks inputs of many kinds. It compares two errors against the float64 model: the solution's and eager's.
-It times until the confidence interval of the speed-up is narrow. It reports eager and ``torch.compile`` at every
-precision, so that a gain from lower precision is visible. Not covered: non-contiguous inputs, train mode, gradients."""
+Strict mode checks inputs of many kinds. It measures the errors of the solution and of eager against the model in
+float64. It times until the speed-up's confidence interval is narrow. It reports eager and ``torch.compile`` at every
+precision, to show gains from lower precision. Not covered: non-contiguous inputs, train mode, gradients."""
 
 import itertools
 import math

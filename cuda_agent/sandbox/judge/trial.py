@@ -1,9 +1,10 @@
 """Runs one trial of a candidate: starts its worker, checks it on secret inputs, times it, and ends it.
 
 On the CPU the judge's own clock times each call from request to answer. The time of an empty call, measured before the
-candidate was loaded, is subtracted. On a GPU the device's clock counts (``cross_check``). Between the timed calls the
-judge also times eager. Every call, timed or not, has different inputs, and its outputs are checked: a candidate cannot
-recognise a call that it may skip. A verdict's status is decided only here, in ``decisions`` and in ``judge``."""
+candidate was loaded, is subtracted. On a GPU the worker reports times of the device's clock; if the worker runs host
+code of the solution, ``cross_check`` checks them. Between the timed calls the judge also times eager. Every call, timed
+or not, has different inputs, and its outputs are checked: a candidate cannot recognise a call that it may skip. A
+verdict's status is decided only here, in ``decisions`` and in ``judge``."""
 
 import contextlib
 import math

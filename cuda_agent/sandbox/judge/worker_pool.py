@@ -1,4 +1,4 @@
-"""Starts the jailed workers of one judge, and keeps one candidate worker started in advance."""
+"""Starts the jailed workers of one judge, and keeps a worker ready for the next candidate."""
 
 import contextlib
 import fcntl
@@ -83,8 +83,8 @@ class WorkerPool:
         return self._start(self._plain, "reference", policy, home, watch).wait_started()
 
     def compiler(self) -> tuple[JailedProcess, str]:
-        """Starts a reference worker that may run the C++ compiler. Returns the worker, and the folder in which a
-        warm-up stored compilation results."""
+        """Starts a reference worker that may run the C++ compiler. Returns the worker, and the folder of the warm-up's
+        results."""
         known = str(self._known())
         return self._start_compiler(self._home(), (known,)), known
 

@@ -43,8 +43,7 @@ _log = logging.getLogger("cuda_agent.sandbox")
 
 
 class Gate:
-    """The application in front of ``app``. It checks every request's framing, token and, while the body arrives, size.
-    Valid requests go on to ``app``."""
+    """Checks every request's framing, token and, while the body arrives, size. Passes valid requests on to ``app``."""
 
     def __init__(self, app: ASGIApp, token: str | None, service: Service) -> None:
         self._app, self._service = app, service

@@ -1,7 +1,8 @@
-"""Holds the service's queue of jobs, keyed by their content and ordered by priority, and estimates when it has room.
+"""Holds the service's queue of jobs, and estimates when a full queue has room. Equal requests share one job.
 
-The module has no clock, no asyncio tasks and no I/O. A job belongs to one *place* (a judge, or the builder). A place
-takes only as many jobs at once as it can use, so an urgent job overtakes waiting jobs, but not running ones."""
+The module has no clock, no asyncio tasks and no I/O. Jobs are ordered by priority. A job belongs to one *place* (a
+judge, or the builder). A place takes only as many jobs at once as it can use, so an urgent job overtakes waiting jobs,
+but not running ones."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping

@@ -1,7 +1,7 @@
-"""Runs a ``LocalSandbox`` as a service with a queue. The service takes work once the sandbox's walls are proven.
+"""Runs a ``LocalSandbox`` as a service with a queue. It takes work once the sandbox's walls are proven to hold.
 
 ``Service`` does not depend on HTTP (``app`` does). It gives the sandbox only as many jobs as the sandbox can use at
-once, so that priorities count. Not covered: a queue that survives a restart or that servers share."""
+once, so that urgent jobs need not wait behind others. Servers share no queue, and no queue survives a restart."""
 
 import asyncio
 import contextlib
@@ -33,8 +33,8 @@ _log = logging.getLogger("cuda_agent.sandbox")
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    queue: int = 256  # jobs that wait
-    workspaces: int = 64
+    queue: int = 256  # most jobs that wait
+    workspaces: int = 64  # most open workspaces
     idle_seconds: float = 600.0  # time after which an unused workspace is closed
     drain_seconds: float = 60.0  # longest wait for running work after SIGTERM
     recycle_after: int = 0  # verdicts after which the process ends, so that a fresh one replaces it; 0: never

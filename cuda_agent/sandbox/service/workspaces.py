@@ -1,4 +1,4 @@
-"""Serves workspaces over the network: keeps those that are open, with their owners, and streams tool calls as lines.
+"""Serves workspaces over the network: keeps the open workspaces with their owners, and streams each tool call as lines.
 
 ``docs/service.md`` describes the lines. If the stream of a call breaks, its workspace is closed, because the state of
 the workspace is unknown."""
@@ -30,13 +30,13 @@ Line = dict[str, Any]
 class Room:
     id: str
     owner: str
-    used: float
+    used: float  # monotonic time of the last use
     closing: contextlib.AsyncExitStack = field(default_factory=contextlib.AsyncExitStack)
     workspace: Workspace | None = None
     busy: bool = False
     lines: asyncio.Queue[Line | None] = field(default_factory=asyncio.Queue)
-    asked: dict[int, asyncio.Future[ToolResult]] = field(default_factory=dict)
-    questions: int = 0
+    asked: dict[int, asyncio.Future[ToolResult]] = field(default_factory=dict)  # the client's answers, by command
+    questions: int = 0  # number of commands that the client was asked to run
 
     async def ask(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
         """Asks the client, by a line of the open tool call, to run a compile, verify or profile of the workspace's

@@ -1,8 +1,8 @@
 """Provides the Python module ``cuda_extension`` in a candidate worker; its functions call the solution's built library.
 
-The structure ``_Value`` mirrors ``Value`` of ``binding_registry.h``. This file also checks the published rule that
-``ModelNew.forward`` may create and reshape tensors but must compute with the extension. The check runs in the
-candidate's own interpreter, so a determined cheat can evade it."""
+The file also checks the published rule that ``ModelNew.forward`` may create and reshape tensors but must compute with
+the extension. The check runs in the candidate's own interpreter, so a determined cheat can evade it. The structure
+``_Value`` mirrors ``Value`` of ``binding_registry.h``."""
 
 import ctypes
 import math
@@ -55,9 +55,9 @@ _Entry._fields_ = [
 
 
 class Outputs:
-    """Lets an extension write its results into the judge's output memory, so that no copy is timed. If the n-th tensor
-    that the previous call allocated became an output, the n-th tensor of this call is allocated in that output's
-    memory. ``targets`` holds the output tensors of each slot."""
+    """Lets an extension write its results directly into the judge's output memory, so that no copy is timed. Calls are
+    expected to allocate tensors in the same order: if the n-th tensor of the previous call became an output, the n-th
+    tensor of this call gets that output's memory. ``targets`` holds the output tensors of each slot."""
 
     def __init__(self, targets: list[list[torch.Tensor]], device: str = "cpu") -> None:
         self._targets = targets
@@ -174,7 +174,7 @@ def _complete(
 
 
 class OnlyTheExtension(TorchFunctionMode):
-    """Refuses, as the published rules do, torch's operators other than those that create, view or inspect tensors."""
+    """Refuses, as the published rules do, all operators of torch that do not create, view or inspect tensors."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ not in ALLOWED:

@@ -1,9 +1,13 @@
 """Runs the library nodes of a plan in a worker: cuBLAS and cuDNN on a GPU, torch's own libraries on a CPU.
 
-A node's ``compute`` chooses the arithmetic. fp32: products and sums are in single precision, also for half-precision
-buffers. tf32: the operands are rounded to TF32. fp16 and bf16: if the buffers are wider, operands and result are
-rounded to this type, as under autocast; otherwise partial sums may be rounded, too. fp64: double precision. The plan's
-parser has checked the shapes (``formats.library_nodes``). If the library still refuses, the error names the node."""
+A node's ``compute`` chooses the arithmetic:
+
+- fp32: products and sums are in single precision, also for half-precision buffers.
+- tf32: operands are rounded to TF32.
+- fp16 and bf16: wider operands and results are rounded to this type, as under autocast. Partial sums may be rounded.
+- fp64: double precision.
+
+``formats.library_nodes`` has checked the shapes. If the library still refuses, the error names the node."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,8 @@
 """Observes one call from within the worker: torch's operators, kernels on the device, and their shares of the time.
 
-Torch's dispatcher reports the operators of the calling thread; CUPTI reports kernels to torch's profiler. The solution
-runs in the same process and may forge the result, so the result is advice only. Not covered: NumPy and native code on
-the CPU beyond the extension's own functions, and operators of other threads."""
+Torch's dispatcher reports operators; CUPTI reports kernels to torch's profiler. The solution runs in the same process
+and may forge the result, so the result is advice only. Not seen: operators of other threads and, on the CPU, NumPy and
+native code other than the extension's functions."""
 
 import itertools
 import time
@@ -61,7 +61,8 @@ def told(ran: dict[tuple[str, str], list[float]], total: float | None) -> list[l
 
 
 def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
-    """Returns records (``told``) of torch's operators in ``call``, which may ``add`` the solution's own functions."""
+    """Returns records (``told``) of torch's operators in ``call``. ``call`` may ``add`` the solution's own
+    functions."""
     with Operators() as seen:
         begin = time.perf_counter()
         call(seen)

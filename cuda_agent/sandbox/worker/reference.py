@@ -177,7 +177,7 @@ class Reference(WorkerLoop):
         return {"flops": flops, "written": written, "views": views}
 
     def count_operators(self, frame: Frame) -> dict[str, int]:
-        """Counts the operators of one call and the bytes that they read and write, for the model clock."""
+        """Counts the operators of one call and the bytes that they read and write, for simulated times."""
         total = {"operators": 0, "bytes": 0}
 
         class Counter(TorchFunctionMode):

@@ -2,7 +2,7 @@
 
 In the second pass a recorded program only seems to run: it returns the recorded result, and its files are already
 there. So ``load_inline`` calls ninja, finds that everything is built, and imports the library. The solution's own
-process writes the recording, so nothing here is a wall."""
+process writes the recording, so the sandbox's security must not depend on it."""
 
 import contextlib
 import errno

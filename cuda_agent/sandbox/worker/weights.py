@@ -1,8 +1,8 @@
 """Draws anew the weights that a constructor sets to one value, so that a solution which ignores them is found wrong.
 
-LayerNorm starts with 1 and 0, BatchNorm with running statistics of 0 and 1, and many biases with 0. A solution without
-these weights is right until others are loaded. What the constructor draws at random stays: it follows from the judge's
-secret seed. Runs in the reference worker, and in the worker of a candidate whose weights have other names."""
+LayerNorm's weight, for example, starts with 1 and its bias with 0. A solution that ignores them is right until other
+values are loaded. What the constructor draws at random stays: it follows from the judge's secret seed. The module is
+used in the reference worker, and in the worker of a candidate whose weights have other names."""
 
 import hashlib
 from collections import Counter

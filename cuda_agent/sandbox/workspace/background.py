@@ -2,7 +2,7 @@
 
 The keeper starts the command in the shell's jail and collects the output. It ends the command and all its processes on
 request, at a limit, or when the workspace has ended. Orphaned processes of the command become children of its keeper,
-so that they can be told from those of a foreground command. A background command gets no input and cannot run compile,
+so they are not taken for processes of a foreground command. A background command gets no input and cannot run compile,
 verify or profile."""
 
 import contextlib

@@ -1,7 +1,7 @@
 """Opens workspaces, calls their tools, and answers the compile, verify and profile commands of their shells.
 
-A workspace is an agent's folder with its tools, in a separate jailed process (``worker``). A mistake of the agent gives
-a result with ``error`` and no exception."""
+A workspace is an agent's folder with its tools, in a separate jailed process (``worker``). A mistake of the agent
+raises no exception: the tool's result has ``error`` set."""
 
 import asyncio
 import contextlib

@@ -2,8 +2,8 @@
 
 The current folder and the exported variables persist between commands. ``compile``, ``verify`` and ``profile`` are
 scripts on the shell's PATH. A script writes its request to the worker through a FIFO, the worker passes the request to
-the client over the open tool call, and the answer returns the same way. All data that a shell can write may be forged,
-and is checked."""
+the client over the open tool call, and the answer returns the same way. Data from a shell may be forged, so it is
+checked."""
 
 import contextlib
 import ctypes
@@ -51,7 +51,8 @@ exit "$status"
 
 @dataclass(frozen=True)
 class CommandLimits:
-    """The limits of a workspace. A shell command's time stops while a compile, verify or profile in it is answered."""
+    """The limits of a workspace. The seconds of a shell command do not include the time in which the client answers a
+    compile, verify or profile of the command."""
 
     shell_seconds: float = 30.0
     output_chars: int = 30_000  # of one tool's text; the middle is cut

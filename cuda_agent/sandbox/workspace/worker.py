@@ -1,8 +1,8 @@
 """Runs the processes of workspaces: each holds the shell and the file tools of one agent, inside the jail.
 
-``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent: it is light (no torch) and has one
-thread. It forks a worker for every workspace, and later removes the workspace's folder and leftover processes. A worker
-closes the jail around itself, then serves its client over one socket, one tool call after the other."""
+``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent: it starts fast (it imports no torch) and
+has one thread. It forks a worker for every workspace, and later removes the workspace's folder and leftover processes.
+A worker closes the jail around itself, then serves its client over one socket, one tool call after the other."""
 
 import gc
 import os
