@@ -1,6 +1,7 @@
-"""Defines the interface of engines, which serve a policy: prompts and completions are token ids.
+"""Defines the interface of engines. An engine serves a policy: it gets a prompt and samples a completion of it.
 
-A completion also has log-probabilities and the weights' version. Text is never tokenized again between turns."""
+Prompts and completions are token ids, so that sampled text is never tokenized again. A completion also holds the
+log-probabilities of its tokens and the version of the weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +20,9 @@ class EngineLost(EngineError):
 class SamplingParams:
     """The parameters of one completion.
 
-    ``seed`` makes the completion a function of (weights, prompt, seed) alone: the engine draws each token with noise
-    derived from (seed, position), so that batch composition and restarts change nothing. ``temperature`` 0 is greedy.
-    ``key`` names the episode: an engine sends all requests of a key to one server, which caches their prefix."""
+    Weights, prompt and ``seed`` alone decide the completion, up to rounding. Other requests in the batch and restarts
+    of a server change nothing. At ``temperature`` 0 the likeliest token is taken. ``key`` names the episode: an engine
+    sends all requests with the same key to one server, which caches their common beginning."""
 
     max_tokens: int
     seed: int
@@ -39,7 +40,7 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Serves one policy.  ``generate`` may be called concurrently; the engine forms batches."""
+    """Serves one policy.  ``generate`` may be called concurrently: the engine batches the requests."""
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion: ...
 

@@ -1,8 +1,8 @@
-"""Starts vLLM servers, sends requests over HTTP to these or to external servers, and checks the answers.
+"""Starts vLLM servers, sends HTTP requests to them or to external vLLM servers, and checks the answers.
 
-A server started here listens on a Unix socket in a private folder, because the interface that replaces weights has no
-password. vLLM requires its own PyTorch version, so another interpreter may run it (``CUDA_AGENT_VLLM_PYTHON``); the
-environment of that interpreter need not have this package."""
+A server started here listens on a Unix socket in a private folder, because vLLM's interface for replacing weights has
+no password. vLLM requires its own PyTorch version, so the variable ``CUDA_AGENT_VLLM_PYTHON`` may name another Python
+interpreter for it. This package need not be installed in that interpreter's environment."""
 
 import asyncio
 import math
@@ -32,9 +32,9 @@ _ENTRY_POINT = "[vllm.general_plugins]\ncuda_agent = cuda_agent.policy.engines.v
 
 
 class VllmServer:
-    """A vLLM server started here. Linux ends the server with the thread that created it, so create it in the main
-    thread. ``device`` is the number of a GPU, or None for the CPU. ``lease`` is the folder of the timing lease, under
-    which the server pauses while kernels are timed. Raises ``PolicyError`` if vLLM is missing."""
+    """A vLLM server that this process starts. Linux ends the server when the thread that created it ends, so create it
+    in the main thread. ``device`` is the number of a GPU, or None for the CPU. ``lease`` is the folder of the timing
+    lease: the server pauses while a judge holds the lease. Raises ``PolicyError`` if vLLM is missing."""
 
     def __init__(self, policy: Path, config: PolicyConfig, lease: Path | None, device: int | None) -> None:
         self.python = interpreter()
@@ -113,15 +113,16 @@ KEPT_SECONDS = 2.0  # longest idle time of a reused connection; vLLM closes it a
 
 
 class Fault(Exception):
-    """The failure of one server; another server may work."""
+    """A request to one server failed; another server may answer it."""
 
 
 class Busy(Fault):
-    """The answer of a server that is overloaded."""
+    """A server answered that it is overloaded."""
 
 
 class Replica:
-    """A vLLM server and the connections to it. ``url`` is ``http://host:port``, or ``unix:/path`` of a socket."""
+    """One vLLM server of an engine, and the connections to it. ``url`` is ``http://host:port``, or ``unix:/path`` for a
+    Unix socket. ``server`` is None if this process did not start the server."""
 
     def __init__(self, url: str, server: VllmServer | None = None) -> None:
         self.url, self.server = url, server
@@ -131,7 +132,7 @@ class Replica:
         self.context = 0
         self.workers = 0
         self.dtype, self.device = "", ""
-        self.noise = math.inf  # difference in the last successful probe
+        self.noise = math.inf  # difference from the trainer's log-probabilities in the last successful probe
         key = os.environ.get(KEY) if server is None else None
         unix = url.removeprefix("unix:") if url.startswith("unix:") else None
 
