@@ -42,8 +42,8 @@ class Players(Protocol):
 
 @dataclass
 class Rollouts:
-    """A policy with its engine and a sandbox.  ``model`` is the model to train.  ``engine`` samples from a copy of the
-    model's weights; ``engine.update_from(model, version)`` updates this copy."""
+    """Plays episodes in this process: a policy with its engine and a sandbox.  ``model`` is the model to train; the
+    engine samples from a copy of its weights, until ``engine.update_from(model, version)`` updates the copy."""
 
     model: Any
     tokenizer: Any

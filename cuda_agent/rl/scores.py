@@ -1,10 +1,10 @@
-"""Computes the scores of a policy from the verdicts of its episodes: the numbers of the paper's table, with intervals.
+"""Computes the scores of a policy from the verdicts of its episodes: the metrics of the paper's table, with intervals.
 
-Each metric is computed for an episode's final solution and for the best solution judged during the episode; over all
-tasks, per family of tasks and per operator.  Paired differences compare two policies on their common tasks.  Episodes
-lost by infrastructure faults are counted apart and never scored.
+Each metric is computed twice: for the final solutions of the episodes, and for the best solutions judged during them.
+There are metrics over all tasks, per family of tasks and per operator.  ``compare`` compares two policies on the tasks
+that both have played.  Episodes lost by infrastructure faults are counted, but not scored.
 
-Bootstrap intervals resample tasks: they cover the choice of tasks, but not timing noise or the seed of the training."""
+Intervals come from a bootstrap over tasks.  They cover the choice of tasks, but not timing noise or training seeds."""
 
 import json
 import warnings
@@ -87,7 +87,7 @@ class Table:
 
 @dataclass
 class Scores:
-    """All scores of one policy on one task set: the content of ``scores.json``."""
+    """All scores of one policy on one task set: the content of the file ``scores.json``."""
 
     policy: str
     clock: Literal["real", "model"]
@@ -112,8 +112,8 @@ class Scores:
 @dataclass
 class Difference:
     """The change of one metric between two policies on their common tasks: a difference for rates, a ratio for
-    speed-ups.  ``interval`` is a paired bootstrap over tasks.  It is None with too few tasks, and if both policies
-    agree on every task: resampling then shows no spread, but the change is not certain."""
+    speed-ups.  Its 95 % ``interval`` comes from a bootstrap over tasks.  It is None if there are too few tasks, or if
+    both policies have the same value on every task, because resampling then shows no spread."""
 
     group: str  # "overall" or a family
     metric: str
@@ -121,7 +121,7 @@ class Difference:
     before: float | None  # value of the first policy
     after: float | None  # value of the second policy
     change: float | None
-    interval: tuple[float, float] | None  # of ``change``
+    interval: tuple[float, float] | None  # (low, high) of ``change``
 
 
 def score(

@@ -1,8 +1,8 @@
 """Ends the remaining processes of a stage's Ray instance and removes its folder: ``python watch.py FOLDER``.
 
-The stage starts this program with a pipe as stdin, which closes when the stage ends.  Some of Ray's processes would
-then run on for minutes.  A process belongs to the instance if it has a file in the folder open, such as its log.  This
-program imports only the standard library, because it stays in memory as long as the stage runs."""
+Without this program some of Ray's processes would run on for minutes after the stage.  The stage starts this program
+with a pipe as stdin, which closes when the stage ends.  A process belongs to the instance if it has a file in FOLDER
+open, such as its log.  This program imports only the standard library, because it stays in memory during the stage."""
 
 import contextlib
 import os
