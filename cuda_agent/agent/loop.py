@@ -1,4 +1,4 @@
-"""The agent loop: a player works on one task, turn by turn.  It makes tool calls, and an environment answers them.
+"""The agent loop: a player works on one task, turn by turn.  An environment answers the player's tool calls.
 
 ``play`` is the loop for every player: a policy that samples token ids (``TokenPlayer``), a model that a server offers
 as text (``chat_rollout``), an attempt of a search (``optimize.attempt``).  ``run_episode`` plays an episode of a policy

@@ -1,6 +1,6 @@
 """Keeps the results and costs of a search for a fast solution (``optimize``): correct solutions, budget, transcript.
 
-The transcript is a file of events, one JSON object per line.  ``--resume`` needs only this file (docs/optimize.md)."""
+The transcript is a file of events, one JSON object per line, from which ``--resume`` continues (docs/optimize.md)."""
 
 import difflib
 import json
@@ -102,7 +102,7 @@ class SearchBudget:
         return None if self.seconds is None else self.seconds - self.elapsed
 
     def lacks(self, prompt: int, sampled: int) -> str:
-        """Returns which limit so many more tokens would exceed: "minutes", "tokens", "money", or "" if none."""
+        """Returns the limit that ``prompt`` and ``sampled`` more tokens exceed: "minutes", "tokens", "money" or ""."""
         if self.left is not None and self.left <= 0:
             return "minutes"
         if self.tokens is not None and self.prompt + self.sampled + prompt + sampled > self.tokens:
@@ -131,7 +131,7 @@ class State:
 
 class Transcript:
     """Appends the events of a search to the file ``path``, each with the time that ``clock`` returns.  ``watch`` gets
-    every event, even those that are not written (``SHOWN_ONLY``).  ``note`` is the text of the latest note."""
+    every event, even those that are not written (``SHOWN_ONLY``).  ``note`` is the latest note about an attempt."""
 
     def __init__(self, path: Path, clock: Callable[[], float], watch: Callable[[Event], None]) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -152,7 +152,7 @@ class Transcript:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Returns the events in the transcript ``path``; skips lines that hold no event, as an unfinished last line."""
+    """Returns the events in the transcript ``path``; skips lines without an event, such as an unfinished last line."""
     events = []
     with open(path, encoding="utf-8") as file:
         for line in file:

@@ -3,8 +3,8 @@
     python -m cuda_agent.environments.openenv TASKS [--port 8000] [OVERRIDE...]
 
 ``reset`` begins an episode: it picks a task and opens its work folder.  ``step`` runs a tool call, or ends the episode
-if it names no tool.  The last reward is that of the sandbox's verdict on the solution in the folder.  A session is a
-WebSocket: OpenEnv's stateless HTTP routes would lose the folder between two requests.  Needs ``openenv-core``.
+if no tool is named.  The reward of the last step comes from the sandbox's verdict on the solution in the folder.  Each
+session is a WebSocket: OpenEnv's stateless HTTP routes would lose the folder between two requests.
 
 ``agent.environment`` answers tool calls and judges.  There are no passwords: every client that reaches the port can run
 code in the sandbox."""

@@ -61,7 +61,7 @@ class KernelData(vf.TaskData):
 
 
 class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
-    """The tools of one rollout, under the names that SKILL.md gives them."""
+    """The tool server of one rollout.  The tools have the names that SKILL.md uses."""
 
     TOOL_PREFIX = None
 

@@ -66,8 +66,8 @@ def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, A
 
 
 def least_tokens(task: Task, terms: Terms) -> int:
-    """Returns about how many tokens an attempt needs at least: those of two turns, because no tool runs in the last
-    turn, or in the style ``compact`` only those of the first prompt."""
+    """Estimates the fewest tokens that an attempt needs: those of two turns, because no tool runs in the last turn.  In
+    the style ``compact`` an attempt needs only the tokens of the first prompt."""
     prompt = size(first_messages(task, terms, "x" * _BASELINES)) // CHARACTERS
     return prompt if terms.style == "compact" else sum(_two_turns(min(prompt, terms.context), terms.answer_tokens))
 

@@ -195,8 +195,8 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: 
 async def _confirm(
     task: Task, sandbox: Any, findings: Findings, transcript: Transcript, stop: asyncio.Event
 ) -> Find | None:
-    """Returns the solution that is best by strict verdicts, which it asks for until the best solution has one; None if
-    no solution passes.  If a person sets ``stop`` meanwhile, returns the best solution so far."""
+    """Judges solutions in strict mode, the best first, until the best solution has passed, and returns it; None if none
+    passes.  If a person sets ``stop`` meanwhile, returns the best solution so far."""
     stop.clear()
     for _ in range(_CONFIRMED):
         best = findings.best

@@ -1,4 +1,4 @@
-"""Part of an exported ``model_new.py``: runs a plan, except for what differs between CPU and GPU.  Needs only PyTorch.
+"""Part of an exported ``model_new.py``: the code that a plan needs on the CPU and on a GPU.  Needs only PyTorch.
 
 An exported file holds a copy of this source beside the task's source (see ``export``); therefore all names here begin
 with an underscore.  The kernels are for inference, and only for the shapes, types and plain arguments of

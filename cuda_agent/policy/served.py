@@ -3,7 +3,7 @@
 Answers are streamed, so that a user sees them grow and an endless answer can be cut.  If the server refuses a feature
 (tool calls, a parameter), later requests do without it.  If the server is busy, breaks a stream or answers 5xx, the
 request is sent again after a pause.  The API key is read from the environment, sent to this address alone, and removed
-from all text that comes back.  Policies trained here are served by ``engines`` instead."""
+from all text that comes back.  The stages of a run use ``engines`` instead."""
 
 import asyncio
 import contextlib
@@ -163,8 +163,8 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         return {key: value for key, value in body.items() if key not in self._lacks and value is not None}
 
     def _adapted(self, refusal: str, body: dict[str, Any], hear: Listener) -> bool:
-        """Leaves the feature that the server's ``refusal`` names out of later requests. Returns whether ``body``, the
-        refused request, used such a feature."""
+        """Makes later requests do without the feature that the server's ``refusal`` names. Returns whether ``body``,
+        the refused request, used such a feature."""
         text = refusal.lower()
         for named, left_out in _OPTIONAL.items():
             if named in text and left_out in body and left_out not in self._lacks:

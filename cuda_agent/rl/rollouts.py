@@ -160,8 +160,8 @@ def episode_settings(
 
 
 def draw(tasks: Sequence[Task], count: int, seed: int, step: int) -> list[Task]:
-    """Returns the ``count`` tasks of training step ``step``.  A sequence of epochs, each shuffled by ``seed`` and its
-    number, is cut into pieces of ``count`` tasks, so that every task is drawn equally often."""
+    """Returns the ``count`` tasks of training step ``step``.  All tasks are shuffled anew, by ``seed``, for each epoch.
+    The sequence of epochs is cut into pieces of ``count`` tasks, so that every task is drawn equally often."""
     drawn: list[Task] = []
     for position in range(step * count, (step + 1) * count):
         epoch, index = divmod(position, len(tasks))

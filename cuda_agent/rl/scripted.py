@@ -1,5 +1,5 @@
-"""An engine for test runs (``policy.engine=scripted``).  Its answers come from the scripted teacher, a program; their
-log-probabilities come from the policy.  A run takes a minute and repeats bit for bit, but trains no useful policy."""
+"""An engine for test runs (``policy.engine=scripted``).  The scripted teacher, a program, gives the answers; the policy
+gives their log-probabilities.  A run takes a minute and repeats bit for bit, but trains no useful policy."""
 
 import random
 from collections.abc import Callable, Sequence

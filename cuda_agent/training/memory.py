@@ -53,7 +53,7 @@ class Shape:
         return self.intermediate * max(self.active, 1)
 
     def adapter_parameters(self, rank: int) -> int:
-        """Returns the number of parameters of adapters of this rank on all seven linear layers of every layer."""
+        """Returns the number of parameters of adapters with the rank ``rank`` on all seven matrices of every layer."""
         h, a, k, i = self.hidden, self.heads * self.head, self.kv_heads * self.head, self.intermediate
         return self.layers * rank * ((h + a) * 2 + (h + k) * 2 + (h + i) * 3)
 

@@ -170,8 +170,8 @@ def _row(sequences: Sequence[tuple[Tokens, int]]) -> PackedRow:
 
 
 def before_sampled(states: Tensor, row: PackedRow) -> Tensor:
-    """Returns, of a row's ``states`` [length, size], the state before each sampled token, [n, size]. This state
-    predicts and values the token. No gradient reaches any other state directly."""
+    """Returns the state before each sampled token of ``row``, [n, size], out of the row's ``states`` [length, size].
+    The state before a token predicts the token and gives its value."""
     return states[row.before]
 
 

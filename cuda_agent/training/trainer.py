@@ -241,7 +241,7 @@ class Trainer:
 
     def load(self, folder: Path) -> None:
         """Restores a state that ``save`` wrote, with any number of ranks. Raises ``CorruptCheckpoint``, before any
-        change, if it does not fit or is damaged."""
+        change, if the state does not fit the model or is damaged."""
         table = checkpoint.read(folder, self.trained())
         random, step, seconds = (table.pop(name) for name in ("random", "step", "seconds"))
         checkpoint.restore(table, self.trained(), self.optimizers)

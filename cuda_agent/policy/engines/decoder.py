@@ -336,8 +336,8 @@ def _fold(weight: Tensor, norm: Tensor) -> Tensor:
 
 def verify(decoder: Decoder, model: Any) -> float:
     """Returns how much the log-probabilities of decoder and model differ on a fixed prompt: the mean over the
-    vocabulary, weighted by probability, at the worst position. It runs through ``prefill``, ``step`` and ``restore``,
-    and overwrites the rows 0 and 1."""
+    vocabulary, weighted by probability, at the worst position. This tests ``prefill``, ``step`` and ``restore``, and
+    overwrites the cache's rows 0 and 1."""
     ids, device = probe_prompt(model, 20), model.device
     with torch.inference_mode():
         wanted = torch.log_softmax(model(input_ids=torch.tensor([ids], device=device)).logits[0].float(), -1)

@@ -46,7 +46,7 @@ class Engine(Protocol):
 
     async def update_from(self, model: Any, version: int) -> None:
         """Makes the engine serve the weights of ``model`` as ``version`` from the next ``generate`` on. The model must
-        not change until this call returns. Raises ``EngineError`` if it cannot; the engine then serves no more."""
+        not change until this call returns. Raises ``EngineError`` on failure; the engine then serves nothing more."""
 
     async def compute(self, job: Callable[[], Any]) -> Any:
         """Runs ``job`` in the engine's thread for computations, and returns the result of ``job``."""
@@ -62,7 +62,7 @@ def probe_prompt(model: Any, count: int) -> list[int]:
 
 def fitted(params: SamplingParams, prompt: Sequence[int], context: int) -> SamplingParams:
     """Returns ``params`` with ``max_tokens`` cut to the tokens that ``prompt`` leaves of ``context``. Raises
-    ``ValueError`` if it leaves none or is empty."""
+    ``ValueError`` if ``prompt`` is empty or leaves no token."""
     limit = min(params.max_tokens, context - len(prompt))
     if not prompt or limit < 1:
         raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {context}")

@@ -139,7 +139,7 @@ class LocalEngine:
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
     async def _drive(self) -> None:
-        """While there are requests, adds those that wait to the batch and decodes until a request ends or arrives."""
+        """Adds waiting requests to the batch, and decodes until a request ends or arrives; repeats until all ended."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -336,10 +336,10 @@ def uniforms(seed: int, position: int, count: int) -> np.ndarray:
 
 
 def draw(logits: Tensor, noise: Tensor, temperatures: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Draws one token per row, where its cumulative distribution reaches ``noise``; returns ids and log-probabilities.
+    """Draws one token for each row of ``logits``; returns the ids and log-probabilities of the n tokens.
 
-    ``logits`` are float32 [n, vocab], ``noise`` is float64 [n]. At temperature 0 the likeliest token is taken, with its
-    log-probability at temperature 1."""
+    ``logits`` are float32 [n, vocab]. ``noise``, float64 [n], says where in its row's cumulative distribution a token
+    is drawn. At temperature 0 the likeliest token is taken, with its log-probability at temperature 1."""
     if any(t != 1.0 for t in temperatures):
         logits = logits / torch.tensor([t or 1.0 for t in temperatures], device=logits.device)[:, None]
     probabilities = torch.softmax(logits, -1)

@@ -229,8 +229,8 @@ class VllmEngine:
             self._adapter = name
 
     async def _prove(self, replica: Replica, model: Any, before: list[Any]) -> None:
-        """Raises EngineError unless ``replica`` computes with the weights of ``model``. ``before`` is what the server
-        said of its weights before they changed, or empty."""
+        """Raises EngineError unless ``replica`` computes with the weights of ``model``. ``before`` holds the digests
+        that the server's workers reported before the weights changed, or is empty."""
         prompt = probe_prompt(model, PROBE_TOKENS)
         params = SamplingParams(PROBE_SAMPLED, seed=1, temperature=PROBE_TEMPERATURE)
         served_name = self._adapter or replica.model

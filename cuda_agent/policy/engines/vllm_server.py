@@ -160,7 +160,7 @@ class Replica:
             return False
 
     async def ready(self) -> None:
-        """Waits until the server answers. Raises EngineLost, with the end of its log, if it ends or is too slow."""
+        """Waits until the server answers. Raises EngineLost, with the end of the log, if the server ends or is slow."""
         end, server = time.monotonic() + START_SECONDS, self.server
         while not await self.healthy():
             log = f":\n{server.tail()}" if server else ""
@@ -171,8 +171,8 @@ class Replica:
             await asyncio.sleep(0.25)
 
     async def ask(self, path: str, body: Any = None) -> Any:
-        """Sends a request: POST with ``body``, or GET if it is None. Returns the answer's JSON, or None for other
-        content. Raises EngineError if the server refuses the request, Fault if it fails."""
+        """Sends a request: POST with ``body``, or GET if ``body`` is None. Returns the answer's JSON, or None for other
+        content. Raises EngineError if the server refuses the request, and Fault if the server fails."""
         method = "GET" if body is None else "POST"
         try:
             try:
@@ -212,9 +212,9 @@ class Replica:
     async def complete(
         self, prompt: Sequence[int], params: SamplingParams, model: str, salt: str, **more: Any
     ) -> dict[str, Any]:
-        """Returns vLLM's completion of ``prompt`` (``token_ids``, ``logprobs``, ``finish_reason``), after checks.
-        ``model`` is the served name. Requests with another ``salt`` share no cached prefix. ``more`` extends the
-        body."""
+        """Returns vLLM's completion of ``prompt`` (``token_ids``, ``logprobs``, ``finish_reason``); raises Fault if it
+        is not as requested. ``model`` is the served name. Requests with different ``salt`` share no cached prefix.
+        ``more`` holds more fields of the request."""
         body = {
             "model": model,
             "prompt": list(prompt),

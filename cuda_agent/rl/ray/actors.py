@@ -2,7 +2,7 @@
 host of trainer processes.
 
 Actors and stage need no common folder.  They send each other inputs and checkpoints as parts of files, episodes as
-lines of JSON, and weights as arrays with a digest, which the receiver compares with the loaded weights."""
+lines of JSON, and weights as arrays.  A digest is sent with weights, and is checked after the weights are loaded."""
 
 import asyncio
 import shutil
