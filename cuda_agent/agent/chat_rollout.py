@@ -1,7 +1,7 @@
-"""Plays episodes with a model that a server offers as text, in the agent loop (``loop``) with its tools and its judge.
+"""Plays episodes of a model that a server offers as text.  Loop and tools are those of a policy's episodes (``loop``).
 
-These episodes are for evaluation, not for training.  The server gives only the number of tokens, not their ids, so
-``Episode.ids`` holds as many zeros."""
+The episodes are for evaluation, not for training.  The server reports only how many tokens it sampled, not their ids,
+so ``Episode.ids`` holds a zero for each token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,10 +1,9 @@
 """Shortens a conversation so that it fits into a model's context.
 
-The least useful parts are cut first: the middles of old tool results, then the middles of old arguments (the model can
-read written files again), then whole old turns.  The system message, the task and the newest turns stay; texts in these
-turns are cut only if the turns alone are too long.  A call and its results stay together, as servers require.
-
-Sizes are in characters, because only the server can count tokens."""
+The least useful parts are cut first: the middles of old tool results, then the middles of the arguments of old tool
+calls (the model can read the files that it wrote), then whole old turns.  The system message, the task and the newest
+turns stay.  Texts in the newest turns are cut only if all else is not enough.  A tool call and its result are never
+separated, because servers refuse one without the other.  Sizes are in characters, because only servers count tokens."""
 
 import json
 from collections.abc import Mapping, Sequence

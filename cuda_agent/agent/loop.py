@@ -1,12 +1,12 @@
-"""The agent loop: one player works on one task, turn by turn, and the result is an episode with its reward.
+"""The agent loop: a player works on one task, turn by turn.  An environment answers the player's tool calls.
 
 ``play`` is the loop for every player: a policy that samples token ids (``TokenPlayer``), a model that a server offers
-as text (``chat_rollout``), an attempt of a search (``optimize.attempt``).  ``run_episode`` plays a policy with tools in
-a work folder, ``run_single`` asks a policy for one answer without tools, and ``run_many`` plays many episodes at once.
+as text (``chat_rollout``), an attempt of a search (``optimize.attempt``).  ``run_episode`` plays an episode of a policy
+with tools, ``run_single`` an episode of one answer without tools, and ``run_many`` many episodes at once.
 
-An episode is one growing list of token ids.  Sampled ids are appended unchanged (mask 1); prompt and tool results are
-encoded once (mask 0).  An episode that has used up its budget (turns, tokens) ends, and its files are judged.  An
-episode that is cut by an infrastructure fault or by the deadline has no reward."""
+An episode of a policy is one growing list of token ids.  Sampled ids are appended unchanged (mask 1); prompt and tool
+results are encoded once (mask 0).  When its budget (turns, tokens) is used up, an episode ends, and its files are
+judged.  An episode that is cut by an infrastructure fault or by the deadline has no reward."""
 
 import asyncio
 import hashlib
@@ -42,7 +42,7 @@ class EpisodeSettings:
     turn_tokens: int  # most tokens sampled in one turn
     tool_tokens: int  # most tokens of one tool result; the middle is cut
     context: int  # most tokens of the whole episode
-    deadline_seconds: float  # for the whole episode
+    deadline_seconds: float  # most seconds of the whole episode
     temperature: float = 1.0
     format: Format = "plan"
     style: Style = "full"
@@ -51,7 +51,7 @@ class EpisodeSettings:
 
 
 class Player(Protocol):
-    """A participant in the agent loop that makes tool calls, such as a policy; the environment answers the calls."""
+    """The side of the agent loop that makes tool calls, such as a policy; the environment answers the calls."""
 
     async def speak(self, turn: int) -> Calls | str:
         """Takes turn ``turn``; returns its tool calls, or the reason why the player ends."""
@@ -280,7 +280,8 @@ async def run_many(
 
 
 class _Lockstep:
-    """A barrier before every turn of the running episodes.  Of ``jobs`` episodes at most ``places`` run at once."""
+    """A barrier at which each running episode waits, before every turn, for the other running episodes.  Of ``jobs``
+    episodes at most ``places`` run at once."""
 
     def __init__(self, jobs: int, places: int) -> None:
         self._active = min(jobs, places)

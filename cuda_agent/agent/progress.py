@@ -1,6 +1,6 @@
-"""Keeps the results and costs of a search for a fast solution (``optimize``): judged solutions, budget, transcript.
+"""Keeps the results and costs of a search for a fast solution (``optimize``): correct solutions, budget, transcript.
 
-The transcript is a file with one JSON object per line; it holds all that ``--resume`` needs (docs/optimize.md)."""
+The transcript is a file of events, one JSON object per line, from which ``--resume`` continues (docs/optimize.md)."""
 
 import difflib
 import json
@@ -46,20 +46,20 @@ def factor(verdict: Verdict) -> float | None:
 
 @dataclass
 class Find:
-    """A correct solution with its verdict in quick mode and, if there is one, its verdict in strict mode."""
+    """A correct solution, with its verdict in quick mode and, if it was also judged strictly, in strict mode."""
 
     solution: Solution
     quick: Verdict
     attempt: int  # number of the attempt that wrote the solution
-    turn: int  # number of the attempt's turn
+    turn: int  # number of the attempt's turn that wrote it
     strict: Verdict | None = None
 
 
 @dataclass
 class Findings:
-    """The correct solutions of a search, by the digests of their files."""
+    """The correct solutions of a search."""
 
-    by_digest: dict[str, Find] = field(default_factory=dict)
+    by_digest: dict[str, Find] = field(default_factory=dict)  # digest of a solution's files -> the solution
     reached: Find | None = None  # the first solution that is as fast as the user asked
 
     def add(self, solution: Solution, verdict: Verdict, attempt: int, turn: int) -> Find | None:
@@ -76,18 +76,18 @@ class Findings:
 
 @dataclass
 class SearchBudget:
-    """The limits for all attempts of a search together (``None``: no limit), and the amounts used so far."""
+    """The limits for all attempts of a search together, and how much of each limit was used so far."""
 
-    tokens: int | None = None  # limit of prompt and sampled tokens together
-    seconds: float | None = None  # limit
-    money: float | None = None  # limit, in the unit of the prices
-    price_in: float = 0.0  # of a million prompt tokens
-    price_out: float = 0.0  # of a million sampled tokens
-    prompt: int = 0  # prompt tokens used
-    sampled: int = 0  # sampled tokens used
-    estimated: bool = False  # whether some of these counts are estimates
-    before: float = 0.0  # seconds used before a resume
-    began: float = field(default_factory=time.monotonic)
+    tokens: int | None = None  # most prompt and sampled tokens together; None: no limit
+    seconds: float | None = None  # most seconds; None: no limit
+    money: float | None = None  # most money, in the unit of the prices; None: no limit
+    price_in: float = 0.0  # price of a million prompt tokens
+    price_out: float = 0.0  # price of a million sampled tokens
+    prompt: int = 0  # prompt tokens used so far
+    sampled: int = 0  # sampled tokens used so far
+    estimated: bool = False  # whether a part of ``prompt`` or ``sampled`` is an estimate
+    before: float = 0.0  # seconds that the search took before it was resumed
+    began: float = field(default_factory=time.monotonic)  # when this process began the search
 
     def pay(self, prompt: int, sampled: int, estimated: bool) -> None:
         self.prompt, self.sampled = self.prompt + prompt, self.sampled + sampled
@@ -102,7 +102,7 @@ class SearchBudget:
         return None if self.seconds is None else self.seconds - self.elapsed
 
     def lacks(self, prompt: int, sampled: int) -> str:
-        """Returns which limit so many more tokens would exceed: "minutes", "tokens", "money", or "" if none."""
+        """Returns the limit that ``prompt`` and ``sampled`` more tokens exceed: "minutes", "tokens", "money" or ""."""
         if self.left is not None and self.left <= 0:
             return "minutes"
         if self.tokens is not None and self.prompt + self.sampled + prompt + sampled > self.tokens:
@@ -123,15 +123,15 @@ class SearchBudget:
 class State:
     """The state of an attempt, from which the attempt can be resumed."""
 
-    messages: list[Event] = field(default_factory=list)
-    files: dict[str, str] = field(default_factory=dict)
-    turn: int = 0  # the next turn
+    messages: list[Event] = field(default_factory=list)  # the conversation
+    files: dict[str, str] = field(default_factory=dict)  # path -> content, of the work folder
+    turn: int = 0  # number of the next turn
     ended: str = ""  # why the attempt ended, if it did
 
 
 class Transcript:
-    """Appends events to the file ``path``, with the time that ``clock`` returns.  ``watch`` receives every event, also
-    the events of ``SHOWN_ONLY``, which are not written.  ``note`` is the text of the latest note of an attempt."""
+    """Appends the events of a search to the file ``path``, each with the time that ``clock`` returns.  ``watch`` gets
+    every event, even those that are not written (``SHOWN_ONLY``).  ``note`` is the latest note about an attempt."""
 
     def __init__(self, path: Path, clock: Callable[[], float], watch: Callable[[Event], None]) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -152,7 +152,7 @@ class Transcript:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Returns the events in the transcript ``path``; skips lines that hold no event, as an unfinished last line."""
+    """Returns the events in the transcript ``path``; skips lines without an event, such as an unfinished last line."""
     events = []
     with open(path, encoding="utf-8") as file:
         for line in file:
@@ -166,7 +166,7 @@ def read_events(path: Path) -> list[Event]:
 
 
 def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Findings, Event]:
-    """Returns, from a transcript, each attempt's state after its last whole turn, the findings and the amounts used."""
+    """Returns, from a transcript, each attempt's state after its last whole turn, the findings and the used budget."""
     states: dict[int, State] = {}
     pending: dict[int, list[Event]] = {}
     findings, spent = Findings(), dict[str, Any]()

@@ -1,8 +1,8 @@
-"""Makes prompts, the messages that show a task to a policy, and parses answers without tools.
+"""Makes prompts (the messages that show a task to a policy), and parses the answers of episodes without tools.
 
 A prompt has one of two styles.  "full" spells out all rules, for general models.  "compact" is for a small policy that
-is trained on it: one word that says whether there are tools, and the task's source without the parts that all tasks
-share.  Both styles are made from the task's source; nothing is executed."""
+is trained on this style: the prompt is one word, which says whether there are tools, and the task's source without the
+parts that all tasks share.  Neither style executes the task."""
 
 import ast
 import re

@@ -1,7 +1,7 @@
 """Defines the forms of the reward (``REWARDS``): pure functions of the verdict on an episode's final files.
 
-Every verdict also holds the paper's form (``Verdict.reward``), which pages, scores and the service show, even if a
-stage learns from another form."""
+A stage learns from the form that its configuration names.  Pages, scores and the service always show the paper's form,
+which every verdict holds (``Verdict.reward``)."""
 
 from collections.abc import Callable
 

@@ -1,6 +1,6 @@
-"""Makes the text of SKILL.md in the work folder, which tells a model the rules for each solution format and device.
+"""Makes the text of the file SKILL.md in the work folder, which tells a model the rules for its solution.
 
-The sandbox enforces these rules and more, whether or not a model follows the text."""
+There is a text for each solution format and device.  The sandbox enforces these rules and more."""
 
 from collections.abc import Callable
 

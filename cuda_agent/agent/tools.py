@@ -1,6 +1,6 @@
-"""Defines the agent's tools: their schemas, and the text that compile, verify and profile print for a verdict.
+"""Defines the agent's tools: their schemas, and the text that the commands compile, verify and profile print.
 
-The agent loop and the code that writes example dialogues share ``describe``, so that both show the same text."""
+The agent loop and the code that writes example dialogues both call ``describe``, so that the texts are the same."""
 
 import math
 import re

@@ -1,13 +1,13 @@
-"""The tasks as an OpenEnv environment: a server whose sessions each play one episode of tool calls.
+"""Offers the tasks as an OpenEnv environment: a server.  A session of the server plays episodes, one at a time.
 
     python -m cuda_agent.environments.openenv TASKS [--port 8000] [OVERRIDE...]
 
-``reset`` picks a task and opens its work folder.  ``step`` takes a tool call, or no tool to finish.  The reward of the
-last step is the reward of the sandbox's verdict on the solution in the folder.  Needs ``openenv-core``.  A session is a
-WebSocket; OpenEnv's stateless HTTP routes cannot be used, because they lose the folder between two requests.
+``reset`` begins an episode: it picks a task and opens its work folder.  ``step`` runs a tool call, or ends the episode
+if no tool is named.  The reward of the last step comes from the sandbox's verdict on the solution in the folder.  Each
+session is a WebSocket: OpenEnv's stateless HTTP routes would lose the folder between two requests.
 
-The rules and the judging are in ``agent.environment``.  There are no passwords: every client that reaches the port can
-use the sandbox, though not leave it."""
+``agent.environment`` answers tool calls and judges.  There are no passwords: every client that reaches the port can run
+code in the sandbox."""
 
 import argparse
 import asyncio
@@ -34,15 +34,15 @@ from cuda_agent.tasks.task import Task
 
 
 class KernelAction(Action):
-    """A tool call; an empty ``tool`` ends the episode."""
+    """The argument of ``step``: a call of the tool named ``tool``; an empty name ends the episode."""
 
     tool: str = ""
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
 class KernelObservation(Observation):
-    """After ``reset`` it holds the first messages and the tools' schemas; after ``step`` the tool's result.  If
-    ``done``, the reward is the verdict's, or None after an infrastructure fault: drop such an episode."""
+    """After ``reset`` it holds the first messages and the tools' schemas; after ``step`` it holds the tool's result.
+    If ``done``, it has the verdict's reward, or None after an infrastructure fault: then drop the episode."""
 
     text: str = ""
     messages: list[dict[str, Any]] = Field(default_factory=list)

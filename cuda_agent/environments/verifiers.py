@@ -1,10 +1,9 @@
-"""The tasks as a taskset of ``verifiers`` (version 1), for prime-rl, ``vf-eval`` and other programs that use verifiers.
+"""Offers the tasks as a taskset of the library ``verifiers`` (version 1), which prime-rl and ``vf-eval`` use.
 
-The harness of verifiers talks to the model.  The tools are a server (``KernelTools``, a process per rollout) that plays
-one episode of tool calls and reports the solution in its work folder after each call.  The scoring side judges the last
-solution in the sandbox itself and does not trust the tool server.  Needs ``verifiers``.
-
-verifiers finds a taskset by the name of a top-level module (docs/environments.md)."""
+The library's harness talks to the model.  In each rollout a server process (``KernelTools``) runs the tool calls in a
+work folder, and reports the solution in the folder after each call.  The task (``KernelTask``) judges the last solution
+in a sandbox of its own, and takes no verdict from the tool server.  The library finds a taskset by the name of a
+top-level module (docs/environments.md)."""
 
 import contextlib
 import inspect
@@ -31,10 +30,10 @@ __all__ = ["KernelTaskset"]
 
 
 class KernelState(vf.State):
-    """The tool server's report to the scoring side."""
+    """What the tool server reports to ``KernelTask``."""
 
-    files: dict[str, str] = Field(default_factory=dict)  # the solution
-    flags: list[str] = Field(default_factory=list)
+    files: dict[str, str] = Field(default_factory=dict)  # the solution: path -> content
+    flags: list[str] = Field(default_factory=list)  # the bad patterns seen so far
 
 
 class KernelToolsConfig(vf.ToolsetConfig):
@@ -62,7 +61,7 @@ class KernelData(vf.TaskData):
 
 
 class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
-    """The tools of one rollout, under the names that SKILL.md gives them."""
+    """The tool server of one rollout.  The tools have the names that SKILL.md uses."""
 
     TOOL_PREFIX = None
 

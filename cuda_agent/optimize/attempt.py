@@ -1,9 +1,9 @@
-"""One attempt: a model tries to make one task fast, turn by turn, until it reaches the target or its budget is spent.
+"""One attempt of a search: a model tries, turn by turn, to write a fast solution of a task.
 
-``Attempt`` is a player of ``agent.loop.play``: it sends the conversation to the model, within budget and context.
-``SearchEnvironment`` answers the model's tool calls.  The model runs on its server, and its tools run in the sandbox's
-workspace; nothing that the model writes is executed in this process.  ``progress.Findings`` keeps all correct
-solutions, so that an attempt can be stopped at any time."""
+The attempt ends when a solution reaches the target, the budget is used up or the model gives up.  ``Attempt`` is a
+player of ``agent.loop.play``: it sends the conversation to the model.  ``SearchEnvironment`` answers the model's tool
+calls.  Tools run in the sandbox's workspace: nothing that the model writes is executed in this process.  An attempt can
+be stopped at any time, because ``progress.Findings`` keeps all correct solutions."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -44,13 +44,13 @@ _REOPENED = {
 
 @dataclass(frozen=True)
 class Terms:
-    """The settings of one attempt.  The model's server counts the tokens."""
+    """The settings of one attempt.  Tokens are counted by the model's server."""
 
     format: Format = "plan"
     device: Literal["cpu", "cuda"] = "cpu"
     style: Style = "full"
     turns: int = 60  # most turns
-    context: int = 65536  # tokens of the conversation with its answer
+    context: int = 65536  # most tokens of the conversation and the answer together
     answer_tokens: int = 8192  # most tokens of one answer
     target: float = 1.05  # speed-up over the faster of eager and torch.compile
     temperature: float = 1.0
@@ -66,8 +66,8 @@ def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, A
 
 
 def least_tokens(task: Task, terms: Terms) -> int:
-    """Returns about how many tokens an attempt needs at least: those of two turns, because no tool runs in the last
-    turn, or in the style ``compact`` only those of the first prompt."""
+    """Estimates the fewest tokens that an attempt needs: those of two turns, because no tool runs in the last turn.  In
+    the style ``compact`` an attempt needs only the tokens of the first prompt."""
     prompt = size(first_messages(task, terms, "x" * _BASELINES)) // CHARACTERS
     return prompt if terms.style == "compact" else sum(_two_turns(min(prompt, terms.context), terms.answer_tokens))
 
@@ -79,8 +79,8 @@ def _two_turns(prompt: int, answer: int) -> tuple[int, int]:
 
 
 class SearchEnvironment(KernelEnvironment):
-    """The environment of an attempt.  It reports events through ``tell``.  If a solution reaches the target in quick
-    mode, it is judged once more in strict mode.  ``faults`` counts failures of the sandbox in a row."""
+    """The environment of the attempt number ``attempt``.  It reports events through ``tell``.  A solution that reaches
+    the target in quick mode is also judged in strict mode.  ``faults`` counts failures of the sandbox in a row."""
 
     def __init__(
         self, task: Task, sandbox: Sandbox, terms: Terms, tools: Calls, findings: Findings, attempt: int, tell: Tell
@@ -155,7 +155,7 @@ class SearchEnvironment(KernelEnvironment):
 
 @dataclass
 class Attempt:
-    """One attempt of a search.  ``baselines`` tells the model the measured times of eager and ``torch.compile``."""
+    """One attempt of a search.  ``baselines`` is a text for the model: the times of eager and of ``torch.compile``."""
 
     number: int  # from 1 on
     task: Task
@@ -166,7 +166,7 @@ class Attempt:
     findings: Findings  # of all attempts together
     watch: Tell  # receives the events
     baselines: str = ""
-    state: State = field(default_factory=State)  # from which the attempt resumes
+    state: State = field(default_factory=State)  # the state with which the attempt begins or resumes
 
     def __post_init__(self) -> None:
         terms = self.terms

@@ -1,5 +1,5 @@
-"""Implements the commands `evaluate`, which judges one solution, and `benchmark`, which measures a policy or a served
-model on a task set."""
+"""Implements the command `evaluate`, which judges one solution, and the command `benchmark`, which plays episodes of a
+policy or of a served model on a task set and scores them."""
 
 import asyncio
 import shutil
@@ -24,7 +24,7 @@ from cuda_agent.tasks.io import read_any, task_from_file
 T = TypeVar("T")
 
 LARGEST = 1 << 20  # most bytes of one file of a solution
-SMALL_VOCABULARY = 8192  # entries; only policies trained from scratch have so few, and need compact prompts
+SMALL_VOCABULARY = 8192  # a policy with at most so many entries counts as trained from scratch: compact prompts
 
 
 class BenchmarkError(UserError):
@@ -35,8 +35,8 @@ class BenchmarkError(UserError):
 class Player:
     """The player of a benchmark: a policy (a Hugging Face folder), or a model at an OpenAI-compatible address."""
 
-    policy: Path | None = None  # folder
-    base_url: str | None = None  # address
+    policy: Path | None = None  # the policy's folder, or None for a model at an address
+    base_url: str | None = None  # the model's address
     model: str | None = None  # name of the model at the address
     key_env: str = "OPENAI_API_KEY"  # environment variable that holds the API key
 

@@ -1,12 +1,12 @@
-"""Exports a solution as one ``model_new.py`` that needs PyTorch and a compiler, and nothing of this package.
+"""Exports a solution as one file ``model_new.py``, which needs PyTorch and a compiler, but nothing of this package.
 
-The file holds the task's own source, so that ``ModelNew`` has the parameters, names and constructor of ``Model``.  It
-holds the kernels as strings.  It also holds the source of the ``standalone_*`` modules, which run the kernels, and the
-definitions of sandbox modules that these use.  Kernels are built in the first call (kernels of an ``extension`` at
-import) and cached in the user's home.
+The file holds the task's own source, so that ``ModelNew`` has the parameters and the constructor of ``Model``.  It
+holds the kernels as strings, and the code that runs them: the source of the ``standalone_*`` modules, and the parts of
+sandbox modules that these use.  Kernels are built in the first call, or at import if the solution's format is
+``extension``, and cached in the user's home.
 
-The exported file is for inference.  It accepts only the shapes, types and plain arguments that the task draws.  Several
-devices and CUDA graphs are not supported."""
+The exported file is for inference, on one device, without CUDA graphs.  It accepts only inputs with the shapes, types
+and plain arguments that the task draws."""
 
 import ast
 import re

@@ -1,9 +1,9 @@
-"""The folder of a search: opens and locks it, begins or resumes a search, and clears it if no turn was played.
+"""Opens and locks the folder of a search, begins or resumes a search in it, and clears it if no turn was played.
 
     model.py          the problem                          solution/     kernels, and plan.json or model_new.py
     model_new.py      the solution for PyTorch alone       verdict.json  the solution's strict verdict
-    transcript.jsonl  the events                           report.html   a page about the search
-    run.json          the order, for --resume; holds no API key
+    transcript.jsonl  the search's events                  report.html   a page about the search
+    run.json          what the user ordered, for --resume; holds no API key
 
 The search itself and the writing of its result are in ``search``."""
 
@@ -24,7 +24,7 @@ from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import write_whole
 
 _BEGUN = ("model.py", "run.json", "transcript.jsonl", "report.html")  # all files of a folder before the first turn
-_PLAYED = ("spent", "files", "verdict")  # events of a turn
+_PLAYED = ("spent", "files", "verdict")  # events that show that a turn was played
 
 
 class OptimizeError(UserError):
@@ -33,8 +33,8 @@ class OptimizeError(UserError):
 
 @dataclass(frozen=True)
 class SearchOrder:
-    """The search that a user orders.  ``tokens``, ``minutes`` and ``money`` are limits for all attempts together (None:
-    no limit)."""
+    """The settings of a search, as a user orders it.  ``tokens``, ``minutes`` and ``money`` are limits for all attempts
+    together (None: no limit)."""
 
     base_url: str  # OpenAI-compatible address
     model: str  # name of the model at the address
@@ -44,8 +44,8 @@ class SearchOrder:
     tokens: int | None = None
     minutes: float | None = 60.0
     money: float | None = None
-    price_in: float = 0.0  # of a million prompt tokens
-    price_out: float = 0.0  # of a million sampled tokens
+    price_in: float = 0.0  # price of a million prompt tokens
+    price_out: float = 0.0  # price of a million sampled tokens
 
     def __post_init__(self) -> None:
         if self.money is not None and not (self.price_in or self.price_out):

@@ -1,6 +1,6 @@
 """Shows a running search: as a live view on a terminal, as plain lines elsewhere, as JSON lines for programs.
 
-``View`` holds all that is shown, and is built from the search's events alone.  Text of models and tools is reduced to
+The live view shows a ``View``, which is built from the search's events alone.  Text of models and tools is reduced to
 printable characters before it reaches a terminal.  The search itself is in ``search``."""
 
 import json
@@ -45,7 +45,7 @@ class View:
     turns: int = 0
     baselines: str = ""
     notes: list[str] = field(default_factory=list)
-    passing: str = ""  # activity besides the attempts
+    passing: str = ""  # what the search does at the moment besides its attempts
     attempts: dict[int, AttemptView] = field(default_factory=dict)
     focus: int = 1
     best: float | None = None

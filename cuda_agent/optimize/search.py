@@ -1,7 +1,8 @@
 """Runs the search of `cuda-agent optimize`, in which a model at an OpenAI-compatible address makes one model.py faster.
 
-The search checks the problem, measures its baselines, and runs attempts side by side until one reaches the target, the
-budget is used up, or a person stops them.  It then measures the best solution strictly and writes the result."""
+The search checks the problem (model.py) and measures its baselines.  It then runs attempts side by side until one of
+them reaches the target, the budget is used up, or a person stops the search.  Finally it judges the best solution in
+strict mode and writes the result."""
 
 import asyncio
 import contextlib
@@ -39,13 +40,13 @@ _LONGEST_FILE = 1 << 20
 class SearchOutcome:
     """The outcome of a search."""
 
-    folder: Path  # with the result
-    why: str  # reason of the end, a key of ``progress.ENDS``
-    best: Find | None  # the best correct solution, judged strictly if possible
-    target: float  # the speed-up that was asked for
+    folder: Path  # holds the result
+    why: str  # why the search ended: a key of ``progress.ENDS``
+    best: Find | None  # the best correct solution, judged strictly if possible; None: no correct solution
+    target: float  # the speed-up that the user asked for
     reached: bool  # whether ``best`` reaches the target
-    spent: Event  # the amounts used, from ``SearchBudget.facts``
-    message: str = ""  # the latest note of an attempt
+    spent: Event  # how much of the budget was used, from ``SearchBudget.facts``
+    message: str = ""  # the latest note about an attempt
 
     def to_json(self) -> dict[str, Any]:
         verdict = self.best.strict if self.best else None
@@ -194,8 +195,8 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: 
 async def _confirm(
     task: Task, sandbox: Any, findings: Findings, transcript: Transcript, stop: asyncio.Event
 ) -> Find | None:
-    """Returns the solution that is best by strict verdicts, which it asks for until the best solution has one; None if
-    no solution passes.  If a person sets ``stop`` meanwhile, returns the best solution so far."""
+    """Judges solutions in strict mode, the best first, until the best solution has passed, and returns it; None if none
+    passes.  If a person sets ``stop`` meanwhile, returns the best solution so far."""
     stop.clear()
     for _ in range(_CONFIRMED):
         best = findings.best

@@ -1,6 +1,6 @@
 """Part of an exported ``model_new.py``: runs a plan on the CPU.  Needs PyTorch and ``g++``.
 
-The executor (``runtime.cpp``) and the compiler flags are the sandbox's; PyTorch sets the number of threads."""
+It uses the executor (``runtime.cpp``) and the compiler flags of the sandbox, and PyTorch's number of threads."""
 
 import ctypes as _ctypes
 import itertools as _itertools
@@ -20,7 +20,8 @@ class _Node(_ctypes.Structure):
 
 
 class _OnCpu(_Kernels):
-    """Runs a plan on the CPU.  One call of the executor runs all kernels and memsets up to the next library node."""
+    """Runs a plan on the CPU.  PyTorch runs the library nodes (matrix products and convolutions).  One call of the
+    executor runs all kernels and memsets between two library nodes."""
 
     def prepare(self) -> None:
         super().prepare()

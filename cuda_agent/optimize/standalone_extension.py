@@ -1,7 +1,8 @@
 """Part of an exported ``model_new.py``: makes the module ``cuda_extension`` for a solution of the format ``extension``.
 Needs PyTorch and ``g++``, or ``nvcc`` for a GPU.
 
-The kernels run on the default stream.  If another stream is current, each of the two streams waits for the other."""
+The kernels run on CUDA's default stream.  If another stream is current, the kernels wait for the earlier work of that
+stream, and its later work waits for the kernels."""
 
 import sys as _sys
 from typing import Any as _Any
@@ -15,7 +16,7 @@ from cuda_agent.sandbox.worker import binding as _binding
 
 
 class _Fresh:
-    """The allocator of an extension: gives it new memory for every tensor."""
+    """An allocator that gives an extension new memory for every tensor."""
 
     watch = None
 

@@ -1,7 +1,7 @@
-"""Part of an exported ``model_new.py``: the code around the kernels of a plan, which needs only PyTorch.
+"""Part of an exported ``model_new.py``: the code that a plan needs on the CPU and on a GPU.  Needs only PyTorch.
 
-An exported file holds a copy of this source without the imports of this package (see ``export``); therefore all names
-begin with an underscore.  The kernels are for inference, and only for the shapes, types and plain arguments of
+An exported file holds a copy of this source beside the task's source (see ``export``); therefore all names here begin
+with an underscore.  The kernels are for inference, and only for the shapes, types and plain arguments of
 ``get_inputs()``; other inputs are refused with a message."""
 
 import hashlib as _hashlib

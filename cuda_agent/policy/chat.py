@@ -1,8 +1,8 @@
 """Converts conversations to token ids, and to the messages of chat servers.
 
 A conversation has the same token ids in training, in rollouts and on any server, because sampled tokens are never
-tokenized again. The first prompt is rendered whole; every later turn appends only the tokens between two assistant
-turns. A policy uses the chat template saved with its tokenizer (``chat_template.jinja`` if trained from scratch)."""
+tokenized again. The first prompt is rendered whole. After a sampled turn only the tokens up to the next assistant turn
+are added. The chat template is saved with a policy's tokenizer (``chat_template.jinja`` if trained from scratch)."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Message = Mapping[str, Any]  # role, content; for an assistant also tool_calls: [{"name": str, "arguments": dict}]
-Tools = Sequence[Mapping[str, Any]]  # JSON schemas
+Tools = Sequence[Mapping[str, Any]]  # JSON schemas of the tools
 
 TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text()
 
@@ -66,7 +66,7 @@ _STRAY = re.compile(r"</?tool_call>|</?function\b|</?parameter\b")
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One tool call. The values of arguments in XML are strings unless ``Chat.parse`` was given the tools' schemas."""
+    """One tool call. If it was written in XML and parsed without the tools' schemas, all its arguments are strings."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)

@@ -26,8 +26,8 @@ class Episode:
     ``reward`` is None after a deadline or an infrastructure fault; training drops such an episode."""
 
     id: str  # <group>/<sample>, unique within its set, e.g. "warmup/3/relu_sum-0017/2"
-    task: str
-    kind: Literal["single", "agent"]
+    task: str  # name
+    kind: Literal["single", "agent"]  # one answer without tools, or turns with tools
     ids: list[int]
     mask: list[int]
     logprobs: list[float]  # the engine's log-probabilities; 0.0 where mask is 0
@@ -36,7 +36,7 @@ class Episode:
     reward: float | None
     ended: Literal["answer", "turns", "tokens", "deadline", "infra"]
     verdict: dict[str, Any] | None = None  # verdict of the final workspace (Verdict.to_json)
-    best: dict[str, Any] | None = None  # verdict of the best state of the trajectory
+    best: dict[str, Any] | None = None  # verdict of the best solution judged during the episode
     files: dict[str, str] = field(default_factory=dict)  # the final solution
     messages: list[dict[str, Any]] = field(default_factory=list)  # readable transcript: role, content, tool calls
     flags: list[str] = field(default_factory=list)  # bad patterns seen: "malformed_call", "unknown_tool", "loop"

@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): the model is frozen, and some linear layers learn a low-rank change.
 
-A layer with an adapter computes W x + scale B A x, and its ``weight`` reads as the sum W + scale B A. Code that reads
-weights, such as the decoder, therefore gets the merged model. Adapters are saved in peft's format."""
+A layer with an adapter computes W x + scale B A x. Its attribute ``weight`` returns W + scale B A, so that code that
+reads weights, such as the decoder, sees the merged model. Adapters are saved in peft's format."""
 
 import json
 import math
@@ -20,7 +20,7 @@ _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 
 class Adapted(nn.Module):
-    """The linear layer ``base`` with an adapter. At first the adapter changes nothing, because ``up`` is zero."""
+    """The linear layer ``base`` with an adapter. At first the adapter changes nothing: its matrix ``up`` is zero."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__()

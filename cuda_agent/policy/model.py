@@ -1,4 +1,4 @@
-"""Creates, saves and loads tokenizers and models as Hugging Face folders."""
+"""Creates tokenizers and models, saves them as Hugging Face folders and loads them from such folders."""
 
 import json
 from collections.abc import Iterable, Iterator

@@ -1,9 +1,9 @@
 """A client for an external model behind an OpenAI-compatible address, with text as input and output.
 
-Answers are streamed, so that a user sees them grow and an endless answer can be cut.  When a server refuses a feature
-(tool calls, a parameter), later requests leave the feature out.  If a server is busy, breaks a stream or answers 5xx,
-the request is sent again after the pause that the server asks for.  The key is read from the environment, sent to that
-address alone, and removed from all text that comes back.  For policies trained here see ``engines``."""
+Answers are streamed, so that a user sees them grow and an endless answer can be cut.  If the server refuses a feature
+(tool calls, a parameter), later requests do without it.  If the server is busy, breaks a stream or answers 5xx, the
+request is sent again after a pause.  The API key is read from the environment, sent to this address alone, and removed
+from all text that comes back.  The stages of a run use ``engines`` instead."""
 
 import asyncio
 import contextlib
@@ -44,7 +44,7 @@ _TOO_LONG = re.compile(
 
 
 class ServedModelError(UserError, RuntimeError):
-    """The address does not answer, refuses access, or sends an invalid answer; the message says which."""
+    """The model's server does not answer, refuses a request, or sends an invalid answer; the message says which."""
 
     exit_code = EXIT_RETRY
 
@@ -56,7 +56,7 @@ class ContextTooLong(ServedModelError):
 @dataclass
 class Reply:
     """One assistant turn. Each of ``calls`` is {"id", "name", "arguments"}; the arguments are a dict, or None if they
-    are no JSON. If ``estimated``, the token counts come from the length of the text instead of the server."""
+    are no JSON object. If ``estimated``, the numbers of tokens are estimated from the length of the text."""
 
     content: str
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -87,8 +87,8 @@ def check_address(url: str, key_env: str) -> None:
 
 
 class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
-    """The client of one server: an async context manager over a connection pool.  ``url`` ends in ``/v1``.  ``lost``
-    counts the tokens of answers that broke off, because a vendor charges for these tokens too."""
+    """The client of one model.  Use it as an async context manager.  ``url`` is the server's address, which ends in
+    ``/v1``.  ``lost`` counts the tokens of answers that broke off, because a vendor charges for these tokens too."""
 
     def __init__(
         self,
@@ -163,8 +163,8 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         return {key: value for key, value in body.items() if key not in self._lacks and value is not None}
 
     def _adapted(self, refusal: str, body: dict[str, Any], hear: Listener) -> bool:
-        """Leaves the feature that the server's ``refusal`` names out of later requests. Returns whether ``body``, the
-        refused request, used such a feature."""
+        """Makes later requests do without the feature that the server's ``refusal`` names. Returns whether ``body``,
+        the refused request, used such a feature."""
         text = refusal.lower()
         for named, left_out in _OPTIONAL.items():
             if named in text and left_out in body and left_out not in self._lacks:
@@ -210,11 +210,11 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
 
 
 class _Refused(Exception):
-    """The server refuses this form of the request; another form may work."""
+    """The server refuses a request; it may accept the request without some feature."""
 
 
 class _Again(Exception):
-    """The request may be sent again, after ``after`` seconds if the server asks for a pause."""
+    """A request failed and may be sent again.  ``after`` is the pause in seconds that the server asks for, or None."""
 
     def __init__(self, message: str, after: float | None = None) -> None:
         super().__init__(message)

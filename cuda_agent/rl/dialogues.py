@@ -1,9 +1,8 @@
-"""Writes the corpus of ``bootstrap``: the teacher's solutions as conversations, in the form of the policy's episodes.
+"""Writes the corpus of ``bootstrap``: solutions of the scripted teacher, as conversations like the policy's episodes.
 
-The package ``agent`` makes the texts of prompts and tool results.  The verdicts in tool results are not measured, so
-that a corpus of thousands needs no compiler; the sandbox would give the same verdicts (tests and ``bootstrap`` check a
-sample).  What the agent does after ``profile`` is drawn independently of the speed-ups that it sees: acting on
-speed-ups is left to reinforcement learning."""
+The verdicts in tool results do not come from the sandbox, so that a corpus of thousands needs no compiler.  Tests and
+``bootstrap`` check on a sample that the sandbox gives the same verdicts.  What the agent does after ``profile`` is
+drawn independently of the speed-ups that ``profile`` shows: their use is left to reinforcement learning."""
 
 import random
 from collections.abc import Collection

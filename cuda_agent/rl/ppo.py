@@ -1,4 +1,4 @@
-"""Runs PPO, the loop of the stages ``warmup`` and ``agentic`` (paper, section 3.3): plays a batch of episodes, learns
+"""Runs PPO for the stages ``warmup`` and ``agentic`` (paper, section 3.3).  Each step plays a batch of episodes, learns
 from it, and serves the new weights.  The loop is the same for every runtime and every estimator of advantages."""
 
 import asyncio

@@ -42,8 +42,8 @@ class Players(Protocol):
 
 @dataclass
 class Rollouts:
-    """A policy with its engine and a sandbox.  ``model`` is the model to train.  ``engine`` samples from a copy of the
-    model's weights; ``engine.update_from(model, version)`` updates this copy."""
+    """Plays episodes in this process: a policy with its engine and a sandbox.  ``model`` is the model to train; the
+    engine samples from a copy of its weights, until ``engine.update_from(model, version)`` updates the copy."""
 
     model: Any
     tokenizer: Any
@@ -160,8 +160,8 @@ def episode_settings(
 
 
 def draw(tasks: Sequence[Task], count: int, seed: int, step: int) -> list[Task]:
-    """Returns the ``count`` tasks of training step ``step``.  A sequence of epochs, each shuffled by ``seed`` and its
-    number, is cut into pieces of ``count`` tasks, so that every task is drawn equally often."""
+    """Returns the ``count`` tasks of training step ``step``.  All tasks are shuffled anew, by ``seed``, for each epoch.
+    The sequence of epochs is cut into pieces of ``count`` tasks, so that every task is drawn equally often."""
     drawn: list[Task] = []
     for position in range(step * count, (step + 1) * count):
         epoch, index = divmod(position, len(tasks))

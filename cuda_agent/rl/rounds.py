@@ -1,4 +1,4 @@
-"""Plays rounds of episodes for the stages ``collect`` and ``evaluate-*``: one episode per task, then a checkpoint."""
+"""Plays episodes for the stages ``collect`` and ``evaluate-*``, in rounds: one episode per task, then a checkpoint."""
 
 import time
 from contextlib import AbstractAsyncContextManager

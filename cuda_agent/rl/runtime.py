@@ -1,4 +1,4 @@
-"""Defines ``Runtime``, the interface through which PPO plays and trains, and the runtime in the stage's own process."""
+"""Defines ``Runtime``, the interface through which PPO plays and trains, and ``LocalRuntime`` for a single process."""
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -37,8 +37,8 @@ class RolloutBatch:
 class Runtime(Protocol):
     """Plays episodes and trains on them.  Step N of the training begins with version N of the weights.
 
-    Methods other than ``play`` are called one after the other.  If the trainer runs in other processes and these are
-    gone, each of these methods raises ``LearnerLost``."""
+    ``play`` may run at the same time as another method; the other methods are called one after the other.  They raise
+    ``LearnerLost`` if the trainer's processes are gone."""
 
     async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
         """Plays the episodes of training step ``step``: ``Ppo.samples_per_prompt`` on each task in ``tasks``."""
@@ -60,7 +60,7 @@ class Runtime(Protocol):
 
 
 class ActorCritic:
-    """The trainers of one stage: one for the policy (actor) ``model``, and one for ``critic``, unless that is None."""
+    """The trainers of one stage: one for ``model``, the policy, and one for ``critic``, unless ``critic`` is None."""
 
     def __init__(self, ctx: WorkerContext, settings: Ppo, model: Any, critic: Critic | None) -> None:
         self._ctx, self._settings = ctx, settings
@@ -95,7 +95,7 @@ class ActorCritic:
 
 
 class LocalRuntime:
-    """The runtime in the stage's own process: one engine and one learner, which compute in turn."""
+    """The runtime in the stage's own process.  The engine (in ``rollouts``) and ``learner`` compute in turn."""
 
     def __init__(self, ctx: StageContext, settings: Ppo, kind: Kind, rollouts: Rollouts, learner: ActorCritic) -> None:
         self._ctx, self._settings, self._kind = ctx, settings, kind

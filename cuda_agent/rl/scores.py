@@ -1,10 +1,10 @@
-"""Computes the scores of a policy from the verdicts of its episodes: the numbers of the paper's table, with intervals.
+"""Computes the scores of a policy from the verdicts of its episodes: the metrics of the paper's table, with intervals.
 
-Each metric is computed for an episode's final solution and for the best solution judged during the episode; over all
-tasks, per family of tasks and per operator.  Paired differences compare two policies on their common tasks.  Episodes
-lost by infrastructure faults are counted apart and never scored.
+Each metric is computed twice: for the final solution of every episode, and for the best solution judged in the episode.
+There are metrics over all tasks, per family of tasks and per operator.  ``compare`` compares two policies on the tasks
+that both have played.  Episodes lost by infrastructure faults are counted, but not scored.
 
-Bootstrap intervals resample tasks: they cover the choice of tasks, but not timing noise or the seed of the training."""
+Intervals come from a bootstrap over tasks.  They cover the choice of tasks, but not timing noise or training seeds."""
 
 import json
 import warnings
@@ -87,7 +87,7 @@ class Table:
 
 @dataclass
 class Scores:
-    """All scores of one policy on one task set: the content of ``scores.json``."""
+    """All scores of one policy on one task set: the content of the file ``scores.json``."""
 
     policy: str
     clock: Literal["real", "model"]
@@ -95,15 +95,15 @@ class Scores:
     unscored: list[str]  # tasks without a single scored episode
     episodes: int  # number of scored episodes
     infra: int  # number of episodes lost by infrastructure faults or the deadline: not scored
-    final: Table
-    best: Table
-    statuses: dict[str, int]  # status -> number of final answers
+    final: Table  # of the episodes' final solutions
+    best: Table  # of the best solutions judged during the episodes
+    statuses: dict[str, int]  # status -> number of final solutions with this status
     ended: dict[str, int]  # reason why an episode ended -> number of scored episodes
-    mean_turns: float | None
+    mean_turns: float | None  # turns per episode
     mean_tokens: float | None  # tokens that the policy sampled, per episode
     outcomes: list[EpisodeScore]
-    seed: int
-    resamples: int
+    seed: int  # seed of the bootstrap
+    resamples: int  # number of the bootstrap's resamples
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -112,8 +112,8 @@ class Scores:
 @dataclass
 class Difference:
     """The change of one metric between two policies on their common tasks: a difference for rates, a ratio for
-    speed-ups.  ``interval`` is a paired bootstrap over tasks.  It is None with too few tasks, and if both policies
-    agree on every task: resampling then shows no spread, but the change is not certain."""
+    speed-ups.  ``interval`` (95 %) comes from a bootstrap over tasks; it is None if there are too few tasks, or if both
+    policies have the same value on every task, because resampling then shows no spread."""
 
     group: str  # "overall" or a family
     metric: str
@@ -121,7 +121,7 @@ class Difference:
     before: float | None  # value of the first policy
     after: float | None  # value of the second policy
     change: float | None
-    interval: tuple[float, float] | None  # of ``change``
+    interval: tuple[float, float] | None  # (low, high) of ``change``
 
 
 def score(

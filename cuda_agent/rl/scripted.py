@@ -1,5 +1,5 @@
-"""An engine for test runs (``policy.engine=scripted``): it answers as the scripted teacher, with the log-probabilities
-of the policy for these answers.  A run then takes a minute and repeats bit for bit, but trains no useful policy."""
+"""An engine for test runs (``policy.engine=scripted``).  The scripted teacher, a program, gives the answers; the policy
+gives their log-probabilities.  A run takes a minute and repeats bit for bit, but trains no useful policy."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ REPAIRED = 0.5  # share of the agent's episodes that begin with a mistake
 
 
 class ScriptedEngine:
-    """An ``Engine`` whose answers follow dialogues of the scripted teacher; an episode's seed chooses its dialogue."""
+    """An ``Engine`` that answers as the scripted teacher would on ``tasks``.  An episode's seed decides its answers."""
 
     def __init__(self, chat: Chat, tasks: Sequence[Task], model: Any) -> None:
         self._chat, self._model, self._version = chat, model, 0

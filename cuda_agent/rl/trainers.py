@@ -1,4 +1,4 @@
-"""Makes trainers as configured, and trains a policy by imitation.  Imports neither the sandbox nor Ray."""
+"""Makes trainers from the configuration, and trains a policy by imitation.  Imports neither the sandbox nor Ray."""
 
 import time
 from collections.abc import Iterator, Sequence

@@ -13,20 +13,20 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """The data of a batch of sequences from which an estimator may compute advantages."""
+    """The data of a batch of sequences, from which an estimator computes advantages."""
 
     rewards: Tensor  # float [sequences], each for a whole sequence
     mask: Tensor  # bool [sequences, length], true at sampled tokens
     groups: Tensor  # int64 [sequences], equal for the samples of one draw of a task
     values: Tensor | None  # float [sequences, length], the critic's; None without a critic
-    gamma: float
-    lam: Tensor | float  # lambda: a number or float [sequences]
+    gamma: float  # discount per sampled token
+    lam: Tensor | float  # GAE's lambda: one number, or float [sequences]
 
 
 @dataclass(frozen=True)
 class Estimator:
     """A row of ``ADVANTAGES``. ``estimate`` returns the advantages of the sampled tokens, float [mask.sum()], sequence
-    after sequence. ``critic`` says whether ``estimate`` reads ``values``; if so, a critic is trained, too."""
+    after sequence. ``critic`` says whether ``estimate`` reads ``values``; only then a critic is trained."""
 
     estimate: Callable[[AdvantageInputs], Tensor]
     critic: bool
@@ -118,7 +118,8 @@ def _group_sums(numbers: Tensor, groups: Tensor) -> Tensor:
 
 
 def _on_all_tokens(of_groups: Callable[[Tensor, Tensor], Tensor], given: AdvantageInputs) -> Tensor:
-    """Returns, for every sampled token, the advantage of its sequence by ``of_groups``: float [mask.sum()]."""
+    """Returns, for each sampled token, the advantage that ``of_groups`` computes for its sequence: float [mask.sum()].
+    ``of_groups`` gets the rewards and groups of all sequences."""
     return of_groups(given.rewards, given.groups)[:, None].expand(given.mask.shape)[given.mask]
 
 

@@ -1,15 +1,15 @@
-"""Causal attention inside packed rows: every sequence attends only to itself, and no mask is built.
+"""Computes causal attention in packed rows: each token attends only to its own sequence.
 
-``register`` adds this attention to transformers under ``NAME``, for models that ``supports`` accepts. The forward call
-gets the row's sequences as the argument ``segments``. On a CPU, short segments use blocked matrix products, which keep
-their probabilities (half of length squared per head) for the backward pass. On a GPU in half precision, one
-variable-length flash attention computes the whole row. Other segments go through ``scaled_dot_product_attention``, in
-memory linear in the length.
+``register`` adds this attention to transformers under ``NAME``; ``supports`` says which models can use it. The model's
+forward call gets the lengths of the row's sequences as the argument ``segments``. On a CPU, rows of short sequences are
+computed by blocked matrix products, which keep the attention probabilities for the backward pass. On a GPU in half
+precision, one flash attention computes the whole row. In all other cases ``scaled_dot_product_attention`` computes one
+sequence after the other, in memory linear in the length.
 
-With ``training.parallelism=context`` ranks share each row: the row is cut into twice as many blocks as there are ranks,
-and rank r takes the r-th block from the front and the r-th from the back, because later tokens attend to more keys.
-Attention gathers the keys and values of all ranks, and sends their gradients back. On a CPU this builds masks of a
-quarter of the length squared over all ranks, so it is for tests only."""
+With ``training.parallelism=context`` the ranks share each row. The row is cut into twice as many blocks as there are
+ranks. Rank r takes the r-th block from the front and the r-th from the back: this balances the work, because later
+tokens attend to more keys. Each rank gathers the keys and values of all ranks. On a CPU this needs large masks, so it
+is for tests only."""
 
 import functools
 import itertools
@@ -30,8 +30,8 @@ BLOCK = 128  # query rows of one blocked product
 
 
 class Segments:
-    """The sequences of a row, by their lengths; ``part`` is set if a rank has only a part of the row. It is a plain
-    class, because ``torch.compile`` would specialise on a dataclass's numbers and recompile for every row."""
+    """The ``lengths`` of a row's sequences. ``part`` is set if this process has only a part of the row. This is not a
+    dataclass, because ``torch.compile`` would specialise on a dataclass's numbers and recompile for every row."""
 
     def __init__(self, lengths: tuple[int, ...], part: PackedPart | None = None) -> None:
         self.lengths, self.part = lengths, part
@@ -117,8 +117,8 @@ def _flash(query: Tensor) -> bool:
 
 
 class _Blocked(torch.autograd.Function):
-    """Computes attention within each sequence, in blocks of query rows. ``query`` is [heads, tokens, size], ``key`` and
-    ``value`` are [kv_heads, tokens, size], and the result is [tokens, heads, size]."""
+    """Computes causal attention within each sequence, for one block of queries at a time. ``query`` is [heads, tokens,
+    size], ``key`` and ``value`` are [kv_heads, tokens, size], and the result is [tokens, heads, size]."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, lengths: tuple[int, ...]) -> Tensor:
@@ -219,7 +219,7 @@ def _shared_attention(
 
 
 class _Gathered(torch.autograd.Function):
-    """Gathers the ranks' tensors [1, heads, tokens of this rank, size] to [1, heads, tokens of the row, size]."""
+    """Joins the ranks' tensors, each [1, heads, tokens of a rank, size], to [1, heads, tokens of the row, size]."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:

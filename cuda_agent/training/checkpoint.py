@@ -1,8 +1,8 @@
 """Stores a trainer's state as one flat table of tensors in a folder.
 
-The table holds the trained parameters and the optimizers' state for them (``exp_avg/model.norm.weight``). A single
-process writes ``state.safetensors``. Ranks that share the weights write their parts with torch's distributed
-checkpoint. Any number of ranks can read both forms."""
+The table maps names to tensors: the trained parameters (such as ``weight/model.norm.weight``) and what the optimizers
+keep for each parameter (``exp_avg/model.norm.weight``). A single process writes ``state.safetensors``. Ranks that share
+the weights write their parts with torch's distributed checkpoint. Any number of ranks can read both forms."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,7 +21,7 @@ Table = dict[str, Tensor]
 
 
 class CorruptCheckpoint(ValueError):
-    """A checkpoint is incomplete, damaged or of another model; none of it was loaded."""
+    """A checkpoint is incomplete, damaged or of another model; nothing was loaded from it."""
 
 
 def table_of(trained: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.optim.Optimizer]) -> Table:

@@ -1,7 +1,7 @@
-"""Defines the critic, which estimates a value for each state of an episode. Its trunk starts as the policy's copy.
+"""Defines the critic, which estimates the value (expected reward) of each state of an episode.
 
-On disk a critic is a folder: the trunk in Hugging Face format and ``value_head.safetensors``.  The head computes in
-float32, also on a bfloat16 trunk.  ``packing.before_sampled`` decides which state belongs to which token."""
+A critic is a trunk, at first a copy of the policy's, and a head.  On disk it is a folder: the trunk in Hugging Face
+format and ``value_head.safetensors``.  The head always computes in float32, even if the trunk computes in bfloat16."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ HEAD = "value_head.safetensors"
 
 
 class Critic(nn.Module):
-    """A transformer trunk with a linear value head, which is zero at first."""
+    """A transformer trunk with a linear value head.  At first the head returns zero for every state."""
 
     def __init__(self, trunk: Any) -> None:
         """Adds a head to ``trunk``, a Hugging Face model without a language-model head."""

@@ -1,8 +1,8 @@
-"""The driver's side of a trainer that runs on other processes, its ranks.
+"""Controls, from the driver's process, a trainer that runs in other processes (its ranks).
 
-A ``DistributedTrainer`` has the interface of a ``Trainer``. Recipes marked ``over_ranks`` run on all ranks at once with
-the same arguments and return the first rank's result. A ``RankGroup`` sends calls to the ranks, which run on this
-machine (``ranks``) or on several (``rl.ray.ranks``)."""
+In the driver, a ``DistributedTrainer`` takes the place of a ``Trainer``. A recipe (an algorithm in ``recipes``) that is
+marked ``over_ranks`` runs on all ranks at once with the same arguments, and returns the first rank's result. A
+``RankGroup`` sends calls to the ranks, which run on this machine (``ranks``) or on several (``rl.ray.ranks``)."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,13 +22,12 @@ TRAINERS: dict[str, Trainer] = {}  # the trainers in this process, by name, if i
 
 
 class TrainerLost(RuntimeError):
-    """A rank died, or failed while others did not. Training since the last checkpoint is lost; new ranks may resume
-    from this checkpoint."""
+    """A rank died, or failed while others did not. What was learnt since the last checkpoint is lost; new ranks may
+    resume from this checkpoint."""
 
 
 class RankGroup(Protocol):
-    """All ranks, on one machine or on several.
-
+    """The interface for calls to all ranks of a trainer, on one machine or on several.
     ``place`` makes a trainer called ``name`` on every rank from a model, which the ranks own from then on. ``call``
     calls a method of every ``Rank`` and returns the first rank's result. ``save`` writes every rank's part of a
     checkpoint into a folder of this process's machine. ``load`` loads a checkpoint on every rank, and returns the
@@ -63,8 +62,8 @@ def _errors(calls: Sequence[Future[Any]]) -> list[BaseException]:
 
 
 class DistributedTrainer:
-    """A ``Trainer`` on ranks. ``model`` is this process's copy; reading it fetches the ranks' current weights. When an
-    object of this class is pickled and sent to a rank, it becomes that rank's own trainer."""
+    """Represents, in the driver, the trainers called ``name`` of all ``ranks``. ``model`` is the driver's copy; reading
+    it fetches the ranks' current weights. If this object is sent to a rank, it becomes that rank's own trainer."""
 
     def __init__(self, ranks: RankGroup, name: str, model: Any, **options: Any) -> None:
         self.step, self.seconds = 0, 0.0

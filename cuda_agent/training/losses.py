@@ -1,8 +1,8 @@
 """Computes losses over sampled tokens, and the log-probabilities that the losses need.
 
-Every loss takes flat tensors (one entry per sampled token of one row) and ``total``, the number of sampled tokens of
-the whole minibatch. The losses of a minibatch's rows add up to the mean over the minibatch's tokens, for any packing of
-sequences into rows. The metrics beside a loss add up in the same way (``added``)."""
+A loss function takes flat tensors (one entry per sampled token of one row) and ``total``, the number of sampled tokens
+of the whole minibatch. The losses of all rows of a minibatch add up to the mean over its tokens, however the sequences
+are packed into rows. The metrics that a loss function returns add up in the same way (``added``)."""
 
 from collections.abc import Callable
 

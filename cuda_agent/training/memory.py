@@ -1,9 +1,9 @@
-"""Estimates the peak memory of a training step from the model's shape and the length of a row.
+"""Estimates the peak memory of a training step from the model's shape and the length of a row of tokens.
 
-The estimate counts one by one the tensors that a layer keeps for the backward pass, for the layers of Llama, Qwen2 and
-Qwen3 in transformers. Tests compare it with measured steps, but not for mixtures of experts. The module does not import
-PyTorch, so that a command line can print an estimate at once. Not counted: memory that the allocator holds unused, the
-context of a GPU (0.5 GB), an engine in the same process."""
+The estimate adds up the tensors that the layers of Llama, Qwen2 and Qwen3 keep for the backward pass. It does not count
+memory that the allocator holds unused, a GPU's context (0.5 GB) and an engine in the same process. Tests compare it
+with measured steps, except for mixtures of experts. This module does not import PyTorch, so that a command can print an
+estimate at once."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from cuda_agent.config import PolicyConfig
 
 LOGITS = {"cpu": 2**24, "cuda": 2**27}  # largest number of logits in one chunk
 MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 32768}  # tokens of one forward pass: more are slower on a cpu
-LONGEST = 2048  # most tokens of a segment whose attention keeps its probabilities on a cpu
+LONGEST = 2048  # most tokens of a sequence whose attention keeps its probabilities on a cpu
 AUTO_TOKENS = 8192  # activations of longer rows are recomputed, not kept (training.checkpointing=auto)
 SMALL = 2**24  # most parameters of a model whose gradients may be held once per thread
 _HEAD_COPIES = 6  # copies of a chunk of logits while its gradient is computed
@@ -20,7 +20,7 @@ _HEAD_COPIES = 6  # copies of a chunk of logits while its gradient is computed
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a language model with gated feed-forward layers. A mixture of experts has ``experts`` per layer."""
+    """The sizes of a language model with gated feed-forward layers. ``experts`` is 0 without a mixture of experts."""
 
     layers: int
     hidden: int
@@ -29,9 +29,9 @@ class Shape:
     head: int  # size of one head
     intermediate: int  # inner size of the feed-forward layer, or of one expert
     vocab: int
-    tied: bool
-    experts: int = 0
-    active: int = 0  # experts that compute each token
+    tied: bool  # whether the input and the output embeddings are the same tensor
+    experts: int = 0  # number of experts in each layer
+    active: int = 0  # number of experts that compute each token
 
     @property
     def layer_parameters(self) -> int:
@@ -53,21 +53,21 @@ class Shape:
         return self.intermediate * max(self.active, 1)
 
     def adapter_parameters(self, rank: int) -> int:
-        """Returns the number of parameters of adapters of this rank on all seven linear layers of every layer."""
+        """Returns the number of parameters of adapters with the rank ``rank`` on all seven matrices of every layer."""
         h, a, k, i = self.hidden, self.heads * self.head, self.kv_heads * self.head, self.intermediate
         return self.layers * rank * ((h + a) * 2 + (h + k) * 2 + (h + i) * 3)
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak memory of one rank, in bytes."""
+    """The peak memory of one process (rank) of a trainer, in bytes by purpose."""
 
     weights: int
     gradients: int
     moments: int  # AdamW's moments
-    unsharded: int  # weights and gradients that are gathered for use
-    activations: int  # kept from the forward to the backward pass
-    working: int  # the larger of a layer's backward pass and the logits of a chunk
+    unsharded: int  # whole weights and gradients, gathered from all ranks for use
+    activations: int  # tensors kept from the forward to the backward pass
+    working: int  # memory of a layer's backward pass or of a chunk of logits, whichever is larger
 
     @property
     def fixed(self) -> int:

@@ -1,9 +1,9 @@
 """Converts episodes to tensors, and packs sequences side by side into rows of at most a fixed number of tokens.
 
-A ``Batch`` holds the data of sampled tokens (log-probabilities, and later advantages and values) in flat tensors,
-sequence after sequence. A ``PackedRow`` says which entries of these tensors belong to its tokens (``tokens``), what the
-sampled tokens are (``targets``) and which states predict them (``before``). Only ``PackedRow`` and ``before_sampled``
-encode that the state at t - 1 predicts the token at t, for log-probabilities and for values."""
+Data of sampled tokens (log-probabilities, advantages, values) is in flat tensors: one entry per sampled token of a
+``Batch``, sequence after sequence. A ``PackedRow`` lists its sampled tokens (``targets``), their indices in the flat
+tensors (``tokens``) and the states that predict them (``before``). The state at position t - 1 predicts the token at t;
+only ``PackedRow`` and ``before_sampled`` depend on this rule."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -56,7 +56,7 @@ def trainable(episodes: Iterable[Episode]) -> list[Episode]:
 
 @dataclass(frozen=True)
 class PackedPart:
-    """One rank's part of a row that ``ranks`` ranks share (``attention``); ``rank`` is its number."""
+    """Says that ``ranks`` processes share a row (see ``attention``), and that this is the part of number ``rank``."""
 
     ranks: int
     rank: int
@@ -64,14 +64,14 @@ class PackedPart:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """A row of sequences, side by side. ``positions`` begin at 0 in each sequence."""
+    """Several sequences in one row. ``positions`` begin at 0 in each sequence. n is the number of sampled tokens."""
 
     ids: Tensor  # int64 [length]
     positions: Tensor  # int64 [length]
-    lengths: tuple[int, ...]  # tokens of the sequences, in row order
-    before: Tensor  # int64 [n], positions in the row of the states that predict sampled tokens
-    targets: Tensor  # int64 [n], the sampled tokens
-    tokens: Tensor  # int64 [n], their entries in the batch's flat tensors
+    lengths: tuple[int, ...]  # number of tokens of each sequence, in row order
+    before: Tensor  # int64 [n], indices in the row of the states that predict the sampled tokens
+    targets: Tensor  # int64 [n], ids of the sampled tokens
+    tokens: Tensor  # int64 [n], indices of the sampled tokens in the batch's flat tensors
     part: PackedPart | None = None  # set when the row is one rank's part of a row with these ``lengths``
 
     def to(self, device: torch.device | str) -> "PackedRow":
@@ -87,13 +87,13 @@ def empty_row() -> PackedRow:
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences in their given order. Flat tensors have one entry per sampled token of all sequences."""
+    """Sequences that are trained on together. A flat tensor, such as ``logprobs``, has one entry per sampled token."""
 
     sequences: tuple[Tokens, ...]
     counts: tuple[int, ...]  # sampled tokens of each sequence
     logprobs: Tensor  # float32 [sampled tokens], the engine's
     rewards: Tensor  # float32 [sequences]
-    groups: Tensor  # int64 [sequences], equal within a group
+    groups: Tensor  # int64 [sequences], equal for the samples of one draw of a task
 
     def __len__(self) -> int:
         """Returns the number of sampled tokens."""
@@ -170,8 +170,8 @@ def _row(sequences: Sequence[tuple[Tokens, int]]) -> PackedRow:
 
 
 def before_sampled(states: Tensor, row: PackedRow) -> Tensor:
-    """Returns, of a row's ``states`` [length, size], the state before each sampled token, [n, size]. This state
-    predicts and values the token. No gradient reaches any other state directly."""
+    """Returns the state before each sampled token of ``row``, [n, size], out of the row's ``states`` [length, size].
+    The state before a token predicts the token and gives its value."""
     return states[row.before]
 
 

@@ -1,7 +1,7 @@
 """Runs the trainer's processes (ranks) on one machine; the driver process starts them and sends them calls.
 
-All ranks must receive the same calls in the same order. Other modules hold a rank's computation (``sharding``,
-``attention``) and the ranks on other machines (``rl.ray.ranks``). A dead rank is not replaced."""
+All ranks must receive the same calls in the same order. A dead rank is not replaced. ``sharding`` and ``attention``
+divide the computation among the ranks. ``rl.ray.ranks`` runs ranks on several machines."""
 
 import contextlib
 import multiprocessing
@@ -40,8 +40,8 @@ def open_store(host: str) -> tuple[Any, str]:
 
 
 class Rank:
-    """One rank, in its own process.  The constructor joins torch's process group of ``world`` ranks through the store
-    at ``address`` (host:port).  A single rank has no process group, and its trainers are ordinary trainers."""
+    """One rank, in its own process.  The constructor joins torch's process group of ``world`` ranks, which meet through
+    the store at ``address`` (host:port).  If ``world`` is 1, there is no process group."""
 
     def __init__(self, rank: int, world: int, address: str, device: str, threads: int, lease: Path | None) -> None:
         self._device = f"cuda:{rank % torch.cuda.device_count()}" if device == "cuda" else "cpu"
@@ -112,12 +112,12 @@ def _failure(error: Exception) -> bytes:
 
 
 class Ranks(contextlib.AbstractContextManager["Ranks"]):
-    """Runs ``count`` rank processes on this machine; on GPUs they use the first ``count`` GPUs.  The exit of this
-    context manager ends the processes.
+    """Runs ``count`` rank processes on this machine, on GPUs one per GPU.  Use it as a context manager; its exit ends
+    the processes.
 
-    ``threads`` are the threads of each rank on a CPU.  ``lease`` is the folder of the timing lease, which the first
-    rank holds for all.  If other ranks of the same ``world`` run elsewhere, the ranks here are numbered from ``first``
-    on, and all ranks meet at ``address``."""
+    ``threads`` is the number of threads of each rank on a CPU.  ``lease`` is the folder of the timing lease, which rank
+    0 holds for all ranks.  If other machines run ranks of the same group, ``world`` is the size of the group, ``first``
+    the number of the first rank here, and ``address`` the store through which the ranks meet."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """The training algorithms: imitation, value pretraining, and policy optimization with PPO's clipped loss.
 
-The caller decides where data comes from, when to checkpoint and when to stop.  Recipes marked ``over_ranks`` run on all
-ranks of a trainer.  All randomness is a function of (seed, epoch or step)."""
+These algorithms are called recipes.  The caller provides the data and saves checkpoints.  Recipes marked ``over_ranks``
+run on all processes (ranks) of a trainer.  The seed and the number of the epoch alone decide every random order."""
 
 import time
 from collections.abc import Iterator, Sequence

@@ -1,8 +1,9 @@
-"""Shards a model's weights over several processes (ranks) with FSDP2, and distributes rows over them.
+"""Shards a model's weights over several processes (ranks) with FSDP2, and distributes rows of sequences over the ranks.
 
 Each rank keeps a part of every parameter, of its gradient and of the optimizer's state.  A layer's weights are gathered
-when the layer computes.  All code that reads weights runs inside ``FsdpRoot``, whose hooks gather the first and last
-layers.  Gradients are summed over ranks, not averaged: losses are already parts of the global batch's mean."""
+from all ranks when the layer computes.  All code that reads weights runs inside ``FsdpRoot``, which gathers the weights
+outside of the layers.  Gradients are summed over the ranks, not averaged: each rank's loss is its part of the mean over
+the whole batch."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -19,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class FsdpRoot(nn.Module):
-    """The root module of a sharded ``model``: runs a computation while the weights are gathered as needed."""
+    """The root module of a sharded ``model``. Calling it with a function runs the function, with gathered weights."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,10 +1,11 @@
-"""One trainer for imitation, value pretraining and PPO: a model, its optimizer, and rows of packed sequences.
+"""One trainer for imitation, value pretraining and PPO. It trains a model on rows of packed sequences.
 
-Callers (``recipes``) define the losses. Master weights are float32. ``precision="bf16"`` computes only the trunk in
-bfloat16. ``auto`` does so if the device has bfloat16 instructions; log-probabilities then differ from those of a
-float32 engine. The same seed, threads and data give the same weights. Frozen parameters stay frozen and are not in
-checkpoints. With a ``mesh`` the same trainer runs on each rank: ranks get the same batches, share weights and rows
-(``sharding``) or the tokens of every row (``attention``), and return the same results."""
+The algorithms (``recipes``) define the losses. Weights are float32; with ``precision="bf16"`` the trunk computes in
+bfloat16, so that log-probabilities differ from those of a float32 engine. "auto" means bf16 if the device has bfloat16
+instructions. The same seed, threads and data give the same weights. Checkpoints do not contain frozen parameters.
+
+With a ``mesh``, one trainer runs in each of several processes (ranks). All ranks get the same batches and return the
+same results. They share the weights (``sharding``), and divide the rows, or each row's tokens (``attention``)."""
 
 import functools
 import math
@@ -31,10 +32,10 @@ RowLoss = Callable[[PackedRow], tuple[Tensor, Metrics]]
 
 
 class Trainer:
-    """Trains one model. A forward and backward pass takes at most ``row_tokens`` tokens; every sequence must fit.
+    """Trains one model on rows of at most ``row_tokens`` tokens; no sequence may be longer than a row.
 
-    On a CPU a small model computes as many rows side by side as torch had threads when the trainer was made. Each row
-    has one thread, so that no core idles at the end of a small operation. Gradients are summed in row order."""
+    On a CPU, a small model computes several rows at the same time, as many as torch has threads when the trainer is
+    made. Each row uses one thread, so that no core idles at the end of a small operation."""
 
     def __init__(
         self,
@@ -240,7 +241,7 @@ class Trainer:
 
     def load(self, folder: Path) -> None:
         """Restores a state that ``save`` wrote, with any number of ranks. Raises ``CorruptCheckpoint``, before any
-        change, if it does not fit or is damaged."""
+        change, if the state does not fit the model or is damaged."""
         table = checkpoint.read(folder, self.trained())
         random, step, seconds = (table.pop(name) for name in ("random", "step", "seconds"))
         checkpoint.restore(table, self.trained(), self.optimizers)

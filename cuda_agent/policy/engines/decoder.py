@@ -1,10 +1,8 @@
 """Computes the forward passes of the in-process engine, for prompts and for single tokens, with a key-value cache.
 
-``DenseDecoder`` is fast and decodes dense Llama, Qwen2 and Qwen3 models. Its weights hold q, k and v in one matrix and
-gate and up in another; the weights of norms are folded into the matrix that follows. The two numbers of a rotary pair
-are neighbours, so that a rotation is one complex product. ``GenericDecoder`` runs any other causal model, one row after
-the other. A row of the cache holds one sequence. The n active rows are the first n (``move`` fills a freed row), so
-that attention reads the cache without gathering."""
+``DenseDecoder`` is fast and decodes dense Llama, Qwen2 and Qwen3 models. ``GenericDecoder`` runs any other causal
+model, one sequence after the other. Each row of the cache holds one sequence. The n active sequences are in the first n
+rows, so that attention reads the cache without gathering; ``move`` fills the row of a sequence that ended."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -25,9 +23,12 @@ Job = tuple[int, int, Sequence[int]]  # row, position of the first new token, th
 
 
 class DenseDecoder:
-    """Decodes dense models. Shapes: n rows or tokens, H query heads, K key-value heads, G = H / K, head size D."""
+    """A fast decoder of dense models. It copies the weights into its own form: q, k and v are one matrix, gate and up
+    another. Each norm's weight is multiplied into the next matrix. The two numbers of a rotary pair are neighbours.
 
-    partial = True  # ``restore`` can take a part of a kept row
+    Shapes in this class: n rows or tokens, H query heads, K key-value heads, G = H / K, head size D."""
+
+    partial = True  # whether ``restore`` can restore a part of what ``keep`` returned
 
     def __init__(self, model: Any, rows: int) -> None:
         config = model.config
@@ -264,7 +265,7 @@ class DenseDecoder:
 
 
 class GenericDecoder:
-    """Decodes any causal model of transformers. Each row is a separate batch of one, with the model's own cache."""
+    """A decoder of any causal model of transformers. It computes each row alone, with the model's own cache."""
 
     partial = False  # a recurrent state cannot be cut short
 
@@ -335,8 +336,8 @@ def _fold(weight: Tensor, norm: Tensor) -> Tensor:
 
 def verify(decoder: Decoder, model: Any) -> float:
     """Returns how much the log-probabilities of decoder and model differ on a fixed prompt: the mean over the
-    vocabulary, weighted by probability, at the worst position. It runs through ``prefill``, ``step`` and ``restore``,
-    and overwrites the rows 0 and 1."""
+    vocabulary, weighted by probability, at the worst position. This tests ``prefill``, ``step`` and ``restore``, and
+    overwrites the cache's rows 0 and 1."""
     ids, device = probe_prompt(model, 20), model.device
     with torch.inference_mode():
         wanted = torch.log_softmax(model(input_ids=torch.tensor([ids], device=device)).logits[0].float(), -1)

@@ -1,6 +1,7 @@
-"""Defines the interface of engines, which serve a policy: prompts and completions are token ids.
+"""Defines the interface of engines. An engine serves a policy: it gets a prompt and samples a completion of it.
 
-A completion also has log-probabilities and the weights' version. Text is never tokenized again between turns."""
+Prompts and completions are token ids, so that sampled text is never tokenized again. A completion also holds the
+log-probabilities of its tokens and the version of the weights."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,9 +20,9 @@ class EngineLost(EngineError):
 class SamplingParams:
     """The parameters of one completion.
 
-    ``seed`` makes the completion a function of (weights, prompt, seed) alone: the engine draws each token with noise
-    derived from (seed, position), so that batch composition and restarts change nothing. ``temperature`` 0 is greedy.
-    ``key`` names the episode: an engine sends all requests of a key to one server, which caches their prefix."""
+    Weights, prompt and ``seed`` alone decide the completion, up to rounding. Other requests in the batch and restarts
+    of a server change nothing. At ``temperature`` 0 the likeliest token is taken. ``key`` names the episode: an engine
+    sends all requests with the same key to one server, which caches their common beginning."""
 
     max_tokens: int
     seed: int
@@ -39,13 +40,13 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Serves one policy.  ``generate`` may be called concurrently; the engine forms batches."""
+    """Serves one policy.  ``generate`` may be called concurrently: the engine batches the requests."""
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion: ...
 
     async def update_from(self, model: Any, version: int) -> None:
         """Makes the engine serve the weights of ``model`` as ``version`` from the next ``generate`` on. The model must
-        not change until this call returns. Raises ``EngineError`` if it cannot; the engine then serves no more."""
+        not change until this call returns. Raises ``EngineError`` on failure; the engine then serves nothing more."""
 
     async def compute(self, job: Callable[[], Any]) -> Any:
         """Runs ``job`` in the engine's thread for computations, and returns the result of ``job``."""
@@ -61,7 +62,7 @@ def probe_prompt(model: Any, count: int) -> list[int]:
 
 def fitted(params: SamplingParams, prompt: Sequence[int], context: int) -> SamplingParams:
     """Returns ``params`` with ``max_tokens`` cut to the tokens that ``prompt`` leaves of ``context``. Raises
-    ``ValueError`` if it leaves none or is empty."""
+    ``ValueError`` if ``prompt`` is empty or leaves no token."""
     limit = min(params.max_tokens, context - len(prompt))
     if not prompt or limit < 1:
         raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {context}")

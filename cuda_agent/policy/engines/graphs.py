@@ -1,7 +1,7 @@
 """Runs decoding steps as CUDA graphs: one launch replaces the launches of a step's hundreds of small kernels.
 
-A graph is recorded for a number of rows and a number of cache positions. A step runs in the smallest graph that fits,
-so that few graphs are recorded (about a dozen for a whole batch). Unused rows compute values that are ignored."""
+Each graph is recorded for a number of rows and a number of cache positions. A step rounds both numbers up, so that a
+whole batch needs only about a dozen graphs. What the surplus rows compute is ignored."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +15,9 @@ Step = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class StepGraphs:
-    """Records ``step`` as CUDA graphs and replays them. ``step`` maps ids (int64 [n]), positions (int64 [n]) and a
-    length to logits [n, vocab]; a second run with the same arguments must return the same. n is at most ``rows``."""
+    """Records ``step`` as CUDA graphs and replays them. ``step`` maps token ids (int64 [n]), positions (int64 [n]) and
+    a number of cache positions to logits [n, vocab]. It may run twice with the same arguments, and must then return the
+    same logits. n is at most ``rows``."""
 
     def __init__(self, step: Step, rows: int, device: torch.device) -> None:
         self._step, self._rows = step, rows

@@ -1,10 +1,10 @@
 """Serves a policy inside this process: ``LocalEngine``, with continuous batching, prefix reuse and one worker thread.
 
-Weights, prompt and seed determine a completion up to rounding, because each token is drawn with noise derived from
-(seed, position) alone. Rounding depends on the batch. Batches form in order of submission, and a batch is closed only
-when the event loop has run ``QUIET_PASSES`` times without a new request. So callers that wait only for this engine and
-for each other get the same batches, and the same bits, every time. There is one device. There is no top-p or similar
-sampling, which would bias PPO's ratio."""
+Weights, prompt and seed alone decide a completion up to rounding: each token is drawn with noise derived from the seed
+and the token's position. Rounding depends on which requests are in the batch. Requests join a batch in order of
+submission, and only after the event loop has run ``QUIET_PASSES`` times without a new request. Callers that wait only
+for this engine and for each other therefore get the same batches, and the same bits, in every run. There is no top-p or
+similar sampling, because it would bias PPO's ratio."""
 
 import asyncio
 import copy
@@ -23,7 +23,7 @@ from cuda_agent.policy.engines.decoder import Decoder, Job, make_decoder, verify
 from cuda_agent.policy.engines.engine import Completion, EngineError, SamplingParams, fitted
 
 QUIET_PASSES = 8
-KEPT_TOKENS_PER_ROW = 1024  # most tokens of finished sequences that are kept, times rows
+KEPT_TOKENS_PER_ROW = 1024  # times the number of rows: most tokens of finished sequences that are kept
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # most per pass, or one prompt; the lease is released between passes
 PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # else 0.05; rounding alone causes 1e-6
 
@@ -47,10 +47,10 @@ class Counts:
 
 
 class LocalEngine:
-    """The engine that computes in this process. It copies ``model``, a causal model of transformers, to ``device`` and
-    ``dtype``. ``threads`` limits the threads of CPU operators. ``batch`` is the most requests at once. ``lease`` is a
-    ``Lease`` for this engine alone. Raises ``EngineError`` if the decoder does not reproduce the model's
-    log-probabilities, at first or after new weights."""
+    """An engine that computes in this process. It copies ``model``, a causal model of transformers, to ``device`` and
+    ``dtype``. ``threads`` limits the threads of CPU operators, ``batch`` the requests that are decoded at once.
+    ``lease`` is the timing lease; no other object may use this ``Lease``. The constructor and ``update_from`` raise
+    ``EngineError`` if the decoder does not reproduce the model's log-probabilities."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class LocalEngine:
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
     async def _drive(self) -> None:
-        """While there are requests, adds those that wait to the batch and decodes until a request ends or arrives."""
+        """Adds waiting requests to the batch, and decodes until a request ends or arrives; repeats until all ended."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -336,10 +336,10 @@ def uniforms(seed: int, position: int, count: int) -> np.ndarray:
 
 
 def draw(logits: Tensor, noise: Tensor, temperatures: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Draws one token per row, where its cumulative distribution reaches ``noise``; returns ids and log-probabilities.
+    """Draws one token for each row of ``logits``; returns the ids and log-probabilities of the n tokens.
 
-    ``logits`` are float32 [n, vocab], ``noise`` is float64 [n]. At temperature 0 the likeliest token is taken, with its
-    log-probability at temperature 1."""
+    ``logits`` are float32 [n, vocab]. ``noise``, float64 [n], says where in its row's cumulative distribution a token
+    is drawn. At temperature 0 the likeliest token is taken, with its log-probability at temperature 1."""
     if any(t != 1.0 for t in temperatures):
         logits = logits / torch.tensor([t or 1.0 for t in temperatures], device=logits.device)[:, None]
     probabilities = torch.softmax(logits, -1)

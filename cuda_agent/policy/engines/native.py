@@ -1,7 +1,7 @@
-"""Compiles ``step.cpp`` for one model shape, if there is a C++ compiler.
+"""Compiles ``step.cpp``, which holds some of the decoder's operations in C++, for one model shape.
 
-The library is built once per process in a temporary folder (about a second) and loaded from there.  Nothing stays on
-disk, so that no stale or foreign library can be loaded.  Without a compiler the decoder uses torch's operators and is
+Each process compiles its own library, in about a second, in a temporary folder, and loads it.  Nothing stays on disk,
+so that no stale or foreign library can be loaded.  Without a C++ compiler the decoder uses torch's operators and is
 slower."""
 
 import ctypes

@@ -1,9 +1,9 @@
 """Serves a policy by one or many vLLM servers over HTTP: ``VllmEngine`` (docs/engines.md).
 
-All turns of an episode go to one server, which keeps the episode's prefix cache. The requests of a dead server go to
-the other servers. Nothing is lost, because a completion depends on weights, prompt and seed alone, up to rounding. The
-weights change between requests, and every server must prove that it serves the new weights. A dead server is not
-restarted. Top-p and similar sampling are left out, because they would bias PPO's ratio."""
+All turns of an episode go to one server, which caches the episode's tokens. If a server dies, the other servers answer
+its requests. Their completions are the same up to rounding, because weights, prompt and seed alone decide a completion.
+A dead server is not restarted. Weights are replaced while no request runs; a probe then checks that every server uses
+the new weights. There is no top-p or similar sampling, because it would bias PPO's ratio."""
 
 import asyncio
 import contextlib
@@ -45,8 +45,8 @@ PROBE_TOLERANCE_LOW = 0.05  # the same for servers in bfloat16 and float16
 
 
 class VllmEngine:
-    """The engine over the vLLM servers ``replicas``, whose ``greet`` was called. New weights are written to the folder
-    ``work``, which every server must be able to read."""
+    """An engine that sends requests to the vLLM servers ``replicas``; call ``greet`` of each replica first. The engine
+    writes new weights, unless it broadcasts them, to the folder ``work``, which every server must be able to read."""
 
     def __init__(self, replicas: Sequence[Replica], work: Path, config: PolicyConfig) -> None:
         import torch
@@ -229,8 +229,8 @@ class VllmEngine:
             self._adapter = name
 
     async def _prove(self, replica: Replica, model: Any, before: list[Any]) -> None:
-        """Raises EngineError unless ``replica`` computes with the weights of ``model``. ``before`` is what the server
-        said of its weights before they changed, or empty."""
+        """Raises EngineError unless ``replica`` computes with the weights of ``model``. ``before`` holds the digests
+        that the server's workers reported before the weights changed, or is empty."""
         prompt = probe_prompt(model, PROBE_TOKENS)
         params = SamplingParams(PROBE_SAMPLED, seed=1, temperature=PROBE_TEMPERATURE)
         served_name = self._adapter or replica.model

@@ -1,9 +1,9 @@
 """Runs inside vLLM's processes: a plugin for vLLM, and methods that vLLM adds to its workers.
 
-vLLM calls ``register`` in each process through the entry point ``vllm.general_plugins``, and adds the methods of
-``WeightSync`` to its workers; the engine calls these through ``/collective_rpc``. A server's environment needs this
-package, but not the package's requirements: only functions import ``torch``. Run as a program, this module becomes a
-server."""
+vLLM calls ``register`` in each process, through the entry point ``vllm.general_plugins``. It also adds the methods of
+``WeightSync`` to its workers; the engine calls these methods through vLLM's route ``/collective_rpc``. A server must be
+able to import this package, but not the package's requirements: only functions import ``torch``. As a program, this
+module becomes a server."""
 
 import ctypes
 import functools
@@ -71,7 +71,7 @@ def _work_under_lease(folder: Path) -> None:
 
 
 class WeightSync:
-    """Methods that vLLM adds to each of its workers. They return dicts, which pass through vLLM's HTTP interface."""
+    """Methods for replacing weights, which vLLM adds to its workers. They return dicts, which vLLM sends over HTTP."""
 
     model_runner: Any
     device: Any

@@ -1,8 +1,8 @@
-"""Runs a vLLM server of a run's pool on a cluster: waits for the run's first policy, then becomes vLLM's server.
+"""Runs one vLLM server of a run's pool on a cluster: waits for the run's first policy, then becomes vLLM's server.
 
-The first stage that needs an engine writes the policy atomically into ``FOLDER/policy``. At each start the server gives
-the policy a new name: after a restart it refuses requests for the old name instead of answering them with its initial
-weights. Like ``vllm_plugin``, this module imports none of the package's requirements."""
+The first stage that needs an engine writes the policy atomically into the sub-folder ``policy`` of a shared folder. At
+each start the server gives the policy a new name. A restarted server has the initial weights, so it must refuse
+requests for the old name. This module needs none of the package's requirements except ``torch``."""
 
 import argparse
 import os

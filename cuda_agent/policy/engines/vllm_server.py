@@ -1,8 +1,8 @@
-"""Starts vLLM servers, sends requests over HTTP to these or to external servers, and checks the answers.
+"""Starts vLLM servers, sends HTTP requests to them or to external vLLM servers, and checks the answers.
 
-A server started here listens on a Unix socket in a private folder, because the interface that replaces weights has no
-password. vLLM requires its own PyTorch version, so another interpreter may run it (``CUDA_AGENT_VLLM_PYTHON``); the
-environment of that interpreter need not have this package."""
+A server started here listens on a Unix socket in a private folder, because vLLM's interface for replacing weights has
+no password. vLLM requires its own PyTorch version, so the variable ``CUDA_AGENT_VLLM_PYTHON`` may name another Python
+interpreter for it. This package need not be installed in that interpreter's environment."""
 
 import asyncio
 import math
@@ -32,9 +32,9 @@ _ENTRY_POINT = "[vllm.general_plugins]\ncuda_agent = cuda_agent.policy.engines.v
 
 
 class VllmServer:
-    """A vLLM server started here. Linux ends the server with the thread that created it, so create it in the main
-    thread. ``device`` is the number of a GPU, or None for the CPU. ``lease`` is the folder of the timing lease, under
-    which the server pauses while kernels are timed. Raises ``PolicyError`` if vLLM is missing."""
+    """A vLLM server that this process starts. Linux ends the server when the thread that created it ends, so create it
+    in the main thread. ``device`` is the number of a GPU, or None for the CPU. ``lease`` is the folder of the timing
+    lease: the server pauses while a judge holds the lease. Raises ``PolicyError`` if vLLM is missing."""
 
     def __init__(self, policy: Path, config: PolicyConfig, lease: Path | None, device: int | None) -> None:
         self.python = interpreter()
@@ -113,15 +113,16 @@ KEPT_SECONDS = 2.0  # longest idle time of a reused connection; vLLM closes it a
 
 
 class Fault(Exception):
-    """The failure of one server; another server may work."""
+    """A request to one server failed; another server may answer it."""
 
 
 class Busy(Fault):
-    """The answer of a server that is overloaded."""
+    """A server answered that it is overloaded."""
 
 
 class Replica:
-    """A vLLM server and the connections to it. ``url`` is ``http://host:port``, or ``unix:/path`` of a socket."""
+    """One vLLM server of an engine, and the connections to it. ``url`` is ``http://host:port``, or ``unix:/path`` for a
+    Unix socket. ``server`` is None if this process did not start the server."""
 
     def __init__(self, url: str, server: VllmServer | None = None) -> None:
         self.url, self.server = url, server
@@ -131,7 +132,7 @@ class Replica:
         self.context = 0
         self.workers = 0
         self.dtype, self.device = "", ""
-        self.noise = math.inf  # difference in the last successful probe
+        self.noise = math.inf  # difference from the trainer's log-probabilities in the last successful probe
         key = os.environ.get(KEY) if server is None else None
         unix = url.removeprefix("unix:") if url.startswith("unix:") else None
 
@@ -159,7 +160,7 @@ class Replica:
             return False
 
     async def ready(self) -> None:
-        """Waits until the server answers. Raises EngineLost, with the end of its log, if it ends or is too slow."""
+        """Waits until the server answers. Raises EngineLost, with the end of the log, if the server ends or is slow."""
         end, server = time.monotonic() + START_SECONDS, self.server
         while not await self.healthy():
             log = f":\n{server.tail()}" if server else ""
@@ -170,8 +171,8 @@ class Replica:
             await asyncio.sleep(0.25)
 
     async def ask(self, path: str, body: Any = None) -> Any:
-        """Sends a request: POST with ``body``, or GET if it is None. Returns the answer's JSON, or None for other
-        content. Raises EngineError if the server refuses the request, Fault if it fails."""
+        """Sends a request: POST with ``body``, or GET if ``body`` is None. Returns the answer's JSON, or None for other
+        content. Raises EngineError if the server refuses the request, and Fault if the server fails."""
         method = "GET" if body is None else "POST"
         try:
             try:
@@ -211,9 +212,9 @@ class Replica:
     async def complete(
         self, prompt: Sequence[int], params: SamplingParams, model: str, salt: str, **more: Any
     ) -> dict[str, Any]:
-        """Returns vLLM's completion of ``prompt`` (``token_ids``, ``logprobs``, ``finish_reason``), after checks.
-        ``model`` is the served name. Requests with another ``salt`` share no cached prefix. ``more`` extends the
-        body."""
+        """Returns vLLM's completion of ``prompt`` (``token_ids``, ``logprobs``, ``finish_reason``); raises Fault if it
+        is not as requested. ``model`` is the served name. Requests with different ``salt`` share no cached prefix.
+        ``more`` holds more fields of the request."""
         body = {
             "model": model,
             "prompt": list(prompt),

@@ -1,6 +1,6 @@
 """Broadcasts new weights into the memory of vLLM's workers, by NCCL between GPUs and by Gloo between CPUs.
 
-The module ``vllm`` pauses the servers, notices dead servers and verifies the weights."""
+The module ``vllm`` calls this module; it pauses the servers, notices dead servers and verifies the weights."""
 
 import asyncio
 import socket
@@ -17,7 +17,8 @@ from cuda_agent.policy.lora import merged_parameters
 
 
 class Broadcast:
-    """The trainer's end of a group that broadcasts weights. The group is kept as long as its servers stay the same."""
+    """The trainer's end of a process group that broadcasts weights to vLLM servers. ``send`` uses the same group again
+    as long as the servers stay the same."""
 
     def __init__(self) -> None:
         self._group: Any = None

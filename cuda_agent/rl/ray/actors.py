@@ -1,8 +1,8 @@
 """Defines the classes of Ray's actors: a rollout worker, which plays episodes with its own engine and sandbox, and a
 host of trainer processes.
 
-Actors and stage need no common folder.  Inputs and checkpoints are sent as parts of files, episodes as lines of JSON,
-and weights as arrays with a digest that is checked after loading."""
+Actors and stage need no common folder.  They send each other inputs and checkpoints as parts of files, episodes as
+lines of JSON, and weights as arrays.  A digest is sent with weights, and is checked after the weights are loaded."""
 
 import asyncio
 import shutil
@@ -24,8 +24,8 @@ from cuda_agent.training.ranks import Ranks, open_store
 
 
 class RolloutWorker:
-    """An actor that plays episodes.  It writes ``inputs`` (name of a folder -> its files in parts) to a private folder.
-    It uses the stage's cache folder, which ``context`` names, if this machine has it."""
+    """An actor that plays episodes.  It writes the stage's ``inputs`` (name of a folder -> the parts of its files) to a
+    private folder.  It uses the cache folder that ``context`` names if the folder exists on this machine."""
 
     def __init__(self, context: WorkerContext, episodes: EpisodeSettings, inputs: Mapping[str, Sequence[Part]]) -> None:
         die_with_parent()  # Ray's workers run on for seconds after their node's raylet was killed

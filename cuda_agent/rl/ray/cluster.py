@@ -1,8 +1,8 @@
-"""Starts a Ray instance on this machine, which ends with the stage, or connects to a running instance.
+"""Connects a stage to a running Ray instance, or starts an instance on this machine that ends with the stage.
 
 A new instance listens on 127.0.0.1 only, asks for a secret token, keeps its files in a private folder, and has no
-dashboard.  When the stage ends in any way, Linux ends most of Ray's processes at once; a watcher (``watch``) ends the
-rest and removes the folder."""
+dashboard.  When the stage ends, even if it is killed, Linux ends most of Ray's processes at once; the program ``watch``
+ends the other processes and removes the folder."""
 
 import os
 import secrets

@@ -23,7 +23,7 @@ from cuda_agent.rl.ray.cluster import on_bundle, open_ray, raise_if_init_failed
 from cuda_agent.rl.ray.transfer import parts
 from cuda_agent.rl.rollouts import Job, Kind, OnDone
 
-LOSSES = 3  # losses per worker in one round before the stage gives up
+LOSSES = 3  # the stage gives up after this many losses per worker in one round
 PLACING_SECONDS = 900.0  # a cluster may have to add nodes
 OPENING_SECONDS = 1800.0  # a worker's engine may have to load a large model
 CLOSING_SECONDS = 20.0
@@ -31,11 +31,11 @@ GRACE_SECONDS = 60.0  # a worker counts as lost this long after the deadlines of
 
 
 class ServedPolicy(NamedTuple):
-    """The policy that the workers play."""
+    """The weights of the policy that the workers play."""
 
     version: int  # training step of the weights
-    digest: str  # of the weights
-    weights: Any  # reference into Ray's object store
+    digest: str  # digest of the weights
+    weights: Any  # reference to the weights in Ray's object store
 
 
 class WorkerLost(Exception):
@@ -44,18 +44,18 @@ class WorkerLost(Exception):
 
 @dataclass
 class WorkerSlot:
-    """A rollout worker with a fixed number.  A new actor takes the number of a lost one."""
+    """A rollout worker with a fixed number.  If its actor is lost, a new actor continues under this number."""
 
     number: int
     actor: Any = None  # None: lost, or not opened yet
     opening: asyncio.Task[None] | None = None  # the task that opens a new actor
-    has: ServedPolicy | None = None  # the policy that the actor got
+    has: ServedPolicy | None = None  # the policy that the actor got last
 
 
 class EpisodeCollector:
-    """Collects the episodes of one round.  Of each group (the samples of one task) it keeps the first ``samples`` that
-    finish with a reward; if there are fewer, it adds episodes without one.  It is ``full`` when every group has
-    ``samples`` episodes with a reward, or no unfinished episode."""
+    """Collects the episodes of one round.  A group is the episodes on one draw of a task.  Of each group, the collector
+    keeps the first ``samples`` episodes that finish with a reward, and fills up with episodes without one.  It is
+    ``full`` when every group has ``samples`` episodes with a reward, or no unfinished episode."""
 
     def __init__(self, jobs: Sequence[Job], samples: int) -> None:
         self._order = {name: index for index, (_, name) in enumerate(jobs)}

@@ -1,7 +1,7 @@
-"""The trainer's process group on Ray: one actor per machine holds the processes there; the stage controls the actors.
+"""Runs a trainer's processes (ranks) on Ray: one actor per machine holds the ranks there; the stage calls the actors.
 
-A checkpoint is sent from each machine to the stage's folder, and for loading from there to every machine.  It is sent
-in parts, so that no process holds more than a few parts in memory."""
+To save a checkpoint, each machine sends its files to the stage.  To load it, the stage sends all files to all machines.
+Files are sent in parts, so that no process holds more than a few parts in memory."""
 
 import pickle
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """The Ray runtime of PPO: rollout workers, and a trainer whose processes are on one machine or on several.
 
-The stage's process controls both.  A lost trainer restarts from the newest checkpoint, on the same placement group.
+The stage's process controls both.  A lost trainer restarts from the newest checkpoint, on the machines reserved for it.
 PPO's loop is in ``rl.ppo``; ``players`` controls the rollout workers; the actors' classes are in ``actors``."""
 
 import asyncio
@@ -33,8 +33,9 @@ from cuda_agent.training.distributed import TrainerLost
 
 
 class RayRuntime:
-    """The ``rl.runtime.Runtime`` on Ray.  The trainer's processes run on the first bundles of the placement group
-    ``group``, one bundle per machine.  There is no learner before ``open``, nor after the trainer was lost."""
+    """The ``rl.runtime.Runtime`` on Ray.  ``group`` is a placement group: bundles of resources that Ray has reserved on
+    machines.  The trainer's processes run on the first bundles, one bundle per machine.  There is no trainer before
+    ``open``, nor after the trainer was lost."""
 
     def __init__(
         self, ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None, group: Any

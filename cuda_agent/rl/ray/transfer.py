@@ -1,5 +1,5 @@
-"""Turns folders and weights into messages between Ray's actors: a folder into parts, so that memory holds only a few
-parts of a checkpoint, and a model's weights into arrays."""
+"""Turns folders and weights into messages between Ray's actors.  A folder is sent as parts of its files, so that memory
+holds only a few parts at a time.  A model's weights are sent as arrays."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path

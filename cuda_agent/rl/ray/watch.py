@@ -1,8 +1,8 @@
 """Ends the remaining processes of a stage's Ray instance and removes its folder: ``python watch.py FOLDER``.
 
-The stage starts this program with a pipe as stdin, which closes when the stage ends.  Some of Ray's processes would
-then run on for minutes.  A process belongs to the instance if it has a file in the folder open, such as its log.  This
-program imports only the standard library, because it stays in memory as long as the stage runs."""
+Without this program some of Ray's processes would run on for minutes after the stage.  The stage starts this program
+with a pipe as stdin, which closes when the stage ends.  A process belongs to the instance if it has a file in FOLDER
+open, such as its log.  This program imports only the standard library, because it stays in memory during the stage."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ SECONDS = 20.0  # longest wait for processes that end slowly
 
 
 def holders(folder: str, stage: int) -> list[int]:
-    """Returns the ids of the processes that have a file below ``folder`` open, without this one and ``stage``."""
+    """Returns the ids of the processes that have a file below ``folder`` open, except this process and ``stage``."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) not in (os.getpid(), stage):
