@@ -1,8 +1,8 @@
 """Composes, validates, freezes and loads the configuration.
 
-Hydra composes ``conf/`` and the user's overrides once, in the process that the user starts (``compose``).  The models
-in ``config`` validate the result, and ``freeze`` writes the result as canonical JSON.  Other processes receive this
-JSON and its sha256, check the hash and validate with the same models (``load``)."""
+``compose`` runs once, in the process that the user starts: Hydra merges the files of ``conf/`` with the user's
+overrides, and the pydantic models of ``config`` validate the result.  ``freeze`` writes a configuration as canonical
+JSON.  Every other process calls ``load`` with this JSON and its sha256, which checks the hash and validates again."""
 
 import difflib
 import hashlib

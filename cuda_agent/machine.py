@@ -1,4 +1,4 @@
-"""The hardware of this machine (processor and GPUs), and a way to end a process together with its parent."""
+"""Describes this machine's processor and GPUs.  ``die_with_parent`` ties the life of a process to its parent's."""
 
 import contextlib
 import ctypes
