@@ -2,7 +2,7 @@
 
 ``compose`` runs once, in the process that the user starts: Hydra merges the files of ``conf/`` with the user's
 overrides, and the pydantic models of ``config`` validate the result.  ``freeze`` writes a configuration as canonical
-JSON.  Every other process calls ``load`` with this JSON and its sha256, which checks the hash and validates again."""
+JSON.  Each other process gets this JSON and its sha256, and calls ``load``: it checks the hash and validates again."""
 
 import difflib
 import hashlib

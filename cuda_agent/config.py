@@ -168,7 +168,7 @@ class Lora(Section):
 
 class Training(Section):
     """Settings of how and where training stages compute.  They change a result only by rounding errors.  So they are
-    not part of a cache key, and a stage can resume from a checkpoint that was made with other values."""
+    not part of a stage's cache key, and a stage can resume from a checkpoint that was made with other values."""
 
     checkpointing: Literal["auto", "on", "off"] = Field(
         "auto",

@@ -1,4 +1,4 @@
-"""Describes this machine's processor and GPUs.  ``die_with_parent`` ties the life of a process to its parent's."""
+"""Describes this machine's processor and GPUs.  ``die_with_parent`` makes Linux kill this process with its parent."""
 
 import contextlib
 import ctypes

@@ -18,7 +18,7 @@ _NAMES, _POINTS = 90, 800  # most per request; MLflow allows 100 params or tags 
 
 @dataclass
 class MlflowEntry:
-    """One MLflow run, with what MLflow holds of it as far as this process knows."""
+    """What MLflow holds of one MLflow run, as far as this process knows."""
 
     run_id: str
     params: set[str] = field(default_factory=set)  # names of the params that are set
@@ -141,8 +141,8 @@ class Rest:
 
 
 class Library:
-    """A connection to MLflow through MLflow's client.  Importing the client takes seconds; opening a new database takes
-    seconds, too."""
+    """A connection through MLflow's client.  Importing the client takes seconds, and opening a new database does,
+    too."""
 
     def __init__(self, uri: str) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", f"{_SECONDS:.0f}")

@@ -6,8 +6,8 @@ A stage writes three files through ``FileTracker``.  Its checkpoints hold the fi
     notes.jsonl      {"text": ...} per line
     progress.json    {"done", "total", "unit", "rates"}, only while the stage runs
 
-``Mirror`` copies a run to MLflow in a thread, so that the run does not wait for MLflow.  The thread sends what MLflow
-lacks.  So a retried stage continues the MLflow run that its earlier attempt began."""
+``Mirror`` copies a run to MLflow in a thread, so that the run does not wait for MLflow.  The thread sends only
+what MLflow lacks, and a retried stage continues the MLflow run of its earlier attempt."""
 
 import contextlib
 import copy
@@ -127,7 +127,7 @@ class Sweep:
 
 @dataclass
 class Wanted:
-    """The state that one MLflow run shall get.  That run stands for a run of the workflow, or for one of its stages."""
+    """The wanted state of one MLflow run: of that for the whole run of the workflow, or of that for one stage."""
 
     params: dict[str, Any] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)

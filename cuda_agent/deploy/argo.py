@@ -1,10 +1,10 @@
-"""Renders the graph of stages as an Argo ``WorkflowTemplate``; Hera's types check the result.
+"""Renders the graph of stages as an Argo ``WorkflowTemplate`` (Argo 3.7 and 4.x); Hera's types check the result.
 
     prepare ─► one task per stage ─► finish;  on failure: exit ─► finish
 
-One template serves every variant of the graph: a task is skipped when ``prepare`` reports that the cache has the
-stage's result or that the run's graph leaves the stage out.  A stage that Ray can spread over several pods has a second
-task; ``prepare`` chooses between the two.  The chart merges each profile into the template, for Argo 3.7 and 4.x."""
+One template serves every variant of the graph.  A stage's task is skipped if ``prepare`` reports that the run's graph
+leaves the stage out, or that the cache has its result.  A stage that can run on Ray has a second task, which runs it in
+several pods; ``prepare`` chooses one of the two.  The chart makes a template for each profile from this one."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,9 +1,9 @@
 """Composes tasks with one of two writers: one samples operators and shapes, the other asks a language model.
 
 The programmatic writer stacks operators of the catalogue, or takes one layer of ``transformers``.  It chooses the batch
-size so that a cost model puts eager's time inside the window; later the filters check the time that the sandbox
-measures.  A language model's answer is text: this module checks its form, and only the sandbox executes it.  Tasks have
-no branches, residual connections or training steps, and only float32."""
+size so that eager's time, estimated by a cost model, is within the limits; later the filters check the measured time.
+A language model's answer is text: this module checks its form, and only the sandbox executes it.  Tasks have no
+branches, residual connections or training steps, and only float32."""
 
 import math
 import re
@@ -34,7 +34,7 @@ class ComposeError(Exception):
 
 
 class Composer(Protocol):
-    """A writer of candidate tasks.  ``repeatable`` says that a task depends on ``rng`` alone and need not be stored."""
+    """A writer of candidate tasks.  If ``repeatable`` is true, tasks depend on ``rng`` alone and need not be stored."""
 
     @property
     def repeatable(self) -> bool: ...
@@ -65,7 +65,7 @@ def speed_of(device: str, threads: int) -> Speed:
 
 @dataclass(frozen=True)
 class ProgrammaticWriter:
-    """A writer that samples operators and shapes.  ``window`` is the range of eager time in seconds."""
+    """A writer that samples operators and shapes.  ``window`` is the range for a task's eager time, in seconds."""
 
     speed: Speed
     window: tuple[float, float]
@@ -268,8 +268,8 @@ that saturates, cancels or averages everything away. Reordering the operators to
 @dataclass(frozen=True)
 class ModelWriter:
     url: str  # the address, which ends in /v1
-    model: str
-    key_env: str
+    model: str  # its name there
+    key_env: str  # environment variable with the key
     window: tuple[float, float]  # range of eager time in seconds
     device: str = "cpu"
     max_ops: int = 5
