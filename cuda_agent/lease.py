@@ -3,8 +3,7 @@
 The lease is needed because a kernel that takes 1.12 ms on an idle machine takes 1.75 ms beside a matrix multiplication.
 It consists of two file locks.  A process holds the first lock shared during a step of decoding or training
 (``working``), and exclusively while it times a kernel (``timing``).  The second lock is a gate that each step must pass
-to begin.  A process that is to time a kernel first closes the gate, so it waits for running steps but not for new
-ones."""
+to begin.  A process that is to time a kernel first closes the gate, so that no new step can delay it."""
 
 import fcntl
 import os

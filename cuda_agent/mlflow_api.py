@@ -141,8 +141,7 @@ class Rest:
 
 
 class Library:
-    """A connection through MLflow's client.  Importing the client takes seconds, and opening a new database does,
-    too."""
+    """A connection through MLflow's client.  Importing the client takes seconds; so does opening a new database."""
 
     def __init__(self, uri: str) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", f"{_SECONDS:.0f}")

@@ -127,7 +127,7 @@ class Sweep:
 
 @dataclass
 class Wanted:
-    """The wanted state of one MLflow run: of that for the whole run of the workflow, or of that for one stage."""
+    """The state that MLflow is to hold for a run of the workflow (a parent run) or for one stage (a child run)."""
 
     params: dict[str, Any] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)

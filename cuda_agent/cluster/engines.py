@@ -4,7 +4,7 @@
     NetworkPolicy   lets only the run's stages and their Ray pods connect to the replicas, which may connect to nothing
     StatefulSet     the replicas, which begin to serve with the run's first policy (``policy.engines.vllm_pool``)
 
-With ``policy.vllm.sync=nccl``, NetworkPolicies allow all ports between stages and replicas: NCCL chooses its ports."""
+With ``policy.vllm.sync=nccl``, stages and replicas may connect to each other on all ports: NCCL chooses its ports."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -151,8 +151,8 @@ def of_run(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, labels: Mapping[str, str] = {}, name: str = ""
 ) -> list[dict[str, Any]]:
     """Returns copies of a profile's objects ``base`` for one run, owned by its Workflow.  The text ``RUN`` in them is
-    replaced by ``name``, or by the Workflow's name if ``name`` is empty.  If ``labels`` contains the label whose value
-    is ``RUN``, that label gets its value from ``labels``."""
+    replaced by ``name``, or by the Workflow's name if ``name`` is empty.  In the labels that ``labels`` lists, it is
+    replaced by the value in ``labels`` instead."""
     made = [_named(one, name or workflow, labels) for one in base]
     for one in made:
         one["metadata"]["ownerReferences"] = [owned_by(workflow, uid)]

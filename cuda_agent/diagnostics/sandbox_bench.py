@@ -1,10 +1,9 @@
 """Measures how many solutions per minute the sandbox judges on this machine, and the time of each phase.
 
-Tasks are drawn and probed first, as in synthesis, and the time that this takes is measured, too.  The scripted teacher
-then writes solutions with random designs.  No verdict is in the cache, so each solution is built, checked and timed.
-Each format has three rounds: one solution at a time with pauses between them, one right after the other, and all at
-once.  Solutions in the format ``extension`` wrap the teacher's kernel; those in ``python`` copy the task's own
-model."""
+Tasks are drawn and probed first, as in synthesis, and the time of this is measured, too.  The scripted teacher then
+writes solutions with random designs.  No verdict is in the cache, so each solution is built, checked and timed.  Each
+format has three rounds: one solution at a time with pauses between them, one right after the other, and all at once.
+Solutions in the format ``extension`` wrap the teacher's kernel; those in ``python`` copy the task's own model."""
 
 import asyncio
 import json

@@ -158,7 +158,7 @@ def token_texts(ids: Sequence[int], logprobs: Sequence[float], tokenizer: Any) -
 
 
 def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
-    """Returns turn -> sampled tokens, of the episode's last ``MOST_TOKENS``; empty if the token ids are unknown."""
+    """Returns the last ``MOST_TOKENS`` sampled tokens, by turn; empty if the token ids are unknown."""
     places = [i for i, sampled in enumerate(episode.mask) if sampled][-MOST_TOKENS:]
     if not any(episode.ids[i] or episode.logprobs[i] for i in places):
         return {}

@@ -1,7 +1,7 @@
 """Renders templates as HTML pages.  The pages are safe to open, although they show untrusted text, such as kernels.
 
 A page loads nothing.  Its security policy allows one script at most: the one in the page, known by its hash.  Templates
-escape every text.  Where a character hides or reorders text, they show the character's name.  Only ``Markup`` is
+escape every text.  In place of a character that hides or reorders text, they show its name.  Only ``Markup`` is
 inserted as HTML: charts, highlighted sources and diffs, which are made of escaped text."""
 
 import base64

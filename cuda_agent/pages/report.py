@@ -1,7 +1,7 @@
 """Renders ``report.json`` as one self-contained HTML file.
 
 The page needs no script, network or fonts, is light or dark as the reader prefers, and can be printed.  Where data is
-missing, it says so.  Its text is in ``report.html.j2``; this module computes the numbers and draws the curves."""
+missing, the page says so.  Its text is in ``report.html.j2``; this module computes the numbers and draws the curves."""
 
 import json
 from collections.abc import Callable, Sequence

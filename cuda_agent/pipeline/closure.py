@@ -1,4 +1,4 @@
-"""Computes three parts of a stage's cache key: the code version, the digest of the environment, and the device.
+"""Computes three parts of a stage's cache key: its code version, the software environment (a digest) and the device.
 
 The code version is a hash over the stage's import closure, which holds these files:
 
@@ -121,8 +121,8 @@ def _imports(path: Path, module: str) -> tuple[str, ...]:
 
 
 def _imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
-    """Yields the names that ``tree``, the file of ``module``, imports, and its strings such as ``a.b``; not all of
-    these are modules."""
+    """Yields the dotted names that the file of ``module`` (its syntax tree: ``tree``) imports, and all its strings of
+    the form ``a.b``.  Not all of these are names of modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

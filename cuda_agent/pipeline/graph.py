@@ -28,8 +28,8 @@ class Stage:
 
     ``inputs`` maps the name of each input to its source: an artifact of an earlier stage, such as ``warmup.policy``.
     In ``ROWS`` a source may list alternatives, as in ``rft.policy | warmup.policy``: a variant of the graph takes the
-    first one whose stage it has.  A ``?`` at its end makes an input optional: variants without the stage lack the
-    input."""
+    first one whose stage it has.  A ``?`` after the source makes the input optional: variants without the stage lack
+    it."""
 
     name: str
     module: str

@@ -29,7 +29,8 @@ _PACKET = 1 << 16  # bytes
 
 
 class Spawner:
-    """The executor's connection to the fork server.  Use it from one thread, with which the server ends, too."""
+    """The executor's connection to the fork server.  Use it from one thread, which must outlive the server: Linux kills
+    the server when that thread ends."""
 
     def __init__(self, preload: tuple[str, ...] = PRELOAD) -> None:
         self._preload = preload

@@ -69,7 +69,7 @@ class ProgrammaticWriter:
 
     speed: Speed
     window: tuple[float, float]
-    max_ops: int = 5
+    max_ops: int = 5  # most operators of a task
     repeatable: bool = True
 
     async def compose(self, rng: Random) -> Task:
@@ -267,8 +267,8 @@ that saturates, cancels or averages everything away. Reordering the operators to
 
 @dataclass(frozen=True)
 class ModelWriter:
-    url: str  # the address, which ends in /v1
-    model: str  # its name there
+    url: str  # address of the model's server, which ends in /v1
+    model: str  # name of the model
     key_env: str  # environment variable with the key
     window: tuple[float, float]  # range of eager time in seconds
     device: str = "cpu"

@@ -18,8 +18,8 @@ from cuda_agent.tasks.task import Task
 
 @dataclass(frozen=True)
 class FamilyOperator:
-    """An element-wise operator of one or two inputs, in three forms.  In the first two, ``{c}`` stands for the
-    operator's constant; it has one digit, so that a policy copies it with one token."""
+    """An element-wise operator of one or two inputs, in three forms.  In ``torch`` and ``cpp``, ``{c}`` stands for the
+    operator's constant, which has one digit, so that a policy copies it as one token."""
 
     torch: str  # expression for the tensor ``x`` (and the second input ``y``)
     cpp: str  # expression for one element ``v`` of ``x`` (and ``w``, the same element of ``y``)
@@ -127,7 +127,7 @@ class FamilySpec:
     """The specification of a task of the teacher's family."""
 
     chain: tuple[tuple[str, str | None], ...]  # operators with their constants (None: the operator has none)
-    ending: str | None
+    ending: str | None  # name of the row-wise operator, if there is one
     rows: int  # with ``columns`` the shape of every input (float32, contiguous)
     columns: int
 

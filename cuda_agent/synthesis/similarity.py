@@ -2,7 +2,9 @@
 
 The similarity is Dice's coefficient of two multisets, the subtrees of each task's class ``Model``.  In the subtrees,
 local names are anonymous, constants count only by their type, and docstrings are dropped.  Different code for the same
-function is not similar (``x * x`` and ``torch.square(x)``).  ``duplicate_key`` also compares constants and shapes."""
+function is not similar (``x * x`` and ``torch.square(x)``).
+
+``duplicate_key`` is stricter: it covers the whole file, and also compares constants and shapes."""
 
 import ast
 import hashlib

@@ -4,8 +4,8 @@ The kinds are training tasks, held-out tasks of the teacher's family, and held-o
 task has the combination of operators of a held-out task.  Candidate number i of a family depends only on (seed, family,
 i), unless a language model writes it.  So equal configurations, seeds and probes give equal tasks.
 
-Candidates are accepted in order of their numbers.  While one is compiled, the next ones are probed already.  The caller
-receives each finished probe by ``report``, and can save a later call from repeating it by ``known``."""
+Candidates are accepted in order of their numbers.  While one is compiled, the next ones are probed already.  Every
+finished probe is passed to ``report``.  A later call that gets the probe in ``known`` does not repeat it."""
 
 import asyncio
 import contextlib
@@ -209,7 +209,7 @@ class _Work:
     compiled: int = 0  # number of compiled probes
     probes: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # key -> probe under way
     composed: dict[tuple[str, int], Task] = field(default_factory=dict)  # family, index -> candidate
-    early: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)  # family, index -> advance probing
+    early: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)  # family, index -> probing ahead
 
     @property
     def spent(self) -> bool:

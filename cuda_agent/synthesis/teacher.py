@@ -33,7 +33,7 @@ class Choices:
                 vectorised and lets threads share cache lines (5-30 times, but little if a block takes whole rows)
     ``grid``    number of blocks; 1: only one thread works (2 times); a block per row: a call per row (1.1-2 times)
     ``passes``  "fused": one loop over the elements; "split": a loop per operator, through memory (1.0-1.4 times)
-    ``moments`` how a variance is computed; "one" pass: from the sums of v and v * v; "two": after the mean (1.1 times)"""
+    ``moments`` how a variance is computed; "one" pass: from sums of v and v * v; "two": the mean first (1.05-1.15)"""
 
     number: Literal["float", "double"]
     order: Literal["chunk", "stride"]
@@ -53,8 +53,7 @@ class Worked:
 @dataclass(frozen=True)
 class Mistake:
     """A solution with one mistake.  In the file ``path``, the text ``wrong`` occurs exactly once; replacing it by
-    ``right`` repairs the solution.  ``status`` is the judge's; ``message`` is the compiler's first error, if there is
-    one."""
+    ``right`` repairs the solution.  ``status`` is the judge's status, ``message`` the compiler's first error."""
 
     files: dict[str, str]
     path: str
