@@ -215,10 +215,10 @@ def _type_words(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _nearest(name: str, choices: Sequence[str]) -> str:
-    """Returns the end of an error message about the wrong name ``name``: the question whether another name is meant.
+    """Returns the end of an error message about the wrong name ``name``, which proposes the name that may be meant.
 
-    It proposes one of these, in this order: the new name of a renamed key, a path that is almost equal, keys of other
-    sections with the same last part, keys with a similar last part, and paths that are less similar."""
+    The proposal is the first of these that exists: the new name of a renamed key, a path that is almost equal, keys of
+    other sections with the same last part, keys with a similar last part, and paths that are less similar."""
     if name in RENAMED:
         return f" It is called {RENAMED[name]} now."
     tails = {choice: choice.rsplit(".", 1)[-1] for choice in choices}

@@ -72,7 +72,7 @@ def _devices(data: Data) -> list[str]:
 
 
 def _learning(stages: Sequence[Data]) -> list[Data]:
-    """Returns a grid of curves for each heading that stages name.  Its ``weak`` lists the critics that explain too
+    """Returns a grid of curves for each heading that stages name.  A grid's ``weak`` lists the critics that explain too
     little variance.  Curves that a stage does not list go to ``rest``, which the page folds away."""
     headings: dict[str, list[Data]] = {}
     for stage in stages:

@@ -95,7 +95,7 @@ def no_result(path: Path) -> str:
 
 
 def listed(left: Sequence[Left]) -> list[EpisodeEntry]:
-    """Returns the episodes in the files ``left``, in the order of the files and of the lines in each file.
+    """Returns the episodes of all files in ``left``, in the order of the files and of the lines in each file.
 
     Raises:
         ConfigError: A file holds a line that is not an episode."""

@@ -72,7 +72,7 @@ def plan(store: Store, keep: int = KEEP) -> Plan:
 
 
 def collect(store: Store, what: Plan) -> None:
-    """Removes the keys that ``what`` lists: cache entries and manifests first, so that no key names removed data."""
+    """Removes the keys that ``what`` lists: cache entries and manifests first, so that nothing names removed data."""
     for key in sorted(what.keys, key=lambda key: _ORDER.index(key.split("/")[0])):
         store.delete(key)
 

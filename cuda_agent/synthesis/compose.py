@@ -168,7 +168,7 @@ def input_values(operator: Operator) -> Interval:
 
 
 def batch_for(cost: Callable[[int], float], window: tuple[float, float], rng: Random) -> int | None:
-    """Returns a batch size whose ``cost`` (seconds, growing) is near a random time in ``window``; None if none fits."""
+    """Returns a batch size whose ``cost`` in seconds is near a random time in ``window``; None if no size fits."""
     low, high = window[0] * 1.4, window[1] / 2.5
     if low >= high:
         low = high = math.sqrt(window[0] * window[1])

@@ -69,7 +69,7 @@ class SourceFilter:
 
 
 def check_eager(probe: Probe, window: tuple[float, float]) -> None:
-    """Raises TaskRefused if a filter refuses the eager ``probe``.  ``window`` is the range of accepted seconds."""
+    """Raises TaskRefused if a filter refuses the eager ``probe``.  ``window``: least and most accepted seconds."""
     if probe.error or probe.eager_seconds is None:
         raise TaskRefused("runs in eager", last_line(probe.error))
     if not probe.deterministic:
