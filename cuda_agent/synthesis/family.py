@@ -246,8 +246,7 @@ def chain_values(chain: tuple[tuple[str, str | None], ...]) -> list[float]:
 
 
 def _admissible(chain: tuple[tuple[str, str | None], ...], ending: str | None) -> bool:
-    """Returns whether, with ``chain`` and ``ending``, nothing overflows, each operator has an effect, and results
-    vary."""
+    """Returns whether for ``chain`` and ``ending`` nothing overflows, each operator has an effect, and results vary."""
     values = list(_POINTS)
     for k, (name, _) in enumerate(chain):
         if max(map(abs, values)) > OPERATORS[name].largest:
