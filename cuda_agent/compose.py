@@ -1,8 +1,8 @@
 """Composes, validates, freezes and loads the configuration.
 
-Hydra composes ``conf/`` and the user's overrides once, in the process that the user starts (``compose``).  The models
-in ``config`` validate the result, and ``freeze`` writes the result as canonical JSON.  Other processes receive this
-JSON and its sha256, check the hash and validate with the same models (``load``)."""
+``compose`` runs once, in the process that the user starts: Hydra merges the files of ``conf/`` with the user's
+overrides, and the pydantic models of ``config`` validate the result.  ``freeze`` writes a configuration as canonical
+JSON.  Each other process gets this JSON and its sha256, and calls ``load``: it checks the hash and validates again."""
 
 import difflib
 import hashlib
@@ -215,10 +215,10 @@ def _type_words(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _nearest(name: str, choices: Sequence[str]) -> str:
-    """Returns the end of an error message about the wrong name ``name``: the question whether another name is meant.
+    """Returns the end of an error message about the wrong name ``name``, which proposes the name that may be meant.
 
-    It proposes one of these, in this order: the new name of a renamed key, a path that is almost equal, keys of other
-    sections with the same last part, keys with a similar last part, and paths that are less similar."""
+    The proposal is the first of these that exists: the new name of a renamed key, a path that is almost equal, keys of
+    other sections with the same last part, keys with a similar last part, and paths that are less similar."""
     if name in RENAMED:
         return f" It is called {RENAMED[name]} now."
     tails = {choice: choice.rsplit(".", 1)[-1] for choice in choices}

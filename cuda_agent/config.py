@@ -1,8 +1,8 @@
-"""The schema of all that a user can set.
+"""The schema of the configuration: every key that a user can set, with its type and its default.
 
-The models below refuse unknown keys and values out of range.  ``compose`` builds a ``Config`` from ``conf/`` and the
-overrides, freezes it as canonical JSON and loads it in other processes.  No value names code to run.  A secret is given
-as the name of an environment variable or of a file."""
+The pydantic models below refuse unknown keys, and values out of range.  The module ``compose`` makes a ``Config`` from
+``conf/`` and the user's overrides.  No value is code, or the name of code to run.  A secret is never a value itself:
+its key takes the name of the environment variable or of the file that holds the secret."""
 
 import re
 from typing import Annotated, Literal
@@ -56,7 +56,7 @@ Addresses = Annotated[list[str], AfterValidator(_addresses)]
 
 
 class RunConfig(Section):
-    """Settings of where a run is stored and tracked, and how it is executed.  Only the executor reads this section."""
+    """Where a run is stored and tracked, and how its stages are executed.  Only the executor reads this section."""
 
     pipeline: str = Field("cuda-agent", description="name of the MLflow experiment")
     name: str | None = Field(None, pattern=_NAME, description="name of the run; default: the date")
@@ -154,7 +154,8 @@ class PolicyConfig(Section):
 
 
 class Lora(Section):
-    """Low-rank adapters, trained instead of all weights, for policy and critic.  ``bootstrap`` trains all weights."""
+    """Settings of low-rank adapters (LoRA).  If ``rank`` is not 0, policy and critic train adapters instead of all
+    their weights.  The stage ``bootstrap`` always trains all weights."""
 
     rank: int = Field(0, ge=0, description="rank of the adapters that are trained; 0: all weights are trained")
     alpha: float = Field(32.0, gt=0, description="an adapter's change is scaled by alpha / rank")
@@ -166,8 +167,8 @@ class Lora(Section):
 
 
 class Training(Section):
-    """Settings that decide how training stages compute.  They change a result only by rounding.  So they are not part
-    of a cache key, and an interrupted run can be resumed with other values."""
+    """Settings of how and where training stages compute.  They change a result only by rounding errors.  So they are
+    not part of a stage's cache key, and a stage can resume from a checkpoint that was made with other values."""
 
     checkpointing: Literal["auto", "on", "off"] = Field(
         "auto",
@@ -196,7 +197,8 @@ class Bootstrap(Section):
 
 
 class Ppo(Section):
-    """Settings of policy optimization with PPO's clipped loss (paper, section 3.3), for ``warmup`` and ``agentic``."""
+    """Settings of reinforcement learning with PPO's clipped loss (paper, section 3.3).  The stages ``warmup`` and
+    ``agentic`` each have such a section."""
 
     reward: Literal["ladder", "speedup"] = Field(
         "ladder",
@@ -279,8 +281,8 @@ class EvaluateConfig(Section):
 
 
 class Ray(Section):
-    """Settings of the actors of ``runtime=ray``: rollout workers, each with an engine and a sandbox, and one trainer in
-    the PPO stages.  The trainer's processes may be spread over several machines."""
+    """Settings of Ray, for ``runtime=ray``.  A stage then has several rollout workers, each with an engine and a
+    sandbox.  A PPO stage also has one trainer, whose processes may be spread over several machines."""
 
     address: str | None = Field(
         None,

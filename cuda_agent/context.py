@@ -1,8 +1,8 @@
-"""The interface between a stage and its surroundings: ``StageContext``.
+"""The interface between a stage and the program that runs it: ``StageContext``.
 
-A stage is a function ``run(ctx) -> None``.  It reads its inputs (local folders), fills its outputs (local folders,
-which the executor commits as artifacts once ``run`` returns), logs metrics and saves checkpoints.  It does not depend
-on Argo, MLflow, S3 or other stages."""
+A stage is a function ``run(ctx) -> None``.  Through ``ctx`` it reads its input folders, fills its output folders, logs
+metrics and saves checkpoints.  After ``run`` has returned, the output folders are stored as artifacts.  A stage does
+not depend on Argo, MLflow, S3 or other stages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,14 +37,14 @@ class Checkpoints(Protocol):
 
 @dataclass
 class WorkerContext:
-    """The part of a stage's context that a worker process of the stage gets, perhaps on another machine."""
+    """The part of a stage's context that the stage's worker processes get too.  They may run on other machines."""
 
     name: str  # name of the stage
     config: "Config"  # only the sections that the graph lists for this stage
     inputs: dict[str, Path]  # artifact name -> read-only folder
     work: Path  # scratch folder, removed after the stage
-    cache: Path  # folder of this machine that outlives runs: verdicts, baselines and builds, named by their content
-    ranks: Any = field(default=None, kw_only=True)  # process group of the trainer, if one is open
+    cache: Path  # folder of this machine for verdicts, baselines and builds; it is kept between runs
+    ranks: Any = field(default=None, kw_only=True)  # the trainer's group of processes, if there is one
 
 
 @dataclass

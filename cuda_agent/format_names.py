@@ -1,4 +1,4 @@
-"""The names of the solution formats.  Types, settings and choices of the command line all derive from this list.
+"""The names of the solution formats.  Configuration, command line and messages to the judge take the names from here.
 
 The module imports no other module of the package, so that the configuration, the judge and its workers can all import
 it.  ``sandbox.formats.table`` says what each format does."""

@@ -1,8 +1,9 @@
-"""The machine-wide timing lease: gives a process that times a kernel exclusive use of the processor.
+"""The timing lease: while one process of this machine times a kernel, no other process decodes or trains.
 
-A kernel that takes 1.12 ms on an idle machine takes 1.75 ms beside a matmul.  So decoding and training (``working``)
-pause while a kernel is timed (``timing``).  Two advisory file locks work across processes.  They also prevent
-starvation: before a process times, it closes a gate that every worker must pass before its next step."""
+The lease is needed because a kernel that takes 1.12 ms on an idle machine takes 1.75 ms beside a matrix multiplication.
+It consists of two file locks.  A process holds the first lock shared during a step of decoding or training
+(``working``), and exclusively while it times a kernel (``timing``).  The second lock is a gate that each step must pass
+to begin.  A process that is to time a kernel first closes the gate, so that no new step can delay it."""
 
 import fcntl
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 
 
 class Lease:
-    """The access of one thread to the timing lease.  Processes that must not disturb each other share ``folder``."""
+    """The access of one thread to the timing lease.  All processes that take part must use the same ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

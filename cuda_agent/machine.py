@@ -1,4 +1,4 @@
-"""The hardware of this machine (processor and GPUs), and a way to end a process together with its parent."""
+"""Describes this machine's processor and GPUs.  ``die_with_parent`` makes Linux kill this process with its parent."""
 
 import contextlib
 import ctypes

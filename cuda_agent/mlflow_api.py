@@ -1,7 +1,7 @@
-"""The calls of MLflow that this package needs: find runs, create a run, add entries, read artifacts.
+"""A small client for MLflow: finds and creates runs, logs params, tags and metrics, uploads and reads artifacts.
 
-``Rest`` sends HTTP requests to a server, without MLflow's client: in a pod, importing this client takes longer than
-most stages of a small run.  ``Library`` uses the client, for a database."""
+``Rest`` is for an MLflow server.  It sends HTTP requests without MLflow's own Python client, because in a pod importing
+that client takes longer than most stages of a small run.  ``Library`` is for a database, and uses MLflow's client."""
 
 import logging
 import os
@@ -18,15 +18,15 @@ _NAMES, _POINTS = 90, 800  # most per request; MLflow allows 100 params or tags 
 
 @dataclass
 class MlflowEntry:
-    """The content of one MLflow run, as far as this process knows it."""
+    """What MLflow holds of one MLflow run, as far as this process knows."""
 
     run_id: str
-    params: set[str] = field(default_factory=set)
+    params: set[str] = field(default_factory=set)  # names of the params that are set
     tags: dict[str, str] = field(default_factory=dict)
-    unread: set[str] = field(default_factory=set)  # metrics with points in MLflow that are not in ``points`` yet
+    unread: set[str] = field(default_factory=set)  # metrics whose points were not read into ``points`` yet
     points: set[tuple[str, int]] = field(default_factory=set)  # (key, step)
     status: str = "RUNNING"  # RUNNING, FINISHED, FAILED, KILLED
-    artifacts: set[Path] = field(default_factory=set)
+    artifacts: set[Path] = field(default_factory=set)  # local files and folders that were uploaded
 
 
 def connect(uri: str) -> "Api":
@@ -141,7 +141,7 @@ class Rest:
 
 
 class Library:
-    """A connection through MLflow's client.  Importing the client takes seconds, and so does opening a new database."""
+    """A connection through MLflow's client.  Importing the client takes seconds; so does opening a new database."""
 
     def __init__(self, uri: str) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", f"{_SECONDS:.0f}")

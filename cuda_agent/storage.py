@@ -1,12 +1,11 @@
-"""Stores artifacts in a folder, in memory or in S3 (through obstore), behind one interface.
+"""The store of artifacts: objects (bytes under a key) and folders, in a local folder, in memory or in S3 (by obstore).
 
-Every write is atomic.  A folder is stored under the digest of its content; it exists once its tree object is written,
-which comes last.  Reading a folder verifies digests and removes damaged objects; ``get`` verifies nothing.
+    cas/<sha256>    the bytes of a file, or the tree of a folder: canonical JSON {"files": {path: {"sha256", "size"}}}
 
-    cas/<sha256>    a file, or the tree of a folder: canonical JSON {"files": {path: {"sha256", "size"}}}
-
-Empty folders, permissions and links are not stored, and a store in a folder does not fsync.  Credentials of S3 come
-from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...), never from a URI."""
+Every write is atomic.  A folder's files are written first, then its tree, whose sha256 is the folder's digest; so a
+folder exists only once it is complete.  Reading a folder verifies digests and removes damaged objects; ``get`` verifies
+nothing.  Empty folders, permissions and links are not stored.  A store in a local folder does not call fsync.
+Credentials of S3 come from environment variables (AWS_ACCESS_KEY_ID, ...), never from the store's address."""
 
 import contextlib
 import hashlib

@@ -1,12 +1,13 @@
-"""Metrics, progress and notes of a run.
+"""Records metrics, notes and progress of stages in files, and copies them to MLflow.
 
-A stage writes three files through ``FileTracker``.  Metrics and notes are part of its checkpoints.  ``Mirror`` copies
-both to MLflow from a thread, which compares the wanted state with MLflow's state and sends the difference: a run does
-not wait for MLflow, and a retry writes into the same MLflow run.
+A stage writes three files through ``FileTracker``.  Its checkpoints hold the first two:
 
-    metrics.jsonl    {"step": 3, "reward": 1.25, ...} per line; a later line of the same (key, step) replaces the value
+    metrics.jsonl    {"step": 3, "reward": 1.25, ...} per line; of two values for the same step and key the later counts
     notes.jsonl      {"text": ...} per line
-    progress.json    {"done", "total", "unit", "rates"}, only while the stage runs"""
+    progress.json    {"done", "total", "unit", "rates"}, only while the stage runs
+
+``Mirror`` copies a run to MLflow in a thread, so that the run does not wait for MLflow.  The thread sends only
+what MLflow lacks, and a retried stage continues the MLflow run of its earlier attempt."""
 
 import contextlib
 import copy
@@ -117,8 +118,8 @@ MANIFEST_TAG = "manifest"  # the manifest of a finished stage
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep, whose runs share one parent run in MLflow.  ``agree`` returns the id of that run for all of them; its
-    argument is a function that creates the run and returns the id."""
+    """A sweep, whose runs have one parent run in MLflow.  ``agree(make)`` returns the parent's id, which is the same
+    for all runs of the sweep.  If there is no parent yet, it calls ``make``, which creates one and returns its id."""
 
     name: str
     agree: Callable[[Callable[[], str]], str]
@@ -126,21 +127,21 @@ class Sweep:
 
 @dataclass
 class Wanted:
-    """The wanted state of one MLflow run, which stands for the workflow or for one of its stages."""
+    """The state that MLflow is to hold for a run of the workflow (a parent run) or for one stage (a child run)."""
 
     params: dict[str, Any] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     metrics: Metrics = field(default_factory=dict)
-    artifacts: dict[Path, None] = field(default_factory=dict)  # files and folders, in order; must exist until ``close``
+    artifacts: dict[Path, None] = field(default_factory=dict)  # files and folders to upload; must exist until ``close``
     status: str = "RUNNING"  # RUNNING, FINISHED, FAILED or KILLED, as in MLflow
 
 
 class Mirror:
-    """Copies a run of the workflow into MLflow: to an experiment per pipeline, a parent run, and a child run per stage.
+    """Copies a run of the workflow to MLflow, in a thread: to one MLflow run with a child run for each stage.
 
-    ``update(stage, ...)`` sets the wanted state (stage ``None``: the parent run's) and returns at once.  ``close``
-    waits at most ``timeout`` seconds for the last copy and returns whether everything arrived.  When MLflow first
-    fails, the thread calls ``trouble`` with one line for the user."""
+    ``update(stage, ...)`` sets the wanted state of the stage's child run (of the whole run's if ``stage`` is None) and
+    returns at once.  ``close`` waits at most ``timeout`` seconds for the last copy, and returns whether everything
+    arrived.  When MLflow fails for the first time, the thread calls ``trouble`` with one line for the user."""
 
     def __init__(
         self, uri: str, experiment: str, run: str, artifacts: Path | None, trouble: Trouble, sweep: Sweep | None = None

@@ -275,7 +275,7 @@ def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[
     """Finds a run by its name, the start of its name, or ``last``.
 
     Returns:
-        (store, record) of a local run, or the cluster that has the run; then the run's full name.
+        Two values: (store, record) of a local run, or the cluster that has the run; and the run's full name.
 
     Raises:
         ConfigError: No run or several runs match."""

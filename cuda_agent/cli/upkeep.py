@@ -1,4 +1,4 @@
-"""The commands for an installation: ``doctor`` checks it, ``gc`` removes what no run needs."""
+"""The commands for the upkeep of an installation: ``doctor`` checks it, ``gc`` removes old runs and their data."""
 
 import sys
 from typing import Annotated, Any

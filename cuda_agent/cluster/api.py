@@ -1,4 +1,4 @@
-"""A small Kubernetes client, built on the package ``kubernetes``: objects of a few kinds in one namespace, as JSON.
+"""A small Kubernetes client on top of the package ``kubernetes``: reads and writes JSON objects in one namespace.
 
 The credentials come from a kubeconfig, or inside a pod from the pod's service account.  A request that fails raises a
 ``ClusterError``, which names the operation and the cluster."""
@@ -27,7 +27,7 @@ def new_object(kind: str, name: str, labels: Mapping[str, str], **fields: Any) -
 
 
 class ClusterError(UserError):
-    """The failure of an operation on a cluster.  ``status`` is an HTTP status, or 0 if the cluster gave none."""
+    """A failed operation on a cluster.  ``status`` is the HTTP status of the answer, or 0 if there was no answer."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)

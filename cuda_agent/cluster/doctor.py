@@ -1,6 +1,6 @@
 """Checks whether a cluster has everything that a run needs.  Each check gives one line, with a remedy if it fails.
 
-The first checks use the caller's own rights; the last ones run in a pod (``pod_maintenance.doctor``)."""
+The first checks use the rights of the calling user.  The last checks run in a pod (``pod_maintenance.doctor``)."""
 
 import json
 import re

@@ -1,8 +1,8 @@
-"""The engine replicas of a run as Kubernetes objects.  They are vLLM servers that all stages of the run share.
+"""Makes the Kubernetes objects of a run's engine: vLLM servers, called replicas, that all stages of the run share.
 
-    Service         gives each replica an address (headless)
-    NetworkPolicy   lets only this run's stages and their Ray pods connect to the replicas, and the replicas to nothing
-    StatefulSet     the replicas, which wait for the run's first policy (``policy.engines.vllm_pool``)
+    Service         gives each replica an address of its own (headless)
+    NetworkPolicy   lets only the run's stages and their Ray pods connect to the replicas, which may connect to nothing
+    StatefulSet     the replicas, which begin to serve with the run's first policy (``policy.engines.vllm_pool``)
 
 With ``policy.vllm.sync=nccl``, stages and replicas may connect to each other on all ports: NCCL chooses its ports."""
 

@@ -1,8 +1,8 @@
 """Runs a maintenance job (``doctor``, ``gc``, ``gc-plan``) on a cluster and returns its answer.
 
-A job is a Workflow of one pod (see ``pod_maintenance``), made from a template of the chart.  The template fixes what
-the pod may do, so a submitter's rights suffice.  The answer is an output parameter of the Workflow, which is removed
-after the answer has been read."""
+A job is a Workflow with one pod, which does the work (``pod_maintenance``).  The pod gets its rights from a template of
+the chart, so the user needs only the right to submit Workflows.  The pod's answer is an output parameter of the
+Workflow.  Once the answer has been read, the Workflow is deleted."""
 
 import contextlib
 import json

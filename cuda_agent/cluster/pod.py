@@ -1,10 +1,10 @@
-"""Runs the steps of a run in the pods of a cluster.  Argo decides their order and retries them.
+"""Runs the steps of a run on a cluster, each in its own pod.  Argo decides their order and retries them.
 
-    prepare   stores the configuration, creates the run, uses cached results, creates the run's servers
-    a stage   runs the same process as on one machine (``stage_main``); exports its log, metrics and manifest
+    prepare   stores the configuration, creates the run, takes results from the cache, starts the run's servers
+    a stage   runs the same process as on one machine (``stage_main``); copies log, metrics and manifest to MLflow
     finish    removes the run's servers, records how the run ended, calls the webhook
 
-Each step may be killed at any moment and started again: it creates only what is missing."""
+A step may be killed at any moment and started again, because it creates only what is missing."""
 
 import contextlib
 import json
@@ -41,13 +41,13 @@ LAST_RECORD_SECONDS = 60.0  # the same for finish, which records everything agai
 
 @dataclass(frozen=True)
 class PodEnvironment:
-    """The addresses of the store and of MLflow, as the chart sets them, and the paths that a pod of a run uses."""
+    """The addresses of the store and of MLflow, which the chart sets, and the paths that a step uses in its pod."""
 
-    store: str
-    mlflow: str
-    config: Path = Path("/config/config.json")  # the file that came with the Workflow
-    plan: Path = Path("/scratch/plan")  # folder of prepare's outputs
-    work: Path = Path("/scratch")
+    store: str  # URI
+    mlflow: str  # URI, or ``off``
+    config: Path = Path("/config/config.json")  # from the Workflow's ConfigMap
+    plan: Path = Path("/scratch/plan")  # folder in which ``prepare`` writes its outputs
+    work: Path = Path("/scratch")  # folder of scratch files
     termination_message: Path = Path("/dev/termination-log")  # created by Kubernetes; absent elsewhere
 
     @classmethod

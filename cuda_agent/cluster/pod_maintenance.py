@@ -1,8 +1,8 @@
-"""The work of the maintenance pods: garbage collection, and checks from inside the cluster.
+"""The work of the pods of maintenance jobs (``maintenance`` starts the jobs):
 
-gc        removes old runs with the artifacts and checkpoints that only they need, and servers that ended runs have left
-doctor    tests the store and MLflow as a run's pods reach them; then starts a pod with a sandbox's restrictions, and
-          checks that this pod cannot connect to the store, MLflow, the API server or DNS"""
+gc        removes old runs, artifacts and checkpoints that only old runs need, and servers that ended runs left behind
+doctor    tests the store and MLflow in the way in which a run's pods reach them; then starts a pod with a sandbox's
+          restrictions, and checks that this pod cannot connect to the store, MLflow, the API server or DNS"""
 
 import contextlib
 import json

@@ -1,12 +1,12 @@
-"""The sandbox servers of a run as Kubernetes objects, and helpers for the run's other pods (``engines``, ``rayjobs``).
+"""Makes the Kubernetes objects of a run's sandbox servers.  ``engines`` and ``rayjobs`` use its helpers, too.
 
-    Secret          the token that this run's stages send
-    Service         gives each server an address (headless)
-    NetworkPolicy   lets only this run's stages connect to the servers, and the servers to nothing, not even DNS
-    StatefulSet     a pool of servers for one role; the roles are workspace, build and evaluate
+    Secret          the token that the run's stages send to the servers
+    Service         gives each server an address of its own (headless)
+    NetworkPolicy   lets only the run's stages connect to the servers, which may connect to nothing, not even DNS
+    StatefulSet     the servers of one role; the roles are workspace, build and evaluate
 
-In the objects ``RUN`` stands for the name of the Workflow that owns them.  For each profile the chart adds images,
-resources and node placement; ``objects`` then fills in the Workflow's name."""
+``pool_objects`` makes the objects with the placeholder ``RUN`` in place of a Workflow's name.  The chart adds images,
+resources and node placement for each profile.  When a run starts, ``objects`` fills in its Workflow's name."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -151,8 +151,8 @@ def of_run(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, labels: Mapping[str, str] = {}, name: str = ""
 ) -> list[dict[str, Any]]:
     """Returns copies of a profile's objects ``base`` for one run, owned by its Workflow.  The text ``RUN`` in them is
-    replaced by ``name``, or by the Workflow's name if ``name`` is empty.  If ``labels`` contains the label whose value
-    is ``RUN``, that label gets its value from ``labels``."""
+    replaced by ``name``, or by the Workflow's name if ``name`` is empty.  In the labels that ``labels`` lists, it is
+    replaced by the value in ``labels`` instead."""
     made = [_named(one, name or workflow, labels) for one in base]
     for one in made:
         one["metadata"]["ownerReferences"] = [owned_by(workflow, uid)]

@@ -1,10 +1,10 @@
-"""Runs a stage in several pods: creates its ``RayJob`` (KubeRay 1.6), and follows the job to its end.
+"""Runs a stage on Ray in several pods: creates the objects below (for KubeRay 1.6), and follows the job to its end.
 
-    RayJob          a head pod with the stage's process, and pods for its actors
-    NetworkPolicy   allows all traffic between these pods, and KubeRay's operator to reach the head's dashboard
-    NetworkPolicy   lets these pods connect to the run's sandbox
+    RayJob          a head pod, which runs the stage's process, and further pods, which run the stage's actors
+    NetworkPolicy   allows all traffic between these pods, and lets KubeRay's operator reach the head's dashboard
+    NetworkPolicy   lets these pods connect to the sandbox servers of the run
 
-The objects' names depend only on the Workflow and the stage, so that a restarted step finds the job that it created."""
+The objects' names are made only of the Workflow's and the stage's names, so a restarted step finds its job again."""
 
 import hashlib
 import json

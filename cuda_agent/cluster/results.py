@@ -1,6 +1,6 @@
 """Reads results of a cluster run from MLflow: report, logs, episodes, configuration and manifests.
 
-The chart's MLflow is reached through a forwarded port of its pod, any other MLflow at its own address."""
+The chart's MLflow is reached through a forwarded port of its pod; any other MLflow is reached at its own address."""
 
 import contextlib
 import gzip

@@ -1,5 +1,5 @@
-"""The servers of one run on a cluster: its sandbox and its engine.  The step ``prepare`` creates them and the step
-``finish`` removes them.  Creating them twice does no harm, because objects that exist stay."""
+"""Creates and removes the servers of one run on a cluster: sandbox servers and engine replicas.  The step ``prepare``
+creates them and the step ``finish`` removes them.  ``prepare`` may be repeated: it keeps objects that exist."""
 
 import secrets
 import time

@@ -1,7 +1,8 @@
-"""Submits and controls runs on a cluster.  A run is a Workflow, and a ConfigMap that the Workflow owns.
+"""Submits, resumes, stops and observes runs on a cluster.
 
-A run has one Workflow for each attempt: ``resume`` creates the next one, with the same run name and configuration.  The
-new attempt takes the results of finished stages from the store."""
+``submit`` begins a run with its first attempt; ``resume`` adds an attempt after the last one has ended.  An attempt is
+a Workflow, with a ConfigMap that holds the run's configuration.  All attempts carry the run's name as a label.  A new
+attempt takes the results of finished stages from the store."""
 
 import re
 import time

@@ -1,10 +1,10 @@
-"""Renders the graph of stages as an Argo ``WorkflowTemplate``; Hera's types check the result.
+"""Renders the graph of stages as an Argo ``WorkflowTemplate`` (Argo 3.7 and 4.x); Hera's types check the result.
 
     prepare ─► one task per stage ─► finish;  on failure: exit ─► finish
 
-One template serves every variant of the graph: a task is skipped when ``prepare`` reports that the cache has the
-stage's result or that the run's graph leaves the stage out.  A stage that Ray can spread over several pods has a second
-task; ``prepare`` chooses between the two.  The chart merges each profile into the template, for Argo 3.7 and 4.x."""
+One template serves every variant of the graph.  A stage's task is skipped if ``prepare`` reports that the run's graph
+leaves the stage out, or that the cache has its result.  A stage that can run on Ray has a second task, which runs it in
+several pods; ``prepare`` chooses one of the two.  The chart makes a template for each profile from this one."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -157,7 +157,7 @@ def _tasks(stages: Sequence[Stage]) -> list[dict[str, Any]]:
 
 
 def _either(stages: Sequence[Stage], names: Sequence[str]) -> list[str]:
-    """Returns the tasks of the stages ``names``: one task for each, or two of which at most one is not skipped."""
+    """Returns the tasks of the stages ``names``: two for a stage that can run on Ray (at most one runs), else one."""
     spread = {stage.name for stage in stages if can_be_spread(stage)}
     return [task for name in names for task in ([name, task_name(name)] if name in spread else [name])]
 
@@ -217,8 +217,8 @@ def _pod(
     mounts: Sequence[Mapping[str, Any]] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """Returns the template of a step of one pod, which has the token of the service account ``account``, if one is
-    given. ``seconds`` limits its time, ``grace`` is seconds from SIGTERM to SIGKILL; ``more`` are further fields."""
+    """Returns the template of a step that runs in one pod.  If ``account`` is given, the pod has this service account's
+    token.  ``seconds`` limits its time; ``grace`` is seconds from SIGTERM to SIGKILL; ``more`` are further fields."""
     # The patch sets what a template has no fields for: the grace period, and the security context and limits of the
     # executor's containers, which do not depend on the controller's settings then.
     token = {"serviceAccountName": f"{NAME}-{account}", "automountServiceAccountToken": True} if account else {}

@@ -1,7 +1,7 @@
 """Renders the generated files of ``workflows/`` and ``charts/cuda-agent``: manifests, values, schema, README.
 
-``files`` is a pure function of the graph and of the schema of values; a test fails if the stored files differ from its
-result.  The chart's templates and its dashboard are written by hand."""
+``files`` makes them from the graph and the schema of values alone.  A test fails if the files in the repository differ.
+The chart's templates and its dashboard are written by hand."""
 
 import json
 import re

@@ -1,6 +1,6 @@
 """The schema of the chart's values; ``chart`` makes ``values.yaml``, ``values.schema.json`` and the README from it.
 
-The chart's templates merge values into objects; ``templates/_validate.tpl`` refuses combinations that no type can."""
+The schema checks each value alone.  The template ``_validate.tpl`` refuses values that do not fit together."""
 
 from importlib.metadata import version
 from typing import Annotated, Any, Literal

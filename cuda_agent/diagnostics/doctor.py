@@ -19,8 +19,8 @@ from cuda_agent.config import SandboxConfig
 class Check:
     name: str
     ok: bool
-    text: str
-    mend: str = ""  # the remedy: a command or an instruction
+    text: str  # what was found
+    mend: str = ""  # the remedy: a command or an instruction; empty if none is needed
 
 
 def examine(store_uri: str, mlflow_uri: str) -> Iterator[Check]:

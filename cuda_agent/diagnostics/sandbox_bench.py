@@ -1,9 +1,9 @@
 """Measures how many solutions per minute the sandbox judges on this machine, and the time of each phase.
 
-The scripted teacher writes solutions with random designs.  The cache is empty at first, so that each solution is built,
-checked and timed.  A format has three rounds: one solution at a time after a pause, one right after the other, and all
-at once.  Solutions of the format ``extension`` wrap the teacher's kernel; those of ``python`` are the reference.  Tasks
-are prepared first, as in synthesis, and the preparation is measured too."""
+Tasks are drawn and probed first, as in synthesis, and the time of this is measured, too.  The scripted teacher then
+writes solutions with random designs.  No verdict is in the cache, so each solution is built, checked and timed.  Each
+format has three rounds: one solution at a time with pauses between them, one right after the other, and all at once.
+Solutions in the format ``extension`` wrap the teacher's kernel; those in ``python`` copy the task's own model."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Draws the report's charts as inline SVG.
+"""Draws charts for the pages as inline SVG.
 
 Colours and fonts come from CSS classes of the page, so that one chart serves light pages, dark pages and paper."""
 
@@ -15,7 +15,7 @@ Anchor = Literal["start", "middle", "end"]
 
 
 class Drawing:
-    """The shapes of one chart, the rearmost first.  ``css`` is the CSS class of the chart or of one shape."""
+    """A chart to which shapes are added, the rearmost first.  ``css`` is the CSS class of the chart or of a shape."""
 
     def __init__(self, width: float, height: float, css: str = "chart") -> None:
         self.width, self.height, self._css = width, height, css

@@ -1,7 +1,7 @@
-"""Retells an episode turn by turn from its messages and tokens, or an attempt of ``optimize`` from its transcript.
+"""Retells an episode, or an attempt of ``optimize``, turn by turn, so that a page can show it.
 
-The tools Write, Edit and MultiEdit are replayed on the files whose text is known, so that a turn shows a diff and not a
-whole file.  Changes that an episode's shell commands made to files are not known here."""
+Changes of files are shown as diffs.  The transcript of an attempt contains them.  An episode does not, so its calls of
+Write, Edit and MultiEdit are repeated here on the files' texts.  Changes by its shell commands remain unknown."""
 
 import posixpath
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,13 +22,13 @@ _WRITERS = ("Write", "Edit", "MultiEdit")
 
 @dataclass(frozen=True)
 class StoryPart:
-    """One part of a turn, such as a tool call.  ``good`` says whether the part went well; None if that is unknown."""
+    """One part of a turn, such as a tool call."""
 
     kind: Kind
     text: str
-    title: str = ""
-    good: bool | None = None
-    tokens: tuple[Token, ...] = ()
+    title: str = ""  # such as the tool's name
+    good: bool | None = None  # whether the part went well; None: unknown
+    tokens: tuple[Token, ...] = ()  # of a part of kind "sampled"
 
 
 @dataclass(frozen=True)
@@ -39,15 +39,15 @@ class Turn:
 
 @dataclass(frozen=True)
 class Story:
-    """An episode or an attempt as a page shows it.  ``files`` are the last files of an episode, or the best files of an
-    attempt; ``verdict`` judges them."""
+    """An episode, or an attempt of ``optimize``, as a page shows it.  ``files`` are the last files of the episode, or
+    the best files of the attempt.  ``verdict`` is the verdict on these files."""
 
     opening: list[tuple[str, str]]  # role and text of each message before the first turn
-    turns: list[Turn]  # the last turns of the episode
+    turns: list[Turn]  # the last turns
     earlier: int  # number of turns that were left out before ``turns``
     files: dict[str, str]
     verdict: dict[str, Any] | None
-    best: dict[str, Any] | None = None  # verdict on the best state of the trajectory
+    best: dict[str, Any] | None = None  # verdict on the episode's best solution
 
 
 def _change(call: Mapping[str, Any], known: dict[str, str]) -> Event | None:
@@ -74,28 +74,26 @@ def _change(call: Mapping[str, Any], known: dict[str, str]) -> Event | None:
 
 @dataclass(frozen=True)
 class EpisodeRow:
-    """One episode in the list of a page.  ``status`` is the verdict's, ``no_answer`` if nothing could be judged, or
-    ``lost`` if the sandbox failed.  ``speedup`` is over the faster of eager and ``torch.compile``.  ``logprob`` is the
-    mean over the sampled tokens, in nats; None if the model's server did not report it."""
+    """One episode, or one attempt of ``optimize``, in the list of a page."""
 
     number: int  # counts from 1, the oldest first
     stage: str
     id: str
     task: str
-    status: str
+    status: str  # of the verdict; "no_answer": nothing could be judged; "lost": the sandbox failed
     reward: float | None
-    speedup: float | None
+    speedup: float | None  # over the faster of eager and ``torch.compile``
     turns: int
     tokens: int | None  # number of sampled tokens
-    logprob: float | None
-    ended: str
-    flags: list[str]
+    logprob: float | None  # mean log-probability of the sampled tokens, in nats; None if it is unknown
+    ended: str  # why the episode ended
+    flags: list[str]  # bad patterns, such as loops
 
 
 @dataclass(frozen=True)
 class EpisodeEntry:
     row: EpisodeRow
-    story: Callable[[], Story]
+    story: Callable[[], Story]  # makes the story when a page needs it
 
 
 def of_episode(episode: Episode, tokenizer: Any = None) -> Story:
@@ -160,7 +158,7 @@ def token_texts(ids: Sequence[int], logprobs: Sequence[float], tokenizer: Any) -
 
 
 def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
-    """Returns turn -> sampled tokens, of the episode's last ``MOST_TOKENS``; empty if the token ids are unknown."""
+    """Returns the last ``MOST_TOKENS`` sampled tokens, by turn; empty if the token ids are unknown."""
     places = [i for i, sampled in enumerate(episode.mask) if sampled][-MOST_TOKENS:]
     if not any(episode.ids[i] or episode.logprobs[i] for i in places):
         return {}

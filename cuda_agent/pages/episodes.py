@@ -1,8 +1,8 @@
-"""Renders episodes as one static page: turns, thoughts, tool calls with their results, diffs of files, verdicts, and
-the sampled tokens shaded by their log-probability.
+"""Renders episodes as one static page.  It shows turns, thoughts, tool calls with results, diffs of files, verdicts,
+and the sampled tokens shaded by their log-probability.
 
-Everything is in the HTML and can be read without JavaScript; the one script of the page (``episodes.js``) searches,
-filters and sorts the episodes.  Episodes that do not fit on a page of bounded size are counted and left out."""
+The page can be read without JavaScript; its one script (``episodes.js``) searches, filters and sorts the episodes.  The
+size of a page is bounded.  Episodes that do not fit are left out, and the page says how many are shown."""
 
 from collections.abc import Sequence
 

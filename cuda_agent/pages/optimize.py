@@ -1,7 +1,7 @@
 """Renders the page of `cuda-agent optimize`: the best solution, its measured speed-up, and how the attempts went.
 
-The page is one static HTML file without scripts, in the style of the workflow's report.  The text is in
-``optimize.html.j2``; this module makes the figures and charts for it.  Nothing is measured or chosen here."""
+The page is one static HTML file without scripts, in the style of the workflow's report.  Its text is in
+``optimize.html.j2``; this module computes the numbers from the search's verdicts and draws the charts."""
 
 import math
 import statistics

@@ -1,8 +1,8 @@
-"""What all HTML pages share: the environment of their templates, and the display of untrusted text as plain text.
+"""Renders templates as HTML pages.  The pages are safe to open, although they show untrusted text, such as kernels.
 
-A page loads nothing, and runs only the script that it was made with, whose hash is in the page's security policy. Every
-value that a template shows is escaped, and characters that hide or reorder text are replaced by names. Only ``Markup``
-is taken as HTML: charts, highlighted sources and diffs, whose functions escape the text in them."""
+A page loads nothing.  Its security policy allows one script at most: the one in the page, known by its hash.  Templates
+escape every text.  In place of a character that hides or reorders text, they show its name.  Only ``Markup`` is
+inserted as HTML: charts, highlighted sources and diffs, which are made of escaped text."""
 
 import base64
 import hashlib

@@ -1,7 +1,7 @@
 """Renders ``report.json`` as one self-contained HTML file.
 
-The page needs no script, network or fonts, is light or dark as the reader prefers, and can be printed.  A part without
-data says what is missing.  The text is in ``report.html.j2``; this module makes the figures for it."""
+The page needs no script, network or fonts, is light or dark as the reader prefers, and can be printed.  Where data is
+missing, the page says so.  Its text is in ``report.html.j2``; this module computes the numbers and draws the curves."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -72,7 +72,7 @@ def _devices(data: Data) -> list[str]:
 
 
 def _learning(stages: Sequence[Data]) -> list[Data]:
-    """Returns a grid of curves for each heading that stages name.  Its ``weak`` lists the critics that explain too
+    """Returns a grid of curves for each heading that stages name.  A grid's ``weak`` lists the critics that explain too
     little variance.  Curves that a stage does not list go to ``rest``, which the page folds away."""
     headings: dict[str, list[Data]] = {}
     for stage in stages:

@@ -1,6 +1,6 @@
-"""Prepares the report's scores for display: the paper's table and charts, paired differences, operators.
+"""Prepares scores for the report: the paper's table and its charts, differences between policies, scores by operator.
 
-It takes parts of ``report.json`` and returns what ``report.html.j2`` shows.  ``rl.scores`` computes the scores."""
+``rl.scores`` computes the scores.  This module turns parts of ``report.json`` into what the page's template shows."""
 
 from collections import Counter
 from collections.abc import Sequence

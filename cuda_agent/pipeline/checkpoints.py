@@ -1,10 +1,10 @@
-"""Saves and loads the checkpoints of one stage under its cache key, each atomically.  The two newest are kept.
+"""Saves and loads the checkpoints of one stage in the store, under the stage's cache key.  The two newest are kept.
 
-    checkpoints/<stage>/<key>/<step>-<nonce>.json     {"step", "files": {path: {"sha256", "size"}}}, written last
     checkpoints/<stage>/<key>/<step>-<nonce>/<path>   the files
+    checkpoints/<stage>/<key>/<step>-<nonce>.json     {"step", "files": {path: {"sha256", "size"}}}, written last
 
-A checkpoint also holds the stage's metrics and notes up to its step.  If a checkpoint is damaged, the stage notes and
-removes it, and loads the checkpoint before it."""
+A checkpoint exists once its JSON file is written.  Its files include the stage's metrics and notes up to its step.  If
+the newest checkpoint is damaged, it is removed with a note, and the one before it is loaded."""
 
 import json
 import secrets

@@ -1,10 +1,13 @@
-"""Computes the code version, the environment and the device that are parts of a stage's cache key.
+"""Computes three parts of a stage's cache key: its code version, the software environment (a digest) and the device.
 
-The code version is a hash over the stage's import closure.  The closure holds every module of the package that the
-stage imports, directly or not, at the top of a file or inside a function; every module that a string names in full
-(``"cuda_agent.sandbox.judge.judge"``); and the data files beside these modules (templates, C++ sources).  A data file
-with a module's name (``check.cu`` of ``check.py``) belongs to that module alone.  The closure is found in syntax trees:
-nothing is imported.  A module name put together at run time is not found; write it in full."""
+The code version is a hash over the stage's import closure, which holds these files:
+
+- every module of the package that the stage imports, directly or through other modules, even inside a function;
+- every module that a string in these modules names in full, such as ``"cuda_agent.sandbox.judge.judge"``;
+- data files in the folders of these modules (templates, C++ sources).  A data file with the name of a module, such as
+  ``check.cu`` beside ``check.py``, belongs to that module alone.
+
+Modules are found in syntax trees, without importing them.  So a name that is put together at run time is not found."""
 
 import ast
 import functools
@@ -118,8 +121,8 @@ def _imports(path: Path, module: str) -> tuple[str, ...]:
 
 
 def _imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
-    """Yields the names that ``tree``, the file of ``module``, imports, and its strings such as ``a.b``; not all of
-    these are modules."""
+    """Yields the dotted names that the file of ``module`` (its syntax tree: ``tree``) imports, and all its strings of
+    the form ``a.b``.  Not all of these are names of modules."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,6 +1,6 @@
 """Lists, selects and opens the episodes of a run or of ``benchmark``, and the attempts of ``optimize``.
 
-The list is made by reading a file of episodes line by line.  An episode that is shown in full is read once more."""
+To list episodes, their file is read line by line.  To show an episode in full, its line is read again."""
 
 import functools
 import gzip
@@ -28,9 +28,9 @@ Sort = Literal["newest", "oldest", "best", "worst", "turns", "tokens", "task"]
 
 @dataclass(frozen=True)
 class Left:
-    """A file of episodes, the name of the stage that wrote it, and the tokenizer of its token ids if that is known."""
+    """A file of episodes that a stage left behind, and the file of the tokenizer of its token ids (None: unknown)."""
 
-    stage: str
+    stage: str  # name of the stage, or of a folder or file of ``benchmark``
     file: Path
     tokenizer: Path | None = None
 
@@ -95,7 +95,7 @@ def no_result(path: Path) -> str:
 
 
 def listed(left: Sequence[Left]) -> list[EpisodeEntry]:
-    """Returns the episodes in the files ``left``, in the order of the files and of the lines in each file.
+    """Returns the episodes of all files in ``left``, in the order of the files and of the lines in each file.
 
     Raises:
         ConfigError: A file holds a line that is not an episode."""

@@ -1,10 +1,10 @@
-"""Garbage collection of the store: removes the runs, artifacts and checkpoints that no kept run uses.
+"""Garbage collection of the store: removes old runs, and the artifacts and checkpoints that only old runs need.
 
-It keeps the newest runs of each pipeline, the artifacts that their manifests name, the cache entries of their results,
-the checkpoints of stages that these runs began and did not finish, and every object younger than an hour.
+The newest runs of each pipeline are kept, with the artifacts that their manifests name, the cache entries of their
+results, and the checkpoints of stages that they began and did not finish.  No object younger than an hour is removed.
 
-It must not happen during a run.  On one machine a file lock ensures this.  On a cluster garbage collection takes a
-lock in the store (``alone``) and then checks for active runs; a run first waits for this lock (``await_end``)."""
+Garbage collection must not happen during a run.  On one machine a file lock prevents this.  On a cluster, ``alone``
+takes a lock in the store, and the caller then checks for active runs; a new run waits for this lock (``await_end``)."""
 
 import contextlib
 import time
@@ -26,10 +26,10 @@ _ORDER = ("cache", "runs", "sweeps", "checkpoints", "configs", "cas")  # the ord
 
 @dataclass
 class Plan:
-    """A plan of garbage collection: the runs to remove, and the keys of the store to remove with their sizes."""
+    """What a garbage collection is to remove: runs, and objects of the store."""
 
-    runs: list[str] = field(default_factory=list)  # names
-    keys: dict[str, int] = field(default_factory=dict)  # key -> bytes
+    runs: list[str] = field(default_factory=list)  # names of the runs
+    keys: dict[str, int] = field(default_factory=dict)  # key of an object -> its size in bytes
 
     @property
     def size(self) -> int:
@@ -72,7 +72,7 @@ def plan(store: Store, keep: int = KEEP) -> Plan:
 
 
 def collect(store: Store, what: Plan) -> None:
-    """Removes the keys that ``what`` lists: cache entries and manifests first, so that no key names removed data."""
+    """Removes the keys that ``what`` lists: cache entries and manifests first, so that nothing names removed data."""
     for key in sorted(what.keys, key=lambda key: _ORDER.index(key.split("/")[0])):
         store.delete(key)
 

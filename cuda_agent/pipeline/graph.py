@@ -1,8 +1,8 @@
-"""Defines the workflow's graph as a table, ``ROWS``, with one row per stage, and the variants of this graph.
+"""Defines the workflow's graph as a table, ``ROWS``, with one row per stage.
 
 A row holds all facts about its stage: inputs and outputs, the sections of the configuration in its cache key, its share
 of a run's time, its work, and its curves in the report.  Executors, cache keys, schedules, screens, Argo's templates
-and the report read the table.  ``Config.graph`` selects a variant, which leaves out some rows."""
+and the report read the table.  ``Config.graph`` selects a variant of the graph, which leaves out some rows."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,11 +24,12 @@ ABSENT = "absent"  # the state, in a cluster's plan, of a stage that the run's g
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: a row of the graph's table.  The function ``run(ctx)`` of the Python module ``module`` is the stage.
+    """One stage: a row of the graph's table.  Its code is the function ``run(ctx)`` in the Python module ``module``.
 
-    ``inputs`` maps the name of each input to its source, an artifact of a stage further up: ``stage.artifact``.  In
-    ``ROWS`` a source may list alternatives, best first (``rft.policy | warmup.policy``).  If it ends with ``?``, the
-    input is optional.  In a variant of the graph each input has one source; an optional input may be left out."""
+    ``inputs`` maps the name of each input to its source: an artifact of an earlier stage, such as ``warmup.policy``.
+    In ``ROWS`` a source may list alternatives, as in ``rft.policy | warmup.policy``: a variant of the graph takes the
+    first one whose stage it has.  A ``?`` after the source makes the input optional: variants without the stage lack
+    it."""
 
     name: str
     module: str
@@ -38,8 +39,8 @@ class Stage:
     timing: bool = False  # whether it measures times: the device is then part of its key, and it runs alone
     weight: float = 1.0  # share of a run's time, for the progress of the run
     work: Estimate | None = None  # for the schedule printed before a run; None: too little to show
-    chart: str = ""  # heading of its curves in the report; equal headings share a grid; empty: no curves
-    curves: tuple[str, ...] = ()  # metrics whose curves are open at first
+    chart: str = ""  # heading of its curves in the report, which stages may share; empty: no curves
+    curves: tuple[str, ...] = ()  # metrics whose curves the report shows unfolded
     about: str = ""  # for an evaluation: name of the scored policy in the report's tables
 
     @property

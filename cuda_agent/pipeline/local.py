@@ -1,12 +1,12 @@
 """The local executor: runs the graph on one machine, one process per stage.
 
-The executor stores the configuration, and resumes the newest unfinished run of this configuration or creates a run.
-For each stage it takes the result from the cache, or starts a process; after exit code 75 (try again) it waits and
-starts another process.  At the end it fetches the report and records how the run ended.
+The executor continues the newest unfinished run of the given configuration, or creates a run.  For each stage it takes
+the result from the cache, or starts a process.  If the process exits with 75 (try again), the executor waits and starts
+another one.  At the end it fetches the report and records how the run ended.
 
-The executor or a stage may be killed at any moment: uncommitted results do not exist, and the next call resumes from
-the newest checkpoints.  Stages run one at a time, or side by side with ``run.parallel_stages``; a stage that measures
-times runs alone."""
+The executor or a stage may be killed at any moment.  A result counts only once it is complete, and the next call
+continues from the newest checkpoints.  Stages run one at a time.  With ``run.parallel_stages`` they run side by side,
+but a stage that measures times always runs alone."""
 
 import contextlib
 import json
@@ -41,27 +41,27 @@ class StageView:
     name: str
     weight: float  # share of the run's time
     state: str = "waiting"  # waiting, running, retry, cached, done, failed
-    done: int = 0  # progress: ``done`` of ``total`` (0: unknown)
-    total: int = 0
+    done: int = 0  # progress: units that are done
+    total: int = 0  # all units of the stage; 0: unknown
     unit: str = ""  # of ``done`` and ``total``, such as episodes
     rates: dict[str, float] = field(default_factory=dict)  # by name, such as tokens_per_second
     notes: list[str] = field(default_factory=list)
     attempt: int = 0  # number of the attempt
     began: float = 0.0  # start of the attempt, by ``time.monotonic``
     seconds: float = 0.0  # duration of the finished stage
-    message: str = ""
+    message: str = ""  # why the last attempt failed
 
 
 @dataclass
 class RunOutcome:
-    run: str
-    code: int
-    stage: str = ""
-    message: str = ""
+    run: str  # name of the run
+    code: int  # exit code
+    stage: str = ""  # the stage that failed
+    message: str = ""  # why the run failed or stopped
     report: Path | None = None  # folder of the report
     log: Path | None = None  # log of the stage that failed
-    resumed: bool = False
-    manifests: dict[str, Manifest] = field(default_factory=dict)
+    resumed: bool = False  # whether an unfinished run was continued
+    manifests: dict[str, Manifest] = field(default_factory=dict)  # of the finished stages, by stage
 
 
 def run_pipeline(
@@ -124,7 +124,7 @@ def _prepare(config: Config, new: bool) -> Iterator[tuple[Store, Path, runs.Run,
 class _Execution:
     config: Config
     store: Store
-    home: Path
+    home: Path  # this machine's folder for locks, caches and scratch files
     run_record: runs.Run
     stages: Sequence[Stage]
     table: str
@@ -132,9 +132,9 @@ class _Execution:
     pause: float
     outcome: RunOutcome
     running: dict[str, Stage] = field(default_factory=dict)
-    again_at: dict[str, float] = field(default_factory=dict)
+    again_at: dict[str, float] = field(default_factory=dict)  # stage -> time of its next attempt
     stopping: bool = False
-    recorded: float = 0.0
+    recorded: float = 0.0  # time of the last record in MLflow
 
     def __post_init__(self) -> None:
         self.scratch = self.home / "work" / self.run_record.name

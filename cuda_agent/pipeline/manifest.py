@@ -1,15 +1,15 @@
-"""Reads and writes manifests, computes cache keys, and defines the layout of the store:
+"""Reads and writes manifests (records of finished stages), computes cache keys, and defines the layout of the store:
 
 cas/<sha256>                      files and folders of artifacts, by content (``storage``)
 configs/<sha256>.json             frozen configurations
-cache/<stage>/<key>.json          the first manifest with this key; created only if absent, written last
+cache/<stage>/<key>.json          the manifest of the first result with this cache key, written after all else
 checkpoints/<stage>/<key>/        checkpoints of an unfinished stage
 runs/<run>/run.json, end.json     the run's name and configuration; how the run last ended
 runs/<run>/<stage>/manifest.json  the result of this stage that the run uses
 runs/<run>/<stage>/key            the cache key with which the stage's last attempt began
 runs/<run>/<stage>/log.txt        the output of the stage's last attempt
 runs/<run>/<stage>/outcome.json   how the stage's last attempt on a cluster ended, if it failed
-sweeps/<sweep>/mlflow             the MLflow run above the sweep's runs"""
+sweeps/<sweep>/mlflow             the id of the MLflow run that is the parent of the sweep's runs"""
 
 import hashlib
 import json
@@ -30,8 +30,7 @@ from cuda_agent.tracking import read_metrics, write_metrics
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record of one finished stage.  ``inputs`` and ``outputs`` map names to digests of folders in the store.
-    ``seconds`` is the time spent on the result, over all attempts, without repeated work."""
+    """The record of one finished stage: how its result was made, and under which digests it is stored."""
 
     stage: str
     run: str  # the run that made the result
@@ -40,10 +39,10 @@ class Manifest:
     environment: str  # digest of the software
     device: str | None  # only for a stage that measures times
     config: str  # sha256 of the whole configuration
-    inputs: dict[str, str]
-    outputs: dict[str, str]
+    inputs: dict[str, str]  # name -> digest of a folder in the store
+    outputs: dict[str, str]  # name -> digest of a folder in the store
     metrics: str  # digest of the folder of metrics.jsonl and notes.jsonl
-    seconds: float
+    seconds: float  # time spent on the result, over all attempts, without work that was lost
     finished: str  # ISO 8601, UTC
     resumed: list[int] = field(default_factory=list)  # steps of the checkpoints from which the stage resumed
 

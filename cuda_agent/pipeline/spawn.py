@@ -1,9 +1,11 @@
-"""The fork server of stage processes: it imports torch and transformers once and forks a process for each stage.
+"""The fork server: a process that imports torch and transformers once, and then forks a process for each stage.
 
-The server runs no tensor operation and starts no thread (OpenBLAS restarts its own threads after a fork), so a forked
-process works like a fresh one.  The server dies with the executor, and each stage dies with the server.  When a stage
-ends, the server kills the stage's process group.  A process that leaves this group must watch its parent (the sandbox's
-processes do).  Executor and server exchange JSON objects, one per packet of a socket."""
+So a stage need not wait for these imports.  The forked process works like a fresh one, because the server runs no
+tensor operation and has no threads but OpenBLAS's, which OpenBLAS restarts after a fork.
+
+No process is left behind.  The server ends with the executor, and each stage ends with the server.  When a stage ends,
+the server kills the stage's process group.  A process that leaves this group must watch its parent, as those of the
+sandbox do.  Executor and server exchange JSON objects, one per packet of a socket."""
 
 import contextlib
 import importlib
@@ -27,7 +29,8 @@ _PACKET = 1 << 16  # bytes
 
 
 class Spawner:
-    """The executor's connection to the fork server.  Use it from one thread, which must outlive the server."""
+    """The executor's connection to the fork server.  Use it from one thread, which must outlive the server: Linux kills
+    the server when that thread ends."""
 
     def __init__(self, preload: tuple[str, ...] = PRELOAD) -> None:
         self._preload = preload

@@ -1,7 +1,8 @@
 """Runs one stage of the workflow in a process of its own, for the local executor or in a pod of a cluster.
 
-Computes the stage's cache key from its inputs and takes a lock on the key.  If the store has no result for the key,
-fetches the inputs, resumes from the newest checkpoint, runs the stage, and stores outputs, manifest and cache entry."""
+The process computes the stage's cache key and takes a lock on it.  If the store has no result for the key, the process
+fetches the inputs, runs the stage (from the newest checkpoint, if any), and stores outputs, manifest and cache
+entry."""
 
 import contextlib
 import errno
@@ -45,13 +46,13 @@ Stop = Callable[[], bool]
 
 @dataclass(frozen=True)
 class StageOrder:
-    """The arguments of a process that runs one stage.  ``scratch`` is the folder of this attempt, for metrics, notes,
-    progress and ``outcome.json``; ``local`` is this machine's folder for locks and caches."""
+    """The arguments of a process that runs one stage.  ``scratch`` is the folder of this attempt for metrics, notes,
+    progress and ``outcome.json``.  ``local`` is the machine's folder for locks and caches."""
 
-    store: str  # URI
+    store: str  # URI of the store
     config: str  # sha256 of the configuration
-    run: str  # name
-    stage: str  # name
+    run: str  # name of the run
+    stage: str  # name of the stage
     scratch: str
     local: str
     table: str = ""  # ``package.module:NAME`` of a table of stages that replaces the configuration's graph

@@ -1,4 +1,4 @@
-"""Turns a sweep, overrides with several values in Hydra's grammar, into a list of runs with valid configurations.
+"""Turns a sweep into a list of runs.  A sweep is a list of overrides, some with several values in Hydra's grammar:
 
     critic.lr=1e-5,3e-5 'seed=range(3)'  ->  6 runs: the cartesian product, the last key changing fastest
 
@@ -22,10 +22,10 @@ MOST = 256  # most runs of one sweep
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep: its overrides of the swept keys, and its whole configuration; ``run.name`` is its name."""
+    """One run of a sweep, with its whole configuration."""
 
-    overrides: list[str]
-    config: Config
+    overrides: list[str]  # its values of the swept keys, as ``key=value``
+    config: Config  # has the run's name in ``run.name``
 
     @property
     def name(self) -> str:

@@ -11,18 +11,17 @@ from cuda_agent.config import Config, CriticConfig, Ppo, Sft
 
 @dataclass(frozen=True)
 class Work:
-    """The estimated work of one stage.  ``models`` is the number of models that the stage trains, on sequences of at
-    most ``longest`` tokens."""
+    """The estimated work of one stage."""
 
     samples: int = 0  # number of tasks, examples or episodes
-    tokens: int = 0  # at most, in all samples
+    tokens: int = 0  # upper bound for all samples together
     optimizer_steps: int = 0
     decoded: int = 0  # tokens that an engine samples
-    trained: int = 0  # tokens of all passes of the trainers
+    trained: int = 0  # tokens that trainers process, in all passes
     overhead: float = 0.0  # seconds beside decoding and training
     most_seconds: float | None = None  # time limit of the training
-    models: int = 0
-    longest: int = 0
+    models: int = 0  # number of models that the stage trains
+    longest: int = 0  # most tokens of a sequence that it trains on
     from_scratch: bool = False  # all weights are trained, in one process
 
 

@@ -1,8 +1,8 @@
 """Stage ``agentic``: trains the policy by multi-turn reinforcement learning in the sandbox (paper, section 3.3, stage
-4), starting from the policy of rejection fine-tuning.  Inputs: tasks, policy, critic; outputs: ``policy``, ``critic``.
+4).  Inputs: tasks, policy, critic; outputs: ``policy``, ``critic``.
 
-The input ``critic`` is optional: without it, a critic that ``agentic.advantage`` needs starts from the policy.  If no
-critic is trained, the output ``critic`` holds the initial critic."""
+The input ``critic`` is optional.  Without it, the stage makes a critic from the policy if ``agentic.advantage`` needs
+one.  If no critic is trained, the output ``critic`` is the input ``critic``, or one that is made from the policy."""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,6 +1,6 @@
 """Stage ``collect``: plays the policy in the full agent loop on the training tasks and keeps every episode, good and
-bad.  Inputs: tasks, policy; output: ``episodes``.  It saves after every round (one episode of every task), so a killed
-stage loses at most one round."""
+bad.  Inputs: tasks, policy; output: ``episodes``.  A round is one episode of every task.  The stage saves a checkpoint
+after every round, so a killed stage loses at most one round."""
 
 import asyncio
 

@@ -50,7 +50,7 @@ def pretrain(ctx: StageContext) -> None:
 
 
 def hold_out(episodes: list[Episode], share: float, seed: int) -> tuple[list[Episode], list[Episode]]:
-    """Returns (training, held-out) ``episodes``.  Holds out ``share``, at least one; a single episode is in both."""
+    """Returns (training, held-out) episodes: ``share`` of all, at least one, is held out.  A single one is in both."""
     ranked = sorted(episodes, key=lambda episode: hashlib.sha256(f"{seed}/{episode.id}".encode()).digest())
     count = min(max(1, round(share * len(ranked))), len(ranked) - 1)
     if not count:  # a single episode serves for both, and the gate has no meaning

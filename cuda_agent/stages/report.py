@@ -1,9 +1,8 @@
-"""Stage ``report``: collects all scores and the stages' metrics and notes in ``report`` (``index.html`` and
-``report.json``).
+"""Stage ``report``: writes the report of a run.  Inputs: tasks, the scores of every policy, and the metrics, notes and
+manifests of all stages; output: ``report`` (``index.html`` and ``report.json``).
 
-This module gathers the data; ``pages.report`` draws the page.  The inputs hold the scores of the policies, and how the
-curves of each stage are shown.  The two files hold no date.  With ``sandbox.clock=model`` they also hold no versions,
-durations, devices and notes: the same inputs then give the same bytes on every machine."""
+This module gathers the data; ``pages.report`` draws the page.  The two files hold no date.  With the simulated times of
+``sandbox.clock=model`` they also hold no versions, durations, devices and notes: equal inputs then give equal bytes."""
 
 import json
 from collections.abc import Iterable

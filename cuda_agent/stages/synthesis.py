@@ -1,7 +1,7 @@
 """Stage ``synthesis``: makes the tasks.  Output: ``tasks`` (training and held-out) with a data card that sums them up.
 
-Candidates run only in the sandbox, which caches these runs (probes) by content: a killed stage loses at most the probes
-under way.  The stage's checkpoint keeps the answers of a model that writes tasks."""
+Candidate tasks run only in the sandbox.  Such a run (a probe) is cached there, so a killed stage loses at most the
+probes under way.  If a language model writes the candidates, the stage's checkpoint keeps its answers."""
 
 import asyncio
 import json

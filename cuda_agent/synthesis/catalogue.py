@@ -1,8 +1,8 @@
 """Lists the operators that can be stacked in a chain: the operator catalogue.
 
 Each row has the operator's source text, the shapes that it takes and gives, its cost, and the values that it needs and
-gives (a logarithm needs positive values).  The catalogue has no random, in-place or backward operators.  It has no
-operators with jumps (``floor``, ``argmax``), because a correct kernel's rounding error would count as wrong."""
+gives (a logarithm needs positive values).  There are no random, in-place or backward operators.  ``floor``, ``argmax``
+and the like are left out: their results jump, so that a correct kernel's rounding error would count as wrong."""
 
 import math
 from functools import partial

@@ -1,9 +1,9 @@
 """Composes tasks with one of two writers: one samples operators and shapes, the other asks a language model.
 
 The programmatic writer stacks operators of the catalogue, or takes one layer of ``transformers``.  It chooses the batch
-size so that a cost model puts eager's time inside the window; later the filters check the time that the sandbox
-measures.  A language model's answer is text: this module checks its form, and only the sandbox executes it.  Tasks have
-no branches, residual connections or training steps, and only float32."""
+size so that eager's time, estimated by a cost model, is within the limits; later the filters check the measured time.
+A language model's answer is text: this module checks its form, and only the sandbox executes it.  Tasks have no
+branches, residual connections or training steps, and only float32."""
 
 import math
 import re
@@ -34,7 +34,7 @@ class ComposeError(Exception):
 
 
 class Composer(Protocol):
-    """A writer of candidate tasks.  ``repeatable`` says that a task depends on ``rng`` alone and need not be stored."""
+    """A writer of candidate tasks.  If ``repeatable`` is true, tasks depend on ``rng`` alone and need not be stored."""
 
     @property
     def repeatable(self) -> bool: ...
@@ -65,11 +65,11 @@ def speed_of(device: str, threads: int) -> Speed:
 
 @dataclass(frozen=True)
 class ProgrammaticWriter:
-    """A writer that samples operators and shapes.  ``window`` is the range of eager time in seconds."""
+    """A writer that samples operators and shapes.  ``window`` is the range for a task's eager time, in seconds."""
 
     speed: Speed
     window: tuple[float, float]
-    max_ops: int = 5
+    max_ops: int = 5  # most operators of a task
     repeatable: bool = True
 
     async def compose(self, rng: Random) -> Task:
@@ -168,7 +168,7 @@ def input_values(operator: Operator) -> Interval:
 
 
 def batch_for(cost: Callable[[int], float], window: tuple[float, float], rng: Random) -> int | None:
-    """Returns a batch size whose ``cost`` (seconds, growing) is near a random time in ``window``; None if none fits."""
+    """Returns a batch size whose ``cost`` in seconds is near a random time in ``window``; None if no size fits."""
     low, high = window[0] * 1.4, window[1] / 2.5
     if low >= high:
         low = high = math.sqrt(window[0] * window[1])
@@ -267,9 +267,9 @@ that saturates, cancels or averages everything away. Reordering the operators to
 
 @dataclass(frozen=True)
 class ModelWriter:
-    url: str  # the address, which ends in /v1
-    model: str
-    key_env: str
+    url: str  # address of the model's server, which ends in /v1
+    model: str  # name of the model
+    key_env: str  # environment variable with the key
     window: tuple[float, float]  # range of eager time in seconds
     device: str = "cpu"
     max_ops: int = 5

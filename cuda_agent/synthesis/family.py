@@ -1,8 +1,8 @@
-"""Defines the teacher's family of tasks: element-wise chains of one to three operators, perhaps with a row-wise ending.
+"""Defines the teacher's tasks: chains of one to three element-wise operators, optionally ending in a row-wise operator.
 
-Each operator is one row of a table: its name, its form in PyTorch, its form in C++. ``sample_task`` draws a task,
-``parse`` reads a specification back from a task's code, and tasks are held out by their ``combination`` of operators.
-Shapes are drawn so that eager takes roughly 0.05-5 ms on two cores; filters apply the exact window."""
+Each operator is one row of a table: its name, its form in PyTorch, its form in C++.  ``sample_task`` draws a task, and
+``parse`` reads a task's specification back from its code.  Tasks are held out by their ``combination`` of operators.
+Shapes are drawn so that eager takes roughly 0.05-5 ms on two cores; the filters later enforce the exact time limits."""
 
 import hashlib
 import math
@@ -18,15 +18,13 @@ from cuda_agent.tasks.task import Task
 
 @dataclass(frozen=True)
 class FamilyOperator:
-    """An element-wise operator in three forms: ``torch`` on the tensor ``x`` (and ``y``); ``cpp`` on the scalar ``v``
-    (and ``w``, the same element of ``y``); ``value`` as a Python function, with which chains are tested
-    (``_admissible``).  ``{c}`` is the operator's constant; it has one digit, so that one token copies it.  ``largest``
-    is the largest |v| for which the C++ form does not overflow."""
+    """An element-wise operator of one or two inputs, in three forms.  In ``torch`` and ``cpp``, ``{c}`` stands for the
+    operator's constant, which has one digit, so that a policy copies it as one token."""
 
-    torch: str
-    cpp: str
-    value: Callable[[float, float], float]  # (v, c or w)
-    largest: float = 1e4
+    torch: str  # expression for the tensor ``x`` (and the second input ``y``)
+    cpp: str  # expression for one element ``v`` of ``x`` (and ``w``, the same element of ``y``)
+    value: Callable[[float, float], float]  # Python function of v, and of c or w, with which chains are tested
+    largest: float = 1e4  # largest |v| for which the C++ form does not overflow
 
     @property
     def has_constant(self) -> bool:
@@ -96,14 +94,14 @@ CONSTANTS = ("2", "3", "4", "5", "6", "7", "8", "9")
 
 @dataclass(frozen=True)
 class Ending:
-    """A row-wise operator after an element-wise chain.  Within the limits ``columns`` and ``spread``, different inputs
-    give outputs that differ by more than the judge's tolerance of 1e-2 (the softmax of 1,024 numbers has only small
-    values)."""
+    """A row-wise operator after an element-wise chain.  The limits ``columns`` and ``spread`` ensure that different
+    inputs give outputs that differ by more than the judge's tolerance of 1e-2.  For example, all values of a softmax
+    over 1,024 columns are too small."""
 
     torch: str  # its form in PyTorch
     maps: bool  # whether the output has the shape of the input
     columns: tuple[int, ...]  # lengths of a row
-    spread: float = 1.0  # least spread of the chain's values (``_admissible``)
+    spread: float = 1.0  # least difference between high and low values of the chain
 
 
 _WIDE, _NARROW = (64, 128, 256, 512, 1024), (32, 64)
@@ -126,12 +124,11 @@ SIZES = (17, 20)  # an input has 2**17 to 2**20 elements
 
 @dataclass(frozen=True)
 class FamilySpec:
-    """The specification of a task of the teacher's family.  ``chain`` has pairs (operator, constant or None).  ``rows``
-    and ``columns`` are the shape of every input (float32, contiguous)."""
+    """The specification of a task of the teacher's family."""
 
-    chain: tuple[tuple[str, str | None], ...]
-    ending: str | None
-    rows: int
+    chain: tuple[tuple[str, str | None], ...]  # operators with their constants (None: the operator has none)
+    ending: str | None  # name of the row-wise operator, if there is one
+    rows: int  # with ``columns`` the shape of every input (float32, contiguous)
     columns: int
 
     @property
@@ -249,7 +246,7 @@ def chain_values(chain: tuple[tuple[str, str | None], ...]) -> list[float]:
 
 
 def _admissible(chain: tuple[tuple[str, str | None], ...], ending: str | None) -> bool:
-    """Returns whether in such a task nothing overflows, all operators have an effect, and results vary enough."""
+    """Returns whether for ``chain`` and ``ending`` nothing overflows, each operator has an effect, and results vary."""
     values = list(_POINTS)
     for k, (name, _) in enumerate(chain):
         if max(map(abs, values)) > OPERATORS[name].largest:

@@ -1,8 +1,9 @@
 """Filters candidate tasks by their source and by their probe, which is a run in the sandbox without a solution.
 
-The paper has five filters: runs in eager and compiled; deterministic; outputs neither constant nor indistinguishable
-between inputs; eager time inside a window; similarity to the evaluation set.  This module adds filters for the form of
-the source, byte duplicates and structural duplicates.  Cheap filters come first, the compilation last."""
+The paper has five filters.  A task must run in eager and compiled; be deterministic; have outputs that are neither
+constant nor indistinguishable between inputs; take a time within limits in eager; and be unlike the evaluation set.
+This module also checks the form of the source, and refuses copies: tasks with equal bytes or with equal structure.
+Cheap filters come first; the compilation comes last."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ FILTERS = (
 
 
 class TaskRefused(Exception):
-    """The error that a filter refused a candidate; the data card shows the filter's name and ``reason``."""
+    """A filter refused a candidate task.  The data card counts refusals by ``filter`` and ``reason``."""
 
     def __init__(self, filter: str, reason: str = "") -> None:
         super().__init__(f"{filter}: {reason}" if reason else filter)
@@ -38,8 +39,8 @@ class TaskRefused(Exception):
 
 
 class SourceFilter:
-    """The filters that need only a candidate's source.  ``references`` are the names and subtrees of the evaluation
-    set's tasks.  To find duplicates, the object keeps digests and duplicate keys of all candidates that it checked."""
+    """The filters that need only a candidate's source.  To find copies, they remember digests and duplicate keys of all
+    checked candidates.  ``references`` are the names and subtrees (``shingles``) of the evaluation set's tasks."""
 
     def __init__(self, references: Sequence[tuple[str, Shingles]], max_similarity: float) -> None:
         self.references, self.max_similarity = references, max_similarity
@@ -68,7 +69,7 @@ class SourceFilter:
 
 
 def check_eager(probe: Probe, window: tuple[float, float]) -> None:
-    """Raises TaskRefused if a filter refuses the eager ``probe``.  ``window`` is the range of accepted seconds."""
+    """Raises TaskRefused if a filter refuses the eager ``probe``.  ``window``: least and most accepted seconds."""
     if probe.error or probe.eager_seconds is None:
         raise TaskRefused("runs in eager", last_line(probe.error))
     if not probe.deterministic:

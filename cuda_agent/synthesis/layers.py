@@ -42,19 +42,19 @@ def render(
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer, described by templates of source text that use names of sizes, such as ``hidden`` (see ``_sizes``).
-    ``arguments`` are the sizes that are arguments of ``Model.__init__``."""
+    """A layer of transformers, with templates of a task's source text.  The templates use names of sizes, such as
+    ``hidden``, whose values ``_sizes`` draws."""
 
     name: str  # name of the class
     module: str  # its module, a path below transformers
     init: str  # constructor of ``self.layer``, which may use the variable ``config``
     config: str = ""  # constructor of the configuration, if there is one
-    arguments: tuple[str, ...] = ("hidden",)
-    forward: tuple[str, ...] = ("x = self.layer(x)",)
-    inputs: tuple[tuple[str, str], ...] = (("x", ROW),)
-    more: tuple[str, ...] = ()  # further classes of the module
+    arguments: tuple[str, ...] = ("hidden",)  # sizes that are arguments of ``Model.__init__``
+    forward: tuple[str, ...] = ("x = self.layer(x)",)  # lines of ``forward``
+    inputs: tuple[tuple[str, str], ...] = (("x", ROW),)  # name and expression of each input
+    more: tuple[str, ...] = ()  # further classes to import from the module
     more_init: tuple[str, ...] = ()  # lines of __init__ that use these classes
-    flops: str = "20 * rows * hidden"  # number of operations, from the sizes and ``rows`` = batch * length
+    flops: str = "20 * rows * hidden"  # number of operations; ``rows`` is batch * length
 
     def code(self, batch: int, wide: bool, rng: Random) -> str:
         sizes = _sizes(batch, wide, rng)

@@ -1,7 +1,8 @@
-"""Defines rules that stack operators in a chain: an operator's source text, the shape of its output, and its cost.
+"""Defines rules that stack operators in a chain.
 
-A ``Rule`` takes the incoming shape and makes a ``Use``, which is one operator at one position.  ``catalogue`` lists the
-operators with their rules.  All tensors are float32, except indices and masks."""
+A ``Rule`` takes the shape of an operator's incoming tensor.  It returns a ``Use``, which describes the operator at this
+position: source text, output shape and cost.  ``catalogue`` lists the operators with their rules.  All tensors are
+float32, except indices and masks."""
 
 import math
 from collections.abc import Callable
@@ -19,8 +20,8 @@ RANDN = "torch.randn({shape})"  # template of an input (see ``fixed``)
 
 @dataclass(frozen=True)
 class Use:
-    """An operator at one position of a chain.  Its source texts are templates: ``{x}`` is the incoming tensor, ``{m}``
-    the layer's attribute, and every other name one of ``arguments`` or ``inputs``."""
+    """An operator at one position of a chain.  Its source texts are templates: ``{x}`` stands for the incoming tensor,
+    ``{m}`` for the attribute of ``self`` that holds the layer, and other names for ``arguments`` and ``inputs``."""
 
     forward: str  # expression in ``forward``
     shape: Shape  # shape of the output
@@ -37,12 +38,12 @@ Rule = Callable[[Random, Shape], Use | None]  # None: the operator does not fit 
 
 @dataclass(frozen=True)
 class Operator:
-    kind: str
-    name: str  # as in the ``ops`` column
-    ranks: tuple[int, ...]
+    kind: str  # such as "reduction"
+    name: str  # as in ``Task.ops``
+    ranks: tuple[int, ...]  # numbers of dimensions that it accepts
     use: Rule
-    needs: Interval = ANY
-    gives: Interval | None = None  # None: the interval of the incoming tensor
+    needs: Interval = ANY  # values that it accepts
+    gives: Interval | None = None  # values of its output; None: those of the incoming tensor
     last: bool = False  # may only end a chain
     first: bool = False  # may only begin a chain
 

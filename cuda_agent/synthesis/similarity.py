@@ -1,9 +1,10 @@
-"""Computes the structural similarity of two tasks from the subtrees of their syntax trees (Baxter, 1998).
+"""Computes how similar two tasks are from the subtrees of their syntax trees (Baxter, 1998).
 
-The similarity is Dice's coefficient of the multisets of subtrees of the class ``Model``.  Names in it are made
-anonymous (imported names keep their full path), constants keep only their type, docstrings are dropped.
-``duplicate_key`` is stricter: it also compares constants and shapes, anywhere in the file.  Different code for the same
-function is not similar (``x * x`` and ``torch.square(x)``)."""
+The similarity is Dice's coefficient of two multisets, the subtrees of each task's class ``Model``.  In the subtrees,
+local names are anonymous, constants count only by their type, and docstrings are dropped.  Different code for the same
+function is not similar (``x * x`` and ``torch.square(x)``).
+
+``duplicate_key`` is stricter: it covers the whole file, and also compares constants and shapes."""
 
 import ast
 import hashlib

@@ -1,10 +1,11 @@
 """Drives synthesis: proposes, filters and splits candidates until enough tasks of each kind pass.
 
-The kinds are training tasks, held-out tasks of the teacher's family, and held-out tasks of the catalogue.  Held-out
-tasks have combinations of operators that no training task has.  Candidate number i of a family is made from (seed,
-family, i) alone, so that equal configurations, seeds and probes give equal tasks.  Candidates are filtered in order;
-while a candidate is compiled, the probes of the next candidates run.  Every finished probe is given to ``report``;
-later calls find it in ``known``."""
+The kinds are training tasks, held-out tasks of the teacher's family, and held-out tasks of the catalogue.  No training
+task has the combination of operators of a held-out task.  Candidate number i of a family depends only on (seed, family,
+i), unless a language model writes it.  So equal configurations, seeds and probes give equal tasks.
+
+Candidates are accepted in order of their numbers.  While one is compiled, the next ones are probed already.  Every
+finished probe is passed to ``report``.  A later call that gets the probe in ``known`` does not repeat it."""
 
 import asyncio
 import contextlib
@@ -44,15 +45,15 @@ class Prober(Protocol):
 
 @dataclass
 class Stream:
-    """One family of tasks while it is made."""
+    """One family of tasks, with the candidates that were accepted and refused so far."""
 
     family: str
     composer: Composer  # makes the candidates
     combination: Callable[[Task], str]  # returns a task's combination of operators
     wanted: dict[str, int]  # split -> number of tasks
-    tasks: list[Task] = field(default_factory=list)  # accepted
+    tasks: list[Task] = field(default_factory=list)  # accepted so far
     heldout: set[str] = field(default_factory=set)  # combinations of the held-out tasks
-    refused: Counter[str] = field(default_factory=Counter)  # filter -> number of candidates
+    refused: Counter[str] = field(default_factory=Counter)  # filter -> number of candidates that it refused
     reasons: Counter[str] = field(default_factory=Counter)  # reason -> number of refused candidates
 
     def made(self, split: str) -> int:
@@ -193,22 +194,22 @@ def _key(code: str) -> str | None:
 
 @dataclass
 class _Work:
-    """Takes candidates through the filters, until the allowed number of probes is used up.  Runs probes in advance if
-    the writer of the candidates is repeatable."""
+    """Takes candidates through the filters, until the allowed number of probes is used up.  If the writer is
+    repeatable, it also probes later candidates in advance."""
 
     config: Synthesis
     seed: int
     sandbox: Prober
-    window: tuple[float, float]  # of eager time, in seconds
+    window: tuple[float, float]  # accepted eager time, in seconds
     source: SourceFilter
     known: dict[str, Any]  # values that were given to ``report``
     report: Callable[[str, Any], None]
-    times: Times = field(default_factory=dict)
+    times: Times = field(default_factory=dict)  # of the accepted tasks
     eager: int = 0  # number of eager probes
     compiled: int = 0  # number of compiled probes
-    probes: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # probes under way
+    probes: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # key -> probe under way
     composed: dict[tuple[str, int], Task] = field(default_factory=dict)  # family, index -> candidate
-    early: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)  # family, index
+    early: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)  # family, index -> probing ahead
 
     @property
     def spent(self) -> bool:

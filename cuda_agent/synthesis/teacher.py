@@ -1,8 +1,8 @@
 """The scripted teacher: writes correct kernels for the tasks of ``family``, with a design that is drawn at random.
 
-``bootstrap`` trains a small model on the teacher's solutions; no later stage uses the teacher.  Every choice is drawn
-uniformly, so that kernels range from ten times slower than eager to several times faster than ``torch.compile``.
-``spoil`` puts one realistic mistake into a solution, for episodes that repair the mistake."""
+``bootstrap`` trains a small model on the teacher's solutions; no later stage uses the teacher.  All choices of a design
+are drawn uniformly, so that kernels range from ten times slower than eager to several times faster than
+``torch.compile``.  ``spoil`` puts one realistic mistake into a solution, for episodes that repair the mistake."""
 
 import json
 import random
@@ -26,14 +26,14 @@ DESIGNS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Choices:
-    """One design of a kernel.  Times are multiples of the time with the fastest choice, on two idle cores (quartiles):
+    """The design of a kernel.  Factors are running times relative to the fastest choice (quartiles, on two idle cores):
 
-    ``number``  arithmetic type: "double" takes 1.5-2 times as long, in transcendental functions up to 4.5 times
-    ``order``   how blocks share the elements: "chunk", contiguous; "stride", every grid-th element, which cannot be
-                vectorised and lets threads share cache lines (5-30 times; little if a block takes whole rows)
-    ``grid``    number of blocks: 1 uses one thread (2 times); a block per row makes a call per row (1.1-2 times)
+    ``number``  arithmetic type; "double" takes 1.5-2 times as long, in transcendental functions up to 4.5 times
+    ``order``   which elements a block takes; "chunk": neighbours; "stride": every grid-th one, which cannot be
+                vectorised and lets threads share cache lines (5-30 times, but little if a block takes whole rows)
+    ``grid``    number of blocks; 1: only one thread works (2 times); a block per row: a call per row (1.1-2 times)
     ``passes``  "fused": one loop over the elements; "split": a loop per operator, through memory (1.0-1.4 times)
-    ``moments`` variance from the sums of v and v * v in "one" pass, or from the mean in "two" (1.05-1.15 times)"""
+    ``moments`` how a variance is computed; "one" pass: from sums of v and v * v; "two": the mean first (1.05-1.15)"""
 
     number: Literal["float", "double"]
     order: Literal["chunk", "stride"]
@@ -133,14 +133,12 @@ def _elements(spec: FamilySpec, choices: Choices) -> str:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """The C++ code of a row-wise ending.  ``start`` declares the sums; ``add`` adds the value ``v`` to the sums;
-    ``then`` are further statements ("@" stands for the buffer that holds the row, "loop: x" loops over the row);
-    ``result`` is the expression of a reduction's output."""
+    """The C++ code of a row-wise ending, in parts."""
 
-    start: str
-    add: str
-    then: tuple[str, ...] = ()
-    result: str = ""
+    start: str  # declares the sums
+    add: str  # adds the value ``v`` to the sums
+    then: tuple[str, ...] = ()  # further statements; "@" is the buffer of the row, "loop: x" loops over the row
+    result: str = ""  # the output, if it is one value per row
 
 
 _LARGEST = "s = -1e30f, t = 0", "s = v > s ? v : s;"

@@ -141,7 +141,7 @@ def _methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
 
 
 class _Reader:
-    """Follows the code from ``Model.forward`` on, in order of evaluation, and collects every operator in ``ops``."""
+    """Follows the code that ``Model.forward`` runs, in order of evaluation, and adds each operator to ``ops``."""
 
     def __init__(self, aliases: Aliases, definitions: dict[str, ast.stmt]) -> None:
         self.aliases = aliases
@@ -203,7 +203,7 @@ class _Reader:
 
 
 class _Scope:
-    """The reader of one function body.  ``tensors`` are the local names that certainly are tensors."""
+    """Reads one function body for ``reader``.  ``tensors`` are the local names that certainly are tensors."""
 
     def __init__(self, reader: _Reader, attributes: dict, methods: dict, tensors: set[str]) -> None:
         self.reader, self.attributes, self.methods, self.tensors = reader, attributes, methods, tensors

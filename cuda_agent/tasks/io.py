@@ -1,6 +1,6 @@
 """Reads and writes task sets: parquet folders of this project, KernelBench folders, Ops-6K parquet files.
 
-A set is read from a local path, as text.  Nothing is imported: only the sandbox runs a task."""
+A set is read from a local path.  The source of its tasks is only read as text: only the sandbox executes it."""
 
 import json
 import re
@@ -129,7 +129,7 @@ def _table_in(folder: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Imported:
-    tasks: list[Task]
+    tasks: list[Task]  # the kept tasks
     dropped: list[str]  # files or rows that are no task, with their errors
     copies: int  # number of dropped tasks that are byte-identical to a kept one
 
