@@ -8,9 +8,10 @@ from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError
 from cuda_agent.sandbox.wire import Status, Verdict
 
 LOADING = "while it was loaded"
+TOO_BUSY = "the machine is too busy to tell a reward"
 FASTER = 1 / 0.95  # speed-up above which the reward grows: more than 5 % less time (paper, Eq. 1)
 _MARGIN = 1.03  # distance of a clear speed-up from that bound: the baselines have errors, too
-_WIDE = 1.1  # ratio of an interval's ends above which the calls disagree
+_WIDE = 1.2  # ratio of an interval's ends above which the calls disagree
 Interval = tuple[float, float]  # lower and upper end
 Spread = tuple[float, float, float]  # lower end of an interval, middle, upper end
 
@@ -71,15 +72,16 @@ def is_clear(speedups: Sequence[Interval]) -> bool:
     return all(low > _MARGIN * FASTER or _MARGIN * high < FASTER for low, high in speedups)
 
 
-def is_undecided(speedups: Sequence[Interval]) -> bool:
-    """Returns whether the calls disagree so much that they do not tell which reward is right. If they agree and the
-    speed-up is near the bound, the median decides."""
-    return any(low < FASTER < high and disagree((low, high)) for low, high in speedups)
+def is_undecided(speedups: Sequence[Interval], anchor: Spread) -> bool:
+    """Returns whether the machine is too busy to tell which reward is right. Then a speed-up lies on both sides of the
+    bound, with ends more than 20 % apart, and so far apart are the calls of eager, timed in ``anchor``. If only the
+    candidate's own calls disagree, or the speed-up is near the bound, the median decides."""
+    return disagree(anchor[0], anchor[2]) and any(low < FASTER < high and disagree(low, high) for low, high in speedups)
 
 
-def disagree(speedup: Interval) -> bool:
-    """Returns whether the ends of an interval are more than 10 % apart."""
-    return speedup[1] > _WIDE * speedup[0]
+def disagree(low: float, high: float) -> bool:
+    """Returns whether the ends of an interval are more than 20 % apart."""
+    return high > _WIDE * low
 
 
 def scale_baselines(verdict: Verdict, share: float) -> None:

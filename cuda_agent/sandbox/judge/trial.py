@@ -24,7 +24,9 @@ from cuda_agent.sandbox.judge import cost, legality, strict
 from cuda_agent.sandbox.judge.buffers import byte_count
 from cuda_agent.sandbox.judge.cross_check import LONGEST_CHAIN, CrossCheck
 from cuda_agent.sandbox.judge.decisions import (
+    FASTER,
     LOADING,
+    TOO_BUSY,
     CandidateRefused,
     Interval,
     disagree,
@@ -52,7 +54,7 @@ _DRIFT = 0.01  # relative drift of the eager anchor above which the baseline is 
 _FINDING_SECONDS = 30.0  # added for a solution that compiled: torch.compile traces again to find its result
 _ALONE_CALLS, _BESIDE = 3, {"cpu": 1.05, "cuda": 1.03}  # eager calls without the candidate; slowdown allowed beside it
 _KEPT = "checked with the weights of the constructor alone: others make the reference's outputs not finite"
-_BUSY = "the machine was busy: calls differ so much that the speed-up is known to 10 % at best"
+_BUSY = "calls of the same work differ much: the interval of the speed-up is wider than 20 %"
 _FILES = ("runtime", "library", "image")  # files of a load request
 
 
@@ -327,9 +329,10 @@ class Trial:
                 if elapsed > _ENOUGH_SECONDS:
                     fewest = min(fewest, _FEWEST_TIMED["cpu"])  # slow calls differ by less
                 speedups = self._speedups(anchors)
+                undecided = is_undecided(speedups, spread(anchors))
                 if number >= fewest and is_clear(speedups):
                     break
-                if number >= most and (elapsed > _MORE_SECONDS or not is_undecided(speedups)):
+                if number >= most and (elapsed > _MORE_SECONDS or not undecided):
                     break
             verdict.seconds = self._believed(statistics.median(verdict.samples))
             if base.eager and abs(statistics.median(anchors) / base.eager - 1) > _DRIFT:
@@ -340,11 +343,11 @@ class Trial:
         verdict.interval = [*speedups[0]]
         verdict.compile_interval = [*speedups[1]] if speedups[1:] else None
         verdict.phases["time"] = time.perf_counter() - begin
-        if is_undecided(speedups):
-            low, high = next(pair for pair in speedups if is_undecided([pair]))
+        if undecided:
+            low, high = next(ends for ends in reversed(speedups) if ends[0] < FASTER < ends[1])
             what = f"this solution may be {low:.2f} or {high:.2f} times as fast as a baseline"
-            raise CandidateRefused("infra", f"the machine is too busy to tell a reward: {what}")
-        if disagree(speedups[0]):
+            raise CandidateRefused("infra", f"{TOO_BUSY}: {what}")
+        if disagree(*speedups[0]):
             verdict.advice.append(_BUSY)
 
     def _speedups(self, anchors: Sequence[float]) -> list[Interval]:

@@ -186,11 +186,16 @@ def test_calls_that_disagree_are_followed_by_more_and_then_earn_nothing(
 ) -> None:
     trial = make(clock="real", timed_calls=6)
     trial._open()
-    took = itertools.cycle([1.0, 5.0, 1.0, 9.0])
+    took, eagers = itertools.cycle([1.0, 5.0, 1.0, 9.0]), itertools.cycle([3.0, 9.0])
     monkeypatch.setattr(trial, "_timed", lambda inputs: (next(took), [2 * inputs[0]]))
+    monkeypatch.setattr(trial._prepared.oracle, "seconds", lambda inputs, null=False: 1.0 if null else next(eagers))
     with pytest.raises(CandidateRefused, match="too busy to tell a reward: this solution may be") as refusal:
         trial.time()
     assert refusal.value.status == "infra" and len(trial._verdict.samples) == 24
+    eagers = itertools.repeat(3.0)
+    trial._verdict.samples.clear()
+    trial.time()
+    assert len(trial._verdict.samples) == 6 and trial._verdict.advice, "its own calls disagree: the median decides"
     took = itertools.repeat(1.0)
     trial._verdict.samples.clear()
     trial.time()
