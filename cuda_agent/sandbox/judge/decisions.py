@@ -67,6 +67,15 @@ def share_of(part: Sequence[float], whole: Sequence[float]) -> Spread:
     return low, statistics.median(part) / statistics.median(whole), high
 
 
+def speedups_of(samples: Sequence[float], anchors: Sequence[float], share: Spread | None) -> list[Interval]:
+    """Returns the intervals of the speed-ups over eager and, with ``share``, over torch.compile. ``samples`` are the
+    seconds of the candidate's calls, ``anchors`` those of eager's calls between them. ``share`` is torch.compile's time
+    as a share of eager's."""
+    mine, eager = spread(samples), spread(anchors)
+    over = [quotient(eager, under=mine)]
+    return [*over, quotient(eager, share, under=mine)] if share else over
+
+
 def is_clear(speedups: Sequence[Interval]) -> bool:
     """Returns whether more timed calls could hardly change the reward, given the intervals of the speed-ups."""
     return all(low > _MARGIN * FASTER or _MARGIN * high < FASTER for low, high in speedups)

@@ -46,6 +46,7 @@ class PoolEntry:
     inputs: list[Any]  # the judge's own copies: numpy arrays, or ``device.Array``
     outputs: list[Any]
     exact: list[Any] | None = None  # outputs in double precision (strict mode)
+    weights: int = 0  # how many times weights had been drawn when ``outputs`` were made
 
 
 @dataclass
@@ -61,6 +62,13 @@ class Baselines:
     flops: int | None = None  # floating-point operations of one call of the reference; 0 if unknown
     written: int | None = None  # bytes that the reference writes for its outputs
     views: Views | None = None  # which outputs the reference does not write
+
+    @property
+    def compile_share(self) -> Spread | None:
+        """torch.compile's time as a share of eager's, also where only the two times are known."""
+        if self.compile is None or not self.eager:
+            return None
+        return self.share or (self.compile / self.eager,) * 3
 
 
 def baselines_file(cache: str, digest: str, torch: str, threads: int, identity: str) -> Path:
@@ -93,6 +101,7 @@ class PreparedTask:
         self.pool_size = max(2, min(calls, self.memory.pool_bytes() // max(1, size)))
         self._pool: list[PoolEntry | None] = [None] * self.pool_size
         self._plain = bool(self.spec.weights)  # whether the next trial's weights may have to be drawn
+        self._weights = 0  # how many times other weights were drawn
         self._varies = False  # whether every trial has other weights
         self.base = 0
         self._most_used = 0  # most entries that a trial used
@@ -102,13 +111,12 @@ class PreparedTask:
         self.peaks = roofline.Peaks()
 
     def draw_weights(self) -> None:
-        """Draws the weights of the next trial, unless they are drawn already, and drops pool entries that were made
-        with other weights. With simulated times all trials have the same weights."""
+        """Draws the weights of the next trial, unless they are drawn already. The outputs of pool entries are then those
+        of other weights. With simulated times all trials have the same weights."""
         if self._plain:
             with self._lease.working():
                 changed = self.oracle.draw_weights(self._variation())
-            if changed:
-                self._pool = [None] * self.pool_size
+            self._weights += changed
             self._plain = False
             self._varies = changed and not self._fixed
 
@@ -140,7 +148,10 @@ class PreparedTask:
             with contextlib.nullcontext() if timing else self._lease.working():
                 inputs = self.oracle.inputs(self._seed(index))
                 assert inputs is not None
-                entry = self._pool[place] = PoolEntry(index, inputs, self.oracle.outputs(inputs))
+                entry = self._pool[place] = PoolEntry(index, inputs, self.oracle.outputs(inputs), weights=self._weights)
+        elif entry.weights != self._weights:
+            with contextlib.nullcontext() if timing else self._lease.working():
+                entry.outputs, entry.weights = self.oracle.outputs(entry.inputs), self._weights
         return entry
 
     def fresh(self, kind: str) -> PoolEntry | None:

@@ -18,7 +18,7 @@ from cuda_agent.errors import TaskError
 from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError
 from cuda_agent.sandbox.judge.decisions import quotient, share_of
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
-from cuda_agent.sandbox.wire import KINDS, baseline, baseline_parts
+from cuda_agent.sandbox.wire import KINDS, Verdict, baseline, baseline_parts
 
 _INPUTS = 10  # fewest inputs; normal ones replace the kinds that a task does not allow
 _PRECISIONS = {"cpu": ("fp32",), "cuda": ("fp32", "tf32", "bf16")}
@@ -179,7 +179,27 @@ def interval(mine: Sequence[float], eager: Sequence[float]) -> tuple[float, floa
     return float(low), float(high)
 
 
-def intervals(over_eager: Sequence[float], yard: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
+def report(verdict: Verdict, anchors: Sequence[float], yard: dict[str, dict[str, Any]]) -> None:
+    """Fills in the verdict: baselines, intervals and precision. ``anchors`` are the seconds of eager's calls between
+    those of the candidate. ``yard`` is the result of ``strict_baselines``, scaled here to the eager of this trial."""
+    assert verdict.strict is not None
+    own = verdict.strict["kinds"].get("normal")
+    eager, compiled = baseline("eager", "fp32"), baseline("compile", "fp32")
+    verdict.eager_seconds = statistics.median(anchors)
+    verdict.interval = [*interval(verdict.samples, anchors)]
+    scale = verdict.eager_seconds / yard["seconds"][eager]
+    verdict.strict |= {
+        "baselines": {label: scale * seconds for label, seconds in yard["seconds"].items()},
+        "intervals": _intervals(verdict.interval, yard),
+        "failed": yard["failed"],
+        "eager_errors": yard["errors"],
+        "precision": precision_of(own, yard["errors"]) if own is not None else "",
+    }
+    verdict.compile_seconds = verdict.strict["baselines"].get(compiled)
+    verdict.compile_interval = verdict.strict["intervals"].get(compiled)
+
+
+def _intervals(over_eager: Sequence[float], yard: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
     """Returns the interval of the speed-up over each baseline of ``yard`` (``strict_baselines``), given the interval of
     the speed-up over eager in single precision."""
     seconds, shares = yard["seconds"], yard["shares"]

@@ -28,20 +28,19 @@ from cuda_agent.sandbox.judge.decisions import (
     LOADING,
     TOO_BUSY,
     CandidateRefused,
-    Interval,
     disagree,
     is_clear,
     is_undecided,
-    quotient,
     refusal,
     scale_baselines,
+    speedups_of,
     spread,
 )
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
 from cuda_agent.sandbox.judge.reference_client import at_precision, net, seconds_of_call
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 from cuda_agent.sandbox.messages import EvaluateRequest, WorkerOperation
-from cuda_agent.sandbox.wire import FormatTraits, Verdict, baseline
+from cuda_agent.sandbox.wire import FormatTraits, Verdict
 
 _SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # a task up to this size gets three slots, a larger one two
 _NULL_CALLS = (7, 2)  # empty calls of the first worker of a task and format, and of later ones
@@ -184,21 +183,8 @@ class Trial:
         with at_precision(prepared.oracle, "fp32"), self._alternating() as (candidate, eager, first):
             verdict.samples, anchors = strict.time_pairs(lambda: candidate()[1], lambda: eager(first))
             verdict.seconds = self._believed(statistics.median(verdict.samples))
-        self._anchor = verdict.eager_seconds = statistics.median(anchors)
-        drift = verdict.eager_seconds / yard["seconds"][baseline("eager", "fp32")]
-        baselines = {name: seconds * drift for name, seconds in yard["seconds"].items()}
-        verdict.compile_seconds = baselines.get(baseline("compile", "fp32"))
-        own = verdict.strict["kinds"].get("normal")
-        verdict.interval = [*strict.interval(verdict.samples, anchors)]
-        intervals = strict.intervals(verdict.interval, yard)
-        verdict.compile_interval = intervals.get(baseline("compile", "fp32"))
-        verdict.strict |= {
-            "baselines": baselines,
-            "intervals": intervals,
-            "failed": yard["failed"],
-            "eager_errors": yard["errors"],
-            "precision": strict.precision_of(own, yard["errors"]) if own is not None else "",
-        }
+        strict.report(verdict, anchors, yard)
+        self._anchor = verdict.eager_seconds
         verdict.phases["time"] = time.perf_counter() - begin
 
     @contextlib.contextmanager
@@ -328,7 +314,7 @@ class Trial:
                 elapsed = time.perf_counter() - begin
                 if elapsed > _ENOUGH_SECONDS:
                     fewest = min(fewest, _FEWEST_TIMED["cpu"])  # slow calls differ by less
-                speedups = self._speedups(anchors)
+                speedups = speedups_of(verdict.samples, anchors, base.compile_share)
                 undecided = is_undecided(speedups, spread(anchors))
                 if number >= fewest and is_clear(speedups):
                     break
@@ -349,15 +335,6 @@ class Trial:
             raise CandidateRefused("infra", f"{TOO_BUSY}: {what}")
         if disagree(*speedups[0]):
             verdict.advice.append(_BUSY)
-
-    def _speedups(self, anchors: Sequence[float]) -> list[Interval]:
-        """Returns the intervals of the speed-ups over eager, timed in ``anchors``, and over torch.compile, if known."""
-        base, mine, eager = self._prepared.baselines, spread(self._verdict.samples), spread(anchors)
-        speedups = [quotient(eager, under=mine)]
-        if base.compile is not None and base.eager:
-            share = base.compile / base.eager
-            speedups.append(quotient(eager, base.share or (share, share, share), under=mine))
-        return speedups
 
     def eager_alone(self) -> None:
         """Ends the candidate and times eager again, as the last step, if eager's time beside the candidate counts: the
