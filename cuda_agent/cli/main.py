@@ -9,7 +9,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
@@ -246,6 +246,43 @@ def tasks_import(
         print("\n".join(f"  {line}" for line in dropped[:MOST_DROPPED]))
     if len(dropped) > MOST_DROPPED:
         print(f"  and {len(dropped) - MOST_DROPPED} more: see --json")
+
+
+@command(
+    tasks_app, "cuda-agent tasks lint KernelBench/level1", "cuda-agent tasks lint my-tasks/ --csv lint.csv", name="lint"
+)
+def tasks_lint(
+    source: Annotated[Path, Argument(help="a task set, an Ops-6K parquet, a KernelBench folder, one model.py")],
+    overrides: Overrides = None,
+    table: Annotated[Path | None, Option("--csv", help="write every mutant of every task to this file")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Name the wrong answers that each task of a set lets through: a constant, an input, ignored inputs or weights.
+
+    Ends with exit code 1 if a task lets one through or does not run. Overrides change the sandbox, as in
+    sandbox.tolerance=1e-4 sandbox.run_seconds=60."""
+    from cuda_agent.compose import compose
+    from cuda_agent.optimize.evaluation import run_to_end
+    from cuda_agent.pipeline import runs
+    from cuda_agent.sandbox.client import open_sandbox
+    from cuda_agent.synthesis import lint
+    from cuda_agent.tasks.io import read_any
+
+    settings = compose(overrides or [])
+    tasks, cache = read_any(source), runs.local_home(settings.run.store) / "cache"
+
+    async def probe_all() -> Any:
+        async with open_sandbox(settings.sandbox, cache) as sandbox:
+            return await lint.lint(tasks, sandbox, lambda line: print(line, file=sys.stderr))
+
+    probes = run_to_end(probe_all())
+    if table:
+        lint.write_csv(table, probes)
+    if as_json:
+        print_json(lint.to_json(probes))
+    else:
+        print("\n".join(lint.lint_lines(probes, settings.sandbox.tolerance)))
+    sys.exit(int(any(probe.error or probe.lets_through for probe in probes.values())))
 
 
 @command(

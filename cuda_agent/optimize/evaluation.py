@@ -155,7 +155,8 @@ async def benchmark(
     config: Config, cache: Path, player: Player, tasks: Path, output: Path | None, say: Callable[[str], None]
 ) -> Any:
     """Plays ``evaluate.samples`` episodes per task of the set ``tasks`` and reports them through ``say``.  Returns the
-    ``rl.scores.Scores``.  Writes episodes.jsonl, scores.json and a policy's tokenizer.json into ``output``.
+    ``rl.scores.Scores``, which also name the wrong answers that each task lets through.  Writes episodes.jsonl,
+    scores.json and a policy's tokenizer.json into ``output``.
 
     Raises:
         BenchmarkError: ``output`` cannot be made."""
@@ -163,6 +164,7 @@ async def benchmark(
     from cuda_agent.policy.episode import write_episodes
     from cuda_agent.rl.scores import score, write_scores
     from cuda_agent.sandbox.client import open_sandbox
+    from cuda_agent.synthesis.lint import lint, names
 
     chosen = read_any(tasks)
     try:
@@ -180,10 +182,12 @@ async def benchmark(
             say(f"{done}/{len(chosen) * config.evaluate.samples} {task.name}: {episode.ended}, reward {episode.reward}")
             return episode
 
-        names = [(task, f"benchmark/{task.name}/{n}") for n in range(config.evaluate.samples) for task in chosen]
-        jobs = [partial(job, task, name) for task, name in names]
+        probes = await lint(chosen, sandbox)
+        samples = [(task, f"benchmark/{task.name}/{n}") for n in range(config.evaluate.samples) for task in chosen]
+        jobs = [partial(job, task, name) for task, name in samples]
         episodes = await run_many(jobs, config.agent.concurrency, lockstep=config.sandbox.clock == "model")
     scores = score(player.name, episodes, chosen, config.sandbox.clock, config.seed)
+    scores.lets_through = {task: names(probe) for task, probe in probes.items() if probe.lets_through}
     if output is not None:
         write_episodes(output / "episodes.jsonl", episodes)
         write_scores(output / "scores.json", scores)
@@ -236,7 +240,14 @@ def score_lines(scores: Any) -> list[str]:
     ]
     if scores.clock == "model":
         lines.append("sandbox.clock=model: times are a deterministic cost, not measured")
-    return lines + table_lines("final answer", scores.final) + table_lines("best of trajectory", scores.best)
+    lines += table_lines("final answer", scores.final) + table_lines("best of trajectory", scores.best)
+    if scores.lets_through:
+        lines += ["", f"{'tasks with a weak check':28} {'pass':>7}  lets through (from which tolerance)"]
+    for task, mutants in scores.lets_through.items():
+        passed = [outcome.final.correct for outcome in scores.outcomes if outcome.task == task]
+        share = format(sum(passed) / len(passed), ".1%") if passed else "–"
+        lines.append(f"{task[:28]:28} {share:>7}  {', '.join(mutants)}")
+    return lines
 
 
 def table_lines(title: str, table: Any) -> list[str]:

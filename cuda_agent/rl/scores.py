@@ -104,6 +104,8 @@ class Scores:
     outcomes: list[EpisodeScore]
     seed: int  # seed of the bootstrap
     resamples: int  # number of the bootstrap's resamples
+    # Task -> the wrong answers that it lets through; tasks that reject them all, or were not linted, are left out.
+    lets_through: dict[str, list[str]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -30,6 +30,8 @@ _MOST_ELEMENTS = 1 << 48  # of one tensor
 DELAY_UNIT = 16e-6  # seconds: unit of the delay of a timed chain
 # Kinds of inputs in strict mode, made by ``worker.input_kinds``.
 KINDS = ("normal", "shifted", "ramp", "negative", "large", "sparse", "boundary")
+# Mutants of a task that differ by rounding or by 1 %: a tolerance of 1e-2 is there to let them through.
+ROUNDING = ("bf16", "1.01x")
 # Baselines of strict mode and their names in reports. ``baseline`` adds the precision.
 BASELINES = {"eager": "eager", "compile": "torch.compile", "max_autotune": "max-autotune"}
 
@@ -245,13 +247,18 @@ class Probe:
 
     error: str = ""
     deterministic: bool = False  # the same inputs give the same outputs, within the tolerance
-    constant: bool = False  # an output has one value only, or nothing but NaN
-    indistinguishable: bool = False  # different inputs give outputs equal within the tolerance
+    # Wrong answer -> the least tolerance that lets it through; None if none does up to the sandbox's own.
+    mutants: dict[str, float | None] = field(default_factory=dict)
     eager_seconds: float | None = None
     compile_seconds: float | None = None
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     parameter_count: int = 0
+
+    @property
+    def lets_through(self) -> dict[str, float]:
+        """The mutants that the task lets through, without those of ``ROUNDING``."""
+        return {name: least for name, least in self.mutants.items() if least is not None and name not in ROUNDING}
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -2,12 +2,13 @@
 
 The paper has five filters.  A task must run in eager and compiled; be deterministic; have outputs that are neither
 constant nor indistinguishable between inputs; take a time within limits in eager; and be unlike the evaluation set.
+Here the third is wider: the judge's comparison must reject every wrong answer of ``sandbox.judge.mutants``.
 This module also checks the form of the source, and refuses copies: tasks with equal bytes or with equal structure.
 Cheap filters come first; the compilation comes last."""
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from cuda_agent.sandbox.wire import Probe
 from cuda_agent.synthesis.similarity import Shingles, duplicate_key, nearest
@@ -23,11 +24,16 @@ FILTERS = (
     "unlike the evaluation set",
     "runs in eager",
     "deterministic",
-    "not constant",
-    "distinguishable",
+    "rejects wrong answers",  # a constant, an input, the answer to other inputs or weights
     "time window",
     "compiles",
 )
+
+
+class Prober(Protocol):
+    """The sandbox, as filters need it."""
+
+    async def probe(self, task: Task, compile: bool = True) -> Probe: ...
 
 
 class TaskRefused(Exception):
@@ -74,10 +80,8 @@ def check_eager(probe: Probe, window: tuple[float, float]) -> None:
         raise TaskRefused("runs in eager", last_line(probe.error))
     if not probe.deterministic:
         raise TaskRefused("deterministic")
-    if probe.constant:
-        raise TaskRefused("not constant")
-    if probe.indistinguishable:
-        raise TaskRefused("distinguishable")
+    if probe.lets_through:
+        raise TaskRefused("rejects wrong answers", ", ".join(probe.lets_through))
     if probe.eager_seconds < window[0]:
         raise TaskRefused("time window", "too fast")
     if probe.eager_seconds > window[1]:

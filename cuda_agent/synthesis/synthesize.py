@@ -16,14 +16,14 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Any
 
 from cuda_agent.config import Synthesis
 from cuda_agent.sandbox.wire import Probe
 from cuda_agent.synthesis.catalogue import CATALOGUE
 from cuda_agent.synthesis.compose import ComposeError, Composer, ModelWriter, ProgrammaticWriter, speed_of
 from cuda_agent.synthesis.family import combination, is_heldout, ops_combination, sample_task
-from cuda_agent.synthesis.filters import SourceFilter, TaskRefused, check_compiled, check_eager, yields
+from cuda_agent.synthesis.filters import Prober, SourceFilter, TaskRefused, check_compiled, check_eager, yields
 from cuda_agent.synthesis.layers import LAYERS
 from cuda_agent.synthesis.similarity import duplicate_key, shingles
 from cuda_agent.tasks.inspect import problems
@@ -37,10 +37,6 @@ AHEAD = 3  # candidates whose probes run before their turn: one compilation uses
 
 
 Times = dict[str, tuple[float, float | None]]  # task -> eager and compiled seconds
-
-
-class Prober(Protocol):
-    async def probe(self, task: Task, compile: bool = True) -> Probe: ...
 
 
 @dataclass

@@ -15,10 +15,10 @@ from cuda_agent.policy.served import ServedModel, ServedModelError
 
 TASK = """import torch
 class Model(torch.nn.Module):
-    def forward(self, x):
+    def forward(self, x, unused):
         return torch.relu(x)
 def get_inputs():
-    return [torch.randn(64, 32)]
+    return [torch.randn(64, 32), torch.randn(8)]
 def get_init_inputs():
     return []
 """
@@ -89,6 +89,8 @@ def test_a_served_model_is_measured_on_a_kernelbench_folder(address, tmp_path, m
     assert scores.final.overall.passed == 1.0 and scores.final.families[0].group == "level1"
     assert scores.mean_tokens == 28 and scores.mean_turns == 4
     assert "100.0%" in "\n".join(score_lines(scores)) and len(said) == 1
+    assert scores.lets_through == {"level1/19_ReLU": ["input 1 ignored (0.0001)"]}
+    assert " ".join(score_lines(scores)[-1].split()) == "level1/19_ReLU 100.0% input 1 ignored (0.0001)"
     path, headers, body = handler.requests[-1]
     assert path == "/v1/chat/completions" and headers["Authorization"] == "Bearer sesame"
     assert body["model"] == "some-model" and {tool["function"]["name"] for tool in body["tools"]} >= {"Bash", "Write"}

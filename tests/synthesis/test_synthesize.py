@@ -49,8 +49,7 @@ class InProcess:
         chance = hashlib.sha256(task.digest.encode()).digest()[0]
         return Probe(
             deterministic=chance != 0,
-            constant=chance == 1,
-            indistinguishable=chance == 2,
+            mutants={"bf16": 1e-2, "zeros": 1e-2 if chance in (1, 2) else None},
             eager_seconds=2e-2 if chance < 30 else 1e-3,
             compile_seconds=1e-3 if compile else None,
         )
@@ -190,8 +189,7 @@ def test_what_resembles_the_evaluation_set_is_dropped(tmp_path):
         ({"error": "Traceback\nValueError: x"}, "runs in eager"),
         ({"eager_seconds": None}, "runs in eager"),
         ({"deterministic": False}, "deterministic"),
-        ({"constant": True}, "not constant"),
-        ({"indistinguishable": True}, "distinguishable"),
+        ({"mutants": {"zeros": None, "inputs ignored": 1e-3}}, "rejects wrong answers"),
         ({"eager_seconds": 1e-6}, "time window"),
         ({"eager_seconds": 1.0}, "time window"),
     ],

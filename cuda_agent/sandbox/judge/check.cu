@@ -118,27 +118,3 @@ DISTANCE(float32, float)
 DISTANCE(float64, double)
 DISTANCE(float16, __half)
 DISTANCE(bfloat16, __nv_bfloat16)
-
-// How many values differ from the first one: none, and the tensor is a constant.
-template <class T>
-__device__ void varied(const T* values, long long n, Found* found) {
-  unsigned long long other = 0, finite = 0;
-  const double head = number(values[0]);
-  EACH(i) {
-    double v = number(values[i]);
-    other += v != head;
-    finite |= isfinite(v);
-  }
-  gather(found, other, 0, (double)finite);
-}
-#define VARIED(name, T) \
-  extern "C" __global__ void varied_##name(const T* values, long long n, Found* found) { varied(values, n, found); }
-VARIED(float32, float)
-VARIED(float64, double)
-VARIED(float16, __half)
-VARIED(bfloat16, __nv_bfloat16)
-VARIED(int64, long long)
-VARIED(int32, int)
-VARIED(int16, short)
-VARIED(int8, signed char)
-VARIED(uint8, unsigned char)

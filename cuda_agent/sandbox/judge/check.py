@@ -31,6 +31,15 @@ def mismatch(
     return "", largest
 
 
+def agree(expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float) -> bool:
+    """Returns whether ``mismatch`` finds no difference. It stops at the first one."""
+    for want, have, tensor in zip(expected, actual, tensors, strict=True):
+        wanted, given = (real(values, tensor.dtype).ravel() for values in (want, have))
+        if _compare(wanted, given, tolerance, cap=1.0, whole=False)[2]:
+            return False
+    return True
+
+
 def values_off(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> int:
@@ -50,9 +59,10 @@ def real(values: Array, dtype: str) -> Array:
     return values
 
 
-def _compare(want: Array, have: Array, tolerance: float, cap: float) -> tuple[str, float, int]:
+def _compare(want: Array, have: Array, tolerance: float, cap: float, whole: bool = True) -> tuple[str, float, int]:
     """Compares one output ``have`` with the expected output ``want``. Returns a message (empty if they agree), the
-    largest absolute difference, and the number of values that differ by more than the tolerance of ``mismatch``."""
+    largest absolute difference, and the number of values that differ by more than the tolerance of ``mismatch``. Unless
+    ``whole``, it stops soon after the first such value."""
     if want.dtype.kind in "iu":
         wrong = numpy.flatnonzero(want != have)
         if not wrong.size:
@@ -83,6 +93,8 @@ def _compare(want: Array, have: Array, tolerance: float, cap: float) -> tuple[st
                 if bad.size and first_wrong < 0:
                     first_wrong = start + int(bad[0])
                 wrong_count += bad.size
+                if wrong_count and not whole:
+                    break
             largest = max(largest, float(off.max(initial=0, where=numpy.isfinite(off))))
     if not wrong_count:
         return "", largest, 0

@@ -156,6 +156,11 @@ def mismatch(
     return "", largest
 
 
+def agree(expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float) -> bool:
+    """Does what ``check.agree`` does, on the device."""
+    return not mismatch(expected, actual, tensors, tolerance)[0]
+
+
 def values_off(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> int:
@@ -208,14 +213,3 @@ def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
     judge.run(f"distance_{dtype}", count, have.address, exact.address, count, judge.sums)
     off, norm = struct.unpack("dd", driver.read(judge.sums, 16))
     return off, norm
-
-
-def constant(values: Array, tensor: Tensor) -> bool:
-    """Returns whether an output is constant: it has several values, all equal, or it has no finite value."""
-    judge, (dtype, count) = _ours(), _real(tensor)
-    if not count:
-        return False
-    judge.clear()
-    judge.run(f"varied_{dtype}", count, values.address, count, judge.found)
-    others, _, finite = judge.answer()
-    return not finite or (count > 1 and not others)

@@ -21,6 +21,7 @@ from cuda_agent.errors import TaskError
 from cuda_agent.machine import die_with_parent
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail import jail
+from cuda_agent.sandbox.judge import mutants
 from cuda_agent.sandbox.judge.buffers import byte_count
 from cuda_agent.sandbox.judge.decisions import CandidateRefused
 from cuda_agent.sandbox.judge.prepared import Baselines, PreparedTask
@@ -196,20 +197,19 @@ class Judge:
     @_once_more
     def _probe(self, task: TaskSource, compile: bool) -> Probe:
         prepared = self.prepared(task)
-        spec, memory = prepared.spec, self.memory
-        first, second = prepared.entry(prepared.base), prepared.entry(prepared.base + 1)
+        spec = prepared.spec
+        if prepared.mutants is None:
+            prepared.draw_weights()  # as for every candidate
+        first = prepared.entry(prepared.base)
         with self._lease.working():
             again = prepared.oracle.outputs(first.inputs)
         prepared.measure(compile)
-
-        def same(outputs: list[Any]) -> bool:
-            return not memory.mismatch(first.outputs, outputs, spec.outputs, self.settings.tolerance)[0]
-
+        if prepared.mutants is None:
+            prepared.mutants = mutants.survey(prepared, self._lease)
         return Probe(
             error=prepared.baselines.compile_error if compile else "",
-            deterministic=same(again),
-            constant=any(memory.constant(a, t) for a, t in zip(first.outputs, spec.outputs, strict=True)),
-            indistinguishable=same(second.outputs),
+            deterministic=not self.memory.mismatch(first.outputs, again, spec.outputs, self.settings.tolerance)[0],
+            mutants=prepared.mutants,
             eager_seconds=prepared.baselines.eager,
             compile_seconds=prepared.baselines.compile,
             inputs=list(spec.inputs),

@@ -93,6 +93,7 @@ class PreparedTask:
         self._digest = digest
         self._lease = workers.lease
         self.weights_seed = self._seed(-1)  # no inputs are drawn from this seed
+        self.mutants: dict[str, float | None] | None = None  # see ``mutants.survey``; None: not asked yet
         with self._lease.working():
             self.oracle = ReferenceClient(workers.reference(), code, self.weights_seed, settings)
         self.spec = self.oracle.spec

@@ -158,6 +158,12 @@ class ReferenceClient:
             self._ask(WorkerOperation.MAP_EXACT, buffers.places | {"spec": spec.to_json()}, fds=buffers.descriptors)
         return self._exact.outputs(0) if self._on(inputs, WorkerOperation.RUN_EXACT) else None
 
+    def mutant(self, inputs: list[Any], how: dict[str, Any]) -> list[Any] | None:
+        """Returns wrong outputs for these inputs (``worker.mutants``); ``None`` if the task has none of this kind. The
+        last call of ``outputs`` must have had the same inputs if they are made from its answer."""
+        self._buffers.fill(0, inputs)
+        return self._buffers.outputs(0) if self._ask(WorkerOperation.RUN_MUTANT, how) else None
+
     def compile(self, inputs: list[Any], known: str, mode: str = "") -> None:
         """Compiles the model with torch.compile's ``mode`` and runs it on ``inputs``; later calls run the compiled
         model. ``known`` is the folder of a warm-up's results, or empty. Raises ``WorkerError`` if compilation fails."""

@@ -14,7 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from cuda_agent.sandbox.messages import Frame
-from cuda_agent.sandbox.worker import observe
+from cuda_agent.sandbox.worker import mutants, observe
 from cuda_agent.sandbox.worker.input_kinds import vary
 from cuda_agent.sandbox.worker.loop import WorkerLoop, run_module
 from cuda_agent.sandbox.worker.shared_tensors import Slots, describe, draw, flatten, is_plain, rebuild, store
@@ -46,6 +46,7 @@ class Reference(WorkerLoop):
             raise TypeError("Model is no torch.nn.Module")
         self._model.train(self._options["train_mode"]).to(self._device)
         self._call: Callable[..., Any] = self._model
+        self._build = lambda: module.Model(*init).train(self._options["train_mode"]).to(self._device)
         self._plain = PlainWeights(self._model)
         self._get_inputs = module.get_inputs
         self._arguments, tensors = draw(self._get_inputs, self._device)
@@ -166,6 +167,22 @@ class Reference(WorkerLoop):
         finite = all(bool(torch.isfinite(t).all()) for t in (*self._last, *targets) if t.is_floating_point())
         self.settle()
         return finite
+
+    def run_mutant(self, frame: Frame) -> bool:
+        """Write wrong outputs for the inputs of a slot, on which the last ``run`` was. Return false if the task has no
+        such outputs."""
+        how, given, model = frame.body, self._slots.input_tensors(frame.slot), None
+        match how["kind"]:
+            case "weights":
+                if (model := mutants.redraw(self._model, self._build, how)) is None:
+                    return False
+            case "bf16":
+                model, given = mutants.in_bfloat16(self._model, given)
+        wrong = flatten(model(*rebuild(self._arguments, given))) if model else mutants.spoil(how, self._last, given)
+        targets = self._slots.output_tensors(frame.slot)
+        store([tensor.to(target.dtype) for tensor, target in zip(wrong, targets, strict=True)], targets)
+        self.settle()
+        return True
 
     def account(self, frame: Frame) -> dict[str, Any]:
         """Returns the floating-point operations of one call (0 if unknown), the bytes that the call must write for its

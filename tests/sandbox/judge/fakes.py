@@ -58,6 +58,9 @@ class Reference:
     def exact(self, inputs: list[Any]) -> list[Any]:
         return [2 * inputs[0].astype(numpy.float64)]
 
+    def mutant(self, inputs: list[Any], how: dict[str, Any]) -> list[Any] | None:
+        return [0 * inputs[0]] if how["kind"] == "zeros" else None
+
     def seconds(self, inputs: list[Any], null: bool = False) -> float:
         return 1.0 if null else self.takes
 

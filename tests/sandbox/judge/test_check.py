@@ -3,14 +3,16 @@
 import numpy
 import pytest
 
-from cuda_agent.sandbox.judge.check import mismatch
+from cuda_agent.sandbox.judge.check import agree, mismatch
 from cuda_agent.sandbox.wire import Tensor
 
 FLOAT = Tensor((64,), "float32")
 
 
 def wrong(want: numpy.ndarray, have: numpy.ndarray, dtype: str = "float32") -> str:
-    return mismatch([want], [have], [Tensor(want.shape, dtype)], 1e-2)[0]
+    message = mismatch([want], [have], [Tensor(want.shape, dtype)], 1e-2)[0]
+    assert agree([want], [have], [Tensor(want.shape, dtype)], 1e-2) == (not message)
+    return message
 
 
 def test_rounding_passes_and_the_largest_difference_is_told() -> None:

@@ -189,9 +189,7 @@ def test_a_task_that_fails_beside_one_solution_only_is_the_solutions_crash(make:
 
 def test_a_probe_says_what_running_the_task_shows(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = make().probe({"task": source("a"), "compile": False})
-    assert (answer["error"], answer["deterministic"], answer["constant"], answer["indistinguishable"]) == (
-        "", True, False, False,
-    )  # fmt: skip
+    assert (answer["error"], answer["deterministic"], answer["mutants"]["zeros"]) == ("", True, None)
 
     def broken(*_: Any) -> None:
         raise TaskError("no such operator")

@@ -1,0 +1,106 @@
+"""Finds the wrong answers to a task that the comparison lets through.
+
+A task is only as good as the answers that it rejects. Each mutant stands for a solution that skips work: it answers
+zeros, a constant or an input; it ignores an input or the weights. The comparison, its tolerance and the number of
+inputs are those of quick mode. Not covered: the kinds of inputs of strict mode."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from cuda_agent.errors import TaskError
+from cuda_agent.lease import Lease
+from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
+from cuda_agent.sandbox.judge.reference_client import TaskKilled
+from cuda_agent.sandbox.wire import ROUNDING
+
+_TOLERANCES = (1e-2, 1e-3, 1e-4)  # tried below the sandbox's own
+_FLOATING = ("float", "bfloat", "complex")  # how the names of these dtypes begin
+
+
+class _Mutant(NamedTuple):
+    """A wrong answer: ``make`` returns all outputs for an entry, given another one; ``None`` where the task has no such
+    answer. The outputs at the positions ``wrong`` count."""
+
+    name: str
+    wrong: Sequence[int]
+    make: Callable[[PoolEntry, PoolEntry], list[Any] | None]
+
+
+def _mutants(prepared: PreparedTask) -> Iterator[_Mutant]:
+    oracle, spec = prepared.oracle, prepared.spec
+    every = range(len(spec.outputs))
+    sizes = [math.prod(tensor.shape) for tensor in spec.outputs]
+
+    def told(kind: str, **more: Any) -> Callable[[PoolEntry, PoolEntry], list[Any] | None]:
+        return lambda entry, other: oracle.mutant(entry.inputs, {"kind": kind} | more)
+
+    # The mutants of single outputs come first: they are made from the outputs of the last call of ``oracle.outputs``.
+    for number, output in enumerate(spec.outputs):
+        where = f" in output {number}" if len(every) > 1 else ""
+        if sizes[number]:
+            yield _Mutant(f"zeros{where}", [number], told("zeros"))
+        if sizes[number] > 1:
+            yield _Mutant(f"constant{where}", [number], told("constant"))
+        for position, tensor in enumerate(spec.inputs):
+            if tensor.dtype == output.dtype and math.prod(tensor.shape) == sizes[number]:
+                yield _Mutant(f"copy of input {position}{where}", [number], told("copy", input=position))
+    floating = [n for n in every if sizes[n] and spec.outputs[n].dtype.startswith(_FLOATING)]
+    for name in ("2x", "1.01x") if floating else ():
+        yield _Mutant(name, floating, told("scale", factor=float(name[:-1])))
+    yield _Mutant("inputs ignored", every, lambda entry, other: other.outputs)
+    for position in range(len(spec.inputs)) if len(spec.inputs) > 1 else ():
+        yield _Mutant(f"input {position} ignored", every, _with_one_of_another(prepared, position))
+    if spec.weights:
+        other_weights = {"seed": prepared.weights_seed + 1, "plain": not oracle.kept}
+        yield _Mutant("weights ignored", every, told("weights", **other_weights))
+    yield _Mutant("bf16", every, told("bf16"))
+
+
+def _with_one_of_another(prepared: PreparedTask, position: int) -> Callable[[PoolEntry, PoolEntry], list[Any]]:
+    def make(entry: PoolEntry, other: PoolEntry) -> list[Any]:
+        mixed = [*entry.inputs[:position], other.inputs[position], *entry.inputs[position + 1 :]]
+        return prepared.oracle.outputs(mixed)
+
+    return make
+
+
+def survey(prepared: PreparedTask, lease: Lease) -> dict[str, float | None]:
+    """Returns for each mutant the least tolerance that lets it through on all inputs; ``None`` if none does that is at
+    most the sandbox's own. Mutants that the reference cannot compute are left out. A mutant of ``ROUNDING`` is compared
+    on one input only. Raises ``TaskError`` if the task itself fails."""
+    found: dict[str, float | None] = {}
+    pending = list(_mutants(prepared))
+    for number in range(prepared.base, prepared.base + prepared.settings.checks):
+        entry, other = prepared.entry(number), prepared.entry(number + 1)
+        with lease.working():
+            prepared.oracle.outputs(entry.inputs)
+        for mutant in pending:
+            try:
+                with lease.working():
+                    outputs = mutant.make(entry, other)
+            except TaskKilled:
+                raise
+            except TaskError:
+                if not prepared.oracle.alive:
+                    return found  # the judge prepares the task anew when it is asked again
+                continue
+            if outputs is not None:
+                least = _least_tolerance(prepared, mutant.wrong, entry.outputs, outputs)
+                found[mutant.name] = None if least is None else max(least, found.get(mutant.name) or 0.0)
+        pending = [mutant for mutant in pending if found.get(mutant.name) and mutant.name not in ROUNDING]
+        if not pending:
+            break
+    return found
+
+
+def _least_tolerance(
+    prepared: PreparedTask, positions: Sequence[int], expected: Sequence[Any], actual: Sequence[Any]
+) -> float | None:
+    own, least = prepared.settings.tolerance, None
+    want, have, tensors = ([of[n] for n in positions] for of in (expected, actual, prepared.spec.outputs))
+    for tolerance in (own, *(lower for lower in _TOLERANCES if lower < own)):
+        if not prepared.memory.agree(want, have, tensors, tolerance):
+            break
+        least = tolerance
+    return least

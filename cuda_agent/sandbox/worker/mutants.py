@@ -1,0 +1,55 @@
+"""Makes wrong answers to a task, which the judge's comparison should reject (``judge.mutants``). Runs in the reference
+worker, so that they are made on the device and in every dtype."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cuda_agent.sandbox.worker.weights import PlainWeights
+
+
+def spoil(how: dict[str, Any], right: list[torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the outputs ``right``, made wrong. ``how["kind"]`` is ``zeros``; ``constant``, the mean of each output;
+    ``scale``, times ``how["factor"]`` (floating outputs); or ``copy`` of ``given[how["input"]]`` (outputs with as
+    many values)."""
+    match how["kind"]:
+        case "zeros":
+            return [torch.zeros_like(tensor) for tensor in right]
+        case "constant":
+            return [_mean(tensor).to(tensor.dtype).expand(tensor.shape) for tensor in right]
+        case "scale":
+            return [tensor * how["factor"] if _is_floating(tensor) else tensor for tensor in right]
+        case "copy":
+            source = given[how["input"]]
+            return [source.reshape(tensor.shape) if source.numel() == tensor.numel() else tensor for tensor in right]
+    raise ValueError(f"no mutant {how}")
+
+
+def _is_floating(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _mean(tensor: torch.Tensor) -> torch.Tensor:
+    if _is_floating(tensor):
+        return tensor.to(torch.promote_types(tensor.dtype, torch.float64)).mean()
+    return tensor.double().mean().round()
+
+
+def redraw(model: torch.nn.Module, build: Callable[[], torch.nn.Module], how: dict[str, Any]) -> torch.nn.Module | None:
+    """Return a model of the same constructor with the weights of ``how["seed"]``; the plain ones are drawn too, if
+    ``how["plain"]``. ``None`` if no weight is a parameter and none differs: buffers that the constructor always gives
+    the same values, such as masks, are part of the architecture."""
+    torch.manual_seed(how["seed"])
+    other = build()
+    if how["plain"]:
+        PlainWeights(other).draw(how["seed"])
+    pairs = zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+    same = all(torch.equal(a, b) for a, b in pairs if isinstance(a, torch.Tensor))
+    return None if same and not any(True for _ in model.parameters()) else other
+
+
+def in_bfloat16(model: torch.nn.Module, given: list[torch.Tensor]) -> tuple[torch.nn.Module, list[torch.Tensor]]:
+    """Return a copy of the model, and the inputs, in bfloat16."""
+    return copy.deepcopy(model).bfloat16(), [t.bfloat16() if t.is_floating_point() else t for t in given]

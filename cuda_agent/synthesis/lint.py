@@ -1,0 +1,93 @@
+"""Lints task sets: names the wrong answers that each task lets through, as tables for people and for programs.
+
+The wrong answers (mutants) are made and compared in the sandbox (``sandbox.judge.mutants``); this module asks and
+prints."""
+
+import asyncio
+import csv
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.errors import TaskError
+from cuda_agent.sandbox.wire import Probe, printable
+from cuda_agent.synthesis.filters import Prober
+from cuda_agent.tasks.task import Task
+
+_AT_ONCE = 64  # tasks that servers may have in their queues
+
+
+async def lint(
+    tasks: Sequence[Task], sandbox: Prober, say: Callable[[str], None] = lambda line: None
+) -> dict[str, Probe]:
+    """Returns the probe of each task by name; one that does not run has an ``error``.  ``say`` gets a line a task."""
+    done, turns = 0, asyncio.Semaphore(_AT_ONCE)
+
+    async def one(task: Task) -> Probe:
+        nonlocal done
+        async with turns:
+            probe = await sandbox.probe(task, compile=False)
+        done += 1
+        say(f"{done}/{len(tasks)} {task.name}: {_finding(probe) or 'rejects all'}")
+        return probe
+
+    probes = await asyncio.gather(*map(one, tasks))
+    return {task.name: probe for task, probe in zip(tasks, probes, strict=True)}
+
+
+def names(probe: Probe) -> list[str]:
+    """Returns the mutants that a task lets through, each with the least tolerance that does."""
+    return [f"{name} ({least:g})" for name, least in probe.lets_through.items()]
+
+
+def _finding(probe: Probe) -> str:
+    if probe.error:
+        return f"does not run: {printable(probe.error)}"[:200]
+    found = ", ".join(names(probe))
+    return found if probe.deterministic else f"not deterministic{'; ' * bool(found)}{found}"
+
+
+def lint_lines(probes: Mapping[str, Probe], tolerance: float) -> list[str]:
+    """Formats one row a task, and a summary."""
+    width = max((len(name) for name in probes), default=4)
+    lines = [f"{'task':{width}}  bf16    lets through, from which tolerance"]
+    for name, probe in probes.items():
+        rounded = probe.mutants.get("bf16", 0.0)
+        shown = "–" if rounded == 0.0 else "no" if rounded is None else f"{rounded:g}"
+        lines.append(f"{name:{width}}  {shown:6}  {_finding(probe)}".rstrip())
+    failed = sum(bool(probe.error) for probe in probes.values())
+    weak = [probe for probe in probes.values() if not probe.error and probe.lets_through]
+    kinds = [dict.fromkeys(name.split(" in output ")[0] for name in probe.lets_through) for probe in weak]
+    counts = Counter(kind for row in kinds for kind in row)
+    told = f"{len(weak)} let a wrong answer through, {failed} do not run"
+    return [
+        *lines, "", f"{len(probes)} tasks at tolerance {tolerance:g}: {told}",
+        *(f"  {count:4} {name}" for name, count in counts.most_common()),
+    ]  # fmt: skip
+
+
+def to_json(probes: Mapping[str, Probe]) -> list[dict[str, Any]]:
+    """Returns one object a task: ``mutants`` maps each to the least tolerance that lets it through, or to null."""
+    return [
+        {"task": name, "error": probe.error, "deterministic": probe.deterministic, "mutants": probe.mutants,
+         "lets_through": probe.lets_through}
+        for name, probe in probes.items()
+    ]  # fmt: skip
+
+
+def write_csv(path: Path, probes: Mapping[str, Probe]) -> None:
+    """Writes one row a task and mutant; a task that does not run has one row with its error.
+
+    Raises:
+        TaskError: The file cannot be written."""
+    try:
+        with open(path, "w", newline="", encoding="utf-8") as file:
+            rows = csv.writer(file)
+            rows.writerow(["task", "mutant", "least_tolerance", "error"])
+            for name, probe in probes.items():
+                rows.writerows(
+                    [name, mutant, least, probe.error] for mutant, least in (probe.mutants or {"": None}).items()
+                )
+    except OSError as error:
+        raise TaskError(f"{path}: cannot be written: {error.strerror or error}") from None
