@@ -112,8 +112,8 @@ class PreparedTask:
         self.peaks = roofline.Peaks()
 
     def draw_weights(self) -> None:
-        """Draws the weights of the next trial, unless they are drawn already. The outputs of pool entries are then those
-        of other weights. With simulated times all trials have the same weights."""
+        """Draws the weights of the next trial, unless they are drawn already. Outputs of pool entries are then those of
+        other weights. With simulated times all trials have the same weights."""
         if self._plain:
             with self._lease.working():
                 changed = self.oracle.draw_weights(self._variation())

@@ -187,11 +187,11 @@ def test_every_trial_has_other_weights_and_the_model_clock_has_the_same(
     for _ in range(2):
         one.draw_weights()
     entry, later = one.entry(0), one.entry(1)
+    inputs, outputs = later.inputs, later.outputs
     assert len(seeds) == 1 and one.entry(0) is entry
     one.rotate(used=1)
     one.draw_weights()
     assert len(set(seeds)) == len(seeds) == 2
-    inputs, outputs = later.inputs, later.outputs
     assert one.entry(1).inputs is inputs and one.entry(1).outputs is not outputs, "they were those of other weights"
     seeds.clear()
     for _ in range(2):
