@@ -174,14 +174,14 @@ class Training(Section):
         "auto",
         description="compute activations twice instead of keeping them; auto: for rows of more than 8,192 tokens",
     )
-    compile: bool = Field(False, description="torch.compile for the layers: on GPUs half the time, after a minute")
+    compile: bool = Field(False, description="torch.compile for the layers: halves the time on GPUs, takes a minute")
     num_processes: Positive = Field(1, description="processes that a trainer is spread over (not in bootstrap)")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="where they compute; cuda: a GPU each, from the first on")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the processes compute; cuda: one GPU per process")
     parallelism: Literal["data", "context"] = Field(
         "data", description="data: each process takes whole rows; context: all share the tokens of every row"
     )
     microbatch_tokens: Positive | None = Field(
-        None, description="most tokens of a forward pass; none: 4,096, on a GPU 32,768"
+        None, description="most tokens of a forward pass; unset: 4,096, on a GPU 32,768"
     )
 
 

@@ -132,7 +132,7 @@ class Store:
             }
 
     def delete(self, key: str) -> None:
-        """Deletes an object; an absent ``key`` is no error."""
+        """Deletes an object; an absent ``key`` is not an error."""
         with self._errors(f"delete {key}"), contextlib.suppress(FileNotFoundError):
             obstore.delete(self._backend, key)
 

@@ -23,7 +23,7 @@ LOOP = 3  # the same call this many times counts as a loop
 
 
 class SandboxFault(Exception):
-    """The sandbox failed twice on one solution.  This is no fault of the player."""
+    """The sandbox failed twice on one solution.  The player is not at fault."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.message)

@@ -102,7 +102,8 @@ class SearchBudget:
         return None if self.seconds is None else self.seconds - self.elapsed
 
     def lacks(self, prompt: int, sampled: int) -> str:
-        """Returns the limit that ``prompt`` and ``sampled`` more tokens exceed: "minutes", "tokens", "money" or ""."""
+        """Returns the limit that is used up, or that ``prompt`` more prompt tokens and ``sampled`` more sampled tokens
+        would exceed: "minutes", "tokens" or "money"; "" if there is none."""
         if self.left is not None and self.left <= 0:
             return "minutes"
         if self.tokens is not None and self.prompt + self.sampled + prompt + sampled > self.tokens:

@@ -46,7 +46,7 @@ def agent_messages(task: Task, style: Style, format: Format = "plan", device: st
 
 def parse_answer(text: str) -> dict[str, str]:
     """Returns the files in the answer ``text``: fenced blocks whose first line names language and path.  A file whose
-    path leaves the folder is dropped; of two blocks with one path the last counts; an unclosed block is no file."""
+    path leaves the folder is dropped; of two blocks with one path the last counts; an unclosed block is not a file."""
     files: dict[str, str] = {}
     for match in _FENCE.finditer(text[: 4 * _ANSWER_BYTES]):
         path, content = match[2], match[3]

@@ -353,8 +353,8 @@ def _recording(here: PodEnvironment, *of: Any, seconds: float = RECORD_SECONDS) 
 
 
 def _record_report(recorder: Recorder, store: Store, done: dict[str, Manifest], folder: Path) -> None:
-    """Records the report in MLflow if the stage ``report`` is ``done``.  ``folder`` receives the report's files; the
-    caller may delete it only after ``recorder`` is closed."""
+    """Records the report in MLflow if ``done`` contains the stage ``report``.  ``folder`` receives the report's files;
+    the caller may delete it only after ``recorder`` is closed."""
     if "report" in done:
         store.get_folder(next(iter(done["report"].outputs.values())), folder)
         recorder.report(folder)

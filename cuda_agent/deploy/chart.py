@@ -65,7 +65,7 @@ def schema() -> dict[str, Any]:
 
 
 def leaves(model: BaseModel | None = None, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
-    """Yields dotted path, default and field of every value below ``model`` (None: all) that is no group of values."""
+    """Yields dotted path, default and field of every single value (not a group) below ``model`` (None: all)."""
     model = Values() if model is None else model
     for name, info in type(model).model_fields.items():
         value = getattr(model, name)

@@ -6,8 +6,8 @@
 if no tool is named.  The reward of the last step comes from the sandbox's verdict on the solution in the folder.  Each
 session is a WebSocket: OpenEnv's stateless HTTP routes would lose the folder between two requests.
 
-``agent.environment`` answers tool calls and judges.  There are no passwords: every client that reaches the port can run
-code in the sandbox."""
+``agent.environment`` answers tool calls and has solutions judged.  There are no passwords: every client that reaches
+the port can run code in the sandbox."""
 
 import argparse
 import asyncio

@@ -6,8 +6,8 @@
     report.html      the page
 
 A verdict is kept under the key of everything that it depends on.  So a changed solution, task or setting is judged
-anew, and two equal records are judged once.  A fault of the sandbox is no verdict: the record is judged again, here and
-by the next run of the command.  ``solution_set`` reads the input, ``pages.judged_set`` makes page and CSV."""
+anew, and two equal records are judged once.  A fault of the sandbox is not a verdict: the record is judged again, here
+and by the next run of the command.  ``solution_set`` reads the input, ``pages.judged_set`` makes page and CSV."""
 
 import asyncio
 import json

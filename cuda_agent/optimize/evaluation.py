@@ -136,7 +136,7 @@ async def evaluate(
 
     Raises:
         TaskError: The task or the solution folder cannot be read.
-        ConfigError: ``again`` is given, but servers judge."""
+        ConfigError: ``again`` is set, but remote servers judge, which cannot do that."""
     from cuda_agent.sandbox.client import open_sandbox
     from cuda_agent.sandbox.remote import RemoteSandbox
 

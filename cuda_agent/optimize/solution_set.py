@@ -171,7 +171,7 @@ def _of_json(name: str, row: Any, format: Format) -> _Found:
 
 
 def _with_files(record: SolutionRecord, files: Any, format: Format) -> SolutionRecord:
-    """Adds the solution, or the reason why the record holds none."""
+    """Returns ``record`` with the solution that ``files`` make, or with the reason why they make none."""
     if not files:
         return replace(record, why="no_solution", message="the record holds no code")
     if not isinstance(files, dict) or not all(isinstance(text, str) for item in files.items() for text in item):
@@ -197,7 +197,7 @@ def _digits(value: Any) -> int | None:
 
 
 def _claim(value: Any) -> float | None:
-    """Returns a speed-up that a record claims; None if it is no positive number."""
+    """Returns a speed-up that a record claims; None if it is not a positive number."""
     try:
         claim = float(str(value).rstrip("x×"))
     except ValueError:

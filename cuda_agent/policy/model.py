@@ -19,8 +19,9 @@ decisions, and are copied."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
-    """Trains a byte-level BPE tokenizer on ``texts``, which have no markup, and gives it the chat template. The
-    tokenizer has at most ``vocab`` entries; any text decodes to itself, and each string of ``MARKUP`` is one token.
+    """Trains a byte-level BPE tokenizer on ``texts``, which must contain no markup, and gives it the chat template.
+    The tokenizer has at most ``vocab`` entries. Any text survives encoding and decoding unchanged, and each string of
+    ``MARKUP`` is one token.
     Raises ``ValueError`` if ``vocab`` is too small for bytes and markup."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

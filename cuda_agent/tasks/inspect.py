@@ -37,7 +37,7 @@ _OPERATORS: dict[type, str] = {
 
 
 def problems(code: str) -> list[str]:
-    """Returns the reasons why ``code`` is no task, with line numbers; an empty list if it has the form of a task."""
+    """Returns the reasons why ``code`` is not a task, with line numbers; an empty list if it has the form of a task."""
     try:
         tree = ast.parse(code)
     except SyntaxError as error:

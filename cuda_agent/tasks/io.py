@@ -43,7 +43,7 @@ def read_tasks(folder: Path) -> list[Task]:
     """Returns the tasks in a folder that ``write_tasks`` wrote, in the order of the file.
 
     Raises:
-        TaskError: The file is missing or is no task set."""
+        TaskError: The file is missing or is not a task set."""
     path = folder / FILE if folder.is_dir() else folder
     rows = _rows(path, required=(*PUBLISHED, *OWN))
     return [Task(**(row | {"ops": tuple(row["ops"])})) for row in rows]
@@ -63,7 +63,7 @@ def read_ops6k(path: Path) -> list[Task]:
 
 
 def _read_kernelbench(folder: Path) -> tuple[list[Task], list[TaskError]]:
-    """Returns the tasks in a KernelBench folder, in KernelBench's order, and an error for each file that is no task.
+    """Returns the tasks in a KernelBench folder, in KernelBench's order, and an error for each file that is not a task.
 
     The tasks are the ``*.py`` files of ``folder``, or of its sub-folders ``level1``, ``level2``...  A task's family is
     the level (``kernelbench`` without sub-folders), its name is like ``level1/19_ReLU``, its split is ``heldout``."""
@@ -90,7 +90,7 @@ def task_from_file(path: Path) -> Task:
     """Returns the task in the Python file ``path``.
 
     Raises:
-        TaskError: The file cannot be read or is no task."""
+        TaskError: The file cannot be read or is not a task."""
     try:
         code = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -107,7 +107,7 @@ def read_any(source: Path) -> list[Task]:
     """Returns the tasks in ``source``: a folder of ``write_tasks``, an Ops-6K parquet, a KernelBench folder or a file.
 
     Raises:
-        TaskError: ``source`` cannot be read, or a file in it is no task: an incomplete benchmark would mislead."""
+        TaskError: ``source`` cannot be read, or a file in it is not a task: an incomplete benchmark would mislead."""
     if not source.exists():
         raise TaskError(f"{source}: no such file or folder")
     if source.is_dir():
@@ -130,13 +130,13 @@ def _table_in(folder: Path) -> Path | None:
 @dataclass(frozen=True)
 class Imported:
     tasks: list[Task]  # the kept tasks
-    dropped: list[str]  # files or rows that are no task, with their errors
+    dropped: list[str]  # files or rows that are not tasks, with their errors
     copies: int  # number of dropped tasks that are byte-identical to a kept one
 
 
 def import_tasks(source: Path, folder: Path) -> Imported:
     """Reads the task set ``source``, in any form that ``read_any`` accepts, recomputes ``ops`` from the tasks' code,
-    and writes the set to ``folder``.  Leaves out rows and files that are no task, and further copies of a task.
+    and writes the set to ``folder``.  Leaves out rows and files that are not tasks, and duplicates.
 
     Raises:
         TaskError: No task is left, or ``source`` cannot be read."""

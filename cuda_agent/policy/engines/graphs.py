@@ -26,7 +26,7 @@ class StepGraphs:
         self.forget()
 
     def __call__(self, ids: Tensor, positions: Tensor, length: int, longest: int) -> Tensor:
-        """Returns the logits of a step that attends to at least ``length`` and at most ``longest`` cache positions."""
+        """Returns the logits of a step. It attends to ``length`` cache positions, rounded up to at most ``longest``."""
         n = len(ids)
         rows, length = min(1 << (n - 1).bit_length(), self._rows), padded_length(length, longest)
         self._ids[:n], self._positions[:n] = ids, positions

@@ -2,7 +2,7 @@
 
 Weights, prompt and seed alone decide a completion up to rounding: each token is drawn with noise derived from the seed
 and the token's position. Rounding depends on which requests are in the batch. Requests join a batch in order of
-submission, and only after the event loop has run ``QUIET_PASSES`` times without a new request. Callers that wait only
+submission, and only after ``QUIET_PASSES`` passes of the event loop without a new request. Callers that wait only
 for this engine and for each other therefore get the same batches, and the same bits, in every run. There is no top-p or
 similar sampling, because it would bias PPO's ratio."""
 
@@ -168,7 +168,7 @@ class LocalEngine:
                 raise
 
     async def _wait_until_quiet(self) -> None:
-        """Returns when the event loop has run ``QUIET_PASSES`` times without a new request."""
+        """Returns after ``QUIET_PASSES`` consecutive passes of the event loop without a new request."""
         quiet = 0
         while quiet < QUIET_PASSES:
             before = len(self._waiting)

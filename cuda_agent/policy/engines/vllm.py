@@ -275,7 +275,7 @@ class VllmEngine:
 
 
 def _put_first(policy: Path, shared: Path) -> None:
-    """Copies ``policy`` into ``shared``, where servers (``vllm_pool``) wait for a first policy, unless one is there."""
+    """Copies ``policy`` into ``shared`` if no policy is there yet: servers (``vllm_pool``) wait there for the first."""
     if (shared / FIRST).exists():
         return
     shared.mkdir(parents=True, exist_ok=True)

@@ -58,7 +58,7 @@ def time_for_python(files: Mapping[str, str], device: str) -> FirstPassTime:
 
 
 def asks(code: str) -> bool:
-    """Returns whether the Python source ``code`` names a compiler, so that it probably needs a first pass."""
+    """Returns whether the Python source ``code`` mentions a compiler, and so probably needs a first pass."""
     return _ASKS.search(code) is not None
 
 

@@ -18,7 +18,7 @@ async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> d
 
 def check_module(files: Mapping[str, str], spec: TaskSpec) -> ast.Module:
     """Parses ``model_new.py`` and returns its syntax tree. Raises ``SolutionError`` if the file is missing or does not
-    parse, or if an init argument of the task is no plain value."""
+    parse, or if an init argument of the task is not a plain value."""
     if "model_new.py" not in files:
         raise SolutionError("there is no model_new.py")
     try:

@@ -61,7 +61,7 @@ class Baselines:
     strict: dict[str, dict[str, Any]] = field(default_factory=dict)  # see ``strict.strict_baselines``
     flops: int | None = None  # floating-point operations of one call of the reference; 0 if unknown
     written: int | None = None  # bytes that the reference writes for its outputs
-    views: Views | None = None  # which outputs the reference does not write
+    views: Views | None = None  # which outputs are only views, so that the reference does not write them
 
     @property
     def compile_share(self) -> Spread | None:

@@ -30,7 +30,8 @@ RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]]
 
 
 class Candidate(WorkerLoop):
-    """Runs one solution. The process maps the buffers and runs empty calls before the judge sends the solution."""
+    """Runs one solution. Before the judge sends the solution, the process maps the shared buffers and answers calls
+    that compute nothing, whose time the judge measures."""
 
     def map_buffers(self, frame: Frame) -> None:
         self._options = options = self._options | frame.body

@@ -15,8 +15,9 @@ from cuda_agent.sandbox.wire import span
 
 
 class Slots:
-    """The shared memory of all slots, mapped in a worker. ``places`` is ``Buffers.places``, where ``layout`` holds
-    ``{"in": [offsets], "out": [offsets]}`` for each slot. This process cannot write to inputs and weights."""
+    """The shared memory of all slots, mapped in a worker. A slot has room for the inputs and outputs of one call.
+    ``places`` comes from ``Buffers.places``; for each slot, ``places["layout"]`` has one item
+    ``{"in": [offsets], "out": [offsets]}``. This process cannot write to inputs and weights."""
 
     def __init__(self, spec: dict[str, Any], places: dict[str, Any], fds: list[int], device: str) -> None:
         layout, sizes = places["layout"], places["sizes"]
