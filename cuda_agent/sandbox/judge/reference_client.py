@@ -208,7 +208,8 @@ class ReferenceClient:
 def views(answer: Any, spec: TaskSpec) -> Views:
     """Checks the strides that a worker reports in ``answer["views"]``, one item per output, and returns them. An item
     is ``None`` if the output is not a view, or spans more memory than all inputs and weights. A view whose elements
-    share memory gets an empty list in place of strides, because a solution may copy it from anywhere. Raises ``ValueError`` or ``TypeError`` for an invalid report."""
+    share memory gets an empty list in place of strides, because a solution may copy it from anywhere. Raises
+    ``ValueError`` or ``TypeError`` for an invalid report."""
     room = sum(byte_count(tensor) for tensor in (*spec.inputs, *spec.weights.values()))
     found: Views = []
     for strides, tensor in zip(answer["views"], spec.outputs, strict=True):
