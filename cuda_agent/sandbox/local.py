@@ -147,7 +147,11 @@ class LocalSandbox:
         await asyncio.to_thread(self._builder.close)
         if self._scratch:
             await asyncio.to_thread(self._first_pass.close)
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            for _ in range(50):
+                await asyncio.to_thread(scratch.remove, self._scratch)
+                if not self._scratch.exists():
+                    break
+                await asyncio.sleep(0.1)  # a compiler that is about to end wrote a file meanwhile
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick", again: bool = False) -> Verdict:
         """Returns the verdict on ``solution``. If ``again``, uses no cached verdict, and times the baselines again.

@@ -88,10 +88,10 @@ class Running(Loop):
         self.sandbox = LocalSandbox(config, made_once.share(cache))
         self.wait(self.sandbox.__aenter__())
 
-    def evaluate(self, task: Task, solution: Solution) -> Verdict:
+    def evaluate(self, task: Task, solution: Solution, **more: Any) -> Verdict:
         """Judges like the product's own callers: while the tests keep the machine too busy, again."""
         for _ in range(10):
-            verdict = self.wait(self.sandbox.evaluate(task, solution))
+            verdict = self.wait(self.sandbox.evaluate(task, solution, **more))
             if not verdict.message.startswith(TOO_BUSY):
                 break
         return verdict
