@@ -32,7 +32,8 @@ _SHARE = 0.8
 
 
 def longest(host: float) -> float:
-    """Returns the longest delay on the device, in seconds, if the host needs ``host`` seconds to enqueue a call."""
+    """Returns the longest delay on the device for one call, in seconds, if the host needs ``host`` seconds to enqueue
+    eager's call."""
     return 2 * host
 
 

@@ -43,9 +43,9 @@ def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> Candida
 
 
 def spread(samples: Sequence[float]) -> Spread:
-    """Returns the median of ``samples`` between the ends of its 95 % confidence interval. Both ends are samples, chosen
-    by the sign test, which is valid for every distribution. With fewer than 6 samples the interval is their range, and
-    its confidence is lower."""
+    """Returns the median of ``samples`` with its 95 % confidence interval, as (lower end, median, upper end). Both ends
+    are samples, chosen by the sign test, which is valid for every distribution. The interval of fewer than 6 samples is
+    their range, with a lower confidence."""
     ordered, count = sorted(samples), len(samples)
     left_out, tail = 0, 1  # samples below the interval; number of outcomes of the sign test with at most so many
     while 40 * (tail := tail + math.comb(count, left_out + 1)) <= 2**count:

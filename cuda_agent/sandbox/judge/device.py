@@ -158,7 +158,7 @@ def mismatch(
 
 
 def agree(expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float) -> bool:
-    """Does what ``check.agree`` does, on the device."""
+    """Returns whether ``mismatch`` finds no difference."""
     return not mismatch(expected, actual, tensors, tolerance)[0]
 
 

@@ -46,7 +46,7 @@ class PoolEntry:
     inputs: list[Any]  # the judge's own copies: numpy arrays, or ``device.Array``
     outputs: list[Any]
     exact: list[Any] | None = None  # outputs in double precision (strict mode)
-    weights: int = 0  # how many times weights had been drawn when ``outputs`` were made
+    weights: int = 0  # number of times that weights had been drawn before ``outputs`` were computed
 
 
 @dataclass
@@ -142,9 +142,9 @@ class PreparedTask:
                     self.entry(self.base + index)
 
     def entry(self, index: int, timing: bool = False) -> PoolEntry:
-        """Returns the pool entry with the number ``index``. Draws its inputs if it is not in the pool, and computes its
-        outputs anew if the weights have changed. The first entry of a task has the number 0. ``timing`` says whether
-        the caller holds the timing lease."""
+        """Returns the pool entry with the number ``index``. Draws it if it is not in the pool, and computes its outputs
+        anew if the weights have changed. The first entry of a task has the number 0. ``timing`` says whether the caller
+        holds the timing lease."""
         place = index % self.pool_size
         entry = self._pool[place]
         if entry is None or entry.index != index:
@@ -159,8 +159,8 @@ class PreparedTask:
 
     def fresh(self, kind: str) -> PoolEntry | None:
         """Draws new inputs of ``kind`` (one of ``wire.KINDS``), with eager's outputs and the exact outputs (float64).
-        Returns ``None`` if the task has no inputs of this kind. Without finite exact outputs, only the kind ``normal``
-        gives an entry."""
+        Returns ``None`` if the task has no inputs of this kind, or if the exact outputs are missing or not finite.
+        Inputs of the kind ``normal`` are returned without exact outputs, too."""
         self._fresh += 1
         with self._lease.working():
             inputs = self.oracle.inputs(self._seed(-1 - self._fresh), kind)
@@ -202,7 +202,8 @@ class PreparedTask:
         return int.from_bytes(hmac.digest(self._secret, str(index).encode(), "sha256")[:7])
 
     def measured(self, mode: str) -> bool:
-        """Returns whether all baselines for a verdict of ``mode`` are known. With simulated times they always are."""
+        """Returns whether all baselines for a verdict of ``mode`` (quick or strict) are known. Simulated times always
+        are."""
         return self._fixed or (self.baselines.compile_tried and (mode != "strict" or bool(self.baselines.strict)))
 
     def measure(self, compile: bool) -> None:
@@ -257,8 +258,8 @@ class PreparedTask:
 
     @property
     def views(self) -> Views:
-        """One item per output of the reference: its strides if the output is a view (``reference_client.views``), else
-        ``None``. While the views are unknown, all items are ``None``."""
+        """One item per output of the reference: the output's strides if it is a view (``reference_client.views``),
+        otherwise ``None``. While it is unknown which outputs are views, all items are ``None``."""
         known, count = self.baselines.views, len(self.spec.outputs)
         return known if known and len(known) == count else [None] * count
 
@@ -292,8 +293,8 @@ class PreparedTask:
     def samples(self, *oracles: ReferenceClient, careful: bool = False) -> list[list[float]]:
         """Times calls of the references in turn, in several rounds. Returns for each reference the seconds of the calls
         in its best round, less the empty call. The best round has the least median, since other work on the machine
-        only makes calls slower. The rounds end when the calls of a round vary little. If ``careful``, they end when the
-        two best medians of each reference agree within 5 %, or after 12 rounds."""
+        only makes calls slower. There are up to 6 rounds, until the calls of one round vary little. If ``careful``,
+        there are up to 12, until the two best medians of each reference agree within 5 %."""
         entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
         rounds: list[list[tuple[float, ...]]] = []  # of each round, the calls' seconds by reference
 

@@ -61,7 +61,7 @@ class ReferenceClient:
         self._buffers: Any = None  # ``Buffers`` of the module that ``memory_of`` returns
         self._exact: Any = None
         self.redrawn: int | None = None  # seed of ``draw_weights``, if any weight differs from the constructor's
-        self.kept = False  # whether others would make the outputs not finite
+        self.kept = False  # whether redrawn weights would make outputs infinite or NaN
         self._device, self._memory = settings.device, memory_of(settings.device)
         try:
             self._open(code, weights_seed, settings)

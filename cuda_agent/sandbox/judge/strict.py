@@ -143,8 +143,8 @@ def excused(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any]) ->
 
 def precision_of(own: float, errors: dict[str, float]) -> str:
     """Returns the most exact precision at which eager's error is at least half of ``own``, a solution's relative error
-    on normal inputs. ``errors`` holds eager's errors by precision, the most exact one first. If they are all smaller,
-    the result is "below" with the last precision ("below bf16"); if there are none, an empty string."""
+    on normal inputs. ``errors`` holds eager's errors by precision, the most exact one first. If no error is so large,
+    the result is "below" with the last precision ("below bf16"). If ``errors`` is empty, it is an empty string."""
     if not errors:
         return ""
     for name, eagers in errors.items():  # from the most exact one
