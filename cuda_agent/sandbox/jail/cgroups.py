@@ -2,7 +2,7 @@
 
 In version 1 of control groups, the worker's group is a child of this process's group in two hierarchies: memory and
 pids. In version 2, it is a child or a sibling of this process's group, because a group that holds processes can have no
-children with limits (systemd: ``Delegate=yes`` with ``DelegateSubgroup=``). If this process can create neither (in a
+children with limits (systemd: ``Delegate=yes`` with ``DelegateSubgroup=``). If this process can create no group (in a
 restricted pod, say), only the watchdog (``processes``) limits the worker."""
 
 import contextlib
@@ -124,7 +124,8 @@ def _removed(folder: Path) -> bool:
 
 
 def _sweep(place: Path) -> None:
-    """Removes the groups in ``place`` that killed judges left behind: empty ones, as workers end with their judge."""
+    """Removes the groups in ``place`` that killed judges left behind. They are empty, because workers end with their
+    judge."""
     for folder in place.glob(f"{PREFIX}*"):
         pid = folder.name.removeprefix(PREFIX).split("-")[1]
         if not Path(f"/proc/{pid}").exists():

@@ -54,7 +54,7 @@ class JailPolicy:
     cpu_seconds: int = 600
     one_group: bool = False  # children stay in the process group, so one signal ends them all
     own_user: bool = True  # as root: change to an ordinary user
-    read_any: bool = False  # the separate user may read others' files in ``read`` (Python may be in a closed home)
+    read_any: bool = False  # the separate user may read files of other users in ``read`` (Python may be in a home)
     shared_memory: bool = False  # allows anonymous shared memory, which no limit counts; the CUDA driver needs it
 
 
@@ -74,8 +74,8 @@ def enter(policy: JailPolicy) -> None:
 
 
 def narrow(policy: JailPolicy) -> None:
-    """Closes a smaller jail around the calling process, which is in a jail already, for good. The smaller jail leaves
-    fewer paths open and forbids signals to processes outside of it. The other walls stay as they are. Raises
+    """Puts the calling process, which is in a jail already, into a smaller jail for good. The smaller jail leaves fewer
+    paths open and forbids signals to processes outside of it. The other walls stay as they are. Raises
     ``JailError``."""
     _landlock(policy)
 

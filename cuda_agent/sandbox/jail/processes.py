@@ -56,8 +56,8 @@ class WorkerError(Exception):
 
 
 class JailedProcess:
-    """A jailed process with a private folder. It takes requests once ``wait_started`` has returned. ``seconds`` is the
-    time that is left for waiting; callers set it before each request."""
+    """A jailed process with a private folder. It takes requests once ``wait_started`` has returned. ``seconds`` says
+    how long callers may still wait for its answers; callers set it before each request."""
 
     def __init__(
         self,
@@ -101,7 +101,8 @@ class JailedProcess:
                 raise
 
     def wait_started(self) -> "JailedProcess":
-        """Waits until the walls are closed. Returns this object; no untrusted code has run. Raises ``NotStarted``."""
+        """Waits until the walls are closed. Returns this object; no untrusted code has run yet. Raises
+        ``NotStarted``."""
         self.seconds = _START_SECONDS
         try:
             self._answer()
@@ -139,7 +140,8 @@ class JailedProcess:
         stays stopped while its outputs are copied. So it cannot gain time by reading inputs early or by answering too
         early.
 
-        Raises ``WorkerError`` if untrusted code fails, ``WorkerDied`` if the worker ended or answered too early."""
+        Raises ``WorkerError`` if untrusted code fails. Raises ``WorkerDied`` if the worker ends, exceeds a limit or
+        sends an invalid answer."""
         self._stand()
         with contextlib.suppress(OSError):  # threads with precedence could keep this process from ending them
             limit = round(1e6 * max(self.seconds + 1, 1))
@@ -161,9 +163,9 @@ class JailedProcess:
         return end - start, answer
 
     def stop(self) -> float:
-        """Stops the process until the next request. Returns when every thread stands still, with the time at which they
-        did (``time.perf_counter``). A thread inside a system call runs on until the call returns. If a thread runs on
-        for 5 s, kills the process; the next request raises ``WorkerDied``."""
+        """Stops the process until the next request, and waits until every thread stands still. Returns the time at
+        which they did (``time.perf_counter``). A thread inside a system call runs on until the call returns. If a
+        thread runs on for 5 s, kills the process; the next request raises ``WorkerDied``."""
         self._halt()
         end = time.perf_counter()
         deadline = end + _STOP_SECONDS
@@ -178,14 +180,14 @@ class JailedProcess:
         return end
 
     def _stand(self) -> float:
-        """Does what ``stop`` does; raises ``WorkerDied`` at once if a thread ran on."""
+        """Calls ``stop`` and returns its result. Raises ``WorkerDied`` if a thread ran on."""
         end = self.stop()
         if self._ran_on:
             raise self._ran_on
         return end
 
     def _halt(self) -> None:
-        """Sends SIGSTOP, and does not wait."""
+        """Sends SIGSTOP, but does not wait until the process has stopped."""
         if self.alive and not self._stopped:
             self._stopped, self._still = True, False
             self._signal(signal.SIGSTOP)
@@ -292,13 +294,13 @@ class JailedProcess:
             os.kill(self.pid, number)
 
     def spread(self, apart: bool = True) -> None:
-        """Binds each working thread to one processor, if there are at least as many such threads as processors. Unless
-        ``apart``, lets all threads run on all processors again. Where this process may, gives all threads precedence
-        over other programs while they are ``apart``, and a higher rank than its own: a thread that is woken by another
-        of its rank moves to another processor, away from the data.
+        """Binds each working thread to one processor. Unbound, a helper thread may stay on the busy main thread's
+        processor for whole calls, which then take twice as long. A thread that has not worked yet is not bound. None is
+        bound if only one thread has worked, or fewer than there are processors.
 
-        Unbound, a helper thread may stay on the busy main thread's processor for whole calls, which then take twice as
-        long. Threads that have not worked yet are not bound, nor is a process with one working thread."""
+        Where this process may, it also gives all threads precedence over other programs, with a higher rank than its
+        own: a thread woken by a thread of its own rank would move to another processor, away from its data. Unless
+        ``apart``, both are undone."""
         processors = sorted(os.sched_getaffinity(self._parent.pid))
         busy: list[tuple[int, int]] = []  # nanoseconds of processor time, thread
         with contextlib.suppress(OSError):
@@ -318,8 +320,8 @@ class JailedProcess:
         return int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[36])
 
     def kill(self, wait: float = 0.0) -> tuple[int, bool]:
-        """Kills the process, after up to ``wait`` seconds in which it may end. Returns its exit code (negative: the
-        signal), and whether the OOM killer ended a process of its control group."""
+        """Waits up to ``wait`` seconds for the process to end by itself, then kills it. Returns its exit code
+        (negative: the signal), and whether the OOM killer ended a process of its control group."""
         if not self.alive:
             return 0, False
         self.alive = False
@@ -359,8 +361,9 @@ def _name_of_signal(number: int) -> str:
 
 
 def within(folder: Path, megabytes: int, files: int) -> Callable[[JailedProcess], str]:
-    """Returns a check for the watchdog: it returns ``disk`` if ``folder`` holds more than ``megabytes`` or ``files``,
-    or if a worker holds as many megabytes in deleted files that are still open."""
+    """Returns a check for the watchdog. The check returns ``disk`` if ``folder`` exceeds a limit (``megabytes``, the
+    number of ``files``, or the depth), or if a worker holds more than ``megabytes`` in deleted files that are still
+    open."""
     pause, devices = 0.0, {folder.stat().st_dev}  # the judge's own shared memory has another device
 
     def overrun(worker: JailedProcess) -> str:
@@ -376,16 +379,16 @@ def within(folder: Path, megabytes: int, files: int) -> Callable[[JailedProcess]
 
 def _give_precedence(thread: int, rank: int) -> None:
     """Lets ``thread`` (0: this one) run before all ordinary programs and all threads of a lower rank; rank 0 is an
-    ordinary program. Does nothing without the right to do so. A nice value is not enough: a program that runs may keep
-    its processor for milliseconds before a nicer one."""
+    ordinary program. Does nothing without the right to do so. A low nice value is not enough: another program that is
+    running may still keep the processor for milliseconds."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(thread, os.SCHED_RR if rank else os.SCHED_OTHER, os.sched_param(rank))
 
 
 @contextlib.contextmanager
 def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], None]]:
-    """Yields ``turn(worker)``, which stops all ``workers`` except ``worker``. Otherwise idle threads of a library would
-    spin for milliseconds, and threads that a candidate left behind would run."""
+    """Yields ``turn(worker)``, which stops all ``workers`` except ``worker``. If the others ran on, idle threads of a
+    library would spin for milliseconds, and threads that a candidate left behind would use processors."""
     running: JailedProcess | None = None
 
     def turn(worker: JailedProcess) -> None:

@@ -37,8 +37,8 @@ def byte_count(tensor: Tensor) -> int:
 
 class Area:
     """An area of shared memory on the CPU, of ``size`` bytes and at least one page. A worker maps it through its
-    ``descriptor``, and cannot write to a ``read_only`` area. If ``touched``, the constructor allocates all pages at
-    once, and ``fit`` must be called before the area is used."""
+    ``descriptor``, and cannot write to a ``read_only`` area. With ``touched``, all pages are allocated at once, and
+    callers must call ``fit`` before they use the area."""
 
     def __init__(self, size: int, read_only: bool, touched: bool = False) -> None:
         self.size = max(size, mmap.PAGESIZE)
@@ -121,8 +121,8 @@ class Buffers:
     Args:
         slots: The number of slots. Each slot holds the inputs and outputs of one call.
         values: Whether the output area also has room for inputs and weights, which a reference worker writes there.
-        fixed: Whether all gaps between tensors have one fixed width, so that two runs agree bit for bit.
-        areas: Makes the two areas from their sizes in bytes; by default it allocates them on the CPU.
+        fixed: Whether the gaps between tensors have a fixed width, so that offsets are the same in every run.
+        areas: A function that makes both areas, given their sizes in bytes. By default they lie in CPU memory.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Buffers:
         return start
 
     def fill(self, slot: int, inputs: Sequence[Any]) -> None:
-        """Copies ``inputs`` into a slot, and fills its outputs with poison: large numbers that differ each time."""
+        """Copies ``inputs`` into a slot, and fills the slot's outputs with poison (new large numbers each time)."""
         for offset, tensor, values in zip(self.slots[slot]["in"], self.spec.inputs, inputs, strict=True):
             self.input_area.write(offset, tensor, values)
         pattern = bytes(0x60 + secrets.randbelow(16) for _ in range(8))

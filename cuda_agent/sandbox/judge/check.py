@@ -32,7 +32,7 @@ def mismatch(
 
 
 def agree(expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float) -> bool:
-    """Returns whether ``mismatch`` finds no difference. It stops at the first one."""
+    """Returns whether ``mismatch`` finds no difference. The search ends soon after the first one."""
     for want, have, tensor in zip(expected, actual, tensors, strict=True):
         wanted, given = (real(values, tensor.dtype).ravel() for values in (want, have))
         if _compare(wanted, given, tolerance, cap=1.0, whole=False)[2]:

@@ -18,15 +18,17 @@ def eager(operators: int, touched: int, threads: int) -> float:
 
 
 def compiled(spec: TaskSpec, operators: int, touched: int, threads: int) -> float:
-    """Returns the seconds of the compiled model. ``operators`` and ``touched`` (bytes) are the counts of eager. The
-    compiled model has a quarter of the operators; it moves the inputs, the outputs and a quarter of the other bytes."""
+    """Returns the seconds of one call of the compiled model. ``operators`` and ``touched`` are the number of operators
+    of eager and the bytes that they read and write. The compiled model counts as a quarter of these operators; it moves
+    the inputs, the outputs and a quarter of the other bytes."""
     least = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs))
     return _CALL * (1 + operators / 4) + (least + max(0, touched - least) / 4) / (_BYTES_PER_SECOND * threads)
 
 
 def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads: int) -> float:
-    """Returns the seconds of a plan. They depend on the bytes of the buffers that its nodes use, on the number of
-    blocks of its kernels, and on whether ``files`` contain a vector hint."""
+    """Returns the seconds of one call of a plan. They depend on the number of its nodes, on the bytes of the buffers
+    that the nodes use, on the number of blocks of its kernels, and on whether ``files`` contain a vector hint
+    (``restrict``, say)."""
     sizes = {f"in:{i}": byte_count(t) for i, t in enumerate(spec.inputs)}
     sizes |= {f"out:{i}": byte_count(t) for i, t in enumerate(spec.outputs)}
     sizes |= {f"w:{i}": byte_count(t) for i, t in enumerate(spec.weights.values())}
@@ -47,7 +49,8 @@ def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads
 
 
 def extension(spec: TaskSpec, files: dict[str, str], threads: int) -> float:
-    """Returns the seconds of an extension: for one pass over all tensors, and for each exported function."""
+    """Returns the seconds of one call of a solution that is not a plan. They grow with the bytes of its inputs, outputs
+    and weights, and with the number of functions that its files export."""
     least = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs, *spec.weights.values()))
     calls = sum(len(re.findall(r"REGISTER_BINDING", text)) for text in files.values())
     return _CALL * (2 + calls) + least / (_BYTES_PER_SECOND * threads)

@@ -43,8 +43,9 @@ def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> Candida
 
 
 def spread(samples: Sequence[float]) -> Spread:
-    """Returns the median and its 95 % confidence interval: two order statistics, by the sign test. It assumes nothing
-    about the distribution. The interval of fewer than 6 samples is their range, with a lower confidence."""
+    """Returns the median of ``samples`` with its 95 % confidence interval, as (lower end, median, upper end). Both ends
+    are samples, chosen by the sign test, which is valid for every distribution. The interval of fewer than 6 samples is
+    their range, with a lower confidence."""
     ordered, count = sorted(samples), len(samples)
     left_out, tail = 0, 1  # samples below the interval; number of outcomes of the sign test with at most so many
     while 40 * (tail := tail + math.comb(count, left_out + 1)) <= 2**count:
@@ -53,8 +54,9 @@ def spread(samples: Sequence[float]) -> Spread:
 
 
 def quotient(*over: Spread, under: Spread = (1.0, 1.0, 1.0)) -> Interval:
-    """Returns the interval of the product of ``over``, divided by ``under``. The distances from middle to end are added
-    as independent errors, on a logarithmic scale."""
+    """Returns the interval of the product of the values ``over``, divided by the value ``under``. Every value is given
+    with its own interval. Their errors count as independent: on a logarithmic scale, the squares of the errors are
+    added."""
     middle = math.prod(middle for _, middle, _ in over) / under[1]
     down = math.hypot(*(math.log(middle / low) for low, middle, _ in over), math.log(under[2] / under[1]))
     up = math.hypot(*(math.log(high / middle) for _, middle, high in over), math.log(under[1] / under[0]))
@@ -69,8 +71,8 @@ def share_of(part: Sequence[float], whole: Sequence[float]) -> Spread:
 
 def speedups_of(samples: Sequence[float], anchors: Sequence[float], share: Spread | None) -> list[Interval]:
     """Returns the intervals of the speed-ups over eager and, with ``share``, over torch.compile. ``samples`` are the
-    seconds of the candidate's calls, ``anchors`` those of eager's calls between them. ``share`` is torch.compile's time
-    as a share of eager's."""
+    seconds of the candidate's calls; ``anchors`` are the seconds of calls of eager, made in between. ``share`` is
+    torch.compile's time as a share of eager's."""
     mine, eager = spread(samples), spread(anchors)
     over = [quotient(eager, under=mine)]
     return [*over, quotient(eager, share, under=mine)] if share else over
@@ -82,9 +84,10 @@ def is_clear(speedups: Sequence[Interval]) -> bool:
 
 
 def is_undecided(speedups: Sequence[Interval], anchor: Spread) -> bool:
-    """Returns whether the machine is too busy to tell which reward is right. Then a speed-up lies on both sides of the
-    bound, with ends more than 20 % apart, and so far apart are the calls of eager, timed in ``anchor``. If only the
-    candidate's own calls disagree, or the speed-up is near the bound, the median decides."""
+    """Returns whether the machine is too busy to tell which reward is right. Two things must come together: the
+    interval of a speed-up is wide and contains the bound above which the reward grows, and ``anchor``, the interval of
+    eager's time, is wide, too. An interval is wide if its ends are more than 20 % apart. In all other cases the median
+    decides."""
     return disagree(anchor[0], anchor[2]) and any(low < FASTER < high and disagree(low, high) for low, high in speedups)
 
 
@@ -94,7 +97,8 @@ def disagree(low: float, high: float) -> bool:
 
 
 def scale_baselines(verdict: Verdict, share: float) -> None:
-    """Multiplies all baseline times of ``verdict`` by ``share``, which is below 1 if eager is faster alone."""
+    """Multiplies the baseline times of ``verdict``, and the intervals of its speed-ups, by ``share``. This factor is
+    below 1 if eager is faster alone than beside the candidate."""
     if verdict.eager_seconds is not None:
         verdict.eager_seconds *= share
     if verdict.compile_seconds is not None:

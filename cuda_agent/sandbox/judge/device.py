@@ -134,7 +134,8 @@ def flush() -> None:
 
 
 def healthy() -> bool:
-    """Returns whether known arrays compare as they should, which tests memory, a launch and a copy to the host."""
+    """Returns whether known arrays compare as they should. This tests the memory, a kernel launch and a copy to the
+    host."""
     ones, twos, tensors = Array(4096), Array(4096), [Tensor((1024,), "float32")]
     for array, word in ((ones, 0x3F800000), (twos, 0x40000000)):
         driver.fill_words(array.address, word, 1024)
@@ -157,7 +158,7 @@ def mismatch(
 
 
 def agree(expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float) -> bool:
-    """Does what ``check.agree`` does, on the device."""
+    """Returns whether ``mismatch`` finds no difference."""
     return not mismatch(expected, actual, tensors, tolerance)[0]
 
 

@@ -27,7 +27,7 @@ def pool_bytes() -> int:
 
 
 def prepared_bytes() -> int:
-    """Returns the most bytes of the device that prepared tasks may hold together: no limit, a worker has its own."""
+    """Returns the most bytes that prepared tasks may hold together. On the CPU, only each worker has a limit."""
     return 1 << 62
 
 

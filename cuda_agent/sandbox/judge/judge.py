@@ -49,7 +49,7 @@ _PROBE_SECONDS = 10  # limit of a health probe of the device
 
 def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
     """Makes a method of ``Judge`` run once more if the reference worker died from a signal that the judge did not send,
-    or if memory was short and other tasks held some. If the second run fails, too, the task counts as the cause."""
+    or if memory was short and ``make_room`` freed some. If the second run fails, too, the task counts as the cause."""
 
     @functools.wraps(method)
     def asked(judge: "Judge", *arguments: Any) -> _Answer:
@@ -97,8 +97,8 @@ class Judge:
         return found
 
     def make_room(self, error: Exception) -> bool:
-        """Drops all prepared tasks if ``error`` says that memory was short while other tasks were prepared, and returns
-        whether it did: on a GPU, they and the failed request share the memory."""
+        """Drops all prepared tasks if ``error`` says that memory was short while other tasks than the requested one
+        were prepared. (On a GPU all tasks share the memory.) Returns whether it dropped them."""
         short = self.settings.device == "cuda" and re.search(_SHORT_OF_MEMORY, str(error))
         if not short or self._prepared.keys() <= {self._latest}:
             return False
@@ -146,7 +146,7 @@ class Judge:
 
     def _tried(self, request: EvaluateRequest, verdict: Verdict, timed: bool) -> bool:
         """Runs one trial, which takes times only if ``timed``, and fills in ``verdict``. Returns whether the candidate
-        gets another trial. Raises ``TaskError`` if the task fails without the candidate, too."""
+        gets another trial. Raises ``TaskError`` if the task fails even without the candidate."""
         self.cleanup()
         # The samples stay: a candidate that ends its first trial must not get a second draw of its time.
         verdict.status, verdict.message, verdict.checks, verdict.max_error = "ok", "", 0, None
@@ -176,7 +176,8 @@ class Judge:
         return False
 
     def cleanup(self) -> None:
-        """Ends the last trial and prepares a worker for the next candidate, mostly after an answer was sent."""
+        """Ends the last trial and starts a worker for the next candidate. This usually happens after an answer was
+        sent, so that no client waits for it."""
         trial, self._trial = self._trial, None
         if trial:
             begin = time.perf_counter()
@@ -218,8 +219,8 @@ class Judge:
         )
 
     def healthy(self) -> bool:
-        """Returns whether the device still computes a known result for this process. If the device does not answer
-        within ``_PROBE_SECONDS``, SIGALRM ends this process."""
+        """Returns whether the device still compares known arrays correctly. If the device does not answer within
+        ``_PROBE_SECONDS``, SIGALRM ends this process."""
         signal.alarm(_PROBE_SECONDS)
         try:
             return bool(self.memory.healthy())

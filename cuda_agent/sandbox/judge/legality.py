@@ -44,7 +44,7 @@ def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran
 
 def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes = b"") -> list[Ran]:
     """Returns the kernels that a worker reports for a call. ``told`` holds lists of records ``[name, kind, calls,
-    share]``; invalid records are dropped. A kernel without a kind is classified by its name. ``sources`` are the
+    share]``; invalid records are dropped. A record without a known kind is classified by its name. ``sources`` are the
     solution's source texts; ``library`` holds the bytes of the library built from them."""
     text = "\n".join(sources)
     rows: list[tuple[str, RanKind, int, float | None]] = []

@@ -1,9 +1,9 @@
 """Prepares a task: starts its reference worker, keeps a secret pool of inputs, and measures baselines.
 
 All candidates of a task share its spec, baselines and pool. The pool holds inputs with the reference's outputs; every
-evaluation replaces the oldest inputs. For every trial some weights (``worker.weights``) are drawn anew, and with them
-the pool. The judge chooses every seed; the reference worker only turns seeds into values. With simulated times (the
-model clock, ``sandbox.clock=model``) seeds and pool are fixed, so that two runs agree bit for bit."""
+evaluation replaces the oldest inputs. For every trial some weights (``worker.weights``) are drawn anew, and the pool's
+outputs are computed with them. The judge chooses every seed; the reference worker only turns seeds into values. With
+simulated times (``sandbox.clock=model``) seeds and pool are fixed, so that two runs agree bit for bit."""
 
 import contextlib
 import hashlib
@@ -46,7 +46,7 @@ class PoolEntry:
     inputs: list[Any]  # the judge's own copies: numpy arrays, or ``device.Array``
     outputs: list[Any]
     exact: list[Any] | None = None  # outputs in double precision (strict mode)
-    weights: int = 0  # how many times weights had been drawn when ``outputs`` were made
+    weights: int = 0  # number of times that weights had been drawn before ``outputs`` were computed
 
 
 @dataclass
@@ -65,7 +65,8 @@ class Baselines:
 
     @property
     def compile_share(self) -> Spread | None:
-        """torch.compile's time as a share of eager's, also where only the two times are known."""
+        """torch.compile's time as a share of eager's: lower end, middle, upper end. If no interval was measured, all
+        three are the ratio of the two times."""
         if self.compile is None or not self.eager:
             return None
         return self.share or (self.compile / self.eager,) * 3
@@ -112,8 +113,8 @@ class PreparedTask:
         self.peaks = roofline.Peaks()
 
     def draw_weights(self) -> None:
-        """Draws the weights of the next trial, unless they are drawn already. Outputs of pool entries are then those of
-        other weights. With simulated times all trials have the same weights."""
+        """Draws the weights of the next trial, unless they are drawn already. Outputs in the pool then belong to
+        earlier weights, and ``entry`` computes them anew. With simulated times all trials have the same weights."""
         if self._plain:
             with self._lease.working():
                 changed = self.oracle.draw_weights(self._variation())
@@ -126,9 +127,9 @@ class PreparedTask:
         return self.weights_seed if self._fixed else secrets.randbits(56)
 
     def rotate(self, used: int) -> None:
-        """Retires the weights of a trial and the ``used`` entries, at least one. A candidate can leave traces of them,
-        so no later trial gets the same ones. Makes new weights in advance, and as many entries as any trial used. Does
-        nothing with simulated times."""
+        """Replaces what the last trial used: the weights that were drawn for it, and ``used`` pool entries (at least
+        one). A candidate may leave traces of them, so no later trial gets the same ones. The new weights are drawn in
+        advance, with as many new entries as any trial has used so far. Does nothing with simulated times."""
         if self._fixed:
             return
         self.base += max(1, used)
@@ -141,8 +142,9 @@ class PreparedTask:
                     self.entry(self.base + index)
 
     def entry(self, index: int, timing: bool = False) -> PoolEntry:
-        """Returns the pool's entry with the number ``index``: kept, or newly drawn. Numbers count from 0 over the life
-        of the task. ``timing`` says whether the caller holds the timing lease."""
+        """Returns the pool entry with the number ``index``. Draws it if it is not in the pool, and computes its outputs
+        anew if the weights have changed. The first entry of a task has the number 0. ``timing`` says whether the caller
+        holds the timing lease."""
         place = index % self.pool_size
         entry = self._pool[place]
         if entry is None or entry.index != index:
@@ -157,7 +159,8 @@ class PreparedTask:
 
     def fresh(self, kind: str) -> PoolEntry | None:
         """Draws new inputs of ``kind`` (one of ``wire.KINDS``), with eager's outputs and the exact outputs (float64).
-        Returns ``None`` if the task has no such inputs or, except for the kind ``normal``, no finite exact outputs."""
+        Returns ``None`` if the task has no inputs of this kind, or if the exact outputs are missing or not finite.
+        Inputs of the kind ``normal`` are returned without exact outputs, too."""
         self._fresh += 1
         with self._lease.working():
             inputs = self.oracle.inputs(self._seed(-1 - self._fresh), kind)
@@ -168,8 +171,8 @@ class PreparedTask:
         return PoolEntry(-1, inputs, outputs, exact) if exact is not None or kind == "normal" else None
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
-        """Returns the model's outputs in double precision, or ``None`` if the model does not run in it or an output is
-        not finite. The reference's last call must have been ``outputs`` with the same ``inputs``."""
+        """Returns the model's outputs in double precision, or ``None`` if an output is not finite or the model cannot
+        run in double precision. The reference's last call must have been ``outputs`` with the same ``inputs``."""
         if not self._inexact:
             try:
                 return self.oracle.exact(inputs)
@@ -199,7 +202,8 @@ class PreparedTask:
         return int.from_bytes(hmac.digest(self._secret, str(index).encode(), "sha256")[:7])
 
     def measured(self, mode: str) -> bool:
-        """Returns whether all baselines for a verdict of ``mode`` are known. With simulated times they always are."""
+        """Returns whether all baselines for a verdict of ``mode`` (quick or strict) are known. Simulated times always
+        are."""
         return self._fixed or (self.baselines.compile_tried and (mode != "strict" or bool(self.baselines.strict)))
 
     def measure(self, compile: bool) -> None:
@@ -254,8 +258,8 @@ class PreparedTask:
 
     @property
     def views(self) -> Views:
-        """One item per output of the reference: its strides if the output is a view (``reference_client.views``), else
-        ``None``. While the views are unknown, all items are ``None``."""
+        """One item per output of the reference: the output's strides if it is a view (``reference_client.views``),
+        otherwise ``None``. While it is unknown which outputs are views, all items are ``None``."""
         known, count = self.baselines.views, len(self.spec.outputs)
         return known if known and len(known) == count else [None] * count
 
@@ -279,7 +283,7 @@ class PreparedTask:
 
     def empty_call(self, oracle: ReferenceClient, inputs: list[Any]) -> float:
         """Returns the seconds of a reference call that computes nothing; 0 on a GPU. The result is the least value
-        measured so far, so that no more is subtracted from a call's time than the call really contained."""
+        measured so far: a larger one, subtracted from a call's time, would make the call look too fast."""
         if self.settings.device == "cuda":
             return 0.0  # the device's clock runs during the call only
         calls = _EMPTY_CALLS[self._empty < math.inf]
@@ -287,9 +291,10 @@ class PreparedTask:
         return self._empty
 
     def samples(self, *oracles: ReferenceClient, careful: bool = False) -> list[list[float]]:
-        """Returns the seconds of each reference's calls in its best round, less the empty call. Calls of the references
-        alternate. The best round has the least median, since other work on the machine only makes calls slower. If
-        ``careful``, rounds go on until the two best rounds of each reference agree within 5 %, at most 12."""
+        """Times calls of the references in turn, in several rounds. Returns for each reference the seconds of the calls
+        in its best round, less the empty call. The best round has the least median, since other work on the machine
+        only makes calls slower. There are up to 6 rounds, until the calls of one round vary little. If ``careful``,
+        there are up to 12, until the two best medians of each reference agree within 5 %."""
         entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
         rounds: list[list[tuple[float, ...]]] = []  # of each round, the calls' seconds by reference
 

@@ -30,7 +30,7 @@ def memory_of(device: str) -> Any:
 def seconds_of_call(device: str, wall: float, told: Any) -> float:
     """Returns the seconds of one call. On the CPU this is ``wall``, the time by the judge's clock from request to
     answer. On a GPU it is the first number of ``told``, the worker's [seconds on the device, seconds on the host].
-    Raises ``WorkerError`` if ``told`` is no such pair, or if one of its numbers exceeds ``wall``."""
+    Raises ``WorkerError`` if ``told`` is not such a pair, or if one of its numbers exceeds ``wall``."""
     if device == "cpu":
         return wall
     match told:
@@ -40,7 +40,8 @@ def seconds_of_call(device: str, wall: float, told: Any) -> float:
 
 
 def net(seconds: float, empty: float) -> float:
-    """Subtracts an empty call's seconds, but returns at least ``seconds / 10``: noise must not yield about zero."""
+    """Subtracts an empty call's seconds. Returns at least ``seconds / 10``, so that noise cannot make a time (almost)
+    zero."""
     return max(seconds - empty, seconds / 10)
 
 
@@ -60,7 +61,7 @@ class ReferenceClient:
         self._buffers: Any = None  # ``Buffers`` of the module that ``memory_of`` returns
         self._exact: Any = None
         self.redrawn: int | None = None  # seed of ``draw_weights``, if any weight differs from the constructor's
-        self.kept = False  # whether others would make the outputs not finite
+        self.kept = False  # whether redrawn weights would make outputs infinite or NaN
         self._device, self._memory = settings.device, memory_of(settings.device)
         try:
             self._open(code, weights_seed, settings)
@@ -95,8 +96,9 @@ class ReferenceClient:
         return self.worker.alive
 
     def draw_weights(self, seed: int | None) -> bool:
-        """Draws under ``seed`` the weights that the model's constructor does not draw at random; ``None`` restores its
-        values. Returns whether the model has such weights: expected outputs computed earlier are then void."""
+        """Gives new values, drawn under ``seed``, to the weights that the model's constructor does not draw at random.
+        ``None`` restores the constructor's values. Returns whether the model has such weights; if so, outputs computed
+        earlier are no longer the expected ones."""
         if seed is not None:
             self._buffers.fill(0, self.inputs(seed) or [])
         answer = self._ask(WorkerOperation.DRAW_WEIGHTS, {"seed": seed})
@@ -123,8 +125,8 @@ class ReferenceClient:
         return self._buffers.outputs(0)
 
     def seconds(self, inputs: list[Any], null: bool = False) -> float:
-        """Returns the seconds of one call, or if ``null`` of an empty call, which computes nothing. ``inputs`` are
-        copied to the worker before the clock starts."""
+        """Returns the seconds of one call of the model. If ``null``, returns those of an empty call, which computes
+        nothing. ``inputs`` are copied to the worker before the clock starts."""
         slot = secrets.randbelow(2)
         self.worker.stop()
         self._buffers.fill(slot, inputs)
@@ -138,7 +140,8 @@ class ReferenceClient:
         return seconds
 
     def host_seconds(self, inputs: list[Any]) -> float:
-        """Returns the fewest seconds that the host has needed so far to enqueue a call on the GPU."""
+        """Returns the fewest seconds in which the host has enqueued a call on the GPU so far. If there was no call yet,
+        first times three calls on ``inputs``."""
         for _ in range(3 if self._host == math.inf else 0):  # the first calls also start libraries
             self.seconds(inputs)
         return self._host
@@ -149,8 +152,8 @@ class ReferenceClient:
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
         """Returns the outputs in double precision (float64 in place of every floating dtype). The last call of
-        ``outputs`` must have had the same ``inputs``. Returns ``None`` if the result, or the result of that call, is
-        not finite. Raises ``TaskError`` if the model cannot run in double precision."""
+        ``outputs`` must have had the same ``inputs``. Returns ``None`` if these outputs, or those of that call, are not
+        all finite. Raises ``TaskError`` if the model cannot run in double precision."""
         if self._exact is None:
             wide = [replace(t, dtype="float64") if t.dtype in _FLOATING else t for t in self.spec.outputs]
             spec = replace(self.spec, inputs=(), outputs=tuple(wide), weights={})
@@ -159,14 +162,16 @@ class ReferenceClient:
         return self._exact.outputs(0) if self._on(inputs, WorkerOperation.RUN_EXACT) else None
 
     def mutant(self, inputs: list[Any], how: dict[str, Any]) -> list[Any] | None:
-        """Returns wrong outputs for these inputs (``worker.mutants``); ``None`` if the task has none of this kind. The
-        last call of ``outputs`` must have had the same inputs if they are made from its answer."""
+        """Returns wrong outputs for ``inputs``, made as ``how`` says (``worker.mutants``); ``None`` if the task has
+        none of this kind. Some kinds change the outputs of the last call of ``outputs``, which must then have had the
+        same inputs."""
         self._buffers.fill(0, inputs)
         return self._buffers.outputs(0) if self._ask(WorkerOperation.RUN_MUTANT, how) else None
 
     def compile(self, inputs: list[Any], known: str, mode: str = "") -> None:
         """Compiles the model with torch.compile's ``mode`` and runs it on ``inputs``; later calls run the compiled
-        model. ``known`` is the folder of a warm-up's results, or empty. Raises ``WorkerError`` if compilation fails."""
+        model. ``known`` is the folder with a warm-up's results (empty in the warm-up itself). Raises ``WorkerError`` if
+        compilation fails."""
         self._buffers.fill(0, inputs)
         self.worker.seconds = _COMPILE_SECONDS
         self.worker.call(WorkerOperation.COMPILE_TASK, {"known": known, "mode": mode})
@@ -207,9 +212,9 @@ class ReferenceClient:
 
 def views(answer: Any, spec: TaskSpec) -> Views:
     """Checks the strides that a worker reports in ``answer["views"]``, one item per output, and returns them. An item
-    is ``None`` if the output is not a view, or spans more memory than all inputs and weights. A view whose elements
-    share memory gets an empty list in place of strides, because a solution may copy it from anywhere. Raises
-    ``ValueError`` or ``TypeError`` for an invalid report."""
+    is ``None`` if the output is not a view, or spans more memory than all inputs and weights. It is an empty list if
+    elements of the view share memory, as after ``expand``. Raises ``ValueError`` or ``TypeError`` for an invalid
+    report."""
     room = sum(byte_count(tensor) for tensor in (*spec.inputs, *spec.weights.values()))
     found: Views = []
     for strides, tensor in zip(answer["views"], spec.outputs, strict=True):

@@ -2,7 +2,7 @@
 
 A GPU's rates come from the driver. A CPU's rate of memory copies is measured, because virtual machines do not report
 it. The bound counts the bytes of the outputs: they are poisoned before each call, so a call must write them. It counts
-no inputs, because a call need not read all of an input (to multiply by zeros, say). It subtracts the size of the
+no inputs, because a call need not read all of an input (one that is multiplied by 0, say). It subtracts the size of the
 last-level cache, because outputs may still lie there at the end of the call."""
 
 import json
@@ -44,7 +44,8 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 @dataclass(frozen=True)
 class Peaks:
     """The peak rates of one device: ``bytes_per_second`` of its memory, and ``operations`` per second by type, such as
-    ``tf32``. ``cache_bytes`` is the last-level cache's size. Real rates are at most ``slack`` times a peak."""
+    ``tf32``. ``cache_bytes`` is the last-level cache's size. Real rates may exceed a peak, but not by more than the
+    factor ``slack``."""
 
     bytes_per_second: float | None = None
     cache_bytes: int | None = None
@@ -91,7 +92,8 @@ def of_gpu() -> Peaks:
 
 def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[None]], again: bool = False) -> Peaks:
     """Returns the CPU's peaks from ``file``. If there is no such file, measures the peaks in the context ``quiet()``
-    and writes the file. If ``again``, measures anyway and keeps the best rate: other programs only slow a copy down."""
+    and writes the file. If ``again``, measures in any case and keeps the higher rate, because other programs only slow
+    a copy down."""
     known = 0.0
     with suppress(OSError, ValueError, TypeError):
         kept = Peaks(**json.loads(file.read_text()))

@@ -31,10 +31,10 @@ _RESAMPLES = 400
 
 
 def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
-    """Returns the baselines of mode strict: the ``seconds`` of each one, the ``shares`` of compiled ones (their time as
-    a share of eager's at the same precision: lower end, middle, upper end), the relative ``errors`` of eager by
-    precision, and the messages of those that ``failed``. They are measured once per task and kept in its file of
-    baselines."""
+    """Returns the baselines of strict mode as four dictionaries: the ``seconds`` of each baseline; the ``shares`` of
+    the compiled ones (time as a share of eager's at the same precision: lower end, middle, upper end); eager's relative
+    ``errors`` by precision; and error messages of compiled baselines that ``failed``. They are measured once per task
+    and kept in its file of baselines."""
     if prepared.baselines.strict:
         return prepared.baselines.strict
     oracle, device = prepared.oracle, prepared.settings.device
@@ -114,8 +114,8 @@ def _as_good_as_eager(
     prepared: PreparedTask, exact: list[Any], mine: float, outputs_at: Callable[[str], list[Any]]
 ) -> bool:
     """Returns whether ``mine``, the candidate's error against the exact outputs, is at most ``_AS_GOOD`` times eager's
-    error at one of the precisions in ``_TIMED``. ``outputs_at`` computes eager's outputs at a precision. The rule is
-    for results that nearly cancel out: there eager's rounding error alone exceeds the tolerance."""
+    error at one of the precisions in ``_TIMED``. ``outputs_at`` computes eager's outputs at a precision. The rule helps
+    where large terms cancel out, so that eager's rounding error alone exceeds the tolerance."""
     return any(
         mine <= _AS_GOOD * error(prepared, outputs_at(precision), exact)
         for precision in _PRECISIONS[prepared.settings.device]
@@ -125,7 +125,7 @@ def _as_good_as_eager(
 
 def excused(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any]) -> bool:
     """Returns whether ``outputs`` of a timed call are right although they exceed the tolerance, because their error is
-    a small multiple of eager's own error. The caller holds the timing lease and has set the reference to fp32."""
+    a small multiple of eager's own error. The caller holds the timing lease, and has set the reference to fp32."""
     oracle = prepared.oracle
     oracle.outputs(entry.inputs)
     exact = prepared.exact(entry.inputs)
@@ -143,8 +143,8 @@ def excused(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any]) ->
 
 def precision_of(own: float, errors: dict[str, float]) -> str:
     """Returns the most exact precision at which eager's error is at least half of ``own``, a solution's relative error
-    on normal inputs. ``errors`` holds eager's errors by precision, the most exact one first. If no error is large
-    enough, returns "below" and the last precision; if ``errors`` is empty, an empty string."""
+    on normal inputs. ``errors`` holds eager's errors by precision, the most exact one first. If no error is so large,
+    the result is "below" with the last precision ("below bf16"). If ``errors`` is empty, it is an empty string."""
     if not errors:
         return ""
     for name, eagers in errors.items():  # from the most exact one
@@ -180,8 +180,9 @@ def interval(mine: Sequence[float], eager: Sequence[float]) -> tuple[float, floa
 
 
 def report(verdict: Verdict, anchors: Sequence[float], yard: dict[str, dict[str, Any]]) -> None:
-    """Fills in the verdict: baselines, intervals and precision. ``anchors`` are the seconds of eager's calls between
-    those of the candidate. ``yard`` is the result of ``strict_baselines``, scaled here to the eager of this trial."""
+    """Fills in the verdict: baselines, intervals and precision. ``anchors`` are the seconds of eager's calls, made
+    between those of the candidate. ``yard`` is the result of ``strict_baselines``; the verdict gets its times, scaled
+    so that eager's is the median of ``anchors``."""
     assert verdict.strict is not None
     own = verdict.strict["kinds"].get("normal")
     eager, compiled = baseline("eager", "fp32"), baseline("compile", "fp32")

@@ -136,7 +136,8 @@ class Trial:
         self._verdict.phases["start"] = time.perf_counter() - begin
 
     def _open(self, profiler: bool = False) -> None:
-        """Starts a worker, without the solution, and maps its buffers. If ``profiler``, it runs torch's profiler."""
+        """Starts a worker, without the solution, and maps its buffers. If ``profiler``, the worker runs torch's
+        profiler."""
         request, buffers = self._request, self._buffers
         place, workers = request["load"].get("place"), self._workers
         self._worker = worker = workers.locked(place, profiler) if place else workers.candidate(profiler)
@@ -189,9 +190,9 @@ class Trial:
 
     @contextlib.contextmanager
     def _alternating(self) -> Iterator[tuple[Callable[[], tuple[list[Any], float]], Callable[[list[Any]], float], Any]]:
-        """Holds the timing lease in the context. Yields two functions, and inputs for eager. The first function times
-        the candidate on new inputs and checks its outputs; it returns these inputs and the candidate's seconds. The
-        second function returns eager's seconds on given inputs."""
+        """Holds the timing lease in the context. Yields two functions, and inputs of one call of eager. The first
+        function times the candidate on new inputs and checks its outputs; it returns these inputs and the candidate's
+        seconds. The second function returns eager's seconds on the inputs that it is given."""
         prepared, oracle, worker = self._prepared, self._prepared.oracle, self._worker
         assert worker
         workers = (worker, oracle.worker) if self._settings.device == "cpu" else ()
@@ -212,8 +213,9 @@ class Trial:
             yield candidate, lambda inputs: net(oracle.seconds(inputs), empty), first
 
     def _believed(self, told: float) -> float:
-        """Returns the seconds to report if the worker's median is ``told`` seconds. Raises ``CandidateRefused`` if the
-        judge's clock or the device's bandwidth contradicts this median. The caller holds the timing lease."""
+        """Checks the worker's median time of a call, ``told`` seconds. Returns the seconds to report. Raises
+        ``CandidateRefused`` if the judge's clock or the device's bandwidth contradicts the median. The caller holds the
+        timing lease."""
         seconds, doubt = told, ""
         if self._cross:
             with self._judged("in a timed call"):
@@ -225,8 +227,9 @@ class Trial:
         return seconds
 
     def observe(self) -> None:
-        """Records which kernels run, in up to three extra calls after all others: a failure here changes no result. In
-        quick mode a plan needs no call, and other formats are observed only if the request says so."""
+        """Records which kernels run. Up to three extra calls follow the candidate's other calls, so a failure in them
+        changes no result. In quick mode a plan's kernels are known without a call, and other formats are observed only
+        if the request says so."""
         request, verdict = self._request, self._verdict
         plan, strict_mode = self._traits.host_is_ours, verdict.mode == "strict"
         nodes = request["load"]["nodes"] if plan else []
@@ -256,8 +259,8 @@ class Trial:
         verdict.phases["observe"] = time.perf_counter() - begin
 
     def _profiled(self) -> tuple[Any, str]:
-        """Returns the kernels of one call, and why they are missing (empty if they are not). Starts a new worker for
-        it, because the profiler must start before the jail closes."""
+        """Returns the kernels of one call and an empty string, or ``None`` and the reason why there are none. Starts a
+        new worker for this call, because the profiler must start before the jail closes."""
         self.end()
         try:
             with self._lease.working():
@@ -269,8 +272,8 @@ class Trial:
         return (None, missing) if missing else self._observed(WorkerOperation.OBSERVE_KERNELS)
 
     def _observed(self, operation: WorkerOperation, first: bool = False) -> tuple[Any, str]:
-        """Runs one more call, which the worker observes. Returns the worker's report, and why it is missing (empty if
-        it is not). The ``first`` call may take longer."""
+        """Runs one more call, which the worker observes. Returns the worker's report and an empty string, or ``None``
+        and the reason why there is none. ``_OBSERVE_SECONDS`` does not limit the ``first`` call."""
         worker = self._worker
         if worker is None or not worker.alive:
             return None, "the solution has ended"
@@ -297,9 +300,9 @@ class Trial:
         return cost.extension(spec, request["files"], threads)
 
     def time(self) -> None:
-        """Times the candidate in turn with eager, in the fewest calls that show whether the candidate is 5 % faster.
-        Calls that disagree are followed by more calls. Raises ``CandidateRefused`` with ``infra`` if these disagree,
-        too, so that they do not tell which reward is right."""
+        """Times the candidate and eager in turn, until it is clear whether the candidate is 5 % faster than the
+        baselines or the usual number of calls is reached. If these calls do not tell which reward is right, more calls
+        follow. If those do not tell either, raises ``CandidateRefused`` with the status ``infra``."""
         begin = time.perf_counter()
         verdict, base, most = self._verdict, self._prepared.baselines, self._settings.timed_calls
         fewest = min(_FEWEST_TIMED[self._settings.device], most)
@@ -337,8 +340,9 @@ class Trial:
             verdict.advice.append(_BUSY)
 
     def eager_alone(self) -> None:
-        """Ends the candidate and times eager again, as the last step, if eager's time beside the candidate counts: the
-        candidate must gain nothing from a slower eager. On a GPU, kernels of a stopped process keep running."""
+        """Ends the candidate and times eager again without it, if the verdict uses eager's time beside the candidate.
+        If eager alone is clearly faster, the baselines are scaled down: the candidate must gain nothing from a slower
+        eager. This is the last step, because on a GPU kernels of a stopped process keep running."""
         if self._anchor is None:
             return
         self.end()
@@ -375,8 +379,9 @@ class Trial:
         return seconds_of_call(self._settings.device, wall, told), outputs
 
     def _chain(self, count: int, delay: int) -> tuple[float, float]:
-        """Runs a chain of ``count`` calls on different inputs, and checks their outputs. ``delay`` is the device's
-        delay in units of ``DELAY_UNIT``. Returns the wall seconds, and the host's seconds to enqueue the chain."""
+        """Runs a chain of ``count`` calls on different inputs, and checks their outputs. Before the calls the device
+        waits for ``delay`` units of ``DELAY_UNIT``. Returns the wall seconds, and the seconds in which the host
+        enqueued the chain."""
         entries = [self._take(timing=True) for _ in range(count)]
         assert self._worker
         self._worker.stop()
@@ -388,8 +393,8 @@ class Trial:
         return wall, host
 
     def _chained(self, operation: WorkerOperation, count: int, delay: int) -> tuple[float, float, list[list[Any]]]:
-        """Runs a chain of ``count`` calls. Returns the wall seconds until all outputs are copied, the host's seconds to
-        enqueue the chain, and the outputs."""
+        """Runs a chain of ``count`` calls. Returns the wall seconds until all outputs are copied, the seconds in which
+        the host enqueued the chain, and the outputs."""
         assert self._worker
         self._worker.stop()
         self._memory.flush()

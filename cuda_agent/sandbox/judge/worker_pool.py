@@ -63,7 +63,8 @@ class WorkerPool:
         return self._start_candidate(profiler=profiler).wait_started()
 
     def start_spare(self) -> None:
-        """Begins to start a worker for the next candidate, unless one is ready, and returns at once."""
+        """Begins to start a worker for the next candidate, and returns at once. Does nothing if there is such a
+        worker."""
         if self._spare is None or not self._spare.alive:
             self._spare = self._start_candidate()
 
@@ -83,14 +84,14 @@ class WorkerPool:
         return self._start(self._plain, "reference", policy, home, watch).wait_started()
 
     def compiler(self) -> tuple[JailedProcess, str]:
-        """Starts a reference worker that may run the C++ compiler. Returns the worker, and the folder of the warm-up's
-        results."""
+        """Starts a reference worker that may run the C++ compiler. Returns the worker, and the folder ``_known()`` with
+        the results of earlier compilations."""
         known = str(self._known())
         return self._start_compiler(self._home(), (known,)), known
 
     def locked(self, place: dict[str, Any], profiler: bool = False) -> JailedProcess:
-        """Starts a candidate worker for a solution that had a first pass, in which it could start compilers. The worker
-        can read the folder of that pass, which ``place`` names, but may start no program."""
+        """Starts a candidate worker for a solution that starts compilers. These ran in an earlier process, the first
+        pass. The worker can read the folder of that pass, which ``place`` names, but may start no program."""
         home = self._home()
         policy = jail.JailPolicy(read=(str(home), place["folder"]), file_mb=0)
         parent, where = self._parent_that_compiles(), {name: place[name] for name in ("folder", "environment")}

@@ -55,9 +55,9 @@ _Entry._fields_ = [
 
 
 class Outputs:
-    """Lets an extension write its results directly into the judge's output memory, so that no copy is timed. Calls are
-    expected to allocate tensors in the same order: if the n-th tensor of the previous call became an output, the n-th
-    tensor of this call gets that output's memory. ``targets`` holds the output tensors of each slot."""
+    """Lets an extension write its results directly into the judge's output memory, so that no copy is timed. It assumes
+    that all calls allocate tensors in the same order: if the third tensor of the previous call became an output, the
+    third tensor of this call gets that output's memory. ``targets`` holds the output tensors of each slot."""
 
     def __init__(self, targets: list[list[torch.Tensor]], device: str = "cpu") -> None:
         self._targets = targets
@@ -160,7 +160,8 @@ def _function(entry: _Entry, name: str, outputs: Outputs) -> Callable[..., Any]:
 def _complete(
     name: str, given: tuple[Any, ...], named: dict[str, Any], names: list[str], standard: dict[str, Any], count: int
 ) -> list[Any]:
-    """Returns the function's arguments in order: those ``given``, then ``named`` ones and defaults (``standard``)."""
+    """Returns the ``count`` arguments for a call of the function ``name``, in order: the positional ones (``given``),
+    then for each further parameter in ``names`` the one in ``named`` or its default (in ``standard``)."""
     arguments = list(given)
     for wanted in names[len(given) :]:
         if wanted not in named and wanted not in standard:

@@ -27,8 +27,9 @@ if not any(Path("/dev").glob("nvidia*")):  # else they query the driver, and no 
 
 
 def share(folder: Path, record: bool) -> None:
-    """Makes torch use results of instruction tests, and precompiled headers, from ``folder``. If ``record``, missing
-    ones are stored there; otherwise they stay private. Raises ``AttributeError`` if torch's internals differ."""
+    """Makes torch use results of instruction tests, and precompiled headers, from ``folder``. If ``record``, new
+    results are stored there; otherwise this process keeps them to itself. Raises ``AttributeError`` if torch's
+    internals differ."""
     notes, home = folder / "facts.json", folder if record else Path(os.environ["TMPDIR"])
     home.mkdir(exist_ok=True)
     facts: dict[str, Any] = json.loads(notes.read_text()) if notes.exists() else {}

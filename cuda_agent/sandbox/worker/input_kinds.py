@@ -1,4 +1,4 @@
-"""Creates inputs of other kinds than the task draws, to catch kernels that are correct only for typical values.
+"""Varies the inputs that a task draws, to catch kernels that are correct only for typical values.
 
 Each kind keeps to the domain of the drawn values: non-negative values remain non-negative (for logarithms and roots),
 values in [0, 1] remain there (probabilities), and integers (indices, labels) and booleans do not change."""
@@ -7,7 +7,8 @@ import torch
 
 
 def vary(tensors: list[torch.Tensor], kind: str) -> list[torch.Tensor] | None:
-    """Returns ``tensors`` with values of ``kind`` but unchanged shapes and dtypes; None if the kind fits none."""
+    """Returns ``tensors`` with values of ``kind``, in the same shapes and dtypes. Tensors to which the kind does not
+    apply stay as they are; if it applies to no tensor, returns ``None``."""
     if kind == "normal":
         return tensors
     varied = [_vary(tensor, kind) for tensor in tensors]

@@ -36,8 +36,9 @@ def bind(node: dict[str, Any], tensor: Callable[[dict[str, Any]], _Tensor], devi
 
 
 def _operand(tensor: _Tensor, wanted: torch.dtype | None, constant: bool) -> tuple[_Tensor, _Step | None]:
-    """Returns ``tensor`` in the dtype ``wanted``, and a function that refills the converted copy before every call. The
-    function is ``None`` if there is no copy, or if the tensor is ``constant``."""
+    """Returns ``tensor`` in the dtype ``wanted``, and a function to call before every run. If ``tensor`` had to be
+    converted, the function copies its new values to the converted tensor. The function is ``None`` if there is nothing
+    to convert, or if ``tensor`` is ``constant``."""
     if wanted is None or tensor.dtype == wanted:
         return tensor, None
     rounded = tensor.to(wanted)

@@ -2,7 +2,8 @@
 
 ``python -m cuda_agent.sandbox.worker.main FD`` is the warm parent: it imports torch, starts no thread, and forks
 workers on request. A worker closes the jail around itself, then serves the judge over one socket. A *reference* worker
-runs the task, a *candidate* worker runs a solution, and a *first pass* (``replay``) a solution that compiles."""
+runs the task, a *candidate* worker runs a solution, and a *first pass* (``replay``) runs a solution that starts
+compilers."""
 
 # ruff: noqa: E402
 import gc

@@ -1,5 +1,5 @@
 """Makes wrong answers to a task, which the judge's comparison should reject (``judge.mutants``). Runs in the reference
-worker, so that they are made on the device and in every dtype."""
+worker, because only this process has the task's model."""
 
 import copy
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from cuda_agent.sandbox.worker.weights import PlainWeights
 
 
 def spoil(how: dict[str, Any], right: list[torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the outputs ``right``, made wrong. ``how["kind"]`` is ``zeros``; ``constant``, the mean of each output;
-    ``scale``, times ``how["factor"]`` (floating outputs); or ``copy`` of ``given[how["input"]]`` (outputs with as
-    many values)."""
+    """Returns wrong outputs in place of ``right``. ``how["kind"]`` is ``zeros``; ``constant`` (each output is filled
+    with its mean); ``scale`` (floating outputs are multiplied by ``how["factor"]``); or ``copy`` (outputs with as many
+    values as the input ``given[how["input"]]`` are copies of it)."""
     match how["kind"]:
         case "zeros":
             return [torch.zeros_like(tensor) for tensor in right]
@@ -38,9 +38,10 @@ def _mean(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def redraw(model: torch.nn.Module, build: Callable[[], torch.nn.Module], how: dict[str, Any]) -> torch.nn.Module | None:
-    """Return a model of the same constructor with the weights of ``how["seed"]``; the plain ones are drawn too, if
-    ``how["plain"]``. ``None`` if no weight is a parameter and none differs: buffers that the constructor always gives
-    the same values, such as masks, are part of the architecture."""
+    """Returns a second model that the constructor builds under the seed ``how["seed"]``. If ``how["plain"]``, its plain
+    weights (``PlainWeights``) are also drawn anew. Returns ``None`` if the model has only buffers and they are equal in
+    both models: buffers that the constructor always gives the same values, such as masks, are part of the
+    architecture."""
     torch.manual_seed(how["seed"])
     other = build()
     if how["plain"]:
@@ -51,5 +52,5 @@ def redraw(model: torch.nn.Module, build: Callable[[], torch.nn.Module], how: di
 
 
 def in_bfloat16(model: torch.nn.Module, given: list[torch.Tensor]) -> tuple[torch.nn.Module, list[torch.Tensor]]:
-    """Return a copy of the model, and the inputs, in bfloat16."""
+    """Returns a copy of the model, and the inputs, in bfloat16."""
     return copy.deepcopy(model).bfloat16(), [t.bfloat16() if t.is_floating_point() else t for t in given]

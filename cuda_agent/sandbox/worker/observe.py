@@ -54,15 +54,15 @@ class Operators(_Mode):
 
 
 def told(ran: dict[tuple[str, str], list[float]], total: float | None) -> list[list[Any]]:
-    """Returns ``[name, kind, calls, share]`` for each operator or kernel in ``ran`` (seconds of its calls by name and
-    kind), the longest first. ``share`` is its part of ``total`` seconds."""
+    """Returns one record ``[name, kind, calls, share]`` per operator or kernel, the longest first. ``ran`` holds the
+    seconds of its calls by name and kind. ``share`` is the sum of these seconds as a share of ``total``."""
     rows = sorted(ran.items(), key=lambda item: -sum(item[1]))[:_MOST]
     return [[name[:_LONGEST], kind, len(calls), sum(calls) / total if total else None] for (name, kind), calls in rows]
 
 
 def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
-    """Returns records (``told``) of torch's operators in ``call``. ``call`` may ``add`` the solution's own
-    functions."""
+    """Returns records (``told``) of torch's operators in ``call``. ``call`` gets the recorder, and may ``add`` calls of
+    the solution's own functions to it."""
     with Operators() as seen:
         begin = time.perf_counter()
         call(seen)
@@ -71,8 +71,8 @@ def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
 
 
 def kernels(call: Callable[[], Any]) -> list[list[Any]]:
-    """Returns records (``told``) of the GPU kernels that run in ``call``. A record's kind is ``memset``, or empty if
-    the judge decides by the name. Raises ``RuntimeError`` if the profiler sees no kernel."""
+    """Returns records (``told``) of the GPU kernels that run in ``call``. A record's kind is ``memset``, or empty: then
+    the judge classifies the kernel by its name. Raises ``RuntimeError`` if the profiler sees no kernel."""
     from torch.autograd import DeviceType
     from torch.autograd.profiler import profile  # torch.profiler would import torch's compiler, which needs a folder
 
@@ -140,9 +140,10 @@ def flops(call: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def views(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[list[int] | None]:
-    """Returns for each result of a call its strides if the call did not write it, and ``None`` if it did. A result is
-    not written if it is a view of a tensor in ``given`` or of another result, or if its elements share memory. Of
-    several results in the same memory one counts as written: the largest contiguous one, else the largest."""
+    """Returns one item per result of a call: its strides if the call did not write the result, else ``None``. A result
+    is not written if it is a view of a tensor in ``given`` or of another result, or if its elements share memory. Of
+    several results in the same memory, the largest contiguous one counts as written; if none is contiguous, the largest
+    one."""
     seen = {tensor.untyped_storage().data_ptr() for tensor in given}
     found: dict[int, list[int] | None] = {}
     for index in sorted(range(len(results)), key=lambda i: (not results[i].is_contiguous(), -results[i].numel())):

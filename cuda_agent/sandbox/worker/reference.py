@@ -82,8 +82,9 @@ class Reference(WorkerLoop):
         self.settle()
 
     def draw_weights(self, frame: Frame) -> dict[str, Any]:
-        """Draws anew the weights that the constructor does not draw at random, and writes them for the judge. If more
-        outputs for the inputs of ``frame.slot`` are then not finite, the constructor's values stay (``kept``)."""
+        """Draws anew the weights that the constructor does not draw at random, and writes them for the judge. If they
+        make more output values infinite or NaN for the inputs of ``frame.slot``, restores the constructor's values and
+        answers ``kept``."""
         changed = [i for i, t in enumerate(self._state.values()) if t.data_ptr() in self._plain.addresses]
         seed, kept = frame.body["seed"], False
         if changed:
@@ -169,8 +170,8 @@ class Reference(WorkerLoop):
         return finite
 
     def run_mutant(self, frame: Frame) -> bool:
-        """Write wrong outputs for the inputs of a slot, on which the last ``run`` was. Return false if the task has no
-        such outputs."""
+        """Writes wrong outputs for the inputs of ``frame.slot``; the last ``run`` must have had the same inputs.
+        Returns false if the task has no such outputs."""
         how, given, model = frame.body, self._slots.input_tensors(frame.slot), None
         match how["kind"]:
             case "weights":

@@ -27,7 +27,7 @@ _RealPopen = subprocess.Popen
 
 
 class RecordingPass(WorkerLoop):
-    """Runs a solution once, in a process that may start compilers. Answers with ``None``, or with the failure."""
+    """Runs a solution once, in a process that may start compilers. Answers ``None``, or the error if it fails."""
 
     def run_first_pass(self, frame: Frame) -> dict[str, str] | None:
         place, device = Path(self._options["folder"]), self._options["device"]
@@ -78,7 +78,8 @@ def _key(arguments: Any, folder: Any) -> str:
 
 
 def _note_programs(notes: dict[str, Any]) -> None:
-    """Records in ``notes`` every program from now on: its command, folder, exit code, and both outputs."""
+    """Records in ``notes`` every program that ``subprocess`` runs from now on: command, folder, exit code, standard
+    output and standard error."""
 
     class Noting(_RealPopen):  # type: ignore[type-arg]
         def __init__(self, args: Any, *more: Any, **options: Any) -> None:

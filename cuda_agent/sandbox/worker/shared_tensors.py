@@ -49,7 +49,8 @@ class Slots:
         return tensor_at(address, tensor, self.device)
 
     def tensor_of(self, address: Callable[[str], int], tensor: dict[str, Any]) -> torch.Tensor:
-        """Returns a tensor of a library node, in the memory of the buffer that its description names."""
+        """Returns the tensor of a library node that ``tensor`` describes. It lies in the buffer that the description
+        names; ``address`` returns a buffer's address."""
         return self.tensor(address(tensor["buffer"]), tensor)
 
     def input_tensors(self, slot: int) -> list[torch.Tensor]:
@@ -146,7 +147,8 @@ def is_plain(value: Any) -> bool:
 
 
 def argument_of(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Returns an argument as JSON. Appends the tensors in it to ``tensors``, and puts their indices in their places."""
+    """Returns an argument as JSON, with each tensor in it replaced by an index. Appends the tensors to ``tensors``,
+    where they have these indices."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}

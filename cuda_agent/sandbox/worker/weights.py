@@ -29,8 +29,8 @@ class PlainWeights:
         self.addresses = {tensor.data_ptr() for tensor in self._tensors}
 
     def draw(self, seed: int | None) -> None:
-        """Sets the weights to values near the constructor's: 0.5 to 1.5 times as large, or from -0.5 to 0.5 where all
-        are 0. The new values follow from ``seed``, the tensor's old value and shape, and its position among tensors
+        """Multiplies each value of the constructor by a number from 0.5 to 1.5; a tensor of zeros gets values from -0.5
+        to 0.5. The new values follow from ``seed``, the tensor's old value and shape, and its position among tensors
         with equal value and shape; names do not matter. If ``seed`` is ``None``, restores the constructor's values."""
         places: Counter[str] = Counter()
         for tensor, original in zip(self._tensors, self._originals, strict=True):
