@@ -43,7 +43,7 @@ class ServiceLimits:
 
 
 class Service:
-    """A service that answers requests with the open ``sandbox``. ``roles`` lists the kinds of work it takes."""
+    """Answers requests by means of ``sandbox``, which is already open. ``roles`` lists the kinds of work it accepts."""
 
     def __init__(self, sandbox: LocalSandbox, roles: tuple[Role, ...], limits: ServiceLimits) -> None:
         self.sandbox, self.roles, self.limits = sandbox, roles, limits
@@ -69,7 +69,8 @@ class Service:
         await self.rooms.close_all()
 
     async def _keep(self) -> None:
-        """Runs until it is cancelled: tests the service while it is not ready, and closes unused workspaces."""
+        """Repeats two steps until it is cancelled: calls ``prove`` if the service is not ready, and closes unused
+        workspaces."""
         while True:
             try:
                 if self.unready:
