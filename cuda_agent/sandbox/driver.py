@@ -101,7 +101,7 @@ def attribute(which: int) -> int:
 
 
 def architecture() -> str:
-    """Returns the device's architecture, such as ``sm_90a``; ``a`` adds the instructions that only it has."""
+    """Returns the device's architecture, such as ``sm_90a``; ``a`` allows instructions that only ``sm_90`` has."""
     major, minor = attribute(_MAJOR), attribute(_MINOR)
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 

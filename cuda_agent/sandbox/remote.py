@@ -117,8 +117,8 @@ class RemoteSandbox:
             return self._refusal("infra", solution, mode, str(lost))
 
     def verdict_key(self, task: Task, solution: Solution, mode: Mode) -> str:
-        """Returns the sha256 of what a verdict depends on, as far as the client knows it. The client does not know the
-        servers' machines."""
+        """Returns the sha256 of everything known to the client that a verdict depends on, thus without the servers'
+        machines."""
         key = json.dumps([task.digest, solution.digest, mode, self._settings], sort_keys=True)
         return hashlib.sha256(key.encode()).hexdigest()
 
@@ -346,7 +346,7 @@ class RemoteWorkspace:
 
 @contextlib.contextmanager
 def _losing() -> Iterator[None]:
-    """Raises ``WorkspaceLost`` instead of an HTTP error, or an error from an invalid answer, inside the context."""
+    """Inside the context, turns HTTP errors and errors from invalid answers into ``WorkspaceLost``."""
     try:
         yield
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:

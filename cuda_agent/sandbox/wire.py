@@ -66,7 +66,7 @@ class FormatTraits:
 
     host_is_ours: bool = False  # the sandbox's own code launches the kernels, so device times and ``ran`` are exact
     rule: str = ""  # name of the rule for ``ModelNew.forward`` (``worker.candidate.RULES``); empty: none
-    own_work: str = ""  # in words, what of its own a call must run, such as "kernel of triton.jit"; empty: nothing
+    own_work: str = ""  # what a call is expected to run, such as "kernel of triton.jit"; empty: nothing in particular
     advisory: bool = False  # the solution's Python runs unchecked, so the operators that it uses are not known
     untimed: str = ""  # why no time is taken; empty: times are taken
 

@@ -1,9 +1,9 @@
 """Compiles C++ sources to a shared library, and CUDA sources to a cubin or a library. Compilers run in the jail.
 Results are cached under a hash of the sources, the compiler and its options.
 
-A single C++ source is first built the fast way: by a compiler that was started in advance (module ``compiler``),
+A plan's CPU kernels are first built the fast way: by a compiler that was started in advance (module ``compiler``),
 without the C++ library and the special functions of ``<cmath>``, which few kernels need. If the compiler reports an
-error, a full build follows, and only the errors of the full build are reported. A build for a GPU needs no GPU."""
+error, a full build follows, and only the errors of the full build are reported. CUDA sources need no GPU."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,7 @@ _OUR_SECONDS = 120.0  # limit for the project's own code: precompiled headers, t
 
 @dataclass(frozen=True)
 class _Order:
-    """The order for one build: ``command`` compiles ``files`` (texts by name) within ``seconds``, and its ``products``
+    """What one build does: ``command`` compiles ``files`` (texts by name) within ``seconds``, and its ``products``
     are copied to the folder ``target``. The jail lets the compiler read the paths in ``read``."""
 
     command: list[str]
@@ -69,7 +69,7 @@ class _Order:
 class Builder:
     """Runs builds, at most ``parallel`` at a time, and caches their products in ``folder``. ``scratch`` is a folder
     that jailed users can reach. ``lease`` is the folder of the timing lease, which a build holds so that no kernel is
-    timed meanwhile. It is ``None`` on a GPU, whose timings are not disturbed by builds. ``seconds`` and ``memory_mb``
+    timed meanwhile; it is ``None`` on a GPU, whose timings builds do not disturb. ``seconds`` and ``memory_mb``
     limit one build."""
 
     def __init__(
@@ -84,7 +84,7 @@ class Builder:
         self._ahead: CompilerPool | None = CompilerPool(self._start_ahead)
 
     def close(self) -> None:
-        """Kills the compiler that was started in advance; it still waits for a source."""
+        """Kills the compiler that was started in advance and has not been used."""
         if self._ahead:
             self._ahead.close()
 

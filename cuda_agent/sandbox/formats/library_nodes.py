@@ -1,7 +1,7 @@
 """Checks the library nodes of a plan: matrix products and convolutions that a vendor's library computes.
 
 ``describe`` is pure: it checks a node against the shapes of its buffers, and returns a description from which
-``worker.library_nodes`` makes the call. All buffers count as contiguous, with batch and channels first."""
+``worker.library_nodes`` makes the call. It treats all buffers as contiguous, with batch and channels first."""
 
 import math
 from typing import Any

@@ -114,7 +114,7 @@ class Queue:
         return job, True
 
     def take(self, now: float) -> Job | None:
-        """Marks the first queued job whose judge or builder can take another job as running and returns it, or returns
+        """Returns the first queued job whose judge or builder can take one more job, and marks it as running. Returns
         ``None`` if there is no such job."""
         job = next((job for job in self._waiting() if self._free[job.place] > 0), None)
         if job is not None:

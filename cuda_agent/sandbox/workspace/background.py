@@ -58,8 +58,8 @@ class Backgrounds:
         return name
 
     def tell(self, name: str, request: bytes) -> str:
-        """Returns the new output and the state of the command ``name``. If ``request`` is ``KILL``, ends the command
-        before that. Raises ``ToolRefused`` for an unknown command."""
+        """Returns the new output and the state of the command ``name``. If ``request`` is ``KILL``, first ends
+        the command. Raises ``ToolRefused`` for an unknown command."""
         if name not in self._channels:
             known = ", ".join(self._channels) or "none"
             raise ToolRefused(f"there is no background command {name[:20]!r} (there are: {known})")
