@@ -3,7 +3,7 @@ Results are cached under a hash of the sources, the compiler and its options.
 
 A plan's CPU kernels are first built the fast way: by a compiler that was started in advance (module ``compiler``),
 without the C++ library and the special functions of ``<cmath>``, which few kernels need. If the compiler reports an
-error, a full build follows, and only the errors of the full build are reported. CUDA sources need no GPU."""
+error, a full build follows, and only errors of the full build are reported. CUDA sources need no GPU to be built."""
 
 import asyncio
 import contextlib

@@ -81,7 +81,7 @@ class Service:
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def prove(self) -> None:
-        """Attacks the jail's walls and, where the roles need them, tries the compiler and a workspace. Sets ``unready``
+        """Attacks the jail's walls and, if the roles need them, tries the compiler and a workspace. Sets ``unready``
         to the reason why the service cannot take work, or to an empty string."""
         try:
             if "evaluate" in self.roles:
