@@ -1,4 +1,4 @@
-"""Defines the interface of the sandbox for its callers. Sandboxes on this machine and on servers have the same one."""
+"""Defines the interface of the sandbox. It is the same for a sandbox on this machine and for one on servers."""
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
@@ -34,5 +34,5 @@ class Sandbox(Protocol):
 
 
 def open_sandbox(config: SandboxConfig, cache: Path) -> LocalSandbox | RemoteSandbox:
-    """Returns the sandbox on ``config.servers`` if there are any, else one on this machine with its ``cache``."""
+    """Returns a sandbox on ``config.servers`` if there are any, else one on this machine that uses ``cache``."""
     return RemoteSandbox(config) if config.servers else LocalSandbox(config, cache)

@@ -1,7 +1,7 @@
 """Calls the CUDA driver through ctypes: the part of ``libcuda`` that the judge and its workers need.
 
-``python driver.py`` prints a device's architecture and identity as JSON, so that its caller need not open the device.
-Handles and addresses are integers. Not covered: streams other than the default one, textures, graphs."""
+``python driver.py`` prints a device's architecture and identity as JSON, so that the calling process need not open the
+device. Handles and addresses are integers. Only the default stream is supported; textures and graphs are not."""
 
 import ctypes
 import functools
@@ -101,7 +101,7 @@ def attribute(which: int) -> int:
 
 
 def architecture() -> str:
-    """Returns the device's architecture, such as ``sm_90a``; ``a`` stands for instructions of this generation only."""
+    """Returns the device's architecture, such as ``sm_90a``; ``a`` allows instructions that only ``sm_90`` has."""
     major, minor = attribute(_MAJOR), attribute(_MINOR)
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
@@ -173,7 +173,7 @@ def fill_bytes(address: int, value: int, count: int) -> None:
 
 
 def forget_persisting_lines() -> None:
-    """Turns the persisting lines of the L2 cache into ordinary ones. Does nothing on devices without them."""
+    """Turns persisting lines of the L2 cache into ordinary ones. Does nothing on a device that has no such lines."""
     code = _library().cuCtxResetPersistingL2Cache()
     if code not in (0, _NOT_SUPPORTED):
         raise DriverError(code, "cuCtxResetPersistingL2Cache")
@@ -183,7 +183,7 @@ class Shared:
     """Device memory that this process has mapped. Other processes can map it through its ``descriptor``."""
 
     def __init__(self, size: int, descriptor: int | None = None, access: int = READ_WRITE) -> None:
-        """Allocates ``size`` bytes, or with a ``descriptor`` maps the ``size`` bytes that another process allocated."""
+        """Allocates ``size`` bytes, or maps the memory of another process if its ``descriptor`` is given."""
         properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, _Location(_ON_DEVICE, 0))
         granularity, self._handle = ctypes.c_size_t(), ctypes.c_uint64()
         _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(properties), 0)
@@ -223,8 +223,8 @@ class Module:
         _call("cuModuleLoadData", ctypes.byref(self._module), image)
 
     def function(self, name: str, shared: int = 0, wide_cluster: bool = False) -> ctypes.c_void_p:
-        """Returns the kernel ``name``, whose launches may have ``shared`` bytes of dynamic shared memory and, if
-        ``wide_cluster``, clusters of more than 8 blocks."""
+        """Returns the kernel ``name``. Its launches may use ``shared`` bytes of dynamic shared memory. If
+        ``wide_cluster`` is true, they may also use clusters of more than 8 blocks."""
         found = ctypes.c_void_p()
         _call("cuModuleGetFunction", ctypes.byref(found), self._module, name.encode())
         if shared > 48 << 10:

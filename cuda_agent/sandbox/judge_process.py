@@ -39,7 +39,7 @@ class JudgeHandle:
         self._killed = False
 
     async def begin(self) -> None:
-        """Starts the judge before the first request. Raises ``SandboxUnready``."""
+        """Starts the judge before the first request. Raises ``SandboxUnready``, or ``JudgeLost`` (faulty device)."""
         async with self._turn:
             await asyncio.shield(asyncio.to_thread(self._begin))
 
@@ -53,7 +53,7 @@ class JudgeHandle:
 
     async def ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
         """Sends one request and returns its answer. Raises ``TaskError`` if the task does not run, ``SandboxUnready``
-        if no judge starts, ``JudgeLost`` if the judge died or its device is quarantined, or ``FrameTooLarge``."""
+        if a wall or the GPU is missing, ``JudgeLost`` if the judge or its device fails, or ``FrameTooLarge``."""
         async with self._turn:
             answer = asyncio.ensure_future(asyncio.to_thread(self._ask, operation, body))
             answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio would warn

@@ -1,7 +1,8 @@
 """Runs the sandbox on this machine: builds solutions, sends them to judge processes, and caches verdicts by content.
 
 Builds run in parallel; calls are timed one after the other. If the sandbox itself fails, the evaluation is repeated
-once in a fresh judge, and the candidate is not refused for it. No code that a model wrote runs in this process."""
+once; a second failure yields the status ``infra``, which does not count against the solution. No code that a model
+wrote runs in this process."""
 
 import asyncio
 import contextlib
@@ -105,7 +106,7 @@ class LocalSandbox:
 
     async def _device(self) -> tuple[str, str]:
         """Returns the path of the judge's built kernels (``check.cu``), and the identity of the GPU. A separate process
-        asks the driver, because this process forks."""
+        asks the driver, because a process that forks must not open the GPU."""
         program = [sys.executable, "-P", "-m", "cuda_agent.sandbox.driver"]
         environment = os.environ | {"PYTHONPATH": str(_HERE.parents[1])}
         answer = await asyncio.to_thread(subprocess.run, program, capture_output=True, env=environment)
@@ -154,7 +155,7 @@ class LocalSandbox:
                 await asyncio.sleep(0.1)  # a compiler that is about to end wrote a file meanwhile
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick", again: bool = False) -> Verdict:
-        """Returns the verdict on ``solution``. If ``again``, uses no cached verdict, and times the baselines again.
+        """Returns the verdict on ``solution``. If ``again`` is true, ignores the cache and times the baselines anew.
         Raises ``TaskError`` if the task itself cannot be run, and ``SandboxUnready`` if the sandbox does not work."""
         file = self._verdict_file(task, solution, mode)
         if not again and (found := _read_json(file)) is not None:
@@ -213,13 +214,15 @@ class LocalSandbox:
         return verdict
 
     async def _prepare(self, solution: Solution, spec: TaskSpec) -> dict[str, Any]:
-        """Builds the solution; returns the request that its worker loads. Raises as ``SolutionFormat.build`` does."""
+        """Builds the solution. Returns the request from which a worker loads it. Raises ``SolutionError``,
+        ``BuildError``, ``CompilerMissing`` or ``SandboxUnready``."""
         format = FORMATS[solution.format]
         load = await format.build(solution.files, spec, Toolchain(self._builder, self._architecture))
         return load | {"environment": dict(format.environment.get(self.config.device, {}))}
 
     async def _place(self, task: Task, solution: Solution) -> dict[str, Any]:
-        """Returns where a first pass's results are; runs the pass if they are missing. Raises ``FirstPassFailed``."""
+        """Returns the folder and the environment variables of the first pass's results. Runs the first pass if they are
+        missing. Raises ``FirstPassFailed`` or ``OSError``."""
         more = FORMATS[solution.format].environment.get(self.config.device, {})
         return await self._first_pass(task, solution.files, self._architecture, more)
 
@@ -268,7 +271,7 @@ class LocalSandbox:
         return len(self._judges)
 
     def judge_of(self, task: Task) -> int:
-        """Returns the index of the task's judge. This index never changes: that judge keeps the task prepared."""
+        """Returns the index of the judge for ``task``. It is always the same: that judge keeps the task prepared."""
         return int(task.digest, 16) % len(self._judges)
 
     def _judge(self, task: Task) -> JudgeHandle:
@@ -280,7 +283,7 @@ class LocalSandbox:
 
     @property
     def machine(self) -> str:
-        """The GPU with its driver, or the processor, that judges here."""
+        """The name of the hardware that judges here: the GPU with its driver, or the processor."""
         return self._identity or processor_facts().get("model name", "")
 
     @cached_property
@@ -294,7 +297,7 @@ class LocalSandbox:
         return found
 
     def verdict_key(self, task: Task, solution: Solution, mode: Mode) -> str:
-        """Return the sha256 of everything that a verdict depends on: the key under which it is kept."""
+        """Returns the sha256 of everything that a verdict depends on. The verdict is cached under this key."""
         settings = self.config.model_dump(exclude={"required_walls", "format", *WHERE_JUDGED})
         machine = processor() if self.config.clock == "real" else ""
         made = [self._identity, *self._software]
@@ -307,7 +310,8 @@ class LocalSandbox:
 
 
 def _source(task: Task) -> TaskSource:
-    """Returns digest and code of a task. Raises ``TaskError`` if the code leaves a solution no room in a message."""
+    """Returns digest and code of a task. Raises ``TaskError`` if the code is too large for one message to hold it
+    together with a solution."""
     if len(json.dumps(task.code)) > _MOST_OF_A_TASK:
         raise TaskError(f"the task is too large: at most {_MOST_OF_A_TASK} bytes as JSON")
     return {"digest": task.digest, "code": task.code}

@@ -1,7 +1,8 @@
 """Defines the messages between client, judge, workers and workspaces: operations, their bodies, and frames.
 
-A comment of an operation gives the body of its request -> the body of its answer. A slot numbers the buffers of a call.
-This module imports only the standard library and ``wire``, because workers import it."""
+The comment beside each operation shows the body of its request -> the body of its answer. A slot is the number of the
+set of buffers (inputs and outputs) on which a call runs. This module imports only the standard library and ``wire``,
+because workers import it."""
 
 import json
 import socket
@@ -101,11 +102,11 @@ class JudgeSettings:
     clock: str  # real, or model (simulated times)
     required_walls: Sequence[str]
     cache: str  # folder that outlives the judge; only trusted processes write to it
-    scratch: str  # private folders of workers
+    scratch: str  # folder in which each worker gets its private folder
     lease: str  # folder of the timing lease
     device: str = "cpu"
     train_mode: bool = False  # models stay in train()
-    kernels: str = ""  # the built check.cu (cuda)
+    kernels: str = ""  # cuda: path of the cubin that was built from check.cu
     identity: str = ""  # names of the GPU and its driver, on which times depend
 
 
@@ -142,10 +143,10 @@ class Frame(NamedTuple):
     """One message: a head of 8 bytes, then the body as JSON. ``fds`` are the file descriptors that came with it."""
 
     operation: Operation
-    slot: int  # buffers of a call, or another number that an operation needs
+    slot: int  # number of the set of buffers of a call; some operations put another number here
     body: Any  # ``None`` in a call on prepared buffers
     fds: list[int]
-    extra: int = 0  # a small number that some calls need, without a body
+    extra: int = 0  # second number; used by timed calls on a GPU, for the delay before the call
 
 
 def encode_frame(operation: Operation, body: Any = None, slot: int = 0, extra: int = 0) -> bytes:
@@ -174,7 +175,7 @@ def send_frame(
 
 
 def receive_frame(sock: socket.socket, max_fds: int = 0) -> Frame:
-    """Returns the next frame. The socket's timeout limits the whole body, not each part of it. Raises
+    """Returns the next frame. The socket's timeout is the time limit for the whole body. Raises
     ``ConnectionError`` at the stream's end, ``TimeoutError``, or ``ValueError`` for an invalid frame."""
     fds: list[int] = []
     if max_fds:

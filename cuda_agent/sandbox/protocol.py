@@ -99,7 +99,7 @@ _SPEC = TypeAdapter(TaskSpec)
 
 
 def _spec(given: Any) -> TaskSpec:
-    """Converts ``given`` to a spec. Raises ``ValueError`` unless the service could have returned such a spec."""
+    """Converts ``given`` to a spec. Raises ``ValueError`` if the service cannot have returned such a spec."""
     try:
         spec = _SPEC.validate_python(shallow(given))
     except ValidationError as error:
@@ -215,8 +215,8 @@ class Answer(Body):
 
 
 def dumps(value: Any) -> bytes:
-    """Encodes a value as portable JSON. Characters other than ASCII are escaped, because a solution may contain an
-    unpaired surrogate; NaN and infinities become null."""
+    """Encodes ``value`` as JSON that every parser accepts. NaN and infinities become null. Characters other than ASCII
+    are escaped, because a solution may contain an unpaired surrogate."""
     try:
         return json.dumps(value, allow_nan=False).encode()
     except ValueError:

@@ -1,8 +1,8 @@
-"""Runs the sandbox on any number of servers (``cuda-agent sandbox serve``), with the interface of ``LocalSandbox``.
+"""Runs the sandbox on any number of servers (``cuda-agent sandbox serve``). Its interface is that of ``LocalSandbox``.
 
 Each task has a preferred server, because a server keeps tasks prepared and measures baselines for its own machine. A
 server that is full or gone is skipped for a while. Work that is lost or ends with ``infra`` (a fault of the sandbox) is
-tried again on other servers. A workspace cannot move: it ends with its server (``WorkspaceLost``)."""
+tried again on other servers. A workspace cannot move to another server: it is lost with its own (``WorkspaceLost``)."""
 
 import asyncio
 import contextlib
@@ -42,16 +42,16 @@ class Server:
     """A server in one role (judging or workspaces): its address and its last known state."""
 
     address: str
-    rests_until: float = 0.0  # monotonic time before which this client sends it no request
+    rests_until: float = 0.0  # this client sends the server no request before this monotonic time
     failures: int = 0  # failed requests in a row
-    workspaces: int = 0  # number that this client has open there
+    workspaces: int = 0  # number of workspaces that this client has open there
     kind: str = ""  # kind of its last refusal
     reason: str = "was not asked"  # its last refusal in words
 
 
 class _Away(Exception):
-    """This server cannot take the work: it is full, gone, draining, not ready, or lacks the role. It has started
-    nothing. The client waits until the monotonic time ``until`` before it asks this server again."""
+    """This server cannot take the work: it is full, gone, draining or not ready, or it does not have the role. The
+    client asks this server again after the monotonic time ``until``."""
 
     def __init__(self, message: str, until: float) -> None:
         super().__init__(message)
@@ -59,7 +59,7 @@ class _Away(Exception):
 
 
 class _Lost(Exception):
-    """Work has no result: its ``server`` was lost, the sandbox there had a fault (``kind``), or no server took it."""
+    """A request has no result: its ``server`` was lost or had a fault (``kind``), or no server took the request."""
 
     def __init__(self, message: str, server: Server | None = None, kind: str = "lost") -> None:
         super().__init__(message)
@@ -117,7 +117,8 @@ class RemoteSandbox:
             return self._refusal("infra", solution, mode, str(lost))
 
     def verdict_key(self, task: Task, solution: Solution, mode: Mode) -> str:
-        """Return the sha256 of what a verdict depends on, as far as the client knows: not of the servers' machines."""
+        """Returns the sha256 of everything known to the client that a verdict depends on, thus without the servers'
+        machines."""
         key = json.dumps([task.digest, solution.digest, mode, self._settings], sort_keys=True)
         return hashlib.sha256(key.encode()).hexdigest()
 
@@ -217,8 +218,9 @@ class RemoteSandbox:
         failed: Sequence[Server] = (),
         needs: frozenset[str] = _JOB,
     ) -> tuple[Server, dict[str, Any]]:
-        """Posts ``body`` to the first available server of ``order()``, if possible to none of ``failed``. Waits while
-        all are full. Raises ``_Refused``, ``_Lost``, or ``SandboxUnready`` if all servers answer but none is usable."""
+        """Posts ``body`` to the first available server of ``order()``. Servers in ``failed`` are used only if there are
+        no others. Waits while all are full. The answer must have the keys ``needs``. Raises ``_Refused``, ``_Lost``, or
+        ``SandboxUnready`` if all servers answer but none is usable."""
         content = json.dumps(body).encode()
         begun = hope = time.monotonic()  # hope: last time that a server was at least full
         told: dict[str, float] = {}  # the time that each server named for another attempt
@@ -245,8 +247,8 @@ class RemoteSandbox:
     async def _send(
         self, server: Server, method: str, url: str, content: bytes | None = None, needs: frozenset[str] = _JOB
     ) -> dict[str, Any]:
-        """Sends a request and returns the server's answer, which has the keys ``needs``. Raises ``_Away`` (and lets the
-        server rest), ``_Refused``, or ``SandboxUnready`` if the token or the settings differ."""
+        """Sends a request and returns the server's answer, which must have the keys ``needs``. Raises ``_Away`` (and
+        marks the server as resting), ``_Refused``, or ``SandboxUnready`` if the token or the settings differ."""
         try:
             headers = {"Content-Type": "application/json"}
             response = await self._client.request(method, url, headers=headers, content=content)
@@ -274,8 +276,8 @@ class RemoteSandbox:
         raise self._away(server, kind, message, rest)
 
     def _away(self, server: Server, kind: str, reason: str, rest: float) -> _Away:
-        """Marks a server as resting for ``rest`` seconds, and returns the exception. A full server names another time
-        to each request; this client may ask again at the earliest of these times."""
+        """Marks ``server`` as resting for ``rest`` seconds, and returns the exception to raise. A full server names a
+        different ``rest`` to each request; it counts as resting until the first of these times is over."""
         now = time.monotonic()
         earliest = server.rests_until if kind == "full" and server.rests_until > now else now + rest
         server.kind, server.reason, server.rests_until = kind, f"{server.address}: {reason}", min(earliest, now + rest)
@@ -294,7 +296,8 @@ class RemoteWorkspace:
         self._timeout = httpx.Timeout(_SILENCE_SECONDS, pool=None)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs a tool. ``commands`` answers shell commands; its exceptions pass through. Raises ``WorkspaceLost``."""
+        """Runs a tool and returns its result. Raises ``WorkspaceLost``. Exceptions of the function ``commands``, which
+        answers compile, verify and profile, pass through."""
         try:
             body = checked_call(tool[:100], arguments)
         except ToolRefused as refused:
@@ -312,7 +315,8 @@ class RemoteWorkspace:
         raise WorkspaceLost("the workspace is gone: its stream ended")
 
     async def _lines(self, body: bytes) -> AsyncGenerator[ToolResult | tuple[int, str, list[str], dict[str, str]]]:
-        """Sends a tool call. Yields commands for the client (number, name, arguments, files), then the result."""
+        """Sends a tool call. Yields each command that the client must run (number, name, arguments, files), and at last
+        the result of the tool call."""
         headers, url = self._headers | {"Content-Type": "application/json"}, f"{self._path}/calls"
         sending = self._client.stream("POST", url, content=body, headers=headers, timeout=self._timeout)
         with _losing():
@@ -342,7 +346,7 @@ class RemoteWorkspace:
 
 @contextlib.contextmanager
 def _losing() -> Iterator[None]:
-    """Turns a server's faults and invalid answers inside the context into ``WorkspaceLost``."""
+    """Inside the context, turns HTTP errors and errors from invalid answers into ``WorkspaceLost``."""
     try:
         yield
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:

@@ -1,7 +1,7 @@
 """Defines the sandbox's data types, with their JSON: solutions, task specifications, verdicts and probes.
 
-``messages`` defines the frames that carry these types between processes; ``protocol`` defines the service's HTTP. This
-module imports only the standard library and the list of formats' names, because workers import it."""
+``messages`` defines the frames that carry these types between processes; ``protocol`` defines the service's
+requests. This module imports only the standard library and ``format_names``, because workers import it."""
 
 import hashlib
 import json
@@ -64,9 +64,9 @@ class Solution:
 class FormatTraits:
     """Properties of a solution format. A request carries them, because judge and workers import no format."""
 
-    host_is_ours: bool = False  # the launcher is the sandbox's code: device times and the list of what ran are exact
+    host_is_ours: bool = False  # the sandbox's own code launches the kernels, so device times and ``ran`` are exact
     rule: str = ""  # name of the rule for ``ModelNew.forward`` (``worker.candidate.RULES``); empty: none
-    own_work: str = ""  # what a call must be seen to run, in words; empty: nothing
+    own_work: str = ""  # what a call is expected to run, such as "kernel of triton.jit"; empty: nothing in particular
     advisory: bool = False  # the solution's Python runs unchecked, so the operators that it uses are not known
     untimed: str = ""  # why no time is taken; empty: times are taken
 
@@ -94,7 +94,7 @@ class Verdict:
 
     Times are median seconds per call, ``None`` if the solution was not timed. ``reward`` is the paper's Eq. 1: -1 if
     not correct, 1 if correct, 2 if also more than 5 % faster than eager, 3 if also more than 5 % faster than
-    ``torch.compile``; ``None`` for ``infra``, which is never charged to the candidate."""
+    ``torch.compile``; ``None`` if the sandbox failed (``infra``)."""
 
     status: Status
     format: Format
@@ -121,7 +121,7 @@ class Verdict:
     ran: list[Ran] = field(default_factory=list)  # what ran in one call; empty: not observed
     advice: list[str] = field(default_factory=list)  # hints from static rules and ``ran``; no refusal
     advisory: bool = False  # the solution's Python ran unchecked: its operators are not known
-    untimed: str = ""  # why no time was taken, where the format has none on this device
+    untimed: str = ""  # why no time was taken, if this format is not timed on this device
 
     @property
     def reward(self) -> int | None:
@@ -150,12 +150,13 @@ class Verdict:
 
     @property
     def speed_of_light(self) -> float | None:
-        """The share of the device's limit that the solution reaches: ``roofline_seconds`` divided by ``seconds``."""
+        """The share of the device's limit that the solution reaches: ``roofline_seconds`` divided by ``seconds``.
+        ``None`` if one of them is unknown, or if times are simulated."""
         least = self.roofline_seconds
         return least / self.seconds if self.seconds and least and self.clock == "real" else None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns all fields, and the derived values: reward and speed-ups."""
+        """Returns all fields, and the derived values: the reward, the speed-ups and the speed of light."""
         derived = ("reward", "speedup_eager", "speedup_compile", "speed_of_light")
         return asdict(self) | {name: getattr(self, name) for name in derived}
 
@@ -247,8 +248,8 @@ class Probe:
 
     error: str = ""
     deterministic: bool = False  # the same inputs give the same outputs, within the tolerance
-    # Wrong answer -> the least tolerance that lets it through; None if none does up to the sandbox's own.
-    mutants: dict[str, float | None] = field(default_factory=dict)
+    # None: no tolerance up to the sandbox's own accepts this wrong answer.
+    mutants: dict[str, float | None] = field(default_factory=dict)  # wrong answer -> least tolerance that accepts it
     eager_seconds: float | None = None
     compile_seconds: float | None = None
     inputs: list[Tensor] = field(default_factory=list)
@@ -257,7 +258,8 @@ class Probe:
 
     @property
     def lets_through(self) -> dict[str, float]:
-        """The mutants that the task lets through, without those of ``ROUNDING``."""
+        """The mutants (wrong answers) that the sandbox's tolerance accepts, with the least tolerance that accepts each.
+        Leaves out those in ``ROUNDING``, whose small errors a tolerance is meant to accept."""
         return {name: least for name, least in self.mutants.items() if least is not None and name not in ROUNDING}
 
     def to_json(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Compiles C++ sources to a shared library, and CUDA sources to a cubin or a library. Compilers run in the jail.
-Results are cached by the content of the sources.
+Results are cached under a hash of the sources, the compiler and its options.
 
-A CPU kernel is first built the fast way: by a compiler that was started in advance (``compiler``), without the C++
-library and the special functions of ``<cmath>``, which few kernels need. If this fails, it is built the full way, and
-only errors of that build are reported. CUDA sources need no GPU to be built."""
+A plan's CPU kernels are first built the fast way: by a compiler that was started in advance (module ``compiler``),
+without the C++ library and the special functions of ``<cmath>``, which few kernels need. If the compiler reports an
+error, a full build follows, and only errors of the full build are reported. CUDA sources need no GPU to be built."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,8 @@ _OUR_SECONDS = 120.0  # limit for the project's own code: precompiled headers, t
 
 @dataclass(frozen=True)
 class _Order:
-    """One build: its ``products`` go to the folder ``target``. The compiler may also read the paths in ``read``."""
+    """What one build does: ``command`` compiles ``files`` (texts by name) within ``seconds``, and its ``products``
+    are copied to the folder ``target``. The jail lets the compiler read the paths in ``read``."""
 
     command: list[str]
     files: Mapping[str, str]
@@ -67,8 +68,9 @@ class _Order:
 
 class Builder:
     """Runs builds, at most ``parallel`` at a time, and caches their products in ``folder``. ``scratch`` is a folder
-    that jailed users can reach. ``lease`` is the folder of the timing lease, or ``None`` if builds do not disturb
-    timings (on a GPU). ``seconds`` and ``memory_mb`` limit one build."""
+    that jailed users can reach. ``lease`` is the folder of the timing lease, which a build holds so that no kernel is
+    timed meanwhile; it is ``None`` on a GPU, whose timings builds do not disturb. ``seconds`` and ``memory_mb``
+    limit one build."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path | None, seconds: float, memory_mb: int, parallel: int = 2
@@ -82,7 +84,7 @@ class Builder:
         self._ahead: CompilerPool | None = CompilerPool(self._start_ahead)
 
     def close(self) -> None:
-        """Ends the compiler that was started in advance and waits for a source."""
+        """Kills the compiler that was started in advance and has not been used."""
         if self._ahead:
             self._ahead.close()
 
@@ -107,8 +109,9 @@ class Builder:
     async def library(
         self, files: Mapping[str, str], units: Sequence[str], extra: Sequence[str] = (), ours: bool = False
     ) -> Path:
-        """Compiles ``units``, a part of ``files``, to a shared library; units may include the other files. ``extra``
-        are compiler options. ``ours`` gives the project's own sources more time. Raises ``BuildError``."""
+        """Compiles the sources named in ``units`` to a shared library. ``files`` holds their texts and those of the
+        files that they include. ``extra`` holds compiler options. If ``ours`` is true, the sources are the project's
+        own and get a longer time limit. Raises ``BuildError``."""
         tools = await self.toolchain()
         command = [
             tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, *units,
@@ -144,8 +147,8 @@ class Builder:
         libraries: Sequence[str],
         extra: Sequence[str] = (),
     ) -> Path:
-        """Builds CUDA and C++ ``units`` to a shared library with nvcc. ``libraries`` may hold ``cublas`` and ``cudnn``,
-        and ``extra`` compiler options. Needs no GPU. Raises ``BuildError`` or ``CompilerMissing``."""
+        """Builds CUDA and C++ ``units`` to a shared library with nvcc. ``libraries`` may hold ``cublas`` and ``cudnn``;
+        ``extra`` holds compiler options. Needs no GPU. Raises ``BuildError`` or ``CompilerMissing``."""
         tools = find_nvcc()
         defined = ["-DCUDA_EXTENSION_ON_CUDA", *(["-DCUDA_EXTENSION_USES_CUBLAS"] if "cublas" in libraries else [])]
         code = architecture.removeprefix("sm_")
@@ -169,8 +172,9 @@ class Builder:
         unit: str = "",
         seconds: float = 0.0,
     ) -> Path:
-        """Returns the folder of ``products``: from the cache (key: ``parts`` and ``files``), from an equal build that
-        is running, or made by ``command``. A compiler started in advance may build ``unit``, the only source."""
+        """Returns the folder of ``products``. It comes from the cache (key: ``parts`` and ``files``), from an equal
+        build that is already running, or from ``command``. If ``unit`` is not empty, it names the only source, and a
+        compiler that was started in advance tries to build it first."""
         content = [*parts, *(f"{name}\0{files[name]}" for name in sorted(files))]
         key = hashlib.sha256("\0\0".join(content).encode(errors="surrogatepass")).hexdigest()
         done, failed = self._folder / key[:2] / key, self._folder / key[:2] / f"{key}.error"
@@ -214,7 +218,7 @@ class Builder:
 
     @contextlib.contextmanager
     def _beside_timing(self) -> Iterator[None]:
-        """Holds the timing lease in the context, if there is one: no kernel is timed during a build."""
+        """Holds the timing lease inside the context if the builder has one, so that no kernel is timed meanwhile."""
         with contextlib.ExitStack() as held:
             if self._lease is not None:
                 held.enter_context(held.enter_context(contextlib.closing(Lease(self._lease))).working())

@@ -1,9 +1,9 @@
 """Runs a compiler in the jail. A compiler may be started in advance, before its source exists.
 
 Most of the work of g++ on a small kernel does not depend on the kernel: the start in the jail, and reading the
-precompiled standard headers. A ``Waiting`` compiler has already done that work. The last line of its program includes a
-named pipe, from which it waits to read. To start the compilation, the builder writes an ``#include`` of the source to
-the pipe."""
+precompiled standard headers. A ``Waiting`` compiler has already done that work. The last line of its main file includes
+a named pipe, and the compiler waits until something is written to it. To start the compilation, the builder writes an
+``#include`` of the kernel's source to the pipe."""
 
 import contextlib
 import errno
@@ -69,8 +69,8 @@ class Compiler:
 
 
 def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Returns whether a process ends within ``seconds``. ``Popen.wait`` is not used where possible: it polls, and may
-    return a third too late."""
+    """Returns whether ``process`` ends within ``seconds``. Waits with ``pidfd_open`` where the system has it, because
+    ``Popen.wait`` polls and so notices the end too late."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except OSError:  # some kernels lack this call
@@ -86,9 +86,9 @@ def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
 
 
 class Waiting(Compiler):
-    """A running compiler that has read ``header`` and waits for the rest of its source. It owns the folder ``work``.
+    """A running compiler that has read ``header`` and waits for the rest of its source in the folder ``work``.
     ``command`` is the compiler with its flags; ``last`` holds the arguments that follow the source file, such as
-    libraries. Raises ``OSError`` if the compiler ends before it waits."""
+    libraries. Raises ``OSError`` if the compiler ends, or takes too long, before it waits."""
 
     def __init__(
         self, policy: jail.JailPolicy, command: Sequence[str], work: Path, header: str, last: Sequence[str] = ()
@@ -105,7 +105,7 @@ class Waiting(Compiler):
             raise
 
     def _opened(self) -> int:
-        """Opens the pipe for writing once the compiler reads it. Closing the pipe would end the source."""
+        """Waits until the compiler reads the pipe. Returns a descriptor for writing; closing it ends the source."""
         deadline = time.monotonic() + _START_SECONDS
         while self.alive and time.monotonic() < deadline:
             try:
@@ -153,7 +153,7 @@ class CompilerPool:
                 self._next = self._thread.submit(self._start)
 
     def take(self) -> Waiting:
-        """Returns a waiting compiler, which the caller discards. Raises ``OSError`` if none can be started ahead."""
+        """Returns a waiting compiler; the caller discards it. Raises ``OSError`` if no compiler starts and waits."""
         for _ in (1, 2):
             with self._lock:
                 following, self._next = self._next, None

@@ -67,7 +67,8 @@ class Nvcc:
     identity: str
 
     def libraries(self, name: str) -> list[str]:
-        """Returns the file of an NVIDIA library (``cublas``, ``cudnn``) for the linker. Raises ``CompilerMissing``."""
+        """Returns a list of one path, the file of the NVIDIA library ``name`` (such as ``cublas``). Raises
+        ``CompilerMissing``."""
         places = [*_packages(), Path("/usr/local/cuda/lib64"), Path("/usr/lib/x86_64-linux-gnu")]
         found = [path for place in places for path in sorted(place.glob(f"**/lib{name}.so*"))]
         if not found:

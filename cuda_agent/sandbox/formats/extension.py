@@ -1,8 +1,8 @@
 """Builds the extension format, published for CUDA Agent: a work folder with ``model_new.py`` and C++ or CUDA files.
 
 C++ files are compiled against ``binding_registry.h`` in under a second; torch's headers would take most of a minute.
-Includes of headers of torch and pybind11 resolve to ``torch_surface.h``, which declares the types that bindings need,
-and no operators. In a worker, the module ``cuda_extension`` calls the bound functions (``worker.binding``)."""
+An ``#include`` of a torch or pybind11 header finds ``torch_surface.h`` instead, which declares the types that bindings
+need, but no operators. In a worker, the module ``cuda_extension`` calls the bound functions (``worker.binding``)."""
 
 import re
 from collections.abc import Mapping

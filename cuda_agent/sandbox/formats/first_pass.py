@@ -2,7 +2,7 @@
 
 When the worker and all its programs have ended, the regular files of the worker's folder are copied to the cache. The
 second pass, which is judged, reads these files at the same path and starts no program (``worker.replay``). The files
-are untrusted: only the jailed candidate loads them. Not covered: a GPU that the first pass leaves in a bad state."""
+are untrusted: only the jailed candidate loads them. A first pass that leaves the GPU in a bad state is not noticed."""
 
 import asyncio
 import contextlib
@@ -52,8 +52,8 @@ class FirstPassFailed(Exception):
 
 
 def time_for_python(files: Mapping[str, str], device: str) -> FirstPassTime:
-    """Returns when a solution of the python format gets its first pass: before it is judged, if its source names a
-    compiler; otherwise only after a judged run was refused to start a program."""
+    """Returns when a solution of the python format gets its first pass: ``before`` it is judged if its source names a
+    compiler, otherwise ``when refused``: after a judged run failed because it could not start a program."""
     return "before" if asks(files.get("model_new.py", "")) else "when refused"
 
 
@@ -63,7 +63,8 @@ def asks(code: str) -> bool:
 
 
 def was_refused(verdict: Verdict) -> bool:
-    """Returns whether the judged run ended, before any check, because a solution may start no program there."""
+    """Returns whether the run of ``verdict`` failed before its first check because it could not start a program. The
+    jail of a judged run forbids that."""
     return verdict.status != "ok" and not verdict.checks and not verdict.samples and NO_PROGRAMS in verdict.message
 
 
@@ -92,10 +93,10 @@ class FirstPass:
     async def __call__(
         self, task: Task, files: Mapping[str, str], architecture: str, more: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Runs the first pass of a solution, unless the cache holds its results. Returns the ``folder`` of the results,
-        and the ``environment`` variables through which the second pass, which is judged, finds them. The environments
-        of first and second pass include the variables ``more``. Raises ``FirstPassFailed`` if the solution is at fault,
-        and ``OSError`` if the machine is."""
+        """Runs the first pass of a solution, unless the cache holds its results. In the returned dictionary, ``folder``
+        is the folder of the results, and ``environment`` holds the variables with which the second pass (the judged
+        run) finds them. Both passes also get the environment variables in ``more``. Raises ``FirstPassFailed`` if the
+        solution is at fault, and ``OSError`` if the machine is."""
         async with self._slots:
             return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more))
 
@@ -200,7 +201,8 @@ class FirstPass:
 
 
 def _folders(folder: Path) -> dict[str, str]:
-    """Returns environment variables that make compilers write below ``folder``; their cache keys include this path."""
+    """Returns environment variables that make compilers write below ``folder``. Both passes must use the same folder,
+    because compilers include its path in their cache keys."""
     return {
         "HOME": str(folder), "TMPDIR": str(folder), "TORCH_EXTENSIONS_DIR": f"{folder}/extensions",
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_HOME": str(folder),
@@ -223,8 +225,8 @@ def _toolchain(architecture: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _working(folder: Path) -> Iterator[Callable[[], None]]:
-    """Holds the timing lease in ``folder`` as a worker. Yields a function that releases the lease for a moment, so that
-    a process that waits to time a kernel can do so."""
+    """Holds the timing lease in ``folder`` inside the context, so that no kernel is timed meanwhile. Yields a function
+    that releases the lease for a moment, so that a process that waits to time a kernel can do so."""
     with contextlib.closing(Lease(folder)) as lease, contextlib.ExitStack() as held:
         held.enter_context(lease.working())
 
@@ -236,8 +238,9 @@ def _working(folder: Path) -> Iterator[Callable[[], None]]:
 
 
 def _watch(folders: Sequence[Path], pause: Callable[[], None]) -> Callable[[JailedProcess], str]:
-    """Returns a check for the watchdog of a first pass: a function that names the resource (memory or disk) whose limit
-    the worker exceeds, or returns an empty string. About every second it stops the worker to call ``pause``."""
+    """Returns a function that the watchdog of a first pass calls again and again. The function returns ``memory`` or
+    ``disk`` if the worker exceeds that limit, otherwise an empty string. About once a second it also stops the worker
+    while it calls ``pause``, so that kernels can be timed."""
     looked = breathed = time.monotonic()
     devices = {folder.stat().st_dev for folder in folders}
 

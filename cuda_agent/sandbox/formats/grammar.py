@@ -35,8 +35,8 @@ _FUNCTION = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*\s*(<[\w\s,:.+-]*>)?")
 
 
 def _refuse(words: str, fits: Callable[[Any], bool]) -> BeforeValidator:
-    """Returns a validator that refuses a value unless ``fits(value)``. The message ``words`` shows the value as Python
-    writes it ({0}) or as JSON ({1})."""
+    """Returns a validator that refuses a value unless ``fits(value)``. ``words`` is the error message; its {0} stands
+    for the ``repr`` of the value, and its {1} for the value as JSON."""
 
     def check(value: Any) -> Any:
         if not fits(value):
@@ -238,8 +238,8 @@ def _unknown(key: str, model: type[_Object], device: str) -> str:
 
 
 def _in_words(errors: list[ErrorDetails], device: str) -> str:
-    """Returns the first of pydantic's ``errors`` as text. Errors are ordered by node; within a node, missing fields
-    come first, then unknown fields, then other errors."""
+    """Returns one of pydantic's ``errors`` as text: an error outside the nodes, or else one of the first faulty node.
+    If that node has several errors, a missing field comes first, then an unknown field."""
 
     def order(error: ErrorDetails) -> tuple[Any, ...]:
         place, rank = error["loc"], {"missing": 0, "extra_forbidden": 1}.get(error["type"], 2)

@@ -1,7 +1,7 @@
 """Checks the library nodes of a plan: matrix products and convolutions that a vendor's library computes.
 
 ``describe`` is pure: it checks a node against the shapes of its buffers, and returns a description from which
-``worker.library_nodes`` makes the call. Only contiguous buffers are covered, with batch and channels first."""
+``worker.library_nodes`` makes the call. It treats all buffers as contiguous, with batch and channels first."""
 
 import math
 from typing import Any
@@ -19,9 +19,10 @@ _COMPUTE = {
 
 
 def describe(node: Gemm | Convolution, where: str, names: dict[str, Any], device: str) -> dict[str, Any]:
-    """Returns the description of ``node`` for the worker: ``tensors`` maps each role (such as ``a`` or ``bias``) to
-    buffer, shape and dtype, ``writes`` is the result's buffer, and further fields depend on the kind of node. ``names``
-    maps names in the plan to buffers and numbers. Raises ``PlanError``, whose message begins with ``where``."""
+    """Returns a description of ``node``, from which the worker makes the call. Its field ``tensors`` maps each role
+    (such as ``a`` or ``bias``) to buffer, shape and dtype; ``writes`` is the buffer of the result; the other fields
+    depend on the kind of node. ``names`` maps names in the plan to buffers and numbers. Raises ``PlanError``, whose
+    message begins with ``where``."""
     roles = ("a", "b", "c") if isinstance(node, Gemm) else ("input", "weight", "bias", "output")
     said: dict[str, str] = {role: name for role in roles if (name := getattr(node, role)) is not None}
     buffers: dict[str, Buffer] = {}

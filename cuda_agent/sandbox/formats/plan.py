@@ -52,17 +52,18 @@ class Program:
     """A plan, compiled for the executor. Buffers are ``in:0``, ``out:0``, ``w:0`` (by position) and ``ws:name``."""
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
-    workspaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> size in bytes, initial element as hex
+    workspaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> {"bytes": size, "pattern": as hex}
     source: str = ""  # source to compile; empty without kernels
-    expressions: list[str] = field(default_factory=list)  # cuda: the kernels, and variables with their arguments' types
+    expressions: list[str] = field(default_factory=list)  # cuda: kernels, and variables that tell their argument types
 
     def to_json(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if key not in ("source", "expressions")}
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Builds the kernels and returns the request with which a worker loads the solution: the program, and its libraries
-    or image. Raises ``PlanError``, ``BuildError``, or ``SandboxUnready`` if the executor of plans does not build."""
+    """Builds the kernels and returns the request with which a worker loads the solution: the program, with the paths of
+    its libraries (CPU) or its cubin (GPU). Raises ``PlanError``, ``BuildError``, or ``SandboxUnready`` if the executor
+    of plans does not build."""
     program = compile_plan(files, spec, tools.device)
     sources = {name: text for name, text in files.items() if name != "plan.json"}
     load = program.to_json()
@@ -81,7 +82,7 @@ async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> d
 
 
 async def runtime(builder: Builder) -> Path:
-    """Builds the executor of plans for the CPU, and so proves that the compiler works. Raises ``SandboxUnready``."""
+    """Builds the executor of plans for the CPU; returns its path. Raises ``SandboxUnready`` if the compiler fails."""
     try:
         return await builder.library({"runtime.cpp": _RUNTIME.read_text()}, ["runtime.cpp"], ours=True)
     except (BuildError, CompilerMissing) as error:
@@ -140,7 +141,7 @@ def _buffers(node: dict[str, Any]) -> list[str]:
 
 
 def _names(spec: TaskSpec) -> dict[str, Any]:
-    """Returns, by name, the buffers and plain numbers of a task that a plan's expressions and arguments may use."""
+    """Returns the buffers and plain numbers of a task by the names that a plan gives them, such as ``in0``."""
     names: dict[str, Any] = {}
 
     def leaves(arguments: Any) -> list[Any]:
@@ -226,7 +227,8 @@ def _kernel(node: Kernel, where: str, names: dict[str, Any], index: int) -> tupl
 
 
 def _extents(value: Any, names: dict[str, Any], where: str, most: tuple[int, int, int]) -> list[int]:
-    """Evaluates ``value``, one expression or a list of up to three, to [x, y, z]; missing extents are 1."""
+    """Returns [x, y, z], the values of ``value`` (an expression, or a list of up to three); missing ones are 1. Raises
+    ``PlanError`` if one of them exceeds its limit in ``most``."""
     parts = value if isinstance(value, list) else [value]
     extents = [evaluate(part, names, where) for part in parts] + [1] * (3 - len(parts))
     if not all(0 < extent <= limit for extent, limit in zip(extents, most, strict=True)):

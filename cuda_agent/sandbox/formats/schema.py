@@ -16,7 +16,7 @@ _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def verdict() -> dict[str, Any]:
-    """Returns the schema of ``Verdict.to_json``, in which all fields are required, also those derived from others."""
+    """Returns the schema of what ``Verdict.to_json`` returns. All fields are required, including the derived ones."""
     schema = TypeAdapter(Verdict).json_schema()
     derived = {
         "reward": {
@@ -56,7 +56,7 @@ class _Untitled(GenerateJsonSchema):
 
 
 def plan() -> dict[str, Any]:
-    """Returns the schema of ``plan.json``, the entry of a solution in the plan format."""
+    """Returns the schema of ``plan.json``, the main file of a solution in the plan format."""
     return {"$schema": _DRAFT} | Plan.model_json_schema(schema_generator=_Untitled)
 
 

@@ -1,4 +1,4 @@
-"""Defines the type of a solution format: a frozen object for each format, which holds what differs between formats.
+"""Defines the class of the solution formats. Each format is one frozen object, which holds what differs between them.
 
 ``table`` lists the formats. Prompt texts and exported files also depend on the format; ``agent.skill`` and
 ``optimize.export`` hold them in tables, by the format's name."""
@@ -20,7 +20,7 @@ class SolutionError(ValueError):
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The builder that a format uses. ``architecture`` names the GPU to build for (``sm_90``); empty: the CPU."""
+    """The builder that a format uses. ``architecture`` is the GPU's, such as ``sm_90``, or empty for the CPU."""
 
     builder: Builder
     architecture: str = ""

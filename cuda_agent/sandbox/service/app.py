@@ -43,7 +43,8 @@ _log = logging.getLogger("cuda_agent.sandbox")
 
 
 class Gate:
-    """Checks every request's framing, token and, while the body arrives, size. Passes valid requests on to ``app``."""
+    """Refuses a request with contradictory length headers, without the token that its route requires, or with too large
+    a body, whose size is checked while the body arrives. Passes all other requests on to ``app``."""
 
     def __init__(self, app: ASGIApp, token: str | None, service: Service) -> None:
         self._app, self._service = app, service
@@ -141,7 +142,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> bool
 
 
 def make_app(service: Service, token: str | None) -> ASGIApp:
-    """Returns the HTTP application that serves ``service``. If there is a ``token``, all but open routes require it."""
+    """Returns the HTTP application that serves ``service``. If ``token`` is not ``None``, every route requires it
+    except the two health routes and, if ``service.limits`` says so, ``/metrics``."""
     app = FastAPI(
         title="cuda-agent sandbox", description=__doc__, version="1", default_response_class=Json, redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,

@@ -1,8 +1,8 @@
 """Holds the service's queue of jobs, and estimates when a full queue has room. Equal requests share one job.
 
-The module has no clock, no asyncio tasks and no I/O. Jobs are ordered by priority. A job belongs to one *place* (a
-judge, or the builder). A place takes only as many jobs at once as it can use, so an urgent job overtakes waiting jobs,
-but not running ones."""
+The module reads no clock, starts no asyncio task and does no I/O. Jobs are ordered by priority. Each job needs one
+*place*: one of the judges, or the builder. A place takes only as many jobs at once as it can use; the others wait in
+the queue. So an urgent job overtakes waiting jobs, but not running ones."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -19,8 +19,8 @@ _LONGEST_WAIT = 10.0  # seconds: a longer estimate is unreliable, and asking aga
 
 @dataclass(eq=False)
 class Job:
-    """A request to the service and its state. ``place`` is the judge or the builder that it needs. ``interest`` counts
-    its submissions that were not cancelled."""
+    """A request to the service and its state. ``place`` is the judge or the builder that it needs. ``interest`` is
+    the number of its submissions that were not withdrawn."""
 
     id: str
     kind: Kind
@@ -90,9 +90,9 @@ class Queue:
     def submit(
         self, id: str, kind: Kind, place: Hashable, priority: int, size: int, request: Any, now: float
     ) -> tuple[Job, bool]:
-        """Returns the job with this ``id``, which stands for the request's content, and whether the job is new. A job
-        that is queued, running, or finished with a valid verdict is returned as it is; otherwise a new job is queued.
-        Raises ``ServiceError`` if the queue is full."""
+        """Returns the job with this ``id``, a digest of the request's content, and whether the job is new. If there is
+        a job with this ``id`` that is queued, running, or finished with a valid verdict, it is returned. Otherwise a
+        new job is queued. Raises ``ServiceError`` if the queue is full."""
         if job := self._alive.get(id):
             job.interest += 1
             if job.state == "queued":
@@ -114,7 +114,8 @@ class Queue:
         return job, True
 
     def take(self, now: float) -> Job | None:
-        """Returns the next job for a place with a free slot, or ``None``; marks the job as running."""
+        """Returns the first queued job whose judge or builder can take one more job, and marks it as running. Returns
+        ``None`` if there is no such job."""
         job = next((job for job in self._waiting() if self._free[job.place] > 0), None)
         if job is not None:
             if not self.running:
@@ -146,14 +147,14 @@ class Queue:
             self._end(job, "cancelled", now)
 
     def hand_back(self, now: float, kind: str, message: str) -> None:
-        """Fails every queued job with this error, so that clients submit their requests to another server."""
+        """Fails every queued job with the error (``kind``, ``message``), so that clients turn to another server."""
         for job in self._waiting():
             job.error = {"kind": kind, "message": message}
             self._end(job, "failed", now)
 
     def room_in(self) -> float:
-        """Returns the seconds until a client that is refused now will find room in the queue. The estimate assumes that
-        all clients refused earlier return first, and that each finished job makes room for one client."""
+        """Returns an estimate of the seconds after which a client that the full queue refuses now should try again. It
+        assumes that each finished job makes room for one client, and that clients refused earlier come first."""
         return min(max(1.0, self._interval * self._turned_away), _LONGEST_WAIT)
 
     def _end(self, job: Job, state: State, now: float) -> None:
@@ -174,6 +175,7 @@ class Queue:
 
 
 def _stands(job: Job) -> bool:
-    """Returns whether a finished job answers later submissions of its request. A verdict does, except an infrastructure
-    fault. Probes and specs are cheap to repeat, and a task's error may have been caused by load."""
+    """Returns whether later submissions of the same request get the result of this finished job. They do if the result
+    is a verdict without a fault of the sandbox. Otherwise the request runs again: probes and specs are cheap, and an
+    error of a task may have been caused by load."""
     return job.kind == "evaluate" and job.result is not None and job.result.get("status") != "infra"

@@ -43,7 +43,7 @@ class ServiceLimits:
 
 
 class Service:
-    """A service that answers requests with the open ``sandbox``. ``roles`` lists the kinds of work it takes."""
+    """Answers requests by means of ``sandbox``, which is already open. ``roles`` lists the kinds of work it accepts."""
 
     def __init__(self, sandbox: LocalSandbox, roles: tuple[Role, ...], limits: ServiceLimits) -> None:
         self.sandbox, self.roles, self.limits = sandbox, roles, limits
@@ -69,7 +69,8 @@ class Service:
         await self.rooms.close_all()
 
     async def _keep(self) -> None:
-        """Runs until it is cancelled: tests the service while it is not ready, and closes unused workspaces."""
+        """Repeats two steps until it is cancelled: calls ``prove`` if the service is not ready, and closes unused
+        workspaces."""
         while True:
             try:
                 if self.unready:
@@ -80,7 +81,7 @@ class Service:
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def prove(self) -> None:
-        """Attacks the jail's walls and, where the roles need them, tries the compiler and a workspace. Sets ``unready``
+        """Attacks the jail's walls and, if the roles need them, tries the compiler and a workspace. Sets ``unready``
         to the reason why the service cannot take work, or to an empty string."""
         try:
             if "evaluate" in self.roles:

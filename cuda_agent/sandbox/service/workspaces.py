@@ -1,4 +1,4 @@
-"""Serves workspaces over the network: keeps the open workspaces with their owners, and streams each tool call as lines.
+"""Serves workspaces over the network: checks the owner of each open workspace, and streams tool calls as JSON lines.
 
 ``docs/service.md`` describes the lines. If the stream of a call breaks, its workspace is closed, because the state of
 the workspace is unknown."""
@@ -39,8 +39,8 @@ class Room:
     questions: int = 0  # number of commands that the client was asked to run
 
     async def ask(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """Asks the client, by a line of the open tool call, to run a compile, verify or profile of the workspace's
-        shell. Returns the client's answer."""
+        """Asks the client to run ``name`` (compile, verify or profile), which a shell command of the workspace called.
+        The request is a line in the stream that answers the current tool call. Returns the client's result."""
         self.questions += 1
         number, answer = self.questions, asyncio.get_running_loop().create_future()
         self.asked[number] = answer
@@ -78,7 +78,8 @@ class Rooms:
         return room
 
     def find(self, id: str, owner: str) -> Room:
-        """Returns the workspace ``id``. Raises the same ``ServiceError`` if it is missing or has another owner."""
+        """Returns the workspace ``id``. Raises ``ServiceError`` if it does not exist or has another owner; both errors
+        are equal, so that a stranger cannot find out whether it exists."""
         room = self._rooms.get(id)
         mine = hmac.compare_digest((room.owner if room else "").encode(), owner.encode("utf-8", "replace"))
         if room is None or not mine or room.workspace is None:
@@ -115,7 +116,8 @@ class Rooms:
                 await self.close(room)
 
     def answer(self, room: Room, number: int, result: ToolResult) -> None:
-        """Gives ``result`` to the shell command ``number``. Raises ``ServiceError`` if this command does not wait."""
+        """Passes the client's ``result`` on to the command ``number``, which ``ask`` sent to the client. Raises
+        ``ServiceError`` if no such command waits for a result."""
         future = room.asked.get(number)
         if future is None or future.done():
             raise ServiceError(404, "unknown", f"there is no open question {number}")

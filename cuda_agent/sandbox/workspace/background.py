@@ -2,8 +2,8 @@
 
 The keeper starts the command in the shell's jail and collects the output. It ends the command and all its processes on
 request, at a limit, or when the workspace has ended. Orphaned processes of the command become children of its keeper,
-so they are not taken for processes of a foreground command. A background command gets no input and cannot run compile,
-verify or profile."""
+so they are not killed when a foreground command ends. A background command gets no input and cannot run compile, verify
+or profile."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ _STATE, OUTPUT, KILL = b"s", b"o", b"k"
 
 
 class Backgrounds:
-    """The background commands of one workspace, by the ids that the agent gets for them."""
+    """The background commands of one workspace. The agent gets an id for each, such as ``bg1``."""
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
@@ -58,8 +58,8 @@ class Backgrounds:
         return name
 
     def tell(self, name: str, request: bytes) -> str:
-        """Returns the new output and the state of the command ``name``; if ``request`` is ``KILL``, ends the command
-        first. Raises ``ToolRefused`` for an unknown command."""
+        """Returns the new output and the state of the command ``name``. If ``request`` is ``KILL``, first ends
+        the command. Raises ``ToolRefused`` for an unknown command."""
         if name not in self._channels:
             known = ", ".join(self._channels) or "none"
             raise ToolRefused(f"there is no background command {name[:20]!r} (there are: {known})")
@@ -72,7 +72,7 @@ class Backgrounds:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stops all background commands inside the context, in which files are read or a time is taken."""
+        """Stops all background commands while the context is open, so that they disturb no file tool and no timing."""
         stopped: set[int] = set()
         for _ in range(20):
             found = {pid for keeper in self._keepers.values() for pid in descendants(keeper)} - stopped
@@ -107,8 +107,9 @@ class Backgrounds:
 
 
 def _keep(shell: Shell, requests: int, tells: int, others: list[int], command: str) -> NoReturn:
-    """Runs ``command`` as its keeper, and answers each byte from ``requests`` with a line of JSON to ``tells``. Closes
-    ``others``, descriptors that only the parent needs."""
+    """Runs ``command`` and never returns; this process is its keeper. Each byte that arrives on the descriptor
+    ``requests`` is a request, which is answered with a line of JSON on the descriptor ``tells``. The descriptors in
+    ``others``, which only the parent needs, are closed."""
     for descriptor in others:
         os.close(descriptor)
     shell.client.close()

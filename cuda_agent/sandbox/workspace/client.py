@@ -44,7 +44,7 @@ class WorkspaceLost(Exception):
 
 class Workspaces:
     """Owns the warm parent, a process that forks workspaces; ``async with`` or the first workspace starts it. All work
-    folders lie in one temporary folder, which the warm parent removes at its end, even if this process is killed."""
+    folders lie in one temporary folder. The warm parent removes it when it ends, even if this process was killed."""
 
     def __init__(self, limits: CommandLimits | None = None) -> None:
         self.limits = limits or CommandLimits()
@@ -135,7 +135,7 @@ class Workspaces:
 
 
 def checked_call(tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the message body of a tool call. Raises ``ToolRefused`` if arguments are too large or no plain values."""
+    """Returns the message body of a tool call. Raises ``ToolRefused`` if ``arguments`` are too large or not JSON."""
     try:
         body = {"tool": tool, "arguments": dict(arguments)}
         size = len(json.dumps(body))
@@ -157,7 +157,8 @@ class Workspace:
         self._broken = False
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs a tool and returns its result. Raises ``WorkspaceLost``, and what compile, verify or profile raise."""
+        """Runs a tool and returns its result. Raises ``WorkspaceLost``. Exceptions of the function ``commands``, which
+        answers compile, verify and profile, pass through."""
         try:
             body = checked_call(tool, arguments)
         except ToolRefused as refused:

@@ -1,7 +1,7 @@
 """Implements the file tools of a workspace (Read, Write, Edit, MultiEdit, Glob), and collects the workspace's files.
 
 Everything in the folder may be hostile (links, FIFOs, huge or binary files, a million names), so every path is resolved
-and every read is limited. The code runs inside the jail while no shell runs there."""
+and every read is limited. The code runs inside the jail."""
 
 import fnmatch
 import hashlib
@@ -26,9 +26,9 @@ class ToolRefused(Exception):
 
 
 class Folder:
-    """The work folder ``root`` and its tools. ``protected`` maps each protected file name to the text that the file
-    keeps, or to ``None`` if no such file may exist. The agent may change an existing file only after it has read,
-    written or edited the file, and if the file has not changed since."""
+    """The work folder ``root`` and its tools. ``protected`` maps each protected file name to the text that it must
+    have, or to ``None`` if it must not exist. The agent may change an existing file only if the agent has read, written
+    or edited it before, and it has not changed since then."""
 
     def __init__(self, root: str, protected: dict[str, str | None]) -> None:
         if any("/" in name for name in protected):
@@ -82,7 +82,8 @@ class Folder:
         return "ok"
 
     def glob(self, pattern: str, path: str = ".") -> str:
-        """Returns the paths of the files below ``path`` that match, sorted, one per line; ``**`` spans folders."""
+        """Returns the sorted paths of the files below ``path`` that match ``pattern``, one per line. In ``pattern``,
+        ``**`` stands for any number of folders."""
         base = self.resolve(path)
         prefix = "" if base == "." else base + "/"
         parts = tuple(part for part in pattern.split("/") if part not in ("", "."))
@@ -99,7 +100,7 @@ class Folder:
         self._seen.clear()
 
     def restore(self) -> list[str]:
-        """Restores the folder's mode and its protected files. Returns the names of the files that had changed."""
+        """Restores the folder's permissions and its protected files. Returns the names of files that had changed."""
         changed = []
         os.chmod(self.root, 0o700)
         for name, content in self.protected.items():
@@ -116,8 +117,8 @@ class Folder:
         return changed
 
     def collect(self) -> dict[str, str]:
-        """Returns the folder's regular UTF-8 files by path, within the limits, the shallowest first. Protected files
-        have their original text."""
+        """Returns the texts of the folder's regular UTF-8 files by path. Files near the top are taken first, until the
+        limits of this module are reached. Protected files have their original text."""
         kept = {name: content for name, content in self.protected.items() if content is not None}
         files, total = dict(kept), sum(map(len, kept.values()))
         for name, size in sorted(self._walk("."), key=lambda item: (item[0].count("/"), item[0])):
@@ -202,7 +203,8 @@ class Folder:
         self._seen[name] = _digest(content)
 
     def _discard(self, path: str) -> None:
-        """Removes the file at ``path``. A folder may be too deep to remove, so it is moved out of the work folder."""
+        """Removes the file at ``path``. If it is a folder, moves it out of the work folder instead, because it may be
+        too deep to remove."""
         if os.path.isdir(path) and not os.path.islink(path):
             self._discarded += 1
             os.rename(path, f"{self.root}.discarded{self._discarded}")
@@ -235,7 +237,8 @@ class Folder:
 
 
 def disk_use(root: str, limit: int) -> int:
-    """Returns the bytes on disk below ``root``, at least 4 KiB per entry. Stops once the sum exceeds ``limit``."""
+    """Returns the bytes on disk below ``root``; each file or folder counts at least 4 KiB. Stops once the sum exceeds
+    ``limit``."""
     total, pending = 0, [root]
     while pending and total <= limit:
         try:

@@ -1,9 +1,9 @@
 """Runs a workspace's shell commands one after the other, each in a jail inside the worker's jail, within limits.
 
 The current folder and the exported variables persist between commands. ``compile``, ``verify`` and ``profile`` are
-scripts on the shell's PATH. A script writes its request to the worker through a FIFO, the worker passes the request to
-the client over the open tool call, and the answer returns the same way. Data from a shell may be forged, so it is
-checked."""
+scripts on the shell's PATH. A script sends its request through a FIFO to the worker, which passes it on to the client
+while the client still waits for the result of its tool call. The answer returns the same way. Data from a shell may be
+forged, so it is checked."""
 
 import contextlib
 import ctypes
@@ -51,8 +51,8 @@ exit "$status"
 
 @dataclass(frozen=True)
 class CommandLimits:
-    """The limits of a workspace. The seconds of a shell command do not include the time in which the client answers a
-    compile, verify or profile of the command."""
+    """The limits of a workspace. ``shell_seconds`` limits one shell command. The time in which the command waits for
+    the client's answer to a compile, verify or profile does not count."""
 
     shell_seconds: float = 30.0
     output_chars: int = 30_000  # of one tool's text; the middle is cut
@@ -92,7 +92,7 @@ class Output:
 
 
 class Shell:
-    """Runs programs one after the other, each with its children in a jail inside this process's jail."""
+    """Runs programs one after the other. Each program and its children run in a jail inside this process's jail."""
 
     def __init__(self, folder: str, limits: CommandLimits, files: Folder, client: socket.socket) -> None:
         self.folder, self.limits, self.files, self.client = folder, limits, files, client
@@ -181,8 +181,8 @@ class Shell:
         return CommandOutcome(code if code is not None else -signal.SIGKILL, output.text(), killed)
 
     def become(self, program: list[str], out: int, state: int, environment: dict[str, str]) -> None:
-        """Turns a forked child into the jailed program. Its output goes to the descriptor ``out``; a shell writes its
-        folder and variables to ``state``."""
+        """Turns this forked child into the jailed ``program``. The program's output goes to the descriptor ``out``. A
+        shell that exits writes its current folder and exported variables to the descriptor ``state``."""
         os.setsid()
         null = os.open("/dev/null", os.O_RDONLY)
         for descriptor, number in ((null, 0), (out, 1), (out, 2), (state, _STATE_FD)):
@@ -202,8 +202,8 @@ class Shell:
             os._exit(126)
 
     def overuse(self, used: float, seconds: float, disk: bool) -> str:
-        """Returns the reason to kill a command that has run ``used`` seconds; empty if it is within its limits. The use
-        of the disk is measured only if ``disk``."""
+        """Returns why a command that has run ``used`` seconds must be killed, or an empty string if it is within its
+        limits. Disk use is measured only if ``disk`` is true."""
         if used > seconds:
             return f"killed after {seconds:g} s"
         pids = descendants(os.getpid())
@@ -262,8 +262,8 @@ class Shell:
 
 
 def _records(pending: bytearray, data: bytes) -> Iterable[list[str]]:
-    """Yields the requests of scripts as [process id, command, arguments] and drops malformed data. ``pending`` keeps
-    the start of an incomplete request, to which the next ``data`` is appended."""
+    """Yields each complete request of a script as [process id, command, *arguments]; drops malformed requests.
+    ``pending`` keeps the start of an incomplete request, to which the next ``data`` is appended."""
     pending += data
     *records, rest = bytes(pending).split(b"\x1e")
     pending[:] = rest[-_REQUEST_BYTES:]

@@ -1,8 +1,9 @@
 """Runs the processes of workspaces: each holds the shell and the file tools of one agent, inside the jail.
 
 ``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent: it starts fast (it imports no torch) and
-has one thread. It forks a worker for every workspace, and later removes the workspace's folder and leftover processes.
-A worker closes the jail around itself, then serves its client over one socket, one tool call after the other."""
+has one thread. It forks a worker for every workspace. After a workspace has ended, it removes the folder and kills the
+remaining processes. A worker closes the jail around itself, then serves its client over one socket, one tool call after
+the other."""
 
 import gc
 import os
@@ -25,7 +26,7 @@ from cuda_agent.sandbox.workspace.shell import BASH, WRAPPER, CommandLimits, She
 
 
 def main() -> None:
-    """Opens and closes workspaces on the client's request until the client closes the connection."""
+    """Runs the warm parent: opens and closes workspaces at the client's request until the client disconnects."""
     control, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     processes.prctl(processes.PR_SET_DUMPABLE, 0)
     processes.prctl(processes.PR_SET_CHILD_SUBREAPER, 1)
@@ -72,7 +73,7 @@ def main() -> None:
 
 
 def _remove(folder: str) -> None:
-    """Removes a folder with external programs, because a hostile tree can be too deep for Python, or forbid access."""
+    """Removes a folder with ``rm`` and ``chmod``. A hostile folder can nest too deep for Python, or forbid access."""
     for program in (["/bin/rm", "-rf"], ["/bin/chmod", "-R", "u+rwx"], ["/bin/rm", "-rf"]) * 3:
         if not os.path.lexists(folder):
             return
@@ -177,7 +178,7 @@ class Session:
         return self._presented("\n".join(lines)) or "(no matches)"
 
     def _presented(self, text: str) -> str:
-        """Hides the folder's real path, which is private and differs from run to run, in a text for the agent."""
+        """Returns ``text`` for the agent, without the folder's real path, which is private and changes every run."""
         return text.replace(self.files.root, "~").replace(f"{self.folder}/tmp", "$TMPDIR").replace(self.folder, "~/..")
 
 
@@ -196,9 +197,9 @@ _PARAMETERS: dict[str, dict[str, str]] = {  # a name that ends in "?" may be lef
 
 
 def checked(tool: str, arguments: Any, parameters: dict[str, str] | None = None) -> dict[str, Any]:
-    """Returns the arguments of a tool call in the types of ``parameters``, by default the parameters of ``tool``.
-    Raises ``ToolRefused``, which names the wrong argument. Text such as "3" or "true" counts as a number or truth
-    value, because calls in XML carry text only."""
+    """Checks the arguments of a tool call and returns them, converted to the types in ``parameters`` (by default those
+    of ``tool``). Text such as "3" or "true" counts as a number or truth value, because calls in XML carry text only.
+    Raises ``ToolRefused``, whose message names the wrong argument."""
     parameters = parameters or _PARAMETERS.get(tool)
     if parameters is None:
         raise ToolRefused(f"there is no tool {tool[:40]!r}")
