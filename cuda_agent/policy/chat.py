@@ -2,8 +2,7 @@
 
 A conversation has the same token ids in training, in rollouts and on any server, because sampled tokens are never
 tokenized again. The first prompt is rendered whole. After a sampled turn only the tokens up to the next assistant turn
-are added. A policy's chat template is saved with its tokenizer. Policies trained from scratch use
-``chat_template.jinja``."""
+are added. A chat template is saved with the tokenizer; policies trained from scratch use ``chat_template.jinja``."""
 
 import json
 import re
@@ -105,8 +104,7 @@ class Chat:
     def delta_ids(self, tool_results: Sequence[str], closed: bool = True) -> list[int]:
         """Returns the token ids between two assistant turns: the tool results, then the next assistant header.
 
-        ``closed`` says whether the sampled turn ended with a stop token. If not, the returned ids begin with a stop
-        token."""
+        ``closed`` says whether the sampled turn ended with a stop token. If not, the returned ids begin with it."""
         return self._delta([{"role": "tool", "content": text} for text in tool_results], closed)
 
     def encode_dialogue(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[list[int], list[int]]:
@@ -263,8 +261,7 @@ def on_the_wire(messages: Sequence[Message], tools: Tools, form: Form) -> list[A
     - ``native``: for servers with tool calls of their own;
     - ``text``: for servers without tool calls.  The first system message lists the tools, tool calls are written as
       XML, and tool results become user messages;
-    - ``raw``: for this project's policies.  Tool calls are written as XML; tool results stay messages of the role
-      "tool"."""
+    - ``raw``: for this project's policies.  Tool calls are written as XML; tool results keep the role "tool"."""
     if form == "native":
         return [_native(message) for message in messages]
     sent: list[dict[str, Any]] = []

@@ -193,8 +193,7 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed).float()
 
     def _placed(self, layer: dict[str, Any], cache: Tensor, x: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Computes q, k and v of the states ``x`` for these rows and positions, and writes k and v into ``cache``.
-        Returns q, k and v."""
+        """Returns q, k and v of the states ``x`` at these rows and positions; also writes k and v into ``cache``."""
         if not self.native:
             qkv = self._qkv(layer, x, self.rotations[positions][:, None])
             cache[rows, :, positions] = qkv[:, self.heads :]
@@ -238,8 +237,7 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed).float()
 
     def _native_step(self, lib: Any, ids: Tensor, positions: Tensor) -> Tensor:
-        """Does the work of ``step``. Only the embedding and the matrix products run in torch, the rest in C++
-        (``lib``)."""
+        """Does the work of ``step``: embedding and matrix products in torch, all the rest in C++ (``lib``)."""
         n = len(ids)
         x = self.embed[ids]
         attended = x.new_empty(n, self.heads * self.head)
@@ -251,8 +249,7 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed)
 
     def _threads(self, rows: int) -> int:
-        """Returns the number of C++ threads for ``rows`` rows. For few rows, starting threads takes longer than it
-        saves."""
+        """Returns the number of C++ threads for ``rows`` rows: 1 for few rows, where more would be slower."""
         return torch.get_num_threads() if rows >= THREADED_ROWS else 1
 
     def keep(self, row: int, length: int) -> Tensor:

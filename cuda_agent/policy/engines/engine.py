@@ -45,9 +45,8 @@ class Engine(Protocol):
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion: ...
 
     async def update_from(self, model: Any, version: int) -> None:
-        """Replaces the served weights by those of ``model``, with the version number ``version``, for every later
-        ``generate``. The model must not change until this call returns. Raises ``EngineError`` on failure; the engine
-        then serves no more requests."""
+        """Makes every later ``generate`` use the weights of ``model``, with the number ``version``. The model must not
+        change until this call returns. Raises ``EngineError`` on failure; the engine then refuses all requests."""
 
     async def compute(self, job: Callable[[], Any]) -> Any:
         """Runs ``job`` in the engine's thread for computations, and returns the result of ``job``."""
@@ -71,8 +70,7 @@ def fitted(params: SamplingParams, prompt: Sequence[int], context: int) -> Sampl
 
 
 def logprobs_of(model: Any, ids: list[int], count: int, temperature: float) -> list[float]:
-    """Returns the log-probabilities of the last ``count`` tokens of ``ids`` at ``temperature``, by one pass of
-    ``model``."""
+    """Returns log-probabilities of the last ``count`` tokens of ``ids`` at ``temperature``, by a pass of ``model``."""
     import torch
 
     training = model.training

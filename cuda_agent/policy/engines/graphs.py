@@ -57,8 +57,7 @@ class StepGraphs:
 
 
 def padded_length(length: int, most: int) -> int:
-    """Rounds ``length`` up to one of 128, 192, 256, 384, 512, 768, ... Returns the result, or ``most`` if that is
-    less."""
+    """Returns ``length`` rounded up to one of 128, 192, 256, 384, 512, 768, ..., or ``most`` if that is less."""
     power = SHORTEST
     while power < length:
         if length <= (middle := power * 3 // 2):

@@ -139,8 +139,7 @@ class LocalEngine:
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
     async def _drive(self) -> None:
-        """Repeats until no request is left: adds waiting requests to the batch, and decodes until one ends or a new one
-        comes."""
+        """Adds waiting requests and decodes until a request ends or arrives; repeats this until none is left."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -260,9 +259,8 @@ class LocalEngine:
             return self._sample(logits[torch.tensor(picks, device=logits.device)], len(self._active) - len(joining))
 
     def _take_kept(self, prompt: list[int]) -> tuple[int, Any]:
-        """Finds the kept sequence that shares the longest prefix with ``prompt[:-1]``. Returns the length of this
-        prefix and the decoder's copy of the sequence, or 0 and None if no sequence shares one. A sequence used whole is
-        kept no longer."""
+        """Finds the kept sequence that shares the longest prefix with ``prompt[:-1]``. Returns the prefix's length and
+        the decoder's copy of the sequence, or 0 and None. A sequence that is shared whole is then dropped."""
         best, best_length = None, 0
         wanted = np.array(prompt[:-1])
         for index in reversed(range(len(self._kept))):
@@ -341,9 +339,8 @@ def uniforms(seed: int, position: int, count: int) -> np.ndarray:
 def draw(logits: Tensor, noise: Tensor, temperatures: Sequence[float]) -> tuple[list[int], list[float]]:
     """Draws one token for each of the n rows of ``logits``; returns the ids and log-probabilities of the n tokens.
 
-    ``logits`` are float32 [n, vocab]. ``noise``, float64 [n] in [0, 1), picks each token from the cumulative
-    distribution of its row. At temperature 0 the likeliest token is taken, with its log-probability at temperature
-    1."""
+    ``logits`` are float32 [n, vocab]. ``noise``, float64 [n] in [0, 1), picks a token from each row's cumulative
+    distribution. At temperature 0 the likeliest token is taken, with its log-probability at temperature 1."""
     if any(t != 1.0 for t in temperatures):
         logits = logits / torch.tensor([t or 1.0 for t in temperatures], device=logits.device)[:, None]
     probabilities = torch.softmax(logits, -1)

@@ -45,9 +45,8 @@ PROBE_TOLERANCE_LOW = 0.05  # the same for servers in bfloat16 and float16
 
 
 class VllmEngine:
-    """An engine that sends requests to the vLLM servers ``replicas``; ``greet`` each of them first. New weights are
-    written to the folder ``work``, which every server must be able to read, unless they are broadcast
-    (``config.vllm.sync``)."""
+    """An engine that sends requests to the vLLM servers ``replicas``; ``greet`` each of them first. New weights, unless
+    they are broadcast, are written to the folder ``work``, which every server must be able to read."""
 
     def __init__(self, replicas: Sequence[Replica], work: Path, config: PolicyConfig) -> None:
         import torch
@@ -95,8 +94,7 @@ class VllmEngine:
                 self._idle.set()
 
     async def update_from(self, model: Any, version: int) -> None:
-        """Makes the servers serve the weights of ``model`` as ``version``, after running requests finish on the old
-        weights."""
+        """Makes the servers serve ``model``'s weights as ``version``, after running requests have finished."""
         async with self._updating:
             self._check()
             self._open.clear()
@@ -161,9 +159,8 @@ class VllmEngine:
             self._last_error = f"{replica.url}: {error}{log}"
 
     async def _patiently(self, replica: Replica, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
-        """Returns a completion from ``replica``. Sends the request again, after a pause, if the server is busy, or if
-        it is healthy although the request failed. Raises ``Fault`` if it is not, or after ``BUSY_TRIES`` busy answers
-        or ``TRIES`` failures."""
+        """Returns a completion from ``replica``. Sends a failed request again while the server is healthy, up to
+        ``TRIES`` tries. Asks a busy server up to ``BUSY_TRIES`` times. Raises ``Fault`` if all tries fail."""
         faults = busy = 0
         while True:
             try:
@@ -306,11 +303,10 @@ async def open_vllm(
 ) -> AsyncIterator[VllmEngine]:
     """Opens an engine that serves the policy in ``folder``, whose weights are those of ``model``.
 
-    If ``config.vllm.servers`` lists servers, the engine uses them and gives them these weights. Servers that get only
-    adapters (``sync=lora``) must have the weights already. If none are listed, the engine starts
-    ``config.vllm.replicas`` servers and spreads them over the GPUs. Without a GPU they run on the CPU in float32, and
-    pause while a judge holds the timing ``lease``. New weights are written below ``work``, or below
-    ``$CUDA_AGENT_ENGINE_FOLDER`` if that is set and servers are listed."""
+    If ``config.vllm.servers`` lists servers, the engine gives them these weights; with ``sync=lora`` they must have
+    them already. If not, it starts ``config.vllm.replicas`` servers and spreads them over the GPUs. Without a GPU they
+    run on the CPU in float32, and pause while a judge holds the timing ``lease``. New weights are written below
+    ``work`` or, if servers are listed and it is set, below ``$CUDA_AGENT_ENGINE_FOLDER``."""
     settings = config.vllm
     own: list[VllmServer] = []
     found = [Replica(url) for url in settings.servers]

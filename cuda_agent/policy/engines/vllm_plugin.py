@@ -99,8 +99,7 @@ class WeightSync:
         return {}
 
     def cuda_agent_receive(self, tensors: list[list[Any]]) -> dict[str, str]:
-        """Receives broadcast weights. ``tensors`` holds [name, element type, shape] of each tensor, in the order of
-        sending."""
+        """Receives broadcast weights. ``tensors`` lists their [name, element type, shape], in sending order."""
         self.model_runner.reload_weights(weights_iterator=self._received(tensors))
         return self.cuda_agent_weights()
 

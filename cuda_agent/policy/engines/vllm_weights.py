@@ -77,8 +77,7 @@ def _address_towards(hosts: Sequence[str | None]) -> str:
 
 async def _collective(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) -> Any:
     """Runs ``work``, the trainer's part of a collective operation, in a thread, while the requests ``calls`` make the
-    servers take part. Returns the result of ``work``. If a request fails, ``work`` may never end; its thread is then
-    abandoned."""
+    servers take part. Returns the result of ``work``. If a request fails, the thread may never end."""
     result: Future[Any] = Future()
     result.set_running_or_notify_cancel()
 
