@@ -238,8 +238,8 @@ def _parse_call(body: str) -> ToolCall | None:
 
 
 def _typed(call: ToolCall, properties: Mapping[str, Any]) -> ToolCall:
-    """Returns ``call`` with its string arguments parsed as JSON, except those that ``properties``, the JSON schemas of
-    the tool's parameters, declares as strings or does not contain. Text that is not valid JSON stays a string."""
+    """Returns ``call`` with its string arguments parsed as JSON. Arguments that ``properties`` (the schemas of the
+    tool's parameters) declares as strings or lacks stay strings, and so does text that is not valid JSON."""
 
     def typed(name: str, value: Any) -> Any:
         if not isinstance(value, str) or properties.get(name, {}).get("type", "string") == "string":
@@ -255,10 +255,10 @@ def _typed(call: ToolCall, properties: Mapping[str, Any]) -> ToolCall:
 def on_the_wire(messages: Sequence[Message], tools: Tools, form: Form) -> list[Any]:
     """Converts messages to the form of an OpenAI-compatible server.
 
-    An assistant's message may have ``tool_calls`` ({"id", "name", "arguments"}) and ``raw``, the text that the model
-    wrote these calls in. A tool's message has ``tool_call_id``. ``form`` is one of three:
+    An assistant's message may have ``tool_calls`` ({"id", "name", "arguments"}) and ``raw``, the text in which the
+    model wrote these calls. A tool's message has ``tool_call_id``. ``form`` is one of three:
 
-    - ``native``: for servers with tool calls of their own;
+    - ``native``: for servers that have tool calls of their own;
     - ``text``: for servers without tool calls.  The first system message lists the tools, tool calls are written as
       XML, and tool results become user messages;
     - ``raw``: for this project's policies.  Tool calls are written as XML; tool results keep the role "tool"."""

@@ -166,7 +166,7 @@ class _Blocked(torch.autograd.Function):
 
 
 def _blocks(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Returns, for each block of a row, the indices (its sequence's first token, its first token, its end)."""
+    """Returns for each block of a row the indices (start of its sequence, start of the block, end of the block)."""
     blocks, first = [], 0
     for length in lengths:
         end = first + length
@@ -176,8 +176,8 @@ def _blocks(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def part_of(row: PackedRow, ranks: int, rank: int) -> PackedRow:
-    """Returns the part of ``row`` that ``rank`` computes, with the ``lengths`` of the whole row. These include padding,
-    as a last sequence, that makes all blocks of the row equally long."""
+    """Returns the part of ``row`` that ``rank`` computes, with the ``lengths`` of the whole row. The last of these
+    lengths may be padding, which makes all blocks of the row equally long."""
     padding = -len(row.ids) % (2 * ranks)
     ids = torch.cat([row.ids, row.ids.new_zeros(padding)])
     positions = torch.cat([row.positions, torch.arange(padding)])

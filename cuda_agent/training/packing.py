@@ -1,9 +1,9 @@
 """Converts episodes to tensors, and packs sequences side by side into rows of at most a fixed number of tokens.
 
-Data of sampled tokens (log-probabilities, advantages, values) is in flat tensors: one entry per sampled token of a
-``Batch``, sequence after sequence. A ``PackedRow`` lists its sampled tokens (``targets``), their indices in the flat
-tensors (``tokens``) and the states that predict them (``before``). The state at position t - 1 predicts the token at t;
-only ``PackedRow`` and ``before_sampled`` depend on this rule."""
+Data of sampled tokens (log-probabilities, advantages, values) is stored in flat tensors, with one entry per sampled
+token of a ``Batch``, sequence after sequence. A ``PackedRow`` lists its sampled tokens (``targets``), their indices in
+the flat tensors (``tokens``) and the states that predict them (``before``). The state at position t - 1 predicts the
+token at t; only ``PackedRow`` and ``before_sampled`` depend on this rule."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from cuda_agent.policy.episode import Episode
 
 @dataclass(frozen=True)
 class Tokens:
-    """One sequence to train on. ``mask`` is true at the tokens that the policy sampled, or that it is to imitate."""
+    """One sequence to train on. ``mask`` is true at the tokens that the policy sampled or is to imitate."""
 
     ids: Tensor  # int64 [length]
     mask: Tensor  # bool [length]; false at 0, since nothing precedes the first token
@@ -50,7 +50,7 @@ def tokens_of_episode(episode: Episode) -> Tokens:
 
 
 def trainable(episodes: Iterable[Episode]) -> list[Episode]:
-    """Returns the episodes with sampled tokens and a reward. An episode has none after a deadline or a fault."""
+    """Returns the episodes with sampled tokens and a reward. After a deadline or a fault the reward is ``None``."""
     return [episode for episode in episodes if episode.reward is not None and any(episode.mask)]
 
 
@@ -101,7 +101,7 @@ class Batch:
 
     def rows(self, row_tokens: int, chosen: Sequence[int] | None = None, multiple: int = 1) -> list[PackedRow]:
         """Packs the chosen sequences (by default all) into rows of at most ``row_tokens``. Sequences without sampled
-        tokens are left out. Aims at a multiple of ``multiple`` rows (``pack_evenly``)."""
+        tokens are left out. Aims at a number of rows divisible by ``multiple`` (``pack_evenly``)."""
         picked = [i for i in (range(len(self.sequences)) if chosen is None else chosen) if self.counts[i]]
         offsets = torch.tensor((0, *self.counts)).cumsum(0).tolist()
         packed = pack_evenly([len(self.sequences[i]) for i in picked], row_tokens, multiple)
@@ -143,8 +143,8 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 
 def pack_evenly(lengths: Sequence[int], row_tokens: int, multiple: int) -> list[list[int]]:
-    """Packs sequences into rows of similar length, and returns the indices of each row's sequences. Aims at a multiple
-    of ``multiple`` rows, for callers that compute ``multiple`` rows side by side, but may return fewer rows.
+    """Packs sequences into rows of similar length, and returns the indices of each row's sequences. Aims at a number of
+    rows divisible by ``multiple``, for callers that compute so many rows side by side, but may return fewer rows.
 
     The number of rows that ``pack`` needs is rounded up to a multiple. Then ever larger rows are tried, from an even
     share of the tokens up to ``row_tokens``, until ``pack`` needs no more than this number (MULTIFIT)."""

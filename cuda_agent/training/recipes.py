@@ -64,11 +64,11 @@ def sft(
 ) -> Iterator[dict[str, float]]:
     """Trains on the tokens of ``sequences`` whose mask is true (supervised; paper, section 3.3, stage 2).
 
-    Yields the metrics of each optimizer step (``sft_batches``). A restored trainer continues after the steps that it
-    has taken. Give either ``steps`` or ``epochs``. Training also ends when ``trainer.seconds`` reaches ``max_seconds``.
-    The learning rate, at most ``lr``, depends on the fraction of the training that is done, in steps or in seconds,
-    whichever fraction is larger. Raises ``ValueError`` if both or neither of ``steps`` and ``epochs`` are given, or if
-    there are no sequences."""
+    Yields the metrics of each optimizer step (``sft_batches``). ``seed`` decides the order of the sequences. A restored
+    trainer continues after the steps that it has taken. Give either ``steps`` or ``epochs``. Training also ends when
+    ``trainer.seconds`` reaches ``max_seconds``. The learning rate, at most ``lr``, depends on the fraction of the
+    training that is done, in steps or in seconds, whichever is larger. Raises ``ValueError`` if both or neither of
+    ``steps`` and ``epochs`` are given, or if there are no sequences."""
     if (steps is None) == (epochs is None):
         raise ValueError("give either steps or epochs")
     if not sequences:
@@ -175,9 +175,9 @@ def ppo_update(
     train_actor: bool = True,
     temperature: float = 1.0,
 ) -> dict[str, float]:
-    """Estimates the advantages of ``episodes``, which must be whole groups, then trains (paper, section 3.3): it passes
-    over them ``settings.epochs`` times, in ``settings.minibatches`` steps each. In a step the critic is updated before
-    the actor.
+    """Estimates the advantages of ``episodes``, which must be whole groups. Then passes over the episodes
+    ``settings.epochs`` times, in ``settings.minibatches`` steps each (paper, section 3.3). Each step updates the critic
+    before the actor.
 
     Episodes without a reward or without sampled tokens are dropped; if none is left, nothing is trained. ``seed``
     decides how episodes are shuffled into minibatches. The episodes were sampled at ``temperature``. Returns metrics of

@@ -32,7 +32,7 @@ class FsdpRoot(nn.Module):
 
 def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
     """Shards ``model`` in place; its parameters become new objects. The layers of ``trunk`` are gathered one at a time,
-    all other weights together, with the root."""
+    all other weights together, when the returned root runs."""
     layers = getattr(trunk, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{type(trunk).__name__} has no list of layers, by which its weights could be shared")

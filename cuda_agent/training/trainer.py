@@ -125,8 +125,8 @@ class Trainer:
         return result
 
     def states(self, row: PackedRow) -> Tensor:
-        """Returns the trunk's last states before each of the row's n sampled tokens, float32 [n, hidden]. Must be
-        called inside ``working`` and ``within``. The row must be on the trainer's device."""
+        """Returns the trunk's last hidden states before the row's n sampled tokens, float32 [n, hidden]. Must be called
+        inside ``working`` and ``within``. The row must be on the trainer's device."""
         extra = {"segments": attention.Segments(row.lengths, row.part)} if self._packed else {}
         low, alone = self.precision == "bf16", self.workers == self.ranks == 1
         with torch.autocast(self.device.type, torch.bfloat16, enabled=low, cache_enabled=alone):
@@ -145,7 +145,7 @@ class Trainer:
 
     def flat(self, batch: Batch, of_row: Callable[[PackedRow], Tensor]) -> Tensor:
         """Applies ``of_row``, which maps a row to a tensor [n], to all rows of a batch, without gradients. Returns one
-        number per sampled token of the batch, in its order: float32 [sampled tokens], on the CPU."""
+        number per sampled token, in batch order: float32 [sampled tokens], on the CPU."""
         out = torch.zeros(len(batch))
 
         def fill(row: PackedRow) -> None:

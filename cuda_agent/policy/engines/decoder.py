@@ -2,7 +2,7 @@
 
 ``DenseDecoder`` is fast and decodes dense Llama, Qwen2 and Qwen3 models. ``GenericDecoder`` runs any other causal
 model, one sequence after the other. Each row of the cache holds one sequence. The n active sequences are in the first n
-rows, so that attention reads one slice of the cache. When a sequence ends, ``move`` puts the last one into its row."""
+rows, so that attention reads one slice of the cache. If a sequence ends, the last one moves into its row (``move``)."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -72,7 +72,7 @@ class DenseDecoder:
 
     @torch.inference_mode()
     def take(self, model: Any) -> bool:
-        """Copies the weights of ``model`` into this decoder; the old content of the cache is then useless. Returns
+        """Copies the weights of ``model`` into this decoder; the cached keys and values are then out of date. Returns
         False, without a change, if the architecture, a shape, the element type or the device differs."""
         config = model.config
         numbers = config.max_position_embeddings, config.rms_norm_eps, config.num_attention_heads
@@ -155,8 +155,8 @@ class DenseDecoder:
         return x.addmm_(gated, layer["down"])
 
     def prefill(self, jobs: Sequence[Job]) -> Tensor:
-        """Appends the new tokens of each job, (row, position of the first new token, new tokens), to the job's row.
-        Returns the logits after each job's last token, float32 [jobs, vocab]."""
+        """Appends new tokens to rows. Each job is (row, position of the first new token, new tokens). Returns the
+        logits after each job's last token, float32 [jobs, vocab]."""
         device = self.embed.device
         self._reserve(max(start + len(ids) for _, start, ids in jobs))
         tokens = torch.tensor([i for _, _, ids in jobs for i in ids], device=device)
@@ -332,14 +332,14 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _fold(weight: Tensor, norm: Tensor) -> Tensor:
-    """Multiplies ``weight``, of a linear layer, by ``norm``, the weight of the norm before the layer."""
+    """Returns ``weight``, the matrix of a linear layer, times ``norm``, the weight of the norm before this layer."""
     return (weight.float() * norm.float()).to(weight.dtype)
 
 
 def verify(decoder: Decoder, model: Any) -> float:
-    """Returns by how much the log-probabilities of ``decoder`` and ``model`` differ at the worst of four positions in a
-    fixed prompt: the mean difference over the vocabulary, weighted by the model's probabilities. Calls ``prefill``,
-    ``step`` and ``restore``, and overwrites rows 0 and 1 of the cache."""
+    """Returns the largest difference between the log-probabilities of ``decoder`` and ``model`` at four positions of a
+    fixed prompt. The difference at a position is a mean over the vocabulary, weighted by the model's probabilities.
+    Calls ``prefill``, ``step`` and ``restore``, and overwrites rows 0 and 1 of the cache."""
     ids, device = probe_prompt(model, 20), model.device
     with torch.inference_mode():
         wanted = torch.log_softmax(model(input_ids=torch.tensor([ids], device=device)).logits[0].float(), -1)

@@ -45,8 +45,8 @@ class Engine(Protocol):
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion: ...
 
     async def update_from(self, model: Any, version: int) -> None:
-        """Makes every later ``generate`` use the weights of ``model``, with the number ``version``. The model must not
-        change until this call returns. Raises ``EngineError`` on failure; the engine then refuses all requests."""
+        """Makes every later ``generate`` use the weights of ``model``, numbered ``version``. The model must not change
+        until this call returns. Raises ``EngineError`` on failure; the engine then refuses all requests."""
 
     async def compute(self, job: Callable[[], Any]) -> Any:
         """Runs ``job`` in the engine's thread for computations, and returns the result of ``job``."""
@@ -70,7 +70,7 @@ def fitted(params: SamplingParams, prompt: Sequence[int], context: int) -> Sampl
 
 
 def logprobs_of(model: Any, ids: list[int], count: int, temperature: float) -> list[float]:
-    """Returns log-probabilities of the last ``count`` tokens of ``ids`` at ``temperature``, by a pass of ``model``."""
+    """Returns log-probabilities of the last ``count`` tokens of ``ids`` at ``temperature``, computed by ``model``."""
     import torch
 
     training = model.training

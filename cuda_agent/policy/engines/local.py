@@ -139,7 +139,7 @@ class LocalEngine:
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
     async def _drive(self) -> None:
-        """Adds waiting requests and decodes until a request ends or arrives; repeats this until none is left."""
+        """Adds waiting requests to the batch; decodes until a request ends or arrives; repeats until none is left."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -259,8 +259,9 @@ class LocalEngine:
             return self._sample(logits[torch.tensor(picks, device=logits.device)], len(self._active) - len(joining))
 
     def _take_kept(self, prompt: list[int]) -> tuple[int, Any]:
-        """Finds the kept sequence that shares the longest prefix with ``prompt[:-1]``. Returns the prefix's length and
-        the decoder's copy of the sequence, or 0 and None. A sequence that is shared whole is then dropped."""
+        """Finds the kept sequence that shares the longest prefix with ``prompt[:-1]``. Returns the length of this
+        prefix and the decoder's copy of the sequence, or 0 and None if no sequence can be used. A sequence that is a
+        prefix as a whole is no longer kept afterwards."""
         best, best_length = None, 0
         wanted = np.array(prompt[:-1])
         for index in reversed(range(len(self._kept))):
@@ -278,8 +279,8 @@ class LocalEngine:
         return best_length, kept
 
     def _sample(self, logits: Tensor, first: int) -> list[tuple[_Request, Any]]:
-        """Draws the next token of each active row from row ``first`` on, by ``logits``. Requests that end leave the
-        batch and are returned with their finish reasons."""
+        """Draws the next token of every active row from number ``first`` on; ``logits`` belong to these rows. Requests
+        that end leave the batch and are returned with their finish reasons."""
         requests = self._active[first:]
         noise = torch.tensor([r.noise[len(r.ids)] for r in requests], dtype=torch.float64, device=logits.device)
         temperatures = [r.params.temperature for r in requests]

@@ -229,8 +229,8 @@ class VllmEngine:
             self._adapter = name
 
     async def _prove(self, replica: Replica, model: Any, before: list[Any]) -> None:
-        """Raises EngineError unless ``replica`` computes with the weights of ``model``. ``before`` holds the digests
-        that the server's workers reported before the weights changed, or is empty."""
+        """Raises EngineError unless ``replica`` computes with the weights of ``model``. ``before`` holds what the
+        server's workers reported (``cuda_agent_weights``) before the weights changed, or is empty."""
         prompt = probe_prompt(model, PROBE_TOKENS)
         params = SamplingParams(PROBE_SAMPLED, seed=1, temperature=PROBE_TEMPERATURE)
         served_name = self._adapter or replica.model
@@ -304,9 +304,9 @@ async def open_vllm(
     """Opens an engine that serves the policy in ``folder``, whose weights are those of ``model``.
 
     If ``config.vllm.servers`` lists servers, the engine gives them these weights; with ``sync=lora`` they must have
-    them already. If not, it starts ``config.vllm.replicas`` servers and spreads them over the GPUs. Without a GPU they
-    run on the CPU in float32, and pause while a judge holds the timing ``lease``. New weights are written below
-    ``work`` or, if servers are listed and it is set, below ``$CUDA_AGENT_ENGINE_FOLDER``."""
+    them already. If none are listed, it starts ``config.vllm.replicas`` servers and spreads them over the GPUs. Without
+    a GPU they run on the CPU in float32, and pause while a judge holds the timing ``lease``. New weights are written
+    below ``work``; for listed servers ``$CUDA_AGENT_ENGINE_FOLDER``, if set, takes its place."""
     settings = config.vllm
     own: list[VllmServer] = []
     found = [Replica(url) for url in settings.servers]

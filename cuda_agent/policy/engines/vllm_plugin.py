@@ -161,9 +161,9 @@ def digest(parameters: Iterable[tuple[str, Any]]) -> str:
 
 def served(policy: Path, name: str, context: int, batch: int, memory: float | None, rank: int | None) -> list[str]:
     """Returns the arguments, except for the address, of a vLLM server that serves the model folder ``policy`` as
-    ``name``. ``context`` is the most tokens of a sequence, if the model allows so many; ``batch`` is the most sequences
-    at once. ``memory`` is a share of a GPU's memory, or None for a server on the CPU in float32. ``rank`` is the
-    largest rank that an adapter may have, or None without adapters."""
+    ``name``. ``context``, the most tokens of a sequence, is cut to what the model supports; ``batch`` is the most
+    sequences at once. ``memory`` is a share of a GPU's memory, or None for a server on the CPU in float32. ``rank`` is
+    the largest rank that an adapter may have, or None without adapters."""
     config = json.loads((policy / "config.json").read_text())
     shape = config.get("text_config") or config
     context = min(context, shape.get("max_position_embeddings") or context)
