@@ -2,7 +2,7 @@
 
 A conversation has the same token ids in training, in rollouts and on any server, because sampled tokens are never
 tokenized again. The first prompt is rendered whole. After a sampled turn only the tokens up to the next assistant turn
-are added. The chat template is saved with a policy's tokenizer (``chat_template.jinja`` if trained from scratch)."""
+are added. A chat template is saved with the tokenizer; policies trained from scratch use ``chat_template.jinja``."""
 
 import json
 import re
@@ -73,8 +73,8 @@ class ToolCall:
 
 
 class Chat:
-    """Converts conversations to token ids of ``tokenizer``, and sampled token ids to text and tool calls. With the
-    ``style`` "full" a prompt contains the tools' schemas; "compact" leaves them out to save tokens. Raises
+    """Converts conversations to token ids of ``tokenizer``, and sampled token ids to text and tool calls. If ``style``
+    is "full", prompts contain the tools' schemas; if it is "compact", they do not, which saves tokens. Raises
     ``ValueError`` if the tokenizer has no chat template."""
 
     def __init__(self, tokenizer: Any, style: Literal["compact", "full"] = "full") -> None:
@@ -104,15 +104,15 @@ class Chat:
     def delta_ids(self, tool_results: Sequence[str], closed: bool = True) -> list[int]:
         """Returns the token ids between two assistant turns: the tool results, then the next assistant header.
 
-        ``closed`` says whether the sampled turn ended with a stop token. If it did not, the ids begin with one."""
+        ``closed`` says whether the sampled turn ended with a stop token. If not, the returned ids begin with it."""
         return self._delta([{"role": "tool", "content": text} for text in tool_results], closed)
 
     def encode_dialogue(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[list[int], list[int]]:
         """Returns the token ids of a whole written dialogue, and a mask that is 1 on the tokens that a policy would
         have sampled (each assistant turn with its stop token).
 
-        ``prompt_ids``, ``turn_ids`` and ``delta_ids`` give the same ids, one after the other. If the last message is no
-        assistant turn, the ids end with the header of the next assistant turn."""
+        The ids are those of ``prompt_ids``, then of ``turn_ids`` and ``delta_ids`` in alternation. If the last message
+        is not the assistant's, the ids end with the header of the next assistant turn."""
         starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         ids = self.prompt_ids(messages[: starts[0] if starts else None], tools)
         mask = [0] * len(ids)
@@ -132,10 +132,11 @@ class Chat:
         return [*self._encode(whole[len(before) : whole.rindex(self._end)]), self.end_id]
 
     def parse(self, ids: Sequence[int], tools: Tools | None = None) -> tuple[str, list[ToolCall], bool]:
-        """Parses one sampled turn. Returns its text without tool calls, the calls, and whether it is malformed.
+        """Parses one sampled turn. Returns its text without the tool calls, the calls, and whether the turn is
+        malformed.
 
-        Tool calls are read in XML or in Hermes' JSON form. A malformed call stays in the text; the other calls still
-        count. With ``tools``, string arguments are converted to the types of the tools' schemas."""
+        Tool calls are read in XML or in Hermes' JSON form. A malformed call stays in the text; the other calls are
+        still returned. With ``tools``, string arguments are converted to the types of the tools' schemas."""
         ids = list(ids)
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
@@ -160,8 +161,8 @@ class Chat:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _clean(self, message: Message) -> dict[str, Any]:
-        """Returns the message in the form of Hugging Face's templates. A space breaks every control token in its text,
-        so that the text of a task or a tool can neither end a turn nor open one."""
+        """Returns the message in the form of Hugging Face's templates. Inserts a space into each control token in its
+        text (such as ``<|im_end|>``), so that the text of a task or a tool can neither end a turn nor open one."""
 
         def broken(value: Any) -> Any:
             if isinstance(value, str):
@@ -237,8 +238,8 @@ def _parse_call(body: str) -> ToolCall | None:
 
 
 def _typed(call: ToolCall, properties: Mapping[str, Any]) -> ToolCall:
-    """Returns ``call`` with string arguments parsed as JSON where ``properties``, the schema of the tool's parameters,
-    has another type than string. Text that is no JSON stays a string."""
+    """Returns ``call`` with its string arguments parsed as JSON. Arguments that ``properties`` (the schemas of the
+    tool's parameters) declares as strings or lacks stay strings, and so does text that is not valid JSON."""
 
     def typed(name: str, value: Any) -> Any:
         if not isinstance(value, str) or properties.get(name, {}).get("type", "string") == "string":
@@ -254,13 +255,13 @@ def _typed(call: ToolCall, properties: Mapping[str, Any]) -> ToolCall:
 def on_the_wire(messages: Sequence[Message], tools: Tools, form: Form) -> list[Any]:
     """Converts messages to the form of an OpenAI-compatible server.
 
-    An assistant's message may have ``tool_calls`` ({"id", "name", "arguments"}) and ``raw``, the text from which the
-    calls were read. A tool's message has ``tool_call_id``. ``form`` is one of three:
+    An assistant's message may have ``tool_calls`` ({"id", "name", "arguments"}) and ``raw``, the text in which the
+    model wrote these calls. A tool's message has ``tool_call_id``. ``form`` is one of three:
 
-    - ``native``: the server's own tool calls;
-    - ``text``: for servers without tool calls.  The first system message lists the tools, calls are XML in the text,
-      and results are messages of the user;
-    - ``raw``: for this project's policies.  Calls are XML in the text; the server's template handles tools."""
+    - ``native``: for servers that have tool calls of their own;
+    - ``text``: for servers without tool calls.  The first system message lists the tools, tool calls are written as
+      XML, and tool results become user messages;
+    - ``raw``: for this project's policies.  Tool calls are written as XML; tool results keep the role "tool"."""
     if form == "native":
         return [_native(message) for message in messages]
     sent: list[dict[str, Any]] = []

@@ -13,8 +13,8 @@ EPISODES = "episodes.jsonl"  # file name of a set of episodes
 
 
 def group_of(id: str) -> str:
-    """Returns the group of the episode ``id``, such as "warmup/3/relu_sum-0017". A group holds the samples of one draw
-    of a task."""
+    """Returns the group of an episode ``id``: "warmup/3/relu_sum-0017" for the id "warmup/3/relu_sum-0017/2". A group
+    holds the samples of one draw of a task."""
     return id.rpartition("/")[0]
 
 

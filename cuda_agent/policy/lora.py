@@ -20,7 +20,7 @@ _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 
 class Adapted(nn.Module):
-    """The linear layer ``base`` with an adapter. At first the adapter changes nothing: its matrix ``up`` is zero."""
+    """The linear layer ``base`` with an adapter, which changes nothing at first: its matrix ``up`` begins as zero."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__()
@@ -44,8 +44,8 @@ class Adapted(nn.Module):
 
 
 def attach(model: Any, rank: int, alpha: float, targets: Sequence[str], seed: int = 0) -> None:
-    """Freezes ``model`` and adds an adapter to every linear layer whose last name is in ``targets``, such as
-    ``q_proj``. Raises ``PolicyError`` if a target names no linear layer."""
+    """Freezes ``model`` and adds an adapter to every linear layer whose name ends in one of ``targets``, such as
+    ``q_proj``. Raises ``PolicyError`` if no linear layer has the name of a target."""
     found = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     chosen = [name for name in found if name.rsplit(".", 1)[-1] in targets]
     if absent := set(targets) - {name.rsplit(".", 1)[-1] for name in chosen}:
@@ -64,7 +64,7 @@ def adapters(model: Any) -> dict[str, Adapted]:
 
 
 def merged_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields names and values of the model's parameters, with adapters merged in. A shared parameter comes once."""
+    """Yields names and values of the model's parameters, with adapters merged in; a shared parameter only once."""
     layers = adapters(model)
     for name, parameter in model.named_parameters():
         owner, _, leaf = name.rpartition(".")

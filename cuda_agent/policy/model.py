@@ -19,10 +19,9 @@ decisions, and are copied."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
-    """Trains a byte-level BPE tokenizer on ``texts``, which must contain no markup, and gives it the chat template.
-    The tokenizer has at most ``vocab`` entries. Any text survives encoding and decoding unchanged, and each string of
-    ``MARKUP`` is one token.
-    Raises ``ValueError`` if ``vocab`` is too small for bytes and markup."""
+    """Trains a byte-level BPE tokenizer of at most ``vocab`` entries on ``texts``, and gives it the chat template. Any
+    text survives encoding and decoding unchanged. Each string of ``MARKUP`` is one token; ``texts`` must not contain
+    these strings. Raises ``ValueError`` if ``vocab`` is too small for all bytes, control tokens and markup."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -128,7 +127,7 @@ def _named(problem: str) -> Iterator[None]:
 
 
 def _check_files(path: Path) -> None:
-    """Raises ``PolicyError``, naming all missing files, if a file is missing. Errors of transformers would be vague."""
+    """Raises a ``PolicyError`` that names all missing files, if any. The errors of transformers would be vague."""
     if not path.is_dir():
         raise PolicyError(f"{path} is not a folder")
     missing = [] if (path / "config.json").exists() else ["no config.json"]

@@ -122,9 +122,10 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         listen: Listener | None = None,
         call: bool = True,
     ) -> Reply:
-        """Returns the model's next turn, which may call tools if ``call`` is true. If the server is busy or its answer
-        breaks off, the request is sent again, at most ``RETRIES`` times. Raises ``ServedModelError`` if the server
-        refuses the request or all retries fail, and ``ContextTooLong`` if the conversation has to become shorter."""
+        """Returns the model's next turn, which may call tools if ``call`` is true. ``listen`` gets the turn in pieces
+        as they come. If the server is busy or its answer breaks off, the request is sent again, at most ``RETRIES``
+        times. Raises ``ServedModelError`` if the server refuses the request or all retries fail, and ``ContextTooLong``
+        if the conversation does not fit into the server's context."""
         hear = listen or (lambda what, text: None)
         seed = None if seed is None else seed % 2**31
         sampling = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
@@ -163,8 +164,8 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         return {key: value for key, value in body.items() if key not in self._lacks and value is not None}
 
     def _adapted(self, refusal: str, body: dict[str, Any], hear: Listener) -> bool:
-        """Makes later requests do without the feature that the server's ``refusal`` names. Returns whether ``body``,
-        the refused request, used such a feature."""
+        """Finds the feature of the request ``body`` that the server's answer ``refusal`` names, and leaves this feature
+        out of later requests. Returns whether there was such a feature."""
         text = refusal.lower()
         for named, left_out in _OPTIONAL.items():
             if named in text and left_out in body and left_out not in self._lacks:
@@ -288,8 +289,8 @@ class _Turn:
             self._hear(what, piece)
 
     def reply(self, tools: Tools, form: Form, prompt: int) -> Reply:
-        """Returns the turn that was read. If the server does not count tokens, they are estimated from characters;
-        ``prompt`` is the number of characters of the prompt."""
+        """Returns the turn that was read. Tokens that the server did not count are estimated from characters;
+        ``prompt`` is the number of characters in the request's messages."""
         raw = self._clean("".join(self._text))
         thought = self._clean("".join(self._thought))
         if not thought and "</think>" in raw:
@@ -319,7 +320,7 @@ class _Turn:
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[str]:
-    """Yields the data of the server-sent events in ``answer``. Raises ``_Again`` if a line does not end."""
+    """Yields the data of the server-sent events in ``answer``. Raises ``_Again`` if a line is too long."""
     rest = b""
     async for block in answer.aiter_bytes():
         *lines, rest = (rest + block).split(b"\n")
@@ -350,7 +351,7 @@ def _arguments(value: str) -> dict[str, Any] | None:
 
 
 def _message(text: str) -> str:
-    """Returns the message in the JSON of a server's error, or else the whole text on one line."""
+    """Returns the message in ``text``, a server's error, if that is JSON; otherwise the whole text on one line."""
     try:
         error = json.loads(text)
         error = error.get("error", error)

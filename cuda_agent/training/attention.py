@@ -8,8 +8,8 @@ sequence after the other, in memory linear in the length.
 
 With ``training.parallelism=context`` the ranks share each row. The row is cut into twice as many blocks as there are
 ranks. Rank r takes the r-th block from the front and the r-th from the back: this balances the work, because later
-tokens attend to more keys. Each rank gathers the keys and values of all ranks. On a CPU this needs large masks, so it
-is for tests only."""
+tokens attend to more keys. Each rank gathers the keys and values of all ranks. On CPUs this way of sharing needs large
+masks, and serves only tests."""
 
 import functools
 import itertools
@@ -30,20 +30,20 @@ BLOCK = 128  # query rows of one blocked product
 
 
 class Segments:
-    """The ``lengths`` of a row's sequences. ``part`` is set if this process has only a part of the row. This is not a
-    dataclass, because ``torch.compile`` would specialise on a dataclass's numbers and recompile for every row."""
+    """The ``lengths`` of a row's sequences. ``part`` says which part of the row this process has; None means all of it.
+    This is not a dataclass: ``torch.compile`` would specialise on its numbers and recompile for every row."""
 
     def __init__(self, lengths: tuple[int, ...], part: PackedPart | None = None) -> None:
         self.lengths, self.part = lengths, part
 
     @functools.cached_property
     def ends(self) -> Tensor:
-        """Returns 0 and the end of each sequence, int32 on the current GPU; computed once for all layers of a row."""
+        """Returns 0 and the end index of each sequence, int32 on the current GPU; all layers use this tensor."""
         return torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32, device="cuda")
 
 
 def register(compiled: bool = False) -> None:
-    """Registers packed attention with transformers. With ``compiled``, models under ``torch.compile`` can use it."""
+    """Registers packed attention with transformers. If ``compiled``, ``torch.compile`` does not trace into it."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, torch.compiler.disable(_packed_attention) if compiled else _packed_attention)
@@ -68,7 +68,7 @@ def _packed_attention(
     segments: Segments | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Computes packed attention for transformers: returns [1, tokens, heads, size], and None as weights."""
+    """Computes packed attention for transformers. Returns [1, tokens, heads, size], and None for the weights."""
     if query.shape[0] != 1 or attention_mask is not None:
         raise ValueError("packed attention takes one row and no mask")
     segments = segments or Segments((query.shape[2],))
@@ -166,7 +166,7 @@ class _Blocked(torch.autograd.Function):
 
 
 def _blocks(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Returns (first token of the sequence, first token of the block, end of the block) for every block of a row."""
+    """Returns for each block of a row the indices (start of its sequence, start of the block, end of the block)."""
     blocks, first = [], 0
     for length in lengths:
         end = first + length
@@ -176,7 +176,8 @@ def _blocks(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def part_of(row: PackedRow, ranks: int, rank: int) -> PackedRow:
-    """Returns the part of ``row`` for ``rank``. Its ``lengths`` are those of the whole row, padded to equal blocks."""
+    """Returns the part of ``row`` that ``rank`` computes, with the ``lengths`` of the whole row. The last of these
+    lengths may be padding, which makes all blocks of the row equally long."""
     padding = -len(row.ids) % (2 * ranks)
     ids = torch.cat([row.ids, row.ids.new_zeros(padding)])
     positions = torch.cat([row.positions, torch.arange(padding)])

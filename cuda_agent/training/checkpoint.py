@@ -2,7 +2,7 @@
 
 The table maps names to tensors: the trained parameters (such as ``weight/model.norm.weight``) and what the optimizers
 keep for each parameter (``exp_avg/model.norm.weight``). A single process writes ``state.safetensors``. Ranks that share
-the weights write their parts with torch's distributed checkpoint. Any number of ranks can read both forms."""
+the weights write their parts with torch's distributed checkpoint. Any number of ranks can read either form."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,7 +21,7 @@ Table = dict[str, Tensor]
 
 
 class CorruptCheckpoint(ValueError):
-    """A checkpoint is incomplete, damaged or of another model; nothing was loaded from it."""
+    """A checkpoint is incomplete, damaged or made from another model; nothing was loaded from it."""
 
 
 def table_of(trained: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.optim.Optimizer]) -> Table:
@@ -35,8 +35,8 @@ def table_of(trained: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.o
 
 
 def restore(table: Table, trained: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Copies ``table`` into parameters and optimizers. Raises ``CorruptCheckpoint``, before any change, if the table is
-    of another model."""
+    """Copies ``table`` into parameters and optimizers. Raises ``CorruptCheckpoint``, before any change, if the table
+    was made from another model."""
     trained = list(trained)
     shapes = {name.removeprefix("weight/"): t.shape for name, t in table.items() if name.startswith("weight/")}
     if shapes != {name: tensor.shape for name, tensor in trained}:
@@ -68,8 +68,8 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def write(table: Table, folder: Path) -> None:
-    """Writes the table into ``folder``, which exists and is empty.  All ranks call this function, each with its own or
-    a common folder; the driver collects the files."""
+    """Writes the table into the existing, empty ``folder``. All ranks call this function, and each writes its part.
+    Ranks on different machines write to different folders, from which the driver collects the files."""
     if dist.is_initialized():
         import torch.distributed.checkpoint as dcp
 
@@ -79,9 +79,9 @@ def write(table: Table, folder: Path) -> None:
 
 
 def read(folder: Path, like: Iterable[tuple[str, Tensor]]) -> Table:
-    """Reads a checkpoint with any number of ranks, each of which sees all files. ``like`` are the parameters to
-    restore: the state is read in their sharding. Raises ``CorruptCheckpoint`` on all ranks if files are missing or
-    damaged."""
+    """Reads a checkpoint that any number of ranks wrote. All ranks call this function, and each must see all files.
+    ``like`` are the parameters to restore; parts that ranks wrote are read with the sharding of these parameters.
+    Raises ``CorruptCheckpoint`` on all ranks if files are missing or damaged."""
     try:
         return load_file(folder / WHOLE) if (folder / WHOLE).exists() else _read_parts(folder, dict(like))
     except CorruptCheckpoint:

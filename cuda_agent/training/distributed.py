@@ -2,7 +2,7 @@
 
 In the driver, a ``DistributedTrainer`` takes the place of a ``Trainer``. A recipe (an algorithm in ``recipes``) that is
 marked ``over_ranks`` runs on all ranks at once with the same arguments, and returns the first rank's result. A
-``RankGroup`` sends calls to the ranks, which run on this machine (``ranks``) or on several (``rl.ray.ranks``)."""
+``RankGroup`` sends calls to the ranks. The ranks run on this machine (``ranks``) or on several (``rl.ray.ranks``)."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,16 +22,15 @@ TRAINERS: dict[str, Trainer] = {}  # the trainers in this process, by name, if i
 
 
 class TrainerLost(RuntimeError):
-    """A rank died, or failed while others did not. What was learnt since the last checkpoint is lost; new ranks may
-    resume from this checkpoint."""
+    """A rank died, or failed while other ranks did not. What was learnt since the last checkpoint is lost; new ranks
+    may resume from this checkpoint."""
 
 
 class RankGroup(Protocol):
     """The interface for calls to all ranks of a trainer, on one machine or on several.
-    ``place`` makes a trainer called ``name`` on every rank from a model, which the ranks own from then on. ``call``
-    calls a method of every ``Rank`` and returns the first rank's result. ``save`` writes every rank's part of a
-    checkpoint into a folder of this process's machine. ``load`` loads a checkpoint on every rank, and returns the
-    checkpoint's step and seconds of training."""
+    ``place`` makes a trainer called ``name`` on every rank, from a copy of ``model``. ``call`` calls a method of every
+    ``Rank`` and returns the first rank's result. ``save`` writes all parts of a checkpoint into ``folder`` on the
+    caller's machine. ``load`` loads a checkpoint on every rank, and returns the trainer's step and seconds."""
 
     def place(self, name: str, model: Any, options: dict[str, Any]) -> None: ...
     def call(self, method: str, *arguments: Any) -> Any: ...
@@ -40,8 +39,8 @@ class RankGroup(Protocol):
 
 
 def joint_results(calls: Sequence[Future[R]], gone: type[Exception] = TrainerLost) -> list[R]:
-    """Waits for ``calls``, the same call to each rank; returns the results. Raises ``TrainerLost`` if an error is of
-    the type ``gone``, or if only some ranks failed. If all ranks failed, raises the error of the first."""
+    """Waits for ``calls``, one call to each rank, and returns the results. Raises ``TrainerLost`` if an error is of the
+    type ``gone``, or if only some ranks failed. If all ranks failed, raises the first rank's error."""
     wait(calls, return_when=FIRST_EXCEPTION)
     failed = _errors(calls)
     if not any(isinstance(error, gone | TrainerLost) for error in failed):
@@ -62,8 +61,9 @@ def _errors(calls: Sequence[Future[Any]]) -> list[BaseException]:
 
 
 class DistributedTrainer:
-    """Represents, in the driver, the trainers called ``name`` of all ``ranks``. ``model`` is the driver's copy; reading
-    it fetches the ranks' current weights. If this object is sent to a rank, it becomes that rank's own trainer."""
+    """Represents, in the driver, a trainer whose ranks each have a ``Trainer`` called ``name``. ``model`` is the
+    driver's copy; reading it fetches the ranks' weights. When this object is sent to a rank, it becomes the rank's
+    ``Trainer``."""
 
     def __init__(self, ranks: RankGroup, name: str, model: Any, **options: Any) -> None:
         self.step, self.seconds = 0, 0.0
@@ -92,7 +92,7 @@ class DistributedTrainer:
         self._stale = True
 
     def follow(self, step: int, seconds: float) -> None:
-        """Takes over step and seconds of the ranks.  After a new step, the copy of the model is out of date."""
+        """Takes over the ranks' step and seconds. After a new step, the driver's copy of the model is outdated."""
         self._stale = self._stale or step != self.step
         self.step, self.seconds = step, seconds
 

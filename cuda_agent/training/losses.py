@@ -1,8 +1,8 @@
 """Computes losses over sampled tokens, and the log-probabilities that the losses need.
 
 A loss function takes flat tensors (one entry per sampled token of one row) and ``total``, the number of sampled tokens
-of the whole minibatch. The losses of all rows of a minibatch add up to the mean over its tokens, however the sequences
-are packed into rows. The metrics that a loss function returns add up in the same way (``added``)."""
+of the whole minibatch. It returns the row's share of the mean over all these tokens, so that the losses of the rows add
+up to the mean. Metrics that a loss function returns add up in the same way (``added``)."""
 
 from collections.abc import Callable
 
@@ -24,12 +24,12 @@ def added(known: dict[str, float], more: dict[str, float]) -> dict[str, float]:
 def token_logprobs(
     states: Tensor, ids: Tensor, project: Callable[[Tensor], Tensor], chunk: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Returns natural log-probabilities of the tokens ``ids``, and entropies, in nats and without gradient, of the
+    """Returns natural log-probabilities of the tokens ``ids``, and the entropies (in nats, without gradient) of the
     distributions from which these tokens came; both float32 [n].
 
-    ``states``, float [n, hidden], are the states before the tokens ``ids``, int64 [n] (``packing.before_sampled``).
-    ``project`` maps states to logits [m, vocabulary].  At most ``chunk`` rows of logits exist at a time; with more than
-    one chunk the backward pass recomputes them."""
+    ``states``, float [n, hidden], are those that predict the tokens ``ids``, int64 [n] (``packing.before_sampled``).
+    ``project`` maps m states to logits [m, vocabulary]. At most ``chunk`` rows of logits exist at a time; with more
+    than one chunk the backward pass recomputes them."""
 
     def one(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = project(states).float()
@@ -47,7 +47,7 @@ def token_logprobs(
 
 
 def sft_loss(logprobs: Tensor, total: int) -> Tensor:
-    """Returns a row's part of the mean negative log-likelihood of tokens to imitate. ``logprobs`` is float32 [n]."""
+    """Returns a row's share of the mean negative log-likelihood of ``total`` tokens. ``logprobs`` is float32 [n]."""
     return -logprobs.sum() / total
 
 
@@ -98,9 +98,9 @@ def value_loss(
 ) -> Tensor:
     """Returns half the mean squared error of ``values`` (float32 [n], with gradient), optionally clipped as in PPO.
 
-    With ``clip``, the error of a token is the larger of two errors: the error of its value, and the error of its value
-    limited to within ``clip`` of ``old``, its value before the update. ``clip`` without ``old`` raises
-    ``ValueError``."""
+    With ``clip``, a second error is computed for each token, from its value limited to the range ``old`` - ``clip`` to
+    ``old`` + ``clip``; the larger of the two errors counts. ``old`` are the values before the update, float32 [n].
+    ``clip`` without ``old`` raises ``ValueError``."""
     error = (values - targets).square()
     if clip is not None:
         if old is None:

@@ -53,7 +53,7 @@ class Shape:
         return self.intermediate * max(self.active, 1)
 
     def adapter_parameters(self, rank: int) -> int:
-        """Returns the number of parameters of adapters with the rank ``rank`` on all seven matrices of every layer."""
+        """Returns the number of parameters of adapters of this rank on all seven matrices of every layer."""
         h, a, k, i = self.hidden, self.heads * self.head, self.kv_heads * self.head, self.intermediate
         return self.layers * rank * ((h + a) * 2 + (h + k) * 2 + (h + i) * 3)
 
@@ -93,10 +93,10 @@ def peak(
     parallelism: Literal["data", "context"] = "data",
 ) -> Peak:
     """Estimates the peak memory of one rank for a row of ``tokens``, with AdamW, master weights in float32, and
-    ``ranks`` that share weights and rows. All tokens count as trained on.
+    ``ranks`` that share weights and rows. It is assumed that all tokens are trained on.
 
-    ``segment`` is the length of the row's longest sequence, by default ``tokens``.  ``at_once`` rows are computed side
-    by side.  ``parallelism`` says whether ranks compute whole rows or parts of each row."""
+    ``segment`` is the length of the row's longest sequence, by default ``tokens``. ``at_once`` rows are computed side
+    by side. ``parallelism`` says whether ranks compute whole rows ("data") or parts of each row ("context")."""
     low = precision == "bf16"
     every, layer, ends = shape.parameters, shape.layer_parameters, shape.end_parameters
     trained = shape.adapter_parameters(lora_rank) if lora_rank else every
@@ -131,11 +131,11 @@ def peak(
 def _kept(shape: Shape, low: bool, device: str, segment: int, lora_rank: int) -> int:
     """Returns the bytes per token that one layer keeps for its backward pass.
 
-    In float32 both norms keep their input, the normalised input, and their output. Queries count five times (projected,
-    normalised, rotated, and the attention's output twice), keys three times and values once. The feed-forward layer
-    keeps gate, activation, up and their product. In bfloat16, products are half as wide, and every projection keeps a
-    rounded copy of its input beside the norms' float32 tensors. A frozen norm does not keep the normalised input; an
-    adapter keeps its inner product."""
+    In float32 each of the two norms keeps its input, the normalised input, and its output. Queries are kept five times
+    (projected, normalised, rotated, and the attention's output twice), keys three times and values once. The
+    feed-forward layer keeps gate, activation, up and their product. In bfloat16, results of matrix products take half
+    the bytes, and every projection keeps a rounded copy of its input beside the norms' float32 tensors. A frozen norm
+    does not keep the normalised input; an adapter keeps the states between its two matrices."""
     h, queries, keys = shape.hidden, shape.heads * shape.head, shape.kv_heads * shape.head
     if low:
         kept = 26 * h + 12 * queries + 10 * keys + 8 * shape.wide
@@ -158,7 +158,7 @@ def shape_of_policy(policy: PolicyConfig) -> Shape:
 
 
 def shape_of(config: dict[str, Any]) -> Shape:
-    """Returns the shape in a ``config.json`` of Hugging Face. Raises ``KeyError`` if it describes no such model."""
+    """Returns the shape that a ``config.json`` of Hugging Face describes. Raises ``KeyError`` if a size is missing."""
     heads, experts = config["num_attention_heads"], config.get("num_experts") or config.get("num_local_experts") or 0
     return Shape(
         layers=config["num_hidden_layers"],

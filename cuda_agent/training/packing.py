@@ -1,9 +1,9 @@
 """Converts episodes to tensors, and packs sequences side by side into rows of at most a fixed number of tokens.
 
-Data of sampled tokens (log-probabilities, advantages, values) is in flat tensors: one entry per sampled token of a
-``Batch``, sequence after sequence. A ``PackedRow`` lists its sampled tokens (``targets``), their indices in the flat
-tensors (``tokens``) and the states that predict them (``before``). The state at position t - 1 predicts the token at t;
-only ``PackedRow`` and ``before_sampled`` depend on this rule."""
+Data of sampled tokens (log-probabilities, advantages, values) is stored in flat tensors, with one entry per sampled
+token of a ``Batch``, sequence after sequence. A ``PackedRow`` lists its sampled tokens (``targets``), their indices in
+the flat tensors (``tokens``) and the states that predict them (``before``). The state at position t - 1 predicts the
+token at t; only ``PackedRow`` and ``before_sampled`` depend on this rule."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from cuda_agent.policy.episode import Episode
 
 @dataclass(frozen=True)
 class Tokens:
-    """One sequence to train on. ``mask`` is true at the tokens that the policy sampled, or that it is to imitate."""
+    """One sequence to train on. ``mask`` is true at the tokens that the policy sampled or is to imitate."""
 
     ids: Tensor  # int64 [length]
     mask: Tensor  # bool [length]; false at 0, since nothing precedes the first token
@@ -39,7 +39,7 @@ def tokens_of(ids: Sequence[int], mask: Sequence[int]) -> Tokens:
 
 
 def tokens_of_episode(episode: Episode) -> Tokens:
-    """Returns the sequence of an episode. Raises ``ValueError`` if it has no reward, or begins with a sampled token."""
+    """Returns an episode as a sequence. Raises ``ValueError`` if it has no reward or begins with a sampled token."""
     if episode.reward is None:
         raise ValueError(f"episode {episode.id} has no reward: it is to be dropped, not trained on")
     mask = torch.tensor(episode.mask, dtype=torch.bool)
@@ -50,13 +50,13 @@ def tokens_of_episode(episode: Episode) -> Tokens:
 
 
 def trainable(episodes: Iterable[Episode]) -> list[Episode]:
-    """Returns the episodes that have sampled tokens, and a reward (``None`` after a deadline or a fault)."""
+    """Returns the episodes with sampled tokens and a reward. After a deadline or a fault the reward is ``None``."""
     return [episode for episode in episodes if episode.reward is not None and any(episode.mask)]
 
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Says that ``ranks`` processes share a row (see ``attention``), and that this is the part of number ``rank``."""
+    """Marks a row as the part that the rank number ``rank`` has of a longer row, which ``ranks`` processes share."""
 
     ranks: int
     rank: int
@@ -80,7 +80,7 @@ class PackedRow:
 
 
 def empty_row() -> PackedRow:
-    """Returns a row without trained tokens: a loss computed from it has a gradient of zero."""
+    """Returns a row without tokens to train on: a loss computed from it has a gradient of zero."""
     none = torch.zeros(0, dtype=torch.int64)
     return PackedRow(torch.zeros(2, dtype=torch.int64), torch.arange(2), (2,), none, none, none)
 
@@ -101,14 +101,14 @@ class Batch:
 
     def rows(self, row_tokens: int, chosen: Sequence[int] | None = None, multiple: int = 1) -> list[PackedRow]:
         """Packs the chosen sequences (by default all) into rows of at most ``row_tokens``. Sequences without sampled
-        tokens are left out. The number of rows is a multiple of ``multiple`` if there are enough sequences."""
+        tokens are left out. Aims at a number of rows divisible by ``multiple`` (``pack_evenly``)."""
         picked = [i for i in (range(len(self.sequences)) if chosen is None else chosen) if self.counts[i]]
         offsets = torch.tensor((0, *self.counts)).cumsum(0).tolist()
         packed = pack_evenly([len(self.sequences[i]) for i in picked], row_tokens, multiple)
         return [_row([(self.sequences[picked[i]], offsets[picked[i]]) for i in row]) for row in packed]
 
     def padded(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns ``flat`` as [sequences, most sampled tokens], and the mask of the entries that are not padding."""
+        """Returns ``flat`` padded to [sequences, largest of ``counts``], and a mask that is false at the padding."""
         parts = flat.split(self.counts)
         mask = torch.arange(max(self.counts)) < torch.tensor(self.counts)[:, None]
         return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True), mask
@@ -143,11 +143,11 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 
 def pack_evenly(lengths: Sequence[int], row_tokens: int, multiple: int) -> list[list[int]]:
-    """Packs sequences into rows of similar length, and returns the indices of each row's sequences. The number of rows
-    is a multiple of ``multiple`` if there are enough sequences, for callers that compute so many rows side by side.
+    """Packs sequences into rows of similar length, and returns the indices of each row's sequences. Aims at a number of
+    rows divisible by ``multiple``, for callers that compute so many rows side by side, but may return fewer rows.
 
-    Tries ever larger rows, from the even share up to ``row_tokens``, until first-fit decreasing needs no more rows than
-    intended (the MULTIFIT idea)."""
+    The number of rows that ``pack`` needs is rounded up to a multiple. Then ever larger rows are tried, from an even
+    share of the tokens up to ``row_tokens``, until ``pack`` needs no more than this number (MULTIFIT)."""
     rows = pack(lengths, row_tokens)
     wanted = -(-len(rows) // multiple) * multiple
     budget = max(-(-sum(lengths) // max(wanted, 1)), *lengths, 1)
@@ -171,7 +171,7 @@ def _row(sequences: Sequence[tuple[Tokens, int]]) -> PackedRow:
 
 def before_sampled(states: Tensor, row: PackedRow) -> Tensor:
     """Returns the state before each sampled token of ``row``, [n, size], out of the row's ``states`` [length, size].
-    The state before a token predicts the token and gives its value."""
+    The model predicts a token, and the critic its value, from the state before the token."""
     return states[row.before]
 
 

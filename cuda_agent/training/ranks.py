@@ -32,7 +32,7 @@ PRELOAD = ["cuda_agent.training.ranks", "transformers", "transformers.models.qwe
 
 
 def open_store(host: str) -> tuple[Any, str]:
-    """Opens the store through which ranks meet, on the address ``host`` only. Returns the store and its host:port."""
+    """Opens the store where ranks meet; it listens on ``host`` only. Returns the store and its host:port."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -66,8 +66,7 @@ class Rank:
         TRAINERS[name] = Trainer(model, device=self._device, lease=self._lease, mesh=self._mesh, **options)
 
     def run(self, recipe: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        """Runs a recipe. Returns the recipe's result, and for each trainer, by name, the optimizer steps and the
-        seconds that it has trained so far."""
+        """Runs a recipe. Returns its result, and a dict from trainers' names to their ``step`` and ``seconds``."""
         result = recipe(*arguments, **keywords)
         return result, {name: (trainer.step, trainer.seconds) for name, trainer in TRAINERS.items()}
 
@@ -78,14 +77,14 @@ class Rank:
         TRAINERS[name].save(folder)
 
     def load(self, name: str, folder: Path) -> tuple[int, float]:
-        """Loads a checkpoint into the trainer ``name``. Returns the checkpoint's step and seconds of training."""
+        """Loads a checkpoint into the trainer ``name``. Returns the checkpoint's ``step`` and ``seconds``."""
         TRAINERS[name].load(folder)
         return TRAINERS[name].step, TRAINERS[name].seconds
 
 
 def _rank_main(connection: Connection, number: int, *arguments: Any) -> None:
-    """Serves calls to the rank ``number`` until an empty message. Receives (method, arguments) and sends (None, result)
-    or (error, None); ranks other than the first send None as result. The process ends with its parent."""
+    """Answers calls to the rank ``number`` until an empty message comes. A call is (method, arguments), its answer
+    (None, result) or (error, None). Ranks other than the first send no results. The process ends with its parent."""
     die_with_parent()
     rank: Rank | None = None
     while message := connection.recv_bytes():
@@ -112,8 +111,8 @@ def _failure(error: Exception) -> bytes:
 
 
 class Ranks(contextlib.AbstractContextManager["Ranks"]):
-    """Runs ``count`` rank processes on this machine, on GPUs one per GPU.  Use it as a context manager; its exit ends
-    the processes.
+    """Runs ``count`` rank processes on this machine; each has its own GPU if ``device`` is "cuda". Use it as a context
+    manager; its exit ends the processes.
 
     ``threads`` is the number of threads of each rank on a CPU.  ``lease`` is the folder of the timing lease, which rank
     0 holds for all ranks.  If other machines run ranks of the same group, ``world`` is the size of the group, ``first``
@@ -168,7 +167,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         return self.send(pickle.dumps((method, arguments)))
 
     def send(self, message: bytes) -> Any:
-        """Does the work of ``call`` for ``message``, a method and its arguments, already pickled."""
+        """Does the same as ``call``. ``message`` is the method and its arguments, already pickled."""
         if not self._pipes:
             raise TrainerLost("the ranks are closed")
         try:
@@ -188,7 +187,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         return value
 
     def close(self) -> None:
-        """Ends the ranks, and kills those that do not end in ``CLOSE_SECONDS``."""
+        """Ends the ranks, and kills those that do not end within ``CLOSE_SECONDS``."""
         self._end(CLOSE_SECONDS)
 
     def _end(self, seconds: float) -> None:

@@ -37,7 +37,7 @@ def learning_rate(fraction: float, peak: float) -> float:
 
 
 def sft_batches(lengths: Sequence[int], tokens_per_step: int, seed: int, epoch: int) -> list[list[int]]:
-    """Splits an epoch into optimizer steps of at most ``tokens_per_step``; a longer sequence is a step by itself.
+    """Splits an epoch into optimizer steps of at most ``tokens_per_step`` tokens; a longer sequence is its own step.
 
     Returns the indices of the sequences in each step. ``seed`` and ``epoch`` decide the order of the sequences."""
     batches: list[list[int]] = []
@@ -64,11 +64,11 @@ def sft(
 ) -> Iterator[dict[str, float]]:
     """Trains on the tokens of ``sequences`` whose mask is true (supervised; paper, section 3.3, stage 2).
 
-    Yields the metrics of each optimizer step of at most ``tokens_per_step``; ``seed`` decides the order. A restored
-    trainer resumes at its step and skips earlier batches. Give either ``steps`` or ``epochs``. Training also ends when
-    ``trainer.seconds`` reaches ``max_seconds``. The learning rate, at most ``lr``, follows the used fraction of
-    whichever limit is nearer. Raises ``ValueError`` if both or neither of ``steps`` and ``epochs`` are given, or if
-    there are no sequences."""
+    Yields the metrics of each optimizer step (``sft_batches``). ``seed`` decides the order of the sequences. A restored
+    trainer continues after the steps that it has taken. Give either ``steps`` or ``epochs``. Training also ends when
+    ``trainer.seconds`` reaches ``max_seconds``. The learning rate, at most ``lr``, depends on the fraction of the
+    training that is done, in steps or in seconds, whichever is larger. Raises ``ValueError`` if both or neither of
+    ``steps`` and ``epochs`` are given, or if there are no sequences."""
     if (steps is None) == (epochs is None):
         raise ValueError("give either steps or epochs")
     if not sequences:
@@ -131,11 +131,11 @@ def value_epoch(
     epoch: int,
 ) -> dict[str, float]:
     """Runs one epoch of value pretraining, with gamma 1 (paper, section 3.3, stage 3), on the ``episodes`` with a
-    reward, in steps of at most ``tokens_per_step``. ``seed`` and ``epoch`` decide the order.
+    reward, in steps of at most ``tokens_per_step`` tokens. ``seed`` and ``epoch`` decide the order.
 
     With ``gae_lambda`` 1 the targets are the episodes' rewards; below 1 they are V + advantage, where V are the
-    critic's values when the epoch begins. The returned ``explained_variance`` is that of the predictions before each
-    optimizer step."""
+    critic's values when the epoch begins. The returned ``explained_variance`` is computed from the rewards and from
+    each step's predictions before its update."""
     start = time.monotonic()
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
     goals = targets(batch, None if gae_lambda == 1 else critic.flat(batch, critic.values), 1.0, gae_lambda)
@@ -175,8 +175,9 @@ def ppo_update(
     train_actor: bool = True,
     temperature: float = 1.0,
 ) -> dict[str, float]:
-    """Estimates the advantages of one batch of whole groups, then takes the optimizer steps (paper, section 3.3):
-    ``settings.epochs`` passes of ``settings.minibatches`` steps each, critic before actor.
+    """Estimates the advantages of ``episodes``, which must be whole groups. Then passes over the episodes
+    ``settings.epochs`` times, in ``settings.minibatches`` steps each (paper, section 3.3). Each step updates the critic
+    before the actor.
 
     Episodes without a reward or without sampled tokens are dropped; if none is left, nothing is trained. ``seed``
     decides how episodes are shuffled into minibatches. The episodes were sampled at ``temperature``. Returns metrics of
@@ -214,9 +215,9 @@ def ppo_update(
 
 
 def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor, Tensor | None]:
-    """Returns the advantages of a batch of whole groups, by the estimator that ``settings.advantage`` names, and the
-    critic's targets (None without ``values``); both float32 [sampled tokens]. Raises ``ValueError`` if the estimator
-    needs ``values`` and they are None."""
+    """Returns the advantages of ``batch``, by the estimator that ``settings.advantage`` names, and the critic's targets
+    (None without ``values``); both float32 [sampled tokens]. The batch must consist of whole groups. Raises
+    ``ValueError`` if the estimator needs ``values`` and they are None."""
     counts = torch.tensor(batch.counts)
     lam = adaptive_lambda(counts) if settings.actor_lambda is None else settings.actor_lambda
     padded, mask = batch.padded(torch.zeros(len(batch)) if values is None else values)
@@ -226,10 +227,10 @@ def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Returns metrics of episodes before training. Rates are shares of the episodes with a reward and sampled tokens.
+    """Returns metrics of ``episodes``. Rates are shares of those episodes that have a reward and sampled tokens.
 
-    ``faster_than_eager`` and ``faster_than_compile`` follow the grade of the verdict (-1, 1, 2, 3; Eq. 1), whatever
-    form the reward has."""
+    ``faster_than_eager`` and ``faster_than_compile`` follow the grade of the verdict (-1, 1, 2, 3; paper, Eq. 1), even
+    if the reward has another form."""
     kept = trainable(episodes)
     metrics = {"episodes": float(len(kept)), "dropped": float(len(episodes) - len(kept))}
     if not kept:
@@ -274,8 +275,9 @@ def _value_step(
     old: Tensor | None = None,
     clip: float | None = None,
 ) -> dict[str, float]:
-    """Takes one critic step on the chosen sequences. ``goals`` are the targets; the predictions before the step are
-    written into ``seen``. Both are flat, as are ``old``, the values around which ``clip`` limits predictions."""
+    """Takes one critic step on the ``chosen`` sequences, and writes the predictions before the step into ``seen``.
+    ``goals`` are the targets. If ``clip`` is given, ``old`` are the values before all steps, and the loss is clipped
+    around them (``value_loss``). ``goals``, ``seen`` and ``old`` are flat tensors of the batch."""
     total = sum(batch.counts[index] for index in chosen)
 
     def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:

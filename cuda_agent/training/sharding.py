@@ -31,8 +31,8 @@ class FsdpRoot(nn.Module):
 
 
 def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
-    """Shards ``model`` in place, with new parameters. The layers of ``trunk`` are gathered one at a time, all other
-    weights with the root."""
+    """Shards ``model`` in place; its parameters become new objects. The layers of ``trunk`` are gathered one at a time,
+    all other weights together, when the returned root runs."""
     layers = getattr(trunk, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{type(trunk).__name__} has no list of layers, by which its weights could be shared")
@@ -49,8 +49,8 @@ def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
 
 def rows_of_rank(rows: Sequence[PackedRow], ranks: int, rank: int) -> list[PackedRow]:
     """Returns the rows of ``rank``. Rows are dealt out in rounds, one to each rank, from the longest to the shortest,
-    so that rows of similar length are computed at the same time. Every second round goes through the ranks backwards.
-    Empty rows fill up the last round."""
+    so that rows of similar length are computed at the same time. Every second round deals to the ranks in reverse
+    order. Empty rows fill up the last round."""
     order = sorted(range(len(rows)), key=lambda number: (-len(rows[number].ids), number))
     mine = []
     for turn, start in enumerate(range(0, len(order), ranks)):
@@ -66,5 +66,5 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def wait() -> None:
-    """Waits until all ranks call this function.  It uses Gloo, so that no GPU waits."""
+    """Waits until all ranks call this function.  It waits on the CPU, by Gloo, and keeps no GPU busy."""
     dist.all_reduce(torch.zeros(1))

@@ -88,8 +88,8 @@ class Trainer:
 
     @contextmanager
     def leased(self) -> Iterator[None]:
-        """Holds the timing lease until the device has finished the work of the context. Ranks enter and leave the
-        context together, and the first rank holds the lease for all."""
+        """Holds the timing lease until the device has finished the work that was started inside the context. Ranks
+        enter and leave the context together, and the first rank holds the lease for all."""
         with self.lease.working() if self.lease else nullcontext():
             if self._root is not None:
                 sharding.wait()
@@ -116,7 +116,7 @@ class Trainer:
                     self.trunk.set_attn_implementation(usual)
 
     def within(self, job: Callable[[], Result]) -> Result:
-        """Runs ``job``, which computes with the model, while sharded weights are gathered as needed."""
+        """Runs ``job``, which computes with the model. Sharded weights are gathered for it as needed."""
         if self._root is None:
             return job()
         result = cast(Result, self._root(job))
@@ -125,8 +125,8 @@ class Trainer:
         return result
 
     def states(self, row: PackedRow) -> Tensor:
-        """Returns the model's states before the row's sampled tokens, [n, hidden]. Must be called inside ``working``
-        and ``within``, with a row on the trainer's device."""
+        """Returns the trunk's last hidden states before the row's n sampled tokens, float32 [n, hidden]. Must be called
+        inside ``working`` and ``within``. The row must be on the trainer's device."""
         extra = {"segments": attention.Segments(row.lengths, row.part)} if self._packed else {}
         low, alone = self.precision == "bf16", self.workers == self.ranks == 1
         with torch.autocast(self.device.type, torch.bfloat16, enabled=low, cache_enabled=alone):
@@ -144,8 +144,8 @@ class Trainer:
         return self.model.values(self.states(row))
 
     def flat(self, batch: Batch, of_row: Callable[[PackedRow], Tensor]) -> Tensor:
-        """Applies ``of_row`` (which returns a tensor [n] for a row) to a whole batch without gradients. Returns float32
-        [sampled tokens], on the CPU, in batch order."""
+        """Applies ``of_row``, which maps a row to a tensor [n], to all rows of a batch, without gradients. Returns one
+        number per sampled token, in batch order: float32 [sampled tokens], on the CPU."""
         out = torch.zeros(len(batch))
 
         def fill(row: PackedRow) -> None:
@@ -157,7 +157,7 @@ class Trainer:
         return self.summed(out)
 
     def summed(self, flat: Tensor) -> Tensor:
-        """Sums ``flat`` over the ranks, each of which filled the entries of its rows; every rank gets the result."""
+        """Sums ``flat`` over the ranks, in place. Each rank has set its rows' entries and left the others zero."""
         if self._root is not None:
             dist.all_reduce(flat)
         return flat
@@ -205,7 +205,7 @@ class Trainer:
         return metrics | {"grad_norm": norm if math.isfinite(norm) else 0.0, "skipped": float(not math.isfinite(norm))}
 
     def _side_by_side(self, job: Callable[[PackedRow], Result], rows: Sequence[PackedRow]) -> Iterator[Result]:
-        """Yields the results of ``job`` for all rows, in order. ``workers`` rows run at a time, inside ``working``."""
+        """Yields ``job``'s result for each row, in order; runs ``workers`` rows at a time, inside ``working``."""
         if self.workers == 1:
             for row in rows:
                 with self.working():

@@ -2,7 +2,7 @@
 
 ``DenseDecoder`` is fast and decodes dense Llama, Qwen2 and Qwen3 models. ``GenericDecoder`` runs any other causal
 model, one sequence after the other. Each row of the cache holds one sequence. The n active sequences are in the first n
-rows, so that attention reads the cache without gathering; ``move`` fills the row of a sequence that ended."""
+rows, so that attention reads one slice of the cache. If a sequence ends, the last one moves into its row (``move``)."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -23,8 +23,9 @@ Job = tuple[int, int, Sequence[int]]  # row, position of the first new token, th
 
 
 class DenseDecoder:
-    """A fast decoder of dense models. It copies the weights into its own form: q, k and v are one matrix, gate and up
-    another. Each norm's weight is multiplied into the next matrix. The two numbers of a rotary pair are neighbours.
+    """A fast decoder of dense models. It rearranges a copy of the weights: q, k and v become one matrix, gate and up
+    another. The weight of each norm, except those of q and k, is multiplied into the matrix after the norm. The two
+    numbers that rotary embedding rotates together become neighbours.
 
     Shapes in this class: n rows or tokens, H query heads, K key-value heads, G = H / K, head size D."""
 
@@ -47,8 +48,8 @@ class DenseDecoder:
 
     @staticmethod
     def knows(model: Any) -> bool:
-        """Returns whether this class can decode the model: dense, full attention, silu, static rotary frequencies, no
-        biases except those of q, k and v."""
+        """Returns whether this class can decode the model. It must be dense, with full attention, silu, and static
+        rotary frequencies. Only q, k and v may have biases."""
         config = model.config
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -71,8 +72,8 @@ class DenseDecoder:
 
     @torch.inference_mode()
     def take(self, model: Any) -> bool:
-        """Copies the weights of ``model`` into this decoder; the rows then count as empty. Returns False, without a
-        change, if the model has another shape."""
+        """Copies the weights of ``model`` into this decoder; the cached keys and values are then out of date. Returns
+        False, without a change, if the architecture, a shape, the element type or the device differs."""
         config = model.config
         numbers = config.max_position_embeddings, config.rms_norm_eps, config.num_attention_heads
         if not self.knows(model) or numbers != (self.context, self.eps, self.heads):
@@ -141,7 +142,8 @@ class DenseDecoder:
         return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype)
 
     def _rest(self, layer: dict[str, Any], x: Tensor, attended: Tensor) -> Tensor:
-        """Computes the part of a layer after attention, in place in ``x`` [n, hidden], from ``attended`` [n, H * D]."""
+        """Computes what follows attention in a layer (output projection, feed-forward part), and adds it to the states
+        ``x`` [n, hidden] in place. ``attended`` [n, H * D] is the attention's result."""
         x.addmm_(attended, layer["out"])
         gate_up = F.linear(self._norm(x), layer["gate_up"])
         if self.native:
@@ -153,8 +155,8 @@ class DenseDecoder:
         return x.addmm_(gated, layer["down"])
 
     def prefill(self, jobs: Sequence[Job]) -> Tensor:
-        """Appends the tokens of each job to its row. Returns logits after each job's last token, float32
-        [jobs, vocab]."""
+        """Appends new tokens to rows. Each job is (row, position of the first new token, new tokens). Returns the
+        logits after each job's last token, float32 [jobs, vocab]."""
         device = self.embed.device
         self._reserve(max(start + len(ids) for _, start, ids in jobs))
         tokens = torch.tensor([i for _, _, ids in jobs for i in ids], device=device)
@@ -191,7 +193,7 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed).float()
 
     def _placed(self, layer: dict[str, Any], cache: Tensor, x: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Returns q, k and v of the tokens ``x`` at these rows and positions; writes keys and values into ``cache``."""
+        """Returns q, k and v of the states ``x`` at these rows and positions; also writes k and v into ``cache``."""
         if not self.native:
             qkv = self._qkv(layer, x, self.rotations[positions][:, None])
             cache[rows, :, positions] = qkv[:, self.heads :]
@@ -204,8 +206,8 @@ class DenseDecoder:
         return qkv.view(len(x), -1, self.head)
 
     def step(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Appends one token to each of the first n rows. ``ids`` and ``positions`` are int64 [n], and ``longest`` is
-        the greatest position. Returns the logits, float32 [n, vocab]."""
+        """Appends one token to each of the first n rows. ``ids`` and ``positions`` are int64 [n]; ``longest`` is the
+        greatest of the positions. Returns the logits, float32 [n, vocab]."""
         self._reserve(longest + 1)
         if self.native:
             return self._native_step(self.native, ids, positions)
@@ -235,7 +237,7 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed).float()
 
     def _native_step(self, lib: Any, ids: Tensor, positions: Tensor) -> Tensor:
-        """Does the work of ``step`` with all operations between matrix products in C++ (``lib``, from ``step.cpp``)."""
+        """Does the work of ``step``: embedding and matrix products in torch, all the rest in C++ (``lib``)."""
         n = len(ids)
         x = self.embed[ids]
         attended = x.new_empty(n, self.heads * self.head)
@@ -247,11 +249,11 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed)
 
     def _threads(self, rows: int) -> int:
-        """Returns the number of C++ threads for ``rows`` rows. For few rows, starting threads does not pay."""
+        """Returns the number of C++ threads for ``rows`` rows: 1 for few rows, where more would be slower."""
         return torch.get_num_threads() if rows >= THREADED_ROWS else 1
 
     def keep(self, row: int, length: int) -> Tensor:
-        """Returns a copy of the cache of the first ``length`` tokens of the row, for ``restore``."""
+        """Returns a copy of the cached keys and values of the row's first ``length`` tokens, for ``restore``."""
         return self.cache[:, row, :, :length].clone()
 
     def restore(self, row: int, kept: Tensor, length: int) -> None:
@@ -311,7 +313,7 @@ Decoder = DenseDecoder | GenericDecoder
 
 
 def make_decoder(model: Any, rows: int) -> Decoder:
-    """Returns the dense decoder of a copy of ``model`` or, for other architectures, the generic decoder."""
+    """Returns a decoder of a copy of ``model`` for up to ``rows`` sequences: dense if possible, otherwise generic."""
     return DenseDecoder(model, rows) if DenseDecoder.knows(model) else GenericDecoder(model, rows)
 
 
@@ -330,14 +332,14 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _fold(weight: Tensor, norm: Tensor) -> Tensor:
-    """Returns the ``weight`` of a linear layer times the weight of the ``norm`` before the layer."""
+    """Returns ``weight``, the matrix of a linear layer, times ``norm``, the weight of the norm before this layer."""
     return (weight.float() * norm.float()).to(weight.dtype)
 
 
 def verify(decoder: Decoder, model: Any) -> float:
-    """Returns how much the log-probabilities of decoder and model differ on a fixed prompt: the mean over the
-    vocabulary, weighted by probability, at the worst position. This tests ``prefill``, ``step`` and ``restore``, and
-    overwrites the cache's rows 0 and 1."""
+    """Returns the largest difference between the log-probabilities of ``decoder`` and ``model`` at four positions of a
+    fixed prompt. The difference at a position is a mean over the vocabulary, weighted by the model's probabilities.
+    Calls ``prefill``, ``step`` and ``restore``, and overwrites rows 0 and 1 of the cache."""
     ids, device = probe_prompt(model, 20), model.device
     with torch.inference_mode():
         wanted = torch.log_softmax(model(input_ids=torch.tensor([ids], device=device)).logits[0].float(), -1)

@@ -45,8 +45,8 @@ class Engine(Protocol):
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion: ...
 
     async def update_from(self, model: Any, version: int) -> None:
-        """Makes the engine serve the weights of ``model`` as ``version`` from the next ``generate`` on. The model must
-        not change until this call returns. Raises ``EngineError`` on failure; the engine then serves nothing more."""
+        """Makes every later ``generate`` use the weights of ``model``, numbered ``version``. The model must not change
+        until this call returns. Raises ``EngineError`` on failure; the engine then refuses all requests."""
 
     async def compute(self, job: Callable[[], Any]) -> Any:
         """Runs ``job`` in the engine's thread for computations, and returns the result of ``job``."""
@@ -61,8 +61,8 @@ def probe_prompt(model: Any, count: int) -> list[int]:
 
 
 def fitted(params: SamplingParams, prompt: Sequence[int], context: int) -> SamplingParams:
-    """Returns ``params`` with ``max_tokens`` cut to the tokens that ``prompt`` leaves of ``context``. Raises
-    ``ValueError`` if ``prompt`` is empty or leaves no token."""
+    """Returns ``params`` with ``max_tokens`` limited to what is left of ``context`` after ``prompt``. Raises
+    ``ValueError`` if ``prompt`` is empty or fills the context."""
     limit = min(params.max_tokens, context - len(prompt))
     if not prompt or limit < 1:
         raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {context}")
@@ -70,7 +70,7 @@ def fitted(params: SamplingParams, prompt: Sequence[int], context: int) -> Sampl
 
 
 def logprobs_of(model: Any, ids: list[int], count: int, temperature: float) -> list[float]:
-    """Returns the log-probabilities of the last ``count`` tokens of ``ids``, by a forward pass of ``model``."""
+    """Returns log-probabilities of the last ``count`` tokens of ``ids`` at ``temperature``, computed by ``model``."""
     import torch
 
     training = model.training

@@ -15,9 +15,9 @@ Step = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class StepGraphs:
-    """Records ``step`` as CUDA graphs and replays them. ``step`` maps token ids (int64 [n]), positions (int64 [n]) and
-    a number of cache positions to logits [n, vocab]. It may run twice with the same arguments, and must then return the
-    same logits. n is at most ``rows``."""
+    """Records the function ``step`` as CUDA graphs and replays them. ``step`` maps token ids (int64 [n]), positions
+    (int64 [n]) and a number of cache positions to logits [n, vocab], where n is at most ``rows``. ``step`` may be run
+    twice with the same arguments, and must then return the same logits."""
 
     def __init__(self, step: Step, rows: int, device: torch.device) -> None:
         self._step, self._rows = step, rows
@@ -26,7 +26,8 @@ class StepGraphs:
         self.forget()
 
     def __call__(self, ids: Tensor, positions: Tensor, length: int, longest: int) -> Tensor:
-        """Returns the logits of a step. It attends to ``length`` cache positions, rounded up to at most ``longest``."""
+        """Returns the logits of one step, which reads the first ``length`` cache positions. ``length`` is first rounded
+        up (``padded_length``), but to no more than ``longest``."""
         n = len(ids)
         rows, length = min(1 << (n - 1).bit_length(), self._rows), padded_length(length, longest)
         self._ids[:n], self._positions[:n] = ids, positions
@@ -56,7 +57,7 @@ class StepGraphs:
 
 
 def padded_length(length: int, most: int) -> int:
-    """Returns the smallest of 128, 192, 256, 384, 512, 768, ... that is at least ``length``, but at most ``most``."""
+    """Returns ``length`` rounded up to one of 128, 192, 256, 384, 512, 768, ..., or ``most`` if that is less."""
     power = SHORTEST
     while power < length:
         if length <= (middle := power * 3 // 2):

@@ -1,10 +1,10 @@
 """Serves a policy inside this process: ``LocalEngine``, with continuous batching, prefix reuse and one worker thread.
 
 Weights, prompt and seed alone decide a completion up to rounding: each token is drawn with noise derived from the seed
-and the token's position. Rounding depends on which requests are in the batch. Requests join a batch in order of
-submission, and only after ``QUIET_PASSES`` passes of the event loop without a new request. Callers that wait only
-for this engine and for each other therefore get the same batches, and the same bits, in every run. There is no top-p or
-similar sampling, because it would bias PPO's ratio."""
+and the token's position. Rounding depends on which requests share the batch. Waiting requests join the batch in order
+of submission, as soon as ``QUIET_PASSES`` passes of the event loop have brought no new request. Callers that wait for
+nothing but this engine and each other therefore get the same batches, and the same bits, in every run. There is no
+top-p or similar sampling, because it would bias PPO's ratio."""
 
 import asyncio
 import copy
@@ -48,9 +48,9 @@ class Counts:
 
 class LocalEngine:
     """An engine that computes in this process. It copies ``model``, a causal model of transformers, to ``device`` and
-    ``dtype``. ``threads`` limits the threads of CPU operators, ``batch`` the requests that are decoded at once.
-    ``lease`` is the timing lease; no other object may use this ``Lease``. The constructor and ``update_from`` raise
-    ``EngineError`` if the decoder does not reproduce the model's log-probabilities."""
+    ``dtype``. ``threads`` limits the threads of a CPU operator, and ``batch`` the number of requests decoded at once.
+    ``lease`` is the timing lease; this ``Lease`` object must not be used elsewhere. The constructor and ``update_from``
+    raise ``EngineError`` if the decoder does not reproduce the model's log-probabilities."""
 
     def __init__(
         self,
@@ -79,8 +79,8 @@ class LocalEngine:
         self._decoder: Decoder = self._worker.submit(self._load, model, None).result()
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
-        """Samples a completion until a stop token, ``max_tokens`` or the end of the context. Raises ``ValueError`` if
-        the prompt is empty or leaves no room."""
+        """Samples a completion that ends at a stop token, after ``max_tokens``, or where the context is full. Raises
+        ``ValueError`` if the prompt is empty or fills the context."""
         params = fitted(params, prompt, self._decoder.context)
         noise = uniforms(params.seed, len(prompt), params.max_tokens)
         future = asyncio.get_running_loop().create_future()
@@ -97,8 +97,8 @@ class LocalEngine:
             raise
 
     async def update_from(self, model: Any, version: int) -> None:
-        """Makes the engine serve the weights of ``model`` as ``version``. Requests in the batch finish on the old
-        weights first; waiting requests get the new weights."""
+        """Makes the engine serve the weights of ``model`` as ``version``. Requests in the batch first finish with the
+        old weights; waiting requests get the new weights."""
         async with self._updating:
             if self._driver and not self._driver.done():
                 await asyncio.wait([self._driver])  # ends with the active requests
@@ -117,8 +117,8 @@ class LocalEngine:
     async def compute(self, job: Callable[[], Any]) -> Any:
         """Runs ``job`` in the worker thread, while no decoding runs there, and returns the result of ``job``.
 
-        If a process computes in a second thread too, its OpenMP library has more threads than processors and stops
-        active waiting, and every operator in both threads becomes slower by a third (docs/lab-notebook.md)."""
+        Computing in a second thread instead would slow every operator in both threads by a third: OpenMP would have
+        more threads than there are processors, and would stop active waiting (docs/lab-notebook.md)."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, job)
 
     async def close(self) -> None:
@@ -139,7 +139,7 @@ class LocalEngine:
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
     async def _drive(self) -> None:
-        """Adds waiting requests to the batch, and decodes until a request ends or arrives; repeats until all ended."""
+        """Adds waiting requests to the batch; decodes until a request ends or arrives; repeats until none is left."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -201,8 +201,8 @@ class LocalEngine:
 
     @torch.inference_mode()
     def _work(self, joining: list[_Request]) -> list[tuple[_Request, Any]]:
-        """Adds ``joining`` to the batch and decodes until a request ends or the event loop interrupts. Returns the
-        requests that ended, with their finish reasons."""
+        """Adds ``joining`` to the batch and decodes until a request ends or ``_interrupt`` is set. Returns the requests
+        that ended, with their finish reasons."""
         if cancelled := [row for row, request in enumerate(self._active) if request.future.cancelled()]:
             with self._working():
                 for row in reversed(cancelled):
@@ -225,8 +225,8 @@ class LocalEngine:
             longest += 1
 
     def _join(self, joining: list[_Request]) -> list[tuple[_Request, Any]]:
-        """Adds requests to the batch: computes their prompts in new rows and samples their first tokens. Returns the
-        requests that ended, with their finish reasons."""
+        """Adds ``joining`` to the batch: runs their prompts in new rows, and samples the first token of each. Returns
+        the requests that ended with this token, with their finish reasons."""
         kept: dict[int, Any] = {}  # snapshots to restore, by row
         leaders: dict[tuple[int, ...], int] = {}
         twins: list[tuple[int, int, int]] = []  # source row, row, length
@@ -259,8 +259,9 @@ class LocalEngine:
             return self._sample(logits[torch.tensor(picks, device=logits.device)], len(self._active) - len(joining))
 
     def _take_kept(self, prompt: list[int]) -> tuple[int, Any]:
-        """Returns the length of the longest prefix that ``prompt``, without its last token, shares with a kept
-        sequence, and the decoder's copy of this sequence; 0 and None if there is none."""
+        """Finds the kept sequence that shares the longest prefix with ``prompt[:-1]``. Returns the length of this
+        prefix and the decoder's copy of the sequence, or 0 and None if no sequence can be used. A sequence that is a
+        prefix as a whole is no longer kept afterwards."""
         best, best_length = None, 0
         wanted = np.array(prompt[:-1])
         for index in reversed(range(len(self._kept))):
@@ -278,7 +279,8 @@ class LocalEngine:
         return best_length, kept
 
     def _sample(self, logits: Tensor, first: int) -> list[tuple[_Request, Any]]:
-        """Draws the next tokens of the rows from ``first`` on. Requests that end leave the batch and are returned."""
+        """Draws the next token of every active row from number ``first`` on; ``logits`` belong to these rows. Requests
+        that end leave the batch and are returned with their finish reasons."""
         requests = self._active[first:]
         noise = torch.tensor([r.noise[len(r.ids)] for r in requests], dtype=torch.float64, device=logits.device)
         temperatures = [r.params.temperature for r in requests]
@@ -336,10 +338,10 @@ def uniforms(seed: int, position: int, count: int) -> np.ndarray:
 
 
 def draw(logits: Tensor, noise: Tensor, temperatures: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Draws one token for each row of ``logits``; returns the ids and log-probabilities of the n tokens.
+    """Draws one token for each of the n rows of ``logits``; returns the ids and log-probabilities of the n tokens.
 
-    ``logits`` are float32 [n, vocab]. ``noise``, float64 [n], says where in its row's cumulative distribution a token
-    is drawn. At temperature 0 the likeliest token is taken, with its log-probability at temperature 1."""
+    ``logits`` are float32 [n, vocab]. ``noise``, float64 [n] in [0, 1), picks a token from each row's cumulative
+    distribution. At temperature 0 the likeliest token is taken, with its log-probability at temperature 1."""
     if any(t != 1.0 for t in temperatures):
         logits = logits / torch.tensor([t or 1.0 for t in temperatures], device=logits.device)[:, None]
     probabilities = torch.softmax(logits, -1)

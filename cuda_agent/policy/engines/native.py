@@ -22,8 +22,8 @@ FLAGS += " -fassociative-math"
 
 @functools.cache
 def library(head: int, group: int) -> ctypes.CDLL | None:
-    """Returns the functions of ``step.cpp``, compiled for heads of the size ``head`` and ``group`` query heads per
-    key-value head, or None if they cannot be compiled."""
+    """Returns the functions of ``step.cpp``, compiled for heads of size ``head`` and ``group`` query heads per
+    key-value head. Returns None if they cannot be compiled."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         return None

@@ -45,8 +45,8 @@ PROBE_TOLERANCE_LOW = 0.05  # the same for servers in bfloat16 and float16
 
 
 class VllmEngine:
-    """An engine that sends requests to the vLLM servers ``replicas``; call ``greet`` of each replica first. The engine
-    writes new weights, unless it broadcasts them, to the folder ``work``, which every server must be able to read."""
+    """An engine that sends requests to the vLLM servers ``replicas``; ``greet`` each of them first. New weights, unless
+    they are broadcast, are written to the folder ``work``, which every server must be able to read."""
 
     def __init__(self, replicas: Sequence[Replica], work: Path, config: PolicyConfig) -> None:
         import torch
@@ -71,8 +71,8 @@ class VllmEngine:
         self._worker = ThreadPoolExecutor(1, "training", initializer=torch.set_num_threads, initargs=(config.threads,))
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
-        """Samples a completion until a stop token, ``max_tokens`` or the end of the context. Raises ``ValueError`` if
-        the prompt is empty or leaves no room, and ``EngineLost`` if no server is left."""
+        """Samples a completion that ends at a stop token, after ``max_tokens``, or where the context is full. Raises
+        ``ValueError`` if the prompt is empty or fills the context, and ``EngineLost`` if no server is left."""
         params = fitted(params, prompt, self.context)
         while not self._open.is_set():
             await self._open.wait()
@@ -94,7 +94,7 @@ class VllmEngine:
                 self._idle.set()
 
     async def update_from(self, model: Any, version: int) -> None:
-        """Makes the servers serve ``model``'s weights as ``version``. Running requests first finish on the old ones."""
+        """Makes the servers serve ``model``'s weights as ``version``, after running requests have finished."""
         async with self._updating:
             self._check()
             self._open.clear()
@@ -159,8 +159,8 @@ class VllmEngine:
             self._last_error = f"{replica.url}: {error}{log}"
 
     async def _patiently(self, replica: Replica, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
-        """Returns a completion from ``replica``. Repeats a failed request while the server is healthy, at most
-        ``TRIES`` times in all, and at most ``BUSY_TRIES`` times while it is busy. Raises ``Fault``."""
+        """Returns a completion from ``replica``. Sends a failed request again while the server is healthy, up to
+        ``TRIES`` tries. Asks a busy server up to ``BUSY_TRIES`` times. Raises ``Fault`` if all tries fail."""
         faults = busy = 0
         while True:
             try:
@@ -229,8 +229,8 @@ class VllmEngine:
             self._adapter = name
 
     async def _prove(self, replica: Replica, model: Any, before: list[Any]) -> None:
-        """Raises EngineError unless ``replica`` computes with the weights of ``model``. ``before`` holds the digests
-        that the server's workers reported before the weights changed, or is empty."""
+        """Raises EngineError unless ``replica`` computes with the weights of ``model``. ``before`` holds what the
+        server's workers reported (``cuda_agent_weights``) before the weights changed, or is empty."""
         prompt = probe_prompt(model, PROBE_TOKENS)
         params = SamplingParams(PROBE_SAMPLED, seed=1, temperature=PROBE_TEMPERATURE)
         served_name = self._adapter or replica.model
@@ -275,7 +275,8 @@ class VllmEngine:
 
 
 def _put_first(policy: Path, shared: Path) -> None:
-    """Copies ``policy`` into ``shared`` if no policy is there yet: servers (``vllm_pool``) wait there for the first."""
+    """Copies ``policy`` to ``shared``/policy, unless a policy is there already. The servers of a pool (``vllm_pool``)
+    wait for this folder before they start."""
     if (shared / FIRST).exists():
         return
     shared.mkdir(parents=True, exist_ok=True)
@@ -302,9 +303,10 @@ async def open_vllm(
 ) -> AsyncIterator[VllmEngine]:
     """Opens an engine that serves the policy in ``folder``, whose weights are those of ``model``.
 
-    If ``config.vllm.servers`` lists servers, the engine uses them, and replaces their weights unless it syncs adapters.
-    Otherwise it starts ``config.vllm.replicas`` servers and gives them the GPUs in turn. Without a GPU these run on the
-    CPU in float32, and pause while a judge holds ``lease`` to take a time. New weights are written below ``work``."""
+    If ``config.vllm.servers`` lists servers, the engine gives them these weights; with ``sync=lora`` they must have
+    them already. If none are listed, it starts ``config.vllm.replicas`` servers and spreads them over the GPUs. Without
+    a GPU they run on the CPU in float32, and pause while a judge holds the timing ``lease``. New weights are written
+    below ``work``; for listed servers ``$CUDA_AGENT_ENGINE_FOLDER``, if set, takes its place."""
     settings = config.vllm
     own: list[VllmServer] = []
     found = [Replica(url) for url in settings.servers]

@@ -2,8 +2,8 @@
 
 vLLM calls ``register`` in each process, through the entry point ``vllm.general_plugins``. It also adds the methods of
 ``WeightSync`` to its workers; the engine calls these methods through vLLM's route ``/collective_rpc``. A server must be
-able to import this package, but not the package's requirements: only functions import ``torch``. As a program, this
-module becomes a server."""
+able to import this package, but not the package's requirements; therefore ``torch`` is imported inside functions. Run
+as a program, this module turns its process into a vLLM server."""
 
 import ctypes
 import functools
@@ -42,8 +42,8 @@ def register() -> None:
 
 
 def _keep_plain_weights() -> None:
-    """Disables packed weights. On a CPU vLLM multiplies with packed copies of the weights, and loading new weights
-    leaves the copies as they were. Without packing, vLLM uses PyTorch's operators on the weights themselves."""
+    """Disables packed weights. On a CPU vLLM multiplies with packed copies of the weights, which stay the same when new
+    weights are loaded. Without packing, vLLM uses PyTorch's operators on the weights themselves."""
     from vllm import _custom_ops  # type: ignore[import-not-found, unused-ignore]
     from vllm.model_executor.layers import utils  # type: ignore[import-not-found, unused-ignore]
 
@@ -99,7 +99,7 @@ class WeightSync:
         return {}
 
     def cuda_agent_receive(self, tensors: list[list[Any]]) -> dict[str, str]:
-        """Receives broadcast weights; ``tensors`` has [name, element type, shape] of each, in sending order."""
+        """Receives broadcast weights. ``tensors`` lists their [name, element type, shape], in sending order."""
         self.model_runner.reload_weights(weights_iterator=self._received(tensors))
         return self.cuda_agent_weights()
 
@@ -122,7 +122,8 @@ def transfer_store(host: str, port: int, size: int, master: bool) -> Any:
 
 
 def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> Any:
-    """Joins a broadcast group by NCCL or Gloo. Returns the group when all ``size`` members have joined it."""
+    """Joins, as member ``rank`` of ``size``, the broadcast group that meets through ``store``. The group uses NCCL if
+    ``device`` is "cuda", otherwise Gloo."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=TRANSFER_SECONDS)
@@ -159,9 +160,10 @@ def digest(parameters: Iterable[tuple[str, Any]]) -> str:
 
 
 def served(policy: Path, name: str, context: int, batch: int, memory: float | None, rank: int | None) -> list[str]:
-    """Returns the arguments, except for the address, of a vLLM server for the model folder ``policy`` under the name
-    ``name``. ``context`` is cut to the model's positions; ``batch`` is the most sequences at once. ``memory`` is a
-    share of a GPU's memory, or None for a server on the CPU in float32. ``rank`` is an adapter's largest rank."""
+    """Returns the arguments, except for the address, of a vLLM server that serves the model folder ``policy`` as
+    ``name``. ``context``, the most tokens of a sequence, is cut to what the model supports; ``batch`` is the most
+    sequences at once. ``memory`` is a share of a GPU's memory, or None for a server on the CPU in float32. ``rank`` is
+    the largest rank that an adapter may have, or None without adapters."""
     config = json.loads((policy / "config.json").read_text())
     shape = config.get("text_config") or config
     context = min(context, shape.get("max_position_embeddings") or context)
@@ -184,7 +186,8 @@ def served(policy: Path, name: str, context: int, batch: int, memory: float | No
 
 
 def on_processor(environment: dict[str, str], lib: Path, threads: int) -> dict[str, str]:
-    """Returns ``environment`` for a vLLM server on the CPU. ``lib`` is the folder lib of vLLM's environment."""
+    """Returns ``environment``, changed for a vLLM server on the CPU. ``lib`` is the folder ``lib`` of the Python
+    environment in which vLLM is installed."""
     made = environment | {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     made.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the arguments of ``served``
     openmp = lib / "libiomp5.so"  # vLLM's operators are linked to it

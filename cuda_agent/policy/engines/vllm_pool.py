@@ -1,8 +1,9 @@
 """Runs one vLLM server of a run's pool on a cluster: waits for the run's first policy, then becomes vLLM's server.
 
-The first stage that needs an engine writes the policy atomically into the sub-folder ``policy`` of a shared folder. At
-each start the server gives the policy a new name. A restarted server has the initial weights, so it must refuse
-requests for the old name. This module needs none of the package's requirements except ``torch``."""
+The first stage that needs an engine writes the policy atomically into the sub-folder ``policy`` of a shared folder. A
+restarted server has the weights of this first policy again, and must not answer requests for later weights. So the
+policy gets a new name at each start, and the server refuses requests for the old name. This module needs none of the
+package's requirements except ``torch``."""
 
 import argparse
 import os
@@ -18,8 +19,8 @@ FIRST = "policy"  # sub-folder with the initial policy in the shared folder
 
 
 def command(policy: Path, port: int, context: int, batch: int, memory: float, gpus: int) -> list[str]:
-    """Returns the arguments of a Python interpreter that runs vLLM's server on ``gpus`` GPUs, or on the CPU if 0.
-    ``memory`` is a share of each GPU's memory."""
+    """Returns the arguments with which a Python interpreter runs vLLM's server, on ``gpus`` GPUs or, if 0, on the CPU.
+    ``memory`` is the share of each GPU's memory that the server may use."""
     name = f"policy-{secrets.token_hex(6)}"
     line = ["-P", "-m", "vllm.entrypoints.openai.api_server", "--host", "0.0.0.0", "--port", str(port)]
     line += served(policy, name, context, batch, memory if gpus else None, None)

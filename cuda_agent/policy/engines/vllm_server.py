@@ -1,8 +1,8 @@
 """Starts vLLM servers, sends HTTP requests to them or to external vLLM servers, and checks the answers.
 
 A server started here listens on a Unix socket in a private folder, because vLLM's interface for replacing weights has
-no password. vLLM requires its own PyTorch version, so the variable ``CUDA_AGENT_VLLM_PYTHON`` may name another Python
-interpreter for it. This package need not be installed in that interpreter's environment."""
+no password. vLLM requires its own PyTorch version, so the variable ``CUDA_AGENT_VLLM_PYTHON`` may name the Python
+interpreter of vLLM's own environment. This package need not be installed in that environment."""
 
 import asyncio
 import math
@@ -160,7 +160,7 @@ class Replica:
             return False
 
     async def ready(self) -> None:
-        """Waits until the server answers. Raises EngineLost, with the end of the log, if the server ends or is slow."""
+        """Waits until the server answers. Raises EngineLost if it ends, or does not answer within ``START_SECONDS``."""
         end, server = time.monotonic() + START_SECONDS, self.server
         while not await self.healthy():
             log = f":\n{server.tail()}" if server else ""
@@ -212,9 +212,9 @@ class Replica:
     async def complete(
         self, prompt: Sequence[int], params: SamplingParams, model: str, salt: str, **more: Any
     ) -> dict[str, Any]:
-        """Returns vLLM's completion of ``prompt`` (``token_ids``, ``logprobs``, ``finish_reason``); raises Fault if it
-        is not as requested. ``model`` is the served name. Requests with different ``salt`` share no cached prefix.
-        ``more`` holds more fields of the request."""
+        """Returns vLLM's completion of ``prompt`` (``token_ids``, ``logprobs``, ``finish_reason``). Raises Fault if the
+        completion does not fit ``params``. ``model`` is the name under which the server serves the policy. Requests
+        with different ``salt`` share no cached prefix. ``more`` holds further fields of the request."""
         body = {
             "model": model,
             "prompt": list(prompt),

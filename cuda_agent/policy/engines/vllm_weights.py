@@ -17,8 +17,8 @@ from cuda_agent.policy.lora import merged_parameters
 
 
 class Broadcast:
-    """The trainer's end of a process group that broadcasts weights to vLLM servers. ``send`` uses the same group again
-    as long as the servers stay the same."""
+    """The trainer's end of a process group that broadcasts weights to vLLM servers. ``send`` reuses the group as long
+    as the servers stay the same."""
 
     def __init__(self) -> None:
         self._group: Any = None
@@ -76,8 +76,8 @@ def _address_towards(hosts: Sequence[str | None]) -> str:
 
 
 async def _collective(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) -> Any:
-    """Runs ``work``, the trainer's part of a collective operation, in a thread, while ``calls`` make the servers take
-    part. Returns the result of ``work``. If a call fails, ``work`` may never end; its thread is then left behind."""
+    """Runs ``work``, the trainer's part of a collective operation, in a thread, while the requests ``calls`` make the
+    servers take part. Returns the result of ``work``. If a request fails, the thread may never end."""
     result: Future[Any] = Future()
     result.set_running_or_notify_cancel()
 
