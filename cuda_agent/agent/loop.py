@@ -160,8 +160,8 @@ class EpisodePlayer(ABC):
         return ended
 
     def said(self, text: str, calls: Calls, cut: bool, malformed: bool, **more: str) -> Calls | Ended:
-        """Records the message of a turn: ``text``, ``calls`` and ``more`` fields.  Returns the calls, or the reason why
-        the turn is the last: it was ``cut`` off, or it has no calls and none was ``malformed``."""
+        """Records the message of a turn: ``text``, ``calls`` and the fields in ``more``.  Returns the calls, or the
+        reason why the turn is the last: it was ``cut`` off, or it has no calls and none was ``malformed``."""
         asked = [{"name": call["name"], "arguments": call["arguments"] or {}} for call in calls]
         self.episode.messages.append({"role": "assistant", "content": text, "tool_calls": asked, **more})
         if malformed:

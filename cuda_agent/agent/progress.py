@@ -103,8 +103,8 @@ class SearchBudget:
         return None if self.seconds is None else self.seconds - self.elapsed
 
     def lacks(self, prompt: int, sampled: int) -> str:
-        """Returns the limit that is too small for a turn with ``prompt`` prompt tokens and ``sampled`` sampled tokens:
-        "minutes" (the time is used up), "tokens" or "money".  Returns "" if no limit is too small."""
+        """Returns the limit that a further turn with ``prompt`` and ``sampled`` tokens would exceed: "tokens", "money",
+        or "minutes" if the time is used up already.  Returns "" if the turn would exceed no limit."""
         if self.left is not None and self.left <= 0:
             return "minutes"
         if self.tokens is not None and self.prompt + self.sampled + prompt + sampled > self.tokens:

@@ -66,8 +66,8 @@ def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, A
 
 
 def least_tokens(task: Task, terms: Terms) -> int:
-    """Estimates the fewest tokens that an attempt needs.  In the style ``compact``, this is the first prompt.  In the
-    style ``full``, it is two turns, because the last turn of an attempt runs no tool."""
+    """Estimates the fewest tokens that an attempt needs: those of the first prompt in the style ``compact``; those of
+    two turns in the style ``full``, because no tool runs in the last turn there."""
     prompt = size(first_messages(task, terms, "x" * _BASELINES)) // CHARACTERS
     return prompt if terms.style == "compact" else sum(_two_turns(min(prompt, terms.context), terms.answer_tokens))
 

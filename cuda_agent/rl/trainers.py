@@ -34,8 +34,8 @@ def make_trainer(
 ) -> Trainer:
     """Makes a trainer for ``model``.  ``longest`` is the length of the longest sequence in tokens.  Only imitation may
     set ``precision`` to "auto": PPO needs exactly the engine's log-probabilities.  ``scratch`` says that the model is
-    new: the optimizer is then Muon, which needs half as many tokens as AdamW.  If ``scratch`` is not set but
-    ``lora.rank`` is, only adapters are trained."""
+    new: its optimizer is Muon, which needs half as many training tokens as AdamW.  A model that is not new trains only
+    adapters if ``lora.rank`` is set."""
     import torch
 
     torch.set_num_threads(ctx.config.policy.threads)
