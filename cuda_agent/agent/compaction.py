@@ -1,9 +1,9 @@
 """Shortens a conversation so that it fits into a model's context.
 
 The least useful parts are cut first: the middles of old tool results, then the middles of the arguments of old tool
-calls (the model can read the files that it wrote), then whole old turns.  The system message, the task and the newest
-turns stay.  Texts in the newest turns are cut only if all else is not enough.  A tool call and its result are never
-separated, because servers refuse one without the other.  Sizes are in characters, because only servers count tokens."""
+calls (written files can be read again), then whole old turns.  The system message, the task and the newest turns stay.
+Texts in the newest turns are cut only if all else is not enough.  A tool call and its result are never separated,
+because servers refuse one without the other.  Sizes are in characters, because only servers count tokens."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -72,7 +72,7 @@ def cut(text: str, limit: int) -> str:
 
 
 def _turns(messages: Sequence[Message]) -> list[list[Message]]:
-    """Splits ``messages`` into turns: each is an assistant message and the messages up to the next one."""
+    """Splits ``messages`` into turns.  Each turn begins with an assistant message; messages before it are left out."""
     turns: list[list[Message]] = []
     for message in messages:
         if message["role"] == "assistant":

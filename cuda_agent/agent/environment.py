@@ -34,10 +34,10 @@ class KernelEnvironment:
     """The environment of one episode.
 
     Attributes:
-        files: The player's files when ``collect`` last read the work folder.  A new work folder begins with them.
+        files: The player's files, as ``collect`` last read them.  A work folder that is opened later starts with them.
         best: The best verdict so far.
         flags: The bad patterns seen so far ("malformed_call", "unknown_tool", "loop").
-        repeated: How often the latest tool call was made since the work folder last changed."""
+        repeated: How many times the latest tool call was made since the work folder last changed."""
 
     def __init__(
         self,
@@ -131,7 +131,8 @@ class KernelEnvironment:
         return verdict
 
     async def command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """Answers the command ``name`` (compile, verify, profile), which the player ran in the shell, for ``files``."""
+        """Answers the command ``name`` (compile, verify, profile), which the player ran in the shell.  Judges the
+        solution in ``files`` and returns the command's output."""
         verdict = await self.judge(solution_of(files, self.format))
         return ToolResult(describe(verdict, name, self.style), failed(verdict, name))
 

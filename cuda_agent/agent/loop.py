@@ -54,7 +54,7 @@ class Player(Protocol):
     """The side of the agent loop that makes tool calls, such as a policy; the environment answers the calls."""
 
     async def speak(self, turn: int) -> Calls | str:
-        """Takes turn ``turn``; returns its tool calls, or the reason why the player ends."""
+        """Plays turn number ``turn``; returns its tool calls, or the reason why the player ends."""
 
     def hear(self, results: Sequence[ToolResult], turn: int) -> str | None:
         """Receives the results of the calls of turn ``turn``; returns the reason why the player ends, or None."""
@@ -96,7 +96,7 @@ async def run_episode(
 async def run_single(
     task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
 ) -> Episode:
-    """Plays one episode without tools: the files in fenced blocks of the policy's only answer are the solution."""
+    """Plays one episode without tools.  The files in the fenced blocks of the policy's one answer are the solution."""
     player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat)
     player.episode.messages = one_shot_messages(task, settings.style, settings.format, settings.device)
     player.add(chat.prompt_ids(player.episode.messages), 0)
@@ -133,8 +133,8 @@ class EpisodePlayer(ABC):
         return min(self.settings.turn_tokens, self.settings.context - len(self.episode.ids))
 
     async def run(self, answer: Callable[[], Awaitable[Ended]] | None = None) -> Episode:
-        """Plays with tools or, if ``answer`` is given, calls it to sample an answer without tools.  Then judges the
-        files.  Returns the episode with the reason why it ended, which may be an infrastructure fault."""
+        """Plays the episode with tools, or calls ``answer`` to play it without tools.  Then judges the files.  Returns
+        the episode with the reason why it ended, which may be an infrastructure fault."""
         environment, episode = self.environment, self.episode
         episode.kind = "single" if answer else "agent"
 
@@ -160,7 +160,8 @@ class EpisodePlayer(ABC):
         return ended
 
     def said(self, text: str, calls: Calls, cut: bool, malformed: bool, **more: str) -> Calls | Ended:
-        """Records the text and calls of a turn; returns the calls, or the reason why the turn is the last."""
+        """Records the message of a turn: ``text``, ``calls`` and the fields in ``more``.  Returns the calls, or the
+        reason why the turn is the last: it was ``cut`` off, or it has no calls and none was ``malformed``."""
         asked = [{"name": call["name"], "arguments": call["arguments"] or {}} for call in calls]
         self.episode.messages.append({"role": "assistant", "content": text, "tool_calls": asked, **more})
         if malformed:
@@ -254,10 +255,10 @@ async def run_many(
 ) -> list[Episode]:
     """Runs ``jobs``, at most ``concurrency`` at once, and returns their episodes in the order of the jobs.
 
-    With ``lockstep`` an episode samples its next turn only when all other running episodes are ready to sample.  The
-    engine then gets all prompts at once and in order, so that its batches are the same in every run; with
-    ``sandbox.clock=model`` all results are the same too.  With ``lockstep`` episodes have no deadline.  An exception of
-    one job (a bug, a lost engine) ends all jobs."""
+    If one job raises an exception (a bug, a lost engine), all jobs end.  With ``lockstep`` episodes have no deadline,
+    and an episode samples its next turn only when all other running episodes are ready to sample.  The engine then gets
+    all prompts at once and in order, so that its batches are the same in every run; with ``sandbox.clock=model`` all
+    results are the same too."""
     slots = asyncio.Semaphore(concurrency)
     lock = _Lockstep(len(jobs), concurrency) if lockstep else None
 
@@ -280,8 +281,8 @@ async def run_many(
 
 
 class _Lockstep:
-    """A barrier at which each running episode waits, before every turn, for the other running episodes.  Of ``jobs``
-    episodes at most ``places`` run at once."""
+    """Makes all running episodes wait for each other before every turn, so that they sample at the same time.  Of
+    ``jobs`` episodes, at most ``places`` run at once."""
 
     def __init__(self, jobs: int, places: int) -> None:
         self._active = min(jobs, places)

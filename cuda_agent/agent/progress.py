@@ -29,7 +29,8 @@ _COMPARED_LINES = 2000  # most lines compared per file: repeated lines take cubi
 
 
 def difference(path: str, old: str, new: str) -> Event:
-    """Returns the fields of an event ``diff`` from ``old`` to ``new``: path, diff, and numbers of changed lines."""
+    """Returns the fields of the event ``diff`` for a file whose text changed from ``old`` to ``new``: the file's path,
+    the diff, and the numbers of added and removed lines."""
     before, after = (text.splitlines()[:_COMPARED_LINES] for text in (old, new))
     lines = list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]
     added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
@@ -63,7 +64,7 @@ class Findings:
     reached: Find | None = None  # the first solution that is as fast as the user asked
 
     def add(self, solution: Solution, verdict: Verdict, attempt: int, turn: int) -> Find | None:
-        """Adds ``solution``, unless it was added before, and returns its ``Find``; None if it is wrong or untimed."""
+        """Returns the ``Find`` of ``solution``, which is added if new; None if the solution is wrong or untimed."""
         if factor(verdict) is None:
             return None
         return self.by_digest.setdefault(solution.digest, Find(solution, verdict, attempt, turn))
@@ -78,7 +79,7 @@ class Findings:
 class SearchBudget:
     """The limits for all attempts of a search together, and how much of each limit was used so far."""
 
-    tokens: int | None = None  # most prompt and sampled tokens together; None: no limit
+    tokens: int | None = None  # most tokens, prompt and sampled tokens added; None: no limit
     seconds: float | None = None  # most seconds; None: no limit
     money: float | None = None  # most money, in the unit of the prices; None: no limit
     price_in: float = 0.0  # price of a million prompt tokens
@@ -102,8 +103,8 @@ class SearchBudget:
         return None if self.seconds is None else self.seconds - self.elapsed
 
     def lacks(self, prompt: int, sampled: int) -> str:
-        """Returns the limit that is used up, or that ``prompt`` more prompt tokens and ``sampled`` more sampled tokens
-        would exceed: "minutes", "tokens" or "money"; "" if there is none."""
+        """Returns the limit that a further turn with ``prompt`` and ``sampled`` tokens would exceed: "tokens", "money",
+        or "minutes" if the time is used up already.  Returns "" if the turn would exceed no limit."""
         if self.left is not None and self.left <= 0:
             return "minutes"
         if self.tokens is not None and self.prompt + self.sampled + prompt + sampled > self.tokens:
@@ -125,7 +126,7 @@ class State:
     """The state of an attempt, from which the attempt can be resumed."""
 
     messages: list[Event] = field(default_factory=list)  # the conversation
-    files: dict[str, str] = field(default_factory=dict)  # path -> content, of the work folder
+    files: dict[str, str] = field(default_factory=dict)  # files in the work folder: path -> content
     turn: int = 0  # number of the next turn
     ended: str = ""  # why the attempt ended, if it did
 

@@ -42,8 +42,8 @@ def describe(verdict: Verdict, command: str, style: Style) -> str:
 
 def standing(verdict: Verdict) -> str:
     """Returns a line with the shortest possible time of the task on the device (roofline), and how near the solution
-    comes to it; empty if unknown.  This time is the longer of two times at the device's peak rates: for moving all
-    inputs and outputs, and for the arithmetic operations of the reference."""
+    comes to it; empty if unknown.  The shortest possible time is the longer of two times at the device's peak rates:
+    the time to move all inputs and outputs, and the time for all arithmetic operations of the reference."""
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return ""
     least = {
@@ -63,14 +63,14 @@ def failed(verdict: Verdict, command: str) -> bool:
 
 
 def first_error(message: str) -> str:
-    """Returns the first error in a compiler's ``message`` as ``path:line: text``; of another message the first line."""
+    """Returns the first error in a compiler's ``message`` as ``path:line: text``, or else the message's first line."""
     if found := _COMPILER.search(message):
         message = f"{found[1]}:{found[2]}: {found[3]}"
     return (message.splitlines() or [""])[0][:_COMPACT_MESSAGE]
 
 
 def solution_of(files: Mapping[str, str], format: Format) -> Solution:
-    """Returns the solution in a work folder: those of its ``files`` that belong to a solution in ``format``."""
+    """Returns the solution in a work folder's ``files``: only the files that a solution in ``format`` can have."""
     return Solution(format, {path: text for path, text in files.items() if FORMATS[format].belongs(path)})
 
 

@@ -1,4 +1,4 @@
-"""Offers the tasks as an OpenEnv environment: a server.  A session of the server plays episodes, one at a time.
+"""Offers the tasks as an OpenEnv environment, through a server.  A session of the server plays one episode at a time.
 
     python -m cuda_agent.environments.openenv TASKS [--port 8000] [OVERRIDE...]
 
@@ -42,7 +42,7 @@ class KernelAction(Action):
 
 class KernelObservation(Observation):
     """After ``reset`` it holds the first messages and the tools' schemas; after ``step`` it holds the tool's result.
-    If ``done``, it has the verdict's reward, or None after an infrastructure fault: then drop the episode."""
+    If ``done``, its reward is that of the verdict; None means an infrastructure fault: drop the episode."""
 
     text: str = ""
     messages: list[dict[str, Any]] = Field(default_factory=list)

@@ -76,7 +76,7 @@ class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
             mcp.add_tool(fn, name=facts["name"], description=facts["description"], structured_output=False)
 
     def _call(self, name: str, schema: dict[str, Any]) -> Callable[..., Any]:
-        """Returns a function that calls the tool ``name``; from its parameters verifiers derives the tool's schema."""
+        """Returns a function that calls the tool ``name``; its signature tells verifiers the tool's ``schema``."""
 
         async def call(**arguments: Any) -> str:
             given = {key: value for key, value in arguments.items() if value is not None}
@@ -105,8 +105,8 @@ class KernelTask(vf.Task[KernelData, KernelState, KernelTaskConfig]):
 
     @vf.reward
     async def reward(self, trace: vf.Trace) -> float:
-        """Returns the verdict's reward: -1 for a wrong solution, 1 for a correct one, 2 if it is also over 5 % faster
-        than eager, 3 if also over 5 % faster than torch.compile.  A fault of the sandbox raises an error."""
+        """Returns the verdict's reward: -1 for a wrong solution, 1 for a correct one, 2 if it is also more than 5 %
+        faster than eager, 3 if also more than 5 % faster than torch.compile.  A sandbox fault raises an error."""
         async with opened(self.data.task(), self.config.tools) as environment:
             verdict = await environment.judge(solution_of(trace.state.files, environment.format))
         trace.record_metrics(

@@ -1,9 +1,9 @@
 """One attempt of a search: a model tries, turn by turn, to write a fast solution of a task.
 
-The attempt ends when a solution reaches the target, the budget is used up or the model gives up.  ``Attempt`` is a
-player of ``agent.loop.play``: it sends the conversation to the model.  ``SearchEnvironment`` answers the model's tool
-calls.  Tools run in the sandbox's workspace: nothing that the model writes is executed in this process.  An attempt can
-be stopped at any time, because ``progress.Findings`` keeps all correct solutions."""
+The attempt ends when a solution reaches the target speed-up, the budget is used up or the model gives up.  ``Attempt``
+is a player of ``agent.loop.play``: it sends the conversation to the model.  ``SearchEnvironment`` answers the model's
+tool calls.  Tools run in the sandbox's workspace: nothing that the model writes is executed in this process.  An
+attempt can be stopped at any time, because ``progress.Findings`` keeps all correct solutions."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -66,21 +66,21 @@ def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, A
 
 
 def least_tokens(task: Task, terms: Terms) -> int:
-    """Estimates the fewest tokens that an attempt needs: those of two turns, because no tool runs in the last turn.  In
-    the style ``compact`` an attempt needs only the tokens of the first prompt."""
+    """Estimates the fewest tokens that an attempt needs: those of the first prompt in the style ``compact``; those of
+    two turns in the style ``full``, because no tool runs in the last turn there."""
     prompt = size(first_messages(task, terms, "x" * _BASELINES)) // CHARACTERS
     return prompt if terms.style == "compact" else sum(_two_turns(min(prompt, terms.context), terms.answer_tokens))
 
 
 def _two_turns(prompt: int, answer: int) -> tuple[int, int]:
-    """Returns the most tokens that two turns read and the most that they write.  ``prompt`` and ``answer`` are the most
-    tokens that the first turn reads and writes."""
+    """Returns upper bounds for two turns together: the prompt tokens and the sampled tokens.  ``prompt`` and ``answer``
+    are the same bounds for the first turn alone."""
     return 2 * prompt + answer, 2 * answer
 
 
 class SearchEnvironment(KernelEnvironment):
-    """The environment of the attempt number ``attempt``.  It reports events through ``tell``.  A solution that reaches
-    the target in quick mode is also judged in strict mode.  ``faults`` counts failures of the sandbox in a row."""
+    """The environment of attempt number ``attempt``, which reports events through ``tell``.  A solution that reaches
+    the target in quick mode is also judged in strict mode.  ``faults`` counts consecutive sandbox failures."""
 
     def __init__(
         self, task: Task, sandbox: Sandbox, terms: Terms, tools: Calls, findings: Findings, attempt: int, tell: Tell
@@ -131,8 +131,8 @@ class SearchEnvironment(KernelEnvironment):
         return ToolResult(text, failed(verdict, name))
 
     async def judge(self, solution: Solution, mode: Mode = "quick", command: str = "end") -> Verdict:
-        """Judges ``solution`` and reports the verdict, as the result of ``command``, through ``tell``.  If the sandbox
-        fails, the verdict's status is ``infra``."""
+        """Judges ``solution`` and reports the verdict through ``tell``, with the name of the ``command`` that asked for
+        it.  If the sandbox fails, the verdict's status is ``infra``."""
         try:
             verdict = await super().judge(solution, mode)
             self.faults = 0
@@ -312,7 +312,8 @@ class Attempt:
         return self._said[1] >= _STUCK
 
     def _without_calls(self, turn: int) -> str:
-        """Reminds the model, which called no tool, of the target and returns "", or "answer" after enough reminders."""
+        """Handles a turn without tool calls.  Reminds the model of the target and returns "".  If the model was
+        reminded often enough, or the style is ``compact``, returns "answer": the attempt ends."""
         if self.terms.style == "compact" or self.nudges >= _NUDGES:
             return "answer"
         self.nudges += 1
@@ -342,7 +343,8 @@ class Attempt:
         self.state.files, self.state.turn = dict(files), self.state.turn + 1
 
     def _drop_unfinished_turn(self) -> None:
-        """Removes the last assistant message and its answers, if one of its calls has no answer; resets the files."""
+        """Removes the last assistant message and everything after it, if one of its calls has no result.  Resets the
+        player's files to those at the end of the last whole turn."""
         messages = self.state.messages
         last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=len(messages))
         asked = len(messages[last].get("tool_calls") or ()) if last < len(messages) else 0

@@ -1,13 +1,13 @@
-"""The command `evaluate-set`: judges a set of finished solutions and writes what came out.
+"""The command `evaluate-set`: judges a set of finished solutions and writes the results to a folder.
 
-    verdicts.jsonl   a line for each verdict, written at once: the same command goes on after a kill
+    verdicts.jsonl   a line for each verdict, written immediately; after a kill the same command continues from it
     results.csv      a line for each record of the input
     scores.json      the scores, in the form of `cuda-agent benchmark`
-    report.html      the page
+    report.html      a page about the results
 
-A verdict is kept under the key of everything that it depends on.  So a changed solution, task or setting is judged
-anew, and two equal records are judged once.  A fault of the sandbox is not a verdict: the record is judged again, here
-and by the next run of the command.  ``solution_set`` reads the input, ``pages.judged_set`` makes page and CSV."""
+A verdict is kept under a key made of everything on which it depends.  So a changed solution, task or setting is judged
+anew, and two equal records are judged once.  A fault of the sandbox is not a verdict: the same run judges the record
+again, and so does the next run.  ``solution_set`` reads the input, ``pages.judged_set`` makes page and CSV."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class SetResult:
-    """What came out: a row for each record, the scores of the judged ones, and the number of tasks that count."""
+    """A row for each record, the scores of the judged records, and the number of ``tasks`` that fast_p divides by."""
 
     rows: list[JudgedRow]
     scores: Scores
@@ -63,7 +63,7 @@ class SetResult:
 async def evaluate_set(
     settings: SandboxConfig, cache: Path, given: SolutionSet, mode: Mode, output: Path, say: Say
 ) -> SetResult:
-    """Judges all records and writes the folder ``output``, also if it is interrupted.  ``say`` gets lines of progress.
+    """Judges all records; writes results to the folder ``output``, even if interrupted.  ``say`` gets progress lines.
 
     Raises:
         OptimizeError: ``output`` cannot be used; nothing in it was changed.
@@ -191,7 +191,7 @@ class _Work:
 
 
 def _read_verdicts(file: Path) -> dict[str, Verdict]:
-    """Returns the kept verdicts by key.  A last line that a kill has cut is removed from the file.
+    """Returns the verdicts in ``file`` by key.  Removes the file's last line if a killed process left it incomplete.
 
     Raises:
         OptimizeError: The file is damaged."""
@@ -216,8 +216,8 @@ def _in_short(verdict: Verdict, claim: float | None) -> str:
 
 
 def _result(given: SolutionSet, rows: list[JudgedRow], settings: SandboxConfig) -> SetResult:
-    """Scores the rows.  The final score of a task is the mean of its samples, the best score that of its best sample.
-    A task counts unless all its records were lost to something else than the solution."""
+    """Scores the rows.  A task's final score is the mean over its samples; its best score is that of its best sample.
+    A task without a score does not count in ``SetResult.tasks`` if a record was lost, such as by a sandbox fault."""
     judged = [row for row in rows if row.outcome in (*JUDGED, "infra")]
     best: dict[str, Verdict] = {}
     for row in judged:

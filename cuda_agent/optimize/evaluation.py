@@ -76,8 +76,8 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 def policy_folder(text: str, store_uri: str) -> Path:
-    """Returns the folder of the policy that ``text`` names: a Hugging Face folder, or ``RUN/STAGE`` as in
-    ``last/agentic`` for the policy of that stage, which is then fetched from the store."""
+    """Returns the folder of the policy that ``text`` names: a Hugging Face folder, or ``RUN/STAGE`` such as
+    ``last/agentic``.  For ``RUN/STAGE``, fetches the policy of that stage from the store."""
     folder = Path(text)
     if folder.is_dir():
         return folder
@@ -136,7 +136,7 @@ async def evaluate(
 
     Raises:
         TaskError: The task or the solution folder cannot be read.
-        ConfigError: ``again`` is set, but remote servers judge, which cannot do that."""
+        ConfigError: ``again`` is set, but the sandbox is on remote servers, which do not support ``again``."""
     from cuda_agent.sandbox.client import open_sandbox
     from cuda_agent.sandbox.remote import RemoteSandbox
 
@@ -154,9 +154,9 @@ async def evaluate(
 async def benchmark(
     config: Config, cache: Path, player: Player, tasks: Path, output: Path | None, say: Callable[[str], None]
 ) -> Any:
-    """Plays ``evaluate.samples`` episodes per task of the set ``tasks`` and reports them through ``say``.  Returns the
-    ``rl.scores.Scores``, which also name the wrong answers that each task lets through.  Writes episodes.jsonl,
-    scores.json and a policy's tokenizer.json into ``output``.
+    """Plays ``evaluate.samples`` episodes on each task of the set ``tasks``; reports each episode through ``say``.
+    Returns ``rl.scores.Scores``, whose ``lets_through`` names the wrong answers that a task's check accepts.  Writes
+    episodes.jsonl, scores.json and a policy's tokenizer.json into ``output``.
 
     Raises:
         BenchmarkError: ``output`` cannot be made."""

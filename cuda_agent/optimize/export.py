@@ -1,12 +1,12 @@
 """Exports a solution as one file ``model_new.py``, which needs PyTorch and a compiler, but nothing of this package.
 
-The file holds the task's own source, so that ``ModelNew`` has the parameters and the constructor of ``Model``.  It
-holds the kernels as strings, and the code that runs them: the source of the ``standalone_*`` modules, and the parts of
-sandbox modules that these use.  Kernels are built in the first call, or at import if the solution's format is
-``extension``, and cached in the user's home.
+The file holds the kernels as strings, and the code that runs them: the source of ``standalone_*`` modules, and the
+definitions that this source uses from other modules.  In the format ``plan`` the file also holds the task's source, so
+that ``ModelNew`` has the parameters and the constructor of ``Model``.  Kernels are built in the first call, or at
+import in the format ``extension``, and cached in the user's home.
 
-The exported file is for inference, on one device, without CUDA graphs.  It accepts only inputs with the shapes, types
-and plain arguments that the task draws."""
+The exported file is for inference, on one device, without CUDA graphs.  Inputs must have the same shapes, types and
+plain arguments as the task's inputs."""
 
 import ast
 import re
@@ -53,7 +53,7 @@ class ModelNew(Model):
 
 def model_new(task_code: str, solution: Solution, spec: TaskSpec, device: str, about: str = "") -> str:
     """Returns the source of ``model_new.py`` for ``solution``, with the text ``about`` as comments at its head.  If the
-    solution's format has no exporter, this is the solution's entry file, which needs nothing of this package.
+    solution's format has no exporter, returns the entry file below these comments; it needs nothing else.
 
     Raises:
         SolutionError: The files are not a valid solution."""
@@ -127,8 +127,9 @@ _BINDING = {
 
 
 def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
-    """Returns the source of ``standalone_plan`` and of the file ``part``, without module docstrings and imports of this
-    package, and between them the ``shared`` definitions (variable -> module, names) as strings."""
+    """Returns the sources of ``standalone_plan`` and of the file ``part``, without module docstrings and imports of
+    this package.  Lines between the two define the variables in ``shared`` (variable -> module and names): each becomes
+    a module that holds the definitions of these names."""
     texts = [_source(f"optimize/{name}") for name in ("standalone_plan.py", part)]
     bodies = [_OURS.sub("", text.partition('"""\n\n')[2]).strip() for text in texts]
     modules = []
@@ -139,7 +140,7 @@ def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
 
 
 def _definitions(source: str, names: list[str]) -> str:
-    """Returns, from ``source``, the definitions of ``names`` and of all names that these use outside annotations."""
+    """Returns the definitions of ``names`` in ``source``, and all definitions that these use outside of annotations."""
     tree, lines = ast.parse(source), source.splitlines()
     named: dict[str, list[ast.stmt]] = {}
     for node in ast.walk(tree):
@@ -164,7 +165,7 @@ def _definitions(source: str, names: list[str]) -> str:
 
 
 def _named(statement: ast.stmt) -> list[str]:
-    """Returns the names that a top-level statement defines, or that it changes by an assignment."""
+    """Returns the names that a top-level ``statement`` defines, or whose attributes or items it assigns."""
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return [(alias.asname or alias.name).partition(".")[0] for alias in statement.names]
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):

@@ -130,8 +130,8 @@ def alone(folder: Path, command: str) -> Iterator[None]:
 
 
 def _prepare_folder(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path, resume: bool) -> None:
-    """Writes the problem and the order to ``folder``.  Raises OptimizeError if the folder holds anything but a search
-    without a played turn, or, with ``resume``, if it holds no search of this problem."""
+    """Writes the problem and the order to ``folder``.  Without ``resume``, raises OptimizeError if the folder holds
+    anything other than a search in which no turn was played; with ``resume``, if it holds no search of this problem."""
     if resume:
         if not (folder / "transcript.jsonl").is_file():
             raise OptimizeError(f"{folder}: nothing to go on with; leave out --resume to begin")

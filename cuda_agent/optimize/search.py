@@ -195,8 +195,9 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: 
 async def _confirm(
     task: Task, sandbox: Any, findings: Findings, transcript: Transcript, stop: asyncio.Event
 ) -> Find | None:
-    """Judges solutions in strict mode, the best first, until the best solution has passed, and returns it; None if none
-    passes.  If a person sets ``stop`` meanwhile, returns the best solution so far."""
+    """Judges the best solution in strict mode.  If another solution is then the best, judges that one too, and so on.
+    Returns the best solution once it has passed; None if none passes.  If a person sets ``stop`` meanwhile, returns the
+    best solution so far."""
     stop.clear()
     for _ in range(_CONFIRMED):
         best = findings.best

@@ -1,4 +1,4 @@
-"""Reads sets of finished solutions that others wrote: JSON lines, JSON, folders, KernelBench's runs.
+"""Reads a set of finished solutions that others wrote: JSON, JSON lines, or a folder, such as a run of KernelBench.
 
 Every record of the input becomes one ``SolutionRecord``, with the task that it belongs to, or with the reason why it
 cannot be judged.  Files are read as text; nothing is imported or run.  ``evaluate_set`` judges the records."""
@@ -43,7 +43,7 @@ _SUFFIX = re.compile(r"([-_]sample[-_]?\d+)?([-_]kernel)?$")
 @dataclass(frozen=True)
 class SolutionRecord:
     """One record of the input.  ``why`` is empty if the record can be judged; otherwise it is a key of
-    ``pages.judged_set.OUTCOMES``, and ``message`` gives details.  Claims are the author's speed-ups."""
+    ``pages.judged_set.OUTCOMES``, and ``message`` gives details.  ``claim_*`` are speed-ups that the author states."""
 
     name: str
     solution: Solution | None = None
@@ -65,7 +65,7 @@ class SolutionSet:
 
 @dataclass(frozen=True)
 class _Place:
-    """What a record says about its task: the parts of a name or path, KernelBench's level and number."""
+    """What a record says about its task: ``parts`` of a name or path, and KernelBench's ``level`` and ``number``."""
 
     parts: tuple[str, ...] = ()
     level: int | None = None
@@ -74,7 +74,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Found:
-    """A record as it was read, before its task is looked up."""
+    """A record as it was read.  ``place`` and ``reference`` (the source of the task) will be used to find its task."""
 
     record: SolutionRecord
     place: _Place = _Place()
@@ -82,11 +82,11 @@ class _Found:
 
 
 def read_set(source: Path, tasks: Sequence[Task] | None, format: Format) -> SolutionSet:
-    """Returns all records of ``source``, in its order.
+    """Returns all records of ``source``, in the same order.
 
     Args:
         source: A folder, a file of JSON lines, or a JSON file with a list of records (or with one list for each level).
-        tasks: The tasks that are solved; None: each record brings its own reference.
+        tasks: The tasks that are solved.  None: each record holds its task's source, the reference.
         format: The solution format of all records.
 
     Raises:
@@ -114,7 +114,7 @@ def read_set(source: Path, tasks: Sequence[Task] | None, format: Format) -> Solu
 
 
 def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the name and the value of each record; the value is an exception if the record is no JSON."""
+    """Yields the name and the value of each record.  If a line of the file is not JSON, its value is an exception."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -171,7 +171,7 @@ def _of_json(name: str, row: Any, format: Format) -> _Found:
 
 
 def _with_files(record: SolutionRecord, files: Any, format: Format) -> SolutionRecord:
-    """Returns ``record`` with the solution that ``files`` make, or with the reason why they make none."""
+    """Returns ``record`` with ``files`` as its solution, or with the reason why ``files`` are not a valid solution."""
     if not files:
         return replace(record, why="no_solution", message="the record holds no code")
     if not isinstance(files, dict) or not all(isinstance(text, str) for item in files.items() for text in item):
@@ -209,8 +209,8 @@ def _claim(value: Any) -> float | None:
 
 
 def _of_folder(source: Path, format: Format, skipped: list[str]) -> Iterator[_Found]:
-    """Yields a record for each folder with the format's entry file, and for each other Python file.  Adds the other
-    files to ``skipped``."""
+    """Yields a record for each folder with the format's entry file.  Outside of such folders, yields a record for each
+    Python file except ``__init__.py``, and adds the remaining files to ``skipped``."""
 
     def unreadable(error: OSError) -> None:
         raise TaskError(f"{error.filename}: cannot be read: {error.strerror}")
@@ -256,8 +256,8 @@ def _natural(name: str) -> list[Any]:
 
 
 def _place(parts: tuple[str, ...]) -> _Place:
-    """Returns what the parts of a path say: the level of a part ``level1``, and the number that begins the part after
-    it, or the first part; or both from a file name of KernelBench's runs."""
+    """Returns what the ``parts`` of a path say.  From ("level1", "3_relu") it takes level 1 and number 3; from
+    ("3_relu",) only number 3.  A file name of KernelBench's runs gives both level and number."""
     if run := next((found for part in parts if (found := _RUN.search(part))), None):
         return _Place(parts, int(run[1]), int(run[2]))
     at = next((i for i, part in enumerate(parts) if _LEVEL.fullmatch(part)), None)
@@ -311,7 +311,8 @@ class _Index:
         return record
 
     def _by_name(self, place: _Place) -> Task | None:
-        """Returns the task that the longest run of parts names, never one of another level."""
+        """Returns the task that ``place.parts`` name: one part, or several parts joined by "/".  The longest name
+        counts.  A task of another level is not returned."""
         parts = (*place.parts[:-1], _SUFFIX.sub("", place.parts[-1])) if place.parts else ()
         for length in range(len(parts), 0, -1):
             for start in range(len(parts) - length + 1):
@@ -322,7 +323,7 @@ class _Index:
 
 
 class _Own:
-    """Makes a task of each record's own reference; records with the same reference share it."""
+    """Makes a task from each record's own reference.  Records with the same reference share one task."""
 
     def __init__(self) -> None:
         self.tasks: dict[str, Task] = {}  # by digest
@@ -349,7 +350,7 @@ class _Own:
 
 
 def _unique(pairs: Any) -> dict[Any, Task]:
-    """Returns key -> task without the keys of several tasks."""
+    """Returns a dictionary from ``pairs`` of key and task.  A key that occurs in several pairs is left out."""
     pairs = list(pairs)
     count = Counter(key for key, _ in pairs)
     return {key: task for key, task in pairs if count[key] == 1}

@@ -126,7 +126,7 @@ class _Kernels:
 
 
 def _module(name: str, source: str) -> _Any:
-    """Makes the module ``name`` of cuda-agent from ``source``, the part of the module's source that is used here."""
+    """Makes a module from ``source``, which is the part of cuda-agent's module ``name`` that is used here."""
     module = _sys.modules[f"model_new {name}"] = _types.ModuleType(f"model_new {name}")  # dataclasses look it up here
     exec(compile(source, f"{name}.py", "exec"), module.__dict__)
     return module
@@ -147,14 +147,15 @@ def _nested(form: _Any, outputs: _Any) -> _Any:
 
 
 def _check_init(wanted: list[_Any], args: tuple[_Any, ...]) -> None:
-    """Raises ValueError if a plain constructor argument differs from the one that the kernels were made for."""
+    """Raises ValueError if a plain constructor argument in ``args``, such as a number, is not as ``wanted``."""
     for item, value in zip(wanted, args, strict=False):
         if "value" in item and item["value"] != (list(value) if isinstance(value, tuple) else value):
             raise ValueError(f"a constructor argument is {value!r}; these kernels were made for {item['value']!r}")
 
 
 def _built(files: dict[str, str], command: list[str], product: str, identity: str = "") -> _Path:
-    """Returns a folder of the user's cache that holds ``product``; if it is missing, ``command`` makes it."""
+    """Returns a folder in the user's cache with the file ``product``.  If the file is missing, writes ``files`` to the
+    folder and runs ``command``, which makes the product."""
     key = _hashlib.sha256(repr((sorted(files.items()), command, identity)).encode()).hexdigest()[:32]
     cache = _Path(_os.environ.get("XDG_CACHE_HOME") or _Path.home() / ".cache") / "model_new" / key
     if (cache / product).exists():

@@ -47,7 +47,7 @@ def verdict_lines(verdict: Verdict) -> list[str]:
 
 
 def _spread(samples: Sequence[float]) -> str:
-    """Returns a text about the interquartile range of ``samples``, the seconds of single calls; empty for few calls."""
+    """Returns a text with the interquartile range of ``samples`` (seconds of single calls); "" for few samples."""
     if len(samples) < 4:
         return ""
     low, _, high = statistics.quantiles(samples, n=4)
@@ -75,7 +75,8 @@ def _row(name: str, seconds: float, factor: float | None = None, note: str = "")
 
 
 def _strict_times(verdict: Verdict, strict: dict[str, Any]) -> list[str]:
-    """Returns lines with the times of a strict verdict's baselines and with the precision that its error suggests."""
+    """Returns lines about ``strict``, the strict part of ``verdict``: the times of the baselines, and which precision
+    (such as tf32) the solution seems to compute with, judging by its error."""
     baselines, precision = strict["baselines"], strict["precision"]
     lines = []
     for label, seconds in baselines.items():

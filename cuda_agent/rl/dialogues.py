@@ -2,7 +2,7 @@
 
 The verdicts in tool results do not come from the sandbox, so that a corpus of thousands needs no compiler.  Tests and
 ``bootstrap`` check on a sample that the sandbox gives the same verdicts.  What the agent does after ``profile`` is
-drawn independently of the speed-ups that ``profile`` shows: their use is left to reinforcement learning."""
+random: it does not depend on the speed-ups shown.  How to use them is left to reinforcement learning."""
 
 import random
 from collections.abc import Collection
@@ -22,7 +22,7 @@ Dialogue = list[dict[str, Any]]
 
 
 def corpus(settings: Bootstrap, seed: int, excluded: Collection[str]) -> list[Dialogue]:
-    """Returns ``settings.examples`` dialogues on new tasks; ``excluded`` combinations of operators do not occur."""
+    """Returns ``settings.examples`` dialogues on new tasks, none with an operator combination that is ``excluded``."""
     rng = random.Random(f"corpus {seed}")
     dialogues: list[Dialogue] = []
     while len(dialogues) < settings.examples:
@@ -46,8 +46,8 @@ def texts(dialogues: Collection[Dialogue]) -> list[str]:
 
 
 def encode(dialogue: Dialogue, chat: Chat) -> tuple[list[int], list[int]]:
-    """Returns the token ids of ``dialogue``, and a mask that is 1 on the tokens to imitate: those of all assistant
-    turns except the spoilt turns, which show mistakes."""
+    """Returns the token ids of ``dialogue``, and a mask that is 1 on the tokens to imitate: the tokens of all turns of
+    the assistant except turns marked "spoilt", which contain a mistake."""
     ids, mask = chat.encode_dialogue(dialogue, TOOLS)
     turns = [message for message in dialogue if message["role"] == "assistant"]
     starts = [i for i, one in enumerate(mask) if one and not mask[i - 1]]
@@ -87,7 +87,7 @@ def episode(task: Task, rng: random.Random, repair: bool) -> Dialogue:
 
 
 def _another(task: Task, worked: Worked, rng: random.Random) -> tuple[Worked, list[dict[str, Any]]]:
-    """Returns a solution with another design than ``worked``, and the tool calls that write its changed files."""
+    """Returns a solution with another design than ``worked``, and the tool calls that write the files that differ."""
     while True:
         other = solve(task, rng, redesign(worked, rng))
         before, after = _stripped(worked.files), _stripped(other.files)
@@ -132,8 +132,8 @@ def _verdict(status: Status, message: str = "", ratios: tuple[float, float] | No
 
 
 def _ratios(spec: FamilySpec, choices: Choices, rng: random.Random) -> tuple[float, float]:
-    """Draws the speed-ups over eager and over ``torch.compile`` of a solution with the design ``choices``.  Medians and
-    spread were measured on idle machines.  A random factor, the cost of the task's chain, is common to both."""
+    """Draws two random speed-ups for a solution with the design ``choices``: over eager and over ``torch.compile``.
+    Medians and spread were measured on idle machines.  One random factor, the task's own cost, is the same in both."""
     slower = 1.0
     slower *= 1.9 if choices.number == "double" else 1
     slower *= {1: 1.7, 2: 1.0, 8: 1.0, ROWS: 1.5}[choices.grid]

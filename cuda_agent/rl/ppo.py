@@ -26,9 +26,9 @@ LOSSES = 3  # the stage gives up when the trainer was lost this often in one ste
 async def train_ppo(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
 ) -> tuple[Any, Any, Critic | None]:
-    """Trains the policy in ``ctx.inputs`` on episodes of ``kind`` up to step ``settings.steps``, from the newest
-    checkpoint on.  Returns (model, tokenizer, critic).  If ``settings.advantage`` needs a critic, ``make_critic`` makes
-    the initial one; otherwise the critic is None.
+    """Trains the policy in ``ctx.inputs`` on episodes of ``kind``, from the newest checkpoint to step
+    ``settings.steps``.  Returns (model, tokenizer, critic).  If ``settings.advantage`` needs a critic, ``make_critic``
+    makes the initial one; otherwise the critic is None.
 
     Raises:
         TryAgain: The stage was told to stop, or the trainer was lost too often."""
@@ -82,8 +82,8 @@ async def prefetch(
 ) -> AsyncGenerator[tuple[int, RolloutBatch], None]:
     """Yields each step of ``steps`` with its batch, in order, and plays the batches of later steps in advance.
 
-    While the caller learns from a batch, the next ``max_off_policy_steps`` batches are played in order; with 0, playing
-    and learning take turns.  The batch of step N + ``max_off_policy_steps`` begins after learning from step N - 1."""
+    While the caller learns from a batch, the next ``max_off_policy_steps`` batches are played in order (0: playing and
+    learning take turns).  The batch of step N + ``max_off_policy_steps`` begins after learning from step N - 1."""
     under_way: deque[asyncio.Task[RolloutBatch]] = deque()
 
     async def play_after(before: asyncio.Task[RolloutBatch] | None, step: int) -> RolloutBatch:
@@ -106,8 +106,8 @@ async def prefetch(
 async def _retried_after_losses(
     ctx: StageContext, runtime: Runtime, step: int, job: Callable[[], Awaitable[Result]]
 ) -> Result:
-    """Runs ``job``, which begins with the trainer's state at ``step``, and returns its result.  If the trainer is lost
-    during ``job``, restores the checkpoint of ``step`` and runs ``job`` again.
+    """Runs ``job`` and returns its result.  The job starts from the trainer's state at ``step``.  If the trainer is
+    lost during the job, restores the checkpoint of ``step`` and runs the job again.
 
     Raises:
         TryAgain: The trainer was lost ``LOSSES`` times, or the checkpoint of ``step`` cannot be restored."""
@@ -127,6 +127,6 @@ def oldest(episode: Episode) -> float:
 
 
 def mean_age(episodes: Sequence[Episode], step: int) -> float:
-    """Returns the age at ``step``, in steps, of the weights that sampled a token: the mean over all sampled tokens."""
+    """Returns the mean age of all sampled tokens: ``step`` minus the version of the weights that sampled the token."""
     ages = [step - v for e in episodes for v, mask in zip(e.versions, e.mask, strict=True) if mask]
     return sum(ages) / max(len(ages), 1)

@@ -42,8 +42,8 @@ class Players(Protocol):
 
 @dataclass
 class Rollouts:
-    """Plays episodes in this process: a policy with its engine and a sandbox.  ``model`` is the model to train; the
-    engine samples from a copy of its weights, until ``engine.update_from(model, version)`` updates the copy."""
+    """Plays episodes in this process, with a policy's engine and a sandbox.  ``model`` is the model to train.  The
+    engine samples from a copy of the model's weights; ``engine.update_from(model, version)`` renews the copy."""
 
     model: Any
     tokenizer: Any
@@ -69,8 +69,8 @@ class Rollouts:
 def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
     """Returns the jobs of ``samples`` episodes per task, in the order of ``tasks``, with the ids ``label/task/sample``.
 
-    If ``tasks`` holds a task twice, the ids of its second occurrence are ``label/task#2/sample``.  Therefore each
-    occurrence has other seeds and a group of its own."""
+    If ``tasks`` holds a task twice, the ids of its second occurrence are ``label/task#2/sample``.  So the episodes of
+    the two occurrences have different seeds and are in different groups."""
     draws: Counter[str] = Counter()
     jobs: list[Job] = []
     for task in tasks:
@@ -103,8 +103,8 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
 
 
 def servers_apart(config: Config, here: int) -> None:
-    """Raises BadConfiguration if a vLLM server that the stage starts would decode on the GPU on which a judge of this
-    machine measures times; such a server takes no timing lease.  ``here`` is the number of this machine's GPUs."""
+    """Raises BadConfiguration if the stage would start a vLLM server on the GPU on which this machine's judge measures
+    times.  The server takes no timing lease and would disturb the times.  ``here`` is this machine's number of GPUs."""
     sandbox, vllm = config.sandbox, config.policy.vllm
     timed_here = sandbox.device == "cuda" and sandbox.clock == "real" and not sandbox.servers
     if timed_here and not vllm.servers and 0 < here <= vllm.replicas:

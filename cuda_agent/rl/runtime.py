@@ -37,7 +37,7 @@ class RolloutBatch:
 class Runtime(Protocol):
     """Plays episodes and trains on them.  Step N of the training begins with version N of the weights.
 
-    ``play`` may run at the same time as another method; the other methods are called one after the other.  They raise
+    ``play`` may run at the same time as another method.  The other methods are called one after the other; they raise
     ``LearnerLost`` if the trainer's processes are gone."""
 
     async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
@@ -88,8 +88,8 @@ class ActorCritic:
             trainer.save(folder / name)
 
     def load(self, folder: Path) -> None:
-        """Restores the state that ``save`` wrote to ``folder``.  Raises CorruptCheckpoint if this is damaged or of
-        another model."""
+        """Restores the state that ``save`` wrote to ``folder``.  Raises CorruptCheckpoint if the state is damaged or
+        belongs to another model."""
         for name, trainer in self._trainers.items():
             trainer.load(folder / name)
 
@@ -133,7 +133,7 @@ def settings_of(ctx: WorkerContext, settings: Ppo) -> EpisodeSettings:
 async def open_local(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
 ) -> AsyncIterator[LocalRuntime]:
-    """Opens the engine, the sandbox and the trainers in this process, without a critic if ``make_critic`` is None."""
+    """Opens the engine, the sandbox and the trainers in this process.  If ``make_critic`` is None, trains no critic."""
     with shared_training(ctx) as ctx:
         async with open_rollouts(ctx, ctx.inputs["policy"], settings_of(ctx, settings)) as rollouts:
 

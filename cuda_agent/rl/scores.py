@@ -87,10 +87,11 @@ class Table:
 
 @dataclass
 class Scores:
-    """All scores of one policy on one task set: the content of the file ``scores.json``."""
+    """All scores of one policy on one task set: the content of the file ``scores.json``.  ``lets_through`` maps a task
+    to the wrong answers that its check accepts; tasks that accept none, or were not linted, are left out."""
 
     policy: str
-    clock: Literal["real", "model"]
+    clock: Literal["real", "model"]  # "model": times are a deterministic cost, not measured
     tasks: int  # number of tasks in the set
     unscored: list[str]  # tasks without a single scored episode
     episodes: int  # number of scored episodes
@@ -104,7 +105,6 @@ class Scores:
     outcomes: list[EpisodeScore]
     seed: int  # seed of the bootstrap
     resamples: int  # number of the bootstrap's resamples
-    # Task -> the wrong answers that it lets through; tasks that reject them all, or were not linted, are left out.
     lets_through: dict[str, list[str]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -132,8 +132,8 @@ def score(
     """Returns the scores of the policy named ``policy`` from its ``episodes`` on ``tasks``.
 
     Raises:
-        ValueError: An episode's task is not in ``tasks``, or a verdict has another clock than ``clock``: times of two
-            clocks must not be in one table."""
+        ValueError: An episode's task is not in ``tasks``, or a verdict's clock is not ``clock``.  (Times of different
+            clocks cannot be compared.)"""
     by_name = {task.name: task for task in tasks}
     outcomes: list[EpisodeScore] = []
     ended: Counter[str] = Counter()
@@ -212,9 +212,10 @@ def compare(
 
 
 def fast_p(scores: Scores, p: float, baseline: Literal["eager", "compile"], tasks: int | None = None) -> float | None:
-    """Returns KernelBench's fast_p of the final answers: the share of tasks with a correct solution more than ``p``
-    times as fast as the baseline; with p = 0 the share of tasks with a correct one.  A task counts by the share of its
-    episodes.  The share is of ``tasks`` tasks, by default of those with a scored episode; None if there are none."""
+    """Returns KernelBench's fast_p of the final solutions: the share of tasks whose solution is correct and more than
+    ``p`` times as fast as the baseline.  If p is 0, any correct solution counts.  A task with several episodes adds the
+    share of its successful episodes.  The sum is divided by ``tasks``, by default the number of tasks with a scored
+    episode.  Returns None if the divisor is 0."""
     shares: dict[str, list[bool]] = {}
     for outcome in scores.outcomes:
         speedup = getattr(outcome.final, f"speedup_{baseline}") or 0.0
@@ -275,8 +276,9 @@ def _row(group: str, outcomes: Sequence[EpisodeScore], which: str, seed: int) ->
 
 
 def _per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
-    """Returns an array float64 [len(names)] for each metric, with one value per task: for rates the share of the task's
-    episodes, for speed-ups the mean logarithm over the task's correct and timed episodes (nan if there are none)."""
+    """Returns an array float64 [len(names)] for each metric, with one value per task.  For a rate, the value is the
+    share of the task's episodes.  For a speed-up, it is the mean logarithm over the task's correct and timed episodes
+    (nan if there are none).  ``which`` is "final" or "best"."""
     results: dict[str, list[Result]] = {name: [] for name in names}
     for outcome in outcomes:
         if outcome.task in results:
@@ -328,7 +330,7 @@ def _percentiles(values: NDArray[np.float64]) -> tuple[float, float] | None:
 
 
 def _unanimous(share: float, n: int) -> tuple[float, float]:
-    """Returns the exact binomial interval of a rate that is ``share`` (0 or 1) on all ``n`` tasks.  Resampling would
-    show no spread, but the rate is not certain: 0 of 24 tasks solved is compatible with a rate of up to 12 %."""
+    """Returns the exact binomial interval of a rate that is ``share`` (0 or 1) on all ``n`` tasks.  A bootstrap would
+    give an interval of width 0, but the true rate is uncertain: if 0 of 24 tasks are solved, it can be up to 12 %."""
     reach = 1 - (1 - COVERAGE) ** (1 / n)
     return (0.0, reach) if share == 0 else (1 - reach, 1.0)

@@ -32,9 +32,10 @@ def make_trainer(
     precision: Literal["fp32", "auto"] = "fp32",
     scratch: bool = False,
 ) -> Trainer:
-    """Makes a trainer for ``model``.  ``longest`` is the length of the longest sequence in tokens.  ``precision``
-    "auto" is only for imitation: PPO needs exactly the engine's log-probabilities.  ``scratch`` is for a new model: it
-    selects Muon, which needs half the tokens of AdamW.  Other models train only adapters if ``lora.rank`` is set."""
+    """Makes a trainer for ``model``.  ``longest`` is the length of the longest sequence in tokens.  Only imitation may
+    set ``precision`` to "auto": PPO needs exactly the engine's log-probabilities.  ``scratch`` says that the model is
+    new: its optimizer is Muon, which needs half as many training tokens as AdamW.  A model that is not new trains only
+    adapters if ``lora.rank`` is set."""
     import torch
 
     torch.set_num_threads(ctx.config.policy.threads)
@@ -66,7 +67,7 @@ Place = TypeVar("Place", bound=WorkerContext)
 @contextmanager
 def shared_training(ctx: Place) -> Iterator[Place]:
     """Starts the trainer's processes (ranks) as the section ``training`` of the configuration asks, and yields ``ctx``
-    with these ranks.  For one process on a CPU, yields ``ctx`` itself.
+    with these ranks.  If the section asks for one process on a CPU, starts nothing and yields ``ctx`` unchanged.
 
     Raises:
         BadConfiguration: The machine has too few GPUs.
@@ -88,8 +89,8 @@ def shared_training(ctx: Place) -> Iterator[Place]:
 def imitate(
     ctx: StageContext, trainer: Trainer, sequences: Sequence[Tokens], settings: Bootstrap | Sft, **limits: Any
 ) -> None:
-    """Trains on ``sequences`` from the newest checkpoint on; ``limits`` are arguments of ``training.recipes.sft``.
-    Logs metrics, shows progress, saves checkpoints, and raises TryAgain when the stage is told to stop."""
+    """Trains on ``sequences``, starting at the newest checkpoint; passes ``limits`` to ``training.recipes.sft``.  Logs
+    metrics, shows progress, saves checkpoints, and raises TryAgain when the stage is told to stop."""
     tokens, lr = settings.tokens_per_step, settings.lr
     ctx.checkpoints.load(trainer.load)
     saved = time.monotonic()

@@ -24,8 +24,8 @@ from cuda_agent.training.ranks import Ranks, open_store
 
 
 class RolloutWorker:
-    """An actor that plays episodes.  It writes the stage's ``inputs`` (name of a folder -> the parts of its files) to a
-    private folder.  It uses the cache folder that ``context`` names if the folder exists on this machine."""
+    """An actor that plays episodes.  It gets the stage's input folders as ``inputs`` (name -> parts of its files) and
+    writes them to a private folder.  Its caches are in the folder ``context.cache`` of its own machine."""
 
     def __init__(self, context: WorkerContext, episodes: EpisodeSettings, inputs: Mapping[str, Sequence[Part]]) -> None:
         die_with_parent()  # Ray's workers run on for seconds after their node's raylet was killed
@@ -89,7 +89,7 @@ class RankHost:
         self._coming, self._going = home / "coming", home / "going"
 
     def meet(self) -> str:
-        """Opens torch's TCP store, through which all ranks connect, on this machine.  Returns its host:port."""
+        """Opens torch's TCP store on this machine, to which all ranks connect.  Returns its address, host:port."""
         import ray
 
         self._store, address = open_store(ray.util.get_node_ip_address())
@@ -107,7 +107,7 @@ class RankHost:
         return self._ranks.send(message)
 
     def save(self, name: str) -> None:
-        """Writes this machine's files of the checkpoint of model ``name``; ``saved`` then yields these files."""
+        """Writes this machine's checkpoint files of the model called ``name``.  ``saved`` then yields the files."""
         shutil.rmtree(self._going, ignore_errors=True)
         self._going.mkdir()
         self._ranks.save(name, self._going)

@@ -97,6 +97,6 @@ def on_bundle(group: Any, bundle: int, cpus: float, gpus: float) -> dict[str, An
 
 
 def raise_if_init_failed(error: BaseException | None) -> None:
-    """Raises RuntimeError if ``error`` means that an actor's constructor failed, because a new actor would fail too."""
+    """Raises RuntimeError if ``error`` means that an actor's constructor failed: a new actor's would fail too."""
     if getattr(error, "actor_init_failed", False):
         raise RuntimeError(f"an actor could not be made: {error}") from error

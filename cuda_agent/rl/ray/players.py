@@ -53,9 +53,9 @@ class WorkerSlot:
 
 
 class EpisodeCollector:
-    """Collects the episodes of one round.  A group is the episodes on one draw of a task.  Of each group, the collector
-    keeps the first ``samples`` episodes that finish with a reward, and fills up with episodes without one.  It is
-    ``full`` when every group has ``samples`` episodes with a reward, or no unfinished episode."""
+    """Collects the episodes of one round.  A group is all episodes on one draw of a task.  From each group the
+    collector keeps the first ``samples`` episodes with a reward; if there are fewer, it adds episodes without a reward.
+    It is ``full`` when each group has ``samples`` episodes with a reward, or has no unfinished episode left."""
 
     def __init__(self, jobs: Sequence[Job], samples: int) -> None:
         self._order = {name: index for index, (_, name) in enumerate(jobs)}
@@ -73,7 +73,7 @@ class EpisodeCollector:
 
     @property
     def cut(self) -> int:
-        """Returns the number of unfinished episodes, which are not needed once the collector is full."""
+        """Returns the number of unfinished episodes.  They are not needed once the collector is full."""
         return self._open.total()
 
     def episodes(self) -> list[Episode]:
@@ -232,8 +232,8 @@ class RayPlayers:
 
     @asynccontextmanager
     async def _losses(self, seconds: float | None) -> AsyncIterator[None]:
-        """Raises WorkerLost if the block takes over ``seconds`` or fails with an error that a new worker may avoid.
-        Raises other errors of the actor unchanged."""
+        """Raises WorkerLost if the ``with`` block takes more than ``seconds``, or fails with an error that a new worker
+        may avoid.  Raises the actor's other errors unchanged."""
         try:
             async with asyncio.timeout(seconds):
                 yield
@@ -261,7 +261,7 @@ class RayPlayers:
 
 
 async def end_actors(actors: Sequence[Any]) -> None:
-    """Closes all ``actors`` at once, waits at most ``CLOSING_SECONDS`` until they are closed, and kills them."""
+    """Asks all ``actors`` to close, waits for them for at most ``CLOSING_SECONDS``, and then kills all of them."""
     import ray
 
     closing = [asyncio.ensure_future(actor.close.remote()) for actor in actors]
@@ -279,7 +279,7 @@ async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterato
     """Opens Ray and a placement group: ``trainers`` bundles for the trainer, then one bundle for each rollout worker.
 
     Raises:
-        BadConfiguration: This machine lacks the GPUs, or a worker lacks a vLLM server.
+        BadConfiguration: This machine has too few GPUs, or there are vLLM servers, but fewer than rollout workers.
         TryAgain: Ray does not provide the bundles in time."""
     settings, servers = ctx.config.ray, ctx.config.policy.vllm.servers
     if servers and len(servers) < settings.workers:

@@ -15,7 +15,7 @@ PART_BYTES = 64 << 20
 
 
 def parts(folder: Path) -> Iterator[Part]:
-    """Yields the files in ``folder`` in parts of at most ``PART_BYTES``, from which ``keep`` writes them elsewhere."""
+    """Yields the files in ``folder`` in parts of at most ``PART_BYTES``.  ``keep`` writes such parts to a folder."""
     for path in files_below(folder):
         name = path.relative_to(folder).as_posix()
         with open(path, "rb") as file:
@@ -34,7 +34,7 @@ def keep(part: Part, folder: Path) -> None:
 
 
 def arrays(parameters: Iterable[tuple[str, Any]]) -> Weights:
-    """Returns a model's ``parameters`` (names and tensors, of ``lora.merged_parameters``) as arrays by name."""
+    """Returns ``parameters``, a model's (name, tensor) pairs from ``lora.merged_parameters``, as arrays by name."""
     return {name: parameter.detach().cpu().numpy() for name, parameter in parameters}
 
 
