@@ -47,8 +47,8 @@ class Cluster:
 
     @classmethod
     def of_kubeconfig(cls, context: str | None = None, namespace: str | None = None) -> "Cluster":
-        """Connects with the kubeconfig's context ``context``, by default its current one.  ``namespace`` is by default
-        the context's namespace.
+        """Connects to the cluster of the kubeconfig's context ``context`` (None: the current one).  If ``namespace`` is
+        None, uses the namespace of the context.
 
         Raises:
             ClusterError: The kubeconfig cannot be used, or lacks the context."""
@@ -104,8 +104,8 @@ class Cluster:
         return self._ask("GET", self._path(kind), f"list {kind}s", query=query)["items"]
 
     def create(self, item: Mapping[str, Any], dry_run: bool = False) -> dict[str, Any]:
-        """Creates the object and returns it.  With ``dry_run`` the API server validates it, admission policies
-        included, and stores nothing."""
+        """Creates the object and returns it.  With ``dry_run`` the API server only checks the object, also against
+        its admission policies, and stores nothing."""
         query = [("fieldValidation", "Strict"), *([("dryRun", "All")] if dry_run else [])]
         kind = item["kind"]
         return self._ask("POST", self._path(kind), f"create {kind} {item['metadata']['name']}", dict(item), query)
@@ -123,7 +123,8 @@ class Cluster:
         return _unless(404, lambda: self._ask("DELETE", path, f"delete {kind} {name}", body)) is not None
 
     def logs(self, pod: str, follow: bool = False) -> Iterator[str]:
-        """Yields the log lines of the pod's container ``main``; with ``follow`` until the container ends."""
+        """Yields the log lines of the pod's container ``main``.  With ``follow`` it waits for new lines until the
+        container ends."""
         query = [("container", "main"), *([("follow", "true")] if follow else [])]
         path = f"{self._path('Pod')}/{pod}/log"
         response = self._request("GET", path, f"read the log of {pod}", query=query, stream=True)
@@ -173,7 +174,7 @@ class Cluster:
 
 
 def _unless(status: int, request: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the answer to a request, or None if the API server refuses the request with this status."""
+    """Sends ``request`` and returns its answer, or None if the API server answers with the HTTP status ``status``."""
     try:
         return request()
     except ClusterError as error:

@@ -34,12 +34,13 @@ def wanted(config: Config) -> bool:
 
 
 def _clients(name: str) -> list[dict[str, str]]:
-    """Returns the labels of the pods that may connect to the engine of the run ``name``: its stages and their Ray."""
+    """Returns the labels of the pods that may connect to the engine of run ``name``: first of its stages' pods, then of
+    the Ray pods that a stage starts."""
     return [{label: name, COMPONENT_LABEL: "stage"} for label in (WORKFLOW_LABEL, POOL_LABEL)]
 
 
 def engine_objects() -> list[dict[str, Any]]:
-    """Returns the engine's objects in the order of creation; values of a profile and of a run are filled in later."""
+    """Returns the engine's objects in the order of creation, without the values that depend on a profile or a run."""
     container = pools.container(
         "cuda-agent-engine",
         {"HOME": "/scratch", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"},

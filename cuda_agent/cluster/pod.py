@@ -1,7 +1,7 @@
 """Runs the steps of a run on a cluster, each in its own pod.  Argo decides their order and retries them.
 
     prepare   stores the configuration, creates the run, takes results from the cache, starts the run's servers
-    a stage   runs the same process as on one machine (``stage_main``); copies log, metrics and manifest to MLflow
+    a stage   runs the same process as on one machine (``stage_main``); copies its log, metrics, manifest to MLflow
     finish    removes the run's servers, records how the run ended, calls the webhook
 
 A step may be killed at any moment and started again, because it creates only what is missing."""
@@ -59,8 +59,9 @@ class PodEnvironment:
 
 
 def termination_message(here: PodEnvironment, text: str) -> None:
-    """Writes to this pod's status why the pod ends.  Argo copies the text into the Workflow's status, where the command
-    `watch` shows it.  Call this only for an end that Argo does not retry, because Argo's retry rule reads the text."""
+    """Writes ``text``, the reason why this pod ends, to the pod's status.  Argo copies it to the Workflow's status,
+    where the command `watch` shows it.  Call this only for an end that Argo does not retry: its rule for retries also
+    reads the text."""
     if here.termination_message.exists():
         here.termination_message.write_text(text[:2000])
 
@@ -79,16 +80,16 @@ def prepare(
     spread: bool = False,
     replicas: Sequence[dict[str, Any]] = (),
 ) -> dict[str, str]:
-    """Starts a run.  Writes and returns the outputs of this step: for each stage ``run``, ``ray`` (run in several
-    pods), ``cached`` or ``absent`` (not in the graph); the addresses ``servers`` and ``engines``; and for ``finish``
-    either ``run`` or ``no``.
+    """Starts a run.  Writes the outputs of this step to files and returns them.  Each stage's name maps to ``run``,
+    ``ray`` (run in several pods), ``cached`` or ``absent`` (not in the graph); ``servers`` and ``engines`` map to
+    addresses, separated by commas; ``finish`` maps to ``run`` or ``no``.
 
     Args:
-        cluster: Opens the cluster when it is needed; None: no servers are created.
-        base: Objects of the sandbox pools.
+        cluster: A function that connects to the cluster; None: no servers are created.
+        base: The Kubernetes objects of the sandbox servers.
         stages: The graph's stages; None: those of the configuration.
-        spread: Whether the profile can run a stage in a Ray of several pods; otherwise Ray runs in the stage's pod.
-        replicas: Objects of the engine replicas; empty: stages start engines in their pods.
+        spread: Whether a stage may run in a Ray cluster of several pods; otherwise Ray runs in the stage's pod.
+        replicas: The Kubernetes objects of the engine replicas; empty: each stage starts engines in its own pod.
 
     Raises:
         ConfigError: The configuration is not the submitted one, or the run's name belongs to another configuration.
@@ -145,7 +146,7 @@ def run_stage(
     here: PodEnvironment, name: str, run: str, sha256: str, table: str = "", spawner: Spawner | None = None
 ) -> int:
     """Runs the stage ``name`` and returns its exit code.  A SIGTERM makes the stage write a checkpoint.  ``table``
-    (``module:NAME``) replaces the configuration's graph.  ``spawner`` may be open already; it is closed at the end."""
+    (``module:NAME``), if given, replaces the configuration's graph.  This function closes ``spawner`` at the end."""
     scratch = here.work / "stage" / name
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -183,7 +184,8 @@ def run_stage(
 
 
 def _follow(spawner: Spawner, name: str, scratch: Path, log: Path, recorder: Recorder) -> int:
-    """Copies a stage's log to stdout, progress to Argo and metrics to MLflow until it ends.  Returns its exit code."""
+    """Copies a stage's log to stdout, its progress to Argo and its metrics to MLflow until the stage ends.  Returns the
+    stage's exit code."""
     shown, told = 0, 0.0
     while True:
         ended = spawner.wait(0.2)
@@ -216,8 +218,8 @@ def run_spread(
     base: Sequence[dict[str, Any]],
     served: str = "",
 ) -> int:
-    """Runs the stage ``name`` in a Ray of several pods, waits for its end, and returns its exit code.  ``base`` holds
-    the profile's objects of such a Ray; ``servers`` and ``served`` are the sandbox's and the engine's addresses."""
+    """Runs the stage ``name`` in a Ray cluster of several pods, waits for its end, and returns its exit code.  ``base``
+    holds the profile's objects of a Ray cluster; ``servers`` are the sandbox's addresses, ``served`` the engine's."""
     store = open_store(here.store)
     config = runs.read_config(store, sha256)
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
@@ -284,8 +286,9 @@ def finish(
     cluster: Cluster | None,
     stages: Sequence[Stage] = ROWS,
 ) -> dict[str, Any]:
-    """Removes the run's servers, records how the run ended, and returns the facts that the webhook is told.  ``status``
-    is the Workflow's state: Failed, Error, or Running (every stage succeeded, and only this step is left)."""
+    """Removes the run's servers, records how the run ended, and sends facts about the end to the webhook, if one is
+    set.  Returns these facts.  ``status`` is the Workflow's state: Failed, Error, or Running if every stage succeeded
+    (this step itself still runs)."""
     if cluster is not None:
         run_pools.remove_pools(cluster, workflow)
     if folder := os.environ.get("CUDA_AGENT_ENGINE_FOLDER"):
@@ -321,7 +324,8 @@ def finish(
 
 
 def _how_it_ended(store: Store, run: str, stages: Sequence[Stage]) -> tuple[int, str, str]:
-    """Returns exit code, name and message of the first stage that failed, or a message that the run was stopped."""
+    """Returns exit code, name and message of the first stage that failed.  If none failed, the run was stopped: returns
+    75, an empty name, and a message that says so."""
     for stage in stages:
         if read_manifest(store, run, stage.name) is None and store.exists(entry := outcome_entry(run, stage.name)):
             said = json.loads(store.get(entry))
@@ -342,8 +346,8 @@ def tell_webhook(url: str, facts: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _recording(here: PodEnvironment, *of: Any, seconds: float = RECORD_SECONDS) -> Iterator[Recorder]:
-    """Opens the run's record in MLflow for the ``with`` block, and then waits up to ``seconds`` for MLflow.  ``of``
-    holds the store, the configuration and its sha256, the run's name and the stages."""
+    """Yields a recorder of the run for the ``with`` block, and afterwards waits at most ``seconds`` until MLflow has
+    received all records.  ``of`` holds arguments of ``Recorder``: store, configuration, its sha256, run, stages."""
     facts = [here.mlflow, *of, lambda text: print(text, file=sys.stderr)]
     recorder = Recorder(*facts)
     try:

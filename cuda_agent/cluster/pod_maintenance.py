@@ -1,6 +1,6 @@
 """The work of the pods of maintenance jobs (``maintenance`` starts the jobs):
 
-gc        removes old runs, artifacts and checkpoints that only old runs need, and servers that ended runs left behind
+gc        removes old runs, the artifacts and checkpoints that only they need, and servers that ended runs left behind
 doctor    tests the store and MLflow in the way in which a run's pods reach them; then starts a pod with a sandbox's
           restrictions, and checks that this pod cannot connect to the store, MLflow, the API server or DNS"""
 
@@ -64,15 +64,15 @@ def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, clust
 
 
 def under_way(cluster: Cluster, workflow: str) -> list[str]:
-    """Returns the names of the runs' Workflows that are running, without ``workflow``; their pods may use the store.
-    Pending Workflows are left out, because their first step waits until no garbage collection runs."""
+    """Returns the names of all running Workflows of runs except ``workflow``.  Their pods may use the store.  Pods
+    of a pending Workflow do not: its first step waits until no garbage collection runs."""
     running = [item["metadata"] for item in cluster.all("Workflow", f"!{JOB_LABEL}") if phase(item) == "Running"]
     return [found["name"] for found in running if found["name"] != workflow]
 
 
 def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
-    """Returns the names of ended or deleted Workflows whose servers still exist, and of ConfigMaps whose Workflow is
-    deleted. The Workflows are listed last, so that a run that starts meanwhile does not count as deleted."""
+    """Returns two lists of names: ended or deleted Workflows whose servers still exist, and ConfigMaps whose Workflow
+    is deleted.  Reads the Workflows last, so that a run that starts meanwhile does not seem deleted."""
     servers = f"{pools.COMPONENT_LABEL} in (sandbox,engine)"
     items = [item for kind in ("StatefulSet", "Service", "NetworkPolicy") for item in cluster.all(kind, servers)]
     items += cluster.all("NetworkPolicy", rayjobs.RAY_LABEL)  # policies of a stage's Ray
@@ -89,8 +89,8 @@ def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
 def doctor(
     here: PodEnvironment, workflow: str, cluster: Cluster, base: Sequence[Mapping[str, Any]], addresses: dict[str, str]
 ) -> list[Check]:
-    """Returns all checks from inside the cluster.  ``base`` holds the objects of a profile's sandbox pools;
-    ``addresses`` maps the name of each service that a sandbox must not reach to the service's host:port."""
+    """Runs the checks from inside the cluster and returns their results.  ``base`` holds the objects of a profile's
+    sandbox servers; ``addresses`` maps the name of each service that a sandbox must not reach to its host:port."""
     checks = list(bucket.probe(here.store, here.mlflow))
     control = reach([*addresses.values()])
     try:
@@ -104,7 +104,7 @@ def doctor(
 
 def wall(name: str, address: str, outside: str, sandbox: str) -> Check:
     """Returns the check that a sandbox cannot connect to the service ``name`` at ``address``.  ``outside`` is the error
-    when a run's own pod tried to connect, ``sandbox`` the error when a sandbox tried; an empty text means success."""
+    when this pod tried to connect, ``sandbox`` the error when a sandbox tried; an empty text means success."""
     name = f"wall: {name}"
     if not sandbox:
         mend = "use a network plugin that enforces NetworkPolicies, and networkPolicy.enabled"
@@ -151,7 +151,7 @@ def reach(addresses: Sequence[str]) -> dict[str, str]:
 
 
 def process_limit() -> str:
-    """Returns a phrase for the number of processes that this container's control group allows."""
+    """Returns how many processes this container's control group allows, as a phrase such as ``4096 processes``."""
     for file in ("/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max"):
         if os.path.exists(file):
             text = Path(file).read_text().strip()

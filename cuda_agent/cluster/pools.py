@@ -49,12 +49,13 @@ def version_name() -> str:
 
 
 def variables(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a container's environment.  A value that is a mapping says from where Kubernetes takes the variable."""
+    """Returns a container's environment variables.  A value is a text, or a mapping for Kubernetes' field valueFrom."""
     return [{"name": name, "value" if isinstance(value, str) else "valueFrom": value} for name, value in values.items()]
 
 
 def container(image: str, env: Mapping[str, Any], mounts: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
-    """Returns a restricted container with two scratch folders, environment ``env``, further mounts and fields."""
+    """Returns a restricted container with two scratch folders, environment ``env``, volume mounts ``mounts`` and the
+    fields ``more``."""
     scratch = [{"name": "work", "mountPath": "/scratch"}, {"name": "tmp", "mountPath": "/tmp"}]
     return {
         "image": f"{image}:{version('cuda-agent')}",
@@ -86,7 +87,8 @@ def pod_spec(account: str, grace: int, container: Mapping[str, Any], **volumes: 
 
 
 def token_of(workflow: str, **more: Any) -> dict[str, Any]:
-    """Returns a reference to the Secret with the token of a run's sandbox; ``more`` are fields of the reference."""
+    """Returns a reference to the Secret with the token of a run's sandbox; ``more`` are further fields of it, such as
+    ``optional``."""
     return {"secretKeyRef": {"name": f"{workflow}-sandbox", "key": "token"} | more}
 
 
@@ -150,9 +152,9 @@ def servers(component: str, name: str, own: dict[str, str], port: int, pod: dict
 def of_run(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, labels: Mapping[str, str] = {}, name: str = ""
 ) -> list[dict[str, Any]]:
-    """Returns copies of a profile's objects ``base`` for one run, owned by its Workflow.  The text ``RUN`` in them is
-    replaced by ``name``, or by the Workflow's name if ``name`` is empty.  In the labels that ``labels`` lists, it is
-    replaced by the value in ``labels`` instead."""
+    """Returns copies of a profile's objects ``base`` for one run, owned by its Workflow.  In each copy, the
+    placeholder ``RUN`` is replaced by ``name``, or by the Workflow's name if ``name`` is empty.  In a label whose key
+    is in ``labels``, ``RUN`` is replaced by ``labels[key]``."""
     made = [_named(one, name or workflow, labels) for one in base]
     for one in made:
         one["metadata"]["ownerReferences"] = [owned_by(workflow, uid)]
@@ -193,7 +195,7 @@ def addresses(made: Sequence[Mapping[str, Any]], port: int) -> list[str]:
 
 
 def pool_objects() -> list[dict[str, Any]]:
-    """Returns the sandbox's objects in the order of creation; values of a profile and a run are filled in later."""
+    """Returns the sandbox's objects in the order of creation, without the values that depend on a profile or a run."""
     secret = new_object("Secret", f"{RUN_NAME}-sandbox", labels_of("sandbox"), type="Opaque", stringData={})
     stages = peers({WORKFLOW_LABEL: RUN_NAME, COMPONENT_LABEL: "stage"})
     return [secret, *service_and_wall("sandbox", PORT, stages), *map(_pool, ROLES)]

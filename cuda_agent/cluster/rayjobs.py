@@ -54,7 +54,7 @@ def job_name(workflow: str, stage: str) -> str:
 
 
 def ray_objects() -> list[dict[str, Any]]:
-    """Returns the objects of a stage's Ray cluster in the order of creation; values of a run are filled in later."""
+    """Returns the objects of a stage's Ray cluster in the order of creation, without values that depend on a run."""
     labels = pools.labels_of("stage") | {RAY_LABEL: RUN_NAME}
     own = {RAY_LABEL: RUN_NAME}
     between = pools.peers(own)
@@ -138,9 +138,9 @@ def follow(
     should_stop: Callable[[], bool] = lambda: False,
     pause: float = 3.0,
 ) -> tuple[int, str]:
-    """Creates the absent objects of ``made``, waits for the end of their RayJob, and returns the stage's exit code and
-    a message.  A RayJob that already runs is followed; a failed one is replaced.  The RayJob is deleted if the run is
-    stopped, but goes on if only this pod is stopped (``should_stop``).  ``pause`` is seconds between two queries."""
+    """Creates those objects of ``made`` that do not exist, waits for the end of their RayJob, and returns the stage's
+    exit code and a message.  Keeps a RayJob that runs already; replaces a failed one.  If the run is stopped, deletes
+    the RayJob; if only this pod is stopped (``should_stop``), leaves it running.  Asks every ``pause`` seconds."""
     name = next(one["metadata"]["name"] for one in made if one["kind"] == "RayJob")
     found = cluster.find("RayJob", name)
     if found is not None and _state(found)[0] in _ENDED and _state(found)[1] != "SUCCEEDED":

@@ -59,10 +59,10 @@ def _elsewhere(cluster: Cluster) -> str:
 
 
 def download(address: str, run: str, folder: Path) -> Path:
-    """Replaces the content of ``folder`` by the run's files from the MLflow at ``address``, such as index.html.
+    """Replaces the content of ``folder`` by the run's files from the MLflow at ``address``: the report and others.
 
     Raises:
-        ConfigError: There is no report yet."""
+        ConfigError: MLflow does not know the run, or has no report of it yet."""
     api, entries = _open(address, run)
     run_id = entries[""].run_id
     files = api.files(run_id)
@@ -79,7 +79,7 @@ def download(address: str, run: str, folder: Path) -> Path:
 
 
 def log(address: str, run: str, stage: str) -> list[str]:
-    """Returns the log lines of a stage's last attempt, as far as its pod could send them to the MLflow at ``address``.
+    """Returns the lines of the log of a stage's last attempt that the MLflow at ``address`` holds.
 
     Raises:
         ConfigError: MLflow has no log of this stage."""
@@ -134,8 +134,8 @@ def facts(address: str, run: str) -> Facts:
 
 
 def _open(address: str, run: str) -> tuple[Rest, dict[str, MlflowEntry]]:
-    """Returns a client of the MLflow at ``address``, and the run's entries there by stage, oldest first.  The entry of
-    the whole run has the empty text as its key."""
+    """Returns a client of the MLflow at ``address``, and stage -> MLflow's entry of the stage, oldest first.  The
+    entry of the whole run has the empty text as its key."""
     api = Rest(address, seconds=60.0)
     entries = _search(api, run)
     if "" not in entries:

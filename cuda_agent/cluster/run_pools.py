@@ -56,8 +56,8 @@ def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str
 
 
 def remove_pools(cluster: Cluster, workflow: str, kinds: Sequence[str] = (*SERVERS, *SHARED)) -> None:
-    """Deletes the objects of a run's servers that have one of the ``kinds``, in the order of ``kinds``: by default
-    servers come first, so that no server is left without its NetworkPolicy."""
+    """Deletes a run's servers, and the objects that belong to them, if their kind is in ``kinds``.  Deletes one kind
+    after the other.  The default begins with the servers, so that no server is left without its NetworkPolicy."""
     names = [*pools.names(workflow), *engines.names(workflow), *rayjobs.names(workflow)]
     for kind in kinds:
         for name in (name for of, name in names if of == kind):

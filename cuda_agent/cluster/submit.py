@@ -38,7 +38,7 @@ class Submission:
 
 
 def submission(config: Config, profile: str, release: str, group: str = "") -> Submission:
-    """Returns the objects of a new run.  Of all Workflows with the same non-empty ``group``, only one runs at a time.
+    """Returns the objects of a new run.  Argo runs only one Workflow of a ``group`` at a time (empty: no limit).
 
     Raises:
         ConfigError: The run's name cannot be the name of a Workflow."""
@@ -55,7 +55,8 @@ def submission(config: Config, profile: str, release: str, group: str = "") -> S
 def sweep_submissions(
     configs: Sequence[Config], profile: str, release: str, parallel: int | None = None
 ) -> list[Submission]:
-    """Returns the objects of a sweep's runs, one run for each configuration; at most ``parallel`` run at a time."""
+    """Returns the objects of a sweep's runs, one run for each configuration.  Argo runs at most ``parallel`` of these
+    runs at a time (None: no limit)."""
     return [
         submission(config, profile, release, f"{config.run.sweep}-group-{number % parallel + 1}" if parallel else "")
         for number, config in enumerate(configs)
@@ -77,7 +78,7 @@ def _submission(name: str, labels: dict[str, str], text: str, sha256: str, templ
 
 
 def submit(cluster: Cluster, *all_of_them: Submission) -> None:
-    """Creates the objects of all submissions, or of none if one of them fails.
+    """Creates the objects of all submissions.  If this fails, deletes what it has created.
 
     Raises:
         ClusterError: The chart, the profile, the version or a right is missing, or a name is taken."""
@@ -182,7 +183,7 @@ def resume(cluster: Cluster, run: str) -> Submission:
 
 def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:
     """Stops a run, and returns its full name and the stages that were running.  With ``now``, the stages write no
-    checkpoint and the Workflow's exit hook does not run; this function then removes the run's servers itself."""
+    checkpoint and the step ``finish`` does not run, so this function removes the run's servers."""
     last = find(cluster, run)
     name = last["metadata"]["name"]
     if phase(last) in ENDED:
@@ -233,14 +234,16 @@ def views(workflow: dict[str, Any], rows: Sequence[Stage] = ROWS) -> list[StageV
 
 
 def _absent(nodes: Sequence[dict[str, Any]]) -> set[str]:
-    """Returns the stages outside the run's graph, which ``prepare`` outputs; empty until ``prepare`` has ended."""
+    """Returns the stages that the run's graph leaves out, read from the outputs of the step ``prepare``.  The set is
+    empty until ``prepare`` has ended."""
     outputs = [node.get("outputs") or {} for node in nodes if node["displayName"] == "prepare"]
     parameters = [item for output in outputs for item in output.get("parameters", [])]
     return {item["name"] for item in parameters if item.get("value") == ABSENT}
 
 
 def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> None:
-    """Adds Kubernetes' warning about a stage's pod, such as a missing secret, to the notes of each waiting stage."""
+    """Looks for a warning of Kubernetes, such as a missing secret, about the pod of each stage that has waited for some
+    seconds, and adds it to the stage's notes."""
     waiting = {view.name: view for view in shown if view.state == "waiting" and view.seconds > PATIENCE}
     if not waiting:
         return

@@ -1,6 +1,6 @@
 """Renders the graph of stages as an Argo ``WorkflowTemplate`` (Argo 3.7 and 4.x); Hera's types check the result.
 
-    prepare ─► one task per stage ─► finish;  on failure: exit ─► finish
+    prepare ─► one task per stage ─► finish;  after a failure, the exit hook runs finish
 
 One template serves every variant of the graph.  A stage's task is skipped if ``prepare`` reports that the run's graph
 leaves the stage out, or that the cache has its result.  A stage that can run on Ray has a second task, which runs it in
@@ -71,8 +71,8 @@ def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
 
 
 def maintenance_jobs() -> dict[str, dict[str, Any]]:
-    """Returns name -> WorkflowTemplate of the maintenance jobs (``cluster.maintenance``); the chart merges its values
-    into each. A job is one pod, which is not retried, because a user waits or the schedule starts the job again."""
+    """Returns name -> WorkflowTemplate of the maintenance jobs (``cluster.maintenance``).  The chart merges its values
+    into each.  A job is one pod.  A failed pod is not retried: a user sees it, or a schedule starts a new job."""
     jobs: tuple[tuple[str, str, int, list[str]], ...] = (  # name, account, seconds, further arguments
         ("doctor", "operator", 900, []),
         ("gc", "collector", LOCK_SECONDS, []),
@@ -123,7 +123,7 @@ def _template(name: str, templates: list[dict[str, Any]], **more: Any) -> dict[s
 
 
 def _typed(model: type[BaseModel], kind: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a Kubernetes object of this kind, name and spec, which Hera's ``model`` of the kind has checked.
+    """Returns a Kubernetes object of this kind, name and spec.  Checks it with ``model``, Hera's type for this kind.
 
     Raises:
         ValueError: A field of ``spec`` has a wrong type or name."""
@@ -157,14 +157,15 @@ def _tasks(stages: Sequence[Stage]) -> list[dict[str, Any]]:
 
 
 def _either(stages: Sequence[Stage], names: Sequence[str]) -> list[str]:
-    """Returns the tasks of the stages ``names``: two for a stage that can run on Ray (at most one runs), else one."""
+    """Returns the names of the tasks that run the stages ``names``.  A stage that can run on Ray has two tasks, and at
+    most one of them runs; any other stage has one task."""
     spread = {stage.name for stage in stages if can_be_spread(stage)}
     return [task for name in names for task in ([name, task_name(name)] if name in spread else [name])]
 
 
 def _prepare(stages: Sequence[Stage]) -> dict[str, Any]:
     """Returns the template of the step ``prepare``.  The step outputs ``run``, ``ray``, ``cached`` or ``absent`` for
-    every stage, the addresses of the run's servers, and whether ``finish`` has work."""
+    every stage, the addresses of the run's servers, and whether the step ``finish`` must run."""
     # Optional: a run that a schedule starts (cron) finds its configuration in the store.
     config = {"name": WORKFLOW, "optional": True, "defaultMode": 0o444}
     mounts = [{"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True}]
@@ -218,7 +219,7 @@ def _pod(
     **more: Any,
 ) -> dict[str, Any]:
     """Returns the template of a step that runs in one pod.  If ``account`` is given, the pod has this service account's
-    token.  ``seconds`` limits its time; ``grace`` is seconds from SIGTERM to SIGKILL; ``more`` are further fields."""
+    token.  ``seconds`` limits its time; ``grace`` is seconds from SIGTERM to SIGKILL; ``more`` are template fields."""
     # The patch sets what a template has no fields for: the grace period, and the security context and limits of the
     # executor's containers, which do not depend on the controller's settings then.
     token = {"serviceAccountName": f"{NAME}-{account}", "automountServiceAccountToken": True} if account else {}

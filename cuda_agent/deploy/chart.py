@@ -65,7 +65,8 @@ def schema() -> dict[str, Any]:
 
 
 def leaves(model: BaseModel | None = None, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
-    """Yields dotted path, default and field of every single value (not a group) below ``model`` (None: all)."""
+    """Yields dotted path, default and field of every value below ``model``, by default of all values of the chart.  A
+    group of values is not yielded itself, only the values in it."""
     model = Values() if model is None else model
     for name, info in type(model).model_fields.items():
         value = getattr(model, name)
@@ -79,8 +80,7 @@ def leaves(model: BaseModel | None = None, prefix: str = "") -> Iterator[tuple[s
 
 
 def _groups(value: Any) -> dict[str, BaseModel]:
-    """Returns ``value`` if it maps names that users choose, such as the names of profiles, to groups of values; else an
-    empty dict."""
+    """Returns ``value`` if it is a dict of groups of values, such as the profiles by name, and else an empty dict."""
     found = isinstance(value, dict) and all(isinstance(inner, BaseModel) for inner in value.values())
     return value if found else {}
 
@@ -107,7 +107,8 @@ _VALUES_HEAD = """\
 
 
 def _value_lines(model: BaseModel, pad: str, whole: bool) -> Iterator[str]:
-    """Yields lines of values.yaml, indented by ``pad``; if ``whole`` is False, only for values that the model sets."""
+    """Yields the lines of values.yaml for ``model``, indented by ``pad``.  If not ``whole``, leaves out each value that
+    ``model`` does not set explicitly."""
     for name, info in type(model).model_fields.items():
         if not whole and name not in model.model_fields_set:
             continue

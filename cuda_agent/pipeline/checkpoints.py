@@ -4,7 +4,7 @@
     checkpoints/<stage>/<key>/<step>-<nonce>.json     {"step", "files": {path: {"sha256", "size"}}}, written last
 
 A checkpoint exists once its JSON file is written.  Its files include the stage's metrics and notes up to its step.  If
-the newest checkpoint is damaged, it is removed with a note, and the one before it is loaded."""
+the newest checkpoint is damaged, ``load`` removes it, writes a note, and takes the one before it."""
 
 import json
 import secrets
@@ -22,7 +22,8 @@ _OWN = ".stage"  # folder of metrics, notes and clock inside a checkpoint
 
 
 class StageCheckpoints:
-    """The checkpoints of one stage (a ``context.Checkpoints``).  ``resumed`` lists the steps of loaded checkpoints."""
+    """The checkpoints of one stage; implements ``context.Checkpoints``.  ``resumed`` lists the steps of the checkpoints
+    from which the stage resumed."""
 
     def __init__(self, store: Store, stage: str, key: str, scratch: Path, tracker: FileTracker) -> None:
         self._store, self._prefix, self._scratch, self._tracker = store, f"checkpoints/{stage}/{key}", scratch, tracker
@@ -31,7 +32,8 @@ class StageCheckpoints:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds of work in the stage's current state, over all attempts, without work that was lost."""
+        """Returns the seconds of work behind the stage's current state: those of this attempt, and those of earlier
+        attempts up to the loaded checkpoint."""
         return self._before + time.monotonic() - self._began
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:
@@ -73,7 +75,7 @@ class StageCheckpoints:
         return None
 
     def clear(self) -> None:
-        """Removes all checkpoints of the stage, which is done."""
+        """Removes all checkpoints of the stage.  Called when the stage is done."""
         self._delete_below(self._prefix)
 
     def _entries(self) -> list[str]:
@@ -107,7 +109,8 @@ class StageCheckpoints:
                 self._store.delete(key)
 
     def _remove(self, entry: str) -> None:
-        """Removes the checkpoint ``entry``: first its index, so that an interruption leaves no damaged checkpoint."""
+        """Removes the checkpoint named ``entry``.  The JSON file goes first, so that an interruption cannot leave a
+        checkpoint that lacks files."""
         self._store.delete(f"{self._prefix}/{entry}.json")
         self._delete_below(f"{self._prefix}/{entry}")
 

@@ -56,7 +56,8 @@ def closure_files(module: str) -> dict[str, Path]:
 
 
 def closure_modules(module: str) -> set[str]:
-    """Returns the modules that ``module`` may import, directly or not, from ``cuda_agent`` and from its own package."""
+    """Returns the modules of ``cuda_agent``, and of the top-level package of ``module``, that ``module`` may import,
+    directly or not."""
     tops = {module.split(".")[0], "cuda_agent"}
     seen: set[str] = set()
     front = [module]
@@ -74,7 +75,8 @@ def closure_modules(module: str) -> set[str]:
 
 @functools.cache
 def environment_digest() -> str:
-    """Returns CUDA_AGENT_IMAGE_DIGEST, or else a hash of machine type and the versions of Python and ``PACKAGES``."""
+    """Returns the variable CUDA_AGENT_IMAGE_DIGEST if it is set, else a hash of the machine type and of the versions of
+    Python and of the ``PACKAGES``."""
     if image := os.environ.get("CUDA_AGENT_IMAGE_DIGEST"):
         return image
     here = {"python": platform.python_version(), "machine": platform.machine(), "system": sys.platform}
@@ -121,8 +123,8 @@ def _imports(path: Path, module: str) -> tuple[str, ...]:
 
 
 def _imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
-    """Yields the dotted names that the file of ``module`` (its syntax tree: ``tree``) imports, and all its strings of
-    the form ``a.b``.  Not all of these are names of modules."""
+    """Yields the dotted names that the source of ``module`` imports, and all strings in it that look like ``a.b``.  Not
+    all of these are names of modules.  ``tree`` is the syntax tree of the source."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

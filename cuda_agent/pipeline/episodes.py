@@ -1,6 +1,6 @@
 """Lists, selects and opens the episodes of a run or of ``benchmark``, and the attempts of ``optimize``.
 
-To list episodes, their file is read line by line.  To show an episode in full, its line is read again."""
+A list of episodes keeps only a summary of each.  The full episode is read from its file when it is shown."""
 
 import functools
 import gzip
@@ -28,7 +28,8 @@ Sort = Literal["newest", "oldest", "best", "worst", "turns", "tokens", "task"]
 
 @dataclass(frozen=True)
 class Left:
-    """A file of episodes that a stage left behind, and the file of the tokenizer of its token ids (None: unknown)."""
+    """The file with the episodes of one stage.  ``tokenizer`` is the file of the tokenizer for the token ids in these
+    episodes (None: unknown)."""
 
     stage: str  # name of the stage, or of a folder or file of ``benchmark``
     file: Path
@@ -36,7 +37,7 @@ class Left:
 
 
 def of_run(store: Store, run: Run, folder: Path) -> list[Left]:
-    """Fetches the episodes of all stages of ``run`` into ``folder``; returns one file per stage, in their order."""
+    """Fetches the episodes of ``run`` into ``folder``.  Returns one file for each stage that has episodes, in order."""
     manifests = run_manifests(store, run, ROWS).items()
     return list(filter(None, (_fetched(store, manifest, folder / name) for name, manifest in manifests)))
 

@@ -72,14 +72,14 @@ def plan(store: Store, keep: int = KEEP) -> Plan:
 
 
 def collect(store: Store, what: Plan) -> None:
-    """Removes the keys that ``what`` lists: cache entries and manifests first, so that nothing names removed data."""
+    """Removes the keys that ``what`` lists: cache entries and manifests first, so that none refers to removed data."""
     for key in sorted(what.keys, key=lambda key: _ORDER.index(key.split("/")[0])):
         store.delete(key)
 
 
 @contextlib.contextmanager
 def alone(store: Store) -> Iterator[bool]:
-    """Takes the store's lock for garbage collection if it is free, until the block ends; yields whether it was free."""
+    """Tries to take the store's lock for garbage collection for the ``with`` block; yields whether this succeeded."""
     if not is_collecting(store):
         store.delete(_LOCK)  # the lock of a killed collection
     if not store.create(_LOCK, b""):

@@ -27,9 +27,9 @@ class Stage:
     """One stage: a row of the graph's table.  Its code is the function ``run(ctx)`` in the Python module ``module``.
 
     ``inputs`` maps the name of each input to its source: an artifact of an earlier stage, such as ``warmup.policy``.
-    In ``ROWS`` a source may list alternatives, as in ``rft.policy | warmup.policy``: a variant of the graph takes the
-    first one whose stage it has.  A ``?`` after the source makes the input optional: variants without the stage lack
-    it."""
+    In ``ROWS`` a source may list alternatives, as in ``rft.policy | warmup.policy``: a variant of the graph takes
+    the first artifact whose stage it has.  A ``?`` after the source makes the input optional: a variant without that
+    stage lacks the input."""
 
     name: str
     module: str
@@ -40,7 +40,7 @@ class Stage:
     weight: float = 1.0  # share of a run's time, for the progress of the run
     work: Estimate | None = None  # for the schedule printed before a run; None: too little to show
     chart: str = ""  # heading of its curves in the report, which stages may share; empty: no curves
-    curves: tuple[str, ...] = ()  # metrics whose curves the report shows unfolded
+    curves: tuple[str, ...] = ()  # metrics whose curves the report shows at once; others are folded
     about: str = ""  # for an evaluation: name of the scored policy in the report's tables
 
     @property
@@ -132,8 +132,8 @@ ROWS: tuple[Stage, ...] = (
 
 
 def without(rows: Sequence[Stage], left_out: Iterable[str]) -> tuple[Stage, ...]:
-    """Returns ``rows`` without the stages that ``left_out`` names.  Reduces the alternative sources of each input to
-    the first one that a remaining stage makes.
+    """Returns ``rows`` without the stages that ``left_out`` names.  Of the alternative sources of an input, keeps the
+    first that a remaining stage makes.
 
     Raises:
         ValueError: A required input has no source left, or a stage in ``left_out`` does not exist."""

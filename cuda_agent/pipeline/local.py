@@ -80,9 +80,9 @@ def run_pipeline(
         config: Selects the graph (``graph``), configures its stages and names the store.
         new: Starts another run even if a run of this configuration is unfinished.
         stages: The stages to run; by default all of the graph.
-        table: ``module:NAME`` of the table that holds ``stages``, if this is not the configuration's graph.
+        table: ``module:NAME`` of the table that holds ``stages``; empty: they come from the configuration's graph.
         watch: Receives the run's name and the state of all stages a few times a second.
-        preload: Modules that are already imported in the processes of stages.
+        preload: Modules that the fork server imports, so that the processes of stages find them imported.
         pause: Seconds before the second attempt of a stage; doubles before each further attempt."""
     stages = stages_of(config) if stages is None else stages
     check(stages)
@@ -288,7 +288,8 @@ class _Execution:
 
 
 def fetch_report(store: Store, home: Path, run: str, manifest: Manifest) -> Path:
-    """Copies a run's report, the output in ``manifest``, to a folder below ``home`` and returns this folder."""
+    """Copies a run's report to a folder below ``home`` and returns the folder.  ``manifest`` is that of the stage
+    ``report``."""
     folder = home / "reports" / run
     shutil.rmtree(folder, ignore_errors=True)
     store.get_folder(next(iter(manifest.outputs.values())), folder)

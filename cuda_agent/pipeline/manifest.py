@@ -2,7 +2,7 @@
 
 cas/<sha256>                      files and folders of artifacts, by content (``storage``)
 configs/<sha256>.json             frozen configurations
-cache/<stage>/<key>.json          the manifest of the first result with this cache key, written after all else
+cache/<stage>/<key>.json          the manifest of a result with this cache key; written last
 checkpoints/<stage>/<key>/        checkpoints of an unfinished stage
 runs/<run>/run.json, end.json     the run's name and configuration; how the run last ended
 runs/<run>/<stage>/manifest.json  the result of this stage that the run uses
@@ -93,8 +93,8 @@ def identity_of(
 
 
 def placed(config: Config) -> Config:
-    """Returns ``config`` with the addresses of sandbox servers, engines and Ray that environment variables give.  A
-    cluster sets these variables, so that the stored configuration is the same as on one machine."""
+    """Returns ``config`` with the addresses of sandbox servers, engines and Ray from environment variables.  A cluster
+    sets these variables.  So the stored configuration holds no addresses and is the same as on one machine."""
     given = os.environ.get
     changes: dict[str, Any] = {}
     if servers := given("CUDA_AGENT_SANDBOX_SERVERS"):
@@ -153,8 +153,8 @@ def is_whole(store: Store, manifest: Manifest) -> bool:
 
 
 def find_result(store: Store, run: str, identity: Identity) -> Manifest | None:
-    """Returns the manifest of a result with this identity: from the cache, or else from ``run`` itself (a kill may
-    have prevented the cache entry); None if there is no such result."""
+    """Returns the manifest of a result with this identity, or None.  Looks in the cache first, then in ``run``: a kill
+    may have come after the run's manifest was written and before the cache entry."""
     cached = _read(store, cache_entry(identity.stage, identity.key))
     if cached and is_whole(store, cached):
         return cached
@@ -165,15 +165,15 @@ def find_result(store: Store, run: str, identity: Identity) -> Manifest | None:
 def serve_from_cache(
     store: Store, run: str, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest]
 ) -> Manifest | None:
-    """If the store has a result of ``stage``, publishes it for ``run`` and returns its manifest; otherwise None.
+    """If the store has a result of ``stage``, publishes it for ``run`` and returns its manifest; else returns None.
     ``done`` maps all stages on which ``stage`` depends to their manifests."""
     result = find_result(store, run, identity_of(store, stages, stage, config, done))
     return None if result is None else publish(store, run, result)
 
 
 def publish(store: Store, run: str, manifest: Manifest) -> Manifest:
-    """Writes ``manifest`` for ``run``, then its cache entry.  If another whole result is cached under its key already,
-    that result counts instead.  Returns the manifest that counts."""
+    """Writes ``manifest`` as the run's, and then as the cache entry of its key.  If the cache has another whole result
+    under this key, the run gets that result's manifest instead.  Returns the run's manifest."""
     entry = cache_entry(manifest.stage, manifest.key)
     store.put(manifest_entry(run, manifest.stage), manifest.to_bytes())
     if not store.create(entry, manifest.to_bytes()):
@@ -189,11 +189,11 @@ def publish(store: Store, run: str, manifest: Manifest) -> Manifest:
 def _make_stages_folder(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest], folder: Path
 ) -> None:
-    """Fills ``folder`` with the metrics, notes and manifests of the stages on which ``stage`` depends, with the part of
-    their rows in the graph that the report needs, and with the configuration (without ``run``).
+    """Fills ``folder`` with the metrics, notes and manifests of the stages on which ``stage`` depends; with
+    ``graph.json`` (what the report needs of these stages' rows); and with the configuration without ``run``.
 
-    With ``sandbox.clock=model``, durations, devices and versions are left out, so that two runs give the same bytes on
-    any machine; the manifests in the store hold these facts."""
+    With ``sandbox.clock=model``, durations, devices, software versions and notes are left out, so that two runs give
+    the same bytes on any machine.  The manifests and metrics in the store keep these facts."""
     timeless = config.sandbox.clock == "model"
     left_out = {"run", "config", "finished", "resumed", "metrics"}
     left_out |= {"seconds", "key", "environment", "device"} if timeless else set()

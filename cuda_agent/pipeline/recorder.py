@@ -57,7 +57,7 @@ class Recorder:
         self._mirror.update(None, params=flat(config), tags=tags, artifacts=[resolved])
 
     def running(self, stage: str, scratch: Path) -> None:
-        """Records that ``stage`` is running, with the metrics in its folder ``scratch``."""
+        """Records that ``stage`` is running, and the metrics that it has written to its folder ``scratch`` so far."""
         self._update(stage, metrics=read_metrics(scratch / "metrics.jsonl"), status="RUNNING")
 
     def finished(self, stage: str, manifest: Manifest) -> list[str]:

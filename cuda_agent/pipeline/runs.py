@@ -57,8 +57,9 @@ class Run:
 
 
 def local_home(store_uri: str) -> Path:
-    """Returns this machine's folder for caches, locks, scratch files and MLflow's database of a store.  It is the value
-    of CUDA_AGENT_HOME, else a folder near the store if the store is a folder, else ``~/.cache/cuda-agent``."""
+    """Returns the folder in which this machine keeps its own files for a store: caches, locks, scratch files, MLflow's
+    database.  It is CUDA_AGENT_HOME, else a folder near the store if the store is a folder, else
+    ``~/.cache/cuda-agent``."""
     if home := os.environ.get("CUDA_AGENT_HOME"):
         return Path(home).absolute()
     folder = local_folder(store_uri)
@@ -159,8 +160,9 @@ def facts(store: Store, run: Run, stages: Sequence[Stage]) -> Facts:
 
 
 def diff(one: Facts, other: Facts) -> dict[str, Any]:
-    """Returns the settings that differ between two runs, and, for each stage with different cache keys, the key's
-    differing parts, the durations and the names of equal outputs."""
+    """Compares two runs.  Returns the settings that differ, and an entry for each stage that differs.  A stage of both
+    runs differs if its cache key does; its entry holds the differing parts of the key, both durations, and the names
+    of the outputs that are still equal."""
     keys = [key for key in one.settings | other.settings if one.settings.get(key) != other.settings.get(key)]
     changes: dict[str, Any] = {}
     for name in one.manifests | other.manifests:

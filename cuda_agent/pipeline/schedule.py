@@ -13,12 +13,12 @@ from cuda_agent.training.memory import AUTO_TOKENS, MICROBATCH_TOKENS, SMALL, Sh
 
 
 def derived(config: Config) -> dict[str, Any]:
-    """Returns the schedule of a run.  Each stage has its number of samples (tasks, examples or episodes), an upper
-    bound of their tokens, optimizer steps and estimated seconds.  A stage that trains also has the most bytes of one
-    training step, or None if ``policy.base`` is not on this machine.
+    """Returns the schedule of a run.  For each stage it has the number of samples (tasks, examples or episodes), an
+    upper bound of their tokens, the optimizer steps and the estimated seconds.  For a stage that trains it also has
+    the most bytes that one training step needs, or None if ``policy.base`` is not on this machine.
 
-    Seconds are estimated only without ``policy.base``, for the small model on 2 CPU cores.  At 1.3M parameters it is
-    trained on 7,000 and samples 9,000 tokens per second; both rates are inversely proportional to the parameters."""
+    Seconds are estimated only without ``policy.base``, for the small model on 2 CPU cores.  With 1.3M parameters,
+    it trains on 7,000 tokens per second and samples 9,000.  With twice the parameters, both rates are half of that."""
     small = config.policy.base is None
     scale = parameter_count(config.policy) / 1.3e6 if small else 1.0
     rows: dict[str, dict[str, Any]] = {}
@@ -111,8 +111,8 @@ def _base_config(base: str) -> Path:
 
 
 def require_base(base: str | None) -> None:
-    """Raises ConfigError if ``base`` is clearly the path of a folder and there is no model in it.  Does not check a
-    name such as org/name, which may be a model of Hugging Face's hub."""
+    """Raises ConfigError if ``base`` is clearly the path of a folder, but no model is there.  Does not check a name
+    such as org/name, which may be a model of Hugging Face's hub."""
     if base is None:
         return
     is_path = base.startswith(("/", ".", "~")) or base.endswith("/") or base.count("/") > 1

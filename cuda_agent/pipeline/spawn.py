@@ -29,8 +29,8 @@ _PACKET = 1 << 16  # bytes
 
 
 class Spawner:
-    """The executor's connection to the fork server.  Use it from one thread, which must outlive the server: Linux kills
-    the server when that thread ends."""
+    """The executor's connection to the fork server.  Use it from one thread.  Linux kills the server when this thread
+    ends, so the thread must live until ``close``."""
 
     def __init__(self, preload: tuple[str, ...] = PRELOAD) -> None:
         self._preload = preload
@@ -63,8 +63,9 @@ class Spawner:
             self._tell({"signal": name, "number": int(number)})
 
     def wait(self, seconds: float) -> dict[str, int]:
-        """Waits at most ``seconds`` until a stage ends; returns its name with its exit code.  After SIGKILL or SIGTERM
-        the code is 75 (try again), after another signal N it is -N.  If the server died, every stage has code 75."""
+        """Waits at most ``seconds`` until a stage ends, and returns name -> exit code; empty if none ended.  A stage
+        that was ended by SIGKILL or SIGTERM has code 75 (try again), by another signal N has code -N.  If the server
+        died, every running stage has code 75."""
         if self._server is None or not select.select([self._socket], [], [], seconds)[0]:
             return {}
         if packet := _receive(self._socket):
@@ -97,7 +98,8 @@ def _receive(channel: socket.socket) -> dict[str, Any] | None:
 
 
 def serve(parent: int, preload: list[str]) -> None:
-    """Runs the fork server until the executor, process ``parent``, closes the socket that is the server's stdin."""
+    """Runs the fork server.  Its stdin is a socket to the executor; it returns when the executor closes the socket.
+    ``parent`` is the executor's process id, and ``preload`` names the modules to import."""
     die_with_parent(parent)
     for module in (*preload, "cuda_agent.pipeline.stage_main"):
         importlib.import_module(module)

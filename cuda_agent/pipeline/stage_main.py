@@ -67,7 +67,7 @@ def graph_of(config: Config, table: str = "") -> Sequence[Stage]:
 
 
 def run_stage(order: StageOrder) -> int:
-    """Runs the ordered stage and returns its exit code, which it also writes, with a message, to ``outcome.json``."""
+    """Runs the stage that ``order`` names.  Returns its exit code, and writes code and message to ``outcome.json``."""
     stopped = False
 
     def stop(number: int, frame: Any) -> None:
@@ -190,7 +190,8 @@ def _manifests_above(store: Store, run: str, stages: Sequence[Stage], stage: Sta
 
 @contextlib.contextmanager
 def _lock(path: Path, tracker: FileTracker, should_stop: Stop) -> Iterator[None]:
-    """Holds the file lock ``path``, so that only one run on this machine makes a result; waits while it is taken."""
+    """Waits for the file lock ``path`` and holds it for the ``with`` block, so that two runs on this machine do not
+    compute the same result at once."""
     while True:
         with try_lock(path) as free:
             if free:

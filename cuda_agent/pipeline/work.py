@@ -18,10 +18,10 @@ class Work:
     optimizer_steps: int = 0
     decoded: int = 0  # tokens that an engine samples
     trained: int = 0  # tokens that trainers process, in all passes
-    overhead: float = 0.0  # seconds beside decoding and training
+    overhead: float = 0.0  # seconds spent on anything but decoding and training
     most_seconds: float | None = None  # time limit of the training
     models: int = 0  # number of models that the stage trains
-    longest: int = 0  # most tokens of a sequence that it trains on
+    longest: int = 0  # most tokens of one training sequence
     from_scratch: bool = False  # all weights are trained, in one process
 
 

@@ -1,8 +1,8 @@
 """Stage ``agentic``: trains the policy by multi-turn reinforcement learning in the sandbox (paper, section 3.3, stage
 4).  Inputs: tasks, policy, critic; outputs: ``policy``, ``critic``.
 
-The input ``critic`` is optional.  Without it, the stage makes a critic from the policy if ``agentic.advantage`` needs
-one.  If no critic is trained, the output ``critic`` is the input ``critic``, or one that is made from the policy."""
+The input ``critic`` is optional: without it, the first critic is made from the policy.  The critic is trained if
+``agentic.advantage`` needs one.  The output ``critic`` is the trained critic, or else the first critic."""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Stage ``collect``: plays the policy in the full agent loop on the training tasks and keeps every episode, good and
+"""Stage ``collect``: lets the policy solve the training tasks in the full agent loop and keeps every episode, good or
 bad.  Inputs: tasks, policy; output: ``episodes``.  A round is one episode of every task.  The stage saves a checkpoint
 after every round, so a killed stage loses at most one round."""
 

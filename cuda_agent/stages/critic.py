@@ -50,7 +50,8 @@ def pretrain(ctx: StageContext) -> None:
 
 
 def hold_out(episodes: list[Episode], share: float, seed: int) -> tuple[list[Episode], list[Episode]]:
-    """Returns (training, held-out) episodes: ``share`` of all, at least one, is held out.  A single one is in both."""
+    """Splits ``episodes`` into (training, held-out).  Holds out the fraction ``share``: at least one, never all.
+    If there is only one episode, it is in both lists."""
     ranked = sorted(episodes, key=lambda episode: hashlib.sha256(f"{seed}/{episode.id}".encode()).digest())
     count = min(max(1, round(share * len(ranked))), len(ranked) - 1)
     if not count:  # a single episode serves for both, and the gate has no meaning

@@ -76,7 +76,8 @@ def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path,
 
 
 def fastest_kernels(episodes: Iterable[tuple[str, Episode]], tasks: list[Task]) -> list[dict[str, Any]]:
-    """Returns the ``KERNELS`` best correct final solutions of different tasks, by speed-up over ``torch.compile``."""
+    """Returns the ``KERNELS`` correct final solutions with the highest speed-up over ``torch.compile``, best first, at
+    most one per task.  ``episodes`` holds (policy, episode)."""
     by_name = {task.name: task for task in tasks}
     best: dict[str, tuple[tuple[float, float], str, Episode, Verdict]] = {}
     for policy, episode in episodes:

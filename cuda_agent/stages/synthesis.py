@@ -1,7 +1,7 @@
 """Stage ``synthesis``: makes the tasks.  Output: ``tasks`` (training and held-out) with a data card that sums them up.
 
-Candidate tasks run only in the sandbox.  Such a run (a probe) is cached there, so a killed stage loses at most the
-probes under way.  If a language model writes the candidates, the stage's checkpoint keeps its answers."""
+A candidate task runs only in the sandbox, which caches the result of each such run (a probe).  So a killed stage
+loses only unfinished probes.  If a language model writes the candidates, the stage's checkpoint keeps its answers."""
 
 import asyncio
 import json
