@@ -34,7 +34,7 @@ PAUSE = 0.25  # seconds before a solution that is judged alone
 
 
 def formats_of(text: str | None) -> tuple[Format, ...]:
-    """Returns the formats that ``text`` names, such as ``plan,python``, in a fixed order; all of them for None.
+    """Returns the formats that ``text`` names, such as ``plan,python``, in a fixed order; all measurable ones if None.
 
     Raises:
         ConfigError: A format does not exist, or has no solutions to measure."""

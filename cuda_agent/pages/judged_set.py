@@ -94,8 +94,8 @@ def claims(rows: Sequence[JudgedRow]) -> dict[str, Any]:
 
 
 def fast_rows(scores: Scores, tasks: int) -> list[tuple[float, list[float | None]]]:
-    """Returns rows (p, shares of tasks that are solved more than p times as fast as eager and as ``torch.compile``).
-    The first two are shares of the scored tasks; the last two, of as many tasks as ``tasks`` says."""
+    """Returns rows (p, shares of tasks that are solved more than p times as fast as a baseline).  Each row has four
+    shares: for eager and ``torch.compile`` among the scored tasks, then for both among ``tasks`` tasks."""
     return [
         (p, [fast_p(scores, p, baseline, count) for count in (None, tasks) for baseline in ("eager", "compile")])
         for p in THRESHOLDS

@@ -72,8 +72,8 @@ def _devices(data: Data) -> list[str]:
 
 
 def _learning(stages: Sequence[Data]) -> list[Data]:
-    """Returns one grid of curves per heading: ``main`` has the curves that a stage lists in ``curves``, and ``rest``,
-    which the page folds away, all others.  ``weak`` lists the critics that explain too little variance."""
+    """Returns one grid of curves per heading.  ``main`` holds the curves that the stages list; ``rest`` holds the
+    others, which the page folds away.  ``weak`` names the critics that explain too little variance."""
     headings: dict[str, list[Data]] = {}
     for stage in stages:
         if stage.get("chart"):

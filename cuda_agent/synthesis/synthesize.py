@@ -82,8 +82,8 @@ async def synthesize(
     report: Callable[[str, Any], None] | None = None,
     composer: Composer | None = None,
 ) -> tuple[list[Task], dict[str, Any]]:
-    """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks, and their data card.  Returns
-    fewer tasks if the limit of candidates or probes is reached; ``card["short"]`` says how many of each kind are missing.
+    """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks, and their data card.  Makes
+    fewer if the limit of candidates or probes is reached; ``card["short"]`` says how many of each kind are missing.
 
     ``known`` holds the values that earlier calls passed to ``report(key, JSON value)``: probes by content, and the
     answers of a composer that is not repeatable.  ``progress(done, total)`` counts accepted tasks.  ``composer``
