@@ -134,7 +134,7 @@ def render(
         name: The name of the set.
         rows: All records.
         scores: The scores of the judged records.
-        tasks: The number of tasks that count: all but those whose records were lost.
+        tasks: The number of tasks that count: all but those with lost records and no scored one.
         skipped: Files of the input that hold no solution.
         facts: Facts about the evaluation, for the page's head."""
     several = len(scores.outcomes) > len({outcome.task for outcome in scores.outcomes})

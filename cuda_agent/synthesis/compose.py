@@ -1,7 +1,7 @@
 """Composes tasks with one of two writers: one samples operators and shapes, the other asks a language model.
 
-The first stacks operators of the catalogue, or takes one layer of ``transformers``.  It chooses the batch
-size so that eager's time, estimated by a cost model, is within the limits; later the filters check the measured time.
+The first writer stacks operators of the catalogue, or takes one layer of ``transformers``.  It chooses the batch size
+so that eager's time, estimated by a cost model, is within the limits; later the filters check the measured time.
 A language model's answer is text: this module checks its form, and only the sandbox executes it.  Tasks have no
 branches, residual connections or training steps, and only float32."""
 
