@@ -217,7 +217,7 @@ def logs(
 
 
 def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Yields (stage, line) for the log of ``stage``, or of all: from the log file if it exists, else from the store."""
+    """Yields (stage, line) for the log of ``stage`` (empty: all logs): from the log file if it exists, else the store."""
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.graph import ROWS
     from cuda_agent.pipeline.manifest import read_manifest
@@ -256,7 +256,7 @@ def _tail(file: Path, follow: bool, running: Callable[[], bool]) -> Iterator[str
 
 
 def _cluster_logs(place: "Cluster", name: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Yields (stage, line) for the log of ``stage``, or of all: from pods that still exist, else from MLflow."""
+    """Yields (stage, line) for the log of ``stage`` (empty: all logs): from pods that still exist, else from MLflow."""
     from cuda_agent.cluster import results
     from cuda_agent.cluster import submit as cluster
 

@@ -29,7 +29,7 @@ class Choices:
     """The design of a kernel.  "2 times" means twice the time of the fastest choice (quartiles, two idle cores):
 
     ``number``  arithmetic type; "double" (1.5-2 times, in transcendental functions up to 4.5 times)
-    ``order``   which elements a block takes; "chunk": neighbours; "stride": i, i + grid, ..., which cannot be
+    ``order``   which elements block b takes; "chunk": neighbours; "stride": b, b + grid, ..., which cannot be
                 vectorised and lets threads share cache lines (5-30 times, but little if a block takes whole rows)
     ``grid``    number of blocks; 1: only one thread works (2 times); a block per row: a call per row (1.1-2 times)
     ``passes``  "fused": one loop over the elements; "split": a loop per operator, through memory (1.0-1.4 times)
