@@ -217,7 +217,7 @@ def logs(
 
 
 def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Yields (stage, line) for the log of ``stage`` (empty: all logs): from the log file if it exists, else the store."""
+    """Yields (stage, line) for the log of ``stage`` (empty: all logs): from the log file, else from the store."""
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.graph import ROWS
     from cuda_agent.pipeline.manifest import read_manifest

@@ -174,8 +174,8 @@ def _geometric_mean(values: Iterable[float]) -> float | None:
 
 
 def _chart(rows: Sequence[JudgedRow]) -> Markup | None:
-    """Draws measured speed-ups (vertical) against claimed ones (horizontal) on logarithmic axes, and the line where they
-    agree.  Rejected records are dots below the axis.  Returns None if there is no record to draw."""
+    """Draws measured speed-ups (vertical) against claimed ones (horizontal) on logarithmic axes, and the line where
+    they agree.  Rejected records are dots below the axis.  Returns None if there is no record to draw."""
     points = [(row, row.claim_eager, row.speedup_eager) for row in rows if row.claim_eager and row.outcome in JUDGED]
     points = [point for point in points if point[2] or point[0].outcome != "ok"]  # without correct ones of no time
     if not points:
