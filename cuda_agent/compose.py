@@ -96,8 +96,8 @@ def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
     """Returns the part of the configuration that decides the result of a stage, as JSON values.
 
     This part is the seed and the named sections, without addresses, resources and the section ``training``.  The
-    section ``ray`` is left out if ``runtime`` is local.  Its keys about training are left out if the stage does not
-    train."""
+    section ``ray`` is left out if ``runtime`` is local.  Of ``ray``, the keys about training are left out if the stage
+    does not train."""
     whole = config.model_dump(mode="json", exclude=_NOT_IN_KEYS)
     if "training" not in sections:
         whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in _ONLY_IN_TRAINING}
@@ -215,7 +215,7 @@ def _type_words(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _nearest(name: str, choices: Sequence[str]) -> str:
-    """Returns the end of an error message about the wrong name ``name``, which proposes the name that may be meant.
+    """Returns the end of an error message about the unknown key ``name``: it proposes keys that may be meant.
 
     The proposal is the first of these that exists: the new name of a renamed key, a path that is almost equal, keys of
     other sections with the same last part, keys with a similar last part, and paths that are less similar."""

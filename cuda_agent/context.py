@@ -31,8 +31,8 @@ class Checkpoints(Protocol):
         """Calls ``write`` to fill an empty folder, and stores it atomically as a checkpoint.  Keeps the newest two."""
 
     def load(self, read: Callable[[Path], None]) -> int | None:
-        """Calls ``read`` with a folder of the newest complete checkpoint and returns its step, or None if there is
-        none.  If a checkpoint is damaged, adds a note and tries the checkpoint before it."""
+        """Calls ``read`` with a copy of the newest complete checkpoint, and returns its step, or None if there is none.
+        If a checkpoint is damaged, adds a note and tries the checkpoint before it."""
 
 
 @dataclass

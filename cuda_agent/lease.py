@@ -26,7 +26,7 @@ class Lease:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Holds the lease, shared with other workers, during one step of decoding or training (about a second)."""
+        """Holds the lease during one step of decoding or training (about a second), beside other workers."""
         with _held(self._gate, fcntl.LOCK_SH):
             fcntl.flock(self._lock, fcntl.LOCK_SH)
         try:

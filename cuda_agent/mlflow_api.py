@@ -54,7 +54,7 @@ class Rest:
         self._artifact_uris: dict[str, str] = {}  # run -> artifact address
 
     def experiment(self, name: str, artifacts: str | None) -> str:
-        """Returns the id of the experiment ``name``, which is created if absent, with artifacts at ``artifacts``."""
+        """Returns the id of the experiment ``name``.  If absent, it is created, with its artifacts at ``artifacts``."""
         response = self._client.get("mlflow/experiments/get-by-name", params={"experiment_name": name})
         if response.status_code != 404:
             return str(response.raise_for_status().json()["experiment"]["experiment_id"])
@@ -141,7 +141,7 @@ class Rest:
 
 
 class Library:
-    """A connection through MLflow's client.  Importing the client takes seconds; so does opening a new database."""
+    """A connection through MLflow's client.  Importing the client takes seconds, and so does opening a new database."""
 
     def __init__(self, uri: str) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", f"{_SECONDS:.0f}")

@@ -41,7 +41,7 @@ class StoreFull(StoreError):
 
 
 class StoreDamaged(StoreError):
-    """An object is missing, or does not match its digest.  In the second case it was removed."""
+    """An object is missing, or did not match its digest and was removed."""
 
 
 def open_store(uri: str | Path) -> "Store":
@@ -137,7 +137,7 @@ class Store:
             obstore.delete(self._backend, key)
 
     def get_file(self, key: str, path: Path, sha256: str) -> None:
-        """Downloads an object to ``path``.  If its sha256 is wrong, deletes both and raises a ``StoreDamaged``."""
+        """Downloads an object to ``path``.  If its sha256 is wrong, deletes file and object and raises StoreDamaged."""
         actual = hashlib.sha256()
         with self._errors(f"read {key}"), open(path, "wb") as file:
             for chunk in obstore.get(self._backend, key).stream(min_chunk_size=CHUNK):
@@ -194,7 +194,7 @@ class Store:
 
     @contextlib.contextmanager
     def _errors(self, doing: str) -> Iterator[None]:
-        """Turns errors of obstore and of the system into a ``StoreError`` that names the operation ``doing``."""
+        """Turns errors of obstore and the operating system into a ``StoreError`` that names the operation ``doing``."""
         try:
             yield
         except FileNotFoundError as error:

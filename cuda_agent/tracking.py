@@ -2,7 +2,7 @@
 
 A stage writes three files through ``FileTracker``.  Its checkpoints hold the first two:
 
-    metrics.jsonl    {"step": 3, "reward": 1.25, ...} per line; of two values for the same step and key the later counts
+    metrics.jsonl    {"step": 3, "reward": 1.25, ...} per line; a later value replaces one of the same step and key
     notes.jsonl      {"text": ...} per line
     progress.json    {"done", "total", "unit", "rates"}, only while the stage runs
 
@@ -244,7 +244,7 @@ def _sweep_run(api: mlflow_api.Api, experiment: str, sweep: Sweep) -> str:
 
 
 def _send(api: mlflow_api.Api, there: MlflowEntry, wanted: Wanted) -> None:
-    """Sends to MLflow what changes its state ``there`` into ``wanted``: the final status last, after all points."""
+    """Updates an MLflow run from its known state ``there`` to the state ``wanted``; sends the final status last."""
     if there.status == wanted.status == "FINISHED" and wanted.tags and wanted.tags.items() <= there.tags.items():
         there.unread.clear()
         there.points |= {(key, step) for step, values in wanted.metrics.items() for key in values}

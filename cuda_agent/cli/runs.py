@@ -110,7 +110,7 @@ def _cluster_rows(place: "Cluster") -> list[dict[str, Any]]:
 
 
 def _sweep_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yields one line per sweep, which counts its runs by state.  Of each run only the newest attempt counts."""
+    """Yields one line per sweep: how many of its runs are in each state.  A run is counted by its newest attempt."""
     from collections import Counter
 
     newest = {row["name"]: row for row in rows}
@@ -217,7 +217,7 @@ def logs(
 
 
 def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Yields (stage, line) for the log of ``stage`` (empty: of all): from the log file if it exists, else the store."""
+    """Yields (stage, line) for the log of ``stage`` (empty: all logs): from the log file, else from the store."""
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.graph import ROWS
     from cuda_agent.pipeline.manifest import read_manifest
@@ -242,7 +242,7 @@ def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: 
 
 
 def _tail(file: Path, follow: bool, running: Callable[[], bool]) -> Iterator[str]:
-    """Yields the lines of a file; with ``follow`` also those to come, until it is removed or ``running()`` is False."""
+    """Yields the lines of a file.  With ``follow``, waits for more until the file is gone or ``running()`` is False."""
     with open(file, errors="replace") as text:
         rest = ""
         while True:
@@ -256,7 +256,7 @@ def _tail(file: Path, follow: bool, running: Callable[[], bool]) -> Iterator[str
 
 
 def _cluster_logs(place: "Cluster", name: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Yields (stage, line) for the log of ``stage`` (empty: of all): from pods that still exist, else from MLflow."""
+    """Yields (stage, line) for the log of ``stage`` (empty: all logs): from pods that still exist, else from MLflow."""
     from cuda_agent.cluster import results
     from cuda_agent.cluster import submit as cluster
 
@@ -275,7 +275,7 @@ def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[
     """Finds a run by its name, the start of its name, or ``last``.
 
     Returns:
-        Two values: (store, record) of a local run, or the cluster that has the run; and the run's full name.
+        A pair: first (store, record) of a local run, or the cluster that has the run; second the run's full name.
 
     Raises:
         ConfigError: No run or several runs match."""
@@ -308,7 +308,7 @@ def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[
 
 
 def open_existing(store: str) -> "Store":
-    """Opens the store at the address ``store``.  Does not create a folder, as commands that only read must not.
+    """Opens the store at the address ``store`` for a command that only reads.  A missing folder is not created.
 
     Raises:
         StoreUnavailable: The folder of the store does not exist."""
@@ -335,7 +335,8 @@ def cluster_of(on: str | None, namespace: str | None) -> "Cluster":
 
 
 def _current(store: str, namespace: str | None) -> "Cluster | None":
-    """Returns the current context's cluster; None if there is none, or if ``store`` is not the default store."""
+    """Returns the current context's cluster, or None if there is none.  Also returns None if ``store`` is not the
+    default: a user who names a store wants a run of that store."""
     from cuda_agent.cluster.api import ClusterError
 
     if store != STORE:

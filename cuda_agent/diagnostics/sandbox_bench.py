@@ -34,7 +34,7 @@ PAUSE = 0.25  # seconds before a solution that is judged alone
 
 
 def formats_of(text: str | None) -> tuple[Format, ...]:
-    """Returns the formats that ``text`` names, such as ``plan,python``, in a fixed order; None: all measurable ones.
+    """Returns the formats that ``text`` names, such as ``plan,python``, in a fixed order; all measurable ones if None.
 
     Raises:
         ConfigError: A format does not exist, or has no solutions to measure."""
@@ -45,8 +45,8 @@ def formats_of(text: str | None) -> tuple[Format, ...]:
 
 
 async def measure(config: SandboxConfig, tasks: int, solutions: int, formats: Sequence[Format]) -> dict[str, Any]:
-    """Judges ``solutions`` solutions per task, format and round, or fewer if the teacher has no more designs.  Returns
-    the measured figures; times are in seconds."""
+    """Measures all rounds of each format.  A round judges ``solutions`` solutions per task, or fewer if the teacher has
+    no more designs.  Returns the figures; times are in seconds."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as cache:
         async with LocalSandbox(config.model_copy(update={"servers": []}), Path(cache)) as sandbox:
@@ -94,7 +94,8 @@ async def _measure_format(
 
 
 async def prepare(sandbox: LocalSandbox, count: int, rng: random.Random) -> tuple[list[Task], list[float]]:
-    """Returns ``count`` tasks with measured baselines and an eager time in ``WINDOW``, and the seconds each took."""
+    """Draws and probes tasks.  Returns ``count`` of them, and the seconds that each one's probes took.  With a real
+    clock, their eager times are in ``WINDOW``."""
     window = WINDOW if sandbox.config.clock == "real" else (0.0, float("inf"))
     tasks: list[Task] = []
     seconds: list[float] = []
@@ -136,7 +137,7 @@ class ModelNew(torch.nn.Module):
 
 
 def work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
-    """Returns the files of a solution of the format ``extension`` that uses the kernel of the plan in ``files``."""
+    """Returns a solution of the format ``extension`` that calls the kernel of the plan ``files``, as path -> text."""
     plan = json.loads(files[PLAN])
     (node,) = plan["nodes"]
     spelled = {
@@ -158,7 +159,7 @@ def work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
 
 
 def _reference(task: Task, rng: random.Random) -> dict[str, str]:
-    """Returns the reference as a solution's files.  A random comment makes every solution a new one."""
+    """Returns a copy of the task's model as a solution's files.  A random comment makes each copy a new solution."""
     code = re.sub(r"^class Model\b", "class ModelNew", task.code, flags=re.MULTILINE)
     return {"model_new.py": f"{code}\n# {rng.getrandbits(32)}\n"}
 

@@ -152,7 +152,7 @@ def interval_chart(
 
 
 def histogram(title: str, edges: Sequence[float], counts: Sequence[float], unit: str) -> Markup:
-    """Draws a bar for each count, and labels the first, the middle and the last of the bars' ``edges``."""
+    """Draws a bar for each count.  Labels the first, the middle and the last of ``edges``, the limits of the bars."""
     width, height, left, top, bottom = 640, 170, 4, 18, 26
     step, most, floor = (width - 2 * left) / max(1, len(counts)), max([*counts, 1]), height - bottom
     chart = Drawing(width, height, "chart wide")
@@ -171,7 +171,7 @@ def histogram(title: str, edges: Sequence[float], counts: Sequence[float], unit:
 
 
 def stack_chart(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, int]]]]) -> Markup:
-    """Draws each row (label, [(CSS class, count), ...]) as one bar of coloured pieces, and writes its first count."""
+    """Draws each row (label, [(CSS class, count), ...]) as one bar of coloured pieces and its first count as text."""
     width, row_height, left, right, top = 320, 30, 74, 70, 6
     chart, spoken = Drawing(width, top + row_height * len(rows) + 24), []
     for i, (label, pieces) in enumerate(rows):
@@ -220,6 +220,6 @@ def amount(
     unit: str,
     prefixes: Sequence[tuple[str, float]] = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1)),
 ) -> str:
-    """Formats a value with a unit and its prefix: 33e6 with the unit ``B`` gives ``33 MB``."""
+    """Formats a value with a unit and a fitting prefix: 33e6 with the unit ``B`` gives ``33 MB``."""
     prefix, size = next((known for known in prefixes if value >= known[1]), prefixes[-1])
     return f"{number(value / size)} {prefix}{unit}"

@@ -158,7 +158,7 @@ def token_texts(ids: Sequence[int], logprobs: Sequence[float], tokenizer: Any) -
 
 
 def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
-    """Returns the last ``MOST_TOKENS`` sampled tokens, by turn; empty if the token ids are unknown."""
+    """Returns turn -> sampled tokens, for the last ``MOST_TOKENS``; empty if ids and log-probabilities are unknown."""
     places = [i for i, sampled in enumerate(episode.mask) if sampled][-MOST_TOKENS:]
     if not any(episode.ids[i] or episode.logprobs[i] for i in places):
         return {}
@@ -172,7 +172,7 @@ def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
 
 
 def _spoken(message: Mapping[str, Any], thought: str = "") -> list[StoryPart]:
-    """Returns an assistant's message as parts: its thought (or else ``thought``), its text and its tool calls."""
+    """Returns an assistant's message as parts: ``thought`` (or else its own thought), its text and its tool calls."""
     content = str(message.get("content") or "")
     before, closed, said = content.rpartition("</think>")
     thought = (thought or str(message.get("thought") or "")) + (before.replace("<think>", "") if closed else "")
@@ -202,7 +202,8 @@ def _result(text: str, kind: Kind = "result") -> StoryPart:
 
 
 def _answered(call: Mapping[str, Any] | None, result: str, known: dict[str, str]) -> Iterable[StoryPart]:
-    """Yields the diff that a tool call made, if there is one, then its ``result``.  ``known`` maps paths to texts."""
+    """Yields the diff that a tool call made, if known, and its ``result``, except "ok" after a diff.  ``known`` maps
+    paths to the files' texts."""
     if call is not None and call.get("name") in _WRITERS and isinstance(call.get("arguments"), dict):
         change = None if result.startswith("error") else _change(call, known)
         if change is not None:

@@ -1,7 +1,7 @@
 """Renders the page and the CSV of `cuda-agent evaluate-set`: claims beside measurements, scores, rejections.
 
-Pure.  The page is one static HTML file without scripts.  Its text is in ``judged_set.html.j2``; this module makes the
-tables and the chart for it.  Every record of the input is a ``JudgedRow``, and every row has one outcome, so the counts
+The page is one static HTML file without scripts.  Its text is in ``judged_set.html.j2``; this module makes the tables
+and the chart for it.  Every record of the input is a ``JudgedRow``, and every row has one outcome, so the counts
 add up."""
 
 import csv
@@ -54,7 +54,7 @@ class JudgedRow:
     verdict: Verdict | None = None
     claim_eager: float | None = None
     claim_compile: float | None = None
-    other_reference: bool = False
+    other_reference: bool = False  # whether the record was written for another version of its task
 
     @property
     def speedup_eager(self) -> float | None:
@@ -72,8 +72,8 @@ def accounts(rows: Sequence[JudgedRow]) -> list[tuple[str, int, str]]:
 
 
 def claims(rows: Sequence[JudgedRow]) -> dict[str, Any]:
-    """Returns what became of the claims over eager: their numbers, which add up to ``all``, and the geometric means of
-    the claimed and the measured speed-ups where there are both.  Empty without claims."""
+    """Returns how many of ``all`` claimed speed-ups over eager were confirmed, lower, untimed, rejected or unjudged,
+    and the geometric means of the claimed and the measured speed-ups where both exist.  Empty without claims."""
     claimed = [(row, row.claim_eager) for row in rows if row.claim_eager]
     if not claimed:
         return {}
@@ -94,8 +94,8 @@ def claims(rows: Sequence[JudgedRow]) -> dict[str, Any]:
 
 
 def fast_rows(scores: Scores, tasks: int) -> list[tuple[float, list[float | None]]]:
-    """Returns p and the shares of tasks that are solved more than p times as fast: as eager and as ``torch.compile``
-    among the scored tasks, then both among ``tasks``."""
+    """Returns rows (p, shares of tasks that are solved more than p times as fast as a baseline).  Each row has four
+    shares: for eager and ``torch.compile`` among the scored tasks, then for both among ``tasks`` tasks."""
     return [
         (p, [fast_p(scores, p, baseline, count) for count in (None, tasks) for baseline in ("eager", "compile")])
         for p in THRESHOLDS
@@ -134,7 +134,7 @@ def render(
         name: The name of the set.
         rows: All records.
         scores: The scores of the judged records.
-        tasks: The number of tasks that count: all but those whose records were lost.
+        tasks: The number of tasks that count: all but those with lost records and no scored one.
         skipped: Files of the input that hold no solution.
         facts: Facts about the evaluation, for the page's head."""
     several = len(scores.outcomes) > len({outcome.task for outcome in scores.outcomes})
@@ -174,8 +174,8 @@ def _geometric_mean(values: Iterable[float]) -> float | None:
 
 
 def _chart(rows: Sequence[JudgedRow]) -> Markup | None:
-    """Draws the measured over the claimed speed-up, both logarithmic, with the line where they agree.  Rejected records
-    are dots below the axis.  None without claims of judged records."""
+    """Draws measured speed-ups (vertical) against claimed ones (horizontal) on logarithmic axes, and the line where
+    they agree.  Rejected records are dots below the axis.  Returns None if there is no record to draw."""
     points = [(row, row.claim_eager, row.speedup_eager) for row in rows if row.claim_eager and row.outcome in JUDGED]
     points = [point for point in points if point[2] or point[0].outcome != "ok"]  # without correct ones of no time
     if not points:

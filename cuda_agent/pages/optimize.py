@@ -96,7 +96,7 @@ def _with_spread(verdict: Verdict) -> str:
 
 
 def shares_of_peak(verdict: Verdict) -> list[str]:
-    """Returns lines about the shares of the device's peak rates that a call reaches; empty if nothing was measured."""
+    """Returns lines that compare a call's bytes and operations per second with the device's peaks; empty if untimed."""
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return []
     peak = "the device's peak"
@@ -123,7 +123,7 @@ def shares_of_peak(verdict: Verdict) -> list[str]:
 
 
 def _roofline(verdict: Verdict | None) -> dict[str, Any]:
-    """Returns lines of text, and a chart or bars, about the limits of the device; empty if nothing was measured."""
+    """Compares the solution with the device's limits, in lines of text and a chart or bars; empty if unmeasured."""
     if verdict is None or verdict.clock == "model" or not verdict.seconds or not verdict.bytes:
         return {}
     peak, eager = verdict.peak_bytes_per_second, verdict.eager_seconds
@@ -139,7 +139,7 @@ def _roofline(verdict: Verdict | None) -> dict[str, Any]:
 
 
 def _roof_chart(verdict: Verdict, peak: float) -> Markup:
-    """Draws solution and baselines below the device's roofline: operations per second over operations per byte."""
+    """Draws the device's roofline (operations per second against operations per byte), with solution and baselines."""
     assert verdict.flops and verdict.bytes and verdict.seconds
     intensity = verdict.flops / verdict.bytes
     timed = (("this solution", verdict.seconds), ("torch.compile", verdict.compile_seconds),

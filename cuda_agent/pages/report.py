@@ -72,8 +72,8 @@ def _devices(data: Data) -> list[str]:
 
 
 def _learning(stages: Sequence[Data]) -> list[Data]:
-    """Returns a grid of curves for each heading that stages name.  A grid's ``weak`` lists the critics that explain too
-    little variance.  Curves that a stage does not list go to ``rest``, which the page folds away."""
+    """Returns one grid of curves per heading.  ``main`` holds the curves that the stages list; ``rest`` holds the
+    others, which the page folds away.  ``weak`` names the critics that explain too little variance."""
     headings: dict[str, list[Data]] = {}
     for stage in stages:
         if stage.get("chart"):
@@ -113,7 +113,7 @@ def _figure(key: str, points: list[tuple[float, float]], before: str) -> tuple[s
 
 
 def funnel(rows: Sequence[Data]) -> list[tuple[str, float, str, str]]:
-    """Returns a bar for all candidates, then one for those that passed each filter (pale if it dropped none)."""
+    """Returns a bar for all candidates, then one per filter for those that passed it (pale if all passed)."""
     entered = rows[0]["entered"]
     entries = [("candidates", entered, str(entered), "quiet")]
     for row in rows:
@@ -123,13 +123,13 @@ def funnel(rows: Sequence[Data]) -> list[tuple[str, float, str, str]]:
 
 
 def _tokens(stage: Data) -> float:
-    """Returns how many tokens a stage processed, as counted in its metrics, or else as sampled in its episodes."""
+    """Returns how many tokens a stage processed according to its metrics, or else how many its episodes sampled."""
     steps = [entry["values"] for entry in stage["metrics"]]
     return sum(v.get("tokens", v.get("episodes", 0.0) * v.get("response_length", 0.0)) for v in steps)
 
 
 def _run(data: Data) -> list[tuple[str, Any]]:
-    """Returns name and value of the facts that describe the run, except its clock."""
+    """Returns (name, value) of facts about the run: devices, versions, seed, settings of PPO stages."""
     config = data.get("config") or {}
     facts = [*(("device", device) for device in _devices(data)), *data.get("versions", {}).items()]
     if "seed" in config:

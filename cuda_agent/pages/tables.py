@@ -50,7 +50,7 @@ def groups(data: Data) -> list[Data]:
 
 
 def operators(policies: Sequence[Data]) -> Data:
-    """Returns a table of the scores by operator, with the policies that have such scores; empty if no policy has."""
+    """Returns a table of scores: a row per operator, a column per policy that has such scores; empty if none has."""
     scored = [p for p in policies if p["final"]["operators"]]
     if not scored:
         return {}
@@ -66,8 +66,8 @@ def operators(policies: Sequence[Data]) -> Data:
 
 
 def headline(data: Data) -> Data:
-    """Returns how the last policy differs from the first one on the first family of tasks, with intervals: in the share
-    of correct answers, and in the share of answers also faster than ``torch.compile``.  Empty without scores."""
+    """Returns two changes, with intervals, from the first to the last policy, on the first family of tasks: in the
+    share of correct answers, and in the share of answers that also beat ``torch.compile``.  Empty without scores."""
     family = (data.get("families") or [None])[0]
     found = _changes(data, family)
     if family is None or not found:

@@ -2,7 +2,7 @@
 
 Each row has the operator's source text, the shapes that it takes and gives, its cost, and the values that it needs and
 gives (a logarithm needs positive values).  There are no random, in-place or backward operators.  ``floor``, ``argmax``
-and the like are left out: their results jump, so that a correct kernel's rounding error would count as wrong."""
+and the like are left out: by a rounding error their results may jump, and a correct kernel would count as wrong."""
 
 import math
 from functools import partial
@@ -223,7 +223,7 @@ _INDEX = "torch.randint(0, {last}, ({shape},))"
 def _shape(
     name: str, ranks: tuple[int, ...], form: str, *shape: Any, gives: Interval | None = None, **more: Any
 ) -> Operator:
-    """Returns an operator of the kind "shape"; ``form``, ``shape`` and ``more`` are arguments of ``rules.fixed``."""
+    """Returns an operator of kind "shape", such as ``torch.flatten``, with the rule ``fixed(form, *shape, **more)``."""
     return Operator("shape", name, ranks, fixed(form, *shape, **more), gives=gives)
 
 

@@ -1,7 +1,7 @@
 """Composes tasks with one of two writers: one samples operators and shapes, the other asks a language model.
 
-The programmatic writer stacks operators of the catalogue, or takes one layer of ``transformers``.  It chooses the batch
-size so that eager's time, estimated by a cost model, is within the limits; later the filters check the measured time.
+The first writer stacks operators of the catalogue, or takes one layer of ``transformers``.  It chooses the batch size
+so that eager's time, estimated by a cost model, is within the limits; later the filters check the measured time.
 A language model's answer is text: this module checks its form, and only the sandbox executes it.  Tasks have no
 branches, residual connections or training steps, and only float32."""
 
@@ -51,7 +51,7 @@ class Speed:
     flops_per_second: float
     launch_seconds: float  # time to start one operator
     most_elements: int  # most elements of one tensor
-    wide: bool  # whether shapes have sizes for a GPU
+    wide: bool  # whether shapes are large, as suits a GPU
 
     def seconds(self, elements: float, flops: float) -> float:
         return self.launch_seconds + 4.0 * elements / self.bytes_per_second + flops / self.flops_per_second
@@ -122,8 +122,8 @@ def draw_count(most: int, rng: Random) -> int:
 
 
 def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> list[Operator] | None:
-    """Draws ``count`` different operators, each of which accepts the values that the operator before it gives; returns
-    None if there are none.  ``build`` checks the shapes."""
+    """Draws ``count`` different operators, each of which accepts the values that the operator before it gives.  Returns
+    None if no operator is left that does.  ``build`` checks the shapes later."""
     chosen: list[Operator] = []
     values: Interval | None = None
     for place in range(count):
@@ -146,7 +146,7 @@ def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> li
 
 
 def first_shape(operator: Operator, wide: bool, rng: Random) -> Shape:
-    """Draws the input shape, with batch size 1, of a task that begins with ``operator``; ``wide``: sizes for a GPU."""
+    """Draws an input shape with batch size 1 for a task that begins with ``operator``; sizes suit a GPU if ``wide``."""
     rank = rng.choice([rank for rank in operator.ranks if rank > 1])
     if rank == 2:
         return (1, rng.choice((1024, 2048, 4096, 8192) if wide else (64, 128, 256, 512, 1000, 2048)))

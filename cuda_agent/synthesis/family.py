@@ -1,7 +1,7 @@
-"""Defines the teacher's tasks: chains of one to three element-wise operators, optionally ending in a row-wise operator.
+"""Defines the tasks of the scripted teacher: one to three element-wise operators and, in some tasks, a row-wise ending.
 
 Each operator is one row of a table: its name, its form in PyTorch, its form in C++.  ``sample_task`` draws a task, and
-``parse`` reads a task's specification back from its code.  Tasks are held out by their ``combination`` of operators.
+``parse`` reads a task's specification back from its code.  No training task has the ``combination`` of a held-out task.
 Shapes are drawn so that eager takes roughly 0.05-5 ms on two cores; the filters later enforce the exact time limits."""
 
 import hashlib
@@ -23,7 +23,7 @@ class FamilyOperator:
 
     torch: str  # expression for the tensor ``x`` (and the second input ``y``)
     cpp: str  # expression for one element ``v`` of ``x`` (and ``w``, the same element of ``y``)
-    value: Callable[[float, float], float]  # Python function of v, and of c or w, with which chains are tested
+    value: Callable[[float, float], float]  # the same in Python, of v and of c or w; it is used to test chains
     largest: float = 1e4  # largest |v| for which the C++ form does not overflow
 
     @property
@@ -100,8 +100,8 @@ class Ending:
 
     torch: str  # its form in PyTorch
     maps: bool  # whether the output has the shape of the input
-    columns: tuple[int, ...]  # lengths of a row
-    spread: float = 1.0  # least difference between high and low values of the chain
+    columns: tuple[int, ...]  # allowed lengths of a row
+    spread: float = 1.0  # least allowed difference between high and low values of the chain
 
 
 _WIDE, _NARROW = (64, 128, 256, 512, 1024), (32, 64)
@@ -237,7 +237,7 @@ _OTHERS = (5.2, -0.7, 1.1, -1.8, 0.2, -0.4, 2.1, 0.9, -0.2, -2.4, 1.6, -1.2, 0.4
 
 
 def chain_values(chain: tuple[tuple[str, str | None], ...]) -> list[float]:
-    """Returns the values of ``chain`` at fixed points of the normal distribution, with fixed second inputs."""
+    """Returns the results of ``chain`` for a fixed list of inputs from -5.2 to 5.2, with fixed second inputs."""
     values = list(_POINTS)
     for name, constant in chain:
         others = [float(constant)] * len(values) if constant else _OTHERS
@@ -246,7 +246,7 @@ def chain_values(chain: tuple[tuple[str, str | None], ...]) -> list[float]:
 
 
 def _admissible(chain: tuple[tuple[str, str | None], ...], ending: str | None) -> bool:
-    """Returns whether for ``chain`` and ``ending`` nothing overflows, each operator has an effect, and results vary."""
+    """Returns whether ``chain`` and ``ending`` make a task: nothing overflows, each operator matters, results vary."""
     values = list(_POINTS)
     for k, (name, _) in enumerate(chain):
         if max(map(abs, values)) > OPERATORS[name].largest:

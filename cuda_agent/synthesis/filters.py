@@ -2,8 +2,8 @@
 
 The paper has five filters.  A task must run in eager and compiled; be deterministic; have outputs that are neither
 constant nor indistinguishable between inputs; take a time within limits in eager; and be unlike the evaluation set.
-Here the third is wider: the judge's comparison must reject every wrong answer of ``sandbox.judge.mutants``.
-This module also checks the form of the source, and refuses copies: tasks with equal bytes or with equal structure.
+Here the third filter refuses more: the judge's comparison must reject each wrong answer of ``sandbox.judge.mutants``.
+This module also checks the form of the source, and refuses tasks with the bytes or the structure of an earlier one.
 Cheap filters come first; the compilation comes last."""
 
 from collections import Counter
@@ -31,7 +31,7 @@ FILTERS = (
 
 
 class Prober(Protocol):
-    """The sandbox, as filters need it."""
+    """A sandbox, of which the filters use only ``probe``."""
 
     async def probe(self, task: Task, compile: bool = True) -> Probe: ...
 
@@ -45,8 +45,8 @@ class TaskRefused(Exception):
 
 
 class SourceFilter:
-    """The filters that need only a candidate's source.  To find copies, they remember digests and duplicate keys of all
-    checked candidates.  ``references`` are the names and subtrees (``shingles``) of the evaluation set's tasks."""
+    """The filters that need only a candidate's source.  To find copies, they keep a digest and a duplicate key of each
+    checked candidate.  ``references`` are the names and subtrees (``shingles``) of the evaluation set's tasks."""
 
     def __init__(self, references: Sequence[tuple[str, Shingles]], max_similarity: float) -> None:
         self.references, self.max_similarity = references, max_similarity
@@ -55,7 +55,7 @@ class SourceFilter:
         self.scores: list[float] = []  # similarity of each candidate to the nearest task of the evaluation set
 
     def check(self, task: Task) -> None:
-        """Raises TaskRefused if a filter refuses the candidate ``task``, for example because it was checked before."""
+        """Raises TaskRefused if a filter refuses the candidate ``task``, for example as a copy of an earlier one."""
         if found := problems(task.code):
             raise TaskRefused("form", found[0])
         if not task.ops:
@@ -75,7 +75,7 @@ class SourceFilter:
 
 
 def check_eager(probe: Probe, window: tuple[float, float]) -> None:
-    """Raises TaskRefused if a filter refuses the eager ``probe``.  ``window``: least and most accepted seconds."""
+    """Raises TaskRefused if a filter refuses the eager ``probe``.  ``window``: accepted seconds (from, to)."""
     if probe.error or probe.eager_seconds is None:
         raise TaskRefused("runs in eager", last_line(probe.error))
     if not probe.deterministic:

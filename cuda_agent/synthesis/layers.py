@@ -21,8 +21,8 @@ def render(
     inputs: Sequence[tuple[str, str]],
     imports: Sequence[str] = (),
 ) -> str:
-    """Returns the source of a task.  ``arguments`` are the arguments of ``__init__`` (name, value), ``inputs`` those of
-    ``forward`` (name, expression), and ``init`` and ``forward`` the lines of these methods."""
+    """Returns the source of a task.  ``init`` and ``forward`` are the lines of these methods.  ``arguments`` holds
+    (name, value) for each argument of ``__init__``, ``inputs`` (name, expression) for each argument of ``forward``."""
     names = "".join(f", {name}" for name, _ in arguments)
     body = "".join(f"        {line}\n" for line in ("super().__init__()", *init))
     uses_functional = any("F." in line for line in (*init, *forward))
@@ -66,7 +66,7 @@ class Layer:
         return render(arguments, init, [line.format(**sizes) for line in self.forward], inputs, imports)
 
     def cost(self, batch: int, wide: bool, rng: Random) -> tuple[float, float]:
-        """Returns (elements moved, arithmetic operations) of one call of the layer."""
+        """Draws the layer's sizes, and returns (elements moved, arithmetic operations) of one call."""
         sizes = _sizes(batch, wide, rng)
         names = sizes | {"rows": sizes["batch"] * sizes["length"]}
         factors = [[names.get(word) or float(word) for word in term.split(" * ")] for term in self.flops.split(" + ")]
@@ -136,7 +136,7 @@ def _rotary(name: str, model: str, config: str) -> Layer:
 
 
 def _image(name: str, model: str, init: str, work: tuple[str, ...], config: str = "") -> Layer:
-    """Returns a layer on images.  The sum of the terms ``work`` is the number of operations per element of an image."""
+    """Returns a layer on images.  ``work`` holds terms like "60"; their sum is the number of operations per element."""
     flops = " + ".join(f"{term} * batch * area * channels" for term in work)
     return Layer(name, _module(model), init, config, ("channels",), inputs=(("x", IMAGE),), flops=flops)
 

@@ -1,7 +1,7 @@
 """Lints task sets: names the wrong answers that each task lets through, as tables for people and for programs.
 
-The wrong answers (mutants) are made and compared in the sandbox (``sandbox.judge.mutants``); this module asks and
-prints."""
+The wrong answers (mutants) are made and compared in the sandbox (``sandbox.judge.mutants``); this module requests
+them and formats the results."""
 
 import asyncio
 import csv
@@ -21,7 +21,8 @@ _AT_ONCE = 64  # tasks that servers may have in their queues
 async def lint(
     tasks: Sequence[Task], sandbox: Prober, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Probe]:
-    """Returns the probe of each task by name; one that does not run has an ``error``.  ``say`` gets a line a task."""
+    """Probes ``tasks``.  Returns task name -> probe; the probe of a task that does not run has an ``error``.  Calls
+    ``say`` with one line for each task."""
     done, turns = 0, asyncio.Semaphore(_AT_ONCE)
 
     async def one(task: Task) -> Probe:
@@ -37,7 +38,7 @@ async def lint(
 
 
 def names(probe: Probe) -> list[str]:
-    """Returns the mutants that a task lets through, each with the least tolerance that does."""
+    """Returns "NAME (TOLERANCE)" for each mutant that a task lets through, with the least tolerance that accepts it."""
     return [f"{name} ({least:g})" for name, least in probe.lets_through.items()]
 
 
@@ -49,7 +50,7 @@ def _finding(probe: Probe) -> str:
 
 
 def lint_lines(probes: Mapping[str, Probe], tolerance: float) -> list[str]:
-    """Formats one row a task, and a summary."""
+    """Returns a table with one row per task, and a summary, as lines."""
     width = max((len(name) for name in probes), default=4)
     lines = [f"{'task':{width}}  bf16    lets through, from which tolerance"]
     for name, probe in probes.items():
@@ -68,7 +69,7 @@ def lint_lines(probes: Mapping[str, Probe], tolerance: float) -> list[str]:
 
 
 def to_json(probes: Mapping[str, Probe]) -> list[dict[str, Any]]:
-    """Returns one object a task: ``mutants`` maps each to the least tolerance that lets it through, or to null."""
+    """Returns one object per task.  ``mutants`` maps each mutant to the least tolerance that accepts it, or None."""
     return [
         {"task": name, "error": probe.error, "deterministic": probe.deterministic, "mutants": probe.mutants,
          "lets_through": probe.lets_through}
@@ -77,7 +78,7 @@ def to_json(probes: Mapping[str, Probe]) -> list[dict[str, Any]]:
 
 
 def write_csv(path: Path, probes: Mapping[str, Probe]) -> None:
-    """Writes one row a task and mutant; a task that does not run has one row with its error.
+    """Writes one row for each mutant of each task.  A task that does not run has one row, with its error.
 
     Raises:
         TaskError: The file cannot be written."""

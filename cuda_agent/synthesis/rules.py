@@ -69,7 +69,7 @@ def fixed(
         shape: Returns the shape of the output for the incoming shape; None if the operator does not fit.
         work: Operations per element of the incoming tensor, or a function that returns their total number.
         moved: Elements moved per element of the output; 0 for views.
-        inputs: Templates of further inputs, with {shape}, {batch}, {last} and {half} of the incoming tensor."""
+        inputs: Templates of further inputs; {shape}, {batch}, {last} and {half} are sizes of the incoming tensor."""
 
     def use(rng: Random, x: Shape) -> Use | None:
         out = shape(x)
@@ -98,9 +98,9 @@ def layer(
     work: float | Callable[[Shape], float],
     form: str = "self.{m}({x})",
 ) -> Rule:
-    """Returns a rule for a module or parameter, made by ``init``, that keeps the shape.  ``sizes`` returns the
-    arguments of ``__init__``; None as an argument means that no value fits.  ``work`` is the number of operations per
-    element of the incoming tensor, or a function that returns their total number."""
+    """Returns a rule for an operator that keeps the shape and has a module or parameter, made by ``init``.  ``sizes``
+    returns the arguments of ``__init__``; None as an argument means that no value fits.  ``work`` is the number of
+    operations per element of the incoming tensor, or a function that returns their total number."""
 
     def use(rng: Random, x: Shape) -> Use | None:
         wanted = sizes(rng, x)
@@ -130,7 +130,7 @@ def _divisor(rng: Random, number: int, choices: tuple[int, ...]) -> int | None:
 
 
 def reduce(function: str, work: float = 1.0, tail: str = "") -> Rule:
-    """Returns a rule for the reduction ``function`` over the last dimension, which sometimes remains with size 1."""
+    """Returns a rule for the reduction ``function`` over the last dimension, sometimes with ``keepdim=True``."""
 
     def use(rng: Random, x: Shape) -> Use:
         keep = rng.random() < 0.4
@@ -191,7 +191,7 @@ def convolution(constructor: str, transposed: bool = False) -> Rule:
 
 
 def _product(rng: Random, x: Shape, form: str, init: str, name: str = "features") -> Use:
-    """Returns the use of a product of a tensor of shape ``x`` and a learnt matrix.  ``name`` is the name of the
+    """Describes the product of a tensor of shape ``x`` and a learnt matrix as a ``Use``.  ``name`` is the name of the
     argument that holds the size of the tensor's last dimension."""
     out = rng.choice((x[-1], 2 * x[-1], max(8, x[-1] // 2)))
     return Use(form, (*x[:-1], out), init, ((name, x[-1]), ("out_features", out)), flops=2.0 * size(x) * out)
@@ -203,7 +203,7 @@ def linear(rng: Random, x: Shape) -> Use:
 
 
 def matmul(form: str, weight: str = "{features}, {out_features}") -> Rule:
-    """Returns a rule for a product with a parameter of the shape ``weight``; ``form`` is its source text."""
+    """Returns a rule for a product, whose source text is ``form``, with a learnt matrix of the shape ``weight``."""
     init = f"nn.Parameter(torch.randn({weight}) / {{features}} ** 0.5)"
     return lambda rng, x: _product(rng, x, form, init)
 

@@ -18,7 +18,7 @@ Shingles = Counter[int]
 
 
 def shingles(code: str) -> Shingles:
-    """Returns the multiset of hashed subtrees of ``Model`` (or else of the file); empty if ``code`` is not Python."""
+    """Returns the multiset of hashed subtrees of ``Model``, or of the file without one; empty if it is not Python."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError):
@@ -65,7 +65,7 @@ def duplicate_key(code: str) -> str:
 
 
 def _fold(node: ast.AST, aliases: Aliases, found: Shingles) -> tuple[int, int]:
-    """Returns (hash, height) of ``node`` with anonymous names; adds all its subtrees except leaves to ``found``."""
+    """Returns (hash, height) of ``node``; local names do not count.  Adds its subtrees, except leaves, to ``found``."""
     if isinstance(node, ast.Name | ast.Attribute) and (path := dotted(node, aliases)):
         return _hash(path), 0
     label, height, parts = type(node).__name__, 0, []
@@ -96,7 +96,7 @@ def _is_method(node: ast.AST) -> TypeGuard[ast.Attribute]:
 
 
 def _canonical(node: ast.AST, aliases: Aliases, constants: dict[str, ast.expr], names: dict[str, str]) -> str:
-    """Returns the subtree ``node`` as text, with the file's own names numbered in order of appearance."""
+    """Returns the subtree ``node`` as text.  The file's own names become n0, n1, ... in order of appearance."""
 
     def name(text: str) -> str:
         return names.setdefault(text, f"n{len(names)}")

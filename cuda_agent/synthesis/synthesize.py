@@ -4,7 +4,7 @@ The kinds are training tasks, held-out tasks of the teacher's family, and held-o
 task has the combination of operators of a held-out task.  Candidate number i of a family depends only on (seed, family,
 i), unless a language model writes it.  So equal configurations, seeds and probes give equal tasks.
 
-Candidates are accepted in order of their numbers.  While one is compiled, the next ones are probed already.  Every
+Candidates are accepted in order of their numbers.  While one is compiled, the next ones are being probed.  Every
 finished probe is passed to ``report``.  A later call that gets the probe in ``known`` does not repeat it."""
 
 import asyncio
@@ -82,8 +82,8 @@ async def synthesize(
     report: Callable[[str, Any], None] | None = None,
     composer: Composer | None = None,
 ) -> tuple[list[Task], dict[str, Any]]:
-    """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks, and their data card.  If candidates or
-    compilations run out first, it returns fewer tasks; ``card["short"]`` then says how many of each kind are missing.
+    """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks, and their data card.  Makes
+    fewer if the limit of candidates or probes is reached; ``card["short"]`` says how many of each kind are missing.
 
     ``known`` holds the values that earlier calls passed to ``report(key, JSON value)``: probes by content, and the
     answers of a composer that is not repeatable.  ``progress(done, total)`` counts accepted tasks.  ``composer``
@@ -154,7 +154,7 @@ def _counts(tasks: Sequence[Task], key: Callable[[Task], str]) -> dict[str, int]
 
 
 def _log_histogram(values: Sequence[float], low: float, high: float) -> dict[str, list[float]]:
-    """Counts ``values`` in intervals of equal ratio from ``low`` to ``high`` (> 0); the outer two count outliers."""
+    """Counts ``values`` in intervals of equal ratio from ``low`` to ``high``, and values outside in the nearest one."""
     edges = [low * (high / low) ** (step / BINS) for step in range(BINS + 1)]
     found = [0.0] * BINS
     for value in values:
@@ -276,8 +276,8 @@ class _Work:
         await asyncio.gather(*left, return_exceptions=True)
 
     def _side(self, stream: Stream, task: Task) -> str | None:
-        """Returns the split of ``task`` ("train" or "heldout"), or None if that split is full.  Each held-out
-        combination of operators is taken once, so that all combinations weigh the same in scores."""
+        """Returns the split of ``task`` ("train" or "heldout"), or None if the split is full or a held-out task has the
+        same combination of operators.  So all held-out combinations weigh the same in scores."""
         drawn, share = stream.combination(task), stream.wanted["heldout"] / sum(stream.wanted.values())
         split = "heldout" if is_heldout(drawn, self.seed, share) else "train"
         return split if stream.wants(split) and drawn not in stream.heldout else None

@@ -26,10 +26,10 @@ DESIGNS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Choices:
-    """The design of a kernel.  Factors are running times relative to the fastest choice (quartiles, on two idle cores):
+    """The design of a kernel.  "2 times" means twice the time of the fastest choice (quartiles, two idle cores):
 
-    ``number``  arithmetic type; "double" takes 1.5-2 times as long, in transcendental functions up to 4.5 times
-    ``order``   which elements a block takes; "chunk": neighbours; "stride": every grid-th one, which cannot be
+    ``number``  arithmetic type; "double" (1.5-2 times, in transcendental functions up to 4.5 times)
+    ``order``   which elements block b takes; "chunk": neighbours; "stride": b, b + grid, ..., which cannot be
                 vectorised and lets threads share cache lines (5-30 times, but little if a block takes whole rows)
     ``grid``    number of blocks; 1: only one thread works (2 times); a block per row: a call per row (1.1-2 times)
     ``passes``  "fused": one loop over the elements; "split": a loop per operator, through memory (1.0-1.4 times)
@@ -93,7 +93,7 @@ def plan(spec: FamilySpec, choices: Choices) -> str:
 
 
 def _workspace(spec: FamilySpec, choices: Choices) -> bool:
-    """Returns whether the chain's values need a workspace, because the output of a reduction is too small for them."""
+    """Returns whether the kernel keeps the chain's values in a workspace, because a reduction's output is too small."""
     if spec.ending is None or ENDINGS[spec.ending].maps:
         return False
     return choices.passes == "split" or (spec.ending == "var" and choices.moments == "two")
@@ -137,7 +137,7 @@ class _Reduction:
 
     start: str  # declares the sums
     add: str  # adds the value ``v`` to the sums
-    then: tuple[str, ...] = ()  # further statements; "@" is the buffer of the row, "loop: x" loops over the row
+    then: tuple[str, ...] = ()  # further statements; "@" stands for the row's buffer, "loop:" for a loop over the row
     result: str = ""  # the output, if it is one value per row
 
 
@@ -181,7 +181,7 @@ def _rows(spec: FamilySpec, choices: Choices) -> str:
 
 
 def spoil(task: Task, worked: Worked, rng: random.Random) -> Mistake:
-    """Returns ``worked`` with a realistic mistake: another operator or constant, no index, or an undeclared name."""
+    """Returns ``worked`` with one mistake: a wrong operator or constant, a missing index, or an undeclared name."""
     spec, code = parse(task), worked.files[KERNEL]
     while True:
         change = rng.choice((_another_step, _another_step, _unindexed, _undeclared))
@@ -212,7 +212,7 @@ def _another_step(spec: FamilySpec, code: str, rng: random.Random) -> _Change:
 
 
 def _differs(spec: FamilySpec, other: FamilySpec) -> bool:
-    """Returns whether ``spec`` and ``other``, which differ in the chain, clearly differ in their results."""
+    """Returns whether two specifications with different chains give clearly different results."""
     if any(OPERATORS[name].has_constant and not constant for name, constant in other.chain):
         return False
     try:

@@ -77,7 +77,7 @@ def import_aliases(tree: ast.AST) -> Aliases:
 
 
 def dotted(node: ast.AST, aliases: Aliases) -> str | None:
-    """Returns the dotted path of a name (``F.relu`` -> ``torch.nn.functional.relu``), or None if it is not imported."""
+    """Returns the dotted path of an imported name (``F.relu`` -> ``torch.nn.functional.relu``); else None."""
     if isinstance(node, ast.Name):
         return aliases.get(node.id)
     if isinstance(node, ast.Attribute) and (base := dotted(node.value, aliases)):
@@ -90,7 +90,7 @@ def is_docstring(node: ast.AST) -> bool:
 
 
 def op_name(path: str) -> str | None:
-    """Returns an operator's name in ``Task.ops`` (``torch.nn.functional.relu`` -> ``F.relu``); None for other paths."""
+    """Returns the operator ``path`` as in ``Task.ops`` (``torch.nn.functional.relu`` -> ``F.relu``); else None."""
     parts = path.split(".")
     if parts[0] != "torch" or len(parts) < 2:
         return None
@@ -112,8 +112,8 @@ def recompute_ops(code: str) -> tuple[str, ...]:
 
     Names are those of CUDA-Agent-Ops-6K: ``nn.Linear``, ``F.gelu``, ``torch.sum``, ``Tensor.view``.  A layer made in
     ``__init__`` counts only if ``forward`` uses it.  Python operators and tensor methods count if their operand
-    certainly is a tensor (an argument of ``forward``, a parameter, the result of an operator).  Layers of other
-    packages appear by class name: ``transformers.LlamaRMSNorm``."""
+    certainly is a tensor (an argument of ``forward``, a parameter, the result of an operator).  Layers of
+    ``transformers`` appear by class name: ``transformers.LlamaRMSNorm``."""
     tree = ast.parse(code)
     reader = _Reader(import_aliases(tree), _definitions(tree))
     model = reader.definitions.get("Model")
@@ -180,7 +180,7 @@ class _Reader:
         self.under_way.discard(key)
 
     def note(self, node: ast.AST) -> bool:
-        """Adds the operator that ``node`` names.  Returns whether ``node`` names an operator or a class of the file."""
+        """Adds what ``node`` names: an operator, or all those of a class of the file.  Returns whether it is either."""
         if isinstance(node, ast.Name) and isinstance(local := self.definitions.get(node.id), ast.ClassDef):
             self.read_class(local)
             return True

@@ -1,6 +1,6 @@
 """Reads and writes task sets: parquet folders of this project, KernelBench folders, Ops-6K parquet files.
 
-A set is read from a local path.  The source of its tasks is only read as text: only the sandbox executes it."""
+A set is read from a local path.  The source of its tasks is handled as text, and never executed here."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def read_tasks(folder: Path) -> list[Task]:
 
 
 def read_ops6k(path: Path) -> list[Task]:
-    """Returns the tasks in a parquet file that has the form of CUDA-Agent-Ops-6K, with the operators that it names.
+    """Returns the tasks in a parquet file of the form of CUDA-Agent-Ops-6K.  Their ``ops`` are those in the file.
 
     Raises:
         TaskError: The file cannot be read, or holds an invalid row."""
@@ -107,7 +107,7 @@ def read_any(source: Path) -> list[Task]:
     """Returns the tasks in ``source``: a folder of ``write_tasks``, an Ops-6K parquet, a KernelBench folder or a file.
 
     Raises:
-        TaskError: ``source`` cannot be read, or a file in it is not a task: an incomplete benchmark would mislead."""
+        TaskError: ``source`` cannot be read, or one of its files is not a task (an incomplete benchmark misleads)."""
     if not source.exists():
         raise TaskError(f"{source}: no such file or folder")
     if source.is_dir():
