@@ -152,7 +152,7 @@ def servers(component: str, name: str, own: dict[str, str], port: int, pod: dict
 def of_run(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, labels: Mapping[str, str] = {}, name: str = ""
 ) -> list[dict[str, Any]]:
-    """Returns copies of a profile's objects ``base`` for one run, owned by its Workflow.  In each copy, the
+    """Returns copies of ``base``, a profile's objects, for one run; the run's Workflow owns them.  In each copy, the
     placeholder ``RUN`` is replaced by ``name``, or by the Workflow's name if ``name`` is empty.  In a label whose key
     is in ``labels``, ``RUN`` is replaced by ``labels[key]``."""
     made = [_named(one, name or workflow, labels) for one in base]

@@ -98,7 +98,7 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
         return KernelObservation(messages=environment.messages(), tools=TOOLS)
 
     async def step_async(self, action: KernelAction, timeout_s: float | None = None, **_: Any) -> KernelObservation:
-        """Runs the tool call ``action``, or judges the solution if it names no tool.  A call that takes longer than
+        """Runs the tool that ``action`` names, or judges the solution if it names none.  A call that takes longer than
         ``timeout_s`` seconds ends the episode as an infrastructure fault."""
         if self._environment is None or self._state.done:
             raise ValueError("the episode is over: reset begins another one")

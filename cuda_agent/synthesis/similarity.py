@@ -96,7 +96,7 @@ def _is_method(node: ast.AST) -> TypeGuard[ast.Attribute]:
 
 
 def _canonical(node: ast.AST, aliases: Aliases, constants: dict[str, ast.expr], names: dict[str, str]) -> str:
-    """Returns the subtree ``node`` as text.  The file's own names become n0, n1, ... in order of appearance."""
+    """Returns the subtree ``node`` as text.  Names that were not imported become n0, n1, ... in order."""
 
     def name(text: str) -> str:
         return names.setdefault(text, f"n{len(names)}")

@@ -361,9 +361,9 @@ def _name_of_signal(number: int) -> str:
 
 
 def within(folder: Path, megabytes: int, files: int) -> Callable[[JailedProcess], str]:
-    """Returns a check for the watchdog. The check returns ``disk`` if ``folder`` exceeds a limit (``megabytes``, the
-    number of ``files``, or the depth), or if a worker holds more than ``megabytes`` in deleted files that are still
-    open."""
+    """Returns a check for the watchdog. The check returns ``disk`` if ``folder`` holds more than ``megabytes`` or
+    more than ``files`` files, or is nested too deeply, or if a worker holds more than ``megabytes`` in deleted files
+    that are still open."""
     pause, devices = 0.0, {folder.stat().st_dev}  # the judge's own shared memory has another device
 
     def overrun(worker: JailedProcess) -> str:

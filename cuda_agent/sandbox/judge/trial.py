@@ -359,7 +359,7 @@ class Trial:
     # ------------------------------------------------------------------------------------------------------------ calls
 
     def _take(self, timing: bool = False) -> PoolEntry:
-        """Returns the next inputs that the candidate has not seen. If ``timing``, the caller holds the timing lease."""
+        """Returns the next inputs that the candidate has not seen. ``timing`` says that the caller holds the lease."""
         entry = self._prepared.entry(self._next, timing)
         self._next += 1
         return entry
@@ -380,8 +380,8 @@ class Trial:
 
     def _chain(self, count: int, delay: int) -> tuple[float, float]:
         """Runs a chain of ``count`` calls on different inputs, and checks their outputs. Before the calls the device
-        waits for ``delay`` units of ``DELAY_UNIT``. Returns the wall seconds, and the seconds in which the host
-        enqueued the chain."""
+        waits for ``delay`` times ``DELAY_UNIT``. Returns the wall seconds, and the seconds that the host took to
+        enqueue the chain."""
         entries = [self._take(timing=True) for _ in range(count)]
         assert self._worker
         self._worker.stop()

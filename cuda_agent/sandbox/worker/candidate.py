@@ -156,7 +156,7 @@ class Candidate(WorkerLoop):
 
 
 class _Node(ctypes.Structure):
-    """Mirrors ``struct node`` of ``runtime.cpp``, which runs a kernel, or a memset if ``kernel`` is null."""
+    """Mirrors ``struct node`` of ``runtime.cpp``: the launch of a kernel, or a memset if ``kernel`` is null."""
 
     _fields_ = [
         ("kernel", ctypes.c_void_p), ("grid", ctypes.c_long), ("args", ctypes.c_void_p),

@@ -54,8 +54,8 @@ class Operators(_Mode):
 
 
 def told(ran: dict[tuple[str, str], list[float]], total: float | None) -> list[list[Any]]:
-    """Returns one record ``[name, kind, calls, share]`` per operator or kernel, the longest first. ``ran`` holds the
-    seconds of its calls by name and kind. ``share`` is the sum of these seconds as a share of ``total``."""
+    """Returns one record ``[name, kind, calls, share]`` per operator or kernel, the longest first. ``ran`` maps
+    (name, kind) to the seconds of each call. ``share`` is their sum divided by ``total``, or None without ``total``."""
     rows = sorted(ran.items(), key=lambda item: -sum(item[1]))[:_MOST]
     return [[name[:_LONGEST], kind, len(calls), sum(calls) / total if total else None] for (name, kind), calls in rows]
 
