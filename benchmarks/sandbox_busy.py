@@ -13,8 +13,9 @@ A reward that differs from the one of the strict speed-up counts as wrong, a ver
 import argparse
 import asyncio
 import collections
-import multiprocessing
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -44,11 +45,6 @@ _PLAN = '{"nodes": [{"kernel": "kernels/k.cpp", "function": "solve", "args": ["i
 _PASSES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12)
 
 
-def spin() -> None:
-    while True:
-        pass
-
-
 async def measure(evaluations: int, loops: int) -> None:
     from cuda_agent.config import SandboxConfig
     from cuda_agent.errors import TaskError
@@ -68,9 +64,8 @@ async def measure(evaluations: int, loops: int) -> None:
                 known[passes] = verdict = await sandbox.evaluate(task, solution(passes, "strict"), "strict")
                 print(f"{passes:3} passes  {_line(verdict)}  reward {verdict.reward}  {verdict.message}", flush=True)
             for name, count in (("as it is", 0), (f"{loops} loops beside", loops)):
-                beside = [multiprocessing.Process(target=spin, daemon=True) for _ in range(count)]
-                for process in beside:
-                    process.start()
+                # Not forked: a copy of this process would hold the pipes of its compilers open.
+                beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
                 tally: collections.Counter[str] = collections.Counter()
                 seconds = []
                 for number in range(evaluations):

@@ -167,7 +167,8 @@ def test_stopping_waits_for_a_thread_inside_a_long_system_call(start: Start) -> 
     copy = (
         "import threading; file = os.memfd_create('a'); os.truncate(file, 2 << 30); part = [bytearray(4 << 20)] * 512"
     )
-    worker = start(f"{copy}; threading.Thread(target=os.preadv, args=(file, part, 0)).start(); answer()")
+    forever = "lambda: any(os.preadv(file, part, 0) < 0 for _ in iter(int, 1))"
+    worker = start(f"{copy}; threading.Thread(target={forever}).start(); answer()")
     worker.call(WorkerOperation.RUN)
     worker.stop()
     states = [_state(str(stat)) for stat in Path(f"/proc/{worker.pid}/task").glob("*/stat")]
