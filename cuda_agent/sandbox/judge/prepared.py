@@ -31,7 +31,7 @@ from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 _CLOCK = 4  # version of the way baselines are measured; part of the key of their file
 _BASELINE_CALLS, _BASELINE_SECONDS = 25, 0.6  # most calls, and most seconds, of one round
 _EMPTY_CALLS = (4, 1)  # number of empty calls the first time, and later
-_FEW_TIMED = 4  # timed calls of a candidate whose time is clear early
+_FEW_TIMED = 5  # timed calls of a candidate whose time is clear early
 _BASELINE_ROUNDS, _STEADY = 6, 0.05  # most rounds; one suffices if its calls differ by less than this
 _AREAS, _CONTEXT_BYTES = 3, 600 << 20  # slots of the reference's areas; what a process with a CUDA context takes
 _CAREFUL_ROUNDS = 12  # most rounds if ``careful``
@@ -106,7 +106,6 @@ class PreparedTask:
         self._weights = 0  # how many times other weights were drawn
         self._varies = False  # whether every trial has other weights
         self.base = 0
-        self._most_used = 0  # most entries that a trial used
         self._empty = math.inf
         self.empty_candidate: dict[str, float] = {}  # least seconds of a candidate's empty call, by format
         self.baselines = self._load()
@@ -129,17 +128,20 @@ class PreparedTask:
     def rotate(self, used: int) -> None:
         """Replaces what the last trial used: the weights that were drawn for it, and ``used`` pool entries (at least
         one). A candidate may leave traces of them, so no later trial gets the same ones. The new weights are drawn in
-        advance, with as many new entries as any trial has used so far. Does nothing with simulated times."""
+        advance, with the entries that most candidates need. Does nothing with simulated times."""
         if self._fixed:
             return
         self.base += max(1, used)
-        self._most_used = min(max(self._most_used, used), self.pool_size)
         self._plain = self._varies
         if self.oracle.alive:
             with contextlib.suppress(TaskError, driver.DriverError):  # the next evaluation meets the error again
                 self.draw_weights()
-                for index in range(self._most_used):
-                    self.entry(self.base + index)
+                self._make_ahead()
+
+    def _make_ahead(self) -> None:
+        """Makes the pool entries that most of the next trial's candidates need."""
+        for index in range(min(self.pool_size, self.settings.checks + _FEW_TIMED)):
+            self.entry(self.base + index)
 
     def entry(self, index: int, timing: bool = False) -> PoolEntry:
         """Returns the pool entry with the number ``index``. Draws it if it is not in the pool, and computes its outputs
@@ -218,8 +220,7 @@ class PreparedTask:
         if compile and not self.baselines.compile_tried:
             self._measure_compile()
             self.save()
-            for index in range(min(self.pool_size, self.settings.checks + _FEW_TIMED)):
-                self.entry(self.base + index)  # most candidates need these entries; the first one should not wait
+            self._make_ahead()  # the first candidate should not wait
         elif self.baselines.eager is None:
             self.baselines.eager = statistics.median(self.samples(self.oracle)[0])
             self.save()
