@@ -148,7 +148,7 @@ class LocalSandbox:
         await asyncio.to_thread(self._builder.close)
         if self._scratch:
             await asyncio.to_thread(self._first_pass.close)
-            for _ in range(50):
+            for _attempt in range(50):
                 await asyncio.to_thread(scratch.remove, self._scratch)
                 if not self._scratch.exists():
                     break
