@@ -182,7 +182,7 @@ def _gpus(cluster: Cluster) -> Finding:
 
 
 def _pid_limits(cluster: Cluster) -> Finding:
-    """Finds how many processes the kubelets allow in a pod.  This is a second limit: the sandbox has one of its own."""
+    """Finds how many processes the kubelets allow in a pod.  This is a second limit: the sandbox has one, too."""
     limits = []
     for item in _nodes(cluster):
         path = f"/api/v1/nodes/{item['metadata']['name']}/proxy/configz"

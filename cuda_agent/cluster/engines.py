@@ -1,6 +1,6 @@
 """Makes the Kubernetes objects of a run's engine: vLLM servers, called replicas, that all stages of the run share.
 
-    Service         gives each replica an address of its own (headless)
+    Service         gives each replica a separate address (headless)
     NetworkPolicy   lets only the run's stages and their Ray pods connect to the replicas, which may connect to nothing
     StatefulSet     the replicas, which begin to serve with the run's first policy (``policy.engines.vllm_pool``)
 

@@ -1,7 +1,7 @@
 """Makes the Kubernetes objects of a run's sandbox servers.  ``engines`` and ``rayjobs`` use its helpers, too.
 
     Secret          the token that the run's stages send to the servers
-    Service         gives each server an address of its own (headless)
+    Service         gives each server a separate address (headless)
     NetworkPolicy   lets only the run's stages connect to the servers, which may connect to nothing, not even DNS
     StatefulSet     the servers of one role; the roles are workspace, build and evaluate
 

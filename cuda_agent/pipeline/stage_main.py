@@ -1,4 +1,4 @@
-"""Runs one stage of the workflow in a process of its own, for the local executor or in a pod of a cluster.
+"""Runs one stage of the workflow in a separate process, for the local executor or in a pod of a cluster.
 
 The process computes the stage's cache key and takes a lock on it.  If the store has no result for the key, the process
 fetches the inputs, runs the stage (from the newest checkpoint, if any), and stores outputs, manifest and cache

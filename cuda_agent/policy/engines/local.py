@@ -320,7 +320,7 @@ def _init_thread(threads: int, device: torch.device) -> None:
 
 
 def _chunks(jobs: Sequence[Job], most: int) -> Iterator[Sequence[Job]]:
-    """Yields groups of consecutive jobs with at most ``most`` tokens together; a longer job is a group of its own."""
+    """Yields groups of consecutive jobs with at most ``most`` tokens together; a longer job is a group alone."""
     begin, tokens = 0, 0
     for index, (_, _, ids) in enumerate(jobs):
         if index > begin and tokens + len(ids) > most:

@@ -25,7 +25,7 @@ from cuda_agent.training.ranks import Ranks, open_store
 
 class RolloutWorker:
     """An actor that plays episodes.  It gets the stage's input folders as ``inputs`` (name -> parts of its files) and
-    writes them to a private folder.  Its caches are in the folder ``context.cache`` of its own machine."""
+    writes them to a private folder.  Its caches are in the folder ``context.cache`` of its machine."""
 
     def __init__(self, context: WorkerContext, episodes: EpisodeSettings, inputs: Mapping[str, Sequence[Part]]) -> None:
         die_with_parent()  # Ray's workers run on for seconds after their node's raylet was killed
