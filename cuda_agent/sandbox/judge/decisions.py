@@ -65,8 +65,9 @@ def quotient(*over: Spread, under: Spread = (1.0, 1.0, 1.0)) -> Interval:
 
 def share_of(part: Sequence[float], whole: Sequence[float]) -> Spread:
     """Returns the median of ``part`` as a share of the median of ``whole``, with its interval."""
-    low, high = quotient(spread(part), under=spread(whole))
-    return low, statistics.median(part) / statistics.median(whole), high
+    over, under = spread(part), spread(whole)
+    low, high = quotient(over, under=under)
+    return low, over[1] / under[1], high
 
 
 def speedups_of(samples: Sequence[float], anchors: Sequence[float], share: Spread | None) -> list[Interval]:

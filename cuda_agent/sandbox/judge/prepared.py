@@ -1,7 +1,7 @@
 """Prepares a task: starts its reference worker, keeps a secret pool of inputs, and measures baselines.
 
 All candidates of a task share its spec, baselines and pool. The pool holds inputs with the reference's outputs; every
-evaluation replaces the oldest inputs. For every trial some weights (``worker.weights``) are drawn anew, and the pool's
+trial replaces the inputs that it used. For every trial some weights (``worker.weights``) are drawn anew, and the pool's
 outputs are computed with them. The judge chooses every seed; the reference worker only turns seeds into values. With
 simulated times (``sandbox.clock=model``) seeds and pool are fixed, so that two runs agree bit for bit."""
 
