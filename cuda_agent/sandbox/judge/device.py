@@ -10,6 +10,7 @@ import functools
 import math
 import secrets
 import struct
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -27,6 +28,8 @@ _NUMBERS = {
     "float32": "f", "float64": "d", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b", "uint8": "B",
 }  # fmt: skip
 _FOUND = struct.Struct("QQd")
+_PARTS, _WHOLES, _WHOLE_SECONDS = 50, 12, 5e-3  # see ``shared``; the device changes processes after about 2 ms
+_SHARED = 1.3  # time of the whole as a multiple of its parts, above which the device is shared
 
 
 class Array:
@@ -131,6 +134,22 @@ def flush() -> None:
     driver.forget_persisting_lines()
     driver.fill_bytes(_ours().flushed, secrets.randbelow(256), _ours().flush_bytes)
     driver.synchronize()
+
+
+def shared() -> bool:
+    """Returns whether another process uses the device now. The device then runs each process for some milliseconds in
+    turn: one long piece of work takes longer than its parts."""
+
+    def wall(fills: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(fills):
+            driver.fill_bytes(_ours().flushed, 0, _ours().flush_bytes)
+        driver.synchronize()
+        return time.perf_counter() - begin
+
+    part = min(wall(1) for _ in range(_PARTS))
+    fills = math.ceil(_WHOLE_SECONDS / part)
+    return min(wall(fills) for _ in range(_WHOLES)) > _SHARED * fills * part
 
 
 def healthy() -> bool:

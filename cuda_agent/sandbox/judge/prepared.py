@@ -46,7 +46,7 @@ class PoolEntry:
     inputs: list[Any]  # the judge's own copies: numpy arrays, or ``device.Array``
     outputs: list[Any]
     exact: list[Any] | None = None  # outputs in double precision (strict mode)
-    weights: int = 0  # number of times that weights had been drawn before ``outputs`` were computed
+    weights: int = 0  # number of draws of weights before ``outputs`` were computed; -1: no outputs yet
 
 
 @dataclass
@@ -139,22 +139,31 @@ class PreparedTask:
                 self._make_ahead()
 
     def _make_ahead(self) -> None:
-        """Makes the pool entries that most of the next trial's candidates need."""
-        for index in range(min(self.pool_size, self.settings.checks + _FEW_TIMED)):
-            self.entry(self.base + index)
+        """Makes the pool entries that most of the next trial's candidates need. All inputs are drawn before the first
+        outputs are computed: after each computation torch's threads spin for some milliseconds."""
+        ahead = range(self.base, self.base + min(self.pool_size, self.settings.checks + _FEW_TIMED))
+        for index in ahead:
+            self._drawn(index)
+        for index in ahead:
+            self.entry(index)
 
-    def entry(self, index: int, timing: bool = False) -> PoolEntry:
-        """Returns the pool entry with the number ``index``. Draws it if it is not in the pool, and computes its outputs
-        anew if the weights have changed. The first entry of a task has the number 0. ``timing`` says whether the caller
-        holds the timing lease."""
+    def _drawn(self, index: int, timing: bool = False) -> PoolEntry:
+        """Returns the pool entry with the number ``index``. If it is not in the pool, draws its inputs only."""
         place = index % self.pool_size
         entry = self._pool[place]
         if entry is None or entry.index != index:
             with contextlib.nullcontext() if timing else self._lease.working():
                 inputs = self.oracle.inputs(self._seed(index))
-                assert inputs is not None
-                entry = self._pool[place] = PoolEntry(index, inputs, self.oracle.outputs(inputs), weights=self._weights)
-        elif entry.weights != self._weights:
+            assert inputs is not None
+            entry = self._pool[place] = PoolEntry(index, inputs, [], weights=-1)
+        return entry
+
+    def entry(self, index: int, timing: bool = False) -> PoolEntry:
+        """Returns the pool entry with the number ``index``. Draws it if it is not in the pool, and computes its outputs
+        anew if the weights have changed. The first entry of a task has the number 0. ``timing`` says whether the caller
+        holds the timing lease."""
+        entry = self._drawn(index, timing)
+        if entry.weights != self._weights:
             with contextlib.nullcontext() if timing else self._lease.working():
                 entry.outputs, entry.weights = self.oracle.outputs(entry.inputs), self._weights
         return entry

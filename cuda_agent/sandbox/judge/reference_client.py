@@ -19,6 +19,7 @@ from cuda_agent.sandbox.wire import TaskSpec, span
 _COMPILE_SECONDS = 300.0  # limit, for a large model with nothing cached on a busy machine
 _OPENING_SECONDS = 10.0  # lower bound of the limit for opening a task, which may import from a cold disk
 Views = list[list[int] | None]  # for each output: its strides if the reference returns a view, else None
+_SHORT = 0.02  # processor seconds of a call below which it gets one thread where its time does not count
 _FLOATING = ("float32", "float16", "bfloat16")
 
 
@@ -57,7 +58,9 @@ class ReferenceClient:
     def __init__(self, worker: JailedProcess, code: str, weights_seed: int, settings: JudgeSettings) -> None:
         self.worker = worker
         self._limit = settings.run_seconds
-        self._host = math.inf
+        self._host = self._least = math.inf  # fewest seconds of a call: of the host, and by ``seconds_of_call``
+        self._threads = settings.threads
+        self._compiled = False
         self._buffers: Any = None  # ``Buffers`` of the module that ``memory_of`` returns
         self._exact: Any = None
         self.redrawn: int | None = None  # seed of ``draw_weights``, if any weight differs from the constructor's
@@ -120,8 +123,10 @@ class ReferenceClient:
         return self._buffers.values(self._buffers.value_inputs, self.spec.inputs)
 
     def outputs(self, inputs: list[Any]) -> list[Any]:
-        """Returns the model's outputs for ``inputs``."""
-        self._on(inputs, WorkerOperation.RUN)
+        """Returns the model's outputs for ``inputs``. A short call on the CPU gets one thread, because on a busy
+        machine several threads mostly wait for each other. (A compiled model would be compiled again.)"""
+        short = self._device == "cpu" and not self._compiled and self._least * self._threads < _SHORT
+        self._on(inputs, WorkerOperation.RUN, {"threads": 1} if short else None)
         return self._buffers.outputs(0)
 
     def seconds(self, inputs: list[Any], null: bool = False) -> float:
@@ -137,6 +142,8 @@ class ReferenceClient:
             seconds = seconds_of_call(self._device, wall, told)
         if told:
             self._host = min(self._host, told[1])
+        if not null:
+            self._least = min(self._least, seconds)
         return seconds
 
     def host_seconds(self, inputs: list[Any]) -> float:
@@ -172,6 +179,7 @@ class ReferenceClient:
         """Compiles the model with torch.compile's ``mode`` and runs it on ``inputs``; later calls run the compiled
         model. ``known`` is the folder with a warm-up's results (empty in the warm-up itself). Raises ``WorkerError`` if
         compilation fails."""
+        self._compiled = True
         self._buffers.fill(0, inputs)
         self.worker.seconds = _COMPILE_SECONDS
         self.worker.call(WorkerOperation.COMPILE_TASK, {"known": known, "mode": mode})
@@ -194,9 +202,9 @@ class ReferenceClient:
         except (KeyError, TypeError, ValueError, OverflowError) as error:  # the task's own process may report anything
             raise TaskError(f"the task gave no account of a call: {error}") from None
 
-    def _on(self, inputs: list[Any], operation: WorkerOperation) -> Any:
+    def _on(self, inputs: list[Any], operation: WorkerOperation, body: Any = None) -> Any:
         self._buffers.fill(0, inputs)
-        return self._ask(operation)
+        return self._ask(operation, body)
 
     def _ask(self, operation: WorkerOperation, body: Any = None, fds: Sequence[int] = (), least: float = 0.0) -> Any:
         self.worker.seconds = max(self._limit, least)

@@ -220,11 +220,23 @@ class Trial:
         if self._cross:
             with self._judged("in a timed call"):
                 seconds, doubt = self._cross.believe(told, self._chain)
-        if not doubt and not self._traits.host_is_ours:
+            if doubt:
+                self._doubt(doubt)
+        if not self._traits.host_is_ours:
             doubt = self._prepared.below_physical_floor(seconds)
         if doubt:
             raise CandidateRefused("cheat", doubt)
         return seconds
+
+    def _doubt(self, doubt: str) -> None:
+        """Ends the candidate, whose times the judge's clock contradicts, and raises ``CandidateRefused``. If another
+        process uses the device, no clock is right, and the status is ``infra``. Otherwise it is ``cheat``, and a second
+        trial, with times of its own, must confirm it."""
+        self.end()
+        self._verdict.samples.clear()
+        if self._memory.shared():
+            raise CandidateRefused("infra", f"{TOO_BUSY}: another process uses the device")
+        raise CandidateRefused("cheat", doubt, retryable=True)
 
     def observe(self) -> None:
         """Records which kernels run. Up to three extra calls follow the candidate's other calls, so a failure in them

@@ -103,12 +103,16 @@ class Reference(WorkerLoop):
 
     def draw_inputs(self, frame: Frame) -> bool:
         """Draws inputs under the judge's seed and writes them to the output area, from which the judge copies them.
-        Returns false if the task has no inputs of the requested kind."""
-        seed = frame.body["seed"]
+        Returns false if the task has no inputs of the requested kind. Uses one thread: random numbers come from one
+        thread anyway, and the others would spin meanwhile."""
+        with _threads(1):
+            return self._draw_inputs(frame.body["seed"], frame.body["kind"])
+
+    def _draw_inputs(self, seed: int, kind: str) -> bool:
         torch.manual_seed(seed)
         random.seed(seed)
         numpy.random.seed(seed & 0xFFFFFFFF)  # a candidate would know a state that it shares as another fork
-        varied = vary(draw(self._get_inputs, self._device)[1], frame.body["kind"])
+        varied = vary(draw(self._get_inputs, self._device)[1], kind)
         if varied is None:
             return False
         places = zip(self._values, self._spec["inputs"], strict=True)
@@ -117,6 +121,11 @@ class Reference(WorkerLoop):
         return True
 
     def run(self, frame: Frame) -> Any:
+        """Runs the model on the inputs of ``frame.slot``. The request may give a number of threads."""
+        with _threads(frame.body["threads"]) if frame.body else contextlib.nullcontext():
+            return self._run(frame)
+
+    def _run(self, frame: Frame) -> Any:
         arguments = rebuild(self._arguments, self._slots.input_tensors(frame.slot))
         with torch.autocast(self._device, torch.bfloat16, enabled=self._autocast):
             results, times = self._clocked(lambda: self._call(*arguments))
@@ -143,7 +152,7 @@ class Reference(WorkerLoop):
         with contextlib.suppress(AttributeError):
             compiling.share(Path(known or f"{os.environ['TMPDIR']}/known"), record=not known)
         self._call = torch.compile(self._model, mode=frame.body["mode"] or None)
-        self.run(frame)
+        self._run(frame)
 
     def set_precision(self, frame: Frame) -> None:
         """Sets the precision of matrix products and convolutions: default (PyTorch's), fp32, tf32 or bf16."""
@@ -211,6 +220,17 @@ class Reference(WorkerLoop):
         with Counter():
             self._model(*arguments)
         return total
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Makes torch compute with ``count`` threads inside the context."""
+    usual = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(usual)
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -10,7 +11,7 @@ import pytest
 
 from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError
 from cuda_agent.sandbox.judge import prepared as prepared_tasks
-from cuda_agent.sandbox.judge.decisions import CandidateRefused
+from cuda_agent.sandbox.judge.decisions import TOO_BUSY, CandidateRefused
 from cuda_agent.sandbox.judge.trial import Trial
 from cuda_agent.sandbox.messages import WorkerOperation
 from cuda_agent.sandbox.wire import FormatTraits, Verdict
@@ -200,3 +201,20 @@ def test_calls_that_disagree_are_followed_by_more_and_then_earn_nothing(
     trial._verdict.samples.clear()
     trial.time()
     assert len(trial._verdict.samples) == 5 and trial._verdict.interval == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(("shared", "status"), [(True, "infra"), (False, "cheat")])
+def test_a_time_that_the_clock_contradicts_accuses_only_on_a_device_without_others(
+    make: Make, monkeypatch: pytest.MonkeyPatch, shared: bool, status: str
+) -> None:
+    trial = make(clock="real")
+    trial._open()
+    worker: Any = trial._worker
+    cross: Any = SimpleNamespace(believe=lambda told, chain: (9 * told, "it is too fast"))
+    trial._cross, trial._memory = cross, SimpleNamespace(shared=lambda: shared and not worker.alive)
+    trial._verdict.samples.append(1e-6)
+    with pytest.raises(CandidateRefused) as refusal:
+        trial._believed(1e-6)
+    assert refusal.value.status == status and refusal.value.retryable == (not shared)
+    assert str(refusal.value).startswith(TOO_BUSY) == shared
+    assert not trial._verdict.samples, "a second trial has times of its own"
