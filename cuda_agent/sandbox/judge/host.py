@@ -16,9 +16,15 @@ __all__ = [
     "pool_bytes",
     "prepared_bytes",
     "same",
+    "slots",
     "trim",
     "values_off",
 ]
+
+
+def slots(size: int) -> int:
+    """Returns the number of slots of a worker's buffers, for a task whose inputs and outputs take ``size`` bytes."""
+    return 3 if size <= 64 << 20 else 2
 
 
 def pool_bytes() -> int:

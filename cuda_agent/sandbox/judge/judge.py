@@ -47,12 +47,17 @@ _SHORT_OF_MEMORY = "out of (device )?memory|more than the device has left"  # in
 _PROBE_SECONDS = 10  # limit of a health probe of the device
 
 
+def _short_of_memory(error: Exception) -> bool:
+    said = driver.explain(error) if isinstance(error, driver.DriverError) else str(error)
+    return bool(re.search(_SHORT_OF_MEMORY, said))
+
+
 def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
     """Makes a method of ``Judge`` run once more if the reference worker died from a signal that the judge did not send,
-    or if memory was short and ``make_room`` freed some. If the second run fails, too, the task counts as the cause."""
+    or if memory was short and ``make_room`` freed some. If the second run fails, too, the task counts as the cause:
+    also a shortage of memory in the judge itself becomes a ``TaskError``."""
 
-    @functools.wraps(method)
-    def asked(judge: "Judge", *arguments: Any) -> _Answer:
+    def once_more(judge: "Judge", *arguments: Any) -> _Answer:
         try:
             return method(judge, *arguments)
         except TaskKilled:
@@ -61,6 +66,15 @@ def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
             if not judge.make_room(error):
                 raise
         return method(judge, *arguments)
+
+    @functools.wraps(method)
+    def asked(judge: "Judge", *arguments: Any) -> _Answer:
+        try:
+            return once_more(judge, *arguments)
+        except driver.DriverError as error:
+            if _short_of_memory(error):
+                raise TaskError(f"the task needs more memory than the device has left ({error})") from None
+            raise
 
     return asked
 
@@ -99,7 +113,7 @@ class Judge:
     def make_room(self, error: Exception) -> bool:
         """Drops all prepared tasks if ``error`` says that memory was short while other tasks than the requested one
         were prepared. (On a GPU all tasks share the memory.) Returns whether it dropped them."""
-        short = self.settings.device == "cuda" and re.search(_SHORT_OF_MEMORY, str(error))
+        short = self.settings.device == "cuda" and _short_of_memory(error)
         if not short or self._prepared.keys() <= {self._latest}:
             return False
         self.cleanup()

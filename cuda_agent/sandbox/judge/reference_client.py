@@ -87,7 +87,9 @@ class ReferenceClient:
         if settings.device == "cpu" and size > settings.memory_mb << 20:
             raise TaskError(f"the task's tensors take {size >> 20} MB, more than the limit of {settings.memory_mb} MB")
         try:
-            self._buffers = self._memory.Buffers(self.spec, slots=2, values=True, fixed=settings.clock == "model")
+            room = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs))
+            slots, fixed = min(2, self._memory.slots(room)), settings.clock == "model"
+            self._buffers = self._memory.Buffers(self.spec, slots=slots, values=True, fixed=fixed)
         except driver.DriverError:
             raise TaskError(f"the task's tensors take {size >> 20} MB, more than the device has left") from None
         buffers = self._buffers
@@ -132,7 +134,7 @@ class ReferenceClient:
     def seconds(self, inputs: list[Any], null: bool = False) -> float:
         """Returns the seconds of one call of the model. If ``null``, returns those of an empty call, which computes
         nothing. ``inputs`` are copied to the worker before the clock starts."""
-        slot = secrets.randbelow(2)
+        slot = secrets.randbelow(len(self._buffers.slots))
         self.worker.stop()
         self._buffers.fill(slot, inputs)
         self._memory.flush()

@@ -42,7 +42,6 @@ from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 from cuda_agent.sandbox.messages import EvaluateRequest, WorkerOperation
 from cuda_agent.sandbox.wire import FormatTraits, Verdict
 
-_SLOTS_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # a task up to this size gets three slots, a larger one two
 _NULL_CALLS = (7, 2)  # empty calls of the first worker of a task and format, and of later ones
 _FEWEST_TIMED = {"cpu": 5, "cuda": 20}  # GPU calls are cheap compared with the worker's start
 _ENOUGH_SECONDS = 0.2
@@ -78,9 +77,9 @@ class Trial:
         self._loaded = False
         spec = prepared.spec
         size = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs))
-        slots = 3 if size <= _SLOTS_BYTES[self._settings.device] else 2
+        slots = self._memory.slots(size)
         if self._settings.device == "cuda" and not self._traits.host_is_ours:
-            slots = min(max(2, 3 * _SLOTS_BYTES["cuda"] // max(1, size)), LONGEST_CHAIN)
+            slots = min(max(2, 3 * self._memory.SLOTS_BYTES // max(1, size)), LONGEST_CHAIN)
         spare = {"areas": workers.areas.take} if self._settings.device == "cpu" else {}
         self._buffers = self._memory.Buffers(spec, slots=slots, fixed=self._fixed, **spare)
         prepared.draw_weights()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cuda_agent.errors import TaskError
+from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.judge import judge as judges
 from cuda_agent.sandbox.judge import prepared
 from cuda_agent.sandbox.judge.decisions import CandidateRefused
@@ -113,6 +114,26 @@ def test_what_lacks_memory_beside_other_tasks_is_tried_again_alone(make: Make, t
     other = judge.prepared(source("other"))
     trials.script = [CandidateRefused("crash", "an assertion")]
     assert judge.evaluate(request())["status"] == "crash" and other.oracle.alive
+
+
+def test_what_lacks_memory_in_the_judge_is_tried_again_alone_and_is_then_the_tasks_fault(
+    make: Make, trials: Trials, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "_name", lambda code: "CUDA_ERROR_OUT_OF_MEMORY")
+    judge = make()
+    judge.settings = replace(judge.settings, device="cuda")
+    other, full = judge.prepared(source("other")), driver.DriverError(2, "cuMemAlloc_v2")
+
+    def no_room(self: Any, index: int, timing: bool = False) -> Any:
+        raise full
+
+    trials.script = [full]
+    assert judge.evaluate(request())["status"] == "ok" and not other.oracle.alive
+    monkeypatch.setattr(prepared.PreparedTask, "entry", no_room)
+    trials.script = [full, full]
+    with pytest.raises(TaskError, match="more memory than the device has left"):
+        judge.evaluate(request())
+    assert "more memory than the device" in judge.probe({"task": source("a"), "compile": False})["error"]
 
 
 def test_a_task_whose_reference_died_is_prepared_anew(make: Make) -> None:
