@@ -30,7 +30,7 @@ from cuda_agent.sandbox.formats import first_pass, plan, rules
 from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.jail import scratch
-from cuda_agent.sandbox.judge.roofline import keep
+from cuda_agent.sandbox.judge.timing.roofline import keep
 from cuda_agent.sandbox.judge_process import JudgeHandle, JudgeLost
 from cuda_agent.sandbox.messages import (
     FRAME_LIMIT,
@@ -114,7 +114,7 @@ class LocalSandbox:
         if "error" in found:
             raise SandboxUnready(f"sandbox.device=cuda: {found['error']}")
         self._architecture = found["architecture"]
-        source = {"check.cu": (_HERE / "judge" / "check.cu").read_text()}
+        source = {"check.cu": (_HERE / "judge" / "memory" / "check.cu").read_text()}
         try:
             image, _ = await self._builder.kernels(source, "check.cu", [], self._architecture)
         except (builder.BuildError, toolchain.CompilerMissing) as error:
@@ -322,7 +322,7 @@ def _code_version() -> str:
     """Returns a hash of the judging code. A cached verdict is valid for this code only."""
     digest = hashlib.sha256()
     files = [_HERE / name for name in _THIS_ROOM]
-    files += [path for room in _JUDGING for path in (_HERE / room).iterdir()]
+    files += [path for room in _JUDGING for path in (_HERE / room).rglob("*")]
     for path in sorted(files):
         if path.suffix in (".py", ".cpp", ".cu", ".h"):
             digest.update(f"{path.relative_to(_HERE)}".encode() + path.read_bytes())

@@ -55,7 +55,7 @@ class WorkerOperation(StrEnum):
     COMPILE_TASK = "compile_task"  # {"known": a warm-up's folder, empty in the warm-up, "mode": of torch.compile}
     MAP_EXACT = "map_exact"  # ``Buffers.places`` and {"spec"}
     RUN_EXACT = "run_exact"  # -> whether all outputs are finite
-    RUN_MUTANT = "run_mutant"  # how to be wrong: {"kind"} and more (``worker.mutants``) -> whether the task can be
+    RUN_MUTANT = "run_mutant"  # how to be wrong: {"kind"} and more (``values.mutants``) -> whether the task can be
     COUNT_OPERATORS = "count_operators"  # -> {"operators", "bytes"}
     ACCOUNT = "account"  # -> {"flops": 0 if not known, "written": bytes, "views": strides or null of each output}
     # to a candidate worker

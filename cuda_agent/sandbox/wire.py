@@ -28,7 +28,7 @@ ALLOWED = frozenset(_ALLOWED_TEXT.split())
 NESTING = 16  # most levels in the arguments of a tool or a task
 _MOST_ELEMENTS = 1 << 48  # of one tensor
 DELAY_UNIT = 16e-6  # seconds: unit of the delay of a timed chain
-# Kinds of inputs in strict mode, made by ``worker.input_kinds``.
+# Kinds of inputs in strict mode, made by ``worker.values.input_kinds``.
 KINDS = ("normal", "shifted", "ramp", "negative", "large", "sparse", "boundary")
 # Mutants of a task that differ by rounding or by 1 %: a tolerance of 1e-2 is there to let them through.
 ROUNDING = ("bf16", "1.01x")

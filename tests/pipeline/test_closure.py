@@ -137,8 +137,9 @@ def files_of_a_verdict():
 
 def test_all_that_judges_is_in_the_closure_of_every_stage_that_judges():
     files = files_of_a_verdict()
-    wanted = {"judge/check.py", "judge/check.cu", "judge/host.py", "judge/device.py", "build/nvrtc.py",
-              "worker/runtime.cpp", "formats/binding_registry.h", "formats/torch_surface.h"}  # fmt: skip
+    wanted = {"judge/memory/check.py", "judge/memory/check.cu", "judge/memory/host.py", "judge/memory/device.py",
+              "build/nvrtc.py", "worker/runtime.cpp", "formats/binding_registry.h",
+              "formats/torch_surface.h"}  # fmt: skip
     assert wanted <= set(files) and len(files) > 40
     assert {"synthesis", "bootstrap", "warmup", "collect", "agentic", "evaluate-base"} <= JUDGING
     for stage in STAGES:
@@ -148,12 +149,12 @@ def test_all_that_judges_is_in_the_closure_of_every_stage_that_judges():
 
 
 def test_another_comparison_is_another_version_of_the_stages_that_judge_alone(changed_by):
-    assert changed_by("sandbox/judge/check.py") == JUDGING
-    assert changed_by("sandbox/judge/check.cu") == JUDGING
+    assert changed_by("sandbox/judge/memory/check.py") == JUDGING
+    assert changed_by("sandbox/judge/memory/check.cu") == JUDGING
 
 
 @pytest.mark.parametrize(
-    "file", ["judge/check.py", "judge/check.cu", "worker/runtime.cpp", "build/compiler.py", "wire.py"]
+    "file", ["judge/memory/check.py", "judge/memory/check.cu", "worker/runtime.cpp", "build/compiler.py", "wire.py"]
 )
 def test_a_kept_verdict_is_none_of_other_code_that_judges(copied, file):
     program = "from cuda_agent.sandbox import local; print(local.__file__, local._code_version())"

@@ -4,7 +4,8 @@
 import types
 from pathlib import Path
 
-from cuda_agent.sandbox.judge import host, judge
+from cuda_agent.sandbox.judge import judge
+from cuda_agent.sandbox.judge.memory import host
 from cuda_agent.sandbox.messages import JudgeSettings
 
 

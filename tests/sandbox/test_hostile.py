@@ -19,7 +19,7 @@ from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.jail.descendants import deleted_bytes
 from cuda_agent.sandbox.jail.processes import JailedProcess
 from cuda_agent.sandbox.jail.warm_parent import warm_parent
-from cuda_agent.sandbox.judge.check import mismatch
+from cuda_agent.sandbox.judge.memory.check import mismatch
 from cuda_agent.sandbox.messages import HEAD, WorkerOperation, receive_frame
 from cuda_agent.sandbox.wire import Solution, Tensor
 from tests.sandbox.conftest import CHAIN, KERNEL, Running, plan_solution, task

@@ -18,7 +18,7 @@ from cuda_agent.sandbox.formats import grammar, library_nodes
 from cuda_agent.sandbox.formats.expressions import Buffer, PlanError, evaluate
 from cuda_agent.sandbox.formats.grammar import PACKED, Kernel, Memset, Workspace
 from cuda_agent.sandbox.formats.solution_format import Toolchain
-from cuda_agent.sandbox.judge.buffers import byte_count
+from cuda_agent.sandbox.judge.memory.buffers import byte_count
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
 
 _C_TYPES = {

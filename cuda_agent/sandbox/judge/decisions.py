@@ -92,6 +92,13 @@ def is_undecided(speedups: Sequence[Interval], anchor: Spread) -> bool:
     return disagree(anchor[0], anchor[2]) and any(low < FASTER < high and disagree(low, high) for low, high in speedups)
 
 
+def too_busy(speedups: Sequence[Interval]) -> CandidateRefused:
+    """Returns the refusal of a candidate whose reward ``is_undecided``."""
+    low, high = next(ends for ends in reversed(speedups) if ends[0] < FASTER < ends[1])
+    what = f"this solution may be {low:.2f} or {high:.2f} times as fast as a baseline"
+    return CandidateRefused("infra", f"{TOO_BUSY}: {what}")
+
+
 def disagree(low: float, high: float) -> bool:
     """Returns whether the ends of an interval are more than 20 % apart."""
     return high > _WIDE * low

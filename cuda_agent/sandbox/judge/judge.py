@@ -22,8 +22,8 @@ from cuda_agent.machine import die_with_parent
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.judge import mutants
-from cuda_agent.sandbox.judge.buffers import byte_count
 from cuda_agent.sandbox.judge.decisions import CandidateRefused
+from cuda_agent.sandbox.judge.memory.buffers import byte_count
 from cuda_agent.sandbox.judge.prepared import Baselines, PreparedTask
 from cuda_agent.sandbox.judge.reference_client import TaskKilled, memory_of
 from cuda_agent.sandbox.judge.strict import strict_baselines

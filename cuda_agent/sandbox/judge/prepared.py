@@ -1,9 +1,9 @@
 """Prepares a task: starts its reference worker, keeps a secret pool of inputs, and measures baselines.
 
 All candidates of a task share its spec, baselines and pool. The pool holds inputs with the reference's outputs; every
-trial replaces the inputs that it used. For every trial some weights (``worker.weights``) are drawn anew, and the pool's
-outputs are computed with them. The judge chooses every seed; the reference worker only turns seeds into values. With
-simulated times (``sandbox.clock=model``) seeds and pool are fixed, so that two runs agree bit for bit."""
+trial replaces the inputs that it used. For every trial some weights (``worker.values.weights``) are drawn anew, and the
+pool's outputs are computed with them. The judge chooses every seed; the reference worker only turns seeds into values.
+With simulated times (``sandbox.clock=model``) seeds and pool are fixed, so that two runs agree bit for bit."""
 
 import contextlib
 import hashlib
@@ -22,10 +22,10 @@ from cuda_agent.errors import TaskError
 from cuda_agent.machine import processor
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError, taking_turns
-from cuda_agent.sandbox.judge import cost, cross_check, roofline
-from cuda_agent.sandbox.judge.buffers import byte_count
 from cuda_agent.sandbox.judge.decisions import Spread, share_of
+from cuda_agent.sandbox.judge.memory.buffers import byte_count
 from cuda_agent.sandbox.judge.reference_client import ReferenceClient, Views, at_precision, memory_of, net
+from cuda_agent.sandbox.judge.timing import cost, cross_check, roofline
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 
 _CLOCK = 4  # version of the way baselines are measured; part of the key of their file

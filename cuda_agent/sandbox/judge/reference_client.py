@@ -10,9 +10,9 @@ from typing import Any
 from cuda_agent.errors import TaskError
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail.processes import JailedProcess, WorkerDied, WorkerError
-from cuda_agent.sandbox.judge import device as gpu_memory
-from cuda_agent.sandbox.judge import host as cpu_memory
-from cuda_agent.sandbox.judge.buffers import DTYPES, byte_count
+from cuda_agent.sandbox.judge.memory import device as gpu_memory
+from cuda_agent.sandbox.judge.memory import host as cpu_memory
+from cuda_agent.sandbox.judge.memory.buffers import DTYPES, byte_count
 from cuda_agent.sandbox.messages import JudgeSettings, WorkerOperation
 from cuda_agent.sandbox.wire import TaskSpec, span
 
@@ -24,7 +24,7 @@ _FLOATING = ("float32", "float16", "bfloat16")
 
 
 def memory_of(device: str) -> Any:
-    """Returns the module for buffers and comparisons: ``judge.device`` for "cuda", ``judge.host`` for "cpu"."""
+    """Returns the module for buffers and comparisons: ``memory.device`` for "cuda", ``memory.host`` for "cpu"."""
     return gpu_memory if device == "cuda" else cpu_memory
 
 
@@ -171,9 +171,9 @@ class ReferenceClient:
         return self._exact.outputs(0) if self._on(inputs, WorkerOperation.RUN_EXACT) else None
 
     def mutant(self, inputs: list[Any], how: dict[str, Any]) -> list[Any] | None:
-        """Returns wrong outputs for ``inputs``, made as ``how`` says (``worker.mutants``); ``None`` if the task has
-        none of this kind. Some kinds change the outputs of the last call of ``outputs``, which must then have had the
-        same inputs."""
+        """Returns wrong outputs for ``inputs``, made as ``how`` says (``worker.values.mutants``); ``None`` if the task
+        has none of this kind. Some kinds change the outputs of the last call of ``outputs``, which must then have had
+        the same inputs."""
         self._buffers.fill(0, inputs)
         return self._buffers.outputs(0) if self._ask(WorkerOperation.RUN_MUTANT, how) else None
 

@@ -20,24 +20,13 @@ from typing import Any
 from cuda_agent.errors import TaskError
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError, taking_turns
-from cuda_agent.sandbox.judge import cost, legality, strict
-from cuda_agent.sandbox.judge.buffers import byte_count
-from cuda_agent.sandbox.judge.cross_check import LONGEST_CHAIN, CrossCheck
-from cuda_agent.sandbox.judge.decisions import (
-    FASTER,
-    LOADING,
-    TOO_BUSY,
-    CandidateRefused,
-    disagree,
-    is_clear,
-    is_undecided,
-    refusal,
-    scale_baselines,
-    speedups_of,
-    spread,
-)
+from cuda_agent.sandbox.judge import decisions, legality, strict
+from cuda_agent.sandbox.judge.decisions import CandidateRefused
+from cuda_agent.sandbox.judge.memory.buffers import byte_count
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
 from cuda_agent.sandbox.judge.reference_client import at_precision, net, seconds_of_call
+from cuda_agent.sandbox.judge.timing import cost
+from cuda_agent.sandbox.judge.timing.cross_check import LONGEST_CHAIN, CrossCheck
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 from cuda_agent.sandbox.messages import EvaluateRequest, WorkerOperation
 from cuda_agent.sandbox.wire import FormatTraits, Verdict
@@ -130,7 +119,7 @@ class Trial:
                 empty = partial(self._chained, WorkerOperation.RUN_EMPTY_CHAIN)
                 self._cross = CrossCheck(len(self._buffers.slots), lambda *chain: empty(*chain)[0], host)
         self._loaded = True
-        with self._lease.working(), self._judged(LOADING):
+        with self._lease.working(), self._judged(decisions.LOADING):
             self._load()
         self._verdict.phases["start"] = time.perf_counter() - begin
 
@@ -176,11 +165,9 @@ class Trial:
 
     def strict_time(self) -> None:
         """Times the candidate and eager in turn, in fp32, until the confidence interval of the speed-up is narrow."""
-        prepared, verdict = self._prepared, self._verdict
-        yard = strict.strict_baselines(prepared)
+        verdict, yard = self._verdict, strict.strict_baselines(self._prepared)
         begin = time.perf_counter()
-        assert verdict.strict
-        with at_precision(prepared.oracle, "fp32"), self._alternating() as (candidate, eager, first):
+        with at_precision(self._prepared.oracle, "fp32"), self._alternating() as (candidate, eager, first):
             verdict.samples, anchors = strict.time_pairs(lambda: candidate()[1], lambda: eager(first))
             verdict.seconds = self._believed(statistics.median(verdict.samples))
         strict.report(verdict, anchors, yard)
@@ -233,8 +220,8 @@ class Trial:
         trial, with times of its own, must confirm it."""
         self.end()
         self._verdict.samples.clear()
-        if self._memory.shared():
-            raise CandidateRefused("infra", f"{TOO_BUSY}: another process uses the device")
+        if self._memory.shared(self._prepared.peaks.bytes_per_second):
+            raise CandidateRefused("infra", f"{decisions.TOO_BUSY}: another process uses the device")
         raise CandidateRefused("cheat", doubt, retryable=True)
 
     def observe(self) -> None:
@@ -328,9 +315,9 @@ class Trial:
                 elapsed = time.perf_counter() - begin
                 if elapsed > _ENOUGH_SECONDS:
                     fewest = min(fewest, _FEWEST_TIMED["cpu"])  # slow calls differ by less
-                speedups = speedups_of(verdict.samples, anchors, base.compile_share)
-                undecided = is_undecided(speedups, spread(anchors))
-                if number >= fewest and is_clear(speedups):
+                speedups = decisions.speedups_of(verdict.samples, anchors, base.compile_share)
+                undecided = decisions.is_undecided(speedups, decisions.spread(anchors))
+                if number >= fewest and decisions.is_clear(speedups):
                     break
                 if number >= most and (elapsed > _MORE_SECONDS or not undecided):
                     break
@@ -344,10 +331,8 @@ class Trial:
         verdict.compile_interval = [*speedups[1]] if speedups[1:] else None
         verdict.phases["time"] = time.perf_counter() - begin
         if undecided:
-            low, high = next(ends for ends in reversed(speedups) if ends[0] < FASTER < ends[1])
-            what = f"this solution may be {low:.2f} or {high:.2f} times as fast as a baseline"
-            raise CandidateRefused("infra", f"{TOO_BUSY}: {what}")
-        if disagree(*speedups[0]):
+            raise decisions.too_busy(speedups)
+        if decisions.disagree(*speedups[0]):
             verdict.advice.append(_BUSY)
 
     def eager_alone(self) -> None:
@@ -364,7 +349,7 @@ class Trial:
         with self._lease.timing(), single:
             alone = statistics.median(oracle.seconds(inputs) for _ in range(_ALONE_CALLS))
         verdict.eager_seconds = verdict.eager_seconds or self._anchor
-        scale_baselines(verdict, min(1.0, _BESIDE[self._settings.device] * alone / self._anchor))
+        decisions.scale_baselines(verdict, min(1.0, _BESIDE[self._settings.device] * alone / self._anchor))
         verdict.phases["time"] += time.perf_counter() - begin
 
     # ------------------------------------------------------------------------------------------------------------ calls
@@ -425,7 +410,7 @@ class Trial:
         try:
             yield
         except (WorkerDied, WorkerError) as error:
-            raise refusal(error, self._loaded, when) from None
+            raise decisions.refusal(error, self._loaded, when) from None
 
     def _compare(self, entry: PoolEntry, outputs: list[Any], when: str, audit: bool = False) -> None:
         prepared, verdict = self._prepared, self._verdict

@@ -17,7 +17,7 @@ from cuda_agent.machine import processor
 from cuda_agent.sandbox.jail import cgroups, jail
 from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError, within
 from cuda_agent.sandbox.jail.warm_parent import WarmParent, warm_parent
-from cuda_agent.sandbox.judge import buffers
+from cuda_agent.sandbox.judge.memory import buffers
 from cuda_agent.sandbox.judge.reference_client import ReferenceClient
 from cuda_agent.sandbox.messages import JudgeSettings
 

@@ -19,7 +19,7 @@ from cuda_agent.sandbox.worker.loop import WorkerLoop, build_model
 from cuda_agent.sandbox.worker.replay import play_back
 from cuda_agent.sandbox.worker.shared_tensors import Slots, flatten, map_memory, owned, rebuild, store, zeros
 from cuda_agent.sandbox.worker.triton_rule import only_triton
-from cuda_agent.sandbox.worker.weights import PlainWeights
+from cuda_agent.sandbox.worker.values.weights import PlainWeights
 
 # By the name of a rule: makes the context in which each call of ``ModelNew`` runs.
 RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]] = {

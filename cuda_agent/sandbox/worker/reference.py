@@ -14,11 +14,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from cuda_agent.sandbox.messages import Frame
-from cuda_agent.sandbox.worker import mutants, observe
-from cuda_agent.sandbox.worker.input_kinds import vary
+from cuda_agent.sandbox.worker import observe
 from cuda_agent.sandbox.worker.loop import WorkerLoop, run_module
 from cuda_agent.sandbox.worker.shared_tensors import Slots, describe, draw, flatten, is_plain, rebuild, store
-from cuda_agent.sandbox.worker.weights import PlainWeights
+from cuda_agent.sandbox.worker.values import mutants
+from cuda_agent.sandbox.worker.values.input_kinds import vary
+from cuda_agent.sandbox.worker.values.weights import PlainWeights
 
 
 class Reference(WorkerLoop):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 
 from cuda_agent.lease import Lease
-from cuda_agent.sandbox.judge.buffers import Spare
+from cuda_agent.sandbox.judge.memory.buffers import Spare
 from cuda_agent.sandbox.messages import JudgeSettings, WorkerOperation
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
 

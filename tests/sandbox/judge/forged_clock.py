@@ -3,7 +3,8 @@ machine with a small cache (``test_roofline``)."""
 
 from typing import Any
 
-from cuda_agent.sandbox.judge import judge, roofline, trial
+from cuda_agent.sandbox.judge import judge, trial
+from cuda_agent.sandbox.judge.timing import roofline
 
 
 def _forged(device: str, wall: float, told: Any) -> float:

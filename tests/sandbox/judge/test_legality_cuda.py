@@ -4,7 +4,7 @@ import pytest
 
 from cuda_agent.optimize.verdict_text import verdict_lines
 from cuda_agent.sandbox import driver
-from cuda_agent.sandbox.judge import roofline
+from cuda_agent.sandbox.judge.timing import roofline
 from cuda_agent.sandbox.wire import Solution, Verdict
 from tests.sandbox import published
 from tests.sandbox.conftest import CHAIN, Running, task

@@ -8,7 +8,7 @@ import torch
 
 from cuda_agent.sandbox.judge import strict
 from cuda_agent.sandbox.wire import KINDS, Solution, Verdict
-from cuda_agent.sandbox.worker import input_kinds
+from cuda_agent.sandbox.worker.values import input_kinds
 from tests.sandbox.conftest import KERNEL, Running, plan_solution, task
 
 CLAMPED = KERNEL.replace("std::max(x[i], 0.0f)", "std::min(std::max(x[i], 0.0f), 6.0f)")

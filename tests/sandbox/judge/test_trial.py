@@ -211,7 +211,7 @@ def test_a_time_that_the_clock_contradicts_accuses_only_on_a_device_without_othe
     trial._open()
     worker: Any = trial._worker
     cross: Any = SimpleNamespace(believe=lambda told, chain: (9 * told, "it is too fast"))
-    trial._cross, trial._memory = cross, SimpleNamespace(shared=lambda: shared and not worker.alive)
+    trial._cross, trial._memory = cross, SimpleNamespace(shared=lambda peak: shared and not worker.alive)
     trial._verdict.samples.append(1e-6)
     with pytest.raises(CandidateRefused) as refusal:
         trial._believed(1e-6)

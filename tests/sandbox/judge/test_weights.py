@@ -11,7 +11,7 @@ from torch import nn
 
 from cuda_agent.sandbox.judge import prepared
 from cuda_agent.sandbox.wire import Mode, Solution, Tensor, Verdict
-from cuda_agent.sandbox.worker.weights import PlainWeights
+from cuda_agent.sandbox.worker.values.weights import PlainWeights
 from tests.sandbox.conftest import Running, task
 from tests.sandbox.judge.fakes import SPEC, Pool, Reference, settings_in
 

@@ -2,8 +2,8 @@
 
 import numpy
 
-from cuda_agent.sandbox.judge.buffers import Array, Buffers
-from cuda_agent.sandbox.judge.check import agree, mismatch, real, same, values_off
+from cuda_agent.sandbox.judge.memory.buffers import Array, Buffers
+from cuda_agent.sandbox.judge.memory.check import agree, mismatch, real, same, values_off
 from cuda_agent.sandbox.wire import Tensor
 
 __all__ = [

@@ -6,7 +6,7 @@ passes over memory, fewer operators, blocks for all threads, vector hints) short
 import re
 from typing import Any
 
-from cuda_agent.sandbox.judge.buffers import byte_count
+from cuda_agent.sandbox.judge.memory.buffers import byte_count
 from cuda_agent.sandbox.wire import TaskSpec
 
 _CALL, _BYTES_PER_SECOND = 2e-6, 1e10  # seconds of one operator; bytes/s of one thread

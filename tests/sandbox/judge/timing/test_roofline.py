@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuda_agent.sandbox import judge_process
-from cuda_agent.sandbox.judge import reference_client, roofline
-from cuda_agent.sandbox.judge.roofline import Peaks
+from cuda_agent.sandbox.judge import reference_client
+from cuda_agent.sandbox.judge.timing import roofline
+from cuda_agent.sandbox.judge.timing.roofline import Peaks
 from cuda_agent.sandbox.wire import Solution, TaskSpec, Tensor
 from cuda_agent.sandbox.worker import observe
 from tests.sandbox.conftest import CHAIN, Running, plan_solution, task

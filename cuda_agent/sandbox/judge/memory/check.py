@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy
 
-from cuda_agent.sandbox.judge.buffers import Array
+from cuda_agent.sandbox.judge.memory.buffers import Array
 from cuda_agent.sandbox.wire import Tensor
 
 _CHUNK = 1 << 16  # values compared at a time: they fit into a CPU's cache

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cuda_agent.sandbox.judge.cross_check import CrossCheck
+from cuda_agent.sandbox.judge.timing.cross_check import CrossCheck
 from cuda_agent.sandbox.wire import DELAY_UNIT
 
 REQUEST, COPY, EAGER_HOST = 4e-4, 1e-5, 1e-3  # seconds: of a request, of one call's outputs, of eager's host

@@ -3,7 +3,7 @@
 import numpy
 import pytest
 
-from cuda_agent.sandbox.judge.check import agree, mismatch
+from cuda_agent.sandbox.judge.memory.check import agree, mismatch
 from cuda_agent.sandbox.wire import Tensor
 
 FLOAT = Tensor((64,), "float32")

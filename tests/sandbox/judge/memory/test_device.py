@@ -3,7 +3,7 @@
 import pytest
 
 from cuda_agent.sandbox import driver
-from cuda_agent.sandbox.judge import device
+from cuda_agent.sandbox.judge.memory import device
 
 MICROSECONDS = 1e-6
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import ClassVar
 
 from cuda_agent.sandbox import driver
-from cuda_agent.sandbox.judge import buffers, roofline
-from cuda_agent.sandbox.judge.buffers import byte_count
+from cuda_agent.sandbox.judge.memory import buffers
+from cuda_agent.sandbox.judge.memory.buffers import byte_count
 from cuda_agent.sandbox.wire import Tensor
 
 _BLOCK = 256
@@ -143,9 +143,10 @@ def flush() -> None:
     driver.synchronize()
 
 
-def shared() -> bool:
-    """Returns whether another process uses the device now. The device then runs each process for some milliseconds in
-    turn, so one long piece of work takes longer than its parts did."""
+def shared(peak: float | None) -> bool:
+    """Returns whether another process uses the device now, whose memory moves at most ``peak`` bytes per second. The
+    device then runs each process for some milliseconds in turn, so one long piece of work takes longer than its parts
+    did."""
 
     def wall(fills: int) -> float:
         begin = time.perf_counter()
@@ -157,7 +158,6 @@ def shared() -> bool:
     part = min(wall(1) for _ in range(_PARTS))
     fills = math.ceil(_WHOLE_SECONDS / part)
     whole = min(wall(fills) for _ in range(_WHOLES))
-    peak = roofline.of_gpu().bytes_per_second
     return takes_turns(part, whole / fills, _ours().flush_bytes / peak if peak else math.inf)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from cuda_agent.sandbox.worker.weights import PlainWeights
+from cuda_agent.sandbox.worker.values.weights import PlainWeights
 
 
 def spoil(how: dict[str, Any], right: list[torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from cuda_agent.sandbox.judge.buffers import Buffers, Spare
+from cuda_agent.sandbox.judge.memory.buffers import Buffers, Spare
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
 
 SMALL = TaskSpec((Tensor((64, 100), "float32"),), (Tensor((64,), "float32"),), {}, (), ())
