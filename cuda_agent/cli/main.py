@@ -7,6 +7,7 @@ required result was not reached."""
 import json
 import os
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -125,29 +126,45 @@ def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
         print(f"note: {error}, on this machine", file=sys.stderr)
 
 
-@command(app, "cuda-agent evaluate tasks/relu_sum/model.py my-solution/ sandbox.threads=4")
+@command(
+    app,
+    "cuda-agent evaluate tasks/relu_sum/model.py my-solution/ sandbox.threads=4",
+    "cuda-agent evaluate model.py my-solution/ --shapes auto --shapes batch_size=7,dim=1000",
+)
 def evaluate(
     task: Annotated[Path, Argument(help="a model.py with Model, get_inputs and get_init_inputs")],
     solution: Annotated[Path, Argument(help="a folder: plan.json and kernels/, or model_new.py and kernels/")],
     overrides: Overrides = None,
-    mode: Annotated[Literal["quick", "strict"], Option(help="quick: for training; strict: for people")] = "quick",
+    mode: Annotated[
+        Literal["quick", "strict", "check"],
+        Option(help="quick: for training; strict: for people; check: without times"),
+    ] = "quick",
     again: Annotated[bool, Option("--again", help="judge again, and time eager and torch.compile again")] = False,
+    shapes: Annotated[
+        list[str] | None,
+        Option(help="check other shapes, too: auto, or constants of model.py as in batch_size=7,dim=1000 (repeatable)"),
+    ] = None,
     train_mode: TrainMode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check and time one solution of one task in the sandbox."""
+    """Check and time one solution of one task in the sandbox.
+
+    With --shapes auto the other shapes are those in SHAPES of model.py (a list of dicts of constants), or one row more
+    and half of the rows in the inputs' first dimension. A solution that is wrong there is called specialised."""
     from cuda_agent.compose import compose
     from cuda_agent.optimize import evaluation
+    from cuda_agent.optimize.shapes import shape_lines
     from cuda_agent.optimize.verdict_text import verdict_lines
     from cuda_agent.pipeline import runs
 
     settings = compose([*(overrides or []), *(["sandbox.train_mode=true"] if train_mode else [])])
     cache = runs.local_home(settings.run.store) / "cache"
-    verdict = evaluation.run_to_end(evaluation.evaluate(settings.sandbox, cache, task, solution, mode, again))
+    work = evaluation.evaluate(settings.sandbox, cache, task, solution, mode, again, shapes or ())
+    verdict, others = evaluation.run_to_end(work)
     if as_json:
-        print_json(verdict.to_json())
+        print_json(verdict.to_json() | ({"shapes": [asdict(result) for result in others]} if shapes else {}))
     else:
-        print("\n".join(verdict_lines(verdict)))
+        print("\n".join([*verdict_lines(verdict), *(shape_lines(others) if others else [])]))
     sys.exit(0 if verdict.status == "ok" else 75 if verdict.status == "infra" else 1)
 
 

@@ -4,7 +4,7 @@ policy or of a served model on a task set and scores them."""
 import asyncio
 import shutil
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from cuda_agent.config import Config, SandboxConfig
 from cuda_agent.errors import ConfigError, TaskError, UserError
 from cuda_agent.format_names import Format
+from cuda_agent.optimize.shapes import ShapeResult, judge_shapes, variants
 from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.manifest import read_manifest
 from cuda_agent.sandbox.formats.table import FORMATS
@@ -129,26 +130,37 @@ def read_solution(folder: Path, format: Format) -> Solution:
 
 
 async def evaluate(
-    settings: SandboxConfig, cache: Path, task: Path, solution: Path, mode: Mode, again: bool = False
-) -> Verdict:
+    settings: SandboxConfig,
+    cache: Path,
+    task: Path,
+    solution: Path,
+    mode: Mode,
+    again: bool = False,
+    shapes: Sequence[str] = (),
+) -> tuple[Verdict, list[ShapeResult]]:
     """Returns the sandbox's verdict on the folder ``solution`` for the task in the file ``task``.  With ``again``
-    neither a cached verdict nor cached times of the baselines are used.
+    neither a cached verdict nor cached times of the baselines are used.  If the verdict is ``ok``, returns also one
+    result per variant of the task that ``shapes`` asks for (``optimize.shapes.variants``).
 
     Raises:
         TaskError: The task or the solution folder cannot be read.
-        ConfigError: ``again`` is set, but the sandbox is on remote servers, which do not support ``again``."""
+        ConfigError: ``shapes`` is wrong. Or ``again`` is set, but the sandbox is on remote servers, which do not
+            support it."""
     from cuda_agent.sandbox.client import open_sandbox
     from cuda_agent.sandbox.remote import RemoteSandbox
 
     read, files = task_from_file(task), read_solution(solution, settings.format)
+    chosen = variants(read, shapes)
     async with open_sandbox(settings, cache) as sandbox:
         if not isinstance(sandbox, RemoteSandbox):
-            return await sandbox.evaluate(read, files, mode, again)
-        if again:
+            verdict = await sandbox.evaluate(read, files, mode, again)
+        elif again:
             raise ConfigError(
                 "--again: servers (sandbox.servers) keep what they said; only this machine measures anew."
             )
-        return await sandbox.evaluate(read, files, mode)
+        else:
+            verdict = await sandbox.evaluate(read, files, mode)
+        return verdict, await judge_shapes(sandbox, files, chosen) if verdict.status == "ok" else []
 
 
 async def benchmark(

@@ -45,6 +45,7 @@ from cuda_agent.sandbox.workspace.client import Commands, Workspace, Workspaces
 from cuda_agent.tasks.task import Task
 
 _HERE = Path(__file__).parent
+_ONLY_CHECKED = "mode check only checks"
 _MOST_SPECS = 4096  # kept in memory
 _MOST_OF_A_TASK = FRAME_LIMIT // 4  # bytes as JSON
 _JUDGING = ("build", "formats", "jail", "judge", "worker")  # folders whose code a verdict depends on, beside this one
@@ -182,7 +183,8 @@ class LocalSandbox:
             await plan.runtime(self._builder)
         format, device = FORMATS[solution.format], self.config.device
         first_pass_time = format.first_pass(solution.files, device)
-        traits = replace(format.traits, untimed=format.untimed.get(device, ""))
+        untimed = format.untimed.get(device, "") or ("" if mode != "check" else _ONLY_CHECKED)
+        traits = replace(format.traits, untimed=untimed)
         try:
             load = await self._prepare(solution, spec)
             if first_pass_time == "before":

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from cuda_agent.format_names import Format
 
-Mode = Literal["quick", "strict"]
+Mode = Literal["quick", "strict", "check"]  # check: the checks of quick, and no times
 Status = Literal["ok", "build_error", "wrong", "cheat", "timeout", "crash", "infra"]
 
 
@@ -121,7 +121,7 @@ class Verdict:
     ran: list[Ran] = field(default_factory=list)  # what ran in one call; empty: not observed
     advice: list[str] = field(default_factory=list)  # hints from static rules and ``ran``; no refusal
     advisory: bool = False  # the solution's Python ran unchecked: its operators are not known
-    untimed: str = ""  # why no time was taken, if this format is not timed on this device
+    untimed: str = ""  # why no time was taken, if none was
 
     @property
     def reward(self) -> int | None:

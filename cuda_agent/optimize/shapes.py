@@ -1,0 +1,141 @@
+"""Judges a solution at other shapes than the task's own, to tell a correct solution from a specialised one.
+
+A variant of a task is its source with other values of module-level constants, or with another size of the inputs' first
+dimension. The source says which variants there are (``SHAPES``), or the user does. Variants are checked, not timed."""
+
+import ast
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from cuda_agent.errors import ConfigError, TaskError
+from cuda_agent.sandbox.client import Sandbox
+from cuda_agent.sandbox.wire import Solution, Status
+from cuda_agent.tasks.task import Task
+
+AUTO = "auto"
+_DECLARED = "SHAPES"  # constant of a task: a list of dicts, each with values of other constants
+_FIRST_DIMENSION = {  # of the tensor ``value``, with ``size`` rows
+    "first dimension + 1": "torch.cat([value, value[:1]])",
+    "first dimension / 2": "value[: max(1, size // 2)].clone()",
+}
+_RESIZED = """
+
+def _resized(given=get_inputs):
+    import torch
+
+    values = list(given())
+    sizes = [value.shape[0] for value in values if isinstance(value, torch.Tensor) and value.dim()]
+    for index, value in enumerate(values):
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape[0] == sizes[0]:
+            size = sizes[0]
+            values[index] = CHANGED
+    return values
+
+
+get_inputs = _resized
+"""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A task at another shape. ``name`` says which: "batch_size=64" or "first dimension + 1"."""
+
+    name: str
+    task: Task
+
+
+@dataclass(frozen=True)
+class ShapeResult:
+    """What the sandbox says of a solution at one other shape. The status ``no task`` means that the task's own model
+    does not run at this shape; ``message`` then says why."""
+
+    name: str
+    status: Status | Literal["no task"]
+    message: str
+
+
+def variants(task: Task, asked: Sequence[str]) -> list[Variant]:
+    """Returns the variants of ``task`` that ``asked`` names, one text each: values of constants
+    (``"batch_size=64, dim=100"``), or ``"auto"``. The latter stands for the variants in the task's own ``SHAPES``; if
+    the task has none, for one more row and half of the rows in the inputs' first dimension. Raises ``ConfigError``."""
+    found: list[Variant] = []
+    for text in asked:
+        if text != AUTO:
+            found.append(_with_constants(task, _values(text)))
+        elif declared := _declared(task):
+            found += [_with_constants(task, values) for values in declared]
+        else:
+            for name, changed in _FIRST_DIMENSION.items():
+                found.append(Variant(name, replace(task, code=task.code + _RESIZED.replace("CHANGED", changed))))
+    return found
+
+
+def _values(text: str) -> dict[str, Any]:
+    try:
+        call = ast.parse(f"dict({text})", mode="eval").body
+        assert isinstance(call, ast.Call) and call.keywords and not call.args
+        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, ValueError, AssertionError):
+        raise ConfigError(f"--shapes {text}: expected {AUTO}, or constants as in batch_size=64,dim=100") from None
+
+
+def _constants(task: Task) -> dict[str, ast.expr]:
+    """Returns the last value that the module gives to each of its constants."""
+    found: dict[str, ast.expr] = {}
+    for node in ast.parse(task.code).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id: node.value for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def _declared(task: Task) -> list[dict[str, Any]]:
+    if (given := _constants(task).get(_DECLARED)) is None:
+        return []
+    try:
+        shapes = ast.literal_eval(given)
+        assert isinstance(shapes, list) and all(isinstance(values, dict) and values for values in shapes)
+    except (ValueError, AssertionError):
+        raise ConfigError(f"{_DECLARED} of task {task.name}: expected a list of dicts of plain values") from None
+    return shapes
+
+
+def _with_constants(task: Task, values: Mapping[str, Any]) -> Variant:
+    """Returns the task in whose source each constant in ``values`` has the given value where it is set, so that
+    constants computed from it follow."""
+    name = ", ".join(f"{name}={value!r}" for name, value in values.items())
+    known, lines = _constants(task), task.code.encode().splitlines(keepends=True)
+    if missing := [name for name in values if name not in known]:
+        others = ", ".join(name for name in known if name != _DECLARED) or "none"
+        raise ConfigError(f"--shapes {name}: the task sets no constant {missing[0]}; it sets: {others}")
+    places = sorted(((known[name], value) for name, value in values.items()), key=lambda pair: -pair[0].lineno)
+    for node, value in places:
+        assert node.end_lineno and node.end_col_offset is not None
+        before, after = lines[node.lineno - 1][: node.col_offset], lines[node.end_lineno - 1][node.end_col_offset :]
+        lines[node.lineno - 1 : node.end_lineno] = [before + repr(value).encode() + after]
+    return Variant(name, replace(task, code=b"".join(lines).decode()))
+
+
+async def judge_shapes(sandbox: Sandbox, solution: Solution, chosen: Sequence[Variant]) -> list[ShapeResult]:
+    """Returns one result per variant in ``chosen``, in order."""
+    results: list[ShapeResult] = []
+    for variant in chosen:
+        try:
+            verdict = await sandbox.evaluate(variant.task, solution, "check")
+            results.append(ShapeResult(variant.name, verdict.status, verdict.message))
+        except TaskError as error:
+            results.append(ShapeResult(variant.name, "no task", str(error)))
+    return results
+
+
+def shape_lines(results: Sequence[ShapeResult]) -> list[str]:
+    """Returns one line per shape, and one with the conclusion."""
+    lines = [f"shape {r.name}: {r.status}" + (f": {r.message}" if r.message else "") for r in results]
+    tried = [result for result in results if result.status not in ("no task", "infra")]
+    wrong = [result for result in tried if result.status != "ok"]
+    if wrong:
+        return [*lines, f"specialised: correct at the task's own shape, not at {len(wrong)} of {len(tried)} others"]
+    if tried:
+        return [*lines, f"not specialised: correct at the task's own shape and at {len(tried)} others"]
+    return [*lines, "no other shape could be tried"]
