@@ -83,7 +83,7 @@ class LocalSandbox:
         )  # fmt: skip
         self._first_pass = first_pass.FirstPass(
             self.cache / "passes", self._scratch, self.lease_folder, config.device, config.threads,
-            config.first_pass_seconds, train_mode=config.train_mode,
+            config.first_pass_seconds, 2 if on_cpu else max(2, (os.cpu_count() or 2) // 2), config.train_mode,
         )  # fmt: skip
         settings = JudgeSettings(
             threads=config.threads, checks=config.checks, tolerance=config.tolerance, timed_calls=config.timed_calls,

@@ -180,7 +180,7 @@ class ToolResult:
     error: bool = False
 
 
-NO_PROGRAMS = "no program can be started here"  # message of a worker if the jail lets no program start
+NO_PROGRAMS = "no program can be started here, and no file made"  # a worker's message about its jail
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from cuda_agent.machine import processor
 from cuda_agent.sandbox.build import builder, toolchain
 from cuda_agent.sandbox.formats.solution_format import FirstPassTime
 from cuda_agent.sandbox.jail import cgroups, jail, scratch
-from cuda_agent.sandbox.jail.descendants import deleted_bytes, descendants, memory_bytes
+from cuda_agent.sandbox.jail.descendants import deleted_bytes, descendants, memory_bytes, state
 from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError
 from cuda_agent.sandbox.jail.warm_parent import WarmParent, warm_parent
 from cuda_agent.sandbox.messages import FrameTooLarge, WorkerOperation
@@ -160,9 +160,9 @@ class FirstPass:
             "environment": environment | {"TMPDIR": str(home)},
         }  # fmt: skip
         worker: JailedProcess | None = None
-        with _working(self._lease) as pause:
+        with _Hold(self._lease) as hold:
             try:
-                watch = _watch((folder, home), pause)
+                watch = _watch((folder, home), hold, self._device)
                 worker = JailedProcess(self._warm(), options, policy, _MEMORY_MB, home, cgroups.find(), watch)
                 worker.wait_started()
                 worker.seconds = self._seconds
@@ -223,33 +223,49 @@ def _toolchain(architecture: str) -> dict[str, str]:
     return found
 
 
-@contextlib.contextmanager
-def _working(folder: Path) -> Iterator[Callable[[], None]]:
-    """Holds the timing lease in ``folder`` inside the context, so that no kernel is timed meanwhile. Yields a function
-    that releases the lease for a moment, so that a process that waits to time a kernel can do so."""
-    with contextlib.closing(Lease(folder)) as lease, contextlib.ExitStack() as held:
-        held.enter_context(lease.working())
+class _Hold:
+    """Holds the timing lease in ``folder`` inside its context, except after ``release``, so that no kernel is timed
+    while a first pass may use what is timed."""
 
-        def pause() -> None:
-            held.close()
-            held.enter_context(lease.working())
+    def __init__(self, folder: Path) -> None:
+        self._lease = Lease(folder)
+        self._held = contextlib.ExitStack()
 
-        yield pause
+    def __enter__(self) -> "_Hold":
+        self._held.enter_context(self._lease.working())
+        self.held = True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+        self._lease.close()
+
+    def release(self) -> None:
+        self._held.close()
+        self.held = False
+
+    def pause(self) -> None:
+        """Releases the lease for a moment, so that processes that wait to time a kernel can do so."""
+        self.release()
+        self.__enter__()
 
 
-def _watch(folders: Sequence[Path], pause: Callable[[], None]) -> Callable[[JailedProcess], str]:
+def _watch(folders: Sequence[Path], hold: _Hold, device: str) -> Callable[[JailedProcess], str]:
     """Returns a function that the watchdog of a first pass calls again and again. The function returns ``memory`` or
-    ``disk`` if the worker exceeds that limit, otherwise an empty string. About once a second it also stops the worker
-    while it calls ``pause``, so that kernels can be timed."""
+    ``disk`` if the worker exceeds that limit, otherwise an empty string. It also lets others time kernels. About once a
+    second it stops the worker while it calls ``hold.pause``. On a GPU it releases the lease for as long as programs of
+    the worker run: compilers do not use the device."""
     looked = breathed = time.monotonic()
     devices = {folder.stat().st_dev for folder in folders}
 
     def overrun(worker: JailedProcess) -> str:
         nonlocal looked, breathed
         now = time.monotonic()
-        if now - breathed > _BREATH:
+        if device == "cuda" and _compiles(worker.pid):
+            hold.release()
+        elif not hold.held or now - breathed > _BREATH:
             _signal_group(worker, signal.SIGSTOP)
-            pause()
+            hold.pause()
             _signal_group(worker, signal.SIGCONT)
             breathed = time.monotonic()
         if now - looked > _LOOK:
@@ -261,6 +277,11 @@ def _watch(folders: Sequence[Path], pause: Callable[[], None]) -> Callable[[Jail
         return ""
 
     return overrun
+
+
+def _compiles(pid: int) -> bool:
+    """Returns whether a program that the process ``pid`` started runs just now."""
+    return any(state(f"/proc/{child}/stat") in "RD" for child in descendants(pid))
 
 
 def _signal_group(worker: JailedProcess, number: int) -> None:

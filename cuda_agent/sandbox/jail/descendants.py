@@ -19,6 +19,16 @@ def children(pid: int) -> set[int]:
     return found
 
 
+def state(stat: str) -> str:
+    """Returns the letter for the state of a process or thread, read from ``stat``, its file in /proc: R, S, D, T
+    (stopped), Z (zombie), X (ended) and others."""
+    try:
+        with open(stat, "rb", 0) as file:
+            return chr(file.read(512).rpartition(b") ")[2][0])
+    except (OSError, IndexError):
+        return "X"
+
+
 def memory_bytes(pid: int) -> tuple[int, int]:
     """Returns the resident bytes of ``pid``, and how many of them are private to it; 0 and 0 after its end."""
     try:

@@ -18,7 +18,7 @@ from typing import Any
 
 from cuda_agent.sandbox.jail import jail, scratch
 from cuda_agent.sandbox.jail.cgroups import ControlGroup, Groups
-from cuda_agent.sandbox.jail.descendants import deleted_bytes, descendants, memory_bytes, shared_bytes
+from cuda_agent.sandbox.jail.descendants import deleted_bytes, descendants, memory_bytes, shared_bytes, state
 from cuda_agent.sandbox.jail.warm_parent import WarmParent
 from cuda_agent.sandbox.messages import Reply, WorkerOperation, receive_frame, send_frame
 from cuda_agent.sandbox.wire import printable
@@ -205,7 +205,7 @@ class JailedProcess:
             threads = os.listdir(f"/proc/{self.pid}/task")
         except OSError:
             return True
-        return all(_state(f"/proc/{self.pid}/task/{thread}/stat") in _STANDING for thread in threads)
+        return all(state(f"/proc/{self.pid}/task/{thread}/stat") in _STANDING for thread in threads)
 
     def _said(self) -> bool:
         """Returns whether the process has sent data; false at the end of the stream."""
@@ -342,17 +342,7 @@ class JailedProcess:
         return status, overran
 
     def _state(self) -> str:
-        return _state(f"/proc/{self.pid}/stat")
-
-
-def _state(stat: str) -> str:
-    """Returns the letter for the state of a process or thread, read from ``stat``, its file in /proc: R, S, D, T
-    (stopped), Z (zombie), X (ended) and others."""
-    try:
-        with open(stat, "rb", 0) as file:
-            return chr(file.read(512).rpartition(b") ")[2][0])
-    except (OSError, IndexError):
-        return "X"
+        return state(f"/proc/{self.pid}/stat")
 
 
 def _name_of_signal(number: int) -> str:

@@ -75,7 +75,7 @@ def explain(error: BaseException) -> str:
         message += f" {lines[-1].strip()}"  # compilers name the place first and the error last
     if message.startswith("[enforce fail at") or "DefaultCPUAllocator" in message:
         message = "out of memory: " + message.rpartition("DefaultCPUAllocator:")[2].strip()
-    return f"{type(error).__name__}: {message}"[:600] + where + (f"; {NO_PROGRAMS}" if _wanted_program(error) else "")
+    return f"{type(error).__name__}: {message}"[:600] + where + (f"; {NO_PROGRAMS}" if _wanted_compiler(error) else "")
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
@@ -87,9 +87,11 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _wanted_program(error: BaseException) -> bool:
-    """Returns whether the error arose because the jail does not allow programs to start."""
+def _wanted_compiler(error: BaseException) -> bool:
+    """Returns whether the error arose because the jail does not allow programs to start, or new files to be made."""
     for cause in causes(error):
+        if isinstance(cause, PermissionError) and cause.filename and not os.path.exists(cause.filename):
+            return True
         if isinstance(cause, PermissionError) and cause.__traceback__ is not None:
             last = traceback.extract_tb(cause.__traceback__)[-1]
             if last.filename == subprocess.__file__ or last.name == "play_back":

@@ -19,6 +19,7 @@ import torch
 from cuda_agent.sandbox.messages import Frame
 from cuda_agent.sandbox.wire import NO_PROGRAMS
 from cuda_agent.sandbox.worker.loop import WorkerLoop, build_model, causes, explain, run_module
+from cuda_agent.sandbox.worker.same_files import keep_files
 from cuda_agent.sandbox.worker.shared_tensors import draw, flatten, rebuild
 
 _NOTES = "programs.json"
@@ -35,6 +36,7 @@ class RecordingPass(WorkerLoop):
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
         _settle()
         _link_libraries(place / "links")
+        keep_files(place, replayed=False)
         notes: dict[str, Any] = {}
         _note_programs(notes)
         try:
@@ -135,6 +137,7 @@ def play_back(place: Path) -> None:
 
     subprocess.Popen = Played  # type: ignore[misc]
     _take_no_locks()
+    keep_files(place, replayed=True)
 
 
 def _take_no_locks() -> None:

@@ -1,14 +1,24 @@
 """Solutions that bring their own compilers: a first pass that may start programs, a second one that finds its fruit."""
 
+import contextlib
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from cuda_agent.lease import Lease
 from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.formats import first_pass
+from cuda_agent.sandbox.jail.descendants import descendants
 from cuda_agent.sandbox.wire import Solution
 from tests.sandbox.conftest import Running, task
 
@@ -62,23 +72,29 @@ def test_torch_compile_works(running: Running) -> None:
     assert (kept(running)[-1] / "inductor").is_dir()
 
 
-OWN_COMPILER = solution(
-    """
+SOURCE = """
 SOURCE = 'extern "C" void chain(const float* x, float* y, long n, double s) {' \\
     'for (long i = 0; i < n; i++) y[i] = x[i] > 0 ? x[i] * (float)s : 0; }'
+def loaded(path):
+    found = ctypes.CDLL(path)
+    found.chain.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_double]
+    return found
+"""
+CALL = """y = torch.empty_like(x)
+        library().chain(x.data_ptr(), y.data_ptr(), x.numel(), self.scale)
+        return y"""
+OWN_COMPILER = solution(
+    SOURCE
+    + """
 def library():
     if not os.path.exists("chain.so"):
         open("chain.cpp", "w").write(SOURCE)
         command = ["g++", "-O2", "-shared", "-fPIC", "chain.cpp", "-o", "chain.so"]
         subprocess.run(command, check=True, capture_output=True, text=True)
-    found = ctypes.CDLL(os.path.abspath("chain.so"))
-    found.chain.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_long, ctypes.c_double]
-    return found
+    return loaded(os.path.abspath("chain.so"))
 VERSION = subprocess.check_output(["g++", "--version"])
 """,
-    """y = torch.empty_like(x)
-        library().chain(x.data_ptr(), y.data_ptr(), x.numel(), self.scale)
-        return y""",
+    CALL,
 )
 
 
@@ -87,6 +103,49 @@ def test_a_solution_that_was_refused_a_program_gets_a_first_pass(running: Runnin
     verdict = running.evaluate(task(), OWN_COMPILER)
     assert (verdict.status, verdict.message) == ("ok", "")
     assert (kept(running)[-1] / "chain.so").is_file()
+
+
+COMMAND = """["g++", "-O2", "-shared", "-fPIC", source, "-o", target]"""
+ELSEWHERE = {
+    "a new folder": f"""
+import pathlib, tempfile
+folder = tempfile.mkdtemp(prefix="kernel-")
+source, target = folder + "/chain.cpp", folder + "/chain.so"
+pathlib.Path(source).write_text(SOURCE)
+subprocess.run({COMMAND}, check=True)""",
+    "a folder that is removed": f"""
+import tempfile
+with tempfile.TemporaryDirectory() as folder:
+    source, target = os.path.join(folder, "chain.cpp"), os.path.join(folder, "chain.so")
+    with open(source, "w") as file:
+        file.write(SOURCE)
+    subprocess.run({COMMAND}, check=True)
+    loaded(target)""",
+    "a file that is removed": f"""
+import tempfile
+with tempfile.NamedTemporaryFile("w", suffix=".cpp") as file:
+    file.write(SOURCE)
+    file.flush()
+    source, target = file.name, file.name + ".so"
+    subprocess.check_call({COMMAND})
+if os.path.exists(source):
+    os.remove(source)""",
+    "sources written at every import": f"""
+source, target = os.path.abspath("chain.cpp"), os.path.abspath("chain.so")
+with open(source, "w") as file:
+    print(SOURCE, file=file)
+os.makedirs("more", exist_ok=True)
+descriptor = os.open("more/log", os.O_WRONLY | os.O_CREAT)
+os.write(descriptor, b"x"); os.close(descriptor)
+subprocess.run({COMMAND}, check=True)""",
+}
+
+
+@pytest.mark.parametrize("prepare", ELSEWHERE.values(), ids=ELSEWHERE)
+def test_a_solution_may_compile_where_it_wants_and_write_its_sources_each_time(running: Running, prepare: str) -> None:
+    code = solution(f"{SOURCE}{prepare}\nfound = loaded(target)", CALL.replace("library()", "found"))
+    verdict = running.evaluate(task(), code)
+    assert (verdict.status, verdict.message, verdict.checks) == ("ok", "", 5)
 
 
 def test_what_a_first_pass_left_is_kept_for_the_same_solution_and_task_only(running: Running) -> None:
@@ -278,3 +337,49 @@ def test_cuda_sources_of_load_inline_compile_without_a_gpu(running: Running, mon
     verdict = running.evaluate(task(), solution(CUDA_SOURCE, "assert chain.chain\n        " + HONEST))
     assert (verdict.status, verdict.message) == ("ok", "")
     assert (kept(running)[-1] / "extensions" / "chain" / "chain.so").is_file()
+
+
+COMPILING = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", "while True: pass"])
+print("the program ended", flush=True)
+while True: pass
+"""
+
+
+def test_a_gpus_kernels_are_timed_while_a_first_pass_compiles(tmp_path: Path) -> None:
+    worker: Any = subprocess.Popen([sys.executable, "-c", COMPILING], stdout=subprocess.PIPE, start_new_session=True)
+    timed = threading.Event()
+
+    def time_a_kernel() -> None:
+        with contextlib.closing(Lease(tmp_path)) as lease, lease.timing():
+            timed.set()
+
+    def look_until(there: Callable[[], bool]) -> None:
+        end = time.monotonic() + 20
+        while not there():
+            assert time.monotonic() < end
+            assert overrun(worker) == ""
+            time.sleep(0.01)
+
+    try:
+        with first_pass._Hold(tmp_path) as hold:
+            overrun = first_pass._watch((tmp_path,), hold, "cuda")
+            look_until(lambda: not hold.held)
+            thread = threading.Thread(target=time_a_kernel)
+            thread.start()
+            assert timed.wait(10), "the compiler runs on beside it"
+            thread.join()
+            for child in descendants(worker.pid):
+                os.kill(child, signal.SIGKILL)
+            worker.stdout.readline()
+            look_until(lambda: hold.held)
+            timed.clear()
+            thread = threading.Thread(target=time_a_kernel)
+            thread.start()
+            assert not timed.wait(0.3), "the solution itself may use the GPU"
+            look_until(timed.is_set)
+            thread.join()
+    finally:
+        os.killpg(worker.pid, signal.SIGKILL)
+        worker.wait()

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from cuda_agent.sandbox.jail import processes
+from cuda_agent.sandbox.jail.descendants import state
 from cuda_agent.sandbox.jail.jail import JailPolicy
-from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError, _state
+from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError
 from cuda_agent.sandbox.messages import WorkerOperation
 
 PEER = """
@@ -171,7 +172,7 @@ def test_stopping_waits_for_a_thread_inside_a_long_system_call(start: Start) -> 
     worker = start(f"{copy}; threading.Thread(target={forever}).start(); answer()")
     worker.call(WorkerOperation.RUN)
     worker.stop()
-    states = [_state(str(stat)) for stat in Path(f"/proc/{worker.pid}/task").glob("*/stat")]
+    states = [state(str(stat)) for stat in Path(f"/proc/{worker.pid}/task").glob("*/stat")]
     assert len(states) > 1 and set(states) <= set("Tt"), states
 
 

@@ -1,0 +1,87 @@
+"""Lets a solution's second pass find the files of its first pass, although it makes them anew under other names.
+
+A solution may write its sources when it is imported, or compile in a new temporary folder. In the second pass the
+folder of the first one can only be read. All of this runs in the solution's own process, and no wall depends on it."""
+
+import builtins
+import io
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_OF_COMPILERS = ("extensions", "inductor", "triton")  # subfolders in which compilers remove files
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+def keep_files(place: Path, replayed: bool) -> None:
+    """Changes this process's functions for files, as far as files in the folder ``place`` are concerned. In both passes
+    the n-th temporary file with the same prefix, suffix and folder has the same name, and no file is removed. In the
+    second pass (``replayed``) writing to a file does nothing, because the file is there already."""
+    counts: Counter[tuple[Any, ...]] = Counter()
+    inside = _inside(place)
+
+    def named(folder: Any, prefix: Any, suffix: Any) -> str:
+        counts[folder, prefix, suffix] += 1
+        return os.path.join(folder, f"{prefix}{counts[folder, prefix, suffix]:08}{suffix}")
+
+    def make_folder(suffix: str | None = None, prefix: str | None = None, dir: str | None = None) -> str:
+        path = named(dir or tempfile.gettempdir(), prefix or "tmp", suffix or "")
+        os.makedirs(path, 0o700, exist_ok=True)
+        return os.path.abspath(path)
+
+    def make_file(folder: Any, prefix: Any, suffix: Any, flags: int, kind: type) -> tuple[int, Any]:
+        path = os.path.abspath(named(*(os.fsdecode(part) for part in (folder, prefix, suffix))))
+        return os.open(path, flags & ~os.O_EXCL, 0o600), path if kind is str else os.fsencode(path)
+
+    changed: Any = tempfile
+    changed.mkdtemp, changed._mkstemp_inner = make_folder, make_file
+    kept = tempfile.NamedTemporaryFile
+    changed.NamedTemporaryFile = lambda *given, **options: kept(*given, **(options | {"delete": False}))
+    changed.TemporaryDirectory._rmtree = classmethod(lambda *_, **__: None)
+    for owner, name in ((os, "remove"), (os, "unlink"), (os, "rmdir"), (shutil, "rmtree")):
+        _skip(owner, name, inside)
+    if replayed:
+        for name in ("rename", "replace"):
+            _skip(os, name, inside)
+        _discard_writes(inside)
+
+
+def _inside(place: Path) -> Callable[[Any], bool]:
+    own = f"{place}{os.sep}"
+    of_compilers = tuple(f"{own}{name}{os.sep}" for name in _OF_COMPILERS)
+
+    def inside(path: Any) -> bool:
+        """Returns whether ``path`` lies in the folder, and not in a compiler's part of it."""
+        if not isinstance(path, str | bytes | os.PathLike):
+            return False
+        whole = os.path.abspath(os.fsdecode(path))
+        return whole.startswith(own) and not whole.startswith(of_compilers)
+
+    return inside
+
+
+def _skip(owner: Any, name: str, inside: Callable[[Any], bool]) -> None:
+    """Makes the function ``owner.name`` do nothing if its first argument lies ``inside``."""
+    real = getattr(owner, name)
+    setattr(owner, name, lambda path, *more, **options: None if inside(path) else real(path, *more, **options))
+
+
+def _discard_writes(inside: Callable[[Any], bool]) -> None:
+    """Makes ``open`` and ``os.open`` write to /dev/null instead of to files that lie ``inside``."""
+    whole, bare = io.open, os.open
+
+    def opened(file: Any, mode: str = "r", *more: Any, **options: Any) -> Any:
+        lost = any(letter in mode for letter in "wax+") and inside(file)
+        return whole(os.devnull if lost else file, mode.replace("x", "w") if lost else mode, *more, **options)
+
+    def opened_bare(path: Any, flags: int, *more: Any, **options: Any) -> int:
+        return bare(os.devnull, os.O_RDWR) if flags & _WRITES and inside(path) else bare(path, flags, *more, **options)
+
+    changed: Any = builtins
+    changed.open = opened
+    io.open = opened
+    os.open = opened_bare  # type: ignore[assignment]
