@@ -69,8 +69,7 @@ class Service:
         await self.rooms.close_all()
 
     async def _keep(self) -> None:
-        """Repeats two steps until it is cancelled: calls ``prove`` if the service is not ready, and closes unused
-        workspaces."""
+        """Repeats until cancelled: calls ``prove`` if the service is not ready, and closes unused workspaces."""
         while True:
             try:
                 if self.unready:
