@@ -52,9 +52,9 @@ _THIS_ROOM = ("local.py", "judge_process.py", "messages.py", "wire.py", "driver.
 
 
 class LocalSandbox:
-    """Judges solutions on this machine. Use it as an async context manager, which ends the judges. ``cache`` is a
-    folder that outlives runs; all processes of this machine share it. Entering the context raises ``SandboxUnready`` if
-    the cache or a temporary folder cannot be written, or if the GPU or its compiler does not work."""
+    """Judges solutions on this machine, inside ``async with``. ``cache`` is a folder that outlives runs; all processes
+    of this machine share it. Entering the context raises ``SandboxUnready`` if the cache or a temporary folder cannot
+    be written, or if the GPU or its compiler does not work."""
 
     def __init__(self, config: SandboxConfig, cache: Path) -> None:
         self.config = config
@@ -105,8 +105,8 @@ class LocalSandbox:
         return self
 
     async def _device(self) -> tuple[str, str]:
-        """Returns the path of the judge's compiled kernels (``check.cu``), and the names of the GPU and its driver.
-        Asks the driver in a separate process, because a process that forks must not open the GPU."""
+        """Returns the path of the judge's compiled kernels (``check.cu``), and the name of the GPU with its driver's
+        version. Asks the driver in a separate process, because a process that forks must not open the GPU."""
         program = [sys.executable, "-P", "-m", "cuda_agent.sandbox.driver"]
         environment = os.environ | {"PYTHONPATH": str(_HERE.parents[1])}
         answer = await asyncio.to_thread(subprocess.run, program, capture_output=True, env=environment)
@@ -122,7 +122,7 @@ class LocalSandbox:
         return str(image), found["identity"]
 
     async def ready(self) -> None:
-        """Proves that walls and compiler work. Raises ``SandboxUnready``, which names the missing part."""
+        """Proves that the walls and the compiler work. Raises ``SandboxUnready``, which names the missing part."""
         await asyncio.gather(*(judge.begin() for judge in self._judges))
         await self.prove_compiler()
 
@@ -236,7 +236,7 @@ class LocalSandbox:
         return self._specs[task.digest]
 
     async def build(self, solution: Solution, spec: TaskSpec) -> str:
-        """Builds a solution into the cache, without a judge. Returns the compiler's message, empty on success."""
+        """Builds a solution into the cache; no judge takes part. Returns the compiler's message, empty on success."""
         try:
             await self._prepare(solution, spec)
         except (SolutionError, builder.BuildError) as error:
@@ -271,7 +271,7 @@ class LocalSandbox:
         return len(self._judges)
 
     def judge_of(self, task: Task) -> int:
-        """Returns the index of the judge for ``task``. It never changes, because that judge keeps the task prepared."""
+        """Returns the index of the judge for ``task``. It stays the same, since the judge keeps the task prepared."""
         return int(task.digest, 16) % len(self._judges)
 
     def _judge(self, task: Task) -> JudgeHandle:

@@ -232,8 +232,7 @@ def _finite(value: Any) -> Any:
 
 
 def agree(asked: dict[str, str | bool | int | float], config: SandboxConfig) -> None:
-    """Compares the settings that a client expects, ``asked``, with ``config``. Raises ``ServiceError`` if they
-    differ."""
+    """Compares ``asked``, a client's settings, with the server's ``config``. Raises ``ServiceError`` if they differ."""
     for name, value in asked.items():
         if name not in AGREED:
             raise ServiceError(422, "malformed", f"{name[:40]!r} is none of {', '.join(AGREED)}", "settings")

@@ -62,8 +62,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class FormatTraits:
-    """Properties of a solution format. An evaluation's request carries them, because judge and workers import no
-    format."""
+    """Properties of a solution format. The judge's requests carry them: judge and workers import no format."""
 
     host_is_ours: bool = False  # the sandbox's own code launches the kernels, so device times and ``ran`` are exact
     rule: str = ""  # name of the rule for ``ModelNew.forward`` (``worker.candidate.RULES``); empty: none
@@ -144,8 +143,7 @@ class Verdict:
 
     @property
     def roofline_seconds(self) -> float | None:
-        """The least seconds that ``bytes`` and ``flops`` take at the device's peak rates; ``None`` if no peak is
-        known."""
+        """The least seconds for ``bytes`` and ``flops`` at the device's peak rates; ``None`` if no peak is known."""
         known = ((self.bytes, self.peak_bytes_per_second), (self.flops, self.peak_flops))
         return max((count / peak for count, peak in known if count and peak), default=None)
 

@@ -126,8 +126,8 @@ class Builder:
     async def kernels(
         self, files: Mapping[str, str], unit: str, expressions: Sequence[str], architecture: str
     ) -> tuple[Path, dict[str, str]]:
-        """Builds ``unit``, a CUDA source without host code, to a cubin. Returns the cubin's path, and a mangled name
-        for each of ``expressions``: C++ names such as ``scale<float, 4>``. Raises ``BuildError`` or
+        """Builds ``unit``, a CUDA source without host code, to a cubin. Returns the cubin's path, and a dictionary from
+        each of ``expressions`` (C++ names such as ``scale<float, 4>``) to its mangled name. Raises ``BuildError`` or
         ``CompilerMissing``."""
         tools = find_nvrtc()
         request = {
@@ -219,7 +219,7 @@ class Builder:
 
     @contextlib.contextmanager
     def _beside_timing(self) -> Iterator[None]:
-        """Holds the timing lease inside the context if the builder has one, so that no kernel is timed meanwhile."""
+        """If the builder has a timing lease, holds it inside the context, so that no kernel is timed meanwhile."""
         with contextlib.ExitStack() as held:
             if self._lease is not None:
                 held.enter_context(held.enter_context(contextlib.closing(Lease(self._lease))).working())

@@ -154,7 +154,7 @@ class CompilerPool:
                 self._next = self._thread.submit(self._start)
 
     def take(self) -> Waiting:
-        """Returns a waiting compiler, which the caller must discard. Raises ``OSError`` if none starts and waits."""
+        """Returns a waiting compiler, which the caller must discard. Raises ``OSError`` if none becomes ready."""
         for _ in (1, 2):
             with self._lock:
                 following, self._next = self._next, None

@@ -53,7 +53,7 @@ class FirstPassFailed(Exception):
 
 def time_for_python(files: Mapping[str, str], device: str) -> FirstPassTime:
     """Returns ``before`` if the source names a compiler: the first pass runs before the solution is judged. Otherwise
-    returns ``when refused``: it runs after a judged run failed because it could not start a program."""
+    returns ``when refused``: the first pass runs only after a judged run could not start a program."""
     return "before" if asks(files.get("model_new.py", "")) else "when refused"
 
 

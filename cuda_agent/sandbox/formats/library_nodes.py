@@ -75,8 +75,8 @@ _Described = tuple[dict[str, list[int]], dict[str, Any]]  # shapes by role, and 
 
 
 def _gemm(node: Gemm, where: str, names: dict[str, Any]) -> _Described:
-    """Returns the shapes of ``a``, ``b`` and ``c`` in ``c = a @ b``, as stored in memory and with the batch first. Also
-    returns the flags ``transpose_a`` and ``transpose_b``."""
+    """Describes ``c = a @ b``. Returns the shapes in memory of ``a``, ``b`` and ``c`` ([batch, rows, columns]), and the
+    flags ``transpose_a`` and ``transpose_b``."""
     batch, m, n, k = (_extent(getattr(node, key), 1, names, f"{where}.{key}") for key in ("batch", "m", "n", "k"))
     shapes = {
         "a": [batch, k, m] if node.transpose_a else [batch, m, k],

@@ -49,7 +49,7 @@ template <class... A> struct plan_signature<void(A...)> {
 
 @dataclass
 class Program:
-    """A plan, compiled for the executor. Its buffers are ``in:0``, ``out:0``, ``w:0`` (numbered) and ``ws:name``."""
+    """A plan, compiled for the executor. Its buffers are named ``in:0``, ``out:0``, ``w:0`` (a weight), ``ws:name``."""
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
     workspaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> {"bytes": size, "pattern": as hex}
@@ -205,7 +205,7 @@ def _function(node: Kernel, where: str, names: dict[str, Any], index: int) -> tu
 
 
 def _kernel(node: Kernel, where: str, names: dict[str, Any], index: int) -> tuple[dict[str, Any], str]:
-    """Returns a kernel node of the program for CUDA, and source of a variable that tells its arguments' types."""
+    """Returns a kernel node of the program for CUDA, and CUDA source that reports the types of its arguments."""
     block = _extents(node.block, names, f"{where}.block", _MOST_BLOCK)
     if block[0] * block[1] * block[2] > _MOST_THREADS:
         raise PlanError(f"{where}.block: {block} are more than {_MOST_THREADS} threads")

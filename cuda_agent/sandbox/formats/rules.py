@@ -131,7 +131,7 @@ class _Reader(ast.NodeVisitor):
         self.found.append(Finding(self._file, getattr(node, "lineno", 1), rule, what))
 
     def _full(self, node: ast.AST) -> str:
-        """Returns the full name of the imported object ``node``, such as ``torch.nn.Linear``, or an empty string."""
+        """Returns the full name of the imported object at ``node`` (``torch.nn.Linear``), or an empty string."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -141,7 +141,7 @@ class _Reader(ast.NodeVisitor):
         return ".".join([self._names[node.id], *reversed(parts)])
 
     def _named(self, node: ast.AST, full: str) -> None:
-        """Adds the findings for any use, also without a call, of the full name ``full`` (such as ``time.sleep``)."""
+        """Adds the findings for a use of the full name ``full`` (such as ``time.sleep``), even if it is not called."""
         if full.startswith(_STREAMS):
             self._add(node, "stream", full)
         for rule, names in _BY_NAME.items():

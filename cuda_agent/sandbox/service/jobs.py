@@ -176,6 +176,5 @@ class Queue:
 
 def _stands(job: Job) -> bool:
     """Returns whether the result of a finished job also answers later requests that are equal. A verdict does, unless
-    the sandbox failed. All other requests run again: probes and specs are cheap, and an error may have come from
-    load."""
+    the sandbox failed. All other requests run again: probes and specs are cheap, and load can cause errors."""
     return job.kind == "evaluate" and job.result is not None and job.result.get("status") != "infra"

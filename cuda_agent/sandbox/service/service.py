@@ -131,7 +131,7 @@ class Service:
         return job
 
     async def wait(self, job: Job, seconds: float | None) -> None:
-        """Waits until the job is over, at most ``seconds``."""
+        """Waits until the job is over, at most ``seconds`` (``None``: without a limit)."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not job.over:

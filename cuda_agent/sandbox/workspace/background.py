@@ -86,8 +86,7 @@ class Backgrounds:
 
     @staticmethod
     def _ask(channel: tuple[int, int], request: bytes) -> dict[str, Any] | None:
-        """Sends ``request`` to the keeper at ``channel`` (read and write descriptors). Returns its answer or
-        ``None``."""
+        """Sends ``request`` to the keeper at ``channel``. Returns its answer, or ``None`` if there is no answer."""
         answers, asks = channel
         said = b""
         try:

@@ -43,9 +43,9 @@ class WorkspaceLost(Exception):
 
 
 class Workspaces:
-    """Owns the warm parent, the process that forks workspaces; it starts with ``async with`` or the first workspace.
-    All work folders lie in one temporary folder. The warm parent removes this folder at its end, even if this process
-    was killed."""
+    """Owns the warm parent, the process that forks workspaces. It starts with ``async with``, or else with the first
+    workspace. All work folders lie in one temporary folder. The warm parent removes this folder at its end, even if
+    this process was killed."""
 
     def __init__(self, limits: CommandLimits | None = None) -> None:
         self.limits = limits or CommandLimits()

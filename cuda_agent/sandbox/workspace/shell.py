@@ -202,8 +202,8 @@ class Shell:
             os._exit(126)
 
     def overuse(self, used: float, seconds: float, disk: bool) -> str:
-        """Returns why a command that has run ``used`` seconds must be killed, or an empty string if it is within its
-        limits. Disk use is measured only if ``disk`` is true."""
+        """Returns why a command that has run for ``used`` of its ``seconds`` must be killed, or an empty string if it
+        is within its limits. Disk use is measured only if ``disk`` is true."""
         if used > seconds:
             return f"killed after {seconds:g} s"
         pids = descendants(os.getpid())
