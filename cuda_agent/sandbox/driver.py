@@ -183,7 +183,7 @@ class Shared:
     """Device memory that this process has mapped. Other processes can map it through its ``descriptor``."""
 
     def __init__(self, size: int, descriptor: int | None = None, access: int = READ_WRITE) -> None:
-        """Allocates ``size`` bytes, or maps the memory of another process if its ``descriptor`` is given."""
+        """Allocates ``size`` bytes. If ``descriptor`` is given, maps memory of another process instead."""
         properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, _Location(_ON_DEVICE, 0))
         granularity, self._handle = ctypes.c_size_t(), ctypes.c_uint64()
         _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(properties), 0)

@@ -22,7 +22,7 @@ _QUARANTINE = 60.0  # seconds until a device that failed its health probe is ask
 
 
 class JudgeLost(Exception):
-    """The judge process has ended or does not work; the sandbox is at fault."""
+    """The judge process has ended, does not answer, or has a faulty device. The sandbox is at fault."""
 
 
 class JudgeHandle:
@@ -39,7 +39,7 @@ class JudgeHandle:
         self._killed = False
 
     async def begin(self) -> None:
-        """Starts the judge before the first request. Raises ``SandboxUnready``, or ``JudgeLost`` (faulty device)."""
+        """Starts the judge if it does not run. Raises ``SandboxUnready``, or ``JudgeLost`` (faulty device)."""
         async with self._turn:
             await asyncio.shield(asyncio.to_thread(self._begin))
 

@@ -53,9 +53,9 @@ _THIS_ROOM = ("local.py", "judge_process.py", "messages.py", "wire.py", "driver.
 
 
 class LocalSandbox:
-    """Judges solutions on this machine. Use it as an async context manager, which starts and ends the judges. ``cache``
-    is a folder that outlives runs; all processes of this machine share it. Raises ``SandboxUnready`` if the cache or a
-    temporary folder cannot be written, or if the GPU or its compiler does not work."""
+    """Judges solutions on this machine, inside ``async with``. ``cache`` is a folder that outlives runs; all processes
+    of this machine share it. Entering the context raises ``SandboxUnready`` if the cache or a temporary folder cannot
+    be written, or if the GPU or its compiler does not work."""
 
     def __init__(self, config: SandboxConfig, cache: Path) -> None:
         self.config = config
@@ -106,8 +106,8 @@ class LocalSandbox:
         return self
 
     async def _device(self) -> tuple[str, str]:
-        """Returns the path of the judge's built kernels (``check.cu``), and the identity of the GPU. A separate process
-        asks the driver, because a process that forks must not open the GPU."""
+        """Returns the path of the judge's compiled kernels (``check.cu``), and the name of the GPU with its driver's
+        version. Asks the driver in a separate process, because a process that forks must not open the GPU."""
         program = [sys.executable, "-P", "-m", "cuda_agent.sandbox.driver"]
         environment = os.environ | {"PYTHONPATH": str(_HERE.parents[1])}
         answer = await asyncio.to_thread(subprocess.run, program, capture_output=True, env=environment)
@@ -123,7 +123,7 @@ class LocalSandbox:
         return str(image), found["identity"]
 
     async def ready(self) -> None:
-        """Proves that walls and compiler work. Raises ``SandboxUnready``, which names the missing part."""
+        """Proves that the walls and the compiler work. Raises ``SandboxUnready``, which names the missing part."""
         await asyncio.gather(*(judge.begin() for judge in self._judges))
         await self.prove_compiler()
 
@@ -156,7 +156,7 @@ class LocalSandbox:
                 await asyncio.sleep(0.1)  # a compiler that is about to end wrote a file meanwhile
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick", again: bool = False) -> Verdict:
-        """Returns the verdict on ``solution``. If ``again`` is true, ignores the cache and times the baselines anew.
+        """Returns the verdict on ``solution``. If ``again`` is true, ignores the cache and times the baselines again.
         Raises ``TaskError`` if the task itself cannot be run, and ``SandboxUnready`` if the sandbox does not work."""
         file = self._verdict_file(task, solution, mode)
         if not again and (found := _read_json(file)) is not None:
@@ -238,7 +238,7 @@ class LocalSandbox:
         return self._specs[task.digest]
 
     async def build(self, solution: Solution, spec: TaskSpec) -> str:
-        """Builds a solution into the cache, without a judge. Returns the compiler's message, empty on success."""
+        """Builds a solution into the cache; no judge takes part. Returns the compiler's message, empty on success."""
         try:
             await self._prepare(solution, spec)
         except (SolutionError, builder.BuildError) as error:
@@ -273,7 +273,7 @@ class LocalSandbox:
         return len(self._judges)
 
     def judge_of(self, task: Task) -> int:
-        """Returns the index of the judge for ``task``. It is always the same: that judge keeps the task prepared."""
+        """Returns the index of the judge for ``task``. It stays the same, since the judge keeps the task prepared."""
         return int(task.digest, 16) % len(self._judges)
 
     def _judge(self, task: Task) -> JudgeHandle:
@@ -312,8 +312,8 @@ class LocalSandbox:
 
 
 def _source(task: Task) -> TaskSource:
-    """Returns digest and code of a task. Raises ``TaskError`` if the code is too large for one message to hold it
-    together with a solution."""
+    """Returns digest and code of a task. Raises ``TaskError`` if the code is too large to share a message with a
+    solution."""
     if len(json.dumps(task.code)) > _MOST_OF_A_TASK:
         raise TaskError(f"the task is too large: at most {_MOST_OF_A_TASK} bytes as JSON")
     return {"digest": task.digest, "code": task.code}

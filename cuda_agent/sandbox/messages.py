@@ -1,8 +1,8 @@
 """Defines the messages between client, judge, workers and workspaces: operations, their bodies, and frames.
 
-The comment beside each operation shows the body of its request -> the body of its answer. A slot is the number of the
-set of buffers (inputs and outputs) on which a call runs. This module imports only the standard library and ``wire``,
-because workers import it."""
+The comment beside each operation shows the body of the request, an arrow, and the body of the answer. A call runs on
+one set of buffers (inputs and outputs); its slot is the number of that set. This module imports only the standard
+library and ``wire``, because workers import it."""
 
 import json
 import socket
@@ -175,8 +175,8 @@ def send_frame(
 
 
 def receive_frame(sock: socket.socket, max_fds: int = 0) -> Frame:
-    """Returns the next frame. The socket's timeout is the time limit for the whole body. Raises
-    ``ConnectionError`` at the stream's end, ``TimeoutError``, or ``ValueError`` for an invalid frame."""
+    """Returns the next frame. Its body must arrive within the socket's timeout. Raises ``ConnectionError`` if the
+    stream has ended, ``TimeoutError``, or ``ValueError`` for an invalid frame."""
     fds: list[int] = []
     if max_fds:
         head, fds, _, _ = socket.recv_fds(sock, HEAD.size, max_fds)

@@ -99,7 +99,7 @@ _SPEC = TypeAdapter(TaskSpec)
 
 
 def _spec(given: Any) -> TaskSpec:
-    """Converts ``given`` to a spec. Raises ``ValueError`` if the service cannot have returned such a spec."""
+    """Converts ``given`` to a spec. Raises ``ValueError`` if it cannot come from a spec request."""
     try:
         spec = _SPEC.validate_python(shallow(given))
     except ValidationError as error:
@@ -146,7 +146,7 @@ class Request(Body):
     settings: dict[str, str | bool | int | float] = Field({}, max_length=len(AGREED))
 
     def key(self) -> str:
-        """Returns a digest of the request's content, without priority, settings and the task's name."""
+        """Returns a digest of the request's content. Priority, settings and the task's name do not change it."""
         content = self.model_dump(exclude={"priority", "settings"})
         content.get("task", {}).pop("name", None)
         text = json.dumps([type(self).__name__, content], sort_keys=True)
@@ -232,7 +232,7 @@ def _finite(value: Any) -> Any:
 
 
 def agree(asked: dict[str, str | bool | int | float], config: SandboxConfig) -> None:
-    """Compares the settings that a client ``asked`` for with the server's. Raises ``ServiceError`` if they differ."""
+    """Compares ``asked``, a client's settings, with the server's ``config``. Raises ``ServiceError`` if they differ."""
     for name, value in asked.items():
         if name not in AGREED:
             raise ServiceError(422, "malformed", f"{name[:40]!r} is none of {', '.join(AGREED)}", "settings")

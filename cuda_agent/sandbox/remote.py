@@ -2,7 +2,7 @@
 
 Each task has a preferred server, because a server keeps tasks prepared and measures baselines for its own machine. A
 server that is full or gone is skipped for a while. Work that is lost or ends with ``infra`` (a fault of the sandbox) is
-tried again on other servers. A workspace cannot move to another server: it is lost with its own (``WorkspaceLost``)."""
+tried again on other servers. A workspace cannot move: it is lost with its server (``WorkspaceLost``)."""
 
 import asyncio
 import contextlib
@@ -50,8 +50,8 @@ class Server:
 
 
 class _Away(Exception):
-    """This server cannot take the work: it is full, gone, draining or not ready, or it does not have the role. The
-    client asks this server again after the monotonic time ``until``."""
+    """This server cannot take the work: it is full, gone, draining or not ready, or it lacks the role. The client asks
+    this server again after the monotonic time ``until``."""
 
     def __init__(self, message: str, until: float) -> None:
         super().__init__(message)
@@ -59,7 +59,7 @@ class _Away(Exception):
 
 
 class _Lost(Exception):
-    """A request has no result: its ``server`` was lost or had a fault (``kind``), or no server took the request."""
+    """A request has no result: its ``server`` was lost or failed (``kind``), or no server took the request."""
 
     def __init__(self, message: str, server: Server | None = None, kind: str = "lost") -> None:
         super().__init__(message)
@@ -117,8 +117,8 @@ class RemoteSandbox:
             return self._refusal("infra", solution, mode, str(lost))
 
     def verdict_key(self, task: Task, solution: Solution, mode: Mode) -> str:
-        """Returns the sha256 of everything known to the client that a verdict depends on, thus without the servers'
-        machines."""
+        """Returns the sha256 of what determines a verdict, as far as the client knows it: task, solution, mode and
+        settings, but not the servers' machines."""
         key = json.dumps([task.digest, solution.digest, mode, self._settings], sort_keys=True)
         return hashlib.sha256(key.encode()).hexdigest()
 
@@ -218,9 +218,9 @@ class RemoteSandbox:
         failed: Sequence[Server] = (),
         needs: frozenset[str] = _JOB,
     ) -> tuple[Server, dict[str, Any]]:
-        """Posts ``body`` to the first available server of ``order()``. Servers in ``failed`` are used only if there are
-        no others. Waits while all are full. The answer must have the keys ``needs``. Raises ``_Refused``, ``_Lost``, or
-        ``SandboxUnready`` if all servers answer but none is usable."""
+        """Posts ``body`` to the first available server of ``order()``. Returns this server and its answer, which must
+        have the keys ``needs``. Uses servers in ``failed`` only if there are no others. Waits while all are full.
+        Raises ``_Refused``, ``_Lost``, or ``SandboxUnready`` if all servers answer but none is usable."""
         content = json.dumps(body).encode()
         begun = hope = time.monotonic()  # hope: last time that a server was at least full
         told: dict[str, float] = {}  # the time that each server named for another attempt
@@ -277,7 +277,7 @@ class RemoteSandbox:
 
     def _away(self, server: Server, kind: str, reason: str, rest: float) -> _Away:
         """Marks ``server`` as resting for ``rest`` seconds, and returns the exception to raise. A full server names a
-        different ``rest`` to each request; it counts as resting until the first of these times is over."""
+        different time to each request; it rests until the earliest of these times."""
         now = time.monotonic()
         earliest = server.rests_until if kind == "full" and server.rests_until > now else now + rest
         server.kind, server.reason, server.rests_until = kind, f"{server.address}: {reason}", min(earliest, now + rest)
@@ -296,8 +296,8 @@ class RemoteWorkspace:
         self._timeout = httpx.Timeout(_SILENCE_SECONDS, pool=None)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs a tool and returns its result. Raises ``WorkspaceLost``. Exceptions of the function ``commands``, which
-        answers compile, verify and profile, pass through."""
+        """Runs a tool and returns its result. If the tool runs compile, verify or profile, the function ``commands``
+        answers, and its exceptions pass through. Raises ``WorkspaceLost``."""
         try:
             body = checked_call(tool[:100], arguments)
         except ToolRefused as refused:
@@ -315,7 +315,7 @@ class RemoteWorkspace:
         raise WorkspaceLost("the workspace is gone: its stream ended")
 
     async def _lines(self, body: bytes) -> AsyncGenerator[ToolResult | tuple[int, str, list[str], dict[str, str]]]:
-        """Sends a tool call. Yields each command that the client must run (number, name, arguments, files), and at last
+        """Sends a tool call. Yields each command that the client must run (number, name, arguments, files), and finally
         the result of the tool call."""
         headers, url = self._headers | {"Content-Type": "application/json"}, f"{self._path}/calls"
         sending = self._client.stream("POST", url, content=body, headers=headers, timeout=self._timeout)
@@ -346,7 +346,7 @@ class RemoteWorkspace:
 
 @contextlib.contextmanager
 def _losing() -> Iterator[None]:
-    """Inside the context, turns HTTP errors and errors from invalid answers into ``WorkspaceLost``."""
+    """Turns HTTP errors and errors from invalid answers inside the context into ``WorkspaceLost``."""
     try:
         yield
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:

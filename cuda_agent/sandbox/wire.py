@@ -62,7 +62,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class FormatTraits:
-    """Properties of a solution format. A request carries them, because judge and workers import no format."""
+    """Properties of a solution format. The judge's requests carry them: judge and workers import no format."""
 
     host_is_ours: bool = False  # the sandbox's own code launches the kernels, so device times and ``ran`` are exact
     rule: str = ""  # name of the rule for ``ModelNew.forward`` (``worker.candidate.RULES``); empty: none
@@ -143,8 +143,7 @@ class Verdict:
 
     @property
     def roofline_seconds(self) -> float | None:
-        """The least seconds in which the device can move ``bytes`` and do ``flops`` at its peak rates; ``None`` if no
-        peak is known."""
+        """The least seconds for ``bytes`` and ``flops`` at the device's peak rates; ``None`` if no peak is known."""
         known = ((self.bytes, self.peak_bytes_per_second), (self.flops, self.peak_flops))
         return max((count / peak for count, peak in known if count and peak), default=None)
 
@@ -162,7 +161,7 @@ class Verdict:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Verdict":
-        """Returns the verdict that ``to_json`` converted to ``data``; derived values are ignored."""
+        """Returns the verdict from ``data``, which ``to_json`` made; ignores the derived values."""
         fields = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
         return cls(**(fields | {"ran": [Ran(**item) for item in data.get("ran", ())]}))
 
@@ -244,7 +243,7 @@ class TaskSpec:
 
 @dataclass
 class Probe:
-    """What a run of a task without a solution shows. ``error`` is empty if the task ran; times are median seconds."""
+    """The result of running a task without a solution. ``error`` is empty if the task ran; times are median seconds."""
 
     error: str = ""
     deterministic: bool = False  # the same inputs give the same outputs, within the tolerance

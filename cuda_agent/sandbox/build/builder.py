@@ -1,9 +1,9 @@
 """Compiles C++ sources to a shared library, and CUDA sources to a cubin or a library. Compilers run in the jail.
-Results are cached under a hash of the sources, the compiler and its options.
+Results are cached under a hash of the sources, the compiler and its options. No build needs a GPU.
 
 A plan's CPU kernels are first built the fast way: by a compiler that was started in advance (module ``compiler``),
-without the C++ library and the special functions of ``<cmath>``, which few kernels need. If the compiler reports an
-error, a full build follows, and only errors of the full build are reported. CUDA sources need no GPU to be built."""
+without the C++ library and without the special functions of ``<cmath>``. Few kernels need either. If the compiler
+reports an error, a full build follows; only errors of the full build are reported."""
 
 import asyncio
 import contextlib
@@ -67,10 +67,10 @@ class _Order:
 
 
 class Builder:
-    """Runs builds, at most ``parallel`` at a time, and caches their products in ``folder``. ``scratch`` is a folder
-    that jailed users can reach. ``lease`` is the folder of the timing lease, which a build holds so that no kernel is
-    timed meanwhile; it is ``None`` on a GPU, whose timings builds do not disturb. ``seconds`` and ``memory_mb``
-    limit one build."""
+    """Runs builds, at most ``parallel`` at a time, and caches their products in ``folder``. Compilers work below
+    ``scratch``, a folder that jailed users can reach. ``lease`` is the folder of the timing lease. A build holds this
+    lease, so that no kernel is timed meanwhile; ``lease`` is ``None`` on a GPU, whose timings builds do not disturb.
+    ``seconds`` and ``memory_mb`` limit one build."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path | None, seconds: float, memory_mb: int, parallel: int = 2
@@ -109,9 +109,9 @@ class Builder:
     async def library(
         self, files: Mapping[str, str], units: Sequence[str], extra: Sequence[str] = (), ours: bool = False
     ) -> Path:
-        """Compiles the sources named in ``units`` to a shared library. ``files`` holds their texts and those of the
-        files that they include. ``extra`` holds compiler options. If ``ours`` is true, the sources are the project's
-        own and get a longer time limit. Raises ``BuildError``."""
+        """Compiles the sources named in ``units`` to a shared library. ``files`` holds the texts of all sources and
+        included files by name. ``extra`` holds compiler options. If ``ours`` is true, the sources are the project's own
+        and get a longer time limit. Raises ``BuildError`` or ``CompilerMissing``."""
         tools = await self.toolchain()
         command = [
             tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, *units,
@@ -126,8 +126,9 @@ class Builder:
     async def kernels(
         self, files: Mapping[str, str], unit: str, expressions: Sequence[str], architecture: str
     ) -> tuple[Path, dict[str, str]]:
-        """Builds ``unit``, a CUDA source without host code. Returns the cubin's path and the mangled names of
-        ``expressions`` (such as ``scale<float, 4>``). Needs no GPU. Raises ``BuildError`` or ``CompilerMissing``."""
+        """Builds ``unit``, a CUDA source without host code, to a cubin. Returns the cubin's path, and a dictionary from
+        each of ``expressions`` (C++ names such as ``scale<float, 4>``) to its mangled name. Raises ``BuildError`` or
+        ``CompilerMissing``."""
         tools = find_nvrtc()
         request = {
             "library": tools.library, "includes": tools.includes, "architecture": architecture, "unit": unit,
@@ -148,7 +149,7 @@ class Builder:
         extra: Sequence[str] = (),
     ) -> Path:
         """Builds CUDA and C++ ``units`` to a shared library with nvcc. ``libraries`` may hold ``cublas`` and ``cudnn``;
-        ``extra`` holds compiler options. Needs no GPU. Raises ``BuildError`` or ``CompilerMissing``."""
+        ``extra`` holds compiler options. Raises ``BuildError`` or ``CompilerMissing``."""
         tools = find_nvcc()
         defined = ["-DCUDA_EXTENSION_ON_CUDA", *(["-DCUDA_EXTENSION_USES_CUBLAS"] if "cublas" in libraries else [])]
         code = architecture.removeprefix("sm_")
@@ -172,9 +173,9 @@ class Builder:
         unit: str = "",
         seconds: float = 0.0,
     ) -> Path:
-        """Returns the folder of ``products``. It comes from the cache (key: ``parts`` and ``files``), from an equal
-        build that is already running, or from ``command``. If ``unit`` is not empty, it names the only source, and a
-        compiler that was started in advance tries to build it first."""
+        """Returns the folder that holds ``products``. Takes it from the cache (key: ``parts`` and ``files``), waits for
+        an equal build that is running, or runs ``command``, which may read the paths in ``read``. If ``unit`` is given,
+        it is the only source, and a compiler that was started in advance tries to build it before ``command``."""
         content = [*parts, *(f"{name}\0{files[name]}" for name in sorted(files))]
         key = hashlib.sha256("\0\0".join(content).encode(errors="surrogatepass")).hexdigest()
         done, failed = self._folder / key[:2] / key, self._folder / key[:2] / f"{key}.error"
@@ -218,7 +219,7 @@ class Builder:
 
     @contextlib.contextmanager
     def _beside_timing(self) -> Iterator[None]:
-        """Holds the timing lease inside the context if the builder has one, so that no kernel is timed meanwhile."""
+        """If the builder has a timing lease, holds it inside the context, so that no kernel is timed meanwhile."""
         with contextlib.ExitStack() as held:
             if self._lease is not None:
                 held.enter_context(held.enter_context(contextlib.closing(Lease(self._lease))).working())
@@ -290,7 +291,7 @@ class Builder:
 
 
 def _keep(work: Path, order: _Order) -> None:
-    """Copies the products in ``work`` and puts them into the build's target folder atomically."""
+    """Copies the products from ``work``, then puts the copies into the build's target folder atomically."""
     target = order.target
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(dir=target.parent))
@@ -342,7 +343,7 @@ def has_errors(text: str) -> bool:
 
 
 def first_errors(text: str) -> str:
-    """Returns the first errors in ``text``, a compiler's messages, with their source lines."""
+    """Returns the first errors in ``text`` (a compiler's messages), with the source lines that they report."""
     lines = text.splitlines()
     kept: list[str] = []
     for number, line in enumerate(lines):

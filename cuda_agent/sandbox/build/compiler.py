@@ -47,7 +47,8 @@ class Compiler:
         return self._process.poll() is None
 
     def finish(self, seconds: float) -> tuple[int, str]:
-        """Waits for the compiler; ends all its processes. Returns exit status and messages. Raises ``TimeoutError``."""
+        """Waits for the compiler, at most ``seconds``, then kills all processes that it left. Returns its exit status
+        and messages. Raises ``TimeoutError`` if it took too long."""
         with self._log:
             try:
                 ended = _ends(self._process, seconds)
@@ -69,8 +70,8 @@ class Compiler:
 
 
 def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Returns whether ``process`` ends within ``seconds``. Waits with ``pidfd_open`` where the system has it, because
-    ``Popen.wait`` polls and so notices the end too late."""
+    """Returns whether ``process`` ends within ``seconds``. Uses ``pidfd_open`` where the system has it, because
+    ``Popen.wait`` polls and so notices the end late."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except OSError:  # some kernels lack this call
@@ -86,9 +87,9 @@ def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
 
 
 class Waiting(Compiler):
-    """A running compiler that has read ``header`` and waits for the rest of its source in the folder ``work``.
-    ``command`` is the compiler with its flags; ``last`` holds the arguments that follow the source file, such as
-    libraries. Raises ``OSError`` if the compiler ends, or takes too long, before it waits."""
+    """A running compiler that has read the file ``header`` and waits for the rest of its source. It runs in the folder
+    ``work``. ``command`` is the compiler with its flags; ``last`` holds arguments that follow the source file, such as
+    libraries. The constructor raises ``OSError`` if the compiler ends early or takes too long."""
 
     def __init__(
         self, policy: jail.JailPolicy, command: Sequence[str], work: Path, header: str, last: Sequence[str] = ()
@@ -153,7 +154,7 @@ class CompilerPool:
                 self._next = self._thread.submit(self._start)
 
     def take(self) -> Waiting:
-        """Returns a waiting compiler; the caller discards it. Raises ``OSError`` if no compiler starts and waits."""
+        """Returns a waiting compiler, which the caller must discard. Raises ``OSError`` if none becomes ready."""
         for _ in (1, 2):
             with self._lock:
                 following, self._next = self._next, None

@@ -17,7 +17,7 @@ NVRTC_PROGRAM = Path(nvrtc.__file__)  # runs in the jail, as a program that impo
 
 
 class CompilerMissing(RuntimeError):
-    """There is no compiler, or it does not work inside the jail."""
+    """A compiler, or an NVIDIA library that a build links, is not installed."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Nvcc:
     identity: str
 
     def libraries(self, name: str) -> list[str]:
-        """Returns a list of one path, the file of the NVIDIA library ``name`` (such as ``cublas``). Raises
+        """Returns a list that holds the path of the NVIDIA library ``name`` (such as ``cublas``). Raises
         ``CompilerMissing``."""
         places = [*_packages(), Path("/usr/local/cuda/lib64"), Path("/usr/lib/x86_64-linux-gnu")]
         found = [path for place in places for path in sorted(place.glob(f"**/lib{name}.so*"))]

@@ -1,4 +1,4 @@
-"""Evaluates the integer expressions of a plan: ``+ - * // %``, comparisons, shapes, min, max, cdiv, and select."""
+"""Evaluates the integer expressions of a plan: ``+ - * // %``, comparisons, shapes; min, max, cdiv and select."""
 
 import ast
 import json
@@ -39,7 +39,7 @@ LONGEST = 500  # characters
 
 def evaluate(expression: Any, names: dict[str, Any], where: str) -> int:
     """Returns the integer value of ``expression``: an integer, or text such as ``cdiv(in0.numel, 8) * in0.shape[1]``.
-    ``names`` maps the names that the text may use to buffers and numbers. Raises ``PlanError`` with a message that
+    ``names`` maps each name that the text may contain to its buffer or number. Raises ``PlanError`` with a message that
     begins with ``where``."""
     if isinstance(expression, bool) or not isinstance(expression, int | str):
         raise PlanError(f"{where}: an integer or an expression is expected, not {json.dumps(expression)[:60]}")
@@ -58,8 +58,8 @@ def evaluate(expression: Any, names: dict[str, Any], where: str) -> int:
 
 
 def _weight_name(text: str, names: dict[str, Any]) -> str:
-    """Returns ``text`` with an identifier in place of the longest weight name at its start, and adds the identifier to
-    ``names``. Example: ``w:linear.weight.numel`` becomes ``weight_w_linear_weight.numel``."""
+    """Replaces the weight's name at the start of ``text`` with a Python identifier, and adds this identifier to
+    ``names``. Returns the new text. Example: ``w:linear.weight.numel`` becomes ``weight_w_linear_weight.numel``."""
     fitting = [name for name in names if name.startswith("w:") and f"{text}.".startswith(f"{name}.")]
     known = max(fitting, key=len, default="")
     if not known:

@@ -1,8 +1,8 @@
-"""Runs the first pass of a solution that starts compilers: one run in a jailed worker that may start programs.
+"""Runs the first pass of a solution that starts compilers: a run in a jailed worker that may start programs.
 
-When the worker and all its programs have ended, the regular files of the worker's folder are copied to the cache. The
-second pass, which is judged, reads these files at the same path and starts no program (``worker.replay``). The files
-are untrusted: only the jailed candidate loads them. A first pass that leaves the GPU in a bad state is not noticed."""
+When the worker and its programs have ended, the regular files of its folder are copied to the cache. The second pass,
+which is judged, reads these files at the same path and starts no program (``worker.replay``). The files are untrusted:
+only the jailed candidate loads them. If a first pass leaves the GPU in a bad state, the sandbox does not notice."""
 
 import asyncio
 import contextlib
@@ -52,8 +52,8 @@ class FirstPassFailed(Exception):
 
 
 def time_for_python(files: Mapping[str, str], device: str) -> FirstPassTime:
-    """Returns when a solution of the python format gets its first pass: ``before`` it is judged if its source names a
-    compiler, otherwise ``when refused``: after a judged run failed because it could not start a program."""
+    """Returns ``before`` if the source names a compiler: the first pass runs before the solution is judged. Otherwise
+    returns ``when refused``: the first pass runs only after a judged run could not start a program."""
     return "before" if asks(files.get("model_new.py", "")) else "when refused"
 
 
@@ -63,7 +63,7 @@ def asks(code: str) -> bool:
 
 
 def was_refused(verdict: Verdict) -> bool:
-    """Returns whether the run of ``verdict`` failed before its first check because it could not start a program. The
+    """Returns whether the run behind ``verdict`` failed before its first check because it tried to start a program. The
     jail of a judged run forbids that."""
     return verdict.status != "ok" and not verdict.checks and not verdict.samples and NO_PROGRAMS in verdict.message
 
@@ -93,10 +93,10 @@ class FirstPass:
     async def __call__(
         self, task: Task, files: Mapping[str, str], architecture: str, more: Mapping[str, str]
     ) -> dict[str, Any]:
-        """Runs the first pass of a solution, unless the cache holds its results. In the returned dictionary, ``folder``
-        is the folder of the results, and ``environment`` holds the variables with which the second pass (the judged
-        run) finds them. Both passes also get the environment variables in ``more``. Raises ``FirstPassFailed`` if the
-        solution is at fault, and ``OSError`` if the machine is."""
+        """Runs the first pass of a solution, unless the cache holds its results. Returns a dictionary of ``folder``,
+        where the results are, and ``environment``, the variables with which the second pass (the judged run) finds
+        them. ``more`` holds environment variables for both passes. Raises ``FirstPassFailed`` if the solution is at
+        fault, ``OSError`` if the machine is."""
         async with self._slots:
             return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more))
 
@@ -295,7 +295,7 @@ def _too_much(folder: Path) -> str:
 
 def _freeze(folder: Path) -> None:
     """Replaces ``folder`` by a copy that holds only its regular files and subfolders, owned by this process's user.
-    Raises ``FirstPassFailed`` if ``folder`` holds too much."""
+    Raises ``FirstPassFailed`` if ``folder`` exceeds its limit of bytes or files."""
     if what := _too_much(folder):
         raise FirstPassFailed("build_error", f"the solution left {what} where it compiled")
     staged = Path(tempfile.mkdtemp(dir=folder.parent))

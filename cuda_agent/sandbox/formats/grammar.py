@@ -238,8 +238,8 @@ def _unknown(key: str, model: type[_Object], device: str) -> str:
 
 
 def _in_words(errors: list[ErrorDetails], device: str) -> str:
-    """Returns one of pydantic's ``errors`` as text: an error outside the nodes, or else one of the first faulty node.
-    If that node has several errors, a missing field comes first, then an unknown field."""
+    """Returns the most useful of pydantic's ``errors`` as text. Errors outside the nodes come first, then those of the
+    first faulty node: a missing field before an unknown field, and both before other errors."""
 
     def order(error: ErrorDetails) -> tuple[Any, ...]:
         place, rank = error["loc"], {"missing": 0, "extra_forbidden": 1}.get(error["type"], 2)

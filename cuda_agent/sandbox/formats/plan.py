@@ -1,8 +1,8 @@
 """Builds the plan format: compiles ``plan.json`` into a program for the sandbox's executor, which runs in the worker.
 
 ``grammar`` parses the fields of a plan. ``compile_plan`` is pure: it checks the plan against the task's shapes,
-evaluates every expression, and generates source code. On ``cpu`` this is C++ through which the executor calls the
-kernels. On ``cuda`` it is a translation unit that also reports the types of the kernels' arguments."""
+evaluates every expression, and generates source code. On ``cpu``, this is C++ through which the executor calls the
+kernels. On ``cuda``, it includes the kernels' files and declares variables that tell the types of their arguments."""
 
 import re
 import struct
@@ -49,7 +49,7 @@ template <class... A> struct plan_signature<void(A...)> {
 
 @dataclass
 class Program:
-    """A plan, compiled for the executor. Buffers are ``in:0``, ``out:0``, ``w:0`` (by position) and ``ws:name``."""
+    """A plan, compiled for the executor. Its buffers are named ``in:0``, ``out:0``, ``w:0`` (a weight), ``ws:name``."""
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
     workspaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> {"bytes": size, "pattern": as hex}
@@ -186,7 +186,7 @@ def _memset(node: Memset, where: str, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _function(node: Kernel, where: str, names: dict[str, Any], index: int) -> tuple[dict[str, Any], str]:
-    """Returns a kernel node of the program for cpu, and C++ through which the executor calls the node's function."""
+    """Returns a kernel node of the program for the CPU, and C++ through which the executor calls its function."""
     grid = evaluate(node.grid, names, f"{where}.grid")
     if not 0 < grid <= _MOST_BLOCKS:
         raise PlanError(f"{where}.grid: 1 to {_MOST_BLOCKS} blocks are possible, not {grid}")
@@ -205,7 +205,7 @@ def _function(node: Kernel, where: str, names: dict[str, Any], index: int) -> tu
 
 
 def _kernel(node: Kernel, where: str, names: dict[str, Any], index: int) -> tuple[dict[str, Any], str]:
-    """Returns a kernel node of the program for cuda, and CUDA source that reports the kernel's argument types."""
+    """Returns a kernel node of the program for CUDA, and CUDA source that reports the types of its arguments."""
     block = _extents(node.block, names, f"{where}.block", _MOST_BLOCK)
     if block[0] * block[1] * block[2] > _MOST_THREADS:
         raise PlanError(f"{where}.block: {block} are more than {_MOST_THREADS} threads")
@@ -227,8 +227,8 @@ def _kernel(node: Kernel, where: str, names: dict[str, Any], index: int) -> tupl
 
 
 def _extents(value: Any, names: dict[str, Any], where: str, most: tuple[int, int, int]) -> list[int]:
-    """Returns [x, y, z], the values of ``value`` (an expression, or a list of up to three); missing ones are 1. Raises
-    ``PlanError`` if one of them exceeds its limit in ``most``."""
+    """Returns [x, y, z] from ``value``, an expression or a list of up to three. Missing extents are 1. Raises
+    ``PlanError`` if an extent is below 1 or exceeds its limit in ``most``."""
     parts = value if isinstance(value, list) else [value]
     extents = [evaluate(part, names, where) for part in parts] + [1] * (3 - len(parts))
     if not all(0 < extent <= limit for extent, limit in zip(extents, most, strict=True)):

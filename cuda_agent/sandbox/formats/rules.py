@@ -59,7 +59,7 @@ def findings(solution: Solution) -> list[Finding]:
 
 
 def advice(found: list[Finding]) -> list[str]:
-    """Returns one line of text for each file and each rule that it breaks, at most ``_MOST_LINES`` lines."""
+    """Returns the findings as text: one line for each rule that a file breaks, at most ``_MOST_LINES`` lines."""
     places: dict[tuple[str, str], list[Finding]] = {}
     for finding in found:
         places.setdefault((finding.file, finding.rule), []).append(finding)
@@ -131,7 +131,7 @@ class _Reader(ast.NodeVisitor):
         self.found.append(Finding(self._file, getattr(node, "lineno", 1), rule, what))
 
     def _full(self, node: ast.AST) -> str:
-        """Returns the full name of an imported object, such as ``torch.nn.Linear``, or an empty string."""
+        """Returns the full name of the imported object at ``node`` (``torch.nn.Linear``), or an empty string."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -141,7 +141,7 @@ class _Reader(ast.NodeVisitor):
         return ".".join([self._names[node.id], *reversed(parts)])
 
     def _named(self, node: ast.AST, full: str) -> None:
-        """Adds the findings for a use of the name ``full`` at ``node``, whether it is called or not."""
+        """Adds the findings for a use of the full name ``full`` (such as ``time.sleep``), even if it is not called."""
         if full.startswith(_STREAMS):
             self._add(node, "stream", full)
         for rule, names in _BY_NAME.items():

@@ -1,4 +1,4 @@
-"""Defines the class of the solution formats. Each format is one frozen object, which holds what differs between them.
+"""Defines the class of the solution formats. Each format is one frozen object, which holds what sets it apart.
 
 ``table`` lists the formats. Prompt texts and exported files also depend on the format; ``agent.skill`` and
 ``optimize.export`` hold them in tables, by the format's name."""
@@ -20,7 +20,7 @@ class SolutionError(ValueError):
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The builder that a format uses. ``architecture`` is the GPU's, such as ``sm_90``, or empty for the CPU."""
+    """The tools with which a format builds. ``architecture`` is the GPU's, such as ``sm_90``, or empty for the CPU."""
 
     builder: Builder
     architecture: str = ""

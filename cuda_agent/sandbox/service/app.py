@@ -43,8 +43,8 @@ _log = logging.getLogger("cuda_agent.sandbox")
 
 
 class Gate:
-    """Refuses a request with contradictory length headers, without the token that its route requires, or with too large
-    a body, whose size is checked while the body arrives. Passes all other requests on to ``app``."""
+    """Refuses a request if its length headers contradict each other, if it lacks the token that its route requires, or
+    if its body is too large (checked while the body arrives). Passes all other requests on to ``app``."""
 
     def __init__(self, app: ASGIApp, token: str | None, service: Service) -> None:
         self._app, self._service = app, service

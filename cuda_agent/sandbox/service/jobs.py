@@ -1,8 +1,8 @@
 """Holds the service's queue of jobs, and estimates when a full queue has room. Equal requests share one job.
 
 The module reads no clock, starts no asyncio task and does no I/O. Jobs are ordered by priority. Each job needs one
-*place*: one of the judges, or the builder. A place takes only as many jobs at once as it can use; the others wait in
-the queue. So an urgent job overtakes waiting jobs, but not running ones."""
+*place*: one of the judges, or the builder. A place takes only a few jobs at once; the others wait in the queue. So an
+urgent job overtakes waiting jobs, but not running ones."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -48,7 +48,7 @@ class Job:
 
 class Queue:
     """Queues jobs and keeps finished ones. ``places`` maps each judge and the builder to the number of jobs that it
-    takes at once. ``most_jobs`` and ``most_bytes`` limit the queued jobs, ``kept`` limits the finished jobs.
+    takes at once. ``most_jobs`` and ``most_bytes`` limit the queued jobs; at most ``kept`` finished jobs are kept.
     ``changed`` is called with each job whose state changes."""
 
     def __init__(
@@ -90,9 +90,9 @@ class Queue:
     def submit(
         self, id: str, kind: Kind, place: Hashable, priority: int, size: int, request: Any, now: float
     ) -> tuple[Job, bool]:
-        """Returns the job with this ``id``, a digest of the request's content, and whether the job is new. If there is
-        a job with this ``id`` that is queued, running, or finished with a valid verdict, it is returned. Otherwise a
-        new job is queued. Raises ``ServiceError`` if the queue is full."""
+        """Returns the job with this ``id`` (a digest of the request's content), and whether it is new. An existing job
+        is returned if it is queued, running, or finished with a valid verdict. Otherwise a new job is queued. Raises
+        ``ServiceError`` if the queue is full."""
         if job := self._alive.get(id):
             job.interest += 1
             if job.state == "queued":
@@ -138,7 +138,7 @@ class Queue:
             self._end(job, "done" if result is not None else "failed", now)
 
     def cancel(self, job: Job, now: float) -> None:
-        """Withdraws one submission of ``job``. After the last withdrawal a queued job is dropped. A running job
+        """Withdraws one submission of ``job``. If no submission is left, a queued job is dropped. A running job
         continues, since a judge is not interrupted; its result is dropped unless the job is submitted again."""
         if job.over or not job.interest:
             return
@@ -153,8 +153,8 @@ class Queue:
             self._end(job, "failed", now)
 
     def room_in(self) -> float:
-        """Returns an estimate of the seconds after which a client that the full queue refuses now should try again. It
-        assumes that each finished job makes room for one client, and that clients refused earlier come first."""
+        """Estimates in how many seconds the full queue has room for a client that it refuses now. Each finished job
+        makes room for one client, and clients refused earlier come first."""
         return min(max(1.0, self._interval * self._turned_away), _LONGEST_WAIT)
 
     def _end(self, job: Job, state: State, now: float) -> None:
@@ -175,7 +175,6 @@ class Queue:
 
 
 def _stands(job: Job) -> bool:
-    """Returns whether later submissions of the same request get the result of this finished job. They do if the result
-    is a verdict without a fault of the sandbox. Otherwise the request runs again: probes and specs are cheap, and an
-    error of a task may have been caused by load."""
+    """Returns whether the result of a finished job also answers later requests that are equal. A verdict does, unless
+    the sandbox failed. All other requests run again: probes and specs are cheap, and load can cause errors."""
     return job.kind == "evaluate" and job.result is not None and job.result.get("status") != "infra"

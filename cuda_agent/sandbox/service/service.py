@@ -69,8 +69,7 @@ class Service:
         await self.rooms.close_all()
 
     async def _keep(self) -> None:
-        """Repeats two steps until it is cancelled: calls ``prove`` if the service is not ready, and closes unused
-        workspaces."""
+        """Repeats until cancelled: calls ``prove`` if the service is not ready, and closes unused workspaces."""
         while True:
             try:
                 if self.unready:
@@ -132,7 +131,7 @@ class Service:
         return job
 
     async def wait(self, job: Job, seconds: float | None) -> None:
-        """Waits until the job is over, at most ``seconds``."""
+        """Waits until the job is over, at most ``seconds`` (``None``: without a limit)."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not job.over:

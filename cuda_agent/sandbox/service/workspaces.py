@@ -39,8 +39,8 @@ class Room:
     questions: int = 0  # number of commands that the client was asked to run
 
     async def ask(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """Asks the client to run ``name`` (compile, verify or profile), which a shell command of the workspace called.
-        The request is a line in the stream that answers the current tool call. Returns the client's result."""
+        """Asks the client to run ``name`` (compile, verify or profile), which the workspace's shell called. The request
+        is a line in the answer to the current tool call. Returns the client's result."""
         self.questions += 1
         number, answer = self.questions, asyncio.get_running_loop().create_future()
         self.asked[number] = answer
@@ -62,7 +62,7 @@ class Rooms:
         return len(self._rooms)
 
     async def open(self, files: dict[str, str], protected: list[str]) -> Room:
-        """Opens a workspace with ``files``. Raises ``ServiceError`` if there are too many or it cannot be opened."""
+        """Opens a workspace with ``files``. Raises ``ServiceError`` if too many are open or this one does not open."""
         if len(self._rooms) >= self._most:
             raise ServiceError(429, "full", f"all {self._most} workspaces are taken", retry_after=_LOOK_AGAIN)
         room = Room(secrets.token_hex(12), secrets.token_urlsafe(24), time.monotonic())

@@ -1,9 +1,8 @@
 """Runs background commands of a workspace. Each command has a keeper: a child of the workspace's process.
 
-The keeper starts the command in the shell's jail and collects the output. It ends the command and all its processes on
-request, at a limit, or when the workspace has ended. Orphaned processes of the command become children of its keeper,
-so they are not killed when a foreground command ends. A background command gets no input and cannot run compile, verify
-or profile."""
+The keeper starts the command in the shell's jail and collects its output. It ends the command and all its processes on
+request, at a limit, or when the workspace has ended. It adopts orphaned processes of its command; otherwise the end of
+a foreground command would kill them. A background command gets no input and cannot run compile, verify or profile."""
 
 import contextlib
 import json
@@ -58,8 +57,8 @@ class Backgrounds:
         return name
 
     def tell(self, name: str, request: bytes) -> str:
-        """Returns the new output and the state of the command ``name``. If ``request`` is ``KILL``, first ends
-        the command. Raises ``ToolRefused`` for an unknown command."""
+        """Returns the new output and the state of the command with the id ``name``. If ``request`` is ``KILL``, ends
+        the command first. Raises ``ToolRefused`` for an unknown id."""
         if name not in self._channels:
             known = ", ".join(self._channels) or "none"
             raise ToolRefused(f"there is no background command {name[:20]!r} (there are: {known})")
@@ -72,7 +71,7 @@ class Backgrounds:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stops all background commands while the context is open, so that they disturb no file tool and no timing."""
+        """Stops all background commands inside the context, so that they disturb neither file tools nor timing."""
         stopped: set[int] = set()
         for _ in range(20):
             found = {pid for keeper in self._keepers.values() for pid in descendants(keeper)} - stopped
@@ -87,7 +86,7 @@ class Backgrounds:
 
     @staticmethod
     def _ask(channel: tuple[int, int], request: bytes) -> dict[str, Any] | None:
-        """Sends a request to the keeper at ``channel``. Returns its answer, or ``None`` if there is no answer."""
+        """Sends ``request`` to the keeper at ``channel``. Returns its answer, or ``None`` if there is no answer."""
         answers, asks = channel
         said = b""
         try:
@@ -107,9 +106,9 @@ class Backgrounds:
 
 
 def _keep(shell: Shell, requests: int, tells: int, others: list[int], command: str) -> NoReturn:
-    """Runs ``command`` and never returns; this process is its keeper. Each byte that arrives on the descriptor
-    ``requests`` is a request, which is answered with a line of JSON on the descriptor ``tells``. The descriptors in
-    ``others``, which only the parent needs, are closed."""
+    """Makes this process the keeper of ``command``; never returns. Each byte from the descriptor ``requests`` is a
+    request; the answer is a line of JSON to the descriptor ``tells``. Closes the descriptors ``others``, which only the
+    parent needs."""
     for descriptor in others:
         os.close(descriptor)
     shell.client.close()

@@ -43,8 +43,9 @@ class WorkspaceLost(Exception):
 
 
 class Workspaces:
-    """Owns the warm parent, a process that forks workspaces; ``async with`` or the first workspace starts it. All work
-    folders lie in one temporary folder. The warm parent removes it when it ends, even if this process was killed."""
+    """Owns the warm parent, the process that forks workspaces. It starts with ``async with``, or else with the first
+    workspace. All work folders lie in one temporary folder. The warm parent removes this folder at its end, even if
+    this process was killed."""
 
     def __init__(self, limits: CommandLimits | None = None) -> None:
         self.limits = limits or CommandLimits()
@@ -135,7 +136,7 @@ class Workspaces:
 
 
 def checked_call(tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the message body of a tool call. Raises ``ToolRefused`` if ``arguments`` are too large or not JSON."""
+    """Returns the message body for a tool call. Raises ``ToolRefused`` if ``arguments`` are too large or not JSON."""
     try:
         body = {"tool": tool, "arguments": dict(arguments)}
         size = len(json.dumps(body))
@@ -157,8 +158,8 @@ class Workspace:
         self._broken = False
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs a tool and returns its result. Raises ``WorkspaceLost``. Exceptions of the function ``commands``, which
-        answers compile, verify and profile, pass through."""
+        """Runs a tool and returns its result. If the tool runs compile, verify or profile, the function ``commands``
+        answers, and its exceptions pass through. Raises ``WorkspaceLost``."""
         try:
             body = checked_call(tool, arguments)
         except ToolRefused as refused:

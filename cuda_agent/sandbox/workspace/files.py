@@ -27,8 +27,8 @@ class ToolRefused(Exception):
 
 class Folder:
     """The work folder ``root`` and its tools. ``protected`` maps each protected file name to the text that it must
-    have, or to ``None`` if it must not exist. The agent may change an existing file only if the agent has read, written
-    or edited it before, and it has not changed since then."""
+    have, or to ``None`` if it must not exist. The agent may change an existing file only after it has read or written
+    the file's current content."""
 
     def __init__(self, root: str, protected: dict[str, str | None]) -> None:
         if any("/" in name for name in protected):
@@ -100,7 +100,7 @@ class Folder:
         self._seen.clear()
 
     def restore(self) -> list[str]:
-        """Restores the folder's permissions and its protected files. Returns the names of files that had changed."""
+        """Restores the folder's permissions and protected files. Returns the names of the files that had changed."""
         changed = []
         os.chmod(self.root, 0o700)
         for name, content in self.protected.items():
@@ -203,8 +203,7 @@ class Folder:
         self._seen[name] = _digest(content)
 
     def _discard(self, path: str) -> None:
-        """Removes the file at ``path``. If it is a folder, moves it out of the work folder instead, because it may be
-        too deep to remove."""
+        """Removes the file at ``path``. Moves a folder out of the work folder instead: it may be too deep to remove."""
         if os.path.isdir(path) and not os.path.islink(path):
             self._discarded += 1
             os.rename(path, f"{self.root}.discarded{self._discarded}")
@@ -255,7 +254,7 @@ def disk_use(root: str, limit: int) -> int:
 
 
 def _matches(names: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
-    """Returns whether a path matches a pattern, both as parts. The part ``**`` stands for any number of folders."""
+    """Returns whether a path matches a pattern; both are split at ``/``. ``**`` stands for any number of folders."""
     reachable = {0}  # possible positions in the pattern
     for name in names:
         reachable = _skip(reachable, pattern)

@@ -1,9 +1,9 @@
 """Runs a workspace's shell commands one after the other, each in a jail inside the worker's jail, within limits.
 
 The current folder and the exported variables persist between commands. ``compile``, ``verify`` and ``profile`` are
-scripts on the shell's PATH. A script sends its request through a FIFO to the worker, which passes it on to the client
-while the client still waits for the result of its tool call. The answer returns the same way. Data from a shell may be
-forged, so it is checked."""
+scripts on the shell's PATH. A script sends its request to the worker through a FIFO. The worker asks the client, which
+still waits for the result of its tool call, and the answer returns the same way. Data from a shell may be forged, so it
+is checked."""
 
 import contextlib
 import ctypes
@@ -51,8 +51,8 @@ exit "$status"
 
 @dataclass(frozen=True)
 class CommandLimits:
-    """The limits of a workspace. ``shell_seconds`` limits one shell command. The time in which the command waits for
-    the client's answer to a compile, verify or profile does not count."""
+    """The limits of a workspace. ``shell_seconds`` limits one shell command, without the time in which it waits for
+    compile, verify or profile."""
 
     shell_seconds: float = 30.0
     output_chars: int = 30_000  # of one tool's text; the middle is cut
@@ -202,8 +202,8 @@ class Shell:
             os._exit(126)
 
     def overuse(self, used: float, seconds: float, disk: bool) -> str:
-        """Returns why a command that has run ``used`` seconds must be killed, or an empty string if it is within its
-        limits. Disk use is measured only if ``disk`` is true."""
+        """Returns why a command that has run for ``used`` of its ``seconds`` must be killed, or an empty string if it
+        is within its limits. Disk use is measured only if ``disk`` is true."""
         if used > seconds:
             return f"killed after {seconds:g} s"
         pids = descendants(os.getpid())

@@ -1,9 +1,9 @@
 """Runs the processes of workspaces: each holds the shell and the file tools of one agent, inside the jail.
 
-``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent: it starts fast (it imports no torch) and
-has one thread. It forks a worker for every workspace. After a workspace has ended, it removes the folder and kills the
-remaining processes. A worker closes the jail around itself, then serves its client over one socket, one tool call after
-the other."""
+``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent. It imports no torch, so it starts fast,
+and it has one thread. It forks a worker for every workspace. After a workspace has ended, the warm parent removes its
+folder and kills its remaining processes. A worker closes the jail around itself, then serves its client over one
+socket, one tool call after the other."""
 
 import gc
 import os
