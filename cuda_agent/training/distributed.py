@@ -62,8 +62,8 @@ def _errors(calls: Sequence[Future[Any]]) -> list[BaseException]:
 
 class DistributedTrainer:
     """Represents, in the driver, the trainer that every rank has under ``name``. ``model`` is the driver's copy;
-    reading it fetches the ranks' weights. If this object is an argument of a call to the ranks, each rank gets its own
-    ``Trainer`` instead."""
+    reading it fetches the ranks' weights if they have changed. If this object is an argument of a call to the ranks,
+    each rank gets its own ``Trainer`` instead."""
 
     def __init__(self, ranks: RankGroup, name: str, model: Any, **options: Any) -> None:
         self.step, self.seconds = 0, 0.0

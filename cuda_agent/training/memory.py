@@ -1,7 +1,7 @@
 """Estimates the peak memory of a training step from the model's shape and the length of a row of tokens.
 
 The estimate adds up the tensors that the layers of Llama, Qwen2 and Qwen3 keep for the backward pass. It does not count
-memory that the allocator holds unused, a GPU's context (0.5 GB) and an engine in the same process. Tests compare it
+memory that the allocator holds unused, a GPU's context (0.5 GB) or an engine in the same process. Tests compare it
 with measured steps, except for mixtures of experts. This module does not import PyTorch, so that a command can print an
 estimate at once."""
 

@@ -100,8 +100,8 @@ class Batch:
         return self.logprobs.numel()
 
     def rows(self, row_tokens: int, chosen: Sequence[int] | None = None, multiple: int = 1) -> list[PackedRow]:
-        """Packs the chosen sequences (by default all) into rows of at most ``row_tokens``. Sequences without sampled
-        tokens are left out. Aims at a number of rows divisible by ``multiple`` (``pack_evenly``)."""
+        """Packs the sequences with the indices ``chosen`` (by default all) into rows of at most ``row_tokens``. Leaves
+        out sequences without sampled tokens. Aims at a number of rows divisible by ``multiple`` (``pack_evenly``)."""
         picked = [i for i in (range(len(self.sequences)) if chosen is None else chosen) if self.counts[i]]
         offsets = torch.tensor((0, *self.counts)).cumsum(0).tolist()
         packed = pack_evenly([len(self.sequences[i]) for i in picked], row_tokens, multiple)

@@ -66,5 +66,5 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def wait() -> None:
-    """Waits until all ranks call this function.  It waits on the CPU, by Gloo, and keeps no GPU busy."""
+    """Waits until all ranks call this function.  It waits on the CPU (by Gloo), so no GPU is busy."""
     dist.all_reduce(torch.zeros(1))

@@ -256,7 +256,7 @@ def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:
 
 
 def _optimizers(model: Any, name: Literal["adamw", "muon"], weight_decay: float) -> list[torch.optim.Optimizer]:
-    """Makes the optimizers: AdamW for all parameters, or Muon for the matrices between the embeddings and AdamW for the
+    """Makes the optimizers: AdamW for all parameters, or Muon for all matrices except the embeddings and AdamW for the
     rest. Muon's steps are scaled to the size of AdamW's, so that one learning rate serves both. Weight decay applies to
     matrices only."""
     ends = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}

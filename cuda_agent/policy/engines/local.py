@@ -117,8 +117,7 @@ class LocalEngine:
     async def compute(self, job: Callable[[], Any]) -> Any:
         """Runs ``job`` in the worker thread, while no decoding runs there, and returns the result of ``job``.
 
-        A second thread would slow both threads: OpenMP would have more threads than processors
-        (docs/lab-notebook.md)."""
+        A second thread would slow both: OpenMP would have more threads than processors (docs/lab-notebook.md)."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, job)
 
     async def close(self) -> None:
@@ -259,8 +258,8 @@ class LocalEngine:
             return self._sample(logits[torch.tensor(picks, device=logits.device)], len(self._active) - len(joining))
 
     def _take_kept(self, prompt: list[int]) -> tuple[int, Any]:
-        """Finds the kept sequence that has the longest prefix in common with ``prompt[:-1]``. Returns the length of
-        this prefix and the decoder's copy of the sequence, or 0 and None if no sequence can be used. If the prompt
+        """Finds the finished and kept sequence that shares the longest prefix with ``prompt[:-1]``. Returns the length
+        of this prefix and the decoder's copy of the sequence, or 0 and None if no sequence can be used. If the prompt
         continues the whole sequence, the sequence is removed from the kept ones."""
         best, best_length = None, 0
         wanted = np.array(prompt[:-1])
@@ -320,7 +319,7 @@ def _init_thread(threads: int, device: torch.device) -> None:
 
 
 def _chunks(jobs: Sequence[Job], most: int) -> Iterator[Sequence[Job]]:
-    """Yields groups of consecutive jobs with at most ``most`` tokens together; a longer job is a group alone."""
+    """Yields groups of consecutive jobs with at most ``most`` tokens together; a longer job is its own group."""
     begin, tokens = 0, 0
     for index, (_, _, ids) in enumerate(jobs):
         if index > begin and tokens + len(ids) > most:

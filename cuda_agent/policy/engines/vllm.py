@@ -260,7 +260,7 @@ class VllmEngine:
         replica.noise = off
 
     async def _each(self, action: Callable[[Replica], Awaitable[Any]]) -> dict[Replica, Any]:
-        """Runs ``action`` on every living server; drops servers that fail. Raises EngineLost if none is left."""
+        """Runs ``action`` on every living server; drops servers that fail. Raises EngineLost if no server is left."""
         results: dict[Replica, Any] = {}
 
         async def one(replica: Replica) -> None:
@@ -301,7 +301,7 @@ def _distance(a: Sequence[float], b: Sequence[float]) -> float:
 async def open_vllm(
     folder: Path, model: Any, work: Path, config: PolicyConfig, lease: Path | None = None
 ) -> AsyncIterator[VllmEngine]:
-    """Opens an engine that serves the policy in ``folder``. ``model`` is this policy, loaded.
+    """Opens an engine that serves the policy in ``folder``. ``model`` is the same policy in memory.
 
     If ``config.vllm.servers`` is empty, starts ``config.vllm.replicas`` servers and spreads them over the GPUs. Without
     a GPU they run on the CPU in float32, and pause while a judge holds the timing ``lease``. If servers are listed,

@@ -140,8 +140,8 @@ def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> 
 
 
 def digest(parameters: Iterable[tuple[str, Any]]) -> str:
-    """Returns a digest of the names and bits of ``parameters``. It is computed from exact integer sums, so it is the
-    same on every processor."""
+    """Returns a digest of the names and weights in ``parameters``. It is computed from exact sums of the weights' bits
+    as integers, so it is the same on every processor."""
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -160,7 +160,7 @@ class Replica:
             return False
 
     async def ready(self) -> None:
-        """Waits until the server answers. Raises EngineLost if it ends, or does not answer within ``START_SECONDS``."""
+        """Waits until the server answers. Raises EngineLost if it ends or does not answer within ``START_SECONDS``."""
         end, server = time.monotonic() + START_SECONDS, self.server
         while not await self.healthy():
             log = f":\n{server.tail()}" if server else ""
