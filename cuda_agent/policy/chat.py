@@ -1,8 +1,8 @@
 """Converts conversations to token ids, and to the messages of chat servers.
 
-A conversation has the same token ids in training, in rollouts and on any server, because sampled tokens are never
-tokenized again. The first prompt is rendered whole. After a sampled turn only the tokens up to the next assistant turn
-are added. A chat template is saved with the tokenizer; policies trained from scratch use ``chat_template.jinja``."""
+A conversation has the same token ids in training, in rollouts and on every server, because sampled tokens are never
+tokenized again. Each new prompt is the previous prompt, the sampled tokens, and the tokens up to the next assistant
+turn. The chat template is saved with the tokenizer; policies trained from scratch use ``chat_template.jinja``."""
 
 import json
 import re
@@ -104,15 +104,15 @@ class Chat:
     def delta_ids(self, tool_results: Sequence[str], closed: bool = True) -> list[int]:
         """Returns the token ids between two assistant turns: the tool results, then the next assistant header.
 
-        ``closed`` says whether the sampled turn ended with a stop token. If not, the returned ids begin with it."""
+        ``closed`` says whether the sampled turn ended with a stop token. If not, the ids begin with a stop token."""
         return self._delta([{"role": "tool", "content": text} for text in tool_results], closed)
 
     def encode_dialogue(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[list[int], list[int]]:
         """Returns the token ids of a whole written dialogue, and a mask that is 1 on the tokens that a policy would
         have sampled (each assistant turn with its stop token).
 
-        The ids are those of ``prompt_ids``, then of ``turn_ids`` and ``delta_ids`` in alternation. If the last message
-        is not the assistant's, the ids end with the header of the next assistant turn."""
+        The ids are put together as in a rollout: ``prompt_ids``, then ``turn_ids`` and ``delta_ids`` in alternation. If
+        the last message is not the assistant's, the ids end with the header of the next assistant turn."""
         starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         ids = self.prompt_ids(messages[: starts[0] if starts else None], tools)
         mask = [0] * len(ids)
@@ -161,8 +161,8 @@ class Chat:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _clean(self, message: Message) -> dict[str, Any]:
-        """Returns the message in the form of Hugging Face's templates. Inserts a space into each control token in its
-        text (such as ``<|im_end|>``), so that the text of a task or a tool can neither end a turn nor open one."""
+        """Returns the message in the form of Hugging Face's templates. Inserts a space into each control token of its
+        text, such as ``<|im_end|>``: the text of a task or a tool can then neither end nor open a turn."""
 
         def broken(value: Any) -> Any:
             if isinstance(value, str):
@@ -238,8 +238,8 @@ def _parse_call(body: str) -> ToolCall | None:
 
 
 def _typed(call: ToolCall, properties: Mapping[str, Any]) -> ToolCall:
-    """Returns ``call`` with its string arguments parsed as JSON. Arguments that ``properties`` (the schemas of the
-    tool's parameters) declares as strings or lacks stay strings, and so does text that is not valid JSON."""
+    """Returns ``call`` with its string arguments parsed as JSON. An argument stays a string if its text is not valid
+    JSON, or if ``properties`` (the schemas of the tool's parameters) declares it as a string or does not declare it."""
 
     def typed(name: str, value: Any) -> Any:
         if not isinstance(value, str) or properties.get(name, {}).get("type", "string") == "string":
@@ -255,10 +255,10 @@ def _typed(call: ToolCall, properties: Mapping[str, Any]) -> ToolCall:
 def on_the_wire(messages: Sequence[Message], tools: Tools, form: Form) -> list[Any]:
     """Converts messages to the form of an OpenAI-compatible server.
 
-    An assistant's message may have ``tool_calls`` ({"id", "name", "arguments"}) and ``raw``, the text in which the
-    model wrote these calls. A tool's message has ``tool_call_id``. ``form`` is one of three:
+    An assistant's message may have ``tool_calls`` ({"id", "name", "arguments"}) and ``raw``, the model's text with
+    these calls in it. A tool's message has ``tool_call_id``. ``form`` is one of three:
 
-    - ``native``: for servers that have tool calls of their own;
+    - ``native``: for servers that accept tool calls as JSON;
     - ``text``: for servers without tool calls.  The first system message lists the tools, tool calls are written as
       XML, and tool results become user messages;
     - ``raw``: for this project's policies.  Tool calls are written as XML; tool results keep the role "tool"."""

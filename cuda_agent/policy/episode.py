@@ -13,14 +13,14 @@ EPISODES = "episodes.jsonl"  # file name of a set of episodes
 
 
 def group_of(id: str) -> str:
-    """Returns the group of an episode ``id``: "warmup/3/relu_sum-0017" for the id "warmup/3/relu_sum-0017/2". A group
-    holds the samples of one draw of a task."""
+    """Returns the group of the episode ``id``: "warmup/3/relu_sum-0017" for "warmup/3/relu_sum-0017/2". The episodes of
+    a group are the samples of one draw of a task."""
     return id.rpartition("/")[0]
 
 
 @dataclass
 class Episode:
-    """One episode. The lists from ``ids`` to ``turns`` have one entry per token of the conversation, prompt included.
+    """One episode. The lists ``ids`` to ``turns`` have one entry per token of the conversation, prompt included.
 
     ``mask`` is 1 on tokens that the policy sampled, the only tokens trained on, and 0 on tokens of prompts and tools.
     ``reward`` is None after a deadline or an infrastructure fault; training drops such an episode."""

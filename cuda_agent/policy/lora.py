@@ -45,7 +45,7 @@ class Adapted(nn.Module):
 
 def attach(model: Any, rank: int, alpha: float, targets: Sequence[str], seed: int = 0) -> None:
     """Freezes ``model`` and adds an adapter to every linear layer whose name ends in one of ``targets``, such as
-    ``q_proj``. Raises ``PolicyError`` if no linear layer has the name of a target."""
+    ``q_proj``. Raises ``PolicyError`` if a target matches no linear layer."""
     found = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     chosen = [name for name in found if name.rsplit(".", 1)[-1] in targets]
     if absent := set(targets) - {name.rsplit(".", 1)[-1] for name in chosen}:

@@ -105,7 +105,7 @@ def load_policy(folder: Path | str) -> tuple[Any, Any]:
 
 def load_model(folder: Path | str) -> Any:
     """Loads the causal model of a Hugging Face folder in float32 and eval mode. Raises ``PolicyError`` if a weight is
-    missing or has another shape; transformers would fill it with random numbers."""
+    missing or has another shape, where transformers would use random numbers."""
     from transformers import AutoModelForCausalLM
 
     with _named(f"{folder}: its weights cannot be loaded as a causal model"):

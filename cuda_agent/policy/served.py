@@ -56,7 +56,7 @@ class ContextTooLong(ServedModelError):
 @dataclass
 class Reply:
     """One assistant turn. Each of ``calls`` is {"id", "name", "arguments"}; the arguments are a dict, or None if they
-    are no JSON object. If ``estimated``, the numbers of tokens are estimated from the length of the text."""
+    are not a JSON object. If ``estimated``, ``tokens`` is an estimate from the length of the text."""
 
     content: str
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -122,10 +122,10 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         listen: Listener | None = None,
         call: bool = True,
     ) -> Reply:
-        """Returns the model's next turn, which may call tools if ``call`` is true. ``listen`` gets the turn in pieces
-        as they come. If the server is busy or its answer breaks off, the request is sent again, at most ``RETRIES``
-        times. Raises ``ServedModelError`` if the server refuses the request or all retries fail, and ``ContextTooLong``
-        if the conversation does not fit into the server's context."""
+        """Returns the model's next turn. If ``call`` is false, the model may not call tools. ``listen`` gets each piece
+        of the turn as it arrives. If the server is busy or its answer breaks off, sends the request again, at most
+        ``RETRIES`` times. Raises ``ServedModelError`` if the server refuses the request or all retries fail, and
+        ``ContextTooLong`` if the conversation does not fit into the server's context."""
         hear = listen or (lambda what, text: None)
         seed = None if seed is None else seed % 2**31
         sampling = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
@@ -164,8 +164,8 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         return {key: value for key, value in body.items() if key not in self._lacks and value is not None}
 
     def _adapted(self, refusal: str, body: dict[str, Any], hear: Listener) -> bool:
-        """Finds the feature of the request ``body`` that the server's answer ``refusal`` names, and leaves this feature
-        out of later requests. Returns whether there was such a feature."""
+        """Finds the feature of the request ``body`` that the server names in its ``refusal``; later requests do without
+        this feature. Returns whether there was such a feature."""
         text = refusal.lower()
         for named, left_out in _OPTIONAL.items():
             if named in text and left_out in body and left_out not in self._lacks:
@@ -232,7 +232,7 @@ class _Turn:
         self.characters = 0
 
     async def stream(self, answer: httpx.Response, room: int) -> None:
-        """Reads a streamed answer until the server ends it, or until more than ``room`` characters have come."""
+        """Reads a streamed answer to its end, or until it has more than ``room`` characters."""
         async for data in _events(answer):
             if data == "[DONE]":
                 self._finish = self._finish or "stop"
@@ -289,7 +289,7 @@ class _Turn:
             self._hear(what, piece)
 
     def reply(self, tools: Tools, form: Form, prompt: int) -> Reply:
-        """Returns the turn that was read. Tokens that the server did not count are estimated from characters;
+        """Returns the turn that has been read. If the server did not count tokens, they are estimated from characters;
         ``prompt`` is the number of characters in the request's messages."""
         raw = self._clean("".join(self._text))
         thought = self._clean("".join(self._thought))
@@ -351,7 +351,7 @@ def _arguments(value: str) -> dict[str, Any] | None:
 
 
 def _message(text: str) -> str:
-    """Returns the message in ``text``, a server's error, if that is JSON; otherwise the whole text on one line."""
+    """Returns the message in a server's error ``text``. If the text is not JSON, returns all of it on one line."""
     try:
         error = json.loads(text)
         error = error.get("error", error)

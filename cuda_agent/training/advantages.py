@@ -35,9 +35,9 @@ class Estimator:
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: Tensor | float) -> Tensor:
     """Returns generalised advantages (GAE, arXiv 1506.02438) of the tokens where ``mask`` is true, and zeros elsewhere.
 
-    ``rewards`` of each token, ``values`` of the state before each token, ``mask`` and the result are [sequences,
-    length]; ``lam`` may be [sequences]. Tokens where ``mask`` is false are skipped, as if the sampled tokens around
-    them were neighbours. The value after the last sampled token is 0."""
+    ``rewards`` (of each token), ``values`` (of the state before each token), ``mask`` and the result are [sequences,
+    length]. ``lam`` is a number or [sequences]. Tokens where ``mask`` is false are skipped, as if the sampled tokens
+    around them were neighbours. The value after the last sampled token is 0."""
     next_value = torch.zeros_like(values[:, 0])
     running = torch.zeros_like(next_value)
     advantages = torch.zeros_like(values)
@@ -60,17 +60,17 @@ def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 def adaptive_lambda(counts: Tensor, alpha: float = 0.05) -> Tensor:
     """Returns the length-adaptive lambda 1 - 1/(alpha n), at least 0 (VAPO, arXiv 2504.05118), float32 [sequences].
 
-    n is ``counts``, int64 [sequences], the number of sampled tokens. In a longer sequence a terminal reward affects
-    tokens further back, because its weight decays over about alpha n sampled tokens."""
+    n is ``counts``, int64 [sequences], the number of sampled tokens. The weight of a terminal reward decays over about
+    alpha n sampled tokens, so the reward reaches further back in a longer sequence."""
     return (1 - 1 / (alpha * counts.clamp(min=1))).clamp(min=0.0)
 
 
 def whiten(advantages: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """Shifts and scales the advantages of a whole batch, float [sampled tokens], to mean 0 and (biased) standard
-    deviation 1.
+    """Returns the advantages of a whole batch, float [sampled tokens], shifted and scaled to mean 0 and (biased)
+    standard deviation 1.
 
-    If all advantages are equal, they become zeros. Sums are in double precision: in single precision the rounding error
-    of the mean would be scaled up and pass for an advantage."""
+    If all advantages are equal, they become zeros. Sums are in double precision, so that a rounding error of the mean
+    does not look like an advantage."""
     wide = advantages.double()
     centred = wide - wide.mean()
     return (centred / (centred.square().mean().sqrt() + epsilon)).to(advantages.dtype)
@@ -87,9 +87,7 @@ def group(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6) -> Tensor:
     """Returns the rewards, normalised within each group: GRPO (arXiv 2402.03300).
 
     ``rewards`` (float), ``groups`` (int64, equal within a group) and the result are [sequences]. The result is (reward
-    - mean of the group) / ((biased) standard deviation of the group + epsilon), or 0 in a group of one. If rewards have
-    two values, the division scales a task's expected gradient by a positive factor. In groups of more than two, the
-    factor is larger for tasks that are nearly always or nearly never solved."""
+    - mean of the group) / ((biased) standard deviation of the group + epsilon), or 0 in a group of one."""
     centred, sizes = _centred(rewards, groups)
     spread = (_group_sums(centred.square(), groups) / sizes).sqrt()
     return (centred / (spread + epsilon)).to(rewards.dtype)
@@ -118,8 +116,8 @@ def _group_sums(numbers: Tensor, groups: Tensor) -> Tensor:
 
 
 def _on_all_tokens(of_groups: Callable[[Tensor, Tensor], Tensor], given: AdvantageInputs) -> Tensor:
-    """Returns the advantages of the sampled tokens, float [mask.sum()]. All tokens of a sequence get the advantage that
-    ``of_groups`` computes for the sequence from the rewards and groups of all sequences."""
+    """Returns the advantages of the sampled tokens, float [mask.sum()]. Every token of a sequence gets the sequence's
+    advantage, which ``of_groups`` computes from the rewards and groups of all sequences."""
     return of_groups(given.rewards, given.groups)[:, None].expand(given.mask.shape)[given.mask]
 
 

@@ -6,10 +6,10 @@ computed by blocked matrix products, which keep the attention probabilities for 
 precision, one flash attention computes the whole row. In all other cases ``scaled_dot_product_attention`` computes one
 sequence after the other, in memory linear in the length.
 
-With ``training.parallelism=context`` the ranks share each row. The row is cut into twice as many blocks as there are
-ranks. Rank r takes the r-th block from the front and the r-th from the back: this balances the work, because later
-tokens attend to more keys. Each rank gathers the keys and values of all ranks. On CPUs this way of sharing needs large
-masks, and serves only tests."""
+With ``training.parallelism=context`` the ranks share each row. A row is cut into two blocks per rank. Rank r computes
+the r-th block from the front and the r-th from the back. This balances the work, because later tokens attend to more
+keys. Each rank gathers the keys and values of all ranks. On CPUs, where it needs large masks, this serves only
+tests."""
 
 import functools
 import itertools
@@ -30,20 +30,20 @@ BLOCK = 128  # query rows of one blocked product
 
 
 class Segments:
-    """The ``lengths`` of a row's sequences. ``part`` says which part of the row this process has; None means all of it.
-    This is not a dataclass: ``torch.compile`` would specialise on its numbers and recompile for every row."""
+    """The ``lengths`` of a row's sequences. ``part`` is the part of the row that this process has, or None for the
+    whole row. This is not a dataclass, because ``torch.compile`` would then recompile for the numbers of every row."""
 
     def __init__(self, lengths: tuple[int, ...], part: PackedPart | None = None) -> None:
         self.lengths, self.part = lengths, part
 
     @functools.cached_property
     def ends(self) -> Tensor:
-        """Returns 0 and the end index of each sequence, int32 on the current GPU; all layers use this tensor."""
+        """Returns 0 and then the end of each sequence in the row: int32 [sequences + 1], on the current GPU."""
         return torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32, device="cuda")
 
 
 def register(compiled: bool = False) -> None:
-    """Registers packed attention with transformers. If ``compiled``, ``torch.compile`` does not trace into it."""
+    """Registers packed attention with transformers. If ``compiled``, excludes it from ``torch.compile``."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, torch.compiler.disable(_packed_attention) if compiled else _packed_attention)
@@ -166,7 +166,7 @@ class _Blocked(torch.autograd.Function):
 
 
 def _blocks(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Returns for each block of a row the indices (start of its sequence, start of the block, end of the block)."""
+    """Returns three indices for each block of the row: start of its sequence, start of the block, end of the block."""
     blocks, first = [], 0
     for length in lengths:
         end = first + length
@@ -176,8 +176,8 @@ def _blocks(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def part_of(row: PackedRow, ranks: int, rank: int) -> PackedRow:
-    """Returns the part of ``row`` that ``rank`` computes, with the ``lengths`` of the whole row. The last of these
-    lengths may be padding, which makes all blocks of the row equally long."""
+    """Returns the part of ``row`` that ``rank`` computes. The row is padded first, so that all blocks are equally long.
+    The part's ``lengths`` are those of the whole row; padding counts as one more sequence."""
     padding = -len(row.ids) % (2 * ranks)
     ids = torch.cat([row.ids, row.ids.new_zeros(padding)])
     positions = torch.cat([row.positions, torch.arange(padding)])

@@ -1,8 +1,8 @@
 """Stores a trainer's state as one flat table of tensors in a folder.
 
-The table maps names to tensors: the trained parameters (such as ``weight/model.norm.weight``) and what the optimizers
-keep for each parameter (``exp_avg/model.norm.weight``). A single process writes ``state.safetensors``. Ranks that share
-the weights write their parts with torch's distributed checkpoint. Any number of ranks can read either form."""
+The table maps names to tensors: the trained parameters (such as ``weight/model.norm.weight``) and their optimizer state
+(such as ``exp_avg/model.norm.weight``). A single process writes ``state.safetensors``. Ranks that share the weights
+write their parts with torch's distributed checkpoint. Any number of ranks can read either form."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,7 +25,7 @@ class CorruptCheckpoint(ValueError):
 
 
 def table_of(trained: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.optim.Optimizer]) -> Table:
-    """Returns the ``trained`` parameters, and the state that the optimizers keep for each of them, by name."""
+    """Returns the ``trained`` parameters and the optimizers' state for them, as a table from names to tensors."""
     names = {id(parameter): name for name, parameter in trained}
     table = {f"weight/{name}": parameter.detach() for name, parameter in trained}
     for optimizer in optimizers:
@@ -68,8 +68,8 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def write(table: Table, folder: Path) -> None:
-    """Writes the table into the existing, empty ``folder``. All ranks call this function, and each writes its part.
-    Ranks on different machines write to different folders, from which the driver collects the files."""
+    """Writes the table into the existing, empty ``folder``. All ranks call this function; each writes its part. Ranks
+    on different machines use different folders; the driver then collects the files."""
     if dist.is_initialized():
         import torch.distributed.checkpoint as dcp
 
@@ -80,7 +80,7 @@ def write(table: Table, folder: Path) -> None:
 
 def read(folder: Path, like: Iterable[tuple[str, Tensor]]) -> Table:
     """Reads a checkpoint that any number of ranks wrote. All ranks call this function, and each must see all files.
-    ``like`` are the parameters to restore; parts that ranks wrote are read with the sharding of these parameters.
+    ``like`` are the names and tensors of the parameters to restore; the returned tensors may be sharded like these.
     Raises ``CorruptCheckpoint`` on all ranks if files are missing or damaged."""
     try:
         return load_file(folder / WHOLE) if (folder / WHOLE).exists() else _read_parts(folder, dict(like))

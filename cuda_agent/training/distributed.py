@@ -1,7 +1,7 @@
 """Controls, from the driver's process, a trainer that runs in other processes (its ranks).
 
-In the driver, a ``DistributedTrainer`` takes the place of a ``Trainer``. A recipe (an algorithm in ``recipes``) that is
-marked ``over_ranks`` runs on all ranks at once with the same arguments, and returns the first rank's result. A
+In the driver, a ``DistributedTrainer`` takes the place of a ``Trainer``. A recipe (an algorithm in ``recipes``) marked
+``over_ranks`` runs on all ranks at once with the same arguments; the caller gets the first rank's result. A
 ``RankGroup`` sends calls to the ranks. The ranks run on this machine (``ranks``) or on several (``rl.ray.ranks``)."""
 
 import functools
@@ -22,15 +22,15 @@ TRAINERS: dict[str, Trainer] = {}  # the trainers in this process, by name, if i
 
 
 class TrainerLost(RuntimeError):
-    """A rank died, or failed while other ranks did not. What was learnt since the last checkpoint is lost; new ranks
-    may resume from this checkpoint."""
+    """A rank died, or only some of the ranks failed. Training since the last checkpoint is lost; new ranks may resume
+    from this checkpoint."""
 
 
 class RankGroup(Protocol):
-    """The interface for calls to all ranks of a trainer, on one machine or on several.
-    ``place`` makes a trainer called ``name`` on every rank, from a copy of ``model``. ``call`` calls a method of every
-    ``Rank`` and returns the first rank's result. ``save`` writes all parts of a checkpoint into ``folder`` on the
-    caller's machine. ``load`` loads a checkpoint on every rank, and returns the trainer's step and seconds."""
+    """The interface to the ranks of a trainer, on one machine or on several. Each method acts on all ranks. ``place``
+    makes a trainer called ``name`` from a copy of ``model``. ``call`` calls a method of ``Rank`` and returns the first
+    rank's result. ``save`` writes a checkpoint into ``folder`` on the caller's machine. ``load`` restores a checkpoint,
+    and returns the trainer's ``step`` and ``seconds``."""
 
     def place(self, name: str, model: Any, options: dict[str, Any]) -> None: ...
     def call(self, method: str, *arguments: Any) -> Any: ...
@@ -39,8 +39,8 @@ class RankGroup(Protocol):
 
 
 def joint_results(calls: Sequence[Future[R]], gone: type[Exception] = TrainerLost) -> list[R]:
-    """Waits for ``calls``, one call to each rank, and returns the results. Raises ``TrainerLost`` if an error is of the
-    type ``gone``, or if only some ranks failed. If all ranks failed, raises the first rank's error."""
+    """Waits for ``calls``, one call to each rank, and returns the results. Raises ``TrainerLost`` if an error has the
+    type ``gone`` (a rank is gone), or if only some ranks failed. If all ranks failed, raises the first rank's error."""
     wait(calls, return_when=FIRST_EXCEPTION)
     failed = _errors(calls)
     if not any(isinstance(error, gone | TrainerLost) for error in failed):
@@ -61,9 +61,9 @@ def _errors(calls: Sequence[Future[Any]]) -> list[BaseException]:
 
 
 class DistributedTrainer:
-    """Represents, in the driver, a trainer whose ranks each have a ``Trainer`` called ``name``. ``model`` is the
-    driver's copy; reading it fetches the ranks' weights. When this object is sent to a rank, it becomes the rank's
-    ``Trainer``."""
+    """Represents, in the driver, the trainer that every rank has under ``name``. ``model`` is the driver's copy;
+    reading it fetches the ranks' weights if they have changed. If this object is an argument of a call to the ranks,
+    each rank gets its own ``Trainer`` instead."""
 
     def __init__(self, ranks: RankGroup, name: str, model: Any, **options: Any) -> None:
         self.step, self.seconds = 0, 0.0
@@ -92,7 +92,7 @@ class DistributedTrainer:
         self._stale = True
 
     def follow(self, step: int, seconds: float) -> None:
-        """Takes over the ranks' step and seconds. After a new step, the driver's copy of the model is outdated."""
+        """Takes over the ranks' ``step`` and ``seconds``. A new step makes the driver's copy of the model outdated."""
         self._stale = self._stale or step != self.step
         self.step, self.seconds = step, seconds
 

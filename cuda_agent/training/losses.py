@@ -1,8 +1,8 @@
 """Computes losses over sampled tokens, and the log-probabilities that the losses need.
 
 A loss function takes flat tensors (one entry per sampled token of one row) and ``total``, the number of sampled tokens
-of the whole minibatch. It returns the row's share of the mean over all these tokens, so that the losses of the rows add
-up to the mean. Metrics that a loss function returns add up in the same way (``added``)."""
+of the whole minibatch. It returns the row's share of the minibatch's mean loss: the shares of all rows add up to the
+mean. Its metrics are shares too, except maxima (``added``)."""
 
 from collections.abc import Callable
 
@@ -24,12 +24,12 @@ def added(known: dict[str, float], more: dict[str, float]) -> dict[str, float]:
 def token_logprobs(
     states: Tensor, ids: Tensor, project: Callable[[Tensor], Tensor], chunk: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Returns natural log-probabilities of the tokens ``ids``, and the entropies (in nats, without gradient) of the
-    distributions from which these tokens came; both float32 [n].
+    """Returns natural log-probabilities of the tokens ``ids``, int64 [n], and the entropies (in nats, without gradient)
+    of the distributions that the model predicts for these tokens; both float32 [n].
 
-    ``states``, float [n, hidden], are those that predict the tokens ``ids``, int64 [n] (``packing.before_sampled``).
-    ``project`` maps m states to logits [m, vocabulary]. At most ``chunk`` rows of logits exist at a time; with more
-    than one chunk the backward pass recomputes them."""
+    ``states``, float [n, hidden], are the states before these tokens (``packing.before_sampled``). ``project`` maps m
+    states to logits [m, vocabulary]. To save memory, at most ``chunk`` rows of logits exist at a time; if there are
+    several chunks, the backward pass recomputes them."""
 
     def one(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = project(states).float()
@@ -61,15 +61,15 @@ def ppo_loss(
     clip_high: float,
     tis_cap: float,
 ) -> tuple[Tensor, Metrics]:
-    """Returns PPO's clipped loss with an asymmetric clipping range, averaged over tokens (paper, section 3.3; arXiv
-    1707.06347), and its metrics.
+    """Returns a row's share of PPO's clipped loss with an asymmetric clipping range, averaged over tokens (paper,
+    section 3.3; arXiv 1707.06347), and its metrics.
 
-    Where ``old`` differs from ``engine``, each token is weighted by min(old / engine, ``tis_cap``), without gradient:
-    truncated importance sampling corrects for the engine's slightly different probabilities.
+    Each token is weighted by min(exp(``old`` - ``engine``), ``tis_cap``), without gradient: truncated importance
+    sampling corrects for the engine's slightly different probabilities.
 
     Args:
         logprobs: float32 [n], log-probabilities under the current policy, with gradient.
-        old: float32 [n], denominator of the ratio: the engine's, or the trainer's from before the first minibatch.
+        old: float32 [n], the ratio's denominator: log-probabilities of the engine, or of the trainer before its steps.
         engine: float32 [n], log-probabilities under the engine that sampled the tokens.
         advantages: float32 [n].
         total: Number of sampled tokens of the minibatch.
@@ -96,11 +96,11 @@ def ppo_loss(
 def value_loss(
     values: Tensor, targets: Tensor, total: int, old: Tensor | None = None, clip: float | None = None
 ) -> Tensor:
-    """Returns half the mean squared error of ``values`` (float32 [n], with gradient), optionally clipped as in PPO.
+    """Returns a row's share of half the mean squared error of ``values`` (float32 [n], with gradient).
 
-    With ``clip``, a second error is computed for each token, from its value limited to the range ``old`` - ``clip`` to
-    ``old`` + ``clip``; the larger of the two errors counts. ``old`` are the values before the update, float32 [n].
-    ``clip`` without ``old`` raises ``ValueError``."""
+    With ``clip`` (as in PPO), the larger of two errors counts for each token: that of its value, and that of its value
+    limited to the range ``old`` - ``clip`` to ``old`` + ``clip``. ``old`` are the values before the update, float32
+    [n]. ``clip`` without ``old`` raises ``ValueError``."""
     error = (values - targets).square()
     if clip is not None:
         if old is None:

@@ -1,9 +1,9 @@
 """Converts episodes to tensors, and packs sequences side by side into rows of at most a fixed number of tokens.
 
-Data of sampled tokens (log-probabilities, advantages, values) is stored in flat tensors, with one entry per sampled
-token of a ``Batch``, sequence after sequence. A ``PackedRow`` lists its sampled tokens (``targets``), their indices in
-the flat tensors (``tokens``) and the states that predict them (``before``). The state at position t - 1 predicts the
-token at t; only ``PackedRow`` and ``before_sampled`` depend on this rule."""
+Log-probabilities, advantages and values of sampled tokens are stored in flat tensors, with one entry per sampled token
+of a ``Batch``, sequence after sequence. A ``PackedRow`` lists its sampled tokens (``targets``), their indices in the
+flat tensors (``tokens``) and the states that predict them (``before``). The state at position t - 1 predicts the token
+at t."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ class Tokens:
     """One sequence to train on. ``mask`` is true at the tokens that the policy sampled or is to imitate."""
 
     ids: Tensor  # int64 [length]
-    mask: Tensor  # bool [length]; false at 0, since nothing precedes the first token
+    mask: Tensor  # bool [length]; false for the first token, which nothing predicts
     logprobs: Tensor  # float32 [sampled tokens], the engine's; zeros for imitation
     reward: float = 0.0  # belongs to the last sampled token
     group: str = ""  # equal for the samples of one draw of a task
@@ -30,7 +30,7 @@ class Tokens:
 
 
 def tokens_of(ids: Sequence[int], mask: Sequence[int]) -> Tokens:
-    """Returns a sequence whose tokens are imitated where ``mask`` is 1, except for the first token."""
+    """Returns a sequence to imitate: its tokens are trained on where ``mask`` is 1, except for the first token."""
     chosen = torch.tensor(mask, dtype=torch.bool)
     if len(ids) != len(mask) or not len(ids):
         raise ValueError(f"a sequence of {len(ids)} tokens with a mask of {len(mask)}")
@@ -56,7 +56,7 @@ def trainable(episodes: Iterable[Episode]) -> list[Episode]:
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Marks a row as the part that the rank number ``rank`` has of a longer row, which ``ranks`` processes share."""
+    """Marks a row as a part of a longer row, which ``ranks`` processes share. The part belongs to number ``rank``."""
 
     ranks: int
     rank: int
@@ -100,15 +100,15 @@ class Batch:
         return self.logprobs.numel()
 
     def rows(self, row_tokens: int, chosen: Sequence[int] | None = None, multiple: int = 1) -> list[PackedRow]:
-        """Packs the chosen sequences (by default all) into rows of at most ``row_tokens``. Sequences without sampled
-        tokens are left out. Aims at a number of rows divisible by ``multiple`` (``pack_evenly``)."""
+        """Packs the sequences with the indices ``chosen`` (by default all) into rows of at most ``row_tokens``. Leaves
+        out sequences without sampled tokens. Aims at a number of rows divisible by ``multiple`` (``pack_evenly``)."""
         picked = [i for i in (range(len(self.sequences)) if chosen is None else chosen) if self.counts[i]]
         offsets = torch.tensor((0, *self.counts)).cumsum(0).tolist()
         packed = pack_evenly([len(self.sequences[i]) for i in picked], row_tokens, multiple)
         return [_row([(self.sequences[picked[i]], offsets[picked[i]]) for i in row]) for row in packed]
 
     def padded(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns ``flat`` padded to [sequences, largest of ``counts``], and a mask that is false at the padding."""
+        """Returns ``flat`` as [sequences, max(counts)], padded with zeros, and a mask that is false at padding."""
         parts = flat.split(self.counts)
         mask = torch.arange(max(self.counts)) < torch.tensor(self.counts)[:, None]
         return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True), mask
@@ -146,8 +146,7 @@ def pack_evenly(lengths: Sequence[int], row_tokens: int, multiple: int) -> list[
     """Packs sequences into rows of similar length, and returns the indices of each row's sequences. Aims at a number of
     rows divisible by ``multiple``, for callers that compute so many rows side by side, but may return fewer rows.
 
-    The number of rows that ``pack`` needs is rounded up to a multiple. Then ever larger rows are tried, from an even
-    share of the tokens up to ``row_tokens``, until ``pack`` needs no more than this number (MULTIFIT)."""
+    Calls ``pack`` with ever longer rows, up to ``row_tokens``, until there are few enough rows (MULTIFIT)."""
     rows = pack(lengths, row_tokens)
     wanted = -(-len(rows) // multiple) * multiple
     budget = max(-(-sum(lengths) // max(wanted, 1)), *lengths, 1)
@@ -160,7 +159,7 @@ def pack_evenly(lengths: Sequence[int], row_tokens: int, multiple: int) -> list[
 
 
 def _row(sequences: Sequence[tuple[Tokens, int]]) -> PackedRow:
-    """Returns a row of ``sequences``, each given with the offset of its sampled tokens in the flat tensors."""
+    """Returns a row of ``sequences``, each with the index of its first sampled token in the flat tensors."""
     ids = torch.cat([sequence.ids for sequence, _ in sequences])
     positions = torch.cat([torch.arange(len(sequence)) for sequence, _ in sequences])
     sampled = torch.cat([sequence.mask for sequence, _ in sequences]).nonzero()[:, 0]
@@ -170,8 +169,8 @@ def _row(sequences: Sequence[tuple[Tokens, int]]) -> PackedRow:
 
 
 def before_sampled(states: Tensor, row: PackedRow) -> Tensor:
-    """Returns the state before each sampled token of ``row``, [n, size], out of the row's ``states`` [length, size].
-    The model predicts a token, and the critic its value, from the state before the token."""
+    """Returns, out of the row's ``states`` [length, size], the state before each sampled token: [n, size]. From this
+    state the model predicts the token, and the critic its value."""
     return states[row.before]
 
 

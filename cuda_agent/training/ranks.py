@@ -40,8 +40,8 @@ def open_store(host: str) -> tuple[Any, str]:
 
 
 class Rank:
-    """One rank, in its own process.  The constructor joins torch's process group of ``world`` ranks, which meet through
-    the store at ``address`` (host:port).  If ``world`` is 1, there is no process group."""
+    """One rank, in its own process. The constructor joins torch's process group of ``world`` ranks through the store at
+    ``address`` (host:port). If ``world`` is 1, there is no process group."""
 
     def __init__(self, rank: int, world: int, address: str, device: str, threads: int, lease: Path | None) -> None:
         self._device = f"cuda:{rank % torch.cuda.device_count()}" if device == "cuda" else "cpu"
@@ -83,8 +83,8 @@ class Rank:
 
 
 def _rank_main(connection: Connection, number: int, *arguments: Any) -> None:
-    """Answers calls to the rank ``number`` until an empty message comes. A call is (method, arguments), its answer
-    (None, result) or (error, None). Ranks other than the first send no results. The process ends with its parent."""
+    """Answers calls to the rank ``number`` until an empty message comes. A call is (method, arguments). The answer is
+    (None, result) or (error, None); only the first rank sends its result. The process ends with its parent."""
     die_with_parent()
     rank: Rank | None = None
     while message := connection.recv_bytes():
@@ -114,9 +114,9 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """Runs ``count`` rank processes on this machine; each has its own GPU if ``device`` is "cuda". Use it as a context
     manager; its exit ends the processes.
 
-    ``threads`` is the number of threads of each rank on a CPU.  ``lease`` is the folder of the timing lease, which rank
-    0 holds for all ranks.  If other machines run ranks of the same group, ``world`` is the size of the group, ``first``
-    the number of the first rank here, and ``address`` the store through which the ranks meet."""
+    ``threads`` is the number of threads of each rank on a CPU. ``lease`` is the folder of the timing lease, which rank
+    0 holds for all ranks. If other machines run ranks of the same group, ``world`` is the number of all ranks,
+    ``first`` the number of the first rank here, and ``address`` (host:port) is the store where the ranks meet."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         return self.send(pickle.dumps((method, arguments)))
 
     def send(self, message: bytes) -> Any:
-        """Does the same as ``call``. ``message`` is the method and its arguments, already pickled."""
+        """Does the same as ``call`` for ``message``, the pickled pair (method, arguments)."""
         if not self._pipes:
             raise TrainerLost("the ranks are closed")
         try:

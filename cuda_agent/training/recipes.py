@@ -66,9 +66,9 @@ def sft(
 
     Yields the metrics of each optimizer step (``sft_batches``). ``seed`` decides the order of the sequences. A restored
     trainer continues after the steps that it has taken. Give either ``steps`` or ``epochs``. Training also ends when
-    ``trainer.seconds`` reaches ``max_seconds``. The learning rate, at most ``lr``, depends on the fraction of the
-    training that is done, in steps or in seconds, whichever is larger. Raises ``ValueError`` if both or neither of
-    ``steps`` and ``epochs`` are given, or if there are no sequences."""
+    ``trainer.seconds`` reaches ``max_seconds``. The learning rate, at most ``lr``, follows the progress: the fraction
+    of the steps or, if larger, of ``max_seconds``. Raises ``ValueError`` if both or neither of ``steps`` and ``epochs``
+    are given, or if there are no sequences."""
     if (steps is None) == (epochs is None):
         raise ValueError("give either steps or epochs")
     if not sequences:
@@ -130,12 +130,12 @@ def value_epoch(
     seed: int,
     epoch: int,
 ) -> dict[str, float]:
-    """Runs one epoch of value pretraining, with gamma 1 (paper, section 3.3, stage 3), on the ``episodes`` with a
-    reward, in steps of at most ``tokens_per_step`` tokens. ``seed`` and ``epoch`` decide the order.
+    """Runs one epoch of value pretraining (paper, section 3.3, stage 3), with gamma 1, on the ``episodes`` that have a
+    reward. Each step has at most ``tokens_per_step`` tokens. ``seed`` and ``epoch`` decide the order.
 
-    With ``gae_lambda`` 1 the targets are the episodes' rewards; below 1 they are V + advantage, where V are the
-    critic's values when the epoch begins. The returned ``explained_variance`` is computed from the rewards and from
-    each step's predictions before its update."""
+    With ``gae_lambda`` 1 the targets are the episodes' rewards. Below 1 they are V + advantage, where V are the
+    critic's values when the epoch begins. In the result, ``explained_variance`` compares the predictions of each step,
+    made before its update, with the rewards."""
     start = time.monotonic()
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
     goals = targets(batch, None if gae_lambda == 1 else critic.flat(batch, critic.values), 1.0, gae_lambda)
@@ -181,8 +181,8 @@ def ppo_update(
 
     Episodes without a reward or without sampled tokens are dropped; if none is left, nothing is trained. ``seed``
     decides how episodes are shuffled into minibatches. The episodes were sampled at ``temperature``. Returns metrics of
-    the episodes and means over the optimizer steps (maxima for ``*_max``); the critic's metrics are named ``critic_*``.
-    Raises ``ValueError`` if ``settings.advantage`` needs a critic and there is none."""
+    the episodes, and the mean of each training metric over the steps (of ``*_max``, the maximum); names of the critic's
+    metrics begin with ``critic_``. Raises ``ValueError`` if ``settings.advantage`` needs a critic and there is none."""
     start = time.monotonic()
     kept = trainable(episodes)
     summary = episode_metrics(episodes)
@@ -215,8 +215,8 @@ def ppo_update(
 
 
 def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor, Tensor | None]:
-    """Returns the advantages of ``batch``, by the estimator that ``settings.advantage`` names, and the critic's targets
-    (None without ``values``); both float32 [sampled tokens]. The batch must consist of whole groups. Raises
+    """Returns the advantages of ``batch`` and the critic's targets, both float32 [sampled tokens]. The targets are None
+    without ``values``. ``settings.advantage`` names the estimator. The batch must consist of whole groups. Raises
     ``ValueError`` if the estimator needs ``values`` and they are None."""
     counts = torch.tensor(batch.counts)
     lam = adaptive_lambda(counts) if settings.actor_lambda is None else settings.actor_lambda
@@ -229,8 +229,8 @@ def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """Returns metrics of ``episodes``. Rates are shares of those episodes that have a reward and sampled tokens.
 
-    ``faster_than_eager`` and ``faster_than_compile`` follow the grade of the verdict (-1, 1, 2, 3; paper, Eq. 1), even
-    if the reward has another form."""
+    ``faster_than_eager`` and ``faster_than_compile`` use the verdict's grade (-1, 1, 2, 3; paper, Eq. 1), even if
+    episodes have another form of reward."""
     kept = trainable(episodes)
     metrics = {"episodes": float(len(kept)), "dropped": float(len(episodes) - len(kept))}
     if not kept:
@@ -253,9 +253,9 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def targets(batch: Batch, values: Tensor | None, gamma: float, lam: float) -> Tensor:
-    """Returns the value targets of a batch, V + advantage by GAE: float32 [sampled tokens].
+    """Returns the critic's targets for a batch, V + GAE's advantage: float32 [sampled tokens].
 
-    ``values`` are V, float32 [sampled tokens].  They may be None when ``lam`` is 1, because V then cancels out."""
+    ``values`` are V, float32 [sampled tokens]. If ``lam`` is 1, V cancels out, and ``values`` may be None."""
     known = torch.zeros(len(batch)) if values is None or lam == 1 else values
     padded, mask = batch.padded(known)
     return known + gae(terminal_rewards(batch.rewards, mask), padded, mask, gamma, lam)[mask]
@@ -275,9 +275,9 @@ def _value_step(
     old: Tensor | None = None,
     clip: float | None = None,
 ) -> dict[str, float]:
-    """Takes one critic step on the ``chosen`` sequences, and writes the predictions before the step into ``seen``.
-    ``goals`` are the targets. If ``clip`` is given, ``old`` are the values before all steps, and the loss is clipped
-    around them (``value_loss``). ``goals``, ``seen`` and ``old`` are flat tensors of the batch."""
+    """Takes one critic step towards the targets ``goals`` on the ``chosen`` sequences. Writes the critic's predictions
+    for them, made before the step, into ``seen``. With ``clip``, ``value_loss`` clips around ``old``, the values before
+    the first step. ``goals``, ``seen`` and ``old`` are flat tensors of the batch."""
     total = sum(batch.counts[index] for index in chosen)
 
     def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:

@@ -1,9 +1,9 @@
 """Shards a model's weights over several processes (ranks) with FSDP2, and distributes rows of sequences over the ranks.
 
-Each rank keeps a part of every parameter, of its gradient and of the optimizer's state.  A layer's weights are gathered
-from all ranks when the layer computes.  All code that reads weights runs inside ``FsdpRoot``, which gathers the weights
-outside of the layers.  Gradients are summed over the ranks, not averaged: each rank's loss is its part of the mean over
-the whole batch."""
+Each rank keeps a part of every parameter, of its gradient and of the optimizer's state. A layer's weights are gathered
+from all ranks when the layer computes. ``FsdpRoot`` gathers all other weights, so code that reads weights must run
+inside it. Gradients are summed over the ranks, not averaged: each rank's loss is its part of the mean over the whole
+batch."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class FsdpRoot(nn.Module):
-    """The root module of a sharded ``model``. Calling it with a function runs the function, with gathered weights."""
+    """The root module of a sharded ``model``. Calling it with a function gathers weights and runs the function."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -31,8 +31,8 @@ class FsdpRoot(nn.Module):
 
 
 def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
-    """Shards ``model`` in place; its parameters become new objects. The layers of ``trunk`` are gathered one at a time,
-    all other weights together, when the returned root runs."""
+    """Shards ``model`` in place; its parameters become new objects. When the returned root runs, each layer of
+    ``trunk`` is gathered while it computes, and all other weights are gathered together."""
     layers = getattr(trunk, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{type(trunk).__name__} has no list of layers, by which its weights could be shared")
@@ -48,9 +48,9 @@ def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
 
 
 def rows_of_rank(rows: Sequence[PackedRow], ranks: int, rank: int) -> list[PackedRow]:
-    """Returns the rows of ``rank``. Rows are dealt out in rounds, one to each rank, from the longest to the shortest,
-    so that rows of similar length are computed at the same time. Every second round deals to the ranks in reverse
-    order. Empty rows fill up the last round."""
+    """Returns the rows of ``rank``. Rows are dealt out from the longest to the shortest, one to each rank per round, so
+    that the ranks compute rows of similar length at the same time. Every second round begins with the last rank. Empty
+    rows fill up the last round."""
     order = sorted(range(len(rows)), key=lambda number: (-len(rows[number].ids), number))
     mine = []
     for turn, start in enumerate(range(0, len(order), ranks)):
@@ -66,5 +66,5 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def wait() -> None:
-    """Waits until all ranks call this function.  It waits on the CPU, by Gloo, and keeps no GPU busy."""
+    """Waits until all ranks call this function.  It waits on the CPU (by Gloo), so no GPU is busy."""
     dist.all_reduce(torch.zeros(1))

@@ -1,7 +1,7 @@
 """One trainer for imitation, value pretraining and PPO. It trains a model on rows of packed sequences.
 
-The algorithms (``recipes``) define the losses. Weights are float32; with ``precision="bf16"`` the trunk computes in
-bfloat16, so that log-probabilities differ from those of a float32 engine. "auto" means bf16 if the device has bfloat16
+The algorithms (``recipes``) define the losses. Weights are float32. With ``precision="bf16"`` the trunk computes in
+bfloat16, so log-probabilities differ from those of a float32 engine; "auto" chooses bf16 if the device has bfloat16
 instructions. The same seed, threads and data give the same weights. Checkpoints do not contain frozen parameters.
 
 With a ``mesh``, one trainer runs in each of several processes (ranks). All ranks get the same batches and return the
@@ -34,8 +34,7 @@ RowLoss = Callable[[PackedRow], tuple[Tensor, Metrics]]
 class Trainer:
     """Trains one model on rows of at most ``row_tokens`` tokens; no sequence may be longer than a row.
 
-    On a CPU, a small model computes several rows at the same time, as many as torch has threads when the trainer is
-    made. Each row uses one thread, so that no core idles at the end of a small operation."""
+    On a CPU, without a ``mesh``, a small model computes as many rows at the same time as torch has threads."""
 
     def __init__(
         self,
@@ -88,8 +87,8 @@ class Trainer:
 
     @contextmanager
     def leased(self) -> Iterator[None]:
-        """Holds the timing lease until the device has finished the work that was started inside the context. Ranks
-        enter and leave the context together, and the first rank holds the lease for all."""
+        """Holds the timing lease during the context's body, and until the GPU has finished the body's work. Ranks enter
+        and leave the context together; the first rank holds the lease for all."""
         with self.lease.working() if self.lease else nullcontext():
             if self._root is not None:
                 sharding.wait()
@@ -103,8 +102,8 @@ class Trainer:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Wraps a short piece of work with the model: holds the lease (``leased``), and makes the model use packed
-        attention until the end of the context."""
+        """Wraps a short piece of work with the model: during the context's body, holds the lease (``leased``) and makes
+        the model use packed attention, if it can."""
         with self.leased():
             usual = self.trunk.config._attn_implementation
             if self._packed:
@@ -125,8 +124,8 @@ class Trainer:
         return result
 
     def states(self, row: PackedRow) -> Tensor:
-        """Returns the trunk's last hidden states before the row's n sampled tokens, float32 [n, hidden]. Must be called
-        inside ``working`` and ``within``. The row must be on the trainer's device."""
+        """Returns the trunk's last hidden states before the row's n sampled tokens, float32 [n, hidden]. Call it inside
+        ``working`` and ``within``. The row must be on the trainer's device."""
         extra = {"segments": attention.Segments(row.lengths, row.part)} if self._packed else {}
         low, alone = self.precision == "bf16", self.workers == self.ranks == 1
         with torch.autocast(self.device.type, torch.bfloat16, enabled=low, cache_enabled=alone):
@@ -144,8 +143,8 @@ class Trainer:
         return self.model.values(self.states(row))
 
     def flat(self, batch: Batch, of_row: Callable[[PackedRow], Tensor]) -> Tensor:
-        """Applies ``of_row``, which maps a row to a tensor [n], to all rows of a batch, without gradients. Returns one
-        number per sampled token, in batch order: float32 [sampled tokens], on the CPU."""
+        """Applies ``of_row`` to all rows of a batch, without gradients. ``of_row`` gives one number per sampled token
+        of a row. Returns these numbers in batch order: float32 [sampled tokens], on the CPU."""
         out = torch.zeros(len(batch))
 
         def fill(row: PackedRow) -> None:
@@ -157,7 +156,7 @@ class Trainer:
         return self.summed(out)
 
     def summed(self, flat: Tensor) -> Tensor:
-        """Sums ``flat`` over the ranks, in place. Each rank has set its rows' entries and left the others zero."""
+        """Sums ``flat`` over the ranks, in place. Each rank has filled in its own tokens and left zeros elsewhere."""
         if self._root is not None:
             dist.all_reduce(flat)
         return flat
@@ -169,10 +168,10 @@ class Trainer:
         return rows if self._root is None else sharding.rows_of_rank(rows, self.ranks, self.rank)
 
     def update(self, batch: Batch, chosen: Sequence[int] | None, lr: float, loss_of: RowLoss) -> dict[str, float]:
-        """Takes one optimizer step on the sum of ``loss_of`` over the rows of the chosen sequences (None: of all
-        sequences). Returns the loss, its metrics and the gradient norm.
+        """Takes one optimizer step on the sum of ``loss_of`` over the rows of the ``chosen`` sequences, or of all
+        sequences if None. Returns the loss, the metrics of ``loss_of`` and the gradient norm.
 
-        A step with a non-finite gradient is skipped; the metric ``skipped`` is then 1."""
+        If the gradient is not finite, the weights stay as they are, and the metric ``skipped`` is 1."""
 
         def backward(row: PackedRow) -> tuple[Metrics, Sequence[Tensor | None]]:
             loss, metrics = self.within(lambda: loss_of(row.to(self.device)))
@@ -205,7 +204,7 @@ class Trainer:
         return metrics | {"grad_norm": norm if math.isfinite(norm) else 0.0, "skipped": float(not math.isfinite(norm))}
 
     def _side_by_side(self, job: Callable[[PackedRow], Result], rows: Sequence[PackedRow]) -> Iterator[Result]:
-        """Yields ``job``'s result for each row, in order; runs ``workers`` rows at a time, inside ``working``."""
+        """Yields the result of ``job`` for each row, in order. Runs ``workers`` rows at a time, inside ``working``."""
         if self.workers == 1:
             for row in rows:
                 with self.working():
@@ -257,9 +256,9 @@ def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:
 
 
 def _optimizers(model: Any, name: Literal["adamw", "muon"], weight_decay: float) -> list[torch.optim.Optimizer]:
-    """Makes the optimizers: AdamW for all parameters, or Muon for the matrices between the embeddings and AdamW for the
-    rest. Muon is orthogonalised momentum, scaled to AdamW's step size so that one learning rate serves both. Weight
-    decay applies to matrices only."""
+    """Makes the optimizers: AdamW for all parameters, or Muon for all matrices except the embeddings and AdamW for the
+    rest. Muon's steps are scaled to the size of AdamW's, so that one learning rate serves both. Weight decay applies to
+    matrices only."""
     ends = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     inner = [p for p in trained if p.ndim == 2 and min(p.shape) > 1 and id(p) not in ends] if name == "muon" else []

@@ -1,8 +1,8 @@
 """Computes the forward passes of the in-process engine, for prompts and for single tokens, with a key-value cache.
 
 ``DenseDecoder`` is fast and decodes dense Llama, Qwen2 and Qwen3 models. ``GenericDecoder`` runs any other causal
-model, one sequence after the other. Each row of the cache holds one sequence. The n active sequences are in the first n
-rows, so that attention reads one slice of the cache. If a sequence ends, the last one moves into its row (``move``)."""
+model, one sequence after the other. Each row of the cache holds one sequence. The n active sequences fill the first n
+rows: when a sequence ends, ``move`` puts the last one into its row."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -23,9 +23,9 @@ Job = tuple[int, int, Sequence[int]]  # row, position of the first new token, th
 
 
 class DenseDecoder:
-    """A fast decoder of dense models. It rearranges a copy of the weights: q, k and v become one matrix, gate and up
-    another. The weight of each norm, except those of q and k, is multiplied into the matrix after the norm. The two
-    numbers that rotary embedding rotates together become neighbours.
+    """A fast decoder of dense models, with a rearranged copy of the weights. q, k and v are one matrix, gate and up are
+    another. A matrix after a norm contains the norm's weights (``_fold``). In q and k, the two numbers that rotary
+    embedding rotates together are adjacent.
 
     Shapes in this class: n rows or tokens, H query heads, K key-value heads, G = H / K, head size D."""
 
@@ -62,7 +62,7 @@ class DenseDecoder:
         return all(linear.bias is None for linear in plain)
 
     def _weights(self, model: Any) -> Weights:
-        """Returns embedding, layers, output layer and rotations (complex64 [context, D / 2]) in this decoder's form."""
+        """Returns rearranged weights: embedding, layers, output layer, rotary factors (complex64 [context, D / 2])."""
         embed = model.model.embed_tokens.weight.detach().clone()
         rotary = model.model.rotary_emb
         angles = torch.outer(torch.arange(self.context, device=embed.device), rotary.inv_freq.float())
@@ -72,8 +72,8 @@ class DenseDecoder:
 
     @torch.inference_mode()
     def take(self, model: Any) -> bool:
-        """Copies the weights of ``model`` into this decoder; the cached keys and values are then out of date. Returns
-        False, without a change, if the architecture, a shape, the element type or the device differs."""
+        """Copies the weights of ``model`` into this decoder, which makes the cached keys and values invalid. Returns
+        False, and changes nothing, if the architecture, a shape, the element type or the device differs."""
         config = model.config
         numbers = config.max_position_embeddings, config.rms_norm_eps, config.num_attention_heads
         if not self.knows(model) or numbers != (self.context, self.eps, self.heads):
@@ -193,7 +193,7 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed).float()
 
     def _placed(self, layer: dict[str, Any], cache: Tensor, x: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Returns q, k and v of the states ``x`` at these rows and positions; also writes k and v into ``cache``."""
+        """Returns q, k and v of the states ``x`` at ``rows`` and ``positions``. Writes k and v into ``cache``."""
         if not self.native:
             qkv = self._qkv(layer, x, self.rotations[positions][:, None])
             cache[rows, :, positions] = qkv[:, self.heads :]
@@ -332,14 +332,14 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _fold(weight: Tensor, norm: Tensor) -> Tensor:
-    """Returns ``weight``, the matrix of a linear layer, times ``norm``, the weight of the norm before this layer."""
+    """Returns ``weight`` [out, in], each row times ``norm`` [in], the weights of the norm before this linear layer."""
     return (weight.float() * norm.float()).to(weight.dtype)
 
 
 def verify(decoder: Decoder, model: Any) -> float:
-    """Returns the largest difference between the log-probabilities of ``decoder`` and ``model`` at four positions of a
-    fixed prompt. The difference at a position is a mean over the vocabulary, weighted by the model's probabilities.
-    Calls ``prefill``, ``step`` and ``restore``, and overwrites rows 0 and 1 of the cache."""
+    """Compares the log-probabilities of ``decoder`` and ``model`` at four positions of a fixed prompt, and returns the
+    largest difference. The difference at a position is a mean over the vocabulary, weighted by the model's
+    probabilities. Overwrites rows 0 and 1 of the cache."""
     ids, device = probe_prompt(model, 20), model.device
     with torch.inference_mode():
         wanted = torch.log_softmax(model(input_ids=torch.tensor([ids], device=device)).logits[0].float(), -1)

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 
 class EngineError(RuntimeError):
-    """The engine cannot serve the requested policy or prompt, and refuses instead of serving something wrong."""
+    """The engine cannot serve the requested policy or prompt correctly, and therefore refuses."""
 
 
 class EngineLost(EngineError):
@@ -20,9 +20,9 @@ class EngineLost(EngineError):
 class SamplingParams:
     """The parameters of one completion.
 
-    Weights, prompt and ``seed`` alone decide the completion, up to rounding. Other requests in the batch and restarts
-    of a server change nothing. At ``temperature`` 0 the likeliest token is taken. ``key`` names the episode: an engine
-    sends all requests with the same key to one server, which caches their common beginning."""
+    Up to rounding, a completion depends only on the weights, the prompt and these parameters. At ``temperature`` 0 the
+    likeliest token is taken. ``key`` names the episode: an engine sends all requests with the same key to one server,
+    which caches their common beginning."""
 
     max_tokens: int
     seed: int
@@ -49,13 +49,13 @@ class Engine(Protocol):
         until this call returns. Raises ``EngineError`` on failure; the engine then refuses all requests."""
 
     async def compute(self, job: Callable[[], Any]) -> Any:
-        """Runs ``job`` in the engine's thread for computations, and returns the result of ``job``."""
+        """Runs ``job`` in the engine's worker thread, and returns the result of ``job``."""
 
     async def close(self) -> None: ...
 
 
 def probe_prompt(model: Any, count: int) -> list[int]:
-    """Returns a fixed prompt of ``count`` tokens that every model can read, for comparing log-probabilities."""
+    """Returns a fixed prompt of ``count`` tokens from the model's vocabulary, for comparing log-probabilities."""
     vocab = model.config.get_text_config().vocab_size
     return [(7919 * i + 13) % vocab for i in range(count)]
 

@@ -1,7 +1,7 @@
 """Runs decoding steps as CUDA graphs: one launch replaces the launches of a step's hundreds of small kernels.
 
-Each graph is recorded for a number of rows and a number of cache positions. A step rounds both numbers up, so that a
-whole batch needs only about a dozen graphs. What the surplus rows compute is ignored."""
+Each graph has a fixed number of rows and of cache positions. A step rounds its own numbers up to those of a graph, so
+that a whole batch needs only about a dozen graphs. The results of the extra rows are dropped."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +15,9 @@ Step = Callable[[Tensor, Tensor, int], Tensor]
 
 
 class StepGraphs:
-    """Records the function ``step`` as CUDA graphs and replays them. ``step`` maps token ids (int64 [n]), positions
-    (int64 [n]) and a number of cache positions to logits [n, vocab], where n is at most ``rows``. ``step`` may be run
-    twice with the same arguments, and must then return the same logits."""
+    """Records the function ``step`` as CUDA graphs and replays them. ``step`` gets token ids (int64 [n]), their
+    positions (int64 [n]) and the number of cache positions to read; it returns logits [n, vocab]. n is at most
+    ``rows``. ``step`` may be run twice; the second run must return the same logits."""
 
     def __init__(self, step: Step, rows: int, device: torch.device) -> None:
         self._step, self._rows = step, rows
@@ -26,8 +26,8 @@ class StepGraphs:
         self.forget()
 
     def __call__(self, ids: Tensor, positions: Tensor, length: int, longest: int) -> Tensor:
-        """Returns the logits of one step, which reads the first ``length`` cache positions. ``length`` is first rounded
-        up (``padded_length``), but to no more than ``longest``."""
+        """Returns the logits of one decoding step, which reads the first ``length`` cache positions. ``length`` is
+        rounded up (``padded_length``), but not beyond ``longest``, the length of the cache."""
         n = len(ids)
         rows, length = min(1 << (n - 1).bit_length(), self._rows), padded_length(length, longest)
         self._ids[:n], self._positions[:n] = ids, positions

@@ -2,8 +2,8 @@
 
 Weights, prompt and seed alone decide a completion up to rounding: each token is drawn with noise derived from the seed
 and the token's position. Rounding depends on which requests share the batch. Waiting requests join the batch in order
-of submission, as soon as ``QUIET_PASSES`` passes of the event loop have brought no new request. Callers that wait for
-nothing but this engine and each other therefore get the same batches, and the same bits, in every run. There is no
+of submission, as soon as ``QUIET_PASSES`` passes of the event loop have brought no new request. If callers wait only
+for completions, not for tools or timers, the batches, and therefore the bits, are the same in every run. There is no
 top-p or similar sampling, because it would bias PPO's ratio."""
 
 import asyncio
@@ -48,9 +48,9 @@ class Counts:
 
 class LocalEngine:
     """An engine that computes in this process. It copies ``model``, a causal model of transformers, to ``device`` and
-    ``dtype``. ``threads`` limits the threads of a CPU operator, and ``batch`` the number of requests decoded at once.
-    ``lease`` is the timing lease; this ``Lease`` object must not be used elsewhere. The constructor and ``update_from``
-    raise ``EngineError`` if the decoder does not reproduce the model's log-probabilities."""
+    ``dtype``. CPU operators use up to ``threads`` threads. At most ``batch`` requests are decoded at once. ``lease`` is
+    the timing lease, as a ``Lease`` object for this engine alone. The constructor and ``update_from`` raise
+    ``EngineError`` if the decoder does not reproduce the model's log-probabilities."""
 
     def __init__(
         self,
@@ -117,8 +117,7 @@ class LocalEngine:
     async def compute(self, job: Callable[[], Any]) -> Any:
         """Runs ``job`` in the worker thread, while no decoding runs there, and returns the result of ``job``.
 
-        Computing in a second thread instead would slow every operator in both threads by a third: OpenMP would have
-        more threads than there are processors, and would stop active waiting (docs/lab-notebook.md)."""
+        A second thread would slow both: OpenMP would have more threads than processors (docs/lab-notebook.md)."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, job)
 
     async def close(self) -> None:
@@ -139,7 +138,7 @@ class LocalEngine:
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
     async def _drive(self) -> None:
-        """Adds waiting requests to the batch; decodes until a request ends or arrives; repeats until none is left."""
+        """Adds waiting requests to the batch, decodes until one ends or arrives, and repeats until none is left."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -191,7 +190,7 @@ class LocalEngine:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Holds the timing lease until the device has finished the work that was enqueued inside the context."""
+        """Holds the timing lease during the context's body, and until the GPU has finished the body's work."""
         with self._lease.working() if self._lease else nullcontext():
             try:
                 yield
@@ -259,9 +258,9 @@ class LocalEngine:
             return self._sample(logits[torch.tensor(picks, device=logits.device)], len(self._active) - len(joining))
 
     def _take_kept(self, prompt: list[int]) -> tuple[int, Any]:
-        """Finds the kept sequence that shares the longest prefix with ``prompt[:-1]``. Returns the length of this
-        prefix and the decoder's copy of the sequence, or 0 and None if no sequence can be used. A sequence that is a
-        prefix as a whole is no longer kept afterwards."""
+        """Finds the finished and kept sequence that shares the longest prefix with ``prompt[:-1]``. Returns the length
+        of this prefix and the decoder's copy of the sequence, or 0 and None if no sequence can be used. If the prompt
+        continues the whole sequence, the sequence is removed from the kept ones."""
         best, best_length = None, 0
         wanted = np.array(prompt[:-1])
         for index in reversed(range(len(self._kept))):
@@ -279,8 +278,8 @@ class LocalEngine:
         return best_length, kept
 
     def _sample(self, logits: Tensor, first: int) -> list[tuple[_Request, Any]]:
-        """Draws the next token of every active row from number ``first`` on; ``logits`` belong to these rows. Requests
-        that end leave the batch and are returned with their finish reasons."""
+        """Draws the next token of each active row from row ``first`` on; ``logits`` belong to these rows. Requests that
+        end leave the batch and are returned with their finish reasons."""
         requests = self._active[first:]
         noise = torch.tensor([r.noise[len(r.ids)] for r in requests], dtype=torch.float64, device=logits.device)
         temperatures = [r.params.temperature for r in requests]
@@ -320,7 +319,7 @@ def _init_thread(threads: int, device: torch.device) -> None:
 
 
 def _chunks(jobs: Sequence[Job], most: int) -> Iterator[Sequence[Job]]:
-    """Yields groups of consecutive jobs with at most ``most`` tokens together; a longer job is a group alone."""
+    """Yields groups of consecutive jobs with at most ``most`` tokens together; a longer job is its own group."""
     begin, tokens = 0, 0
     for index, (_, _, ids) in enumerate(jobs):
         if index > begin and tokens + len(ids) > most:
@@ -331,7 +330,7 @@ def _chunks(jobs: Sequence[Job], most: int) -> Iterator[Sequence[Job]]:
 
 
 def uniforms(seed: int, position: int, count: int) -> np.ndarray:
-    """Returns float64 [count], uniform in [0, 1). Entry i depends only on ``seed`` and ``position`` + i (Philox)."""
+    """Returns float64 [count], uniform in [0, 1). Entry i depends only on ``seed`` and ``position`` + i."""
     bits = np.random.Philox(key=seed % 2**64)
     bits.advance(position // 4)  # one counter step gives four numbers
     return np.random.Generator(bits).random(position % 4 + count)[position % 4 :]

@@ -45,8 +45,8 @@ PROBE_TOLERANCE_LOW = 0.05  # the same for servers in bfloat16 and float16
 
 
 class VllmEngine:
-    """An engine that sends requests to the vLLM servers ``replicas``; ``greet`` each of them first. New weights, unless
-    they are broadcast, are written to the folder ``work``, which every server must be able to read."""
+    """An engine that sends requests to the vLLM servers ``replicas``. Call ``greet`` on each of them first. Unless new
+    weights are broadcast, they are written to the folder ``work``, which every server must be able to read."""
 
     def __init__(self, replicas: Sequence[Replica], work: Path, config: PolicyConfig) -> None:
         import torch
@@ -116,7 +116,7 @@ class VllmEngine:
         return await asyncio.get_running_loop().run_in_executor(self._worker, job)
 
     async def close(self) -> None:
-        """Closes the connections; external servers drop the engine's adapter. ``open_vllm`` ends its own servers."""
+        """Closes the connections, and removes the engine's adapter from external servers. Ends no server."""
         self._failure = self._failure or EngineError("the engine is closed")
         if self._adapter:
             for replica in self._replicas:
@@ -159,8 +159,8 @@ class VllmEngine:
             self._last_error = f"{replica.url}: {error}{log}"
 
     async def _patiently(self, replica: Replica, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
-        """Returns a completion from ``replica``. Sends a failed request again while the server is healthy, up to
-        ``TRIES`` tries. Asks a busy server up to ``BUSY_TRIES`` times. Raises ``Fault`` if all tries fail."""
+        """Returns a completion from ``replica``. Tries a failed request up to ``TRIES`` times while the server is
+        healthy, and up to ``BUSY_TRIES`` times while the server is busy. Raises ``Fault`` if no try succeeds."""
         faults = busy = 0
         while True:
             try:
@@ -229,8 +229,8 @@ class VllmEngine:
             self._adapter = name
 
     async def _prove(self, replica: Replica, model: Any, before: list[Any]) -> None:
-        """Raises EngineError unless ``replica`` computes with the weights of ``model``. ``before`` holds what the
-        server's workers reported (``cuda_agent_weights``) before the weights changed, or is empty."""
+        """Raises EngineError unless ``replica`` computes with the weights of ``model``. ``before`` holds what
+        ``cuda_agent_weights`` returned for each of the server's workers before the weights changed; it may be empty."""
         prompt = probe_prompt(model, PROBE_TOKENS)
         params = SamplingParams(PROBE_SAMPLED, seed=1, temperature=PROBE_TEMPERATURE)
         served_name = self._adapter or replica.model
@@ -260,7 +260,7 @@ class VllmEngine:
         replica.noise = off
 
     async def _each(self, action: Callable[[Replica], Awaitable[Any]]) -> dict[Replica, Any]:
-        """Runs ``action`` on every living server; drops servers that fail. Raises EngineLost if none is left."""
+        """Runs ``action`` on every living server; drops servers that fail. Raises EngineLost if no server is left."""
         results: dict[Replica, Any] = {}
 
         async def one(replica: Replica) -> None:
@@ -275,8 +275,8 @@ class VllmEngine:
 
 
 def _put_first(policy: Path, shared: Path) -> None:
-    """Copies ``policy`` to ``shared``/policy, unless a policy is there already. The servers of a pool (``vllm_pool``)
-    wait for this folder before they start."""
+    """Copies ``policy`` to ``shared``/policy, if that does not exist yet. The servers of a pool (``vllm_pool``) start
+    as soon as this folder exists."""
     if (shared / FIRST).exists():
         return
     shared.mkdir(parents=True, exist_ok=True)
@@ -301,12 +301,12 @@ def _distance(a: Sequence[float], b: Sequence[float]) -> float:
 async def open_vllm(
     folder: Path, model: Any, work: Path, config: PolicyConfig, lease: Path | None = None
 ) -> AsyncIterator[VllmEngine]:
-    """Opens an engine that serves the policy in ``folder``, whose weights are those of ``model``.
+    """Opens an engine that serves the policy in ``folder``. ``model`` is the same policy in memory.
 
-    If ``config.vllm.servers`` lists servers, the engine gives them these weights; with ``sync=lora`` they must have
-    them already. If none are listed, it starts ``config.vllm.replicas`` servers and spreads them over the GPUs. Without
-    a GPU they run on the CPU in float32, and pause while a judge holds the timing ``lease``. New weights are written
-    below ``work``; for listed servers ``$CUDA_AGENT_ENGINE_FOLDER``, if set, takes its place."""
+    If ``config.vllm.servers`` is empty, starts ``config.vllm.replicas`` servers and spreads them over the GPUs. Without
+    a GPU they run on the CPU in float32, and pause while a judge holds the timing ``lease``. If servers are listed,
+    sends them the weights; with ``sync=lora`` they must serve this policy already. New weights are written below
+    ``work``, or, for listed servers, below ``$CUDA_AGENT_ENGINE_FOLDER`` if it is set."""
     settings = config.vllm
     own: list[VllmServer] = []
     found = [Replica(url) for url in settings.servers]

@@ -2,8 +2,8 @@
 
 vLLM calls ``register`` in each process, through the entry point ``vllm.general_plugins``. It also adds the methods of
 ``WeightSync`` to its workers; the engine calls these methods through vLLM's route ``/collective_rpc``. A server must be
-able to import this package, but not the package's requirements; therefore ``torch`` is imported inside functions. Run
-as a program, this module turns its process into a vLLM server."""
+able to import this package, but not the package's requirements; therefore ``torch`` is imported inside functions. With
+``python -m`` this module runs a vLLM server."""
 
 import ctypes
 import functools
@@ -30,7 +30,7 @@ PIECE = 1 << 24  # elements per step of a digest: a server has little spare memo
 
 
 def register() -> None:
-    """Prepares a process of vLLM for replaceable weights and the timing lease. May be called repeatedly."""
+    """Prepares this vLLM process for new weights and for the timing lease. May be called repeatedly."""
     if WHOLE in os.environ and (parent := multiprocessing.parent_process()) and parent.pid is not None:
         die_with_parent(parent.pid)  # else vLLM's engine and workers outlive a killed server and keep its memory
     from vllm.platforms import current_platform  # type: ignore[import-not-found, unused-ignore]
@@ -42,8 +42,8 @@ def register() -> None:
 
 
 def _keep_plain_weights() -> None:
-    """Disables packed weights. On a CPU vLLM multiplies with packed copies of the weights, which stay the same when new
-    weights are loaded. Without packing, vLLM uses PyTorch's operators on the weights themselves."""
+    """Makes vLLM multiply with the weights themselves. On a CPU it would otherwise use packed copies of the weights,
+    which do not change when new weights are loaded."""
     from vllm import _custom_ops  # type: ignore[import-not-found, unused-ignore]
     from vllm.model_executor.layers import utils  # type: ignore[import-not-found, unused-ignore]
 
@@ -89,8 +89,8 @@ class WeightSync:
         return self.cuda_agent_weights()
 
     def cuda_agent_join(self, host: str, port: int, rank: int, size: int) -> dict[str, str]:
-        """Joins the group in which the trainer at ``host`` broadcasts weights to ``size`` - 1 workers. ``rank`` is the
-        rank of this server's first worker."""
+        """Joins the group in which the trainer broadcasts weights; ``host`` and ``port`` lead to the trainer's store.
+        ``size`` counts the trainer and all workers. ``rank`` is the rank of this server's first worker."""
         from vllm.distributed import get_world_group  # type: ignore[import-not-found, unused-ignore]
 
         store = transfer_store(host, port, size, False)
@@ -113,8 +113,8 @@ class WeightSync:
 
 
 def transfer_store(host: str, port: int, size: int, master: bool) -> Any:
-    """Opens the store through which the members of a broadcast group meet. The trainer is the ``master`` and runs the
-    store; its port may be 0 for any free port."""
+    """Opens the TCP store through which the members of a broadcast group meet. The trainer runs the store: it sets
+    ``master``, and its ``port`` may be 0 for any free port."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=TRANSFER_SECONDS)
@@ -122,8 +122,8 @@ def transfer_store(host: str, port: int, size: int, master: bool) -> Any:
 
 
 def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> Any:
-    """Joins, as member ``rank`` of ``size``, the broadcast group that meets through ``store``. The group uses NCCL if
-    ``device`` is "cuda", otherwise Gloo."""
+    """Joins a broadcast group of ``size`` members as member ``rank``. The members meet through ``store``. The group
+    uses NCCL if ``device`` is "cuda", otherwise Gloo."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=TRANSFER_SECONDS)
@@ -140,9 +140,8 @@ def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> 
 
 
 def digest(parameters: Iterable[tuple[str, Any]]) -> str:
-    """Returns a digest that changes with any weight. It covers the name of each tensor, the sum of the tensor's bits as
-    integers, and the sum of products of neighbouring elements. These sums are exact, so they are equal on every
-    processor."""
+    """Returns a digest of the names and weights in ``parameters``. It is computed from exact sums of the weights' bits
+    as integers, so it is the same on every processor."""
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -161,9 +160,9 @@ def digest(parameters: Iterable[tuple[str, Any]]) -> str:
 
 def served(policy: Path, name: str, context: int, batch: int, memory: float | None, rank: int | None) -> list[str]:
     """Returns the arguments, except for the address, of a vLLM server that serves the model folder ``policy`` as
-    ``name``. ``context``, the most tokens of a sequence, is cut to what the model supports; ``batch`` is the most
-    sequences at once. ``memory`` is a share of a GPU's memory, or None for a server on the CPU in float32. ``rank`` is
-    the largest rank that an adapter may have, or None without adapters."""
+    ``name``. A sequence has at most ``context`` tokens, and no more than the model supports. At most ``batch``
+    sequences run at once. ``memory`` is a share of a GPU's memory, or None for a server on the CPU in float32. ``rank``
+    is the largest rank of an adapter, or None without adapters."""
     config = json.loads((policy / "config.json").read_text())
     shape = config.get("text_config") or config
     context = min(context, shape.get("max_position_embeddings") or context)

@@ -1,9 +1,8 @@
 """Runs one vLLM server of a run's pool on a cluster: waits for the run's first policy, then becomes vLLM's server.
 
 The first stage that needs an engine writes the policy atomically into the sub-folder ``policy`` of a shared folder. A
-restarted server has the weights of this first policy again, and must not answer requests for later weights. So the
-policy gets a new name at each start, and the server refuses requests for the old name. This module needs none of the
-package's requirements except ``torch``."""
+server that restarts loads this first policy, not later weights. Each start therefore gives the policy a new name, and
+requests for the old name are refused. This module needs none of the package's requirements except ``torch``."""
 
 import argparse
 import os

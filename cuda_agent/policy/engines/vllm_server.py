@@ -32,9 +32,9 @@ _ENTRY_POINT = "[vllm.general_plugins]\ncuda_agent = cuda_agent.policy.engines.v
 
 
 class VllmServer:
-    """A vLLM server that this process starts. Linux ends the server when the thread that created it ends, so create it
-    in the main thread. ``device`` is the number of a GPU, or None for the CPU. ``lease`` is the folder of the timing
-    lease: the server pauses while a judge holds the lease. Raises ``PolicyError`` if vLLM is missing."""
+    """A vLLM server that this process starts. Create it in the main thread: Linux ends the server together with the
+    thread that created it. ``device`` is the number of a GPU, or None for the CPU. ``lease`` is the folder of the
+    timing lease: the server pauses while a judge holds the lease. Raises ``PolicyError`` if vLLM is missing."""
 
     def __init__(self, policy: Path, config: PolicyConfig, lease: Path | None, device: int | None) -> None:
         self.python = interpreter()
@@ -160,7 +160,7 @@ class Replica:
             return False
 
     async def ready(self) -> None:
-        """Waits until the server answers. Raises EngineLost if it ends, or does not answer within ``START_SECONDS``."""
+        """Waits until the server answers. Raises EngineLost if it ends or does not answer within ``START_SECONDS``."""
         end, server = time.monotonic() + START_SECONDS, self.server
         while not await self.healthy():
             log = f":\n{server.tail()}" if server else ""

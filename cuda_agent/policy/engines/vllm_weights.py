@@ -76,8 +76,8 @@ def _address_towards(hosts: Sequence[str | None]) -> str:
 
 
 async def _collective(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) -> Any:
-    """Runs ``work``, the trainer's part of a collective operation, in a thread, while the requests ``calls`` make the
-    servers take part. Returns the result of ``work``. If a request fails, the thread may never end."""
+    """Runs a collective operation: ``work``, the trainer's part, in a thread, and ``calls``, requests that make servers
+    take part. Returns the result of ``work``. If a request fails, the thread may never end."""
     result: Future[Any] = Future()
     result.set_running_or_notify_cancel()
 
