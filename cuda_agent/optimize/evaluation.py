@@ -52,8 +52,8 @@ class Player:
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Runs ``asyncio.run(work)`` so that SIGTERM acts like Ctrl-C: the work is cancelled and cleans up, then the
-    process exits with 143."""
+    """Returns ``asyncio.run(work)``.  SIGTERM acts like Ctrl-C: ``work`` is cancelled and cleans up, then the process
+    exits with 143."""
     stopped: list[int] = []
 
     async def whole() -> T:
@@ -131,8 +131,8 @@ def read_solution(folder: Path, format: Format) -> Solution:
 async def evaluate(
     settings: SandboxConfig, cache: Path, task: Path, solution: Path, mode: Mode, again: bool = False
 ) -> Verdict:
-    """Returns the sandbox's verdict on the folder ``solution`` for the task in the file ``task``.  With ``again``
-    neither a cached verdict nor cached times of the baselines are used.
+    """Returns the sandbox's verdict on the folder ``solution`` for the task in the file ``task``.  If ``again`` is set,
+    no cached verdict and no cached time of a baseline is used.
 
     Raises:
         TaskError: The task or the solution folder cannot be read.
@@ -155,8 +155,8 @@ async def benchmark(
     config: Config, cache: Path, player: Player, tasks: Path, output: Path | None, say: Callable[[str], None]
 ) -> Any:
     """Plays ``evaluate.samples`` episodes on each task of the set ``tasks``; reports each episode through ``say``.
-    Returns ``rl.scores.Scores``, whose ``lets_through`` names the wrong answers that a task's check accepts.  Writes
-    episodes.jsonl, scores.json and a policy's tokenizer.json into ``output``.
+    Returns ``rl.scores.Scores``, including ``lets_through``.  Writes episodes.jsonl, scores.json and a policy's
+    tokenizer.json to ``output``, unless that is None.
 
     Raises:
         BenchmarkError: ``output`` cannot be made."""
@@ -198,7 +198,7 @@ async def benchmark(
 
 @asynccontextmanager
 async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) -> Any:
-    """Opens the policy or model of ``player``; yields a function of (task, seed, episode id) that plays an episode."""
+    """Opens the policy or model of ``player``.  Yields a function that plays one episode: (task, seed, episode id)."""
     from cuda_agent.agent.chat_rollout import run_chat_rollout
     from cuda_agent.agent.loop import run_episode
     from cuda_agent.policy.served import ServedModel

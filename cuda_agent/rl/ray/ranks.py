@@ -1,5 +1,4 @@
-"""Runs a trainer's processes (ranks) on Ray.  An actor on each machine holds the ranks there; the stage calls the
-actors.
+"""Runs a trainer's processes (ranks) on Ray.  An actor on each machine holds the machine's ranks; the stage calls it.
 
 To save a checkpoint, each machine sends its files to the stage.  To load it, the stage sends all files to all machines.
 Files are sent in parts, so that no process holds more than a few parts in memory."""
