@@ -57,8 +57,7 @@ class Player(Protocol):
         """Plays turn number ``turn``.  Returns its tool calls, or why the player stops here."""
 
     def hear(self, results: Sequence[ToolResult], turn: int) -> str | None:
-        """Receives the results of the calls of turn ``turn``.  Returns why the player stops here, or None if it goes
-        on."""
+        """Receives the results of turn ``turn``.  Returns why the player stops here, or None if it goes on."""
 
 
 async def play(player: Player, environment: KernelEnvironment, turns: Iterable[int]) -> str:
@@ -135,8 +134,8 @@ class EpisodePlayer(ABC):
         return min(self.settings.turn_tokens, self.settings.context - len(self.episode.ids))
 
     async def run(self, answer: Callable[[], Awaitable[Ended]] | None = None) -> Episode:
-        """Plays the episode with tools, or, if ``answer`` is given, by calling it, without tools.  Then judges the
-        files.  Returns the episode, even after an infrastructure fault; ``Episode.ended`` says why it ended."""
+        """Plays the episode: with tools, or, if ``answer`` is given, by calling it.  Then judges the files.  Returns
+        the episode, even after an infrastructure fault; ``Episode.ended`` says why it ended."""
         environment, episode = self.environment, self.episode
         episode.kind = "single" if answer else "agent"
 

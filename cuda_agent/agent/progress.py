@@ -132,8 +132,8 @@ class State:
 
 
 class Transcript:
-    """Appends the events of a search to the file ``path``, with times from ``clock``; leaves out the kinds
-    ``SHOWN_ONLY``.  ``watch`` receives every event.  ``note`` is the text of the latest note about an attempt."""
+    """Appends the events of a search to the file ``path``, except events of the kinds in ``SHOWN_ONLY``.  ``clock``
+    gives their times.  ``watch`` receives every event.  ``note`` is the text of the latest note about an attempt."""
 
     def __init__(self, path: Path, clock: Callable[[], float], watch: Callable[[Event], None]) -> None:
         self._file = path.open("a", encoding="utf-8")

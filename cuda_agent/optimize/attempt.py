@@ -67,14 +67,14 @@ def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, A
 
 def least_tokens(task: Task, terms: Terms) -> int:
     """Estimates the fewest tokens that an attempt needs.  In the style ``compact`` these are the tokens of the first
-    prompt.  In the style ``full`` they are the tokens of two turns, because no tool runs in the last turn."""
+    prompt.  In the style ``full`` they are the tokens of two turns, because the last turn runs no tool."""
     prompt = size(first_messages(task, terms, "x" * _BASELINES)) // CHARACTERS
     return prompt if terms.style == "compact" else sum(_two_turns(min(prompt, terms.context), terms.answer_tokens))
 
 
 def _two_turns(prompt: int, answer: int) -> tuple[int, int]:
-    """Returns the prompt tokens and the sampled tokens of two turns together.  ``prompt`` are the tokens of the first
-    prompt, ``answer`` those of each answer; the second prompt repeats the first prompt and answer."""
+    """Returns the prompt tokens and the sampled tokens of two turns together.  The first turn has ``prompt`` tokens,
+    and each answer has ``answer`` tokens; the second prompt repeats the first prompt and its answer."""
     return 2 * prompt + answer, 2 * answer
 
 

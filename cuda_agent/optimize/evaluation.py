@@ -198,7 +198,7 @@ async def benchmark(
 
 @asynccontextmanager
 async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) -> Any:
-    """Opens the policy or model of ``player``.  Yields a function that plays one episode: (task, seed, episode id)."""
+    """Opens the policy or model of ``player``.  Yields a function of (task, seed, episode id) that plays an episode."""
     from cuda_agent.agent.chat_rollout import run_chat_rollout
     from cuda_agent.agent.loop import run_episode
     from cuda_agent.policy.served import ServedModel

@@ -140,7 +140,7 @@ def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
 
 
 def _definitions(source: str, names: list[str]) -> str:
-    """Returns the definitions of ``names`` in ``source`` and all definitions that they need, except for annotations."""
+    """Returns the definitions of ``names`` in ``source``, with all definitions that they use outside of annotations."""
     tree, lines = ast.parse(source), source.splitlines()
     named: dict[str, list[ast.stmt]] = {}
     for node in ast.walk(tree):

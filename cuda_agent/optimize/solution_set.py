@@ -209,8 +209,8 @@ def _claim(value: Any) -> float | None:
 
 
 def _of_folder(source: Path, format: Format, skipped: list[str]) -> Iterator[_Found]:
-    """Yields a record for each folder with the format's entry file.  Of all other files, yields a record for each
-    Python file except ``__init__.py``, and adds the rest to ``skipped``."""
+    """Yields a record for each folder with the format's entry file.  Outside of such folders, yields a record for each
+    Python file except ``__init__.py``, and adds all other files to ``skipped``."""
 
     def unreadable(error: OSError) -> None:
         raise TaskError(f"{error.filename}: cannot be read: {error.strerror}")
@@ -311,8 +311,8 @@ class _Index:
         return record
 
     def _by_name(self, place: _Place) -> Task | None:
-        """Returns the task named by the longest run of ``place.parts`` (joined by "/") that names a task.  A task of
-        another level does not fit."""
+        """Returns the task named by ``place.parts``: by as many of them in a row as possible, joined by "/".  Skips
+        tasks of another level."""
         parts = (*place.parts[:-1], _SUFFIX.sub("", place.parts[-1])) if place.parts else ()
         for length in range(len(parts), 0, -1):
             for start in range(len(parts) - length + 1):

@@ -133,7 +133,7 @@ def _verdict(status: Status, message: str = "", ratios: tuple[float, float] | No
 
 def _ratios(spec: FamilySpec, choices: Choices, rng: random.Random) -> tuple[float, float]:
     """Draws two random speed-ups for a solution with the design ``choices``: over eager and over ``torch.compile``.
-    Medians and spread were measured on idle machines.  Both share one random factor, which stands for the task."""
+    Medians and spread were measured on idle machines.  Both speed-ups share one random factor per task."""
     slower = 1.0
     slower *= 1.9 if choices.number == "double" else 1
     slower *= {1: 1.7, 2: 1.0, 8: 1.0, ROWS: 1.5}[choices.grid]

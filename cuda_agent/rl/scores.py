@@ -186,8 +186,7 @@ def score(
 def compare(
     before: Scores, after: Scores, which: Literal["final", "best"] = "final", family: str | None = None, seed: int = 0
 ) -> list[Difference]:
-    """Returns the change of each metric from ``before`` to ``after`` on their common tasks (of ``family``, if not
-    None).
+    """Returns the change of each metric from ``before`` to ``after`` on their common tasks (of ``family``, if given).
 
     Raises:
         ValueError: ``before`` and ``after`` were scored under different clocks."""
@@ -332,6 +331,6 @@ def _percentiles(values: NDArray[np.float64]) -> tuple[float, float] | None:
 
 def _unanimous(share: float, n: int) -> tuple[float, float]:
     """Returns the exact binomial interval of a rate if all ``n`` tasks have the same ``share``, 0 or 1.  A bootstrap
-    would give an interval of width 0, but the true rate is uncertain: after 0 of 24 it may be up to 12 %."""
+    would give width 0, but the true rate is uncertain: if 0 of 24 tasks are solved, it can be up to 12 %."""
     reach = 1 - (1 - COVERAGE) ** (1 / n)
     return (0.0, reach) if share == 0 else (1 - reach, 1.0)

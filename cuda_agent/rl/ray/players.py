@@ -279,7 +279,7 @@ async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterato
     """Opens Ray and a placement group: ``trainers`` bundles for the trainer, then one bundle for each rollout worker.
 
     Raises:
-        BadConfiguration: This machine has too few GPUs, or ``policy.vllm.servers`` lists servers, but too few.
+        BadConfiguration: This machine has too few GPUs, or ``policy.vllm.servers`` is set but lists too few servers.
         TryAgain: Ray does not provide the bundles in time."""
     settings, servers = ctx.config.ray, ctx.config.policy.vllm.servers
     if servers and len(servers) < settings.workers:
