@@ -1,4 +1,4 @@
-"""Plays episodes of a model that a server offers as text, with the same loop and tools as for a policy (``loop``).
+"""Plays episodes of a model behind a chat API, with the same agent loop and tools as for a policy (``loop``).
 
 The episodes are for evaluation, not for training.  The server reports only how many tokens it sampled, not their ids,
 so ``Episode.ids`` holds a zero for each token."""
@@ -51,7 +51,7 @@ class ChatPlayer(EpisodePlayer):
 
 
 def answers(calls: Calls, texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns ``texts`` as messages: the answer to each of ``calls``, or user messages if there are no calls."""
+    """Returns ``texts`` as messages: the result of each of ``calls``, or user messages if there are no calls."""
     if not calls:
         return [{"role": "user", "content": text} for text in texts]
     return [

@@ -1,9 +1,9 @@
 """Shortens a conversation so that it fits into a model's context.
 
 The least useful parts are cut first: the middles of old tool results, then the middles of the arguments of old tool
-calls (written files can be read again), then whole old turns.  The system message, the task and the newest turns stay.
-Texts in the newest turns are cut only if all else is not enough.  A tool call and its result are never separated,
-because servers refuse one without the other.  Sizes are in characters, because only servers count tokens."""
+calls (written files can be read again), then whole old turns.  The system message, the task and the newest turns stay,
+but long texts in the newest turns are cut if nothing else helps.  A tool call and its result stay together, because
+servers refuse one without the other.  Sizes are in characters, because only the server can count tokens."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ def compacted(messages: Sequence[Mapping[str, Any]], limit: int) -> list[Message
 
 
 def cut(text: str, limit: int) -> str:
-    """Returns ``text``, without its middle if it has more than about ``limit`` characters."""
+    """Returns ``text``, shortened in the middle if it has more than about ``limit`` characters."""
     if len(text) <= limit + 60:
         return text
     half = limit // 2

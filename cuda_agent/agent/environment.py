@@ -1,8 +1,8 @@
 """The environment in which an episode is played: one task with its work folder, tools and verdicts.
 
 ``async with KernelEnvironment(...) as environment`` opens the work folder.  ``call`` runs one tool call; ``finish``
-judges the solution in the folder.  A player uses the environment: a policy that samples token ids (``loop``), a model
-that a server offers as text (``chat_rollout``, ``optimize.attempt``), or an external trainer (``environments``)."""
+judges the solution in the folder.  The environment serves a player: a policy that samples token ids (``loop``), a model
+behind a chat API (``chat_rollout``, ``optimize.attempt``), or an external trainer (``environments``)."""
 
 import json
 from collections import Counter
@@ -34,7 +34,7 @@ class KernelEnvironment:
     """The environment of one episode.
 
     Attributes:
-        files: The player's files, as ``collect`` last read them.  A work folder that is opened later starts with them.
+        files: The player's files, as ``collect`` last read them.  When the work folder is opened, it gets these files.
         best: The best verdict so far.
         flags: The bad patterns seen so far ("malformed_call", "unknown_tool", "loop").
         repeated: How many times the latest tool call was made since the work folder last changed."""
@@ -82,8 +82,8 @@ class KernelEnvironment:
         return await self._opened.__aexit__(kind, error, trace)
 
     async def call(self, name: str, arguments: Mapping[str, Any] | None) -> ToolResult:
-        """Runs the tool ``name``.  ``arguments`` is None if the player's text could not be parsed.  A call of an
-        unknown tool or with wrong arguments gives an error text as result."""
+        """Runs the tool ``name``.  ``arguments`` is None if the player's text could not be parsed.  If the tool is
+        unknown or the arguments are wrong, the result is an error text."""
         assert self._folder is not None, "the work folder is not open"
         self.repeated = 0
         if name not in self.tools:
@@ -131,8 +131,8 @@ class KernelEnvironment:
         return verdict
 
     async def command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """Answers the command ``name`` (compile, verify, profile), which the player ran in the shell.  Judges the
-        solution in ``files`` and returns the command's output."""
+        """Runs the command ``name`` (compile, verify or profile) of the player's shell: judges the solution in
+        ``files`` and returns the command's output."""
         verdict = await self.judge(solution_of(files, self.format))
         return ToolResult(describe(verdict, name, self.style), failed(verdict, name))
 

@@ -1,12 +1,12 @@
 """The agent loop: a player works on one task, turn by turn.  An environment answers the player's tool calls.
 
-``play`` is the loop for every player: a policy that samples token ids (``TokenPlayer``), a model that a server offers
-as text (``chat_rollout``), an attempt of a search (``optimize.attempt``).  ``run_episode`` plays an episode of a policy
-with tools, ``run_single`` an episode of one answer without tools, and ``run_many`` many episodes at once.
+``play`` is the loop for every player: a policy that samples token ids (``TokenPlayer``), a model behind a chat API
+(``chat_rollout``), an attempt of a search (``optimize.attempt``).  ``run_episode`` plays a policy's episode with tools.
+``run_single`` plays one without tools: a single answer.  ``run_many`` plays many episodes at once.
 
-An episode of a policy is one growing list of token ids.  Sampled ids are appended unchanged (mask 1); prompt and tool
-results are encoded once (mask 0).  When its budget (turns, tokens) is used up, an episode ends, and its files are
-judged.  An episode that is cut by an infrastructure fault or by the deadline has no reward."""
+An episode of a policy is one growing list of token ids.  Sampled ids are appended unchanged (mask 1); the prompt and
+tool results are encoded once (mask 0).  An episode ends at the latest when its budget (turns, tokens) is used up; then
+its files are judged.  An episode that is cut by an infrastructure fault or by the deadline has no reward."""
 
 import asyncio
 import hashlib
@@ -38,11 +38,11 @@ MALFORMED = "error: malformed tool call"
 class EpisodeSettings:
     """The budgets and the prompt style of an episode.  Token budgets count tokens of the policy's tokenizer."""
 
-    turns: int  # most turns
-    turn_tokens: int  # most tokens sampled in one turn
-    tool_tokens: int  # most tokens of one tool result; the middle is cut
-    context: int  # most tokens of the whole episode
-    deadline_seconds: float  # most seconds of the whole episode
+    turns: int  # maximum number of turns
+    turn_tokens: int  # maximum number of tokens sampled in one turn
+    tool_tokens: int  # maximum number of tokens of one tool result; the middle of a longer one is cut
+    context: int  # maximum number of tokens of the whole episode
+    deadline_seconds: float  # time limit of the whole episode
     temperature: float = 1.0
     format: Format = "plan"
     style: Style = "full"
@@ -54,14 +54,14 @@ class Player(Protocol):
     """The side of the agent loop that makes tool calls, such as a policy; the environment answers the calls."""
 
     async def speak(self, turn: int) -> Calls | str:
-        """Plays turn number ``turn``; returns its tool calls, or the reason why the player ends."""
+        """Plays turn number ``turn``.  Returns its tool calls, or why the player stops here."""
 
     def hear(self, results: Sequence[ToolResult], turn: int) -> str | None:
-        """Receives the results of the calls of turn ``turn``; returns the reason why the player ends, or None."""
+        """Receives the results of turn ``turn``.  Returns why the player stops here, or None if it goes on."""
 
 
 async def play(player: Player, environment: KernelEnvironment, turns: Iterable[int]) -> str:
-    """Plays the turns numbered ``turns``; returns the reason why the player ended, or "turns" if all turns are used."""
+    """Plays the turns numbered ``turns``.  Returns why the player stopped, or "turns" after the last turn."""
     for turn in turns:
         calls = await player.speak(turn)
         if isinstance(calls, str):
@@ -120,7 +120,8 @@ class EpisodePlayer(ABC):
         self.episode = Episode(self.id, self.task.name, "agent", [], [], [], [], [], None, "infra", messages=first)
 
     def add(self, ids: Sequence[int], turn: int, sampled: Completion | None = None) -> None:
-        """Appends token ``ids`` of turn ``turn`` to the episode.  ``sampled`` is given if the policy sampled them."""
+        """Appends ``ids``, tokens of turn ``turn``, to the episode.  ``sampled`` is the completion that they come from,
+        or None for tokens of the prompt and of tool results."""
         episode = self.episode
         episode.ids += ids
         episode.mask += [int(sampled is not None)] * len(ids)
@@ -133,8 +134,8 @@ class EpisodePlayer(ABC):
         return min(self.settings.turn_tokens, self.settings.context - len(self.episode.ids))
 
     async def run(self, answer: Callable[[], Awaitable[Ended]] | None = None) -> Episode:
-        """Plays the episode with tools, or calls ``answer`` to play it without tools.  Then judges the files.  Returns
-        the episode with the reason why it ended, which may be an infrastructure fault."""
+        """Plays the episode: with tools, or, if ``answer`` is given, by calling it.  Then judges the files.  Returns
+        the episode, even after an infrastructure fault; ``Episode.ended`` says why it ended."""
         environment, episode = self.environment, self.episode
         episode.kind = "single" if answer else "agent"
 
@@ -160,8 +161,8 @@ class EpisodePlayer(ABC):
         return ended
 
     def said(self, text: str, calls: Calls, cut: bool, malformed: bool, **more: str) -> Calls | Ended:
-        """Records the message of a turn: ``text``, ``calls`` and the fields in ``more``.  Returns the calls, or the
-        reason why the turn is the last: it was ``cut`` off, or it has no calls and none was ``malformed``."""
+        """Records a turn's message: ``text``, ``calls`` and the fields ``more``.  Returns the calls, or why the episode
+        ends: "tokens" if the turn was ``cut`` off, "answer" if it holds no call, not even a malformed one."""
         asked = [{"name": call["name"], "arguments": call["arguments"] or {}} for call in calls]
         self.episode.messages.append({"role": "assistant", "content": text, "tool_calls": asked, **more})
         if malformed:
@@ -183,7 +184,7 @@ class EpisodePlayer(ABC):
 
     @abstractmethod
     def _cut(self, text: str) -> str:
-        """Returns ``text``, without its middle if it has more than about ``tool_tokens`` tokens."""
+        """Returns ``text``, shortened in the middle if it has more than about ``tool_tokens`` tokens."""
 
 
 @dataclass
@@ -255,10 +256,9 @@ async def run_many(
 ) -> list[Episode]:
     """Runs ``jobs``, at most ``concurrency`` at once, and returns their episodes in the order of the jobs.
 
-    If one job raises an exception (a bug, a lost engine), all jobs end.  With ``lockstep`` episodes have no deadline,
-    and an episode samples its next turn only when all other running episodes are ready to sample.  The engine then gets
-    all prompts at once and in order, so that its batches are the same in every run; with ``sandbox.clock=model`` all
-    results are the same too."""
+    If one job raises an exception (a bug, a lost engine), all jobs end.  With ``lockstep``, all running episodes sample
+    their next turn at the same time, and have no deadline.  The engine's batches are then the same in every run.  With
+    ``sandbox.clock=model`` all results are the same too."""
     slots = asyncio.Semaphore(concurrency)
     lock = _Lockstep(len(jobs), concurrency) if lockstep else None
 
@@ -281,8 +281,8 @@ async def run_many(
 
 
 class _Lockstep:
-    """Makes all running episodes wait for each other before every turn, so that they sample at the same time.  Of
-    ``jobs`` episodes, at most ``places`` run at once."""
+    """Makes all running episodes wait for each other before every turn, so that they sample at the same time.  At most
+    ``places`` of the ``jobs`` episodes run at once."""
 
     def __init__(self, jobs: int, places: int) -> None:
         self._active = min(jobs, places)

@@ -47,7 +47,7 @@ def factor(verdict: Verdict) -> float | None:
 
 @dataclass
 class Find:
-    """A correct solution, with its verdict in quick mode and, if it was also judged strictly, in strict mode."""
+    """A correct solution with its verdict in quick mode, and its verdict in strict mode if it has one."""
 
     solution: Solution
     quick: Verdict
@@ -64,7 +64,7 @@ class Findings:
     reached: Find | None = None  # the first solution that is as fast as the user asked
 
     def add(self, solution: Solution, verdict: Verdict, attempt: int, turn: int) -> Find | None:
-        """Returns the ``Find`` of ``solution``, which is added if new; None if the solution is wrong or untimed."""
+        """Adds ``solution`` if it is new; returns its ``Find``.  Returns None if the solution is wrong or untimed."""
         if factor(verdict) is None:
             return None
         return self.by_digest.setdefault(solution.digest, Find(solution, verdict, attempt, turn))
@@ -79,9 +79,9 @@ class Findings:
 class SearchBudget:
     """The limits for all attempts of a search together, and how much of each limit was used so far."""
 
-    tokens: int | None = None  # most tokens, prompt and sampled tokens added; None: no limit
-    seconds: float | None = None  # most seconds; None: no limit
-    money: float | None = None  # most money, in the unit of the prices; None: no limit
+    tokens: int | None = None  # limit on prompt and sampled tokens together; None: no limit
+    seconds: float | None = None  # limit on the time; None: no limit
+    money: float | None = None  # limit on the cost, in the unit of the prices; None: no limit
     price_in: float = 0.0  # price of a million prompt tokens
     price_out: float = 0.0  # price of a million sampled tokens
     prompt: int = 0  # prompt tokens used so far
@@ -103,8 +103,8 @@ class SearchBudget:
         return None if self.seconds is None else self.seconds - self.elapsed
 
     def lacks(self, prompt: int, sampled: int) -> str:
-        """Returns the limit that a further turn with ``prompt`` and ``sampled`` tokens would exceed: "tokens", "money",
-        or "minutes" if the time is used up already.  Returns "" if the turn would exceed no limit."""
+        """Returns the limit that another turn with ``prompt`` and ``sampled`` tokens would exceed: "tokens" or "money".
+        Returns "minutes" if the time is used up already, and "" if the turn would exceed no limit."""
         if self.left is not None and self.left <= 0:
             return "minutes"
         if self.tokens is not None and self.prompt + self.sampled + prompt + sampled > self.tokens:
@@ -132,8 +132,8 @@ class State:
 
 
 class Transcript:
-    """Appends the events of a search to the file ``path``, each with the time that ``clock`` returns.  ``watch`` gets
-    every event, even those that are not written (``SHOWN_ONLY``).  ``note`` is the latest note about an attempt."""
+    """Appends the events of a search to the file ``path``, except events of the kinds in ``SHOWN_ONLY``.  ``clock``
+    gives their times.  ``watch`` receives every event.  ``note`` is the text of the latest note about an attempt."""
 
     def __init__(self, path: Path, clock: Callable[[], float], watch: Callable[[Event], None]) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -168,7 +168,8 @@ def read_events(path: Path) -> list[Event]:
 
 
 def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Findings, Event]:
-    """Returns, from a transcript, each attempt's state after its last whole turn, the findings and the used budget."""
+    """Returns the state after a transcript's ``events``: each attempt's state (by number), the findings and the used
+    budget.  Messages and files of unfinished turns are left out."""
     states: dict[int, State] = {}
     pending: dict[int, list[Event]] = {}
     findings, spent = Findings(), dict[str, Any]()

@@ -15,11 +15,11 @@ def ladder(verdict: Verdict) -> float | None:
 
 
 def speedup(verdict: Verdict) -> float | None:
-    """Returns a smooth reward: 3 s / (1 + s) for a correct solution that is s times as fast as the faster baseline.
+    """Returns a smooth reward: ``3 * s / (1 + s)`` for a correct solution that is ``s`` times as fast as the baseline.
 
-    The baselines are eager and ``torch.compile``.  The reward rises with every gain in speed, from 0 (infinitely slow)
-    through 1.5 (as fast as the baseline) and 2 (twice as fast) towards 3.  A correct solution without a time gets 0, an
-    incorrect solution -1, and the status ``infra`` None."""
+    The baseline is the faster one of eager and ``torch.compile``.  The reward rises with every gain in speed, from 0
+    (infinitely slow) through 1.5 (as fast as the baseline) and 2 (twice as fast) towards 3.  A correct solution without
+    a time gets 0, an incorrect solution -1, and the status ``infra`` None."""
     if verdict.status != "ok":
         return ladder(verdict)
     gain = factor(verdict) or 0.0

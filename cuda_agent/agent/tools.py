@@ -41,9 +41,9 @@ def describe(verdict: Verdict, command: str, style: Style) -> str:
 
 
 def standing(verdict: Verdict) -> str:
-    """Returns a line with the shortest possible time of the task on the device (roofline), and how near the solution
-    comes to it; empty if unknown.  The shortest possible time is the longer of two times at the device's peak rates:
-    the time to move all inputs and outputs, and the time for all arithmetic operations of the reference."""
+    """Returns a line with the task's shortest possible time on the device (roofline) and the solution's share of this
+    speed; "" if unknown.  The shortest possible time is the longer of two times at the device's peak rates: to move all
+    inputs and outputs, and to do all arithmetic operations of the reference."""
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return ""
     least = {

@@ -134,7 +134,7 @@ class KernelTaskset(vf.Taskset[KernelTask, KernelConfig]):
 
 @contextlib.asynccontextmanager
 async def opened(task: Task, config: KernelToolsConfig) -> Any:
-    """Opens the sandbox and yields the environment of a task; the environment's work folder is not open yet."""
+    """Opens a sandbox and yields an environment for ``task``.  The environment's work folder is not open yet."""
     composed = compose(config.overrides)
     async with open_sandbox(composed.sandbox, local_home(composed.run.store) / "cache") as sandbox:
         yield KernelEnvironment(task, sandbox, composed.sandbox.format, composed.sandbox.device)

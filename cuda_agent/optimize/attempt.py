@@ -49,9 +49,9 @@ class Terms:
     format: Format = "plan"
     device: Literal["cpu", "cuda"] = "cpu"
     style: Style = "full"
-    turns: int = 60  # most turns
-    context: int = 65536  # most tokens of the conversation and the answer together
-    answer_tokens: int = 8192  # most tokens of one answer
+    turns: int = 60  # maximum number of turns
+    context: int = 65536  # maximum number of tokens of the conversation and the answer together
+    answer_tokens: int = 8192  # maximum number of tokens of one answer
     target: float = 1.05  # speed-up over the faster of eager and torch.compile
     temperature: float = 1.0
     seed: int = 0
@@ -66,21 +66,21 @@ def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, A
 
 
 def least_tokens(task: Task, terms: Terms) -> int:
-    """Estimates the fewest tokens that an attempt needs: those of the first prompt in the style ``compact``; those of
-    two turns in the style ``full``, because no tool runs in the last turn there."""
+    """Estimates the fewest tokens that an attempt needs.  In the style ``compact`` these are the tokens of the first
+    prompt.  In the style ``full`` they are the tokens of two turns, because the last turn runs no tool."""
     prompt = size(first_messages(task, terms, "x" * _BASELINES)) // CHARACTERS
     return prompt if terms.style == "compact" else sum(_two_turns(min(prompt, terms.context), terms.answer_tokens))
 
 
 def _two_turns(prompt: int, answer: int) -> tuple[int, int]:
-    """Returns upper bounds for two turns together: the prompt tokens and the sampled tokens.  ``prompt`` and ``answer``
-    are the same bounds for the first turn alone."""
+    """Returns the prompt tokens and the sampled tokens of two turns together.  The first turn has ``prompt`` tokens,
+    and each answer has ``answer`` tokens; the second prompt repeats the first prompt and its answer."""
     return 2 * prompt + answer, 2 * answer
 
 
 class SearchEnvironment(KernelEnvironment):
-    """The environment of attempt number ``attempt``, which reports events through ``tell``.  A solution that reaches
-    the target in quick mode is also judged in strict mode.  ``faults`` counts consecutive sandbox failures."""
+    """The environment of attempt number ``attempt``.  It reports events through ``tell``.  A solution that reaches the
+    target in quick mode is also judged in strict mode.  ``faults`` counts consecutive sandbox failures."""
 
     def __init__(
         self, task: Task, sandbox: Sandbox, terms: Terms, tools: Calls, findings: Findings, attempt: int, tell: Tell
@@ -131,8 +131,8 @@ class SearchEnvironment(KernelEnvironment):
         return ToolResult(text, failed(verdict, name))
 
     async def judge(self, solution: Solution, mode: Mode = "quick", command: str = "end") -> Verdict:
-        """Judges ``solution`` and reports the verdict through ``tell``, with the name of the ``command`` that asked for
-        it.  If the sandbox fails, the verdict's status is ``infra``."""
+        """Judges ``solution`` and reports the verdict through ``tell``.  ``command`` names what asked for it, such as
+        "verify".  If the sandbox fails, the verdict's status is ``infra``."""
         try:
             verdict = await super().judge(solution, mode)
             self.faults = 0
@@ -155,7 +155,7 @@ class SearchEnvironment(KernelEnvironment):
 
 @dataclass
 class Attempt:
-    """One attempt of a search.  ``baselines`` is a text for the model: the times of eager and of ``torch.compile``."""
+    """One attempt of a search.  ``baselines`` tells the model the times of eager and of ``torch.compile``."""
 
     number: int  # from 1 on
     task: Task
@@ -312,8 +312,8 @@ class Attempt:
         return self._said[1] >= _STUCK
 
     def _without_calls(self, turn: int) -> str:
-        """Handles a turn without tool calls.  Reminds the model of the target and returns "".  If the model was
-        reminded often enough, or the style is ``compact``, returns "answer": the attempt ends."""
+        """Handles a turn without tool calls.  If the style is ``compact``, or the model was reminded often enough,
+        returns "answer", which ends the attempt.  Otherwise reminds the model of the target and returns ""."""
         if self.terms.style == "compact" or self.nudges >= _NUDGES:
             return "answer"
         self.nudges += 1

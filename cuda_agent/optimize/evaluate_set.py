@@ -5,9 +5,9 @@
     scores.json      the scores, in the form of `cuda-agent benchmark`
     report.html      a page about the results
 
-A verdict is kept under a key made of everything on which it depends.  So a changed solution, task or setting is judged
-anew, and two equal records are judged once.  A fault of the sandbox is not a verdict: the same run judges the record
-again, and so does the next run.  ``solution_set`` reads the input, ``pages.judged_set`` makes page and CSV."""
+A verdict is stored under a key made of everything on which it depends.  So a changed solution, task or setting is
+judged anew, and two equal records are judged once.  After a fault of the sandbox a record is judged again, by the same
+run and by the next.  ``solution_set`` reads the input; ``pages.judged_set`` makes the page and the CSV file."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class SetResult:
-    """A row for each record, the scores of the judged records, and the number of ``tasks`` that fast_p divides by."""
+    """The result: a row for each record, the scores of the judged records, and the divisor ``tasks`` of fast_p."""
 
     rows: list[JudgedRow]
     scores: Scores
@@ -98,7 +98,7 @@ def _opened(output: Path) -> Any:
 
 
 class _Work:
-    """The records, the verdicts so far, and the file that keeps them."""
+    """Judges the records of a set, and appends each verdict to ``file``."""
 
     def __init__(self, sandbox: Sandbox, given: SolutionSet, mode: Mode, file: Path, say: Say) -> None:
         self._sandbox, self._records, self._mode, self._file, self._say = sandbox, given.records, mode, file, say
@@ -216,8 +216,8 @@ def _in_short(verdict: Verdict, claim: float | None) -> str:
 
 
 def _result(given: SolutionSet, rows: list[JudgedRow], settings: SandboxConfig) -> SetResult:
-    """Scores the rows.  A task's final score is the mean over its samples; its best score is that of its best sample.
-    A task without a score does not count in ``SetResult.tasks`` if a record was lost, such as by a sandbox fault."""
+    """Computes the scores.  A task's final score is the mean over its samples; its best score is that of its best
+    sample.  ``SetResult.tasks`` leaves out unscored tasks with a lost record, such as one that met a sandbox fault."""
     judged = [row for row in rows if row.outcome in (*JUDGED, "infra")]
     best: dict[str, Verdict] = {}
     for row in judged:
@@ -260,7 +260,7 @@ def _write(
 
 
 def result_lines(result: SetResult) -> list[str]:
-    """Formats the counts, the claims and the scores for a terminal."""
+    """Formats the result for a terminal: records per outcome, how many claimed speed-ups held, and the scores."""
     lines = [f"{count:6} {outcome.replace('_', ' '):12} {says}" for outcome, count, says in accounts(result.rows)]
     lines.append(f"{len(result.rows):6} records; {plural(result.tasks, 'task')} count")
     if found := claims(result.rows):

@@ -53,8 +53,8 @@ class Player:
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Runs ``asyncio.run(work)`` so that SIGTERM acts like Ctrl-C: the work is cancelled and cleans up, then the
-    process exits with 143."""
+    """Returns ``asyncio.run(work)``.  SIGTERM acts like Ctrl-C: ``work`` is cancelled and cleans up, then the process
+    exits with 143."""
     stopped: list[int] = []
 
     async def whole() -> T:
@@ -138,8 +138,8 @@ async def evaluate(
     again: bool = False,
     shapes: Sequence[str] = (),
 ) -> tuple[Verdict, list[ShapeResult]]:
-    """Returns the sandbox's verdict on the folder ``solution`` for the task in the file ``task``.  With ``again``
-    neither a cached verdict nor cached times of the baselines are used.  If the verdict is ``ok``, returns also one
+    """Returns the sandbox's verdict on the folder ``solution`` for the task in the file ``task``.  If ``again`` is set,
+    no cached verdict and no cached time of a baseline is used.  If the verdict is ``ok``, returns also one
     result per variant of the task that ``shapes`` asks for (``optimize.shapes.variants``).
 
     Raises:
@@ -167,8 +167,8 @@ async def benchmark(
     config: Config, cache: Path, player: Player, tasks: Path, output: Path | None, say: Callable[[str], None]
 ) -> Any:
     """Plays ``evaluate.samples`` episodes on each task of the set ``tasks``; reports each episode through ``say``.
-    Returns ``rl.scores.Scores``, whose ``lets_through`` names the wrong answers that a task's check accepts.  Writes
-    episodes.jsonl, scores.json and a policy's tokenizer.json into ``output``.
+    Returns ``rl.scores.Scores``, including ``lets_through``.  Writes episodes.jsonl, scores.json and a policy's
+    tokenizer.json to ``output``, unless that is None.
 
     Raises:
         BenchmarkError: ``output`` cannot be made."""
@@ -210,7 +210,7 @@ async def benchmark(
 
 @asynccontextmanager
 async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) -> Any:
-    """Opens the policy or model of ``player``; yields a function of (task, seed, episode id) that plays an episode."""
+    """Opens the policy or model of ``player``.  Yields a function of (task, seed, episode id) that plays an episode."""
     from cuda_agent.agent.chat_rollout import run_chat_rollout
     from cuda_agent.agent.loop import run_episode
     from cuda_agent.policy.served import ServedModel

@@ -52,8 +52,8 @@ class ModelNew(Model):
 
 
 def model_new(task_code: str, solution: Solution, spec: TaskSpec, device: str, about: str = "") -> str:
-    """Returns the source of ``model_new.py`` for ``solution``, with the text ``about`` as comments at its head.  If the
-    solution's format has no exporter, returns the entry file below these comments; it needs nothing else.
+    """Returns the source of ``model_new.py`` for ``solution``.  It begins with the text ``about`` as comments.  If the
+    solution's format has no exporter, the rest is the solution's entry file, which needs no other file.
 
     Raises:
         SolutionError: The files are not a valid solution."""
@@ -128,8 +128,8 @@ _BINDING = {
 
 def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
     """Returns the sources of ``standalone_plan`` and of the file ``part``, without module docstrings and imports of
-    this package.  Lines between the two define the variables in ``shared`` (variable -> module and names): each becomes
-    a module that holds the definitions of these names."""
+    this package.  ``shared`` replaces these imports: variable -> (module, names).  Each variable becomes a module with
+    the definitions of these names."""
     texts = [_source(f"optimize/{name}") for name in ("standalone_plan.py", part)]
     bodies = [_OURS.sub("", text.partition('"""\n\n')[2]).strip() for text in texts]
     modules = []
@@ -140,7 +140,7 @@ def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
 
 
 def _definitions(source: str, names: list[str]) -> str:
-    """Returns the definitions of ``names`` in ``source``, and all definitions that these use outside of annotations."""
+    """Returns the definitions of ``names`` in ``source``, with all definitions that they use outside of annotations."""
     tree, lines = ast.parse(source), source.splitlines()
     named: dict[str, list[ast.stmt]] = {}
     for node in ast.walk(tree):
@@ -165,7 +165,7 @@ def _definitions(source: str, names: list[str]) -> str:
 
 
 def _named(statement: ast.stmt) -> list[str]:
-    """Returns the names that a top-level ``statement`` defines, or whose attributes or items it assigns."""
+    """Returns the names that a top-level ``statement`` sets: ``x`` for ``x = 1``, ``x.y = 1`` and ``import x``."""
     if isinstance(statement, ast.Import | ast.ImportFrom):
         return [(alias.asname or alias.name).partition(".")[0] for alias in statement.names]
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):

@@ -1,4 +1,4 @@
-"""Opens and locks the folder of a search, begins or resumes a search in it, and clears it if no turn was played.
+"""Prepares and locks the folder of a search, new or resumed, and clears the folder if no turn was played.
 
     model.py          the problem                          solution/     kernels, and plan.json or model_new.py
     model_new.py      the solution for PyTorch alone       verdict.json  the solution's strict verdict
@@ -130,8 +130,8 @@ def alone(folder: Path, command: str) -> Iterator[None]:
 
 
 def _prepare_folder(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path, resume: bool) -> None:
-    """Writes the problem and the order to ``folder``.  Without ``resume``, raises OptimizeError if the folder holds
-    anything other than a search in which no turn was played; with ``resume``, if it holds no search of this problem."""
+    """Writes the problem and the order to ``folder``.  Raises OptimizeError if ``resume`` is set and the folder holds
+    no search of this problem, or if it is not set and the folder holds anything but a search without turns."""
     if resume:
         if not (folder / "transcript.jsonl").is_file():
             raise OptimizeError(f"{folder}: nothing to go on with; leave out --resume to begin")

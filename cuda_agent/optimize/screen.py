@@ -126,7 +126,7 @@ def told(event: Event) -> str:
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """Returns the last ``width`` of ``values`` as a line of bars.  Their scale includes 1 and all ``values``."""
+    """Draws the last ``width`` of ``values`` as a line of bars, on a scale that includes 1 and all of ``values``."""
     if not values:
         return ""
     low, high = min(*values, 1.0), max(*values, 1.0)
@@ -160,7 +160,7 @@ def watching(as_json: bool) -> Iterator[Watch]:
 
 
 def json_lines(write: Callable[[str], None]) -> Watch:
-    """Returns a function that writes each event as a line of JSON, except streamed text and the outcome."""
+    """Returns a function that writes each event as a line of JSON.  It leaves out streamed text and the outcome."""
 
     def watch(event: Event) -> None:
         if event["kind"] not in ("text", "thought", "outcome"):
@@ -170,9 +170,9 @@ def json_lines(write: Callable[[str], None]) -> Watch:
 
 
 def plain(write: Callable[[str], None], width: int = 0) -> Watch:
-    """Returns a function that writes a line for each tool call, diff, verdict, note and end of an attempt.  The line of
-    a tool call also shows the tool's error, so it is written only at the attempt's next event.  ``width`` is the most
-    characters of a line with an error; 0 stands for the width of the terminal."""
+    """Returns a function that writes a line for each tool call, diff, verdict, note and end of an attempt.  It writes a
+    tool call only at the attempt's next event, because the line also shows the tool's error.  A line with an error has
+    at most ``width`` characters; 0 stands for the width of the terminal."""
     view = View()
     waiting: dict[int, str] = {}  # attempt -> pending line of a tool
     judged: set[int] = set()  # attempts whose last line was a verdict, which has the failure
@@ -233,8 +233,8 @@ def _live() -> Iterator[Watch]:
 
 
 def drawing(view: View, width: int, height: int) -> Any:
-    """Returns what the terminal shows of ``view``, in lines of ``width`` characters.  If ``height`` leaves room, the
-    model's latest text and diff are included.  A ``height`` of 0 stands for the last picture, without both."""
+    """Returns the picture of ``view`` for a terminal of ``width`` characters and ``height`` lines.  If there is room,
+    it includes the model's latest text and diff.  If ``height`` is 0, it leaves out both."""
     from rich.console import Group
     from rich.text import Text
 

@@ -179,7 +179,7 @@ async def _run_attempts(attempts: list[Attempt], transcript: Transcript, stop: a
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: Any) -> Any:
-    """Returns the result of ``work``; as soon as ``stop`` is set, cancels ``work`` and returns None."""
+    """Returns the result of ``work``.  If ``stop`` is set first, cancels ``work`` and returns None."""
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -196,8 +196,8 @@ async def _confirm(
     task: Task, sandbox: Any, findings: Findings, transcript: Transcript, stop: asyncio.Event
 ) -> Find | None:
     """Judges the best solution in strict mode.  If another solution is then the best, judges that one too, and so on.
-    Returns the best solution once it has passed; None if none passes.  If a person sets ``stop`` meanwhile, returns the
-    best solution so far."""
+    Returns the best solution that passed, or None if none passes.  If ``stop`` is set meanwhile, returns the best
+    solution so far."""
     stop.clear()
     for _ in range(_CONFIRMED):
         best = findings.best
@@ -258,9 +258,9 @@ def _about(verdict: Verdict, device: str) -> str:
 def on_interrupt(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Iterator[None]:
     """Sets ``stop`` at every Ctrl-C inside the ``with`` block.
 
-    The terminal sends SIGINT to child processes too, and the judge must survive it.  Child processes inherit a blocked
-    signal, but not a handler.  SIGINT is therefore blocked in this thread, and another thread waits for it.  Threads
-    that libraries started earlier do not block SIGINT; the signal handler is for a SIGINT that reaches one of them."""
+    A Ctrl-C sends SIGINT to child processes too, and the judge must survive it.  Child processes inherit a blocked
+    signal, but not a handler.  So this thread blocks SIGINT, and another thread waits for it.  Threads that libraries
+    started earlier do not block SIGINT; if one of them receives it, the signal handler sets ``stop``."""
     loop.add_signal_handler(signal.SIGINT, stop.set)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     over = threading.Event()

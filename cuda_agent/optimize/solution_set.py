@@ -42,8 +42,8 @@ _SUFFIX = re.compile(r"([-_]sample[-_]?\d+)?([-_]kernel)?$")
 
 @dataclass(frozen=True)
 class SolutionRecord:
-    """One record of the input.  ``why`` is empty if the record can be judged; otherwise it is a key of
-    ``pages.judged_set.OUTCOMES``, and ``message`` gives details.  ``claim_*`` are speed-ups that the author states."""
+    """One record of the input.  If it cannot be judged, ``why`` is a key of ``pages.judged_set.OUTCOMES``, and
+    ``message`` gives details; otherwise ``why`` is empty.  ``claim_*`` are speed-ups that the author claims."""
 
     name: str
     solution: Solution | None = None
@@ -65,7 +65,7 @@ class SolutionSet:
 
 @dataclass(frozen=True)
 class _Place:
-    """What a record says about its task: ``parts`` of a name or path, and KernelBench's ``level`` and ``number``."""
+    """What a record says about its task: ``parts`` of its name or path, and KernelBench's ``level`` and ``number``."""
 
     parts: tuple[str, ...] = ()
     level: int | None = None
@@ -74,7 +74,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Found:
-    """A record as it was read.  ``place`` and ``reference`` (the source of the task) will be used to find its task."""
+    """A record as it was read, and what leads to its task: ``place``, and ``reference``, the task's source or ""."""
 
     record: SolutionRecord
     place: _Place = _Place()
@@ -171,7 +171,7 @@ def _of_json(name: str, row: Any, format: Format) -> _Found:
 
 
 def _with_files(record: SolutionRecord, files: Any, format: Format) -> SolutionRecord:
-    """Returns ``record`` with ``files`` as its solution, or with the reason why ``files`` are not a valid solution."""
+    """Returns ``record`` with ``files`` as its solution, or, if they are not valid, with the reason in ``why``."""
     if not files:
         return replace(record, why="no_solution", message="the record holds no code")
     if not isinstance(files, dict) or not all(isinstance(text, str) for item in files.items() for text in item):
@@ -210,7 +210,7 @@ def _claim(value: Any) -> float | None:
 
 def _of_folder(source: Path, format: Format, skipped: list[str]) -> Iterator[_Found]:
     """Yields a record for each folder with the format's entry file.  Outside of such folders, yields a record for each
-    Python file except ``__init__.py``, and adds the remaining files to ``skipped``."""
+    Python file except ``__init__.py``, and adds all other files to ``skipped``."""
 
     def unreadable(error: OSError) -> None:
         raise TaskError(f"{error.filename}: cannot be read: {error.strerror}")
@@ -233,7 +233,7 @@ def _of_folder(source: Path, format: Format, skipped: list[str]) -> Iterator[_Fo
 
 
 def _of_path(path: Path, parts: tuple[str, ...], format: Format) -> _Found:
-    """Returns the record of a solution's folder, or of its only file."""
+    """Reads the solution at ``path``, a folder or a single file, and returns its record."""
     record = SolutionRecord("/".join(parts))
     if any(part.is_symlink() for part in (path, *(path.rglob("*") if path.is_dir() else ()))):
         return _Found(replace(record, why="unreadable", message="holds a symbolic link"), _place(parts))
@@ -256,8 +256,8 @@ def _natural(name: str) -> list[Any]:
 
 
 def _place(parts: tuple[str, ...]) -> _Place:
-    """Returns what the ``parts`` of a path say.  From ("level1", "3_relu") it takes level 1 and number 3; from
-    ("3_relu",) only number 3.  A file name of KernelBench's runs gives both level and number."""
+    """Finds level and number in the ``parts`` of a path.  ("level1", "3_relu") has level 1 and number 3; ("3_relu",)
+    has only number 3.  A file name of KernelBench's runs has both."""
     if run := next((found for part in parts if (found := _RUN.search(part))), None):
         return _Place(parts, int(run[1]), int(run[2]))
     at = next((i for i, part in enumerate(parts) if _LEVEL.fullmatch(part)), None)
@@ -288,7 +288,7 @@ def _level_of(task: Task) -> int | None:
 
 
 class _Index:
-    """Finds tasks by name, by the last part of a name if it is unique, and by KernelBench's level and number."""
+    """Finds tasks by name, by the last part of a name if no other task has it, or by KernelBench's level and number."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = {task.name: task for task in tasks}
@@ -311,8 +311,8 @@ class _Index:
         return record
 
     def _by_name(self, place: _Place) -> Task | None:
-        """Returns the task that ``place.parts`` name: one part, or several parts joined by "/".  The longest name
-        counts.  A task of another level is not returned."""
+        """Returns the task named by ``place.parts``: by as many of them in a row as possible, joined by "/".  Skips
+        tasks of another level."""
         parts = (*place.parts[:-1], _SUFFIX.sub("", place.parts[-1])) if place.parts else ()
         for length in range(len(parts), 0, -1):
             for start in range(len(parts) - length + 1):
@@ -323,7 +323,7 @@ class _Index:
 
 
 class _Own:
-    """Makes a task from each record's own reference.  Records with the same reference share one task."""
+    """Makes a record's task from the record's own reference.  Records with the same reference share one task."""
 
     def __init__(self) -> None:
         self.tasks: dict[str, Task] = {}  # by digest

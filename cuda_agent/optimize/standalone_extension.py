@@ -1,8 +1,8 @@
 """Part of an exported ``model_new.py``: makes the module ``cuda_extension`` for a solution of the format ``extension``.
 Needs PyTorch and ``g++``, or ``nvcc`` for a GPU.
 
-The kernels run on CUDA's default stream.  If another stream is current, the kernels wait for the earlier work of that
-stream, and its later work waits for the kernels."""
+The kernels run on CUDA's default stream.  If another stream is current, they wait for its earlier work, and its later
+work waits for them."""
 
 import sys as _sys
 from typing import Any as _Any

@@ -24,7 +24,7 @@ _lock = _threading.Lock()
 
 
 class _Kernels:
-    """Runs a plan's ``program`` in place of ``reference``, the forward of ``Model``.  Subclasses launch the kernels."""
+    """Runs a plan's ``program`` instead of ``reference`` (``Model.forward``).  Subclasses launch the kernels."""
 
     device = "cpu"
 
@@ -104,7 +104,7 @@ class _Kernels:
         raise NotImplementedError
 
     def library(self, node: dict[str, _Any], buffers: dict[str, list[torch.Tensor]]) -> None:
-        """Runs ``node``, a matrix product or convolution, as the sandbox does; then restores PyTorch's settings."""
+        """Runs ``node``, a matrix product or convolution, as the sandbox does, and restores PyTorch's settings."""
         matmul, names = torch.backends.cuda.matmul, ("tf32", "fp16_reduced_precision_reduction",
                                                      "bf16_reduced_precision_reduction")  # fmt: skip
         before = {f"allow_{name}": getattr(matmul, f"allow_{name}") for name in names}
@@ -126,7 +126,7 @@ class _Kernels:
 
 
 def _module(name: str, source: str) -> _Any:
-    """Makes a module from ``source``, which is the part of cuda-agent's module ``name`` that is used here."""
+    """Makes a module from ``source``, a part of cuda-agent's module ``name``."""
     module = _sys.modules[f"model_new {name}"] = _types.ModuleType(f"model_new {name}")  # dataclasses look it up here
     exec(compile(source, f"{name}.py", "exec"), module.__dict__)
     return module
@@ -147,15 +147,15 @@ def _nested(form: _Any, outputs: _Any) -> _Any:
 
 
 def _check_init(wanted: list[_Any], args: tuple[_Any, ...]) -> None:
-    """Raises ValueError if a plain constructor argument in ``args``, such as a number, is not as ``wanted``."""
+    """Raises ValueError if a constructor argument in ``args``, such as a number, differs from that in ``wanted``."""
     for item, value in zip(wanted, args, strict=False):
         if "value" in item and item["value"] != (list(value) if isinstance(value, tuple) else value):
             raise ValueError(f"a constructor argument is {value!r}; these kernels were made for {item['value']!r}")
 
 
 def _built(files: dict[str, str], command: list[str], product: str, identity: str = "") -> _Path:
-    """Returns a folder in the user's cache with the file ``product``.  If the file is missing, writes ``files`` to the
-    folder and runs ``command``, which makes the product."""
+    """Returns a folder in the user's cache with the file ``product``.  If the file is missing, runs ``command`` on
+    ``files`` to make it.  ``identity``, such as a processor's name, is part of the cache key."""
     key = _hashlib.sha256(repr((sorted(files.items()), command, identity)).encode()).hexdigest()[:32]
     cache = _Path(_os.environ.get("XDG_CACHE_HOME") or _Path.home() / ".cache") / "model_new" / key
     if (cache / product).exists():

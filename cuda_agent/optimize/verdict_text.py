@@ -75,8 +75,8 @@ def _row(name: str, seconds: float, factor: float | None = None, note: str = "")
 
 
 def _strict_times(verdict: Verdict, strict: dict[str, Any]) -> list[str]:
-    """Returns lines about ``strict``, the strict part of ``verdict``: the times of the baselines, and which precision
-    (such as tf32) the solution seems to compute with, judging by its error."""
+    """Returns lines about ``strict``, the strict part of ``verdict``: the times of the baselines, and the precision
+    (such as tf32) that the solution's error suggests."""
     baselines, precision = strict["baselines"], strict["precision"]
     lines = []
     for label, seconds in baselines.items():

@@ -26,9 +26,9 @@ LOSSES = 3  # the stage gives up when the trainer was lost this often in one ste
 async def train_ppo(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
 ) -> tuple[Any, Any, Critic | None]:
-    """Trains the policy in ``ctx.inputs`` on episodes of ``kind``, from the newest checkpoint to step
-    ``settings.steps``.  Returns (model, tokenizer, critic).  If ``settings.advantage`` needs a critic, ``make_critic``
-    makes the initial one; otherwise the critic is None.
+    """Trains the policy in ``ctx.inputs`` on episodes of ``kind`` until step ``settings.steps``.  Begins at the newest
+    checkpoint, if there is one.  Returns (model, tokenizer, critic).  If ``settings.advantage`` needs a critic,
+    ``make_critic`` makes the initial one; otherwise the critic is None.
 
     Raises:
         TryAgain: The stage was told to stop, or the trainer was lost too often."""
@@ -80,10 +80,10 @@ async def train_ppo(
 async def prefetch(
     play: Callable[[int], Awaitable[RolloutBatch]], steps: range, max_off_policy_steps: int
 ) -> AsyncGenerator[tuple[int, RolloutBatch], None]:
-    """Yields each step of ``steps`` with its batch, in order, and plays the batches of later steps in advance.
+    """Yields each of ``steps`` with its batch, in order.
 
-    While the caller learns from a batch, the next ``max_off_policy_steps`` batches are played in order (0: playing and
-    learning take turns).  The batch of step N + ``max_off_policy_steps`` begins after learning from step N - 1."""
+    While the caller learns from a batch, the next ``max_off_policy_steps`` batches are played, one after the other.  If
+    this is 1, batch 5 is played while the caller learns from batch 4.  If it is 0, playing and learning take turns."""
     under_way: deque[asyncio.Task[RolloutBatch]] = deque()
 
     async def play_after(before: asyncio.Task[RolloutBatch] | None, step: int) -> RolloutBatch:

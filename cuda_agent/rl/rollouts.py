@@ -34,7 +34,7 @@ Job = tuple[Task, str]  # a task, and the id of the episode, which determines it
 
 
 class Players(Protocol):
-    """An object that plays episodes: ``Rollouts`` in this process, or ``RayPlayers`` in processes of Ray."""
+    """An object that plays episodes: ``Rollouts`` in this process, or ``RayPlayers`` in Ray's actors."""
 
     async def play(self, jobs: Sequence[Job], kind: Kind, on_done: OnDone = ...) -> list[Episode]:
         """Plays an episode of ``kind`` for each of ``jobs``; returns the episodes in the order of ``jobs``."""
@@ -103,8 +103,8 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
 
 
 def servers_apart(config: Config, here: int) -> None:
-    """Raises BadConfiguration if the stage would start a vLLM server on the GPU on which this machine's judge measures
-    times.  The server takes no timing lease and would disturb the times.  ``here`` is this machine's number of GPUs."""
+    """Raises BadConfiguration if a vLLM server of the stage would run on the GPU on which this machine's judge measures
+    times, and would disturb the measurements.  ``here`` is this machine's number of GPUs."""
     sandbox, vllm = config.sandbox, config.policy.vllm
     timed_here = sandbox.device == "cuda" and sandbox.clock == "real" and not sandbox.servers
     if timed_here and not vllm.servers and 0 < here <= vllm.replicas:
@@ -142,8 +142,8 @@ async def _open_engine(ctx: WorkerContext, folder: Path, model: Any, chat: Chat)
 def episode_settings(
     config: Config, *, turns: int, context: int, temperature: float, reward: str = "ladder", style: Style | None = None
 ) -> EpisodeSettings:
-    """Returns the settings of the agent loop.  The default ``style`` of the prompt is "full" for a policy that was made
-    from ``policy.base``, otherwise "compact"."""
+    """Returns the settings of the agent loop.  If ``style`` is None, the prompt's style is "full" for a policy that was
+    made from ``policy.base``, otherwise "compact"."""
     style = style or ("compact" if config.policy.base is None else "full")
     return EpisodeSettings(
         format=config.sandbox.format,
@@ -160,8 +160,8 @@ def episode_settings(
 
 
 def draw(tasks: Sequence[Task], count: int, seed: int, step: int) -> list[Task]:
-    """Returns the ``count`` tasks of training step ``step``.  All tasks are shuffled anew, by ``seed``, for each epoch.
-    The sequence of epochs is cut into pieces of ``count`` tasks, so that every task is drawn equally often."""
+    """Returns the ``count`` tasks of training step ``step``.  Each epoch holds every task once, in an order that
+    depends on ``seed``.  The steps take tasks from one epoch after the other; a step may reach into the next epoch."""
     drawn: list[Task] = []
     for position in range(step * count, (step + 1) * count):
         epoch, index = divmod(position, len(tasks))

@@ -95,7 +95,7 @@ class ActorCritic:
 
 
 class LocalRuntime:
-    """The runtime in the stage's own process.  The engine (in ``rollouts``) and ``learner`` compute in turn."""
+    """The runtime in the stage's own process.  It plays and trains in turn, never at the same time."""
 
     def __init__(self, ctx: StageContext, settings: Ppo, kind: Kind, rollouts: Rollouts, learner: ActorCritic) -> None:
         self._ctx, self._settings, self._kind = ctx, settings, kind

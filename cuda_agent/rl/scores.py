@@ -88,7 +88,7 @@ class Table:
 @dataclass
 class Scores:
     """All scores of one policy on one task set: the content of the file ``scores.json``.  ``lets_through`` maps a task
-    to the wrong answers that its check accepts; tasks that accept none, or were not linted, are left out."""
+    to the wrong answers that its check accepts; it holds only linted tasks with such answers."""
 
     policy: str
     clock: Literal["real", "model"]  # "model": times are a deterministic cost, not measured
@@ -212,9 +212,9 @@ def compare(
 
 
 def fast_p(scores: Scores, p: float, baseline: Literal["eager", "compile"], tasks: int | None = None) -> float | None:
-    """Returns KernelBench's fast_p of the final solutions: the share of tasks whose solution is correct and more than
-    ``p`` times as fast as the baseline.  If p is 0, any correct solution counts.  A task with several episodes adds the
-    share of its successful episodes.  The sum is divided by ``tasks``, by default the number of tasks with a scored
+    """Returns KernelBench's fast_p: the share of tasks whose final solution is correct and more than ``p`` times as
+    fast as the baseline.  If ``p`` is 0, any correct solution counts.  A task with several episodes counts with the
+    share of its successful episodes.  ``tasks`` is the divisor; None stands for the number of tasks with a scored
     episode.  Returns None if the divisor is 0."""
     shares: dict[str, list[bool]] = {}
     for outcome in scores.outcomes:
@@ -276,9 +276,9 @@ def _row(group: str, outcomes: Sequence[EpisodeScore], which: str, seed: int) ->
 
 
 def _per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
-    """Returns an array float64 [len(names)] for each metric, with one value per task.  For a rate, the value is the
-    share of the task's episodes.  For a speed-up, it is the mean logarithm over the task's correct and timed episodes
-    (nan if there are none).  ``which`` is "final" or "best"."""
+    """Returns for each metric an array float64 [len(names)]: one value for each task in ``names``.  A rate is the share
+    of the task's episodes.  A speed-up is the mean logarithm over the task's correct and timed episodes (nan if there
+    are none).  ``which`` is "final" or "best"."""
     results: dict[str, list[Result]] = {name: [] for name in names}
     for outcome in outcomes:
         if outcome.task in results:
@@ -330,7 +330,7 @@ def _percentiles(values: NDArray[np.float64]) -> tuple[float, float] | None:
 
 
 def _unanimous(share: float, n: int) -> tuple[float, float]:
-    """Returns the exact binomial interval of a rate that is ``share`` (0 or 1) on all ``n`` tasks.  A bootstrap would
-    give an interval of width 0, but the true rate is uncertain: if 0 of 24 tasks are solved, it can be up to 12 %."""
+    """Returns the exact binomial interval of a rate if all ``n`` tasks have the same ``share``, 0 or 1.  A bootstrap
+    would give width 0, but the true rate is uncertain: if 0 of 24 tasks are solved, it can be up to 12 %."""
     reach = 1 - (1 - COVERAGE) ** (1 / n)
     return (0.0, reach) if share == 0 else (1 - reach, 1.0)

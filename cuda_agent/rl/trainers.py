@@ -33,8 +33,8 @@ def make_trainer(
     scratch: bool = False,
 ) -> Trainer:
     """Makes a trainer for ``model``.  ``longest`` is the length of the longest sequence in tokens.  Only imitation may
-    set ``precision`` to "auto": PPO needs exactly the engine's log-probabilities.  ``scratch`` says that the model is
-    new: its optimizer is Muon, which needs half as many training tokens as AdamW.  A model that is not new trains only
+    set ``precision`` to "auto": PPO needs exactly the engine's log-probabilities.  If ``scratch`` is set, the model is
+    new: its optimizer is Muon, which needs half as many training tokens as AdamW.  Other models use AdamW, with LoRA
     adapters if ``lora.rank`` is set."""
     import torch
 
@@ -66,8 +66,8 @@ Place = TypeVar("Place", bound=WorkerContext)
 
 @contextmanager
 def shared_training(ctx: Place) -> Iterator[Place]:
-    """Starts the trainer's processes (ranks) as the section ``training`` of the configuration asks, and yields ``ctx``
-    with these ranks.  If the section asks for one process on a CPU, starts nothing and yields ``ctx`` unchanged.
+    """Starts the trainer's processes (ranks) as the configuration's section ``training`` asks.  Yields a copy of
+    ``ctx`` with these ranks.  If the section asks for one process on a CPU, starts nothing and yields ``ctx`` itself.
 
     Raises:
         BadConfiguration: The machine has too few GPUs.
@@ -89,8 +89,8 @@ def shared_training(ctx: Place) -> Iterator[Place]:
 def imitate(
     ctx: StageContext, trainer: Trainer, sequences: Sequence[Tokens], settings: Bootstrap | Sft, **limits: Any
 ) -> None:
-    """Trains on ``sequences``, starting at the newest checkpoint; passes ``limits`` to ``training.recipes.sft``.  Logs
-    metrics, shows progress, saves checkpoints, and raises TryAgain when the stage is told to stop."""
+    """Trains on ``sequences``, starting at the newest checkpoint.  Logs metrics, shows progress and saves checkpoints.
+    Raises TryAgain when the stage is told to stop.  ``limits`` are further arguments of ``training.recipes.sft``."""
     tokens, lr = settings.tokens_per_step, settings.lr
     ctx.checkpoints.load(trainer.load)
     saved = time.monotonic()

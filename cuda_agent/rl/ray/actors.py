@@ -1,8 +1,8 @@
 """Defines the classes of Ray's actors: a rollout worker, which plays episodes with its own engine and sandbox, and a
 host of trainer processes.
 
-Actors and stage need no common folder.  They send each other inputs and checkpoints as parts of files, episodes as
-lines of JSON, and weights as arrays.  A digest is sent with weights, and is checked after the weights are loaded."""
+The actors and the stage need no common folder.  Inputs and checkpoints are sent as parts of files, episodes as lines of
+JSON, and weights as arrays.  A digest is sent with the weights; the receiver checks it after it has loaded them."""
 
 import asyncio
 import shutil
@@ -24,8 +24,8 @@ from cuda_agent.training.ranks import Ranks, open_store
 
 
 class RolloutWorker:
-    """An actor that plays episodes.  It gets the stage's input folders as ``inputs`` (name -> parts of its files) and
-    writes them to a private folder.  Its caches are in the folder ``context.cache`` of its machine."""
+    """An actor that plays episodes.  ``inputs`` holds the stage's input folders (name -> parts of the folder's files);
+    the actor writes them to a private folder.  ``context.cache`` is a folder on the actor's machine."""
 
     def __init__(self, context: WorkerContext, episodes: EpisodeSettings, inputs: Mapping[str, Sequence[Part]]) -> None:
         die_with_parent()  # Ray's workers run on for seconds after their node's raylet was killed
@@ -45,7 +45,7 @@ class RolloutWorker:
         self._rollouts = await self._stack.enter_async_context(opening)
 
     async def play(self, jobs: Sequence[Job], kind: Kind) -> AsyncIterator[str]:
-        """Plays ``jobs`` until ``stop`` is called; yields each episode, as a line of JSON, when it finishes."""
+        """Plays ``jobs`` and yields each finished episode as a line of JSON.  Ends early if ``stop`` is called."""
         assert self._rollouts is not None, "open comes first"
         finished: asyncio.Queue[str | None] = asyncio.Queue()
         playing = asyncio.create_task(

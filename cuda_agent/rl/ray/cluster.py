@@ -1,8 +1,8 @@
 """Connects a stage to a running Ray instance, or starts an instance on this machine that ends with the stage.
 
 A new instance listens on 127.0.0.1 only, asks for a secret token, keeps its files in a private folder, and has no
-dashboard.  When the stage ends, even if it is killed, Linux ends most of Ray's processes at once; the program ``watch``
-ends the other processes and removes the folder."""
+dashboard.  It ends even if the stage is killed: Linux ends most of Ray's processes at once; the program ``watch`` ends
+the others and removes the folder."""
 
 import os
 import secrets
@@ -27,8 +27,8 @@ _TOKEN = secrets.token_hex(32)  # one per process: Ray reads it once
 
 @contextmanager
 def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> Iterator[None]:
-    """Connects this process, from its main thread, to the Ray instance at ``address``.  If that is None, starts a new
-    instance with ``cpus`` and ``gpus`` for actors and an object store of at least ``store_bytes``.
+    """Connects this process to the Ray instance at ``address``.  If ``address`` is None, starts a new instance with
+    ``cpus`` and ``gpus`` for actors and an object store of at least ``store_bytes``.
 
     Raises:
         TryAgain: There is no Ray at ``address``, or a new instance does not start.
@@ -97,6 +97,6 @@ def on_bundle(group: Any, bundle: int, cpus: float, gpus: float) -> dict[str, An
 
 
 def raise_if_init_failed(error: BaseException | None) -> None:
-    """Raises RuntimeError if ``error`` means that an actor's constructor failed: a new actor's would fail too."""
+    """Raises RuntimeError if ``error`` means that an actor's constructor failed.  A new actor would fail too."""
     if getattr(error, "actor_init_failed", False):
         raise RuntimeError(f"an actor could not be made: {error}") from error

@@ -53,9 +53,9 @@ class WorkerSlot:
 
 
 class EpisodeCollector:
-    """Collects the episodes of one round.  A group is all episodes on one draw of a task.  From each group the
-    collector keeps the first ``samples`` episodes with a reward; if there are fewer, it adds episodes without a reward.
-    It is ``full`` when each group has ``samples`` episodes with a reward, or has no unfinished episode left."""
+    """Collects the episodes of one round.  The episodes on one draw of a task form a group.  From each group the
+    collector keeps ``samples`` episodes: the first ones with a reward or, if these are too few, also others.  It is
+    ``full`` when every group has ``samples`` episodes with a reward, or has no unfinished episode."""
 
     def __init__(self, jobs: Sequence[Job], samples: int) -> None:
         self._order = {name: index for index, (_, name) in enumerate(jobs)}
@@ -73,7 +73,7 @@ class EpisodeCollector:
 
     @property
     def cut(self) -> int:
-        """Returns the number of unfinished episodes.  They are not needed once the collector is full."""
+        """Returns the number of unfinished episodes, which are given up once the collector is full."""
         return self._open.total()
 
     def episodes(self) -> list[Episode]:
@@ -112,7 +112,7 @@ class RayPlayers:
     async def collect(
         self, collector: EpisodeCollector, jobs: Sequence[Job], kind: Kind, on_done: OnDone = lambda episode: None
     ) -> int:
-        """Plays ``jobs`` until ``collector`` is full.  Returns the number of workers lost since the previous round."""
+        """Plays ``jobs`` until ``collector`` is full.  Returns how many workers were lost since the previous round."""
         for worker in self.workers:
             if worker.actor is None and worker.opening is None:  # all replacements failed since the last round
                 worker.opening = asyncio.create_task(self._open(worker))
@@ -192,7 +192,7 @@ class RayPlayers:
         await asyncio.gather(*(one(worker, worker.actor) for worker in self.living))
 
     def _lose(self, worker: WorkerSlot, actor: Any, error: WorkerLost) -> None:
-        """Replaces the lost ``actor`` of ``worker``, in the background; raises TryAgain after too many losses."""
+        """Replaces the lost ``actor`` of ``worker`` in the background.  Raises TryAgain after too many losses."""
         if worker.actor is not actor:
             return  # reported before
         worker.actor = None
@@ -232,8 +232,8 @@ class RayPlayers:
 
     @asynccontextmanager
     async def _losses(self, seconds: float | None) -> AsyncIterator[None]:
-        """Raises WorkerLost if the ``with`` block takes more than ``seconds``, or fails with an error that a new worker
-        may avoid.  Raises the actor's other errors unchanged."""
+        """Raises WorkerLost if the ``with`` block takes more than ``seconds``, or if the actor dies or fails for a
+        reason that may pass, such as EngineError.  Raises the actor's other errors unchanged."""
         try:
             async with asyncio.timeout(seconds):
                 yield
@@ -279,7 +279,7 @@ async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterato
     """Opens Ray and a placement group: ``trainers`` bundles for the trainer, then one bundle for each rollout worker.
 
     Raises:
-        BadConfiguration: This machine has too few GPUs, or there are vLLM servers, but fewer than rollout workers.
+        BadConfiguration: This machine has too few GPUs, or ``policy.vllm.servers`` is set but lists too few servers.
         TryAgain: Ray does not provide the bundles in time."""
     settings, servers = ctx.config.ray, ctx.config.policy.vllm.servers
     if servers and len(servers) < settings.workers:
@@ -310,7 +310,7 @@ async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterato
 
 @asynccontextmanager
 async def open_players(ctx: StageContext, episodes: EpisodeSettings) -> AsyncIterator[RayPlayers]:
-    """Opens Ray and rollout workers for a policy that is not trained.  Raises BadConfiguration or TryAgain if this
+    """Opens Ray and rollout workers that play the stage's input policy.  Raises BadConfiguration or TryAgain if this
     machine or Ray lacks resources for them."""
     async with open_placement_group(ctx, 0) as group:
         players = RayPlayers(ctx, episodes, group, 0)
@@ -322,7 +322,7 @@ async def open_players(ctx: StageContext, episodes: EpisodeSettings) -> AsyncIte
 
 
 def _context(ctx: StageContext, worker: int) -> WorkerContext:
-    """Returns the context of rollout worker number ``worker``, with the vLLM servers that only this worker uses."""
+    """Returns the context of rollout worker number ``worker``.  No other worker uses the vLLM servers in it."""
     vllm = ctx.config.policy.vllm
     vllm = vllm.model_copy(update={"servers": vllm.servers[worker :: ctx.config.ray.workers]})
     config = ctx.config.model_copy(update={"policy": ctx.config.policy.model_copy(update={"vllm": vllm})})

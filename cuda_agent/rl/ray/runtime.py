@@ -34,8 +34,8 @@ from cuda_agent.training.distributed import TrainerLost
 
 class RayRuntime:
     """The ``rl.runtime.Runtime`` on Ray.  ``group`` is a placement group: bundles of resources that Ray has reserved on
-    machines.  The trainer's processes run on the first bundles, one bundle per machine.  There is no trainer before
-    ``open``, nor after the trainer was lost."""
+    machines.  The trainer's processes run on the first bundles, one bundle per machine.  ``open`` starts the trainer;
+    if it is lost, ``restore`` starts a new one."""
 
     def __init__(
         self, ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None, group: Any
@@ -109,8 +109,8 @@ class RayRuntime:
         await asyncio.gather(self._players.close(), end_actors(self._hosts))
 
     async def _of(self, job: Callable[[], Result]) -> Result:
-        """Runs ``job``, which calls the trainer's processes, in a thread and returns its result.  If a process of the
-        trainer is gone, ends all of them and raises LearnerLost."""
+        """Runs ``job``, a function that uses the trainer's processes, in a thread, and returns its result.  If one of
+        the processes is gone, ends the others and raises LearnerLost."""
         try:
             return await asyncio.to_thread(job)
         except TrainerLost as error:

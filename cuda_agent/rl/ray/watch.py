@@ -15,7 +15,7 @@ SECONDS = 20.0  # longest wait for processes that end slowly
 
 
 def holders(folder: str, stage: int) -> list[int]:
-    """Returns the ids of the processes that have a file below ``folder`` open, except this process and ``stage``."""
+    """Returns the ids of all processes, except this one and ``stage``, that have a file below ``folder`` open."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) not in (os.getpid(), stage):
