@@ -50,7 +50,7 @@ def entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
 
 
 def too_much(folder: Path, megabytes: int, files: int) -> str:
-    """Names the limit that a folder exceeds: of megabytes, files or depth. Returns an empty string if there is none."""
+    """Returns in words which limit a folder exceeds (megabytes, files or depth); an empty string if it exceeds none."""
     count = size = 0
     try:
         for entry, depth in entries(folder):

@@ -61,8 +61,8 @@ class DeviceClock:
 
 def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
     """Loads a plan's kernels, and resolves their arguments for each slot. Returns the function that runs a slot.
-    ``program`` is ``plan.Program`` as JSON; ``image`` is the path of the cubin, and ``names`` maps the symbols of
-    kernels to mangled names."""
+    ``program`` is ``plan.Program`` as JSON. Its ``image`` is the path of the cubin, and its ``names`` maps the symbols
+    of kernels to mangled names."""
     module = driver.Module(Path(program["image"]).read_bytes()) if program["image"] else None
     workspaces: dict[str, torch.Tensor] = {}
     for name, workspace in program["workspaces"].items():
