@@ -112,7 +112,7 @@ class JailedProcess:
         return self
 
     def hand_over(self, file: Path, name: str) -> str:
-        """Links or copies ``file`` into the worker's folder, as ``name`` plus its suffix. Returns its path there."""
+        """Links or copies ``file`` into the worker's folder, as ``name`` with the old suffix. Returns the new path."""
         place = self._home / f"{name}{file.suffix}"
         place.unlink(missing_ok=True)  # a copy would follow the link and write to the cache
         try:
@@ -295,8 +295,8 @@ class JailedProcess:
 
     def spread(self, apart: bool = True) -> None:
         """Binds each thread that has worked to one processor. Unbound, a helper thread may stay on the busy main
-        thread's processor for whole calls, which then take twice as long. Binds no thread if only one has worked, or
-        fewer than there are processors.
+        thread's processor for whole calls, which then take twice as long. Binds none if only one thread has worked, or
+        if fewer threads have worked than there are processors.
 
         If this process has the right to, it also gives all threads precedence over other programs, with a higher rank
         than its own: a thread woken by a thread of its own rank would move to another processor, away from its data. If

@@ -1,5 +1,5 @@
-"""Creates temporary folders named for the owning process, so that a later process can find and remove leftovers. Also
-checks whether untrusted code has put too much into a folder."""
+"""Creates temporary folders whose names contain the id of the owning process, so that a later process can find and
+remove leftovers. Also checks whether untrusted code has put too much into a folder."""
 
 import contextlib
 import os

@@ -108,7 +108,7 @@ class WarmParent:
 
 @contextlib.contextmanager
 def _processors(count: int) -> Iterator[None]:
-    """Binds all processes that are started in the context to the same ``count`` of this process's processors."""
+    """Binds processes that start in the context to the same ``count`` processors, chosen from this process's own."""
     all_of_them = sorted(os.sched_getaffinity(0))
     first = os.getpid() * count  # concurrent judges use different processors where there are enough
     os.sched_setaffinity(0, {all_of_them[(first + i) % len(all_of_them)] for i in range(count)})

@@ -28,7 +28,7 @@ class CandidateRefused(Exception):
 
 def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> CandidateRefused:
     """Converts a worker's death or error to a refusal of its candidate. If ``loaded`` is false, the solution had not
-    begun to load: no untrusted code had run, so the sandbox is at fault. ``when`` ends the message ("in check 3")."""
+    begun to load: no untrusted code had run, and the status is ``infra``. ``when`` ends the message ("in check 3")."""
     if isinstance(error, WorkerDied):
         if not loaded:
             return CandidateRefused("infra", f"a worker {error} before the solution was loaded", retryable=True)
@@ -55,7 +55,7 @@ def spread(samples: Sequence[float]) -> Spread:
 
 def quotient(*over: Spread, under: Spread = (1.0, 1.0, 1.0)) -> Interval:
     """Returns an interval for the product of all values ``over``, divided by the value ``under``. Each argument is
-    (lower end, value, upper end). Their errors count as independent: the squares are added on a logarithmic scale."""
+    (lower end, value, upper end). The errors count as independent: on a logarithmic scale, their squares are added."""
     middle = math.prod(middle for _, middle, _ in over) / under[1]
     down = math.hypot(*(math.log(middle / low) for low, middle, _ in over), math.log(under[2] / under[1]))
     up = math.hypot(*(math.log(high / middle) for _, middle, high in over), math.log(under[1] / under[0]))

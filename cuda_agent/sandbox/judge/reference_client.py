@@ -125,9 +125,8 @@ class ReferenceClient:
         return self._buffers.values(self._buffers.value_inputs, self.spec.inputs)
 
     def outputs(self, inputs: list[Any]) -> list[Any]:
-        """Returns the model's outputs for ``inputs``. Runs short calls on the CPU with one thread, because on a busy
-        machine several threads mostly wait for each other. A compiled model keeps its threads: torch would recompile
-        it."""
+        """Returns the model's outputs for ``inputs``. Short calls on the CPU get one thread: on a busy machine, several
+        mostly wait for each other. A compiled model keeps its threads, or it would be recompiled."""
         short = self._device == "cpu" and not self._compiled and self._least * self._threads < _SHORT
         self._on(inputs, WorkerOperation.RUN, {"threads": 1} if short else None)
         return self._buffers.outputs(0)

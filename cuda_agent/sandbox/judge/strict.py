@@ -124,8 +124,8 @@ def _as_good_as_eager(
 
 
 def excused(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any]) -> bool:
-    """Returns whether ``outputs`` of a timed call are right although they exceed the tolerance, because their error is
-    a small multiple of eager's own error. The caller holds the timing lease, and has set the reference to fp32."""
+    """Returns whether ``outputs``, which exceed the tolerance in a timed call, are right nevertheless: their error is
+    at most a small multiple of eager's own. The caller holds the timing lease, and has set the reference to fp32."""
     oracle = prepared.oracle
     oracle.outputs(entry.inputs)
     exact = prepared.exact(entry.inputs)
@@ -181,8 +181,8 @@ def interval(mine: Sequence[float], eager: Sequence[float]) -> tuple[float, floa
 
 def report(verdict: Verdict, anchors: Sequence[float], yard: dict[str, dict[str, Any]]) -> None:
     """Writes baselines, intervals and precision to the verdict. ``anchors`` are the seconds of eager's calls, timed
-    between the candidate's calls. ``yard`` is the result of ``strict_baselines``. The verdict gets its times, all
-    scaled by the factor that makes eager's fp32 time the median of ``anchors``."""
+    between the candidate's calls. ``yard`` is the result of ``strict_baselines``. The verdict gets the times of
+    ``yard``, scaled by one factor, so that eager's fp32 time is the median of ``anchors``."""
     assert verdict.strict is not None
     own = verdict.strict["kinds"].get("normal")
     eager, compiled = baseline("eager", "fp32"), baseline("compile", "fp32")
@@ -201,8 +201,8 @@ def report(verdict: Verdict, anchors: Sequence[float], yard: dict[str, dict[str,
 
 
 def _intervals(over_eager: Sequence[float], yard: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """Returns the interval of the speed-up over each baseline of ``yard`` (``strict_baselines``), given the interval of
-    the speed-up over eager in single precision."""
+    """Returns the interval of the speed-up over each baseline of ``yard`` (``strict_baselines``). ``over_eager`` is the
+    interval of the speed-up over eager in fp32."""
     seconds, shares = yard["seconds"], yard["shares"]
     low, high = over_eager
     middle, found = math.sqrt(low * high), {}

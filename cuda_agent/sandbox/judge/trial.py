@@ -199,8 +199,8 @@ class Trial:
             yield candidate, lambda inputs: net(oracle.seconds(inputs), empty), first
 
     def _believed(self, told: float) -> float:
-        """Checks the worker's median time of a call, ``told`` seconds. Returns the seconds to report. Raises
-        ``CandidateRefused`` if the judge's clock or the device's bandwidth contradicts the median. The caller holds the
+        """Checks ``told``, the worker's median time of a call in seconds. Returns the seconds to report. Raises
+        ``CandidateRefused`` if the judge's clock or the device's bandwidth contradicts ``told``. The caller holds the
         timing lease."""
         seconds, doubt = told, ""
         if self._cross:
@@ -355,7 +355,8 @@ class Trial:
     # ------------------------------------------------------------------------------------------------------------ calls
 
     def _take(self, timing: bool = False) -> PoolEntry:
-        """Returns the next inputs that the candidate has not seen. ``timing`` says that the caller holds the lease."""
+        """Returns the next pool entry, whose inputs the candidate has not seen. ``timing``: the caller holds the
+        lease."""
         entry = self._prepared.entry(self._next, timing)
         self._next += 1
         return entry

@@ -167,8 +167,7 @@ class _Node(ctypes.Structure):
 def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[int], None]:
     """Loads a plan's libraries, and resolves the arguments of its kernels to addresses for each slot. ``program`` is
     ``plan.Program`` as JSON. An argument is the address of a buffer, or of an 8-byte cell with a scalar. Returns a
-    function that runs the plan in one slot. The function's attribute ``steps`` has, for each slot, one function per
-    node."""
+    function that runs the plan in one slot. Its attribute ``steps`` holds, for each slot, one function per node."""
     runtime = ctypes.CDLL(program["runtime"])
     library = ctypes.CDLL(program["library"]) if program["library"] else None
     keep: list[Any] = []

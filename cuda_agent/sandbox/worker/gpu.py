@@ -45,8 +45,8 @@ class DeviceClock:
         self._host = 0.0
 
     def __call__(self, call: Callable[[], Any], extra: int = 0) -> tuple[Any, tuple[float, float]]:
-        """Runs ``call`` after the delay ``extra``. Returns its result, and two times in seconds: how long the device
-        ran the call, and how long the host took to enqueue it."""
+        """Runs ``call`` after the delay ``extra`` (in ``DELAY_UNIT``; 0: chosen here). Returns its result, and two
+        times in seconds: how long the device ran the call, and how long the host took to enqueue it."""
         delay = extra * DELAY_UNIT or min(1.5 * self._host + _HEAD_START, _LONGEST_DELAY)
         torch.cuda._sleep(int(delay * _CYCLES))
         begin = time.perf_counter()

@@ -132,8 +132,8 @@ class _Flops(_Mode):
 
 
 def flops(call: Callable[[], Any]) -> tuple[int, Any]:
-    """Runs ``call``. Returns the floating-point operations of its matrix products, convolutions and attention (0 if
-    there are none or some are unknown), and the result of ``call``."""
+    """Runs ``call``. Returns the number of floating-point operations in its matrix products, convolutions and attention
+    (0 if there are none or some are unknown), and the result of ``call``."""
     with _Flops() as counter:
         result = call()
     return counter.count if counter.all else 0, result

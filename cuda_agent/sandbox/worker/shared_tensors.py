@@ -50,7 +50,7 @@ class Slots:
 
     def tensor_of(self, address: Callable[[str], int], tensor: dict[str, Any]) -> torch.Tensor:
         """Returns the tensor of a library node that ``tensor`` describes. It lies in the buffer that the description
-        names; ``address`` returns a buffer's address."""
+        names; ``address`` maps a buffer's name to its address."""
         return self.tensor(address(tensor["buffer"]), tensor)
 
     def input_tensors(self, slot: int) -> list[torch.Tensor]:

@@ -163,9 +163,8 @@ def shared(peak: float | None) -> bool:
 
 def takes_turns(part: float, of_whole: float, floor: float) -> bool:
     """Returns whether a device runs other processes in turn: ``of_whole`` exceeds ``part``, or ``part`` far exceeds
-    ``floor``. They are the shortest seconds of filling a buffer: ``part`` by itself, ``of_whole`` as one of many in a
-    row, ``floor`` at the memory's peak rate. (H100: 45, 35 and 31 us; beside another process 45 to 56 and 58 to 75
-    us.)"""
+    ``floor``. They are seconds of filling a buffer: ``part`` by itself, ``of_whole`` as one of many in a row, ``floor``
+    at the memory's peak rate. (H100: 45, 35 and 31 us; beside another process 45 to 56 and 58 to 75 us.)"""
     return of_whole > part or part > _FAR_ABOVE * floor
 
 
