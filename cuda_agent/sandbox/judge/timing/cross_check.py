@@ -9,8 +9,8 @@ number of additional calls, so the fixed cost of a request cancels out. It subtr
 measured in the same way before untrusted code was loaded. The result is the lower bound.
 
 While the host enqueues the calls of a request, the device waits in a kernel of known length: the delay. The judge does
-not see work on another stream during the delay. The delay is therefore at most about twice the time in which the host
-would enqueue the same number of calls of eager.
+not see work on another stream during the delay. A chain's delay is therefore at most about twice the time in which the
+host would enqueue the same number of calls of eager.
 
 Each wall time is measured several times, and the shortest counts: stopping processes can lengthen it by tenths of a
 millisecond (H200) but never shortens it. A reported time passes if it is at least 80 % of the bound, less an allowance
@@ -32,7 +32,7 @@ _SHARE = 0.8
 
 
 def longest(host: float) -> float:
-    """Returns the longest delay on the device for one call, in seconds. ``host`` is how many seconds the host needs to
+    """Returns the longest delay for one call of a chain, in seconds. ``host`` is how many seconds the host needs to
     enqueue a call of eager."""
     return 2 * host
 
