@@ -1,9 +1,9 @@
 """Limits a worker's memory and number of tasks with a control group, if this process may create one.
 
-In version 1 of control groups, the worker's group is a child of this process's group in two hierarchies: memory and
-pids. In version 2, it is a child or a sibling of this process's group, because a group that holds processes can have no
-children with limits (systemd: ``Delegate=yes`` with ``DelegateSubgroup=``). If this process can create no group (in a
-restricted pod, say), only the watchdog (``processes``) limits the worker."""
+In version 1 of control groups, a worker has two groups, for memory and for pids; each is a child of this process's
+group. In version 2, it has one group, a child or a sibling of this process's group: a group that holds processes cannot
+have children with limits (systemd: ``Delegate=yes`` with ``DelegateSubgroup=``). If this process can create no group
+(in a restricted pod, say), only the watchdog (``processes``) limits the worker."""
 
 import contextlib
 import itertools

@@ -1,6 +1,6 @@
 """Reads the descendants of a process, and the memory of processes, from ``/proc``. Uses only the standard library.
 
-Not covered: descendants whose parent has ended and that a process outside of the tree has adopted."""
+Not covered: a descendant whose parent has ended, if a process outside of the tree has adopted it."""
 
 import contextlib
 import os

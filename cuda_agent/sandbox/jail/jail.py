@@ -1,9 +1,9 @@
 """Puts a process into a jail before it runs untrusted code. Each protection of the jail is called a wall.
 
-``enter`` closes the walls and needs no privilege. It sets no_new_privs, Landlock (files, TCP, and in newer versions of
-Linux device ioctls, signals and abstract sockets), a seccomp filter and resource limits. It makes the process end with
-its parent. As root it also changes to a separate user. ``prove`` attacks every wall from inside a jailed child. The
-module is also a script that starts compilers and shells inside the walls: ``python jail.py POLICY PROGRAM ...``.
+``enter`` closes the walls and needs no privilege. It sets no_new_privs, Landlock, a seccomp filter and resource limits.
+Landlock restricts files and TCP; in newer versions of Linux also device ioctls, signals and abstract sockets. The
+process ends with its parent. As root it also changes to a separate user. ``prove`` attacks every wall from inside a
+jailed child. As a script, the module starts compilers and shells in the jail: ``python jail.py POLICY PROGRAM ...``.
 
 The module uses only the standard library. It needs no namespaces, because restricted pods grant none. Watchdogs in
 ``processes`` also limit the memory and the threads of workers."""
@@ -53,14 +53,14 @@ class JailPolicy:
     file_mb: int = 64  # largest file that the process may write
     cpu_seconds: int = 600
     one_group: bool = False  # children stay in the process group, so one signal ends them all
-    own_user: bool = True  # as root: change to an ordinary user
-    read_any: bool = False  # the separate user may read files of other users in ``read`` (Python may be in a home)
+    own_user: bool = True  # as root: change to a separate, ordinary user
+    read_any: bool = False  # the separate user may read files of other users in ``read`` (a home may hold Python)
     shared_memory: bool = False  # allows anonymous shared memory, which no limit counts; the CUDA driver needs it
 
 
 def enter(policy: JailPolicy) -> None:
-    """Closes the walls around the calling process, for good. Threads that exist already (the CUDA driver's) get the
-    separate user and the seccomp filter, but not Landlock. Raises ``JailError``."""
+    """Closes the walls around the calling process. They never open again. Threads that exist already (the CUDA
+    driver's) get the separate user and the seccomp filter, but not Landlock. Raises ``JailError``."""
     parent = os.getppid()
     _limits(policy)
     if policy.own_user and os.geteuid() == 0:
@@ -74,9 +74,8 @@ def enter(policy: JailPolicy) -> None:
 
 
 def narrow(policy: JailPolicy) -> None:
-    """Puts the calling process, which is in a jail already, into a smaller jail for good. The smaller jail leaves fewer
-    paths open and forbids signals to processes outside of it. The other walls stay as they are. Raises
-    ``JailError``."""
+    """Puts the calling process, which is already in a jail, into a smaller jail. The smaller jail leaves fewer paths
+    open and forbids signals to processes outside of it. The other walls stay as they are. Raises ``JailError``."""
     _landlock(policy)
 
 
@@ -86,9 +85,9 @@ def command(policy: JailPolicy, program: Iterable[str]) -> list[str]:
 
 
 def prove(required: Iterable[str], folder: "Path") -> dict[str, str]:
-    """Starts a jailed child that attacks every wall; for Landlock it tries to read a file in ``folder``. Returns the
-    walls that failed and are not in ``required``, each with what the child could do. Raises ``JailError``, which names
-    the first required wall that failed."""
+    """Starts a jailed child that attacks every wall; for Landlock it tries to read a file in ``folder``. Raises
+    ``JailError`` if a wall in ``required`` failed. Otherwise returns the other walls that failed, each with what the
+    child could do."""
     import subprocess  # imported here, because every import slows down each jailed start
 
     if unknown := set(required) - set(WALLS):

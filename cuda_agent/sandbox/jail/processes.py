@@ -37,8 +37,8 @@ _IDLE_NS = 200_000  # a thread with less processor time has not worked yet
 
 class WorkerDied(Exception):
     """The worker has ended. ``reason`` names the exceeded limit (timeout, memory, threads, processes or disk), or is
-    crash, protocol (an invalid or unrequested answer), running (the worker ran on after it was stopped), or killed (by
-    a SIGKILL that this process did not send)."""
+    one of: crash; protocol (an invalid or unrequested answer); running (the worker ran on after it was stopped); killed
+    (by a SIGKILL that this process did not send)."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -71,7 +71,7 @@ class JailedProcess:
     ) -> None:
         """Forks the process. ``memory_mb`` limits its private memory beyond its size at the start. ``home`` is its
         private folder, which ``kill`` removes. Without ``groups``, only the watchdog limits the process. ``overrun`` is
-        a further check of the watchdog: it returns the reason to kill the process, or an empty string."""
+        an additional check of the watchdog: it returns the reason to kill the process, or an empty string."""
         self._overrun = overrun
         self._parent = parent
         self._memory_mb = memory_mb
@@ -112,7 +112,7 @@ class JailedProcess:
         return self
 
     def hand_over(self, file: Path, name: str) -> str:
-        """Puts a file of the trusted cache into the worker's folder, as a link or a copy. Returns its path there."""
+        """Links or copies ``file`` into the worker's folder, as ``name`` with the old suffix. Returns the new path."""
         place = self._home / f"{name}{file.suffix}"
         place.unlink(missing_ok=True)  # a copy would follow the link and write to the cache
         try:
@@ -163,9 +163,9 @@ class JailedProcess:
         return end - start, answer
 
     def stop(self) -> float:
-        """Stops the process until the next request, and waits until every thread stands still. Returns the time at
-        which they did (``time.perf_counter``). A thread inside a system call runs on until the call returns. If a
-        thread runs on for 5 s, kills the process; the next request raises ``WorkerDied``."""
+        """Stops the process until the next request, and waits until no thread runs. Returns the time at which all
+        threads stood still (``time.perf_counter``). A thread inside a system call runs on until the call returns. If a
+        thread still runs after 5 s, kills the process; the next request raises ``WorkerDied``."""
         self._halt()
         end = time.perf_counter()
         deadline = end + _STOP_SECONDS
@@ -294,13 +294,13 @@ class JailedProcess:
             os.kill(self.pid, number)
 
     def spread(self, apart: bool = True) -> None:
-        """Binds each working thread to one processor. Unbound, a helper thread may stay on the busy main thread's
-        processor for whole calls, which then take twice as long. A thread that has not worked yet is not bound. None is
-        bound if only one thread has worked, or fewer than there are processors.
+        """Binds each thread that has worked to one processor. Unbound, a helper thread may stay on the busy main
+        thread's processor for whole calls, which then take twice as long. Binds none if only one thread has worked, or
+        if fewer threads have worked than there are processors.
 
-        Where this process may, it also gives all threads precedence over other programs, with a higher rank than its
-        own: a thread woken by a thread of its own rank would move to another processor, away from its data. Unless
-        ``apart``, both are undone."""
+        If this process has the right to, it also gives all threads precedence over other programs, with a higher rank
+        than its own: a thread woken by a thread of its own rank would move to another processor, away from its data. If
+        ``apart`` is false, undoes both."""
         processors = sorted(os.sched_getaffinity(self._parent.pid))
         busy: list[tuple[int, int]] = []  # nanoseconds of processor time, thread
         with contextlib.suppress(OSError):
@@ -351,9 +351,9 @@ def _name_of_signal(number: int) -> str:
 
 
 def within(folder: Path, megabytes: int, files: int) -> Callable[[JailedProcess], str]:
-    """Returns a check for the watchdog. The check returns ``disk`` if ``folder`` holds more than ``megabytes`` or
-    more than ``files`` files, or is nested too deeply, or if a worker holds more than ``megabytes`` in deleted files
-    that are still open."""
+    """Returns a check for the watchdog. The check returns ``disk`` if ``folder`` is nested too deeply or holds more
+    than ``megabytes`` or ``files``, or if the worker holds more than ``megabytes`` in deleted files that are still
+    open. Otherwise it returns an empty string."""
     pause, devices = 0.0, {folder.stat().st_dev}  # the judge's own shared memory has another device
 
     def overrun(worker: JailedProcess) -> str:
@@ -368,17 +368,17 @@ def within(folder: Path, megabytes: int, files: int) -> Callable[[JailedProcess]
 
 
 def _give_precedence(thread: int, rank: int) -> None:
-    """Lets ``thread`` (0: this one) run before all ordinary programs and all threads of a lower rank; rank 0 is an
-    ordinary program. Does nothing without the right to do so. A low nice value is not enough: another program that is
-    running may still keep the processor for milliseconds."""
+    """Gives ``thread`` (0: this one) a real-time ``rank``: it runs before ordinary programs and threads of a lower
+    rank. Rank 0 makes it ordinary again. Does nothing without the right to do so. A low nice value is not enough,
+    because another running program may still keep the processor for milliseconds."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(thread, os.SCHED_RR if rank else os.SCHED_OTHER, os.sched_param(rank))
 
 
 @contextlib.contextmanager
 def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], None]]:
-    """Yields ``turn(worker)``, which stops all ``workers`` except ``worker``. If the others ran on, idle threads of a
-    library would spin for milliseconds, and threads that a candidate left behind would use processors."""
+    """Yields ``turn(worker)``, which stops all ``workers`` except ``worker``. Otherwise idle threads of a library would
+    spin for milliseconds, and threads that a candidate left behind would use processors."""
     running: JailedProcess | None = None
 
     def turn(worker: JailedProcess) -> None:

@@ -1,5 +1,5 @@
-"""Creates temporary folders named for the owning process, so that a later process can find and remove leftovers. Also
-checks whether untrusted code has put too much into a folder."""
+"""Creates temporary folders whose names contain the id of the owning process, so that a later process can find and
+remove leftovers. Also checks whether untrusted code has put too much into a folder."""
 
 import contextlib
 import os
@@ -50,7 +50,7 @@ def entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
 
 
 def too_much(folder: Path, megabytes: int, files: int) -> str:
-    """Names the limit that a folder exceeds: of megabytes, files or depth. Returns an empty string if there is none."""
+    """Returns in words which limit a folder exceeds (megabytes, files or depth); an empty string if it exceeds none."""
     count = size = 0
     try:
         for entry, depth in entries(folder):

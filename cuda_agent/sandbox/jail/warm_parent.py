@@ -26,8 +26,8 @@ _PACKAGE = Path(__file__).resolve().parents[3]
 
 def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmParent":
     """Starts a warm parent, which imports torch and the modules ``imports``; it is ready when ``wait_ready`` returns.
-    Each worker gets ``threads`` threads. All workers share the same ``threads`` processors: more would be unfair to the
-    baselines."""
+    Each worker gets ``threads`` threads, and all workers share the same ``threads`` processors: with more, a candidate
+    would have an unfair advantage over the baselines."""
     ours, theirs = socket.socketpair()
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
@@ -80,8 +80,8 @@ class WarmParent:
         return int(self._ask(WorkerOperation.REAP_WORKER, {"pid": pid})["status"])
 
     def branch(self, imports: Sequence[str]) -> "WarmParent":
-        """Forks another warm parent, which also imports the modules ``imports``. It must end before this one. It is
-        ready when its ``wait_ready`` returns."""
+        """Forks another warm parent, which also imports the modules ``imports`` and is ready when its ``wait_ready``
+        returns. It must be closed before this one."""
         ours, theirs = socket.socketpair()
         with theirs:
             pid = int(self._ask(WorkerOperation.FORK_PARENT, {"imports": [*imports]}, [theirs.fileno()])["pid"])
@@ -108,7 +108,7 @@ class WarmParent:
 
 @contextlib.contextmanager
 def _processors(count: int) -> Iterator[None]:
-    """Binds all processes that are started in the context to the same ``count`` of this process's processors."""
+    """Binds processes that start in the context to the same ``count`` processors, chosen from this process's own."""
     all_of_them = sorted(os.sched_getaffinity(0))
     first = os.getpid() * count  # concurrent judges use different processors where there are enough
     os.sched_setaffinity(0, {all_of_them[(first + i) % len(all_of_them)] for i in range(count)})

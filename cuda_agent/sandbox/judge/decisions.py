@@ -1,4 +1,4 @@
-"""Makes the decisions of a trial that need no worker: why a candidate is refused, and when enough calls were timed."""
+"""Makes two decisions of a trial: with which status a candidate is refused, and whether more calls must be timed."""
 
 import math
 import statistics
@@ -28,7 +28,7 @@ class CandidateRefused(Exception):
 
 def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> CandidateRefused:
     """Converts a worker's death or error to a refusal of its candidate. If ``loaded`` is false, the solution had not
-    begun to load: no untrusted code had run, so the sandbox is at fault. ``when`` ends the message ("in check 3")."""
+    begun to load: no untrusted code had run, and the status is ``infra``. ``when`` ends the message ("in check 3")."""
     if isinstance(error, WorkerDied):
         if not loaded:
             return CandidateRefused("infra", f"a worker {error} before the solution was loaded", retryable=True)
@@ -43,9 +43,9 @@ def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> Candida
 
 
 def spread(samples: Sequence[float]) -> Spread:
-    """Returns the median of ``samples`` with its 95 % confidence interval, as (lower end, median, upper end). Both ends
-    are samples, chosen by the sign test, which is valid for every distribution. The interval of fewer than 6 samples is
-    their range, with a lower confidence."""
+    """Returns the median of ``samples`` with its 95 % confidence interval, as (lower end, median, upper end). The ends
+    are samples, chosen by the sign test, which assumes no distribution. With fewer than 6 samples the interval is their
+    whole range, with a lower confidence."""
     ordered, count = sorted(samples), len(samples)
     left_out, tail = 0, 1  # samples below the interval; number of outcomes of the sign test with at most so many
     while 40 * (tail := tail + math.comb(count, left_out + 1)) <= 2**count:
@@ -54,9 +54,8 @@ def spread(samples: Sequence[float]) -> Spread:
 
 
 def quotient(*over: Spread, under: Spread = (1.0, 1.0, 1.0)) -> Interval:
-    """Returns the interval of the product of the values ``over``, divided by the value ``under``. Every value is given
-    with its own interval. Their errors count as independent: on a logarithmic scale, the squares of the errors are
-    added."""
+    """Returns an interval for the product of all values ``over``, divided by the value ``under``. Each argument is
+    (lower end, value, upper end). The errors count as independent: on a logarithmic scale, their squares are added."""
     middle = math.prod(middle for _, middle, _ in over) / under[1]
     down = math.hypot(*(math.log(middle / low) for low, middle, _ in over), math.log(under[2] / under[1]))
     up = math.hypot(*(math.log(high / middle) for _, middle, high in over), math.log(under[1] / under[0]))
@@ -71,29 +70,29 @@ def share_of(part: Sequence[float], whole: Sequence[float]) -> Spread:
 
 
 def speedups_of(samples: Sequence[float], anchors: Sequence[float], share: Spread | None) -> list[Interval]:
-    """Returns the intervals of the speed-ups over eager and, with ``share``, over torch.compile. ``samples`` are the
-    seconds of the candidate's calls; ``anchors`` are the seconds of calls of eager, made in between. ``share`` is
-    torch.compile's time as a share of eager's."""
+    """Returns the interval of the speed-up over eager and, if ``share`` is given, also that over torch.compile.
+    ``samples`` are the seconds of the candidate's calls. ``anchors`` are the seconds of eager's calls, which were timed
+    between them. ``share`` is torch.compile's time as a share of eager's."""
     mine, eager = spread(samples), spread(anchors)
     over = [quotient(eager, under=mine)]
     return [*over, quotient(eager, share, under=mine)] if share else over
 
 
 def is_clear(speedups: Sequence[Interval]) -> bool:
-    """Returns whether more timed calls could hardly change the reward, given the intervals of the speed-ups."""
+    """Returns whether each interval in ``speedups`` lies clearly above or clearly below ``FASTER``, the speed-up above
+    which the reward grows. More timed calls would then hardly change the reward."""
     return all(low > _MARGIN * FASTER or _MARGIN * high < FASTER for low, high in speedups)
 
 
 def is_undecided(speedups: Sequence[Interval], anchor: Spread) -> bool:
-    """Returns whether the machine is too busy to tell which reward is right. Two things must come together: the
-    interval of a speed-up is wide and contains the bound above which the reward grows, and ``anchor``, the interval of
-    eager's time, is wide, too. An interval is wide if its ends are more than 20 % apart. In all other cases the median
-    decides."""
+    """Returns whether the machine is too busy to tell which reward is right. An interval is wide if its ends are more
+    than 20 % apart. The result is true if ``anchor``, the interval of eager's time, is wide, and an interval in
+    ``speedups`` is also wide and contains ``FASTER``, the speed-up above which the reward grows."""
     return disagree(anchor[0], anchor[2]) and any(low < FASTER < high and disagree(low, high) for low, high in speedups)
 
 
 def too_busy(speedups: Sequence[Interval]) -> CandidateRefused:
-    """Returns the refusal of a candidate whose reward ``is_undecided``."""
+    """Returns the refusal for the case that ``is_undecided`` is true. Its message shows an interval of ``speedups``."""
     low, high = next(ends for ends in reversed(speedups) if ends[0] < FASTER < ends[1])
     what = f"this solution may be {low:.2f} or {high:.2f} times as fast as a baseline"
     return CandidateRefused("infra", f"{TOO_BUSY}: {what}")
@@ -105,8 +104,8 @@ def disagree(low: float, high: float) -> bool:
 
 
 def scale_baselines(verdict: Verdict, share: float) -> None:
-    """Multiplies the baseline times of ``verdict``, and the intervals of its speed-ups, by ``share``. This factor is
-    below 1 if eager is faster alone than beside the candidate."""
+    """Multiplies the baseline times in ``verdict``, and the intervals of its speed-ups, by ``share``. This factor is
+    below 1 if eager was slower beside the candidate than it is alone."""
     if verdict.eager_seconds is not None:
         verdict.eager_seconds *= share
     if verdict.compile_seconds is not None:

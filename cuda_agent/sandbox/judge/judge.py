@@ -2,7 +2,7 @@
 
 ``python -m cuda_agent.sandbox.judge.judge FD`` answers requests over the socket with the descriptor ``FD``, one at a
 time. A request asks for the spec of a task, for findings about a task (a probe), or for the verdict on a solution. If a
-worker dies from a signal that the judge did not send, the judge repeats the evaluation once."""
+worker dies from a SIGKILL that the judge did not send, the judge repeats the evaluation once."""
 
 import ctypes
 import functools
@@ -53,9 +53,9 @@ def _short_of_memory(error: Exception) -> bool:
 
 
 def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
-    """Makes a method of ``Judge`` run once more if the reference worker died from a signal that the judge did not send,
-    or if memory was short and ``make_room`` freed some. If the second run fails, too, the task counts as the cause:
-    also a shortage of memory in the judge itself becomes a ``TaskError``."""
+    """Makes a method of ``Judge`` run a second time if the reference worker died from a SIGKILL that the judge did not
+    send, or if device memory was short and ``make_room`` freed some. If memory is still short, the method raises
+    ``TaskError``."""
 
     def once_more(judge: "Judge", *arguments: Any) -> _Answer:
         try:
@@ -111,8 +111,8 @@ class Judge:
         return found
 
     def make_room(self, error: Exception) -> bool:
-        """Drops all prepared tasks if ``error`` says that memory was short while other tasks than the requested one
-        were prepared. (On a GPU all tasks share the memory.) Returns whether it dropped them."""
+        """Drops all prepared tasks if ``error`` reports a lack of GPU memory and a task other than the requested one is
+        prepared. Returns whether it dropped them."""
         short = self.settings.device == "cuda" and _short_of_memory(error)
         if not short or self._prepared.keys() <= {self._latest}:
             return False
@@ -159,8 +159,8 @@ class Judge:
         return verdict.to_json()
 
     def _tried(self, request: EvaluateRequest, verdict: Verdict, timed: bool) -> bool:
-        """Runs one trial, which takes times only if ``timed``, and fills in ``verdict``. Returns whether the candidate
-        gets another trial. Raises ``TaskError`` if the task fails even without the candidate."""
+        """Runs one trial and fills in ``verdict``. Times calls only if ``timed``. Returns whether the candidate gets
+        another trial. Raises ``TaskError`` if the task fails even without the candidate."""
         self.cleanup()
         # The samples stay: a candidate that ends its first trial must not get a second draw of its time.
         verdict.status, verdict.message, verdict.checks, verdict.max_error = "ok", "", 0, None
@@ -233,7 +233,7 @@ class Judge:
         )
 
     def healthy(self) -> bool:
-        """Returns whether the device still compares known arrays correctly. If the device does not answer within
+        """Returns whether the device still compares known arrays correctly. If this takes longer than
         ``_PROBE_SECONDS``, SIGALRM ends this process."""
         signal.alarm(_PROBE_SECONDS)
         try:

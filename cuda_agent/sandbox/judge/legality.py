@@ -2,7 +2,7 @@
 
 In the plan format the sandbox's own launcher runs the kernels, so their list is exact. In the other formats the
 candidate's process reports what ran (``observe``) and can forge it, so the result is only advice for the author. A
-solution can give its own kernel a cuBLAS name, so names are also looked up in the solution's sources and library."""
+solution can give its own kernel a cuBLAS name, so names in its built library are recognised first."""
 
 import math
 import re
@@ -59,9 +59,9 @@ def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes 
 
 
 def kind_of(name: str, sources: str = "", library: bytes = b"") -> RanKind:
-    """Classifies a kernel by its demangled ``name``. A name in the built ``library`` is the solution's own. Next come
-    patterns of the names of torch's and vendors' kernels. ``sources`` are searched last: a comment may contain any
-    name."""
+    """Classifies a kernel by its demangled ``name``. If the built ``library`` contains the name, the kernel is the
+    solution's own. Otherwise patterns recognise torch's and vendors' kernels. ``sources`` are searched last, because a
+    comment may contain any name."""
     base = base_name(name)
     plain = base.encode(errors="replace")  # the worker may report half a character
     if base and (b"%d%b" % (len(plain), plain) in library or b"\0%b\0" % plain in library):  # C++ mangles; C does not
@@ -102,8 +102,8 @@ def short(name: str) -> str:
 
 
 def advice(ran: Sequence[Ran], own_work: str) -> list[str]:
-    """Returns lines of advice about work that may not be the solution's own. ``ran`` lists the kernels of a call, and
-    ``own_work`` says in words what a call must run (empty: nothing)."""
+    """Returns lines of advice about work that may not be the solution's own. ``ran`` lists the kernels of a call.
+    ``own_work`` says what a call should run, such as "kernel of triton.jit"; empty means nothing in particular."""
     if not ran:
         return []
     kinds = {r.kind for r in ran}
@@ -130,7 +130,7 @@ def _is_time(value: object) -> bool:
 
 
 def _merged(rows: Iterable[tuple[str, RanKind, int, float | None]]) -> list[Ran]:
-    """Merges rows (name, kind, calls, share) of equal name and kind to one record; puts the largest share first."""
+    """Merges rows (name, kind, calls, share) of the same name and kind into records, the largest share first."""
     found: dict[tuple[str, RanKind], Ran] = {}
     for name, kind, calls, share in rows:
         old = found.get((name, kind))

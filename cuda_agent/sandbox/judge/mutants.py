@@ -19,9 +19,9 @@ _FLOATING = ("float", "bfloat", "complex")  # how the names of these dtypes begi
 
 
 class _Mutant(NamedTuple):
-    """A wrong answer. ``make(entry, other)`` returns wrong outputs for the inputs of ``entry``; ``other`` is another
-    entry of the pool. It returns ``None`` if the task has no such answer. Only the outputs at the positions ``wrong``
-    are compared."""
+    """A wrong answer to a task. ``make(entry, other)`` returns wrong outputs for the inputs of the pool entry
+    ``entry``, or ``None`` if the task has no such answer; it may take values from the pool entry ``other``. ``wrong``
+    holds the indices of the outputs to compare."""
 
     name: str
     wrong: Sequence[int]
@@ -68,9 +68,9 @@ def _with_one_of_another(prepared: PreparedTask, position: int) -> Callable[[Poo
 
 def survey(prepared: PreparedTask, lease: Lease) -> dict[str, float | None]:
     """Returns for each mutant the smallest tolerance at which the comparison accepts it on all inputs. The sandbox's
-    own tolerance is the largest one tried; for a mutant that it rejects, the value is ``None``. Mutants that the
-    reference cannot compute are left out. A mutant of ``ROUNDING`` is compared on one input only. Raises ``TaskError``
-    if the task itself fails."""
+    own tolerance is the largest that is tried; if it rejects a mutant, the mutant's value is ``None``. Leaves out
+    mutants that the reference cannot compute. Compares the mutants of ``ROUNDING`` on one input only. Raises
+    ``TaskError`` if the task itself fails."""
     found: dict[str, float | None] = {}
     pending = list(_mutants(prepared))
     for number in range(prepared.base, prepared.base + prepared.settings.checks):

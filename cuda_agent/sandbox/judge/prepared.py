@@ -1,9 +1,9 @@
 """Prepares a task: starts its reference worker, keeps a secret pool of inputs, and measures baselines.
 
 All candidates of a task share its spec, baselines and pool. The pool holds inputs with the reference's outputs; every
-trial replaces the inputs that it used. For every trial some weights (``worker.values.weights``) are drawn anew, and the
+trial replaces the inputs that it used. Some weights (``worker.values.weights``) are drawn anew for every trial, and the
 pool's outputs are computed with them. The judge chooses every seed; the reference worker only turns seeds into values.
-With simulated times (``sandbox.clock=model``) seeds and pool are fixed, so that two runs agree bit for bit."""
+With simulated times (``sandbox.clock=model``) seeds and pool are fixed, and two runs agree bit for bit."""
 
 import contextlib
 import hashlib
@@ -46,7 +46,7 @@ class PoolEntry:
     inputs: list[Any]  # the judge's own copies: numpy arrays, or ``device.Array``
     outputs: list[Any]
     exact: list[Any] | None = None  # outputs in double precision (strict mode)
-    weights: int = 0  # number of draws of weights before ``outputs`` were computed; -1: no outputs yet
+    weights: int = 0  # number of the draw of weights behind ``outputs``; -1: no outputs yet
 
 
 @dataclass
@@ -112,8 +112,8 @@ class PreparedTask:
         self.peaks = roofline.Peaks()
 
     def draw_weights(self) -> None:
-        """Draws the weights of the next trial, unless they are drawn already. Outputs in the pool then belong to
-        earlier weights, and ``entry`` computes them anew. With simulated times all trials have the same weights."""
+        """Draws the weights of the next trial, unless they are drawn already. ``entry`` then computes outputs with the
+        new weights. With simulated times all trials have the same weights."""
         if self._plain:
             with self._lease.working():
                 changed = self.oracle.draw_weights(self._variation())
@@ -126,9 +126,9 @@ class PreparedTask:
         return self.weights_seed if self._fixed else secrets.randbits(56)
 
     def rotate(self, used: int) -> None:
-        """Replaces what the last trial used: the weights that were drawn for it, and ``used`` pool entries (at least
-        one). A candidate may leave traces of them, so no later trial gets the same ones. The new weights are drawn in
-        advance, with the entries that most candidates need. Does nothing with simulated times."""
+        """Replaces what the last trial used, because a candidate may leave traces of it: the weights, if they vary
+        between trials, and ``used`` pool entries (at least one). Also makes the entries that the next trial needs in
+        most cases. Does nothing with simulated times."""
         if self._fixed:
             return
         self.base += max(1, used)
@@ -139,8 +139,8 @@ class PreparedTask:
                 self._make_ahead()
 
     def _make_ahead(self) -> None:
-        """Makes the pool entries that most of the next trial's candidates need. All inputs are drawn before the first
-        outputs are computed: after each computation torch's threads spin for some milliseconds."""
+        """Makes the pool entries that the next trial needs in most cases. Draws all inputs before it computes any
+        outputs, because torch's threads spin for some milliseconds after each computation."""
         ahead = range(self.base, self.base + min(self.pool_size, self.settings.checks + _FEW_TIMED))
         for index in ahead:
             self._drawn(index)
@@ -169,9 +169,9 @@ class PreparedTask:
         return entry
 
     def fresh(self, kind: str) -> PoolEntry | None:
-        """Draws new inputs of ``kind`` (one of ``wire.KINDS``), with eager's outputs and the exact outputs (float64).
-        Returns ``None`` if the task has no inputs of this kind, or if the exact outputs are missing or not finite.
-        Inputs of the kind ``normal`` are returned without exact outputs, too."""
+        """Draws new inputs of ``kind`` (one of ``wire.KINDS``). Returns them with eager's outputs and the exact outputs
+        (float64), or ``None`` if the task has no inputs of this kind. If there are no finite exact outputs, inputs of
+        the kind ``normal`` are returned without them; for other kinds the result is ``None``."""
         self._fresh += 1
         with self._lease.working():
             inputs = self.oracle.inputs(self._seed(-1 - self._fresh), kind)
@@ -268,7 +268,7 @@ class PreparedTask:
     @property
     def views(self) -> Views:
         """One item per output of the reference: the output's strides if it is a view (``reference_client.views``),
-        otherwise ``None``. While it is unknown which outputs are views, all items are ``None``."""
+        otherwise ``None``. Until the views are known, all items are ``None``."""
         known, count = self.baselines.views, len(self.spec.outputs)
         return known if known and len(known) == count else [None] * count
 
@@ -292,7 +292,7 @@ class PreparedTask:
 
     def empty_call(self, oracle: ReferenceClient, inputs: list[Any]) -> float:
         """Returns the seconds of a reference call that computes nothing; 0 on a GPU. The result is the least value
-        measured so far: a larger one, subtracted from a call's time, would make the call look too fast."""
+        measured so far: if too much were subtracted from a call's time, the call would look too fast."""
         if self.settings.device == "cuda":
             return 0.0  # the device's clock runs during the call only
         calls = _EMPTY_CALLS[self._empty < math.inf]
@@ -301,9 +301,9 @@ class PreparedTask:
 
     def samples(self, *oracles: ReferenceClient, careful: bool = False) -> list[list[float]]:
         """Times calls of the references in turn, in several rounds. Returns for each reference the seconds of the calls
-        in its best round, less the empty call. The best round has the least median, since other work on the machine
-        only makes calls slower. There are up to 6 rounds, until the calls of one round vary little. If ``careful``,
-        there are up to 12, until the two best medians of each reference agree within 5 %."""
+        in its best round, less the time of an empty call. The best round has the least median, because other work on
+        the machine only makes calls slower. The rounds end once the calls of one round vary little, or after 6 rounds.
+        If ``careful``, they end once the two best medians of each reference agree within 5 %, or after 12."""
         entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
         rounds: list[list[tuple[float, ...]]] = []  # of each round, the calls' seconds by reference
 

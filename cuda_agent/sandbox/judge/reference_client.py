@@ -29,9 +29,9 @@ def memory_of(device: str) -> Any:
 
 
 def seconds_of_call(device: str, wall: float, told: Any) -> float:
-    """Returns the seconds of one call. On the CPU this is ``wall``, the time by the judge's clock from request to
-    answer. On a GPU it is the first number of ``told``, the worker's [seconds on the device, seconds on the host].
-    Raises ``WorkerError`` if ``told`` is not such a pair, or if one of its numbers exceeds ``wall``."""
+    """Returns the seconds of one call. On the CPU this is ``wall``, the judge's seconds from request to answer. On a
+    GPU it is the first number of ``told``, the worker's list [seconds on the device, seconds on the host]. Raises
+    ``WorkerError`` if ``told`` is not such a list, or if a number in it exceeds ``wall``."""
     if device == "cpu":
         return wall
     match told:
@@ -47,13 +47,13 @@ def net(seconds: float, empty: float) -> float:
 
 
 class TaskKilled(TaskError):
-    """The reference worker died from a signal that the judge did not send, such as the OOM killer's."""
+    """The reference worker died from a SIGKILL that the judge did not send, such as that of the system's OOM killer."""
 
 
 class ReferenceClient:
     """Owns the reference worker of one task, and its buffers. Inputs, outputs and weights are lists with one array per
     tensor of the spec: NumPy arrays on the CPU, ``device.Array`` on a GPU. Methods raise ``TaskError`` if the task
-    fails, and its subclass ``TaskKilled`` if the worker died from a signal that the judge did not send."""
+    fails, and its subclass ``TaskKilled`` if the worker died from a SIGKILL that the judge did not send."""
 
     def __init__(self, worker: JailedProcess, code: str, weights_seed: int, settings: JudgeSettings) -> None:
         self.worker = worker
@@ -125,8 +125,8 @@ class ReferenceClient:
         return self._buffers.values(self._buffers.value_inputs, self.spec.inputs)
 
     def outputs(self, inputs: list[Any]) -> list[Any]:
-        """Returns the model's outputs for ``inputs``. A short call on the CPU gets one thread, because on a busy
-        machine several threads mostly wait for each other. (A compiled model would be compiled again.)"""
+        """Returns the model's outputs for ``inputs``. Short calls on the CPU get one thread: on a busy machine, several
+        mostly wait for each other. A compiled model keeps its threads, or it would be recompiled."""
         short = self._device == "cpu" and not self._compiled and self._least * self._threads < _SHORT
         self._on(inputs, WorkerOperation.RUN, {"threads": 1} if short else None)
         return self._buffers.outputs(0)
@@ -149,8 +149,8 @@ class ReferenceClient:
         return seconds
 
     def host_seconds(self, inputs: list[Any]) -> float:
-        """Returns the fewest seconds in which the host has enqueued a call on the GPU so far. If there was no call yet,
-        first times three calls on ``inputs``."""
+        """Returns the fewest seconds that the host has needed so far to enqueue a call on the GPU. If no call was timed
+        yet, times three calls on ``inputs`` first."""
         for _ in range(3 if self._host == math.inf else 0):  # the first calls also start libraries
             self.seconds(inputs)
         return self._host
@@ -161,8 +161,8 @@ class ReferenceClient:
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
         """Returns the outputs in double precision (float64 in place of every floating dtype). The last call of
-        ``outputs`` must have had the same ``inputs``. Returns ``None`` if these outputs, or those of that call, are not
-        all finite. Raises ``TaskError`` if the model cannot run in double precision."""
+        ``outputs`` must have had the same ``inputs``. Returns ``None`` if a value of either result is not finite.
+        Raises ``TaskError`` if the model cannot run in double precision."""
         if self._exact is None:
             wide = [replace(t, dtype="float64") if t.dtype in _FLOATING else t for t in self.spec.outputs]
             spec = replace(self.spec, inputs=(), outputs=tuple(wide), weights={})
@@ -171,16 +171,16 @@ class ReferenceClient:
         return self._exact.outputs(0) if self._on(inputs, WorkerOperation.RUN_EXACT) else None
 
     def mutant(self, inputs: list[Any], how: dict[str, Any]) -> list[Any] | None:
-        """Returns wrong outputs for ``inputs``, made as ``how`` says (``worker.values.mutants``); ``None`` if the task
-        has none of this kind. Some kinds change the outputs of the last call of ``outputs``, which must then have had
-        the same inputs."""
+        """Returns wrong outputs for ``inputs``, made as ``how`` says (see ``worker.values.mutants``), or ``None`` if
+        the task has no such outputs. The last call of ``outputs`` must have had the same inputs, because some kinds
+        change its result."""
         self._buffers.fill(0, inputs)
         return self._buffers.outputs(0) if self._ask(WorkerOperation.RUN_MUTANT, how) else None
 
     def compile(self, inputs: list[Any], known: str, mode: str = "") -> None:
-        """Compiles the model with torch.compile's ``mode`` and runs it on ``inputs``; later calls run the compiled
-        model. ``known`` is the folder with a warm-up's results (empty in the warm-up itself). Raises ``WorkerError`` if
-        compilation fails."""
+        """Compiles the model with torch.compile's ``mode`` and runs it on ``inputs``. Later calls run the compiled
+        model. ``known`` is the folder of results that a warm-up has stored; it is empty in the warm-up itself. Raises
+        ``WorkerError`` if compilation fails."""
         self._compiled = True
         self._buffers.fill(0, inputs)
         self.worker.seconds = _COMPILE_SECONDS
@@ -221,10 +221,10 @@ class ReferenceClient:
 
 
 def views(answer: Any, spec: TaskSpec) -> Views:
-    """Checks the strides that a worker reports in ``answer["views"]``, one item per output, and returns them. An item
-    is ``None`` if the output is not a view, or spans more memory than all inputs and weights. It is an empty list if
-    elements of the view share memory, as after ``expand``. Raises ``ValueError`` or ``TypeError`` for an invalid
-    report."""
+    """Checks and returns the strides that a worker reports in ``answer["views"]``, one item per output. The item is
+    ``None`` for an output that is not a view, or for a view that spans more memory than all inputs and weights
+    together. It is an empty list for a view whose elements share memory, as after ``expand``. Raises ``ValueError`` or
+    ``TypeError`` if the report is invalid."""
     room = sum(byte_count(tensor) for tensor in (*spec.inputs, *spec.weights.values()))
     found: Views = []
     for strides, tensor in zip(answer["views"], spec.outputs, strict=True):

@@ -31,10 +31,10 @@ _RESAMPLES = 400
 
 
 def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
-    """Returns the baselines of strict mode as four dictionaries: the ``seconds`` of each baseline; the ``shares`` of
-    the compiled ones (time as a share of eager's at the same precision: lower end, middle, upper end); eager's relative
-    ``errors`` by precision; and error messages of compiled baselines that ``failed``. They are measured once per task
-    and kept in its file of baselines."""
+    """Returns the baselines of strict mode in four dictionaries: ``seconds`` of each baseline; ``shares``, each
+    compiled baseline's time as a share of eager's at the same precision (lower end, middle, upper end); ``errors``,
+    eager's relative error by precision; and ``failed``, the error messages of compiled baselines. Measures them once
+    per task; later calls read the task's file of baselines."""
     if prepared.baselines.strict:
         return prepared.baselines.strict
     oracle, device = prepared.oracle, prepared.settings.device
@@ -72,7 +72,7 @@ def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
 
 
 def error(prepared: PreparedTask, have: Sequence[Any], exact: Sequence[Any]) -> float:
-    """Returns the relative error of the outputs ``have`` against ``exact`` in the 2-norm, over all floating outputs."""
+    """Returns the relative error |have - exact| / |exact|, with 2-norms over all floating outputs together."""
     squares = [prepared.memory.distance(h, e, t) for h, e, t in zip(have, exact, prepared.spec.outputs, strict=True)]
     off, norm = sum(s[0] for s in squares), sum(s[1] for s in squares)
     return math.sqrt(off / norm) if norm > 0 else math.sqrt(off)
@@ -113,9 +113,9 @@ def check(
 def _as_good_as_eager(
     prepared: PreparedTask, exact: list[Any], mine: float, outputs_at: Callable[[str], list[Any]]
 ) -> bool:
-    """Returns whether ``mine``, the candidate's error against the exact outputs, is at most ``_AS_GOOD`` times eager's
-    error at one of the precisions in ``_TIMED``. ``outputs_at`` computes eager's outputs at a precision. The rule helps
-    where large terms cancel out, so that eager's rounding error alone exceeds the tolerance."""
+    """Returns whether ``mine``, the candidate's error, is at most ``_AS_GOOD`` times eager's error at some precision in
+    ``_TIMED``. Errors are measured against ``exact``. ``outputs_at(precision)`` computes eager's outputs. The rule
+    helps where large terms cancel out, so that eager's rounding error alone exceeds the tolerance."""
     return any(
         mine <= _AS_GOOD * error(prepared, outputs_at(precision), exact)
         for precision in _PRECISIONS[prepared.settings.device]
@@ -124,8 +124,8 @@ def _as_good_as_eager(
 
 
 def excused(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any]) -> bool:
-    """Returns whether ``outputs`` of a timed call are right although they exceed the tolerance, because their error is
-    a small multiple of eager's own error. The caller holds the timing lease, and has set the reference to fp32."""
+    """Returns whether ``outputs``, which exceed the tolerance in a timed call, are right nevertheless: their error is
+    at most a small multiple of eager's own. The caller holds the timing lease, and has set the reference to fp32."""
     oracle = prepared.oracle
     oracle.outputs(entry.inputs)
     exact = prepared.exact(entry.inputs)
@@ -143,8 +143,8 @@ def excused(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any]) ->
 
 def precision_of(own: float, errors: dict[str, float]) -> str:
     """Returns the most exact precision at which eager's error is at least half of ``own``, a solution's relative error
-    on normal inputs. ``errors`` holds eager's errors by precision, the most exact one first. If no error is so large,
-    the result is "below" with the last precision ("below bf16"). If ``errors`` is empty, it is an empty string."""
+    on normal inputs. ``errors`` maps precisions to eager's errors, the most exact precision first. If there is no such
+    precision, returns "below" with the last one ("below bf16"); if ``errors`` is empty, an empty string."""
     if not errors:
         return ""
     for name, eagers in errors.items():  # from the most exact one
@@ -180,9 +180,9 @@ def interval(mine: Sequence[float], eager: Sequence[float]) -> tuple[float, floa
 
 
 def report(verdict: Verdict, anchors: Sequence[float], yard: dict[str, dict[str, Any]]) -> None:
-    """Fills in the verdict: baselines, intervals and precision. ``anchors`` are the seconds of eager's calls, made
-    between those of the candidate. ``yard`` is the result of ``strict_baselines``; the verdict gets its times, scaled
-    so that eager's is the median of ``anchors``."""
+    """Writes baselines, intervals and precision to the verdict. ``anchors`` are the seconds of eager's calls, timed
+    between the candidate's calls. ``yard`` is the result of ``strict_baselines``. The verdict gets the times of
+    ``yard``, scaled by one factor, so that eager's fp32 time is the median of ``anchors``."""
     assert verdict.strict is not None
     own = verdict.strict["kinds"].get("normal")
     eager, compiled = baseline("eager", "fp32"), baseline("compile", "fp32")
@@ -201,8 +201,8 @@ def report(verdict: Verdict, anchors: Sequence[float], yard: dict[str, dict[str,
 
 
 def _intervals(over_eager: Sequence[float], yard: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """Returns the interval of the speed-up over each baseline of ``yard`` (``strict_baselines``), given the interval of
-    the speed-up over eager in single precision."""
+    """Returns the interval of the speed-up over each baseline of ``yard`` (``strict_baselines``). ``over_eager`` is the
+    interval of the speed-up over eager in fp32."""
     seconds, shares = yard["seconds"], yard["shares"]
     low, high = over_eager
     middle, found = math.sqrt(low * high), {}

@@ -3,8 +3,8 @@
 On the CPU the judge's own clock times each call from request to answer. The time of an empty call, measured before the
 candidate was loaded, is subtracted. On a GPU the worker reports times of the device's clock; if the worker runs host
 code of the solution, ``cross_check`` checks them. Between the timed calls the judge also times eager. Every call, timed
-or not, has different inputs, and its outputs are checked: a candidate cannot recognise a call that it may skip. A
-verdict's status is decided only here, in ``decisions`` and in ``judge``."""
+or not, has different inputs, and its outputs are checked, so no call can skip its work unnoticed. A verdict's status is
+decided only here, in ``decisions`` and in ``judge``."""
 
 import contextlib
 import math
@@ -176,9 +176,9 @@ class Trial:
 
     @contextlib.contextmanager
     def _alternating(self) -> Iterator[tuple[Callable[[], tuple[list[Any], float]], Callable[[list[Any]], float], Any]]:
-        """Holds the timing lease in the context. Yields two functions, and inputs of one call of eager. The first
-        function times the candidate on new inputs and checks its outputs; it returns these inputs and the candidate's
-        seconds. The second function returns eager's seconds on the inputs that it is given."""
+        """Holds the timing lease in the context. Yields two functions, and inputs for eager. The first function times
+        the candidate on new inputs and checks its outputs; it returns these inputs and the seconds. The second function
+        takes inputs and returns eager's seconds on them."""
         prepared, oracle, worker = self._prepared, self._prepared.oracle, self._worker
         assert worker
         workers = (worker, oracle.worker) if self._settings.device == "cpu" else ()
@@ -199,8 +199,8 @@ class Trial:
             yield candidate, lambda inputs: net(oracle.seconds(inputs), empty), first
 
     def _believed(self, told: float) -> float:
-        """Checks the worker's median time of a call, ``told`` seconds. Returns the seconds to report. Raises
-        ``CandidateRefused`` if the judge's clock or the device's bandwidth contradicts the median. The caller holds the
+        """Checks ``told``, the worker's median time of a call in seconds. Returns the seconds to report. Raises
+        ``CandidateRefused`` if the judge's clock or the device's bandwidth contradicts ``told``. The caller holds the
         timing lease."""
         seconds, doubt = told, ""
         if self._cross:
@@ -215,9 +215,9 @@ class Trial:
         return seconds
 
     def _doubt(self, doubt: str) -> None:
-        """Ends the candidate, whose times the judge's clock contradicts, and raises ``CandidateRefused``. If another
-        process uses the device, no clock is right, and the status is ``infra``. Otherwise it is ``cheat``, and a second
-        trial, with times of its own, must confirm it."""
+        """Ends the candidate and raises ``CandidateRefused``, because the judge's clock contradicts its times
+        (``doubt`` says how). If another process uses the device, no time is reliable, and the status is ``infra``.
+        Otherwise it is ``cheat``, and the candidate gets a second trial to confirm it."""
         self.end()
         self._verdict.samples.clear()
         if self._memory.shared(self._prepared.peaks.bytes_per_second):
@@ -225,9 +225,9 @@ class Trial:
         raise CandidateRefused("cheat", doubt, retryable=True)
 
     def observe(self) -> None:
-        """Records which kernels run. Up to three extra calls follow the candidate's other calls, so a failure in them
-        changes no result. In quick mode a plan's kernels are known without a call, and other formats are observed only
-        if the request says so."""
+        """Records in the verdict which kernels run. Makes up to three extra calls after the timed ones, so that a
+        failure in them changes no result. In quick mode, a plan needs no call, because its kernels are known; other
+        formats are observed only if the request says so."""
         request, verdict = self._request, self._verdict
         plan, strict_mode = self._traits.host_is_ours, verdict.mode == "strict"
         nodes = request["load"]["nodes"] if plan else []
@@ -271,7 +271,7 @@ class Trial:
 
     def _observed(self, operation: WorkerOperation, first: bool = False) -> tuple[Any, str]:
         """Runs one more call, which the worker observes. Returns the worker's report and an empty string, or ``None``
-        and the reason why there is none. ``_OBSERVE_SECONDS`` does not limit the ``first`` call."""
+        and the reason why there is no report. If ``first``, the limit ``_OBSERVE_SECONDS`` does not apply."""
         worker = self._worker
         if worker is None or not worker.alive:
             return None, "the solution has ended"
@@ -298,9 +298,9 @@ class Trial:
         return cost.extension(spec, request["files"], threads)
 
     def time(self) -> None:
-        """Times the candidate and eager in turn, until it is clear whether the candidate is 5 % faster than the
-        baselines or the usual number of calls is reached. If these calls do not tell which reward is right, more calls
-        follow. If those do not tell either, raises ``CandidateRefused`` with the status ``infra``."""
+        """Times the candidate and eager in turn, up to the usual number of calls. Ends early once it is clear whether
+        the candidate is 5 % faster than the baselines. If the usual number does not tell which reward is right, times
+        more calls. If those do not tell either, raises ``CandidateRefused`` with the status ``infra``."""
         begin = time.perf_counter()
         verdict, base, most = self._verdict, self._prepared.baselines, self._settings.timed_calls
         fewest = min(_FEWEST_TIMED[self._settings.device], most)
@@ -336,9 +336,9 @@ class Trial:
             verdict.advice.append(_BUSY)
 
     def eager_alone(self) -> None:
-        """Ends the candidate and times eager again without it, if the verdict uses eager's time beside the candidate.
-        If eager alone is clearly faster, the baselines are scaled down: the candidate must gain nothing from a slower
-        eager. This is the last step, because on a GPU kernels of a stopped process keep running."""
+        """Ensures that a candidate gains nothing from slowing eager down. If the verdict uses eager's time beside the
+        candidate, ends the candidate and times eager alone. If that is clearly faster, scales the baselines down. This
+        is the last step, because it must kill the candidate: on a GPU, kernels of a stopped process keep running."""
         if self._anchor is None:
             return
         self.end()
@@ -355,7 +355,8 @@ class Trial:
     # ------------------------------------------------------------------------------------------------------------ calls
 
     def _take(self, timing: bool = False) -> PoolEntry:
-        """Returns the next inputs that the candidate has not seen. ``timing`` says that the caller holds the lease."""
+        """Returns the next pool entry, whose inputs the candidate has not seen. ``timing``: the caller holds the
+        lease."""
         entry = self._prepared.entry(self._next, timing)
         self._next += 1
         return entry

@@ -90,8 +90,8 @@ class WorkerPool:
         return self._start_compiler(self._home(), (known,)), known
 
     def locked(self, place: dict[str, Any], profiler: bool = False) -> JailedProcess:
-        """Starts a candidate worker for a solution that starts compilers. These ran in an earlier process, the first
-        pass. The worker can read the folder of that pass, which ``place`` names, but may start no program."""
+        """Starts a candidate worker that may start no program. Its solution needs compilers, but they ran in an earlier
+        process, the first pass. The worker can read the folder ``place["folder"]`` of that pass."""
         home = self._home()
         policy = jail.JailPolicy(read=(str(home), place["folder"]), file_mb=0)
         parent, where = self._parent_that_compiles(), {name: place[name] for name in ("folder", "environment")}

@@ -55,9 +55,9 @@ _Entry._fields_ = [
 
 
 class Outputs:
-    """Lets an extension write its results directly into the judge's output memory, so that no copy is timed. It assumes
-    that all calls allocate tensors in the same order: if the third tensor of the previous call became an output, the
-    third tensor of this call gets that output's memory. ``targets`` holds the output tensors of each slot."""
+    """Lets an extension write its results directly into the judge's output memory, so that no copy is timed. Assumes
+    that every call allocates tensors in the same order: if the third tensor of the previous call became an output, the
+    third tensor of this call gets that output's memory. ``targets[slot]`` lists the output tensors of a slot."""
 
     def __init__(self, targets: list[list[torch.Tensor]], device: str = "cpu") -> None:
         self._targets = targets
@@ -160,8 +160,8 @@ def _function(entry: _Entry, name: str, outputs: Outputs) -> Callable[..., Any]:
 def _complete(
     name: str, given: tuple[Any, ...], named: dict[str, Any], names: list[str], standard: dict[str, Any], count: int
 ) -> list[Any]:
-    """Returns the ``count`` arguments for a call of the function ``name``, in order: the positional ones (``given``),
-    then for each further parameter in ``names`` the one in ``named`` or its default (in ``standard``)."""
+    """Returns the ``count`` arguments for a call of the function ``name``: the positional ones (``given``), then for
+    each remaining name in ``names`` its value from ``named`` (keyword arguments) or from ``standard`` (defaults)."""
     arguments = list(given)
     for wanted in names[len(given) :]:
         if wanted not in named and wanted not in standard:
@@ -175,7 +175,7 @@ def _complete(
 
 
 class OnlyTheExtension(TorchFunctionMode):
-    """Refuses, as the published rules do, all operators of torch that do not create, view or inspect tensors."""
+    """Refuses all operators of torch except those that create, view or inspect tensors (a published rule)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ not in ALLOWED:

@@ -46,8 +46,8 @@ class Candidate(WorkerLoop):
             self._commands[WorkerOperation.RUN_EMPTY] = lambda frame: None
 
     def empty_chain(self, frame: Frame) -> Any:
-        """Times a chain of empty calls, which only copy zeros to the outputs; ``frame.slot`` is their number. If the
-        reference returns a view, the zeros that are copied to this output have the view's strides."""
+        """Times a chain of ``frame.slot`` empty calls, which only copy zeros to the outputs. If the reference returns
+        an output as a view, the zeros for this output have the view's strides."""
         slots = [self._slots.output_tensors(slot) for slot in range(frame.slot)]
         views = self._options["views"]
         results = [[zeros(*pair) for pair in zip(targets, views, strict=True)] for targets in slots]
@@ -78,9 +78,9 @@ class Candidate(WorkerLoop):
         )
 
     def load_model(self, frame: Frame) -> None:
-        """Loads ``ModelNew``, made under the reference's random seed. If its weights have the reference's names, they
-        get the reference's values; a format with a rule demands these names. Under other names the weights keep the
-        constructor's values, but plain ones are drawn as the reference's plain weights were (``PlainWeights``)."""
+        """Builds ``ModelNew`` under the reference's random seed. If its weights have the reference's names, it gets the
+        reference's values; a format with a rule demands these names. Otherwise it keeps the constructor's values,
+        except that plain weights (``PlainWeights``) are drawn in the same way as the reference's."""
         spec, restricted = self._options["spec"], bool(self._options["rule"])
         os.environ.update(frame.body["environment"])
         numbers = range(len(self._slots.layout))
@@ -109,9 +109,9 @@ class Candidate(WorkerLoop):
             return times
 
         def answer(slot: int) -> Any:
-            """Runs one call and returns its outputs. On a GPU the outputs are copied after the clock has stopped, so
-            making a view would take almost no time. A view is therefore copied inside the timed call, unless the
-            reference returns a view, too."""
+            """Runs one call and returns its outputs. On a GPU, outputs are copied to the judge's memory after the clock
+            has stopped, so a call that only makes a view would look too fast. Views are therefore copied inside the
+            timed call, except where the reference returns a view, too."""
             results = model(*given[slot])
             if self._options["device"] == "cpu":
                 return results
@@ -166,9 +166,8 @@ class _Node(ctypes.Structure):
 
 def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[int], None]:
     """Loads a plan's libraries, and resolves the arguments of its kernels to addresses for each slot. ``program`` is
-    ``plan.Program`` as JSON. A buffer's argument is its address; a scalar's argument is the address of an 8-byte cell
-    with its value. Returns a function that runs one slot; the function's attribute ``steps`` lists every slot's nodes
-    as separate functions."""
+    ``plan.Program`` as JSON. An argument is the address of a buffer, or of an 8-byte cell with a scalar. Returns a
+    function that runs the plan in one slot. Its attribute ``steps`` holds, for each slot, one function per node."""
     runtime = ctypes.CDLL(program["runtime"])
     library = ctypes.CDLL(program["library"]) if program["library"] else None
     keep: list[Any] = []
@@ -180,8 +179,8 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
             ctypes.memmove(workspaces[name], content, len(content))
 
     def bind(slot: int) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
-        """Returns two lists of functions for a slot: the steps of a call, and one function per node of the plan. A step
-        runs one library node, or a sequence of kernels and memsets."""
+        """Returns two lists of functions for a slot: the steps of a call, and one function per node of the plan. Each
+        step runs either one library node, or a sequence of kernels and memsets."""
         address = partial(slots.address, slot, workspaces)
         steps: list[Callable[[], Any]] = []
         each: list[Callable[[], Any]] = []

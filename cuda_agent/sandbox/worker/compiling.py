@@ -1,8 +1,8 @@
 """Speeds up ``torch.compile`` inside the jail: workers reuse results that a trusted worker stored.
 
-TorchInductor's first compilation in a process tests vector instructions and precompiles a large header, which takes
-most of its time. ``share`` takes both results from a folder that a trusted worker filled once per machine (the
-warm-up). The warm parent of compiling workers imports this module."""
+TorchInductor's first compilation in a process spends most of its time on two things: it tests vector instructions, and
+it precompiles a large header. ``share`` takes both results from a folder, which a trusted worker filled once per
+machine (the warm-up). The warm parent of compiling workers imports this module."""
 
 import contextlib
 import hashlib

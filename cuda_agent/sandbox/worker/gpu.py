@@ -45,8 +45,8 @@ class DeviceClock:
         self._host = 0.0
 
     def __call__(self, call: Callable[[], Any], extra: int = 0) -> tuple[Any, tuple[float, float]]:
-        """Runs ``call`` after the delay ``extra``. Returns its result, and two times in seconds: how long the device
-        ran the call, and how long the host took to enqueue it."""
+        """Runs ``call`` after the delay ``extra`` (in ``DELAY_UNIT``; 0: chosen here). Returns its result, and two
+        times in seconds: how long the device ran the call, and how long the host took to enqueue it."""
         delay = extra * DELAY_UNIT or min(1.5 * self._host + _HEAD_START, _LONGEST_DELAY)
         torch.cuda._sleep(int(delay * _CYCLES))
         begin = time.perf_counter()
@@ -61,8 +61,8 @@ class DeviceClock:
 
 def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
     """Loads a plan's kernels, and resolves their arguments for each slot. Returns the function that runs a slot.
-    ``program`` is ``plan.Program`` as JSON; ``image`` is the path of the cubin, and ``names`` maps the symbols of
-    kernels to mangled names."""
+    ``program`` is ``plan.Program`` as JSON. Its ``image`` is the path of the cubin, and its ``names`` maps the symbols
+    of kernels to mangled names."""
     module = driver.Module(Path(program["image"]).read_bytes()) if program["image"] else None
     workspaces: dict[str, torch.Tensor] = {}
     for name, workspace in program["workspaces"].items():

@@ -4,10 +4,10 @@ A node's ``compute`` chooses the arithmetic:
 
 - fp32: products and sums are in single precision, also for half-precision buffers.
 - tf32: operands are rounded to TF32.
-- fp16 and bf16: wider operands and results are rounded to this type, as under autocast. Partial sums may be rounded.
+- fp16 and bf16: operands and results are rounded to this type, as under autocast. Partial sums may be rounded, too.
 - fp64: double precision.
 
-``formats.library_nodes`` has checked the shapes. If the library still refuses, the error names the node."""
+``formats.library_nodes`` has checked the shapes. If the library still rejects a node, the error names the node."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +20,7 @@ _Step = Callable[[], Any]
 
 
 def bind(node: dict[str, Any], tensor: Callable[[dict[str, Any]], _Tensor], device: str) -> _Step:
-    """Returns a function that runs a library node of a plan. ``tensor`` turns a tensor's description into a tensor."""
+    """Returns a function that runs a library node. ``tensor`` makes a tensor from its description in the node."""
     tensors = {role: tensor(item) for role, item in node["tensors"].items()}
     constant = {role for role, item in node["tensors"].items() if item["buffer"].startswith("w:")}
     given = node, tensors, constant
@@ -36,9 +36,9 @@ def bind(node: dict[str, Any], tensor: Callable[[dict[str, Any]], _Tensor], devi
 
 
 def _operand(tensor: _Tensor, wanted: torch.dtype | None, constant: bool) -> tuple[_Tensor, _Step | None]:
-    """Returns ``tensor`` in the dtype ``wanted``, and a function to call before every run. If ``tensor`` had to be
-    converted, the function copies its new values to the converted tensor. The function is ``None`` if there is nothing
-    to convert, or if ``tensor`` is ``constant``."""
+    """Returns ``tensor`` in the dtype ``wanted``, and a function that copies new values of ``tensor`` to the converted
+    tensor; callers run it before every call. The function is ``None`` if nothing is converted, or if ``tensor`` is
+    ``constant``."""
     if wanted is None or tensor.dtype == wanted:
         return tensor, None
     rounded = tensor.to(wanted)

@@ -80,8 +80,8 @@ def _serve(control: socket.socket, imports: Sequence[str]) -> None:
 
 
 def _kill_orphans(living: set[int]) -> None:
-    """Kills the orphans of dead workers (compiling workers may start processes). All orphans are stopped before any is
-    killed, because a fork bomb would otherwise go on. The workers in ``living`` and their descendants are spared."""
+    """Kills processes that dead workers left behind (compiling workers may start some), but not the workers in
+    ``living`` and their descendants. Stops all before it kills any, because a fork bomb would otherwise go on."""
     seen: set[int] = set()
     while found := descendants(os.getpid(), living):
         standing = found <= seen

@@ -54,8 +54,8 @@ class Operators(_Mode):
 
 
 def told(ran: dict[tuple[str, str], list[float]], total: float | None) -> list[list[Any]]:
-    """Returns one record ``[name, kind, calls, share]`` per operator or kernel, the longest first. ``ran`` maps
-    (name, kind) to the seconds of each call. ``share`` is their sum divided by ``total``, or None without ``total``."""
+    """Returns one record ``[name, kind, calls, share]`` per operator or kernel, the longest first. ``ran`` maps (name,
+    kind) to the seconds of each call. ``share`` is their sum divided by ``total``; ``None`` if ``total`` is unknown."""
     rows = sorted(ran.items(), key=lambda item: -sum(item[1]))[:_MOST]
     return [[name[:_LONGEST], kind, len(calls), sum(calls) / total if total else None] for (name, kind), calls in rows]
 
@@ -132,18 +132,18 @@ class _Flops(_Mode):
 
 
 def flops(call: Callable[[], Any]) -> tuple[int, Any]:
-    """Runs ``call``. Returns the floating-point operations of its matrix products, convolutions and attention (0 if
-    there are none or some are unknown), and the result of ``call``."""
+    """Runs ``call``. Returns the number of floating-point operations in its matrix products, convolutions and attention
+    (0 if there are none or some are unknown), and the result of ``call``."""
     with _Flops() as counter:
         result = call()
     return counter.count if counter.all else 0, result
 
 
 def views(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[list[int] | None]:
-    """Returns one item per result of a call: its strides if the call did not write the result, else ``None``. A result
-    is not written if it is a view of a tensor in ``given`` or of another result, or if its elements share memory. Of
-    several results in the same memory, the largest contiguous one counts as written; if none is contiguous, the largest
-    one."""
+    """Returns one item per result of a call: ``None`` if the call wrote the result, otherwise the result's strides. A
+    call did not write a view of a tensor in ``given`` or of another result, or a result whose elements share memory. If
+    several results lie in the same memory, one of them counts as written: the largest contiguous one, or else the
+    largest."""
     seen = {tensor.untyped_storage().data_ptr() for tensor in given}
     found: dict[int, list[int] | None] = {}
     for index in sorted(range(len(results)), key=lambda i: (not results[i].is_contiguous(), -results[i].numel())):
@@ -157,8 +157,8 @@ def views(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> lis
 
 
 def written_bytes(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> int:
-    """Returns the bytes that a call had to write for its ``results``. Views of tensors in ``given`` do not count;
-    memory that several results share counts once."""
+    """Returns the bytes that a call had to write for its ``results``. Views of tensors in ``given`` count as 0; memory
+    that several results share counts once."""
     foreign = {tensor.untyped_storage().data_ptr() for tensor in given}
     sizes: dict[int, list[int]] = {}
     for result in results:

@@ -83,9 +83,9 @@ class Reference(WorkerLoop):
         self.settle()
 
     def draw_weights(self, frame: Frame) -> dict[str, Any]:
-        """Draws anew the weights that the constructor does not draw at random, and writes them for the judge. If they
-        make more output values infinite or NaN for the inputs of ``frame.slot``, restores the constructor's values and
-        answers ``kept``."""
+        """Draws new values for the weights that the constructor does not draw at random, and writes them for the judge.
+        If they give more infinite or NaN outputs than the constructor's values do (for the inputs of ``frame.slot``),
+        restores the latter and answers ``kept``."""
         changed = [i for i, t in enumerate(self._state.values()) if t.data_ptr() in self._plain.addresses]
         seed, kept = frame.body["seed"], False
         if changed:
@@ -104,8 +104,8 @@ class Reference(WorkerLoop):
 
     def draw_inputs(self, frame: Frame) -> bool:
         """Draws inputs under the judge's seed and writes them to the output area, from which the judge copies them.
-        Returns false if the task has no inputs of the requested kind. Uses one thread: random numbers come from one
-        thread anyway, and the others would spin meanwhile."""
+        Returns false if the task has no inputs of the requested kind. Uses one thread, because only one draws random
+        numbers and idle threads would spin."""
         with _threads(1):
             return self._draw_inputs(frame.body["seed"], frame.body["kind"])
 
@@ -139,7 +139,7 @@ class Reference(WorkerLoop):
         return times
 
     def run_empty(self, frame: Frame) -> None:
-        """Does everything that ``run`` does except the call. The judge subtracts the seconds of this operation."""
+        """Does all that ``run`` does, except the model's call. The judge subtracts the time of this operation."""
         rebuild(self._arguments, self._slots.input_tensors(frame.slot))
         if not self._last:
             self._last = [torch.zeros_like(t) for t in self._slots.output_tensors(frame.slot)]
@@ -180,8 +180,8 @@ class Reference(WorkerLoop):
         return finite
 
     def run_mutant(self, frame: Frame) -> bool:
-        """Writes wrong outputs for the inputs of ``frame.slot``; the last ``run`` must have had the same inputs.
-        Returns false if the task has no such outputs."""
+        """Writes wrong outputs for the inputs of ``frame.slot``. The last ``run`` must have had the same inputs.
+        Returns false if the task has no wrong outputs of the requested kind."""
         how, given, model = frame.body, self._slots.input_tensors(frame.slot), None
         match how["kind"]:
             case "weights":

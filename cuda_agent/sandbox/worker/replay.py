@@ -1,7 +1,7 @@
 """Runs solutions that start compilers: a first pass records the programs, a second pass replays them.
 
-In the second pass a recorded program only seems to run: it returns the recorded result, and its files are already
-there. So ``load_inline`` calls ninja, finds that everything is built, and imports the library. The solution's own
+The second pass does not run a recorded program: it returns the recorded result, and the program's files already exist.
+For example, ``load_inline`` calls ninja, finds that everything is built, and imports the library. The solution's own
 process writes the recording, so the sandbox's security must not depend on it."""
 
 import contextlib

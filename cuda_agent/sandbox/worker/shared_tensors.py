@@ -16,8 +16,8 @@ from cuda_agent.sandbox.wire import span
 
 class Slots:
     """The shared memory of all slots, mapped in a worker. A slot has room for the inputs and outputs of one call.
-    ``places`` comes from ``Buffers.places``; for each slot, ``places["layout"]`` has one item
-    ``{"in": [offsets], "out": [offsets]}``. This process cannot write to inputs and weights."""
+    ``places`` comes from ``Buffers.places``. Its ``layout`` has one item per slot:
+    ``{"in": [offsets], "out": [offsets]}``, in bytes. The worker cannot write to inputs and weights."""
 
     def __init__(self, spec: dict[str, Any], places: dict[str, Any], fds: list[int], device: str) -> None:
         layout, sizes = places["layout"], places["sizes"]
@@ -50,7 +50,7 @@ class Slots:
 
     def tensor_of(self, address: Callable[[str], int], tensor: dict[str, Any]) -> torch.Tensor:
         """Returns the tensor of a library node that ``tensor`` describes. It lies in the buffer that the description
-        names; ``address`` returns a buffer's address."""
+        names; ``address`` maps a buffer's name to its address."""
         return self.tensor(address(tensor["buffer"]), tensor)
 
     def input_tensors(self, slot: int) -> list[torch.Tensor]:
@@ -147,8 +147,8 @@ def is_plain(value: Any) -> bool:
 
 
 def argument_of(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Returns an argument as JSON, with each tensor in it replaced by an index. Appends the tensors to ``tensors``,
-    where they have these indices."""
+    """Returns an argument as JSON, in which each tensor is replaced by an index into ``tensors``. Appends the tensor to
+    this list."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}

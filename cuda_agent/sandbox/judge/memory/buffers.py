@@ -1,10 +1,10 @@
 """Manages the memory that the judge shares with its workers.
 
 Each worker has an input area and an output area. The input area holds inputs and weights, which a worker can only read.
-The worker writes its outputs to the output area, and the judge copies them from there. A slot is the room for the
-inputs and outputs of one call. Before every call the judge fills the outputs with poison (large numbers), so that an
-output that is not written is wrong. ``Area`` is an area on the CPU, with NumPy arrays (bfloat16 as its 16 raw bits);
-``device.Area`` is an area on the GPU."""
+The worker writes its outputs to the output area, and the judge copies them from there. The room for the inputs and
+outputs of one call is called a slot. Before every call the judge fills the outputs with poison (large numbers): an
+output that the worker does not write is wrong. ``Area`` is an area on the CPU, with NumPy arrays (bfloat16 as its 16
+raw bits); ``device.Area`` is an area on the GPU."""
 
 import contextlib
 import fcntl
@@ -36,8 +36,8 @@ def byte_count(tensor: Tensor) -> int:
 
 
 class Area:
-    """An area of shared memory on the CPU, of ``size`` bytes and at least one page. A worker maps it through its
-    ``descriptor``, and cannot write to a ``read_only`` area. With ``touched``, all pages are allocated at once, and
+    """An area of shared memory on the CPU. It has ``size`` bytes, but at least one page. A worker maps it through its
+    ``descriptor``, and cannot write to it if it is ``read_only``. If ``touched``, all pages are allocated at once, and
     callers must call ``fit`` before they use the area."""
 
     def __init__(self, size: int, read_only: bool, touched: bool = False) -> None:
@@ -85,8 +85,8 @@ class Area:
 
 
 class Spare:
-    """Allocates the two areas of the next candidate in advance, while the judge has no request: allocation takes longer
-    than the checks of a small task. Each area is a little larger than any that the last eight candidates needed."""
+    """Allocates both areas of the next candidate while the judge is idle, because allocation takes longer than the
+    checks of a small task. Each area is a little larger than any that the last eight candidates needed."""
 
     def __init__(self) -> None:
         self._asked: deque[tuple[int, int]] = deque(maxlen=8)
@@ -116,7 +116,7 @@ class Spare:
 
 
 class Buffers:
-    """The input area and the output area of one worker, and the offset in bytes of every tensor in its area.
+    """The input area and the output area of one worker, and the byte offsets of the tensors in them.
 
     Args:
         slots: The number of slots. Each slot holds the inputs and outputs of one call.
@@ -153,8 +153,8 @@ class Buffers:
         }  # fmt: skip
 
     def _place(self, area: int, tensor: Tensor) -> int:
-        """Reserves room for ``tensor`` in the input area (``area`` is 0) or the output area (1), and returns its offset
-        in bytes. Unless ``fixed``, the gap before it has a random width, so addresses differ between candidates."""
+        """Reserves room for ``tensor`` in the input area (``area`` is 0) or the output area (1). Returns its offset in
+        bytes. A random gap before it makes addresses differ between candidates, unless the buffers are ``fixed``."""
         start = self._sizes[area] + _ALIGN * (1 if self._fixed else secrets.randbelow(16))
         self._sizes[area] = start + -(-byte_count(tensor) // _ALIGN) * _ALIGN
         return start

@@ -17,10 +17,10 @@ _CHUNK = 1 << 16  # values compared at a time: they fit into a CPU's cache
 def mismatch(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> tuple[str, float]:
-    """Returns a message that says how the outputs ``actual`` differ from ``expected`` (empty if they agree), and the
-    largest absolute difference among finite values. ``tensors`` holds each output's shape and dtype. A value may differ
-    by ``tolerance * (magnitude + scale)``: ``magnitude`` is the absolute expected value, and ``scale`` is the root mean
-    square of the output's expected values, but at most ``cap``. Integers must be equal."""
+    """Compares the outputs ``actual`` with ``expected``. Returns a message about the first output that differs (empty
+    if they agree), and the largest absolute difference of finite values. ``tensors`` holds each output's shape and
+    dtype. A value may differ by ``tolerance * (magnitude + scale)``. Here ``magnitude`` is the absolute expected value;
+    ``scale`` is the root mean square of the output's expected values, but at most ``cap``. Integers must be equal."""
     largest = 0.0
     for index, (want, have, tensor) in enumerate(zip(expected, actual, tensors, strict=True)):
         wanted, given = (real(values, tensor.dtype).ravel() for values in (want, have))
@@ -60,9 +60,9 @@ def real(values: Array, dtype: str) -> Array:
 
 
 def _compare(want: Array, have: Array, tolerance: float, cap: float, whole: bool = True) -> tuple[str, float, int]:
-    """Compares one output ``have`` with the expected output ``want``. Returns a message (empty if they agree), the
-    largest absolute difference, and the number of values that differ by more than the tolerance of ``mismatch``. Unless
-    ``whole``, it stops soon after the first such value."""
+    """Compares the output ``have`` with the expected output ``want``, by the rule of ``mismatch``. Returns a message
+    (empty if they agree), the largest absolute difference, and the number of values that differ too much. Unless
+    ``whole``, stops soon after the first such value."""
     if want.dtype.kind in "iu":
         wrong = numpy.flatnonzero(want != have)
         if not wrong.size:

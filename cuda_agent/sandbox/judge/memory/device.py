@@ -144,9 +144,9 @@ def flush() -> None:
 
 
 def shared(peak: float | None) -> bool:
-    """Returns whether another process uses the device now, whose memory moves at most ``peak`` bytes per second. The
-    device then runs each process for some milliseconds in turn, so one long piece of work takes longer than its parts
-    did."""
+    """Returns whether another process uses the device now. The device then runs the processes in turns of some
+    milliseconds, so one long piece of work takes longer than the sum of its parts. ``peak`` is the peak rate of the
+    device's memory in bytes per second, or ``None`` if unknown."""
 
     def wall(fills: int) -> float:
         begin = time.perf_counter()
@@ -162,9 +162,9 @@ def shared(peak: float | None) -> bool:
 
 
 def takes_turns(part: float, of_whole: float, floor: float) -> bool:
-    """Returns whether a device runs other processes in turn. All times are the shortest seconds of a fill: ``part`` by
-    itself, ``of_whole`` as one of many in a row, and ``floor`` at the memory's peak rate. (H100: alone 45, 35 and
-    31 us; beside a process that multiplies matrices 45 to 56 and 58 to 75 us, or over 900 us by itself.)"""
+    """Returns whether a device runs other processes in turn: ``of_whole`` exceeds ``part``, or ``part`` far exceeds
+    ``floor``. They are seconds of filling a buffer: ``part`` by itself, ``of_whole`` as one of many in a row, ``floor``
+    at the memory's peak rate. (H100: 45, 35 and 31 us; beside another process 45 to 56 and 58 to 75 us.)"""
     return of_whole > part or part > _FAR_ABOVE * floor
 
 

@@ -33,12 +33,12 @@ def pool_bytes() -> int:
 
 
 def prepared_bytes() -> int:
-    """Returns the most bytes that prepared tasks may hold together. On the CPU, only each worker has a limit."""
+    """Returns the most bytes that prepared tasks may hold together. The CPU has no such limit, only one per worker."""
     return 1 << 62
 
 
 def trim() -> None:
-    """Does nothing: memory that no array uses is free."""
+    """Does nothing: NumPy frees memory that no array uses."""
 
 
 def flush() -> None:

@@ -1,6 +1,6 @@
 """Computes simulated times, which replace measured times in tests and drills (``sandbox.clock=model``).
 
-A simulated time is a pure function of task and solution. It predicts no real time. The usual optimizations (fewer
+A simulated time is a pure function of task and solution. It does not predict real time. The usual optimizations (fewer
 passes over memory, fewer operators, blocks for all threads, vector hints) shorten it, so a policy can learn from it."""
 
 import re
@@ -18,9 +18,9 @@ def eager(operators: int, touched: int, threads: int) -> float:
 
 
 def compiled(spec: TaskSpec, operators: int, touched: int, threads: int) -> float:
-    """Returns the seconds of one call of the compiled model. ``operators`` and ``touched`` are the number of operators
-    of eager and the bytes that they read and write. The compiled model counts as a quarter of these operators; it moves
-    the inputs, the outputs and a quarter of the other bytes."""
+    """Returns the seconds of one call of the compiled model, if eager runs ``operators`` operators, which read and
+    write ``touched`` bytes in total. The compiled model counts as one operator and a quarter of eager's; it moves the
+    inputs, the outputs and a quarter of the other bytes."""
     least = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs))
     return _CALL * (1 + operators / 4) + (least + max(0, touched - least) / 4) / (_BYTES_PER_SECOND * threads)
 

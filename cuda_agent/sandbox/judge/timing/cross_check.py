@@ -3,18 +3,18 @@
 If a solution has host code, this code can forge the CUDA events that time a call. It can also run work on a stream that
 the events do not cover. The judge therefore measures a lower bound of the time of a call.
 
-It sends requests for one call, and requests for a chain: several calls on different inputs. The wall time of a request
-ends when the judge holds a copy of all outputs. The judge divides the difference of the two wall times by the number of
-additional calls, so the cost of a request cancels out. It subtracts the time of an empty call, which it measured in the
-same way before untrusted code was loaded.
+The judge times requests for one call, and requests for a chain: several calls on different inputs. The wall time of a
+request ends when the judge holds a copy of all outputs. The judge divides the difference of the two wall times by the
+number of additional calls, so the fixed cost of a request cancels out. It subtracts the time of an empty call, which it
+measured in the same way before untrusted code was loaded. The result is the lower bound.
 
 While the host enqueues the calls of a request, the device waits in a kernel of known length: the delay. The judge does
-not see work on another stream during the delay. A chain's delay is therefore limited to about twice the time that the
-host needs to enqueue as many calls of eager.
+not see work on another stream during the delay. A chain's delay is therefore at most about twice the time in which the
+host would enqueue the same number of calls of eager.
 
-Of several wall times the shortest counts: stopping processes lengthens wall times by tenths of a millisecond (H200) and
-never shortens them. A false time passes only if it is at least 80 % of the lower bound, less the remaining noise per
-additional call."""
+Each wall time is measured several times, and the shortest counts: stopping processes can lengthen it by tenths of a
+millisecond (H200) but never shortens it. A reported time passes if it is at least 80 % of the bound, less an allowance
+for noise."""
 
 import math
 from collections.abc import Callable
@@ -32,17 +32,17 @@ _SHARE = 0.8
 
 
 def longest(host: float) -> float:
-    """Returns the longest delay on the device for one call, in seconds, if the host needs ``host`` seconds to enqueue
-    eager's call."""
+    """Returns the longest delay for one call of a chain, in seconds. ``host`` is how many seconds the host needs to
+    enqueue a call of eager."""
     return 2 * host
 
 
 class CrossCheck:
     def __init__(self, slots: int, empty: Callable[[int, int], float], host: float) -> None:
-        """Measures an empty call's time, and limits the delay of one candidate's calls. ``slots`` is the number of
-        calls in the longest chain, at least 2. ``empty(calls, delay)`` runs a chain of empty calls and returns its wall
-        seconds; its delay is in units of ``DELAY_UNIT``. ``host`` is the time in which the host enqueues a call of
-        eager, in seconds."""
+        """Measures an empty call's time, and limits the delay of the candidate's calls. ``slots`` is the number of
+        calls in the longest chain, at least 2. ``empty(calls, delay)`` runs a chain of empty calls after a delay in
+        units of ``DELAY_UNIT``, and returns its wall seconds. ``host`` is how many seconds the host needs to enqueue a
+        call of eager."""
         self.delay = _SHORTEST
         self._allowed = longest(host)
         self._enqueues = 0.0
@@ -53,16 +53,16 @@ class CrossCheck:
         self._empty = max(0.0, walls.slope())
 
     def heard(self, host: float) -> None:
-        """Records that the host enqueued a call in ``host`` seconds. Later delays last 1.5 times as long per call,
-        within their limits."""
+        """Sets the delay of later calls to 1.5 times ``host``, the seconds that the host needed to enqueue the last
+        call. The delay has a lower and an upper limit."""
         self._enqueues = min(1.5 * host, self._allowed)
         self.delay = max(_units(self._enqueues), min(_units(1.5 * host), _ENOUGH))
 
     def believe(self, told: float, chain: Callable[[int, int], tuple[float, float]]) -> tuple[float, str]:
-        """Checks the worker's median time of a call, ``told`` seconds. Returns the seconds per call to report, and the
-        reason to refuse the candidate (empty if there is none). ``chain(calls, delay)`` runs a chain of calls after a
-        delay in units of ``DELAY_UNIT``. It returns the judge's wall seconds, and the seconds in which the host
-        enqueued the chain."""
+        """Checks ``told``, the worker's median time of a call in seconds. Returns the seconds per call to report, and
+        the reason to refuse the candidate (empty if there is none). ``chain(calls, delay)`` runs a chain of calls after
+        a delay in units of ``DELAY_UNIT``. It returns the chain's wall seconds by the judge's clock, and the seconds
+        that the host took to enqueue it."""
         count = min(max(2, math.ceil(_LONG_ENOUGH / max(told, 1e-6))), self._slots)
         delay = _units(count * self._enqueues)
         late: list[float] = []
@@ -99,5 +99,5 @@ class _Walls:
         self._long = min(self._long, wall(self._count))
 
     def slope(self) -> float:
-        """Returns by how many wall seconds every call after the first lengthens a chain."""
+        """Returns the wall seconds that each further call adds to a chain."""
         return (self._long - self._short) / (self._count - 1)

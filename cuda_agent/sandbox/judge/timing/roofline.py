@@ -43,9 +43,8 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Peaks:
-    """The peak rates of one device: ``bytes_per_second`` of its memory, and ``operations`` per second by type, such as
-    ``tf32``. ``cache_bytes`` is the last-level cache's size. Real rates may exceed a peak, but not by more than the
-    factor ``slack``."""
+    """The peak rates of one device: ``bytes_per_second`` of its memory, and operations per second by type, such as
+    ``tf32``. ``cache_bytes`` is the size of the last-level cache. A real rate is at most ``slack`` times its peak."""
 
     bytes_per_second: float | None = None
     cache_bytes: int | None = None
@@ -69,8 +68,8 @@ class Peaks:
 
 
 def below_physical_floor(seconds: float, eager: float, written: int, peaks: Peaks) -> str:
-    """Returns why a call cannot write ``written`` bytes of outputs in ``seconds`` (empty if it can). If eager's time
-    ``eager`` is below the bound, too, the bound is wrong and the call counts as possible."""
+    """Returns why a call cannot write ``written`` bytes of outputs in ``seconds``; an empty string if it can. If
+    eager's own time ``eager`` is too short as well, the bound must be wrong, and the string is empty, too."""
     floor = peaks.floor(written)
     if not seconds < floor <= eager:
         return ""
@@ -91,9 +90,9 @@ def of_gpu() -> Peaks:
 
 
 def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[None]], again: bool = False) -> Peaks:
-    """Returns the CPU's peaks from ``file``. If there is no such file, measures the peaks in the context ``quiet()``
-    and writes the file. If ``again``, measures in any case and keeps the higher rate, because other programs only slow
-    a copy down."""
+    """Returns the CPU's peaks from ``file``. If there is no such file, measures them in the context ``quiet()`` and
+    writes the file. If ``again``, measures in any case and keeps the higher rate of copies: other programs can only
+    slow a copy down."""
     known = 0.0
     with suppress(OSError, ValueError, TypeError):
         kept = Peaks(**json.loads(file.read_text()))

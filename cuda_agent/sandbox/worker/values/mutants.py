@@ -11,9 +11,9 @@ from cuda_agent.sandbox.worker.values.weights import PlainWeights
 
 
 def spoil(how: dict[str, Any], right: list[torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns wrong outputs in place of ``right``. ``how["kind"]`` is ``zeros``; ``constant`` (each output is filled
-    with its mean); ``scale`` (floating outputs are multiplied by ``how["factor"]``); or ``copy`` (outputs with as many
-    values as the input ``given[how["input"]]`` are copies of it)."""
+    """Returns wrong outputs in place of ``right``. ``how["kind"]`` says how: ``zeros``; ``constant`` fills each output
+    with its mean; ``scale`` multiplies floating outputs by ``how["factor"]``; ``copy`` replaces each output by the
+    input ``given[how["input"]]`` if that has as many values."""
     match how["kind"]:
         case "zeros":
             return [torch.zeros_like(tensor) for tensor in right]
@@ -38,10 +38,9 @@ def _mean(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def redraw(model: torch.nn.Module, build: Callable[[], torch.nn.Module], how: dict[str, Any]) -> torch.nn.Module | None:
-    """Returns a second model that the constructor builds under the seed ``how["seed"]``. If ``how["plain"]``, its plain
-    weights (``PlainWeights``) are also drawn anew. Returns ``None`` if the model has only buffers and they are equal in
-    both models: buffers that the constructor always gives the same values, such as masks, are part of the
-    architecture."""
+    """Builds and returns a second model under the seed ``how["seed"]``. If ``how["plain"]``, also draws its plain
+    weights (``PlainWeights``) anew. Returns ``None`` if the model has no parameters and both models have equal buffers:
+    such buffers, masks for example, are part of the architecture."""
     torch.manual_seed(how["seed"])
     other = build()
     if how["plain"]:

@@ -1,8 +1,8 @@
-"""Draws anew the weights that a constructor sets to one value, so that a solution which ignores them is found wrong.
+"""Draws new values for weights that a constructor sets to one value, so that a solution cannot ignore them.
 
-LayerNorm's weight, for example, starts with 1 and its bias with 0. A solution that ignores them is right until other
-values are loaded. What the constructor draws at random stays: it follows from the judge's secret seed. The module is
-used in the reference worker, and in the worker of a candidate whose weights have other names."""
+LayerNorm's weight, for example, starts with 1 and its bias with 0. A solution that ignores them is right until they
+have other values. Weights that the constructor draws at random are kept: they follow from the judge's secret seed. The
+module is used in the reference worker, and in the worker of a candidate whose weights have other names."""
 
 import hashlib
 from collections import Counter
@@ -29,9 +29,9 @@ class PlainWeights:
         self.addresses = {tensor.data_ptr() for tensor in self._tensors}
 
     def draw(self, seed: int | None) -> None:
-        """Multiplies each value of the constructor by a number from 0.5 to 1.5; a tensor of zeros gets values from -0.5
-        to 0.5. The new values follow from ``seed``, the tensor's old value and shape, and its position among tensors
-        with equal value and shape; names do not matter. If ``seed`` is ``None``, restores the constructor's values."""
+        """Draws new values for all plain weights: each value of the constructor times a number from 0.5 to 1.5, or
+        values from -0.5 to 0.5 for a tensor of zeros. They follow from ``seed`` and from the tensors' shapes, old
+        values and order; names do not matter. If ``seed`` is ``None``, restores the constructor's values."""
         places: Counter[str] = Counter()
         for tensor, original in zip(self._tensors, self._originals, strict=True):
             if seed is None:
