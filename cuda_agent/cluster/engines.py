@@ -40,8 +40,7 @@ def _clients(name: str) -> list[dict[str, str]]:
 
 
 def engine_objects() -> list[dict[str, Any]]:
-    """Returns templates of the engine's objects, in the order of creation.  The chart adds the values of a profile, and
-    ``objects`` adds those of a run."""
+    """Returns templates of the engine's objects, in the order of creation, without a profile's and a run's values."""
     container = pools.container(
         "cuda-agent-engine",
         {"HOME": "/scratch", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"},
@@ -61,8 +60,7 @@ def engine_objects() -> list[dict[str, Any]]:
 
 
 def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: Config) -> list[dict[str, Any]]:
-    """Returns the engine's objects for one run.  ``base`` holds the objects of the run's profile, ``uid`` is the id of
-    the run's Workflow."""
+    """Returns the engine's objects for one run: the profile's objects ``base``, with the run's values filled in."""
     policy = config.policy
     opened: list[dict[str, Any]] = []
     if policy.vllm.sync == "nccl":

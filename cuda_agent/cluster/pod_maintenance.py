@@ -45,8 +45,7 @@ def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, clust
     ``keep`` newest runs stay.  With ``dry_run`` removes nothing.  ``workflow`` is the name of this job's Workflow.
 
     Returns:
-        What was removed, or with ``dry_run`` would be.  If active runs or another collection prevent that: only
-        ``busy`` -> the reason."""
+        What was removed, or with ``dry_run`` would be; only ``busy`` -> reason, if runs or a collection are active."""
     store = open_store(here.store)
     with contextlib.nullcontext(True) if dry_run else gc.alone(store) as first:
         if not first:

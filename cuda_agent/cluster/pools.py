@@ -49,8 +49,7 @@ def version_name() -> str:
 
 
 def variables(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a container's environment variables, made from ``values`` (name -> value).  A value is a text, or a
-    mapping that becomes the field ``valueFrom``, such as a reference to a Secret."""
+    """Returns ``values`` as a container's environment variables.  A value is a text, or a mapping for ``valueFrom``."""
     return [{"name": name, "value" if isinstance(value, str) else "valueFrom": value} for name, value in values.items()]
 
 
@@ -196,8 +195,7 @@ def addresses(made: Sequence[Mapping[str, Any]], port: int) -> list[str]:
 
 
 def pool_objects() -> list[dict[str, Any]]:
-    """Returns templates of the sandbox's objects, in the order of creation.  The chart adds the values of a profile,
-    and ``objects`` adds those of a run."""
+    """Returns templates of the sandbox's objects, in the order of creation, without a profile's and a run's values."""
     secret = new_object("Secret", f"{RUN_NAME}-sandbox", labels_of("sandbox"), type="Opaque", stringData={})
     stages = peers({WORKFLOW_LABEL: RUN_NAME, COMPONENT_LABEL: "stage"})
     return [secret, *service_and_wall("sandbox", PORT, stages), *map(_pool, ROLES)]
@@ -222,8 +220,7 @@ def _pool(role: str) -> dict[str, Any]:
 def objects(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, token: str, config: SandboxConfig
 ) -> list[dict[str, Any]]:
-    """Returns the sandbox's objects for one run.  ``base`` holds the objects of the run's profile, ``uid`` is the id of
-    the run's Workflow, ``token`` the text that clients of the sandbox must send."""
+    """Returns the sandbox's objects for one run: the profile's objects ``base``, with the run's values filled in."""
     values = config.model_dump(mode="json", exclude=set(WHERE_JUDGED))
     overrides = [f"sandbox.{name}={json.dumps(value)}" for name, value in values.items()]
     made = of_run(base, workflow, uid)

@@ -54,8 +54,7 @@ def job_name(workflow: str, stage: str) -> str:
 
 
 def ray_objects() -> list[dict[str, Any]]:
-    """Returns templates of the objects of a stage's Ray cluster, in the order of creation.  The chart adds the values
-    of a profile, and ``objects`` adds those of a run."""
+    """Returns templates of the objects of a stage's Ray cluster, in the order of creation, without a run's values."""
     labels = pools.labels_of("stage") | {RAY_LABEL: RUN_NAME}
     own = {RAY_LABEL: RUN_NAME}
     between = pools.peers(own)
@@ -89,8 +88,8 @@ def ray_objects() -> list[dict[str, Any]]:
 
 
 def _pod(labels: Mapping[str, str], grace: int, port: int) -> dict[str, Any]:
-    """Returns the template of a Ray pod, whose readiness and liveness probes connect to ``port``.  ``grace`` is the
-    time from SIGTERM to SIGKILL in seconds."""
+    """Returns the template of a Ray pod.  Its probes connect to ``port``.  ``grace``: seconds from SIGTERM to
+    SIGKILL."""
     # KubeRay's own probes need a program that may be missing.
     probe = {"tcpSocket": {"port": port}, "periodSeconds": 5, "timeoutSeconds": 5}
     made = pools.container(
@@ -113,9 +112,9 @@ def objects(
     config: Config,
     engines: str = "",
 ) -> list[dict[str, Any]]:
-    """Returns the objects that run a stage in several pods.  ``base`` holds the objects of the run's profile, ``uid``
-    is the id of the run's Workflow.  The head pod runs the command ``cuda-agent`` with ``arguments``.  ``servers`` and
-    ``engines`` are the addresses of the sandbox's and the engine's servers, separated by commas."""
+    """Returns the objects that run a stage in several pods: the profile's objects ``base``, with the run's values
+    filled in.  The head pod runs ``cuda-agent`` with ``arguments``.  ``servers`` and ``engines`` are the addresses of
+    the sandbox's and the engine's servers, separated by commas."""
     env = {
         "CUDA_AGENT_SANDBOX_SERVERS": servers,
         "CUDA_AGENT_SANDBOX_TOKEN": pools.token_of(workflow, optional=True),

@@ -99,9 +99,8 @@ def logged(address: str, run: str) -> list[str]:
 
 
 def episodes(address: str, run: str, folder: Path) -> list[Left]:
-    """Fetches the episodes of a run from the MLflow at ``address`` into ``folder``.  Returns one item for each stage
-    that has episodes, in the order of the graph.  If a stage's result came from the cache, its episodes are those of
-    the run that computed the result.
+    """Fetches the episodes of a run from the MLflow at ``address`` into ``folder``.  Returns one item per stage with
+    episodes, in the graph's order.  For a stage from the cache, they come from the run that computed its result.
 
     Raises:
         ConfigError: MLflow does not know the run."""

@@ -218,9 +218,8 @@ def _pod(
     mounts: Sequence[Mapping[str, Any]] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """Returns the template of a step that runs in one pod.  ``seconds`` is its time limit, and ``grace`` the time from
-    SIGTERM to SIGKILL in seconds.  If ``account`` is given, the pod has the token of this service account.  ``more``
-    are further fields of the template."""
+    """Returns the template of a step that runs in one pod.  ``seconds`` limits its time; ``grace``: seconds from
+    SIGTERM to SIGKILL.  With ``account`` the pod has this service account's token.  ``more`` are further fields."""
     # The patch sets what a template has no fields for: the grace period, and the security context and limits of the
     # executor's containers, which do not depend on the controller's settings then.
     token = {"serviceAccountName": f"{NAME}-{account}", "automountServiceAccountToken": True} if account else {}

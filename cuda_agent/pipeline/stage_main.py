@@ -67,7 +67,7 @@ def graph_of(config: Config, table: str = "") -> Sequence[Stage]:
 
 
 def run_stage(order: StageOrder) -> int:
-    """Runs the stage that ``order`` names.  Returns its exit code, and writes code and message to ``outcome.json``."""
+    """Runs the stage that ``order`` names.  Returns its exit code; ``outcome.json`` also has the error's message."""
     stopped = False
 
     def stop(number: int, frame: Any) -> None:
