@@ -324,8 +324,8 @@ def finish(
 
 
 def _how_it_ended(store: Store, run: str, stages: Sequence[Stage]) -> tuple[int, str, str]:
-    """Returns exit code, name and message of the first stage that failed.  If none failed, the run was stopped: returns
-    75, an empty name, and a message that says so."""
+    """Returns exit code, name and message of the first stage that failed.  If no stage failed, the run was stopped:
+    then returns 75, an empty name, and a message that says so."""
     for stage in stages:
         if read_manifest(store, run, stage.name) is None and store.exists(entry := outcome_entry(run, stage.name)):
             said = json.loads(store.get(entry))

@@ -162,7 +162,7 @@ def process_limit() -> str:
 def from_sandbox(
     cluster: Cluster, workflow: str, base: Sequence[Mapping[str, Any]], addresses: Sequence[str]
 ) -> dict[str, Any]:
-    """Starts a pod with a sandbox's restrictions, which tries to connect to ``addresses``.  Returns the pod's answer:
+    """Starts a pod with a sandbox's restrictions.  The pod tries to connect to ``addresses``.  Returns its answer:
     ``reached`` (address -> error; empty: connected) and ``processes`` (its limit, such as ``4096 processes``).
 
     Raises:

@@ -54,8 +54,8 @@ def variables(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def container(image: str, env: Mapping[str, Any], mounts: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
-    """Returns a restricted container with the scratch folders /scratch and /tmp.  ``env`` maps names of environment
-    variables to values (see ``variables``); ``more`` are further fields of the container, such as ``command``."""
+    """Returns a restricted container with the scratch folders /scratch and /tmp.  ``env`` holds its environment
+    variables (name -> value), and ``more`` further fields of the container, such as ``command``."""
     scratch = [{"name": "work", "mountPath": "/scratch"}, {"name": "tmp", "mountPath": "/tmp"}]
     return {
         "image": f"{image}:{version('cuda-agent')}",
@@ -153,8 +153,8 @@ def of_run(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, labels: Mapping[str, str] = {}, name: str = ""
 ) -> list[dict[str, Any]]:
     """Returns copies of ``base``, a profile's objects, for one run; the run's Workflow owns them.  In the copies
-    ``name`` (empty: the Workflow's name) replaces the placeholder ``RUN``.  In a label whose key is in
-    ``labels``, ``labels[key]`` replaces ``RUN``."""
+    ``name`` (empty: the Workflow's name) replaces the placeholder ``RUN``; but in a label whose key is in ``labels``,
+    ``labels[key]`` replaces it."""
     made = [_named(one, name or workflow, labels) for one in base]
     for one in made:
         one["metadata"]["ownerReferences"] = [owned_by(workflow, uid)]

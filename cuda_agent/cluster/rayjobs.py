@@ -49,7 +49,7 @@ def stage_name(task: str) -> str:
 
 
 def job_name(workflow: str, stage: str) -> str:
-    """Returns the name of a stage's RayJob.  It has a hash of ``workflow``, because KubeRay allows 47 characters."""
+    """Returns the name of a stage's RayJob.  It holds a hash of ``workflow``: KubeRay allows only 47 characters."""
     return f"ray-{hashlib.sha256(workflow.encode()).hexdigest()[:16]}-{stage}"
 
 
@@ -88,8 +88,8 @@ def ray_objects() -> list[dict[str, Any]]:
 
 
 def _pod(labels: Mapping[str, str], grace: int, port: int) -> dict[str, Any]:
-    """Returns the template of a Ray pod.  Its probes connect to ``port``.  ``grace``: seconds from SIGTERM to
-    SIGKILL."""
+    """Returns the template of a Ray pod.  Its probes connect to ``port``.  ``grace`` is the time in seconds
+    from SIGTERM to SIGKILL."""
     # KubeRay's own probes need a program that may be missing.
     probe = {"tcpSocket": {"port": port}, "periodSeconds": 5, "timeoutSeconds": 5}
     made = pools.container(

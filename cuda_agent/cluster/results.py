@@ -45,7 +45,7 @@ def mlflow(cluster: Cluster) -> Iterator[str]:
 
 
 def _elsewhere(cluster: Cluster) -> str:
-    """Returns the address of MLflow if it is outside the chart; empty for the chart's own MLflow."""
+    """Returns the address of an MLflow outside the chart, or an empty text for the chart's own MLflow."""
     profiles = cluster.all("WorkflowTemplate", PROFILE_LABEL)
     templates = [item for profile in profiles for item in profile["spec"]["templates"]]
     variables = [variable for item in templates for variable in item.get("container", {}).get("env", [])]

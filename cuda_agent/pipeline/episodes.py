@@ -43,8 +43,8 @@ def of_run(store: Store, run: Run, folder: Path) -> list[Left]:
 
 
 def packed(store: Store, manifest: Manifest, folder: Path) -> list[Path]:
-    """Writes the stage's newest episodes, compressed, and their tokenizer, if known, into ``folder`` for MLflow.
-    Returns the paths of these files, or an empty list if the stage has no episodes."""
+    """Writes files for MLflow into ``folder``: the stage's newest episodes, compressed, and their tokenizer if it has
+    one.  Returns the paths of these files, or an empty list if the stage has no episodes."""
     left = _fetched(store, manifest, folder)
     if left is None:
         return []

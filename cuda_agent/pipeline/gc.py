@@ -79,7 +79,7 @@ def collect(store: Store, what: Plan) -> None:
 
 @contextlib.contextmanager
 def alone(store: Store) -> Iterator[bool]:
-    """Holds the store's lock for garbage collection during the ``with`` block.  Yields False if it is already taken."""
+    """Takes the store's lock for garbage collection for the ``with`` block.  Yields False if another process has it."""
     if not is_collecting(store):
         store.delete(_LOCK)  # the lock of a killed collection
     if not store.create(_LOCK, b""):

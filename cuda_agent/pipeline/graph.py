@@ -181,8 +181,8 @@ def up_to(stages: Sequence[Stage], name: str) -> tuple[Stage, ...]:
 
 
 def check(stages: Iterable[Stage]) -> None:
-    """Raises ValueError if ``stages`` cannot run in this order: a name is not unique, or no earlier stage makes an
-    input of a stage."""
+    """Raises ValueError if ``stages`` cannot run in this order: two stages have the same name, or a stage reads an
+    artifact that no earlier stage makes."""
     made: set[str] = {STAGES_INPUT}
     names: set[str] = set()
     for stage in stages:

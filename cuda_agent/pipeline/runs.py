@@ -119,7 +119,7 @@ def choose(names: Sequence[str], asked: str, where: str) -> str:
     """Returns the only match of ``asked`` in ``names``: a name, the beginning of a name, or ``last`` for the newest.
 
     Raises:
-        ConfigError: No name or several match; the message lists the choices and calls their source ``where``."""
+        ConfigError: No name or several match; the message lists the choices and contains the text ``where``."""
     found = matching(names, asked)
     if len(found) == 1:
         return found[0]

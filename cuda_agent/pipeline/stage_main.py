@@ -59,7 +59,8 @@ class StageOrder:
 
 
 def graph_of(config: Config, table: str = "") -> Sequence[Stage]:
-    """Returns the stages of the configuration's graph, or those in the ``table`` named ``package.module:NAME``."""
+    """Returns the stages of the configuration's graph.  If ``table`` (``package.module:NAME``) is given, returns its
+    stages instead."""
     if not table:
         return stages_of(config)
     module, attribute = table.split(":")
