@@ -104,8 +104,8 @@ class Cluster:
         return self._ask("GET", self._path(kind), f"list {kind}s", query=query)["items"]
 
     def create(self, item: Mapping[str, Any], dry_run: bool = False) -> dict[str, Any]:
-        """Creates the object and returns it.  With ``dry_run`` the API server only checks the object, also against
-        its admission policies, and stores nothing."""
+        """Creates the object and returns it.  With ``dry_run`` the API server runs all its checks, admission
+        policies too, but stores nothing."""
         query = [("fieldValidation", "Strict"), *([("dryRun", "All")] if dry_run else [])]
         kind = item["kind"]
         return self._ask("POST", self._path(kind), f"create {kind} {item['metadata']['name']}", dict(item), query)

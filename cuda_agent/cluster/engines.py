@@ -1,8 +1,8 @@
 """Makes the Kubernetes objects of a run's engine: vLLM servers, called replicas, that all stages of the run share.
 
     Service         gives each replica a separate address (headless)
-    NetworkPolicy   lets only the run's stages and their Ray pods connect to the replicas, which may connect to nothing
-    StatefulSet     the replicas, which begin to serve with the run's first policy (``policy.engines.vllm_pool``)
+    NetworkPolicy   lets only the run's stages and their Ray pods connect to the replicas; replicas connect to nothing
+    StatefulSet     the replicas; they answer once the run has its first policy (``policy.engines.vllm_pool``)
 
 With ``policy.vllm.sync=nccl``, stages and replicas may connect to each other on all ports: NCCL chooses its ports."""
 
@@ -34,13 +34,13 @@ def wanted(config: Config) -> bool:
 
 
 def _clients(name: str) -> list[dict[str, str]]:
-    """Returns the labels of the pods that may connect to the engine of run ``name``: first of its stages' pods, then of
-    the Ray pods that a stage starts."""
+    """Returns the labels of the pods that may connect to a run's engine: one mapping for the stages' pods, one for the
+    Ray pods that stages start.  ``name`` is the name of the run's Workflow."""
     return [{label: name, COMPONENT_LABEL: "stage"} for label in (WORKFLOW_LABEL, POOL_LABEL)]
 
 
 def engine_objects() -> list[dict[str, Any]]:
-    """Returns the engine's objects in the order of creation, without the values that depend on a profile or a run."""
+    """Returns templates of the engine's objects, in the order of creation, without a profile's and a run's values."""
     container = pools.container(
         "cuda-agent-engine",
         {"HOME": "/scratch", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"},
@@ -60,7 +60,7 @@ def engine_objects() -> list[dict[str, Any]]:
 
 
 def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: Config) -> list[dict[str, Any]]:
-    """Returns the engine's objects for one run, made from the profile's objects ``base`` and the values of the run."""
+    """Returns the engine's objects for one run: the profile's objects ``base``, with the run's values filled in."""
     policy = config.policy
     opened: list[dict[str, Any]] = []
     if policy.vllm.sync == "nccl":
@@ -85,6 +85,6 @@ def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: 
 
 
 def names(workflow: str) -> list[tuple[str, str]]:
-    """Returns the kind and the name of every object that the engine of a run may have."""
+    """Returns (kind, name) of every object that a run's engine can have."""
     walls = [("NetworkPolicy", f"{workflow}-engine-{suffix}") for suffix in ("stages", "ray")]
     return [*((kind, f"{workflow}-engine") for kind in ("StatefulSet", "Service", "NetworkPolicy")), *walls]

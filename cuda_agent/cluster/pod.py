@@ -59,9 +59,8 @@ class PodEnvironment:
 
 
 def termination_message(here: PodEnvironment, text: str) -> None:
-    """Writes ``text``, the reason why this pod ends, to the pod's status.  Argo copies it to the Workflow's status,
-    where the command `watch` shows it.  Call this only for an end that Argo does not retry: its rule for retries also
-    reads the text."""
+    """Writes ``text``, the reason why this pod ends, to the pod's status.  The command `watch` shows it.  Do not call
+    this if Argo is to retry the step: words in ``text``, such as "deadline", can prevent a retry."""
     if here.termination_message.exists():
         here.termination_message.write_text(text[:2000])
 
@@ -80,9 +79,9 @@ def prepare(
     spread: bool = False,
     replicas: Sequence[dict[str, Any]] = (),
 ) -> dict[str, str]:
-    """Starts a run.  Writes the outputs of this step to files and returns them.  Each stage's name maps to ``run``,
-    ``ray`` (run in several pods), ``cached`` or ``absent`` (not in the graph); ``servers`` and ``engines`` map to
-    addresses, separated by commas; ``finish`` maps to ``run`` or ``no``.
+    """Starts a run.  Returns the outputs of this step (name -> text), and writes each to a file for Argo.  A stage's
+    output is ``run``, ``ray`` (run in several pods), ``cached`` or ``absent`` (not in the graph).  ``servers`` and
+    ``engines`` are addresses, separated by commas.  ``finish`` is ``run`` or ``no``: whether that step must run.
 
     Args:
         cluster: A function that connects to the cluster; None: no servers are created.
@@ -146,7 +145,7 @@ def run_stage(
     here: PodEnvironment, name: str, run: str, sha256: str, table: str = "", spawner: Spawner | None = None
 ) -> int:
     """Runs the stage ``name`` and returns its exit code.  A SIGTERM makes the stage write a checkpoint.  ``table``
-    (``module:NAME``), if given, replaces the configuration's graph.  This function closes ``spawner`` at the end."""
+    (``module:NAME``), if given, replaces the configuration's graph.  Closes the fork server ``spawner`` at the end."""
     scratch = here.work / "stage" / name
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -219,7 +218,8 @@ def run_spread(
     served: str = "",
 ) -> int:
     """Runs the stage ``name`` in a Ray cluster of several pods, waits for its end, and returns its exit code.  ``base``
-    holds the profile's objects of a Ray cluster; ``servers`` are the sandbox's addresses, ``served`` the engine's."""
+    holds the profile's objects of a Ray cluster.  ``servers`` and ``served`` are the addresses of the sandbox's and the
+    engine's servers, separated by commas."""
     store = open_store(here.store)
     config = runs.read_config(store, sha256)
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
@@ -324,8 +324,8 @@ def finish(
 
 
 def _how_it_ended(store: Store, run: str, stages: Sequence[Stage]) -> tuple[int, str, str]:
-    """Returns exit code, name and message of the first stage that failed.  If none failed, the run was stopped: returns
-    75, an empty name, and a message that says so."""
+    """Returns exit code, name and message of the first stage that failed.  If no stage failed, the run was stopped:
+    then returns 75, an empty name, and a message that says so."""
     for stage in stages:
         if read_manifest(store, run, stage.name) is None and store.exists(entry := outcome_entry(run, stage.name)):
             said = json.loads(store.get(entry))
@@ -346,8 +346,8 @@ def tell_webhook(url: str, facts: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _recording(here: PodEnvironment, *of: Any, seconds: float = RECORD_SECONDS) -> Iterator[Recorder]:
-    """Yields a recorder of the run for the ``with`` block, and afterwards waits at most ``seconds`` until MLflow has
-    received all records.  ``of`` holds arguments of ``Recorder``: store, configuration, its sha256, run, stages."""
+    """Yields a recorder of the run.  After the ``with`` block, waits at most ``seconds`` until MLflow has all records.
+    ``of`` are arguments of ``Recorder``: store, configuration, its sha256, run, stages."""
     facts = [here.mlflow, *of, lambda text: print(text, file=sys.stderr)]
     recorder = Recorder(*facts)
     try:

@@ -1,8 +1,8 @@
 """The work of the pods of maintenance jobs (``maintenance`` starts the jobs):
 
 gc        removes old runs, the artifacts and checkpoints that only they need, and servers that ended runs left behind
-doctor    tests the store and MLflow in the way in which a run's pods reach them; then starts a pod with a sandbox's
-          restrictions, and checks that this pod cannot connect to the store, MLflow, the API server or DNS"""
+doctor    tests the store and MLflow from inside the cluster; then starts a pod with a sandbox's restrictions, and
+          checks that this pod cannot connect to the store, MLflow, the API server or DNS"""
 
 import contextlib
 import json
@@ -41,11 +41,11 @@ def answer(here: PodEnvironment, value: Any) -> None:
 
 
 def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, cluster: Cluster) -> dict[str, Any]:
-    """Removes what the ``keep`` newest runs of each pipeline do not need, or with ``dry_run`` only lists it.
-    ``workflow`` is the name of the Workflow that runs this.
+    """Removes old runs, the data that only they need, and servers that ended runs left behind.  Each pipeline's
+    ``keep`` newest runs stay.  With ``dry_run`` removes nothing.  ``workflow`` is the name of this job's Workflow.
 
     Returns:
-        What is removed, or would be removed; or ``busy`` with the reason why nothing was removed."""
+        What was removed, or with ``dry_run`` would be; only ``busy`` -> reason, if runs or a collection are active."""
     store = open_store(here.store)
     with contextlib.nullcontext(True) if dry_run else gc.alone(store) as first:
         if not first:
@@ -64,20 +64,21 @@ def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, clust
 
 
 def under_way(cluster: Cluster, workflow: str) -> list[str]:
-    """Returns the names of all running Workflows of runs except ``workflow``.  Their pods may use the store.  Pods
-    of a pending Workflow do not: its first step waits until no garbage collection runs."""
+    """Returns the names of all running Workflows of runs except ``workflow``.  Their pods may use the store.  A pending
+    Workflow does not count, because its first step waits for the end of garbage collection."""
     running = [item["metadata"] for item in cluster.all("Workflow", f"!{JOB_LABEL}") if phase(item) == "Running"]
     return [found["name"] for found in running if found["name"] != workflow]
 
 
 def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
     """Returns two lists of names: ended or deleted Workflows whose servers still exist, and ConfigMaps whose Workflow
-    is deleted.  Reads the Workflows last, so that a run that starts meanwhile does not seem deleted."""
+    is deleted."""
     servers = f"{pools.COMPONENT_LABEL} in (sandbox,engine)"
     items = [item for kind in ("StatefulSet", "Service", "NetworkPolicy") for item in cluster.all(kind, servers)]
     items += cluster.all("NetworkPolicy", rayjobs.RAY_LABEL)  # policies of a stage's Ray
     of_pools = {item["metadata"]["labels"].get(pools.POOL_LABEL, "") for item in items} - {""}
     maps = [item["metadata"]["name"] for item in cluster.all("ConfigMap", RUN_LABEL)]
+    # Workflows are read last, so that a run that starts meanwhile does not seem deleted.
     phases = {item["metadata"]["name"]: phase(item) for item in cluster.all("Workflow")}
     dead = sorted(name for name in of_pools if phases.get(name, "Succeeded") in ENDED)
     return dead, sorted(name for name in maps if name not in phases)
@@ -90,7 +91,7 @@ def doctor(
     here: PodEnvironment, workflow: str, cluster: Cluster, base: Sequence[Mapping[str, Any]], addresses: dict[str, str]
 ) -> list[Check]:
     """Runs the checks from inside the cluster and returns their results.  ``base`` holds the objects of a profile's
-    sandbox servers; ``addresses`` maps the name of each service that a sandbox must not reach to its host:port."""
+    sandbox servers.  ``addresses`` lists the services that a sandbox must not reach: name -> host:port."""
     checks = list(bucket.probe(here.store, here.mlflow))
     control = reach([*addresses.values()])
     try:
@@ -103,8 +104,8 @@ def doctor(
 
 
 def wall(name: str, address: str, outside: str, sandbox: str) -> Check:
-    """Returns the check that a sandbox cannot connect to the service ``name`` at ``address``.  ``outside`` is the error
-    when this pod tried to connect, ``sandbox`` the error when a sandbox tried; an empty text means success."""
+    """Returns a check of the service ``name`` at ``address``.  It passes if this pod can connect and a sandbox cannot.
+    ``outside`` is the error of this pod's attempt, ``sandbox`` the error of the sandbox's attempt; empty: connected."""
     name = f"wall: {name}"
     if not sandbox:
         mend = "use a network plugin that enforces NetworkPolicies, and networkPolicy.enabled"
@@ -135,8 +136,7 @@ def forbidden(mlflow: str) -> dict[str, str]:
 
 
 def reach(addresses: Sequence[str]) -> dict[str, str]:
-    """Tries to connect to each host:port, and returns host:port -> error; an empty text instead of an error means
-    success."""
+    """Tries to connect to each host:port in ``addresses``.  Returns host:port -> error; empty: connected."""
 
     def attempt(address: str) -> str:
         host, _, port = address.rpartition(":")
@@ -162,8 +162,8 @@ def process_limit() -> str:
 def from_sandbox(
     cluster: Cluster, workflow: str, base: Sequence[Mapping[str, Any]], addresses: Sequence[str]
 ) -> dict[str, Any]:
-    """Lets a pod with a sandbox's restrictions try to connect to ``addresses``, and returns its result: ``reached``
-    maps each address to the error (empty: connected), and ``processes`` is a phrase for the pod's process limit.
+    """Starts a pod with a sandbox's restrictions.  The pod tries to connect to ``addresses``.  Returns its answer:
+    ``reached`` (address -> error; empty: connected) and ``processes`` (its limit, such as ``4096 processes``).
 
     Raises:
         ClusterError: The pod did not start or did not answer."""

@@ -2,10 +2,10 @@
 
     Secret          the token that the run's stages send to the servers
     Service         gives each server a separate address (headless)
-    NetworkPolicy   lets only the run's stages connect to the servers, which may connect to nothing, not even DNS
+    NetworkPolicy   lets only the run's stages connect to the servers; the servers connect to nothing, not even DNS
     StatefulSet     the servers of one role; the roles are workspace, build and evaluate
 
-``pool_objects`` makes the objects with the placeholder ``RUN`` in place of a Workflow's name.  The chart adds images,
+``pool_objects`` makes templates of these objects, with ``RUN`` in place of a Workflow's name.  The chart adds images,
 resources and node placement for each profile.  When a run starts, ``objects`` fills in its Workflow's name."""
 
 import json
@@ -49,13 +49,13 @@ def version_name() -> str:
 
 
 def variables(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a container's environment variables.  A value is a text, or a mapping for Kubernetes' field valueFrom."""
+    """Returns ``values`` as a container's environment variables.  A value is a text, or a mapping for ``valueFrom``."""
     return [{"name": name, "value" if isinstance(value, str) else "valueFrom": value} for name, value in values.items()]
 
 
 def container(image: str, env: Mapping[str, Any], mounts: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
-    """Returns a restricted container with two scratch folders, environment ``env``, volume mounts ``mounts`` and the
-    fields ``more``."""
+    """Returns a restricted container with the scratch folders /scratch and /tmp.  ``env`` holds its environment
+    variables (name -> value), and ``more`` further fields of the container, such as ``command``."""
     scratch = [{"name": "work", "mountPath": "/scratch"}, {"name": "tmp", "mountPath": "/tmp"}]
     return {
         "image": f"{image}:{version('cuda-agent')}",
@@ -72,9 +72,9 @@ def pod_volumes(**more: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def pod_spec(account: str, grace: int, container: Mapping[str, Any], **volumes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the spec of a pod with one container.  The pod has no token of its service account
-    ``cuda-agent-<account>``. ``grace`` is the time from SIGTERM to SIGKILL in seconds; ``volumes`` are further volumes
-    (name -> source)."""
+    """Returns the spec of a pod with one container.  Its service account is ``cuda-agent-<account>``, but the pod gets
+    no token of it.  ``grace`` is the time from SIGTERM to SIGKILL in seconds.  ``volumes`` (name -> source) are added
+    to those of the scratch folders."""
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -87,8 +87,8 @@ def pod_spec(account: str, grace: int, container: Mapping[str, Any], **volumes: 
 
 
 def token_of(workflow: str, **more: Any) -> dict[str, Any]:
-    """Returns a reference to the Secret with the token of a run's sandbox; ``more`` are further fields of it, such as
-    ``optional``."""
+    """Returns a reference to the token of a run's sandbox, which a Secret holds.  ``more`` are further fields of the
+    reference, such as ``optional``."""
     return {"secretKeyRef": {"name": f"{workflow}-sandbox", "key": "token"} | more}
 
 
@@ -97,7 +97,7 @@ def labels_of(component: str) -> dict[str, str]:
 
 
 def peers(*labels: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Returns peers for a NetworkPolicy: for each mapping in ``labels`` the pods that have all labels in it."""
+    """Returns peers for a rule of a NetworkPolicy: for each mapping in ``labels``, the pods with all labels in it."""
     return [{"podSelector": {"matchLabels": own}} for own in labels]
 
 
@@ -109,8 +109,8 @@ def from_to(peers: Sequence[Mapping[str, Any]], port: int) -> dict[str, Any]:
 def network_policy(
     name: str, labels: Mapping[str, str], pods: Mapping[str, str], ingress: list[Any], egress: list[Any] | None = None
 ) -> dict[str, Any]:
-    """Returns a NetworkPolicy that limits the connections of all pods with the labels ``pods`` to the rules ``ingress``
-    and ``egress``; without ``egress`` it does not limit outgoing connections."""
+    """Returns a NetworkPolicy for all pods with the labels ``pods``.  It allows only the incoming connections of the
+    rules ``ingress`` and the outgoing ones of the rules ``egress`` (None: all outgoing connections)."""
     rules = {"ingress": ingress} if egress is None else {"ingress": ingress, "egress": egress}
     spec = {"podSelector": {"matchLabels": pods}, "policyTypes": [key.capitalize() for key in rules]} | rules
     return new_object("NetworkPolicy", name, labels, spec=spec)
@@ -134,7 +134,7 @@ def service_and_wall(component: str, port: int, clients: Sequence[Mapping[str, A
 
 
 def servers(component: str, name: str, own: dict[str, str], port: int, pod: dict[str, Any]) -> dict[str, Any]:
-    """Returns a StatefulSet of servers, whose addresses come from the Service of ``component``.  ``pod`` is the spec of
+    """Returns a StatefulSet of servers.  The Service of ``component`` gives them addresses.  ``pod`` is the spec of
     their pods, and ``own`` are labels of these pods besides the component's labels."""
     labels = labels_of(component) | own
     (container,) = pod["containers"]
@@ -152,9 +152,9 @@ def servers(component: str, name: str, own: dict[str, str], port: int, pod: dict
 def of_run(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, labels: Mapping[str, str] = {}, name: str = ""
 ) -> list[dict[str, Any]]:
-    """Returns copies of ``base``, a profile's objects, for one run; the run's Workflow owns them.  In each copy, the
-    placeholder ``RUN`` is replaced by ``name``, or by the Workflow's name if ``name`` is empty.  In a label whose key
-    is in ``labels``, ``RUN`` is replaced by ``labels[key]``."""
+    """Returns copies of ``base``, a profile's objects, for one run; the run's Workflow owns them.  In the copies
+    ``name`` (empty: the Workflow's name) replaces the placeholder ``RUN``; but in a label whose key is in ``labels``,
+    ``labels[key]`` replaces it."""
     made = [_named(one, name or workflow, labels) for one in base]
     for one in made:
         one["metadata"]["ownerReferences"] = [owned_by(workflow, uid)]
@@ -162,7 +162,7 @@ def of_run(
 
 
 def owned_by(workflow: str, uid: str) -> dict[str, Any]:
-    """Returns an owner reference to a Workflow; Kubernetes deletes the objects that have it along with the Workflow."""
+    """Returns an owner reference to a Workflow.  If the Workflow is deleted, so are all objects with this reference."""
     of = {"apiVersion": API_VERSIONS["Workflow"], "kind": "Workflow", "name": workflow, "uid": uid}
     return of | {"controller": False, "blockOwnerDeletion": False}
 
@@ -195,7 +195,7 @@ def addresses(made: Sequence[Mapping[str, Any]], port: int) -> list[str]:
 
 
 def pool_objects() -> list[dict[str, Any]]:
-    """Returns the sandbox's objects in the order of creation, without the values that depend on a profile or a run."""
+    """Returns templates of the sandbox's objects, in the order of creation, without a profile's and a run's values."""
     secret = new_object("Secret", f"{RUN_NAME}-sandbox", labels_of("sandbox"), type="Opaque", stringData={})
     stages = peers({WORKFLOW_LABEL: RUN_NAME, COMPONENT_LABEL: "stage"})
     return [secret, *service_and_wall("sandbox", PORT, stages), *map(_pool, ROLES)]
@@ -220,7 +220,7 @@ def _pool(role: str) -> dict[str, Any]:
 def objects(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, token: str, config: SandboxConfig
 ) -> list[dict[str, Any]]:
-    """Returns the sandbox's objects for one run, made from the profile's objects ``base`` and the values of the run."""
+    """Returns the sandbox's objects for one run: the profile's objects ``base``, with the run's values filled in."""
     values = config.model_dump(mode="json", exclude=set(WHERE_JUDGED))
     overrides = [f"sandbox.{name}={json.dumps(value)}" for name, value in values.items()]
     made = of_run(base, workflow, uid)
@@ -233,6 +233,6 @@ def objects(
 
 
 def names(workflow: str) -> list[tuple[str, str]]:
-    """Returns the kind and the name of every object of a run's sandbox."""
+    """Returns (kind, name) of every object of a run's sandbox."""
     shared = [(kind, f"{workflow}-sandbox") for kind in ("Service", "Secret", "NetworkPolicy")]
     return [*(("StatefulSet", f"{workflow}-{role}") for role in ROLES), *shared]

@@ -4,7 +4,7 @@
     NetworkPolicy   allows all traffic between these pods, and lets KubeRay's operator reach the head's dashboard
     NetworkPolicy   lets these pods connect to the sandbox servers of the run
 
-The objects' names are made only of the Workflow's and the stage's names, so a restarted step finds its job again."""
+The objects' names are made only of the Workflow's and the stage's names, so a restarted step finds its job."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ _LEARN = {stage.name for stage in ROWS if "training" in stage.config}
 
 
 def can_be_spread(stage: Stage) -> bool:
-    """Returns whether the stage can run in Ray: it can if the stage reads the configuration's section ``ray``."""
+    """Returns whether the stage can run in Ray, which means that it reads the configuration's section ``ray``."""
     return "ray" in stage.config
 
 
@@ -44,17 +44,17 @@ def task_name(stage: str) -> str:
 
 
 def stage_name(task: str) -> str:
-    """Returns the stage that the Workflow's step ``task`` runs, be it in one pod or in several."""
+    """Returns the name of the stage that the Workflow's step ``task`` runs, in one pod or in several."""
     return task.removesuffix("-ray")
 
 
 def job_name(workflow: str, stage: str) -> str:
-    """Returns the name of a stage's RayJob.  It has a hash of the Workflow's name, as KubeRay allows 47 characters."""
+    """Returns the name of a stage's RayJob.  It holds a hash of ``workflow``: KubeRay allows only 47 characters."""
     return f"ray-{hashlib.sha256(workflow.encode()).hexdigest()[:16]}-{stage}"
 
 
 def ray_objects() -> list[dict[str, Any]]:
-    """Returns the objects of a stage's Ray cluster in the order of creation, without values that depend on a run."""
+    """Returns templates of the objects of a stage's Ray cluster, in the order of creation, without a run's values."""
     labels = pools.labels_of("stage") | {RAY_LABEL: RUN_NAME}
     own = {RAY_LABEL: RUN_NAME}
     between = pools.peers(own)
@@ -88,8 +88,9 @@ def ray_objects() -> list[dict[str, Any]]:
 
 
 def _pod(labels: Mapping[str, str], grace: int, port: int) -> dict[str, Any]:
-    """Returns the template of a Ray pod.  Its probes connect to ``port``; KubeRay's own probes need a program that may
-    be missing.  ``grace`` is the time from SIGTERM to SIGKILL in seconds."""
+    """Returns the template of a Ray pod.  Its probes connect to ``port``.  ``grace`` is the time in seconds
+    from SIGTERM to SIGKILL."""
+    # KubeRay's own probes need a program that may be missing.
     probe = {"tcpSocket": {"port": port}, "periodSeconds": 5, "timeoutSeconds": 5}
     made = pools.container(
         "cuda-agent-ray",
@@ -111,8 +112,9 @@ def objects(
     config: Config,
     engines: str = "",
 ) -> list[dict[str, Any]]:
-    """Returns the objects that run a stage in several pods, made from the profile's objects ``base``.  The head pod
-    runs ``cuda-agent`` with ``arguments``.  ``servers`` and ``engines`` are addresses, separated by commas."""
+    """Returns the objects that run a stage in several pods: the profile's objects ``base``, with the run's values
+    filled in.  The head pod runs ``cuda-agent`` with ``arguments``.  ``servers`` and ``engines`` are the addresses of
+    the sandbox's and the engine's servers, separated by commas."""
     env = {
         "CUDA_AGENT_SANDBOX_SERVERS": servers,
         "CUDA_AGENT_SANDBOX_TOKEN": pools.token_of(workflow, optional=True),
@@ -138,9 +140,9 @@ def follow(
     should_stop: Callable[[], bool] = lambda: False,
     pause: float = 3.0,
 ) -> tuple[int, str]:
-    """Creates those objects of ``made`` that do not exist, waits for the end of their RayJob, and returns the stage's
-    exit code and a message.  Keeps a RayJob that runs already; replaces a failed one.  If the run is stopped, deletes
-    the RayJob; if only this pod is stopped (``should_stop``), leaves it running.  Asks every ``pause`` seconds."""
+    """Creates the objects in ``made`` that do not exist, waits until their RayJob ends, and returns the stage's exit
+    code and a message.  Replaces a RayJob that has failed.  If the run is stopped, deletes the RayJob.  If only
+    this pod is stopped (``should_stop``), returns and leaves the RayJob running.  Polls every ``pause`` seconds."""
     name = next(one["metadata"]["name"] for one in made if one["kind"] == "RayJob")
     found = cluster.find("RayJob", name)
     if found is not None and _state(found)[0] in _ENDED and _state(found)[1] != "SUCCEEDED":
@@ -171,7 +173,7 @@ def follow(
 
 
 def _state(job: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Returns KubeRay's state of the RayJob, Ray's state of the job in it, and the reason for the states."""
+    """Returns KubeRay's state of the RayJob, Ray's state of the job in it, and KubeRay's explanation."""
     status = job.get("status", {})
     why = [status.get("reason"), status.get("message")]
     return status.get("jobDeploymentStatus", ""), status.get("jobStatus", ""), ": ".join(filter(None, why))
@@ -188,6 +190,6 @@ def _outcome(store: Store, run: str, stage: str, state: str, job: str, message: 
 
 
 def names(workflow: str) -> list[tuple[str, str]]:
-    """Returns the kind and the name of every object of Ray that the stages of a run may have, RayJobs first."""
+    """Returns (kind, name) of every Ray object that the stages of a run can have, RayJobs first."""
     jobs = [job_name(workflow, stage.name) for stage in ROWS if can_be_spread(stage)]
     return [("RayJob", job) for job in jobs] + [("NetworkPolicy", job + of) for job in jobs for of in ("", "-sandbox")]

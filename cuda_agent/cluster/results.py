@@ -45,7 +45,7 @@ def mlflow(cluster: Cluster) -> Iterator[str]:
 
 
 def _elsewhere(cluster: Cluster) -> str:
-    """Returns the address of MLflow if it is outside the chart; empty for the chart's own MLflow."""
+    """Returns the address of an MLflow outside the chart, or an empty text for the chart's own MLflow."""
     profiles = cluster.all("WorkflowTemplate", PROFILE_LABEL)
     templates = [item for profile in profiles for item in profile["spec"]["templates"]]
     variables = [variable for item in templates for variable in item.get("container", {}).get("env", [])]
@@ -59,7 +59,7 @@ def _elsewhere(cluster: Cluster) -> str:
 
 
 def download(address: str, run: str, folder: Path) -> Path:
-    """Replaces the content of ``folder`` by the run's files from the MLflow at ``address``: the report and others.
+    """Replaces the content of ``folder`` with the run's files, such as the report, from the MLflow at ``address``.
 
     Raises:
         ConfigError: MLflow does not know the run, or has no report of it yet."""
@@ -79,7 +79,7 @@ def download(address: str, run: str, folder: Path) -> Path:
 
 
 def log(address: str, run: str, stage: str) -> list[str]:
-    """Returns the lines of the log of a stage's last attempt that the MLflow at ``address`` holds.
+    """Returns the lines of a stage's newest log in the MLflow at ``address``.
 
     Raises:
         ConfigError: MLflow has no log of this stage."""
@@ -94,13 +94,13 @@ def log(address: str, run: str, stage: str) -> list[str]:
 
 
 def logged(address: str, run: str) -> list[str]:
-    """Returns the stages of a run that the MLflow at ``address`` knows, oldest first."""
+    """Returns the names of a run's stages that have records in the MLflow at ``address``, oldest first."""
     return [stage for stage in _open(address, run)[1] if stage]
 
 
 def episodes(address: str, run: str, folder: Path) -> list[Left]:
-    """Fetches the episodes of a run's stages from the MLflow at ``address`` into ``folder``, in the order of the graph.
-    For a stage from the cache it fetches the episodes of the run that computed the stage's result.
+    """Fetches the episodes of a run from the MLflow at ``address`` into ``folder``.  Returns one item per stage with
+    episodes, in the graph's order.  For a stage from the cache, they come from the run that computed its result.
 
     Raises:
         ConfigError: MLflow does not know the run."""
@@ -134,8 +134,8 @@ def facts(address: str, run: str) -> Facts:
 
 
 def _open(address: str, run: str) -> tuple[Rest, dict[str, MlflowEntry]]:
-    """Returns a client of the MLflow at ``address``, and stage -> MLflow's entry of the stage, oldest first.  The
-    entry of the whole run has the empty text as its key."""
+    """Returns a client of the MLflow at ``address``, and MLflow's entries of the run, oldest first: stage -> entry.
+    The empty text is the key of the whole run's entry."""
     api = Rest(address, seconds=60.0)
     entries = _search(api, run)
     if "" not in entries:

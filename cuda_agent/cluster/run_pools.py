@@ -48,7 +48,7 @@ def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, 
 
 def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
     """Creates the missing objects of a run's engine replicas, and returns the replicas' addresses.  Does not wait for
-    the replicas, which answer only when the run has its first policy.  ``base`` holds the profile's objects."""
+    the replicas, because they answer only once the run has a policy.  ``base`` holds the profile's objects."""
     made = engines.objects(base, workflow, cluster.get("Workflow", workflow)["metadata"]["uid"], config)
     for item in made:
         cluster.create_if_absent(item)
@@ -56,8 +56,8 @@ def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str
 
 
 def remove_pools(cluster: Cluster, workflow: str, kinds: Sequence[str] = (*SERVERS, *SHARED)) -> None:
-    """Deletes a run's servers, and the objects that belong to them, if their kind is in ``kinds``.  Deletes one kind
-    after the other.  The default begins with the servers, so that no server is left without its NetworkPolicy."""
+    """Deletes the objects of a run's servers, one kind after the other, in the order of ``kinds``.  The default deletes
+    all kinds, NetworkPolicies last, so that no server is left without its NetworkPolicy."""
     names = [*pools.names(workflow), *engines.names(workflow), *rayjobs.names(workflow)]
     for kind in kinds:
         for name in (name for of, name in names if of == kind):
@@ -65,7 +65,7 @@ def remove_pools(cluster: Cluster, workflow: str, kinds: Sequence[str] = (*SERVE
 
 
 def why_not_ready(pods: Sequence[dict[str, Any]]) -> str:
-    """Returns what Kubernetes reports about pods that do not become ready."""
+    """Returns the reasons that Kubernetes reports for pods that do not become ready."""
     if not pods:
         return "it has no pods (a quota, or admission?)"
     reasons = []

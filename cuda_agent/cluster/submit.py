@@ -1,6 +1,6 @@
 """Submits, resumes, stops and observes runs on a cluster.
 
-``submit`` begins a run with its first attempt; ``resume`` adds an attempt after the last one has ended.  An attempt is
+``submit`` begins a run with its first attempt; ``resume`` adds another one when the last one has ended.  An attempt is
 a Workflow, with a ConfigMap that holds the run's configuration.  All attempts carry the run's name as a label.  A new
 attempt takes the results of finished stages from the store."""
 
@@ -38,7 +38,7 @@ class Submission:
 
 
 def submission(config: Config, profile: str, release: str, group: str = "") -> Submission:
-    """Returns the objects of a new run.  Argo runs only one Workflow of a ``group`` at a time (empty: no limit).
+    """Returns the objects of a new run.  If ``group`` is given, Argo runs only one Workflow of this group at a time.
 
     Raises:
         ConfigError: The run's name cannot be the name of a Workflow."""
@@ -182,8 +182,8 @@ def resume(cluster: Cluster, run: str) -> Submission:
 
 
 def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:
-    """Stops a run, and returns its full name and the stages that were running.  With ``now``, the stages write no
-    checkpoint and the step ``finish`` does not run, so this function removes the run's servers."""
+    """Stops a run, and returns its full name and the names of the stages that were running.  If ``now`` is True, the
+    stages write no checkpoint.  The step ``finish`` does not run then, so this function removes the run's servers."""
     last = find(cluster, run)
     name = last["metadata"]["name"]
     if phase(last) in ENDED:
@@ -234,7 +234,7 @@ def views(workflow: dict[str, Any], rows: Sequence[Stage] = ROWS) -> list[StageV
 
 
 def _absent(nodes: Sequence[dict[str, Any]]) -> set[str]:
-    """Returns the stages that the run's graph leaves out, read from the outputs of the step ``prepare``.  The set is
+    """Returns the names of the stages that the run's graph lacks, from the outputs of the step ``prepare``.  The set is
     empty until ``prepare`` has ended."""
     outputs = [node.get("outputs") or {} for node in nodes if node["displayName"] == "prepare"]
     parameters = [item for output in outputs for item in output.get("parameters", [])]
@@ -242,8 +242,8 @@ def _absent(nodes: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> None:
-    """Looks for a warning of Kubernetes, such as a missing secret, about the pod of each stage that has waited for some
-    seconds, and adds it to the stage's notes."""
+    """If the pod of a stage has waited for some seconds, looks for Kubernetes' warning about the pod, such as a missing
+    secret, and adds it to the stage's notes in ``shown``."""
     waiting = {view.name: view for view in shown if view.state == "waiting" and view.seconds > PATIENCE}
     if not waiting:
         return
@@ -264,7 +264,7 @@ def _seconds(node: dict[str, Any]) -> float:
 
 
 def pods_of(cluster: Cluster, run: str) -> dict[str, str]:
-    """Returns, for each stage in the newest Workflow of a run, the name of the stage's newest pod that still exists."""
+    """Returns stage -> name of the stage's newest pod, for the stages that have a pod in the run's newest Workflow."""
     found = {}
     newest = [item["metadata"]["name"] for item in workflows(cluster, run)][-1:]
     pods = [pod["metadata"] for name in newest for pod in cluster.all("Pod", f"{WORKFLOW_LABEL}={name}")]

@@ -72,7 +72,7 @@ def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
 
 def maintenance_jobs() -> dict[str, dict[str, Any]]:
     """Returns name -> WorkflowTemplate of the maintenance jobs (``cluster.maintenance``).  The chart merges its values
-    into each.  A job is one pod.  A failed pod is not retried: a user sees it, or a schedule starts a new job."""
+    into each.  A job is one pod, which is not retried if it fails."""
     jobs: tuple[tuple[str, str, int, list[str]], ...] = (  # name, account, seconds, further arguments
         ("doctor", "operator", 900, []),
         ("gc", "collector", LOCK_SECONDS, []),
@@ -157,15 +157,15 @@ def _tasks(stages: Sequence[Stage]) -> list[dict[str, Any]]:
 
 
 def _either(stages: Sequence[Stage], names: Sequence[str]) -> list[str]:
-    """Returns the names of the tasks that run the stages ``names``.  A stage that can run on Ray has two tasks, and at
-    most one of them runs; any other stage has one task."""
+    """Returns the names of all tasks of the stages ``names``.  A stage that can run on Ray has two tasks, of which at
+    most one runs; any other stage has one task."""
     spread = {stage.name for stage in stages if can_be_spread(stage)}
     return [task for name in names for task in ([name, task_name(name)] if name in spread else [name])]
 
 
 def _prepare(stages: Sequence[Stage]) -> dict[str, Any]:
-    """Returns the template of the step ``prepare``.  The step outputs ``run``, ``ray``, ``cached`` or ``absent`` for
-    every stage, the addresses of the run's servers, and whether the step ``finish`` must run."""
+    """Returns the template of the step ``prepare``, with the step's outputs: one for each stage, one for each kind of
+    servers, and one for the step ``finish``."""
     # Optional: a run that a schedule starts (cron) finds its configuration in the store.
     config = {"name": WORKFLOW, "optional": True, "defaultMode": 0o444}
     mounts = [{"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True}]
@@ -218,8 +218,8 @@ def _pod(
     mounts: Sequence[Mapping[str, Any]] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """Returns the template of a step that runs in one pod.  If ``account`` is given, the pod has this service account's
-    token.  ``seconds`` limits its time; ``grace`` is seconds from SIGTERM to SIGKILL; ``more`` are template fields."""
+    """Returns the template of a step that runs in one pod.  ``seconds`` limits its time; ``grace``: seconds from
+    SIGTERM to SIGKILL.  With ``account`` the pod has this service account's token.  ``more`` are further fields."""
     # The patch sets what a template has no fields for: the grace period, and the security context and limits of the
     # executor's containers, which do not depend on the controller's settings then.
     token = {"serviceAccountName": f"{NAME}-{account}", "automountServiceAccountToken": True} if account else {}

@@ -1,6 +1,6 @@
 """Renders the generated files of ``workflows/`` and ``charts/cuda-agent``: manifests, values, schema, README.
 
-``files`` makes them from the graph and the schema of values alone.  A test fails if the files in the repository differ.
+``files`` makes them from the graph and the schema of values.  A test fails if the repository's files differ from that.
 The chart's templates and its dashboard are written by hand."""
 
 import json
@@ -39,7 +39,7 @@ def files() -> dict[str, str]:
 
 
 def drift(root: Path) -> list[str]:
-    """Returns the paths of generated files that are missing below ``root`` or differ there."""
+    """Returns the paths of the generated files that are missing or out of date below ``root``."""
     return [name for name, text in files().items() if not (root / name).is_file() or (root / name).read_text() != text]
 
 
@@ -65,8 +65,8 @@ def schema() -> dict[str, Any]:
 
 
 def leaves(model: BaseModel | None = None, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
-    """Yields dotted path, default and field of every value below ``model``, by default of all values of the chart.  A
-    group of values is not yielded itself, only the values in it."""
+    """Yields (dotted path, default, field) of every value in ``model`` (None: the whole chart).  Yields the values in a
+    group, not the group itself.  Each path begins with ``prefix``."""
     model = Values() if model is None else model
     for name, info in type(model).model_fields.items():
         value = getattr(model, name)
@@ -80,7 +80,7 @@ def leaves(model: BaseModel | None = None, prefix: str = "") -> Iterator[tuple[s
 
 
 def _groups(value: Any) -> dict[str, BaseModel]:
-    """Returns ``value`` if it is a dict of groups of values, such as the profiles by name, and else an empty dict."""
+    """Returns ``value`` if it is a dict of groups of values, such as profiles by name; else returns an empty dict."""
     found = isinstance(value, dict) and all(isinstance(inner, BaseModel) for inner in value.values())
     return value if found else {}
 
@@ -107,8 +107,8 @@ _VALUES_HEAD = """\
 
 
 def _value_lines(model: BaseModel, pad: str, whole: bool) -> Iterator[str]:
-    """Yields the lines of values.yaml for ``model``, indented by ``pad``.  If not ``whole``, leaves out each value that
-    ``model`` does not set explicitly."""
+    """Yields the lines of values.yaml for ``model``, each beginning with ``pad``.  If ``whole`` is False, yields only
+    the values that ``model`` sets explicitly."""
     for name, info in type(model).model_fields.items():
         if not whole and name not in model.model_fields_set:
             continue

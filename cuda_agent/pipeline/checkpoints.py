@@ -22,8 +22,8 @@ _OWN = ".stage"  # folder of metrics, notes and clock inside a checkpoint
 
 
 class StageCheckpoints:
-    """The checkpoints of one stage; implements ``context.Checkpoints``.  ``resumed`` lists the steps of the checkpoints
-    from which the stage resumed."""
+    """The checkpoints of one stage; implements ``context.Checkpoints``.  The attribute ``resumed`` lists the steps of
+    the checkpoints from which the stage resumed."""
 
     def __init__(self, store: Store, stage: str, key: str, scratch: Path, tracker: FileTracker) -> None:
         self._store, self._prefix, self._scratch, self._tracker = store, f"checkpoints/{stage}/{key}", scratch, tracker
@@ -32,8 +32,8 @@ class StageCheckpoints:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds of work behind the stage's current state: those of this attempt, and those of earlier
-        attempts up to the loaded checkpoint."""
+        """Returns the seconds of work in the stage's current state: those that the loaded checkpoint records, and those
+        since it was loaded."""
         return self._before + time.monotonic() - self._began
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:

@@ -3,11 +3,11 @@
 The code version is a hash over the stage's import closure, which holds these files:
 
 - every module of the package that the stage imports, directly or through other modules, even inside a function;
-- every module that a string in these modules names in full, such as ``"cuda_agent.sandbox.judge.judge"``;
-- data files in the folders of these modules (templates, C++ sources).  A data file with the name of a module, such as
-  ``check.cu`` beside ``check.py``, belongs to that module alone.
+- every module whose full name is a string in these modules, such as ``"cuda_agent.sandbox.judge.judge"``;
+- data files (templates, C++ sources) in the sub-packages of these modules.  A data file with the name of a module, such
+  as ``check.cu`` beside ``check.py``, belongs to that module alone.
 
-Modules are found in syntax trees, without importing them.  So a name that is put together at run time is not found."""
+The search reads syntax trees and imports nothing.  So it does not find a name that is put together at run time."""
 
 import ast
 import functools
@@ -39,7 +39,7 @@ def code_version(module: str) -> str:
 
 
 def closure_files(module: str) -> dict[str, Path]:
-    """Returns the files of the import closure of ``module``, by names such as ``cuda_agent/storage.py``."""
+    """Returns the files in the import closure of ``module``: name, such as ``cuda_agent/storage.py``, -> path."""
     files: dict[str, Path] = {}
     for name in closure_modules(module):
         root, path = _root(name.split(".")[0]), _source(name)
@@ -56,8 +56,8 @@ def closure_files(module: str) -> dict[str, Path]:
 
 
 def closure_modules(module: str) -> set[str]:
-    """Returns the modules of ``cuda_agent``, and of the top-level package of ``module``, that ``module`` may import,
-    directly or not."""
+    """Returns the names of ``module`` and of all modules that it may import, directly or not.  Only modules of
+    ``cuda_agent`` and of the top-level package of ``module`` count."""
     tops = {module.split(".")[0], "cuda_agent"}
     seen: set[str] = set()
     front = [module]
@@ -75,8 +75,8 @@ def closure_modules(module: str) -> set[str]:
 
 @functools.cache
 def environment_digest() -> str:
-    """Returns the variable CUDA_AGENT_IMAGE_DIGEST if it is set, else a hash of the machine type and of the versions of
-    Python and of the ``PACKAGES``."""
+    """Returns the value of CUDA_AGENT_IMAGE_DIGEST if it is set.  Otherwise returns a hash of the machine type, the
+    operating system, and the versions of Python and of ``PACKAGES``."""
     if image := os.environ.get("CUDA_AGENT_IMAGE_DIGEST"):
         return image
     here = {"python": platform.python_version(), "machine": platform.machine(), "system": sys.platform}
@@ -123,8 +123,8 @@ def _imports(path: Path, module: str) -> tuple[str, ...]:
 
 
 def _imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
-    """Yields the dotted names that the source of ``module`` imports, and all strings in it that look like ``a.b``.  Not
-    all of these are names of modules.  ``tree`` is the syntax tree of the source."""
+    """Yields the names that ``module`` imports, and the strings in its source that look like ``a.b``.  A yielded name
+    need not be a module's.  ``tree`` is the syntax tree of the source."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

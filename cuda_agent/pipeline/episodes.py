@@ -28,8 +28,8 @@ Sort = Literal["newest", "oldest", "best", "worst", "turns", "tokens", "task"]
 
 @dataclass(frozen=True)
 class Left:
-    """The file with the episodes of one stage.  ``tokenizer`` is the file of the tokenizer for the token ids in these
-    episodes (None: unknown)."""
+    """A file that holds the episodes of one stage.  ``tokenizer`` is the file of the tokenizer that turns their token
+    ids into text (None: unknown)."""
 
     stage: str  # name of the stage, or of a folder or file of ``benchmark``
     file: Path
@@ -37,14 +37,14 @@ class Left:
 
 
 def of_run(store: Store, run: Run, folder: Path) -> list[Left]:
-    """Fetches the episodes of ``run`` into ``folder``.  Returns one file for each stage that has episodes, in order."""
+    """Fetches the episodes of ``run`` into ``folder``.  Returns one item per stage with episodes, in graph order."""
     manifests = run_manifests(store, run, ROWS).items()
     return list(filter(None, (_fetched(store, manifest, folder / name) for name, manifest in manifests)))
 
 
 def packed(store: Store, manifest: Manifest, folder: Path) -> list[Path]:
-    """Writes two files for MLflow into ``folder``: the stage's newest episodes, compressed, and their tokenizer.
-    Returns the paths of these files, or an empty list if the stage has no episodes."""
+    """Writes files for MLflow into ``folder``: the stage's newest episodes, compressed, and their tokenizer if it has
+    one.  Returns the paths of these files, or an empty list if the stage has no episodes."""
     left = _fetched(store, manifest, folder)
     if left is None:
         return []
@@ -72,7 +72,7 @@ def _fetched(store: Store, manifest: Manifest, folder: Path) -> Left | None:
 
 
 def of_path(path: Path) -> list[EpisodeEntry]:
-    """Returns the attempts in a folder of ``optimize``, or the episodes in a folder or file of ``benchmark``.
+    """Returns the attempts or episodes in ``path``: a folder of ``optimize``, or a folder or file of ``benchmark``.
 
     Raises:
         ConfigError: ``path`` holds neither attempts nor episodes."""
@@ -154,7 +154,7 @@ def _row(episode: Episode, stage: str, number: int) -> EpisodeRow:
 
 
 def attempts(events: Sequence[Event]) -> list[EpisodeEntry]:
-    """Returns the attempts in the transcript ``events`` of ``optimize``, each with its best solution's verdict."""
+    """Returns the attempts in ``events``, a transcript of ``optimize``, each with the verdict of its best solution."""
     task = next((str(event["task"]) for event in events if event["kind"] == "begin"), "")
     numbers = sorted({int(event["attempt"]) for event in events if event["attempt"]})
     spent = [event for event in events if event["kind"] == "spent"]

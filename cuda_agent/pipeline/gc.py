@@ -1,10 +1,10 @@
 """Garbage collection of the store: removes old runs, and the artifacts and checkpoints that only old runs need.
 
 The newest runs of each pipeline are kept, with the artifacts that their manifests name, the cache entries of their
-results, and the checkpoints of stages that they began and did not finish.  No object younger than an hour is removed.
+results, and the checkpoints of their unfinished stages.  No object younger than an hour is removed.
 
-Garbage collection must not happen during a run.  On one machine a file lock prevents this.  On a cluster, ``alone``
-takes a lock in the store, and the caller then checks for active runs; a new run waits for this lock (``await_end``)."""
+Garbage collection must not happen during a run.  On one machine a file lock prevents this.  On a cluster, the collector
+takes a lock in the store (``alone``), then checks that no run is active.  A new run waits until the lock is gone."""
 
 import contextlib
 import time
@@ -72,14 +72,14 @@ def plan(store: Store, keep: int = KEEP) -> Plan:
 
 
 def collect(store: Store, what: Plan) -> None:
-    """Removes the keys that ``what`` lists: cache entries and manifests first, so that none refers to removed data."""
+    """Removes the objects that ``what`` lists: cache entries and manifests first, so that none refers to lost data."""
     for key in sorted(what.keys, key=lambda key: _ORDER.index(key.split("/")[0])):
         store.delete(key)
 
 
 @contextlib.contextmanager
 def alone(store: Store) -> Iterator[bool]:
-    """Tries to take the store's lock for garbage collection for the ``with`` block; yields whether this succeeded."""
+    """Takes the store's lock for garbage collection for the ``with`` block.  Yields False if another process has it."""
     if not is_collecting(store):
         store.delete(_LOCK)  # the lock of a killed collection
     if not store.create(_LOCK, b""):

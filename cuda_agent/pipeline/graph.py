@@ -27,9 +27,9 @@ class Stage:
     """One stage: a row of the graph's table.  Its code is the function ``run(ctx)`` in the Python module ``module``.
 
     ``inputs`` maps the name of each input to its source: an artifact of an earlier stage, such as ``warmup.policy``.
-    In ``ROWS`` a source may list alternatives, as in ``rft.policy | warmup.policy``: a variant of the graph takes
-    the first artifact whose stage it has.  A ``?`` after the source makes the input optional: a variant without that
-    stage lacks the input."""
+    In ``ROWS`` a source may list alternatives, as in ``rft.policy | warmup.policy``.  The input is then the first
+    artifact whose stage is in the graph.  A ``?`` after the source makes the input optional: if the graph lacks the
+    source's stage, the input is absent."""
 
     name: str
     module: str
@@ -38,9 +38,9 @@ class Stage:
     config: tuple[str, ...] = ()  # sections that the stage reads; the others are absent from ctx.config
     timing: bool = False  # whether it measures times: the device is then part of its key, and it runs alone
     weight: float = 1.0  # share of a run's time, for the progress of the run
-    work: Estimate | None = None  # for the schedule printed before a run; None: too little to show
-    chart: str = ""  # heading of its curves in the report, which stages may share; empty: no curves
-    curves: tuple[str, ...] = ()  # metrics whose curves the report shows at once; others are folded
+    work: Estimate | None = None  # for the schedule before a run; None: the schedule omits the stage
+    chart: str = ""  # heading of its curves in the report; stages may share a heading; empty: no curves
+    curves: tuple[str, ...] = ()  # metrics whose curves the report shows unfolded
     about: str = ""  # for an evaluation: name of the scored policy in the report's tables
 
     @property
@@ -165,8 +165,8 @@ def ancestors(stages: Sequence[Stage], name: str) -> list[str]:
 
 
 def needs(stages: Sequence[Stage], stage: Stage) -> Sequence[str]:
-    """Returns the names of the stages that must be done before ``stage``: those that make its inputs, or all its
-    ancestors if it reads the metrics and manifests of all of them (``STAGES_INPUT``)."""
+    """Returns the names of the stages that must be done before ``stage``: those that make its inputs.  If it has the
+    input ``STAGES_INPUT`` (metrics and manifests of its ancestors), these are all its ancestors."""
     return ancestors(stages, stage.name) if STAGES_INPUT in stage.inputs.values() else stage.upstream
 
 
@@ -181,8 +181,8 @@ def up_to(stages: Sequence[Stage], name: str) -> tuple[Stage, ...]:
 
 
 def check(stages: Iterable[Stage]) -> None:
-    """Raises ValueError if ``stages`` cannot run in this order: a name is not unique, or no earlier stage makes an
-    input of a stage."""
+    """Raises ValueError if ``stages`` cannot run in this order: two stages have the same name, or a stage reads an
+    artifact that no earlier stage makes."""
     made: set[str] = {STAGES_INPUT}
     names: set[str] = set()
     for stage in stages:

@@ -74,15 +74,15 @@ def run_pipeline(
     preload: tuple[str, ...] = PRELOAD,
     pause: float = 2.0,
 ) -> RunOutcome:
-    """Runs a graph and returns how it ended.  Errors that a user can fix are not raised; the outcome holds them.
+    """Runs a graph and returns how it ended.  Does not raise errors that a user can fix: the outcome holds them.
 
     Args:
         config: Selects the graph (``graph``), configures its stages and names the store.
-        new: Starts another run even if a run of this configuration is unfinished.
-        stages: The stages to run; by default all of the graph.
-        table: ``module:NAME`` of the table that holds ``stages``; empty: they come from the configuration's graph.
+        new: Whether to create a run even if there is an unfinished run of this configuration.
+        stages: The stages to run; None: all stages of the graph.
+        table: ``module:NAME`` of the table that holds ``stages``; empty: the configuration's graph holds them.
         watch: Receives the run's name and the state of all stages a few times a second.
-        preload: Modules that the fork server imports, so that the processes of stages find them imported.
+        preload: Modules that the fork server imports before it forks the stages' processes.
         pause: Seconds before the second attempt of a stage; doubles before each further attempt."""
     stages = stages_of(config) if stages is None else stages
     check(stages)
@@ -297,7 +297,7 @@ def fetch_report(store: Store, home: Path, run: str, manifest: Manifest) -> Path
 
 
 def outcome_message(folder: Path, stage: str, code: int) -> str:
-    """Returns the message of a failed stage: from ``outcome.json`` in ``folder``, or else made from its exit code."""
+    """Returns why a stage failed: the message in ``outcome.json`` in ``folder``, or else a text with its exit code."""
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         if message := json.loads((folder / "outcome.json").read_text())["message"]:
             return message

@@ -1,6 +1,6 @@
-"""Records a run in MLflow, from one machine or from a cluster's pods, as a parent run with a child run per stage.
+"""Records a run in MLflow as a parent run with a child run per stage.  Works on one machine and in a cluster's pods.
 
-Every call but ``close`` returns at once, and a thread (``tracking.Mirror``) copies the state to MLflow."""
+A thread (``tracking.Mirror``) sends the records to MLflow.  Only ``close`` waits for MLflow."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ class Recorder:
     """Records one run, from its creation until ``close``.
 
     Args:
-        uri: MLflow's address, or ``off``: then no method does anything.
+        uri: MLflow's address, or ``off``: nothing is recorded.
         sha256: Hash of ``config``.
         run: Name of the run.
         stages: The stages of the run's graph.
@@ -61,7 +61,7 @@ class Recorder:
         self._update(stage, metrics=read_metrics(scratch / "metrics.jsonl"), status="RUNNING")
 
     def finished(self, stage: str, manifest: Manifest) -> list[str]:
-        """Records a finished stage: settings, metrics, notes, and the run that made its result.  Returns its notes."""
+        """Records a finished stage: settings, metrics, notes, and the run that made its result.  Returns the notes."""
         if self._mirror is None:
             return []
         with tempfile.TemporaryDirectory() as folder:

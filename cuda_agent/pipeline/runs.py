@@ -58,8 +58,8 @@ class Run:
 
 def local_home(store_uri: str) -> Path:
     """Returns the folder in which this machine keeps its own files for a store: caches, locks, scratch files, MLflow's
-    database.  It is CUDA_AGENT_HOME, else a folder near the store if the store is a folder, else
-    ``~/.cache/cuda-agent``."""
+    database.  CUDA_AGENT_HOME sets it.  The default is ``x`` for a store in the folder ``x/store``, ``x/y.local`` for
+    ``x/y``, and ``~/.cache/cuda-agent`` for a store that is not a folder."""
     if home := os.environ.get("CUDA_AGENT_HOME"):
         return Path(home).absolute()
     folder = local_folder(store_uri)
@@ -109,17 +109,17 @@ def find_run(store: Store, name: str) -> Run:
 
 
 def matching(names: Sequence[str], asked: str) -> list[str]:
-    """Returns the ``names`` (oldest first) that ``asked`` may mean: a name, the beginning of names, or ``last``."""
+    """Returns what ``asked`` matches: an equal name, else all names that begin with it; for ``last``, the last name."""
     if asked == "last":
         return list(names[-1:])
     return [name for name in names if name == asked] or [name for name in names if name.startswith(asked)]
 
 
 def choose(names: Sequence[str], asked: str, where: str) -> str:
-    """Returns the one of ``names`` that ``asked`` means: a name, the beginning of a name, or ``last``.
+    """Returns the only match of ``asked`` in ``names``: a name, the beginning of a name, or ``last`` for the newest.
 
     Raises:
-        ConfigError: No name or several match; the message lists the choices and says ``where`` the names are."""
+        ConfigError: No name or several match; the message lists the choices and contains the text ``where``."""
     found = matching(names, asked)
     if len(found) == 1:
         return found[0]
@@ -128,7 +128,7 @@ def choose(names: Sequence[str], asked: str, where: str) -> str:
 
 
 def agree(store: Store, key: str, make: Callable[[], str]) -> str:
-    """Returns the text stored under ``key``; if there is none, first stores the result of ``make``."""
+    """Returns the text stored under ``key``.  If there is none, first stores the result of ``make``."""
     if not store.exists(key):
         made = make()
         if store.create(key, made.encode()):
@@ -160,9 +160,9 @@ def facts(store: Store, run: Run, stages: Sequence[Stage]) -> Facts:
 
 
 def diff(one: Facts, other: Facts) -> dict[str, Any]:
-    """Compares two runs.  Returns the settings that differ, and an entry for each stage that differs.  A stage of both
-    runs differs if its cache key does; its entry holds the differing parts of the key, both durations, and the names
-    of the outputs that are still equal."""
+    """Compares two runs.  Returns the settings that differ, and an entry for each stage that only one run has or whose
+    cache keys differ.  The entry of a stage of both runs holds the parts of the key that differ, both durations, and
+    the names of outputs that are equal nevertheless."""
     keys = [key for key in one.settings | other.settings if one.settings.get(key) != other.settings.get(key)]
     changes: dict[str, Any] = {}
     for name in one.manifests | other.manifests:
@@ -190,7 +190,8 @@ def lock_path(home: Path, store: Store, sha256: str) -> Path:
 
 @contextlib.contextmanager
 def try_lock(path: Path, shared: bool = False) -> Iterator[bool]:
-    """Takes the lock file ``path`` for the ``with`` block, ``shared`` or exclusively; yields whether this succeeded."""
+    """Tries to lock the file ``path`` for the ``with`` block, without waiting; yields whether this succeeded.  Several
+    processes can have a ``shared`` lock at once, but not beside an exclusive one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600)) as file:
         try:

@@ -17,8 +17,8 @@ def derived(config: Config) -> dict[str, Any]:
     upper bound of their tokens, the optimizer steps and the estimated seconds.  For a stage that trains it also has
     the most bytes that one training step needs, or None if ``policy.base`` is not on this machine.
 
-    Seconds are estimated only without ``policy.base``, for the small model on 2 CPU cores.  With 1.3M parameters,
-    it trains on 7,000 tokens per second and samples 9,000.  With twice the parameters, both rates are half of that."""
+    Seconds are estimated only without ``policy.base``, for the small model on 2 CPU cores.  A model of
+    1.3M parameters trains on 7,000 tokens per second and samples 9,000; twice the parameters halve both rates."""
     small = config.policy.base is None
     scale = parameter_count(config.policy) / 1.3e6 if small else 1.0
     rows: dict[str, dict[str, Any]] = {}
@@ -69,8 +69,8 @@ def _about(seconds: float | None) -> str:
 
 
 def training_memory(config: Config, work: Work) -> int | None:
-    """Returns the most bytes that one training step of the stage with this ``work`` needs on a CPU, summed over all
-    training processes.  Returns None if the configuration of ``policy.base`` cannot be read on this machine."""
+    """Returns the peak memory of one training step on a CPU, in bytes, summed over all training processes.  ``work`` is
+    the work of the stage that trains.  Returns None if the configuration of ``policy.base`` cannot be read here."""
     shape = _shape(config.policy)
     if shape is None:
         return None
@@ -111,8 +111,8 @@ def _base_config(base: str) -> Path:
 
 
 def require_base(base: str | None) -> None:
-    """Raises ConfigError if ``base`` is clearly the path of a folder, but no model is there.  Does not check a name
-    such as org/name, which may be a model of Hugging Face's hub."""
+    """Raises ConfigError if ``base`` is clearly a path, such as ``./model``, but no model is there.  A name such as
+    ``org/name`` passes, because it may be a model of Hugging Face's hub."""
     if base is None:
         return
     is_path = base.startswith(("/", ".", "~")) or base.endswith("/") or base.count("/") > 1

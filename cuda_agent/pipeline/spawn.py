@@ -1,11 +1,11 @@
 """The fork server: a process that imports torch and transformers once, and then forks a process for each stage.
 
-So a stage need not wait for these imports.  The forked process works like a fresh one, because the server runs no
-tensor operation and has no threads but OpenBLAS's, which OpenBLAS restarts after a fork.
+A stage then does not wait for these imports.  The forked process works like a fresh one, because the server runs no
+tensor operation, and its only threads are those of OpenBLAS, which restarts them after a fork.
 
 No process is left behind.  The server ends with the executor, and each stage ends with the server.  When a stage ends,
-the server kills the stage's process group.  A process that leaves this group must watch its parent, as those of the
-sandbox do.  Executor and server exchange JSON objects, one per packet of a socket."""
+the server kills the stage's process group.  A process that leaves this group must itself end with its parent, as the
+sandbox's processes do.  Executor and server exchange JSON objects, one per packet of a socket."""
 
 import contextlib
 import importlib
@@ -63,9 +63,9 @@ class Spawner:
             self._tell({"signal": name, "number": int(number)})
 
     def wait(self, seconds: float) -> dict[str, int]:
-        """Waits at most ``seconds`` until a stage ends, and returns name -> exit code; empty if none ended.  A stage
-        that was ended by SIGKILL or SIGTERM has code 75 (try again), by another signal N has code -N.  If the server
-        died, every running stage has code 75."""
+        """Waits at most ``seconds`` until a stage ends, and returns name -> exit code; empty if none ended.  The code
+        is 75 (try again) after SIGKILL or SIGTERM, and -N after another signal N.  If the server died, all running
+        stages have ended, with code 75."""
         if self._server is None or not select.select([self._socket], [], [], seconds)[0]:
             return {}
         if packet := _receive(self._socket):
@@ -98,7 +98,7 @@ def _receive(channel: socket.socket) -> dict[str, Any] | None:
 
 
 def serve(parent: int, preload: list[str]) -> None:
-    """Runs the fork server.  Its stdin is a socket to the executor; it returns when the executor closes the socket.
+    """Runs the fork server until the executor closes their socket, which is the server's stdin.
     ``parent`` is the executor's process id, and ``preload`` names the modules to import."""
     die_with_parent(parent)
     for module in (*preload, "cuda_agent.pipeline.stage_main"):

@@ -59,7 +59,8 @@ class StageOrder:
 
 
 def graph_of(config: Config, table: str = "") -> Sequence[Stage]:
-    """Returns the stages of the configuration's graph, or those in the ``table`` named ``package.module:NAME``."""
+    """Returns the stages of the configuration's graph.  If ``table`` (``package.module:NAME``) is given, returns its
+    stages instead."""
     if not table:
         return stages_of(config)
     module, attribute = table.split(":")
@@ -67,7 +68,7 @@ def graph_of(config: Config, table: str = "") -> Sequence[Stage]:
 
 
 def run_stage(order: StageOrder) -> int:
-    """Runs the stage that ``order`` names.  Returns its exit code, and writes code and message to ``outcome.json``."""
+    """Runs the stage that ``order`` names.  Returns its exit code; ``outcome.json`` also has the error's message."""
     stopped = False
 
     def stop(number: int, frame: Any) -> None:

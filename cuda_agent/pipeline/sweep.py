@@ -24,7 +24,7 @@ MOST = 256  # most runs of one sweep
 class Point:
     """One run of a sweep, with its whole configuration."""
 
-    overrides: list[str]  # its values of the swept keys, as ``key=value``
+    overrides: list[str]  # one ``key=value`` for each swept key
     config: Config  # has the run's name in ``run.name``
 
     @property
@@ -33,10 +33,10 @@ class Point:
 
 
 def points(overrides: Sequence[str]) -> tuple[str, list[Point]]:
-    """Returns the name of the sweep that ``overrides`` describe (``run.name``, or else made of the date) and its runs.
+    """Returns the name and the runs of a sweep.  The name is ``run.name`` in ``overrides``, or is made from the date.
 
     Raises:
-        ConfigError: A configuration is invalid, two are equal, or there is no swept key or more than ``MOST`` runs."""
+        ConfigError: An override is invalid, two runs are equal, no key is swept, or there are over ``MOST`` runs."""
     name, fixed, swept = _read(overrides)
     if not swept:
         raise ConfigError("A sweep needs a key with several values, as in critic.lr=1e-5,3e-5 or 'seed=range(3)'.")
@@ -62,10 +62,10 @@ def points(overrides: Sequence[str]) -> tuple[str, list[Point]]:
 
 def run_here(points: Sequence[Point], execute: Callable[[Point], RunOutcome]) -> Iterator[tuple[Point, RunOutcome]]:
     """Runs ``points`` one after the other and yields each with its outcome.  A failed run does not end the sweep; a
-    stopped run does.  A run that was done before is yielded as done, without a call of ``execute``.
+    stopped run does.  A run that is done already is yielded as done, without a call of ``execute``.
 
     Raises:
-        ConfigError: A point's name belongs to a run of another configuration.  No run has begun then."""
+        ConfigError: A point's name belongs to a run of another configuration; checked before any run begins."""
     done = {point.name: _is_done(point) for point in points}
     for point in points:
         outcome = RunOutcome(point.name, 0, resumed=True) if done[point.name] else execute(point)

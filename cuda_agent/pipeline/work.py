@@ -35,7 +35,7 @@ def synthesis(config: Config) -> Work:
 
 
 def bootstrap(config: Config) -> Work:
-    """Returns the work of training a policy from scratch by imitation; almost none if ``policy.base`` is a model."""
+    """Returns the work of training a policy from scratch by imitation.  With ``policy.base`` there is almost none."""
     work, settings = Work(overhead=10, models=1, longest=config.policy.context, from_scratch=True), config.bootstrap
     if config.policy.base is not None:
         return work

@@ -1,8 +1,8 @@
 """Stage ``agentic``: trains the policy by multi-turn reinforcement learning in the sandbox (paper, section 3.3, stage
 4).  Inputs: tasks, policy, critic; outputs: ``policy``, ``critic``.
 
-The input ``critic`` is optional: without it, the first critic is made from the policy.  The critic is trained if
-``agentic.advantage`` needs one.  The output ``critic`` is the trained critic, or else the first critic."""
+The input ``critic`` is optional: without it, the first critic is made from the policy.  If ``agentic.advantage`` needs
+a critic, the stage trains it.  The output ``critic`` is the trained critic; without training, the first critic."""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Stage ``bootstrap``: makes the base policy of all later stages.  Input: tasks; output: ``policy``.
 
-With ``policy.base`` (a Hugging Face folder or name) it only prepares that model.  Without a base it trains a small
-model from scratch, on worked examples by the scripted teacher (``synthesis.teacher``).  No example has the operator
-combination of a held-out task.  The sandbox verifies a sample of the teacher's solutions."""
+With ``policy.base`` (a Hugging Face folder or name) it only checks and copies that model.  Without a base it trains a
+small model from scratch, on worked examples by the scripted teacher (``synthesis.teacher``).  No example has the
+operator combination of a held-out task.  The sandbox verifies a sample of the teacher's solutions."""
 
 import asyncio
 import random

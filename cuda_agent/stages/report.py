@@ -2,7 +2,7 @@
 manifests of all stages; output: ``report`` (``index.html`` and ``report.json``).
 
 This module gathers the data; ``pages.report`` draws the page.  The two files hold no date.  With the simulated times of
-``sandbox.clock=model`` they also hold no versions, durations, devices and notes: equal inputs then give equal bytes."""
+``sandbox.clock=model`` they also hold no versions, durations, devices and notes, so equal inputs give equal bytes."""
 
 import json
 from collections.abc import Iterable
@@ -77,7 +77,7 @@ def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path,
 
 def fastest_kernels(episodes: Iterable[tuple[str, Episode]], tasks: list[Task]) -> list[dict[str, Any]]:
     """Returns the ``KERNELS`` correct final solutions with the highest speed-up over ``torch.compile``, best first, at
-    most one per task.  ``episodes`` holds (policy, episode)."""
+    most one per task.  ``episodes`` holds pairs of a policy's name and an episode."""
     by_name = {task.name: task for task in tasks}
     best: dict[str, tuple[tuple[float, float], str, Episode, Verdict]] = {}
     for policy, episode in episodes:
