@@ -96,8 +96,7 @@ def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
     """Returns the part of the configuration that decides the result of a stage, as JSON values.
 
     This part is the seed and the named sections, without addresses, resources and the section ``training``.  The
-    section ``ray`` is left out if ``runtime`` is local.  Its keys about training are left out if the stage does not
-    train."""
+    section ``ray`` is left out if ``runtime`` is local; its keys about training, if the stage does not train."""
     whole = config.model_dump(mode="json", exclude=_NOT_IN_KEYS)
     if "training" not in sections:
         whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in _ONLY_IN_TRAINING}
@@ -158,7 +157,7 @@ def parse_override(text: str) -> Any:
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Raises a ``ConfigError`` for a wrong override.  For an unknown key, the message also proposes similar keys."""
+    """Raises a ``ConfigError`` for a wrong override.  For an unknown key, the message proposes similar keys."""
     known = key_paths()
     for text in overrides:
         override = parse_override(text)

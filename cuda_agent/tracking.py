@@ -139,9 +139,9 @@ class Wanted:
 class Mirror:
     """Copies a run of the workflow to MLflow, in a thread: to one MLflow run, with a child run for each stage.
 
-    ``update(stage, ...)`` says what the child run of ``stage`` is to hold (None: the run of the workflow), and returns
-    at once.  ``close`` waits at most ``timeout`` seconds for the last copy, and returns whether everything arrived.
-    When MLflow fails for the first time, the thread calls ``trouble`` with one line for the user."""
+    ``update(stage, ...)`` sets what the stage's child run is to hold (if ``stage`` is None, the workflow's run), and
+    returns at once.  ``close`` waits at most ``timeout`` seconds for the last copy, and returns whether everything
+    arrived.  When MLflow fails for the first time, the thread calls ``trouble`` with one line for the user."""
 
     def __init__(
         self, uri: str, experiment: str, run: str, artifacts: Path | None, trouble: Trouble, sweep: Sweep | None = None

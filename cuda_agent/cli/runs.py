@@ -217,8 +217,7 @@ def logs(
 
 
 def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Yields (stage, line) from the log of ``stage`` (if empty: all logs).  Without the file, reads the store's
-    copy."""
+    """Yields (stage, line) from the log of ``stage`` (if empty: all logs).  Without a log file, reads the store."""
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.graph import ROWS
     from cuda_agent.pipeline.manifest import read_manifest

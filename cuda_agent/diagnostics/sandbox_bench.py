@@ -175,7 +175,7 @@ _SOLUTIONS: dict[Format, Callable[[Task, TaskSpec, random.Random], dict[str, str
 def distinct(
     tasks: Sequence[Task], count: int, rng: random.Random, solution: Callable[[Task], Solution]
 ) -> list[tuple[Task, Solution]]:
-    """Returns pairs in random order: each task with up to ``count`` different results of ``solution``."""
+    """Returns (task, result) pairs in random order, with up to ``count`` different results of ``solution`` per task."""
     found: list[tuple[Task, Solution]] = []
     for task in tasks:
         mine: dict[str, Solution] = {}

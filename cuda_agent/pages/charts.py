@@ -15,7 +15,7 @@ Anchor = Literal["start", "middle", "end"]
 
 
 class Drawing:
-    """A chart to which shapes are added, the rearmost first.  ``css`` is the CSS class of the chart or of one shape."""
+    """A chart.  Shapes are added to it from back to front.  ``css`` is the CSS class of the chart or of one shape."""
 
     def __init__(self, width: float, height: float, css: str = "chart") -> None:
         self.width, self.height, self._css = width, height, css

@@ -93,8 +93,8 @@ def claims(rows: Sequence[JudgedRow]) -> dict[str, Any]:
 
 
 def fast_rows(scores: Scores, tasks: int) -> list[tuple[float, list[float | None]]]:
-    """Returns rows (p, [four shares]).  A share is the part of the tasks that were solved more than p times as fast as
-    a baseline: of the scored tasks for eager and ``torch.compile``, then of ``tasks`` tasks for both."""
+    """Returns (p, shares) for each threshold p.  A share is the part of the tasks that are solved more than p times as
+    fast as a baseline: of the scored tasks (for eager, for ``torch.compile``), then of ``tasks`` tasks (the same)."""
     return [
         (p, [fast_p(scores, p, baseline, count) for count in (None, tasks) for baseline in ("eager", "compile")])
         for p in THRESHOLDS
@@ -133,7 +133,7 @@ def render(
         name: The name of the set.
         rows: All records.
         scores: The scores of the judged records.
-        tasks: The number of tasks that count.  A task without scored records does not count if records were lost.
+        tasks: The number of tasks that count.  A task without a scored record does not count if one was lost.
         skipped: Files of the input that hold no solution.
         facts: Facts about the evaluation, for the page's head."""
     several = len(scores.outcomes) > len({outcome.task for outcome in scores.outcomes})

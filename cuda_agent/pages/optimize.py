@@ -96,7 +96,7 @@ def _with_spread(verdict: Verdict) -> str:
 
 
 def shares_of_peak(verdict: Verdict) -> list[str]:
-    """Compares the solution's bytes and operations per second with the device's peaks, in lines; empty if untimed."""
+    """Returns lines that compare the solution's bytes and FLOP per second with the device's peaks; empty if untimed."""
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return []
     peak = "the device's peak"

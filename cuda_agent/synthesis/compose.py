@@ -122,8 +122,8 @@ def draw_count(most: int, rng: Random) -> int:
 
 
 def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> list[Operator] | None:
-    """Draws ``count`` different operators.  Each must accept the range of values that the operator before it gives; if
-    no operator does, returns None.  ``build`` checks the shapes later."""
+    """Draws ``count`` different operators for a chain.  Each accepts the range of values that the operator before it
+    gives.  Returns None if no operator fits a position.  ``build`` checks the shapes later."""
     chosen: list[Operator] = []
     values: Interval | None = None
     for place in range(count):

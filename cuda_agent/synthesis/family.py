@@ -185,8 +185,8 @@ def combination(task: Task) -> str:
 
 
 def is_heldout(combination: str, seed: int, share: float) -> bool:
-    """Returns whether tasks with this ``combination`` of operators are held out.  A hash of it and ``seed`` selects
-    ``share`` (0 to 1) of all combinations; so no list is stored, and a resumed run decides in the same way.
+    """Returns whether tasks with this ``combination`` of operators are held out.  A hash of ``combination`` and
+    ``seed`` selects ``share`` (0 to 1) of all combinations, so that a resumed run decides in the same way.
 
     The split is by combination, because tasks that differ only in shapes are the same problem for a policy."""
     digest = hashlib.sha256(f"{seed}/{combination}".encode()).digest()
@@ -246,7 +246,7 @@ def chain_values(chain: tuple[tuple[str, str | None], ...]) -> list[float]:
 
 
 def _admissible(chain: tuple[tuple[str, str | None], ...], ending: str | None) -> bool:
-    """Returns whether ``chain`` and ``ending`` fit a task: no value overflows, each operator matters, results vary."""
+    """Returns whether ``chain`` and ``ending`` make a task: nothing overflows, each operator matters, results vary."""
     values = list(_POINTS)
     for k, (name, _) in enumerate(chain):
         if max(map(abs, values)) > OPERATORS[name].largest:

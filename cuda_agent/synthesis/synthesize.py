@@ -85,9 +85,8 @@ async def synthesize(
     """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks, and their data card.  If the limit of
     candidates or probes is reached, makes fewer; ``card["short"]`` says how many of each kind are missing.
 
-    ``known`` holds what earlier calls passed to ``report(key, JSON value)``: probes, and the candidates of a composer
-    that is not repeatable.  ``progress(done, total)`` counts accepted tasks.  ``composer`` replaces the configured
-    writer.
+    ``known`` holds what earlier calls passed to ``report(key, JSON value)``: probes, and the tasks of a composer that
+    is not repeatable.  ``progress(done, total)`` counts accepted tasks.  ``composer`` replaces the configured writer.
 
     Raises:
         TaskError: The evaluation set cannot be read.
