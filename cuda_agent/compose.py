@@ -96,8 +96,7 @@ def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
     """Returns the part of the configuration that decides the result of a stage, as JSON values.
 
     This part is the seed and the named sections, without addresses, resources and the section ``training``.  The
-    section ``ray`` is left out if ``runtime`` is local.  Of ``ray``, the keys about training are left out if the stage
-    does not train."""
+    section ``ray`` is left out if ``runtime`` is local; its keys about training, if the stage does not train."""
     whole = config.model_dump(mode="json", exclude=_NOT_IN_KEYS)
     if "training" not in sections:
         whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in _ONLY_IN_TRAINING}
@@ -109,7 +108,7 @@ def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
 def restricted(config: Config, sections: Sequence[str]) -> Config:
     """Returns a copy of the configuration in which only the seed and the named sections can be read.
 
-    A stage gets this copy, so that it cannot depend on a section that is not part of its cache key."""
+    A stage gets this copy, so its result cannot depend on a section that its cache key leaves out."""
     part = config.model_copy()
     for name in Config.model_fields:
         if name not in ("seed", *sections):
@@ -118,7 +117,7 @@ def restricted(config: Config, sections: Sequence[str]) -> Config:
 
 
 def key_paths() -> dict[str, FieldInfo]:
-    """Returns every key that a user can set, sections included: dotted path -> field."""
+    """Returns dotted path -> field for every key that a user can set, and for every section."""
 
     def walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
         for name, info in model.model_fields.items():
@@ -143,7 +142,7 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def parse_override(text: str) -> Any:
-    """Parses an override, such as ``critic.lr=1e-4``, into Hydra's object for it.
+    """Parses an override such as ``critic.lr=1e-4``, and returns Hydra's object for it.
 
     Raises:
         ConfigError: The text is not an override."""
@@ -158,7 +157,7 @@ def parse_override(text: str) -> Any:
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Raises a ``ConfigError`` for an unknown key.  Its message names the nearest key, unlike Hydra's own message."""
+    """Raises a ``ConfigError`` for a wrong override.  For an unknown key, the message proposes similar keys."""
     known = key_paths()
     for text in overrides:
         override = parse_override(text)
@@ -215,10 +214,10 @@ def _type_words(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _nearest(name: str, choices: Sequence[str]) -> str:
-    """Returns the end of an error message about the unknown key ``name``: it proposes keys that may be meant.
+    """Returns the end of an error message about the unknown key ``name``: it proposes keys that the user may mean.
 
-    The proposal is the first of these that exists: the new name of a renamed key, a path that is almost equal, keys of
-    other sections with the same last part, keys with a similar last part, and paths that are less similar."""
+    It proposes the first of these that exists: the new name of a renamed key, an almost equal path, keys of other
+    sections with the same last part, keys with a similar last part, or a less similar path."""
     if name in RENAMED:
         return f" It is called {RENAMED[name]} now."
     tails = {choice: choice.rsplit(".", 1)[-1] for choice in choices}

@@ -1,8 +1,8 @@
 """The schema of the configuration: every key that a user can set, with its type and its default.
 
 The pydantic models below refuse unknown keys, and values out of range.  The module ``compose`` makes a ``Config`` from
-``conf/`` and the user's overrides.  No value is code, or the name of code to run.  A secret is never a value itself:
-its key takes the name of the environment variable or of the file that holds the secret."""
+``conf/`` and the user's overrides.  No value is run as code or names code to run.  No value is a secret: a key takes
+the name of the environment variable, or of the file, that holds the secret."""
 
 import re
 from typing import Annotated, Literal

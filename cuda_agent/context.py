@@ -37,7 +37,7 @@ class Checkpoints(Protocol):
 
 @dataclass
 class WorkerContext:
-    """The part of a stage's context that the stage's worker processes get too.  They may run on other machines."""
+    """The part of a stage's context that its worker processes get, too.  These may run on other machines."""
 
     name: str  # name of the stage
     config: "Config"  # only the sections that the graph lists for this stage

@@ -3,7 +3,7 @@
 The lease is needed because a kernel that takes 1.12 ms on an idle machine takes 1.75 ms beside a matrix multiplication.
 It consists of two file locks.  A process holds the first lock shared during a step of decoding or training
 (``working``), and exclusively while it times a kernel (``timing``).  The second lock is a gate that each step must pass
-to begin.  A process that is to time a kernel first closes the gate, so that no new step can delay it."""
+to begin.  To time a kernel, a process closes the gate first, so that no new step can delay it."""
 
 import fcntl
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class Lease:
-    """The access of one thread to the timing lease.  All processes that take part must use the same ``folder``."""
+    """One thread's handle of the timing lease.  All processes that take part must use the same ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ class Lease:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Holds the lease during one step of decoding or training (about a second), beside other workers."""
+        """Holds the lease shared, during one step of decoding or training (about a second)."""
         with _held(self._gate, fcntl.LOCK_SH):
             fcntl.flock(self._lock, fcntl.LOCK_SH)
         try:

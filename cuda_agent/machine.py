@@ -1,4 +1,4 @@
-"""Describes this machine's processor and GPUs.  ``die_with_parent`` makes Linux kill this process with its parent."""
+"""Describes this machine's processor and GPUs.  ``die_with_parent`` makes this process end with its parent."""
 
 import contextlib
 import ctypes
@@ -14,7 +14,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def processor() -> str:
-    """Returns a digest of the processor's model and features, on which times and ``-march=native`` depend."""
+    """Returns a digest of the processor's model and features: kernels' times and ``-march=native`` depend on them."""
     if not (found := processor_facts()):
         return platform.machine()
     wanted = ("model name", "flags", "Features", "CPU part")
@@ -36,7 +36,7 @@ def gpus() -> int:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Makes Linux kill this process when its parent ends.  Exits at once if the process ``parent`` has ended."""
+    """Makes Linux kill this process when its parent ends.  Exits at once if the parent is not ``parent`` any more."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent not in (None, os.getppid()):
         os._exit(EXIT_RETRY)

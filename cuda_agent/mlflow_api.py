@@ -18,7 +18,7 @@ _NAMES, _POINTS = 90, 800  # most per request; MLflow allows 100 params or tags 
 
 @dataclass
 class MlflowEntry:
-    """What MLflow holds of one MLflow run, as far as this process knows."""
+    """What MLflow holds of one of its runs, as far as this process knows."""
 
     run_id: str
     params: set[str] = field(default_factory=set)  # names of the params that are set
@@ -54,7 +54,7 @@ class Rest:
         self._artifact_uris: dict[str, str] = {}  # run -> artifact address
 
     def experiment(self, name: str, artifacts: str | None) -> str:
-        """Returns the id of the experiment ``name``.  If absent, it is created, with its artifacts at ``artifacts``."""
+        """Returns the id of the experiment ``name``.  Creates it if absent, with its artifacts at ``artifacts``."""
         response = self._client.get("mlflow/experiments/get-by-name", params={"experiment_name": name})
         if response.status_code != 404:
             return str(response.raise_for_status().json()["experiment"]["experiment_id"])

@@ -2,9 +2,9 @@
 
     cas/<sha256>    the bytes of a file, or the tree of a folder: canonical JSON {"files": {path: {"sha256", "size"}}}
 
-Every write is atomic.  A folder's files are written first, then its tree, whose sha256 is the folder's digest; so a
-folder exists only once it is complete.  Reading a folder verifies digests and removes damaged objects; ``get`` verifies
-nothing.  Empty folders, permissions and links are not stored.  A store in a local folder does not call fsync.
+Every write is atomic.  A folder's files are written first, then its tree; so a folder exists only once it is complete.
+The sha256 of the tree is the folder's digest.  Reading a folder verifies digests and removes damaged objects; ``get``
+verifies nothing.  Empty folders, permissions and links are not stored.  A store in a local folder does not call fsync.
 Credentials of S3 come from environment variables (AWS_ACCESS_KEY_ID, ...), never from the store's address."""
 
 import contextlib
@@ -37,7 +37,7 @@ class StoreUnavailable(StoreError):
 
 
 class StoreFull(StoreError):
-    """The store has no room left, or a quota or a file-size limit was reached.  Nothing half-written is visible."""
+    """The store is full, or a write exceeds a quota or a limit on file sizes.  Nothing half-written is visible."""
 
 
 class StoreDamaged(StoreError):
@@ -69,7 +69,7 @@ def open_store(uri: str | Path) -> "Store":
 
 
 def absolute_uri(uri: str) -> str:
-    """Returns an address of the store at ``uri`` that is valid in every working directory."""
+    """Returns ``uri`` in a form that is valid in every working directory: a local folder becomes absolute."""
     folder = local_folder(uri)
     return uri if folder is None else str(folder)
 
@@ -182,7 +182,7 @@ class Store:
             target.chmod(0o444)
 
     def has_folder(self, digest: str) -> bool:
-        """Returns whether every file of the stored folder exists with its size; does not read the bytes."""
+        """Returns whether every file of the stored folder exists with its recorded size; does not read the bytes."""
         try:
             return all(self.size(f"cas/{entry['sha256']}") == entry["size"] for entry in self.tree(digest).values())
         except StoreDamaged:

@@ -1,13 +1,13 @@
 """Records metrics, notes and progress of stages in files, and copies them to MLflow.
 
-A stage writes three files through ``FileTracker``.  Its checkpoints hold the first two:
+A stage writes three files through ``FileTracker``.  Its checkpoints contain the first two:
 
-    metrics.jsonl    {"step": 3, "reward": 1.25, ...} per line; a later value replaces one of the same step and key
+    metrics.jsonl    {"step": 3, "reward": 1.25, ...} per line; of one step and key, the last value counts
     notes.jsonl      {"text": ...} per line
     progress.json    {"done", "total", "unit", "rates"}, only while the stage runs
 
-``Mirror`` copies a run to MLflow in a thread, so that the run does not wait for MLflow.  The thread sends only
-what MLflow lacks, and a retried stage continues the MLflow run of its earlier attempt."""
+``Mirror`` copies a run to MLflow in a thread, so that the run does not wait for MLflow.  It sends only what MLflow
+lacks.  When a stage is tried again, it continues the stage's MLflow run."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ Trouble = Callable[[str], None]  # receives one line for the user
 
 
 class FileTracker:
-    """A tracker of one stage, which writes to files in ``folder``.  ``context.Tracker`` describes its methods."""
+    """The tracker of one stage; it writes to files in ``folder``.  ``context.Tracker`` describes its methods."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,8 +73,8 @@ class FileTracker:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Returns the metrics as step -> key -> value, in the order of steps.  The last value of a (key, step) counts.  A
-    missing file gives no metrics, and an incomplete last line is ignored."""
+    """Returns the metrics in a file as step -> key -> value, in the order of steps.  If a (step, key) occurs
+    repeatedly, the last value counts.  A missing file has no metrics; an incomplete last line is ignored."""
     steps: Metrics = {}
     for line in _lines(path):
         step = line.pop("step")
@@ -118,8 +118,8 @@ MANIFEST_TAG = "manifest"  # the manifest of a finished stage
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep, whose runs have one parent run in MLflow.  ``agree(make)`` returns the parent's id, which is the same
-    for all runs of the sweep.  If there is no parent yet, it calls ``make``, which creates one and returns its id."""
+    """A sweep, whose runs have one parent run in MLflow.  All runs of the sweep call ``agree(make)``, and get the same
+    parent's id.  If there is no parent yet, ``agree`` calls ``make``, which creates one and returns its id."""
 
     name: str
     agree: Callable[[Callable[[], str]], str]
@@ -127,7 +127,7 @@ class Sweep:
 
 @dataclass
 class Wanted:
-    """The state that MLflow is to hold for a run of the workflow (a parent run) or for one stage (a child run)."""
+    """What MLflow is to hold for a run of the workflow (a parent run), or for one of its stages (a child run)."""
 
     params: dict[str, Any] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
@@ -137,9 +137,9 @@ class Wanted:
 
 
 class Mirror:
-    """Copies a run of the workflow to MLflow, in a thread: to one MLflow run with a child run for each stage.
+    """Copies a run of the workflow to MLflow, in a thread: to one MLflow run, with a child run for each stage.
 
-    ``update(stage, ...)`` sets the wanted state of the stage's child run (of the whole run's if ``stage`` is None) and
+    ``update(stage, ...)`` sets what the stage's child run is to hold (if ``stage`` is None, the workflow's run), and
     returns at once.  ``close`` waits at most ``timeout`` seconds for the last copy, and returns whether everything
     arrived.  When MLflow fails for the first time, the thread calls ``trouble`` with one line for the user."""
 
@@ -227,7 +227,7 @@ class Mirror:
 
 
 def _sweep_run(api: mlflow_api.Api, experiment: str, sweep: Sweep) -> str:
-    """Returns the id of a sweep's parent run, which is created if needed.  Its status is FINISHED from the start."""
+    """Returns the id of a sweep's parent run.  If there is none, creates it, with the final status FINISHED."""
     made = ""
 
     def make() -> str:

@@ -117,7 +117,7 @@ def sweep(
 
 
 def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
-    """Executes the runs ``points`` of a sweep here, one by one; returns their first exit code that is not 0, else 0."""
+    """Executes ``points``, the runs of a sweep, one by one here.  Returns their first nonzero exit code, else 0."""
     from cuda_agent.pipeline import screen, sweep
     from cuda_agent.pipeline.local import RunOutcome, run_pipeline
 
@@ -267,7 +267,7 @@ def _follow(place: "Cluster", run: str, as_json: bool) -> int:
 
 
 def _json_lines() -> "Callable[[str, list[StageView]], None]":
-    """Returns a function that prints the states of all stages as a line of JSON, unless nothing has changed."""
+    """Returns a function that prints the states of all stages as a line of JSON, if any of them has changed."""
     shown: list[Any] = []
 
     def show(run: str, views: "list[StageView]") -> None:

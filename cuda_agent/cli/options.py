@@ -25,7 +25,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def command_group(help: str | None = None) -> typer.Typer:
-    """Returns an empty group; the commands of a group without ``help`` become commands of ``cuda-agent`` itself."""
+    """Returns an empty command group.  Without ``help``, its commands become commands of ``cuda-agent`` itself."""
     return typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None)
 
 

@@ -110,7 +110,7 @@ def _cluster_rows(place: "Cluster") -> list[dict[str, Any]]:
 
 
 def _sweep_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yields one line per sweep: how many of its runs are in each state.  A run is counted by its newest attempt."""
+    """Yields one line per sweep: how many of its runs are in each state.  Only the newest attempt of a run counts."""
     from collections import Counter
 
     newest = {row["name"]: row for row in rows}
@@ -217,7 +217,7 @@ def logs(
 
 
 def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Yields (stage, line) for the log of ``stage`` (empty: all logs): from the log file, else from the store."""
+    """Yields (stage, line) from the log of ``stage`` (if empty: all logs).  Without a log file, reads the store."""
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.graph import ROWS
     from cuda_agent.pipeline.manifest import read_manifest
@@ -256,7 +256,7 @@ def _tail(file: Path, follow: bool, running: Callable[[], bool]) -> Iterator[str
 
 
 def _cluster_logs(place: "Cluster", name: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Yields (stage, line) for the log of ``stage`` (empty: all logs): from pods that still exist, else from MLflow."""
+    """Yields (stage, line) from the log of ``stage`` (if empty: all logs).  Without a pod, MLflow has the log."""
     from cuda_agent.cluster import results
     from cuda_agent.cluster import submit as cluster
 
@@ -275,7 +275,7 @@ def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[
     """Finds a run by its name, the start of its name, or ``last``.
 
     Returns:
-        A pair: first (store, record) of a local run, or the cluster that has the run; second the run's full name.
+        A pair.  First: (store, record) of a local run, or the cluster that has the run.  Second: the run's full name.
 
     Raises:
         ConfigError: No run or several runs match."""
@@ -335,8 +335,8 @@ def cluster_of(on: str | None, namespace: str | None) -> "Cluster":
 
 
 def _current(store: str, namespace: str | None) -> "Cluster | None":
-    """Returns the current context's cluster, or None if there is none.  Also returns None if ``store`` is not the
-    default: a user who names a store wants a run of that store."""
+    """Returns the cluster of the kubeconfig's current context, or None if there is none.  If the user names a
+    ``store``, returns None too: the run is expected there."""
     from cuda_agent.cluster.api import ClusterError
 
     if store != STORE:

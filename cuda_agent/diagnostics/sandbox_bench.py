@@ -1,9 +1,9 @@
 """Measures how many solutions per minute the sandbox judges on this machine, and the time of each phase.
 
-Tasks are drawn and probed first, as in synthesis, and the time of this is measured, too.  The scripted teacher then
-writes solutions with random designs.  No verdict is in the cache, so each solution is built, checked and timed.  Each
-format has three rounds: one solution at a time with pauses between them, one right after the other, and all at once.
-Solutions in the format ``extension`` wrap the teacher's kernel; those in ``python`` copy the task's own model."""
+First, tasks are drawn and probed as in synthesis; this is timed, too.  The scripted teacher then writes solutions with
+random designs.  No verdict is in the cache, so each solution is built, checked and timed.  Each format has three
+rounds: one solution at a time with pauses between them, one right after the other, and all at once.  Solutions in the
+format ``extension`` wrap the teacher's kernel; those in ``python`` copy the task's own model."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ PAUSE = 0.25  # seconds before a solution that is judged alone
 
 
 def formats_of(text: str | None) -> tuple[Format, ...]:
-    """Returns the formats that ``text`` names, such as ``plan,python``, in a fixed order; all measurable ones if None.
+    """Returns the formats that ``text`` names, such as ``plan,python``, in a fixed order.  None stands for all of them.
 
     Raises:
         ConfigError: A format does not exist, or has no solutions to measure."""
@@ -45,8 +45,8 @@ def formats_of(text: str | None) -> tuple[Format, ...]:
 
 
 async def measure(config: SandboxConfig, tasks: int, solutions: int, formats: Sequence[Format]) -> dict[str, Any]:
-    """Measures all rounds of each format.  A round judges ``solutions`` solutions per task, or fewer if the teacher has
-    no more designs.  Returns the figures; times are in seconds."""
+    """Runs the three rounds of each format, and returns the figures; times are in seconds.  A round judges
+    ``solutions`` solutions per task, or fewer if the teacher has no more designs."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as cache:
         async with LocalSandbox(config.model_copy(update={"servers": []}), Path(cache)) as sandbox:
@@ -94,8 +94,8 @@ async def _measure_format(
 
 
 async def prepare(sandbox: LocalSandbox, count: int, rng: random.Random) -> tuple[list[Task], list[float]]:
-    """Draws and probes tasks.  Returns ``count`` of them, and the seconds that each one's probes took.  With a real
-    clock, their eager times are in ``WINDOW``."""
+    """Draws and probes tasks until ``count`` have passed.  Returns them, and for each the seconds that its probes took.
+    With a real clock, only tasks whose eager time is in ``WINDOW`` pass."""
     window = WINDOW if sandbox.config.clock == "real" else (0.0, float("inf"))
     tasks: list[Task] = []
     seconds: list[float] = []
@@ -137,7 +137,7 @@ class ModelNew(torch.nn.Module):
 
 
 def work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
-    """Returns a solution of the format ``extension`` that calls the kernel of the plan ``files``, as path -> text."""
+    """Returns the files (path -> text) of an ``extension`` solution that calls the kernel of the plan ``files``."""
     plan = json.loads(files[PLAN])
     (node,) = plan["nodes"]
     spelled = {
@@ -175,7 +175,7 @@ _SOLUTIONS: dict[Format, Callable[[Task, TaskSpec, random.Random], dict[str, str
 def distinct(
     tasks: Sequence[Task], count: int, rng: random.Random, solution: Callable[[Task], Solution]
 ) -> list[tuple[Task, Solution]]:
-    """Returns ``count`` different results of ``solution`` per task, or as many as there are, in random order."""
+    """Returns (task, result) pairs in random order, with up to ``count`` different results of ``solution`` per task."""
     found: list[tuple[Task, Solution]] = []
     for task in tasks:
         mine: dict[str, Solution] = {}

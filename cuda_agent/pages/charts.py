@@ -15,7 +15,7 @@ Anchor = Literal["start", "middle", "end"]
 
 
 class Drawing:
-    """A chart to which shapes are added, the rearmost first.  ``css`` is the CSS class of the chart or of a shape."""
+    """A chart.  Shapes are added to it from back to front.  ``css`` is the CSS class of the chart or of one shape."""
 
     def __init__(self, width: float, height: float, css: str = "chart") -> None:
         self.width, self.height, self._css = width, height, css
@@ -76,8 +76,8 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 def line_chart(
     title: str, points: Points, *, from_zero: bool = False, rule: tuple[float, str] | None = None, percent: bool = False
 ) -> Markup:
-    """Draws one curve of values, or of shares if ``percent``, over steps.  With ``from_zero`` the axis of values
-    includes 0. ``rule`` is the value and the label of a dashed line."""
+    """Draws one curve over steps: of values or, if ``percent``, of shares.  With ``from_zero`` the vertical axis
+    includes 0.  ``rule`` is (value, label) of a dashed horizontal line."""
     width, height, left, right, top, bottom = 320, 178, 44, 14, 12, 28
     end, foot = width - right, height - 9
     shown = [v for _, v in points] + ([rule[0]] if rule else []) + [0.0] * from_zero
@@ -119,7 +119,7 @@ def interval_chart(
     title: str, rows: Sequence[tuple[str, str, float | None, tuple[float, float] | None]], ratio: bool
 ) -> Markup:
     """Draws a dot, its interval and the value as text for each row (label, CSS class, value, interval).  With ``ratio``
-    the values are speed-ups on a logarithmic axis around 1, otherwise shares from 0 to 1."""
+    the values are speed-ups on a logarithmic axis around 1; otherwise they are shares from 0 to 1."""
     width, row_height, left, right, top = 320, 30, 74, 70, 6
     chart = Drawing(width, top + row_height * len(rows) + 24)
     if ratio:
@@ -152,7 +152,7 @@ def interval_chart(
 
 
 def histogram(title: str, edges: Sequence[float], counts: Sequence[float], unit: str) -> Markup:
-    """Draws a bar for each count.  Labels the first, the middle and the last of ``edges``, the limits of the bars."""
+    """Draws a bar for each count, from ``edges[i]`` to ``edges[i + 1]``.  Labels the first, middle and last edge."""
     width, height, left, top, bottom = 640, 170, 4, 18, 26
     step, most, floor = (width - 2 * left) / max(1, len(counts)), max([*counts, 1]), height - bottom
     chart = Drawing(width, height, "chart wide")
@@ -171,7 +171,7 @@ def histogram(title: str, edges: Sequence[float], counts: Sequence[float], unit:
 
 
 def stack_chart(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, int]]]]) -> Markup:
-    """Draws each row (label, [(CSS class, count), ...]) as one bar of coloured pieces and its first count as text."""
+    """Draws each row (label, [(CSS class, count), ...]) as a bar of coloured pieces, with its first count as text."""
     width, row_height, left, right, top = 320, 30, 74, 70, 6
     chart, spoken = Drawing(width, top + row_height * len(rows) + 24), []
     for i, (label, pieces) in enumerate(rows):

@@ -1,7 +1,7 @@
 """Retells an episode, or an attempt of ``optimize``, turn by turn, so that a page can show it.
 
-Changes of files are shown as diffs.  The transcript of an attempt contains them.  An episode does not, so its calls of
-Write, Edit and MultiEdit are repeated here on the files' texts.  Changes by its shell commands remain unknown."""
+Changes of files are shown as diffs.  The transcript of an attempt contains them.  For an episode they are computed
+here, by applying its calls of Write, Edit and MultiEdit.  Changes by its shell commands remain unknown."""
 
 import posixpath
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,8 +39,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Story:
-    """An episode, or an attempt of ``optimize``, as a page shows it.  ``files`` are the last files of the episode, or
-    the best files of the attempt.  ``verdict`` is the verdict on these files."""
+    """An episode, or an attempt of ``optimize``, as a page shows it.  ``files`` are an episode's last files, or an
+    attempt's best files.  ``verdict`` is the verdict on these files."""
 
     opening: list[tuple[str, str]]  # role and text of each message before the first turn
     turns: list[Turn]  # the last turns
@@ -51,8 +51,8 @@ class Story:
 
 
 def _change(call: Mapping[str, Any], known: dict[str, str]) -> Event | None:
-    """Returns the diff that a call of Write, Edit or MultiEdit made, or None if the text before it is not known.
-    ``known`` maps paths to the files' texts, and is updated."""
+    """Applies a call of Write, Edit or MultiEdit to ``known`` (path -> text), and returns the diff.  Returns None if
+    the call does not fit the known text."""
     arguments = call["arguments"]
     path = posixpath.normpath(str(arguments.get("path", "")))
     old = known.get(path, "")
@@ -158,7 +158,7 @@ def token_texts(ids: Sequence[int], logprobs: Sequence[float], tokenizer: Any) -
 
 
 def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
-    """Returns turn -> sampled tokens, for the last ``MOST_TOKENS``; empty if ids and log-probabilities are unknown."""
+    """Returns turn -> sampled tokens, only the last ``MOST_TOKENS``; empty if ids and log-probabilities are unknown."""
     places = [i for i, sampled in enumerate(episode.mask) if sampled][-MOST_TOKENS:]
     if not any(episode.ids[i] or episode.logprobs[i] for i in places):
         return {}
@@ -172,7 +172,7 @@ def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
 
 
 def _spoken(message: Mapping[str, Any], thought: str = "") -> list[StoryPart]:
-    """Returns an assistant's message as parts: ``thought`` (or else its own thought), its text and its tool calls."""
+    """Returns an assistant's message as parts: thought, text, tool calls.  ``thought`` is not part of ``message``."""
     content = str(message.get("content") or "")
     before, closed, said = content.rpartition("</think>")
     thought = (thought or str(message.get("thought") or "")) + (before.replace("<think>", "") if closed else "")
@@ -202,8 +202,8 @@ def _result(text: str, kind: Kind = "result") -> StoryPart:
 
 
 def _answered(call: Mapping[str, Any] | None, result: str, known: dict[str, str]) -> Iterable[StoryPart]:
-    """Yields the diff that a tool call made, if known, and its ``result``, except "ok" after a diff.  ``known`` maps
-    paths to the files' texts."""
+    """Yields a tool call's diff, if it is known, and its ``result``.  After a diff, the result "ok" is left out.  The
+    call's change is also made in ``known`` (path -> text)."""
     if call is not None and call.get("name") in _WRITERS and isinstance(call.get("arguments"), dict):
         change = None if result.startswith("error") else _change(call, known)
         if change is not None:

@@ -19,7 +19,7 @@ SHADES = ((-0.0513, "95 %"), (-0.357, "70 %"), (-0.916, "40 %"), (-2.303, "10 %"
 
 
 def render(title: str, entries: Sequence[EpisodeEntry], found: int, asked: str, most: int = MOST) -> str:
-    """Renders at most ``most`` of the ``entries``, which were chosen out of ``found`` episodes; ``asked`` says how."""
+    """Renders at most ``most`` of ``entries``.  These were chosen from ``found`` episodes; ``asked`` tells how."""
     cards: list[str] = []
     rows: list[EpisodeRow] = []
     room = LARGEST

@@ -1,8 +1,7 @@
 """Renders the page and the CSV of `cuda-agent evaluate-set`: claims beside measurements, scores, rejections.
 
 The page is one static HTML file without scripts.  Its text is in ``judged_set.html.j2``; this module makes the tables
-and the chart for it.  Every record of the input is a ``JudgedRow``, and every row has one outcome, so the counts
-add up."""
+and the chart.  Every record of the input is a ``JudgedRow`` with exactly one outcome, so the counts add up."""
 
 import csv
 import io
@@ -44,7 +43,7 @@ _MESSAGE = 600  # most characters of a message on the page; the CSV has all
 
 @dataclass(frozen=True)
 class JudgedRow:
-    """One record of the input and what became of it.  Claims are the author's speed-ups."""
+    """One record of the input and its outcome.  A claim is a speed-up that the author of the solution states."""
 
     record: str
     task: str  # empty if no task was found
@@ -72,8 +71,8 @@ def accounts(rows: Sequence[JudgedRow]) -> list[tuple[str, int, str]]:
 
 
 def claims(rows: Sequence[JudgedRow]) -> dict[str, Any]:
-    """Returns how many of ``all`` claimed speed-ups over eager were confirmed, lower, untimed, rejected or unjudged,
-    and the geometric means of the claimed and the measured speed-ups where both exist.  Empty without claims."""
+    """Counts claimed speed-ups over eager: ``all``, and how many were confirmed, lower, untimed, rejected or unjudged.
+    Adds the geometric means of claims and measurements where both exist.  Empty without claims."""
     claimed = [(row, row.claim_eager) for row in rows if row.claim_eager]
     if not claimed:
         return {}
@@ -94,8 +93,8 @@ def claims(rows: Sequence[JudgedRow]) -> dict[str, Any]:
 
 
 def fast_rows(scores: Scores, tasks: int) -> list[tuple[float, list[float | None]]]:
-    """Returns rows (p, shares of tasks that are solved more than p times as fast as a baseline).  Each row has four
-    shares: for eager and ``torch.compile`` among the scored tasks, then for both among ``tasks`` tasks."""
+    """Returns (p, shares) for each threshold p.  A share is the part of the tasks that are solved more than p times as
+    fast as a baseline: of the scored tasks (for eager, for ``torch.compile``), then of ``tasks`` tasks (the same)."""
     return [
         (p, [fast_p(scores, p, baseline, count) for count in (None, tasks) for baseline in ("eager", "compile")])
         for p in THRESHOLDS
@@ -134,7 +133,7 @@ def render(
         name: The name of the set.
         rows: All records.
         scores: The scores of the judged records.
-        tasks: The number of tasks that count: all but those with lost records and no scored one.
+        tasks: The number of tasks that count.  A task without a scored record does not count if one was lost.
         skipped: Files of the input that hold no solution.
         facts: Facts about the evaluation, for the page's head."""
     several = len(scores.outcomes) > len({outcome.task for outcome in scores.outcomes})

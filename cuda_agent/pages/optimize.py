@@ -25,8 +25,8 @@ Bar = tuple[str, float, str, str]  # label, value, text, CSS class
 def render(
     name: str, code: str, events: Sequence[Event], best: Find | None, probe: Probe, why: str, target: float, where: str
 ) -> str:
-    """Renders the page of a search.  ``best`` is None if no solution was correct.  ``events`` are the search's
-    transcript, ``why`` is the reason why it ended, and ``where`` names the model and its address."""
+    """Renders the page of a search.  ``best`` is the best solution, or None if none was correct.  ``events`` are the
+    transcript, ``why`` is the reason why the search ended, and ``where`` names the model and its address."""
     verdict = (best.strict or best.quick) if best else None
     files = sorted(best.solution.files.items()) if best else []
     return page(
@@ -57,7 +57,7 @@ def render(
 
 
 def _times(verdict: Verdict | None, probe: Probe) -> list[Bar]:
-    """Returns a bar for the time of the solution (if one was correct) and for the time of each baseline."""
+    """Returns a bar for each known time: that of the solution (if one was correct), and those of the baselines."""
     if verdict is None:
         known = [("eager", probe.eager_seconds), ("torch.compile", probe.compile_seconds)]
         return [(label, seconds, duration(seconds), "quiet") for label, seconds in known if seconds]
@@ -96,7 +96,7 @@ def _with_spread(verdict: Verdict) -> str:
 
 
 def shares_of_peak(verdict: Verdict) -> list[str]:
-    """Returns lines that compare a call's bytes and operations per second with the device's peaks; empty if untimed."""
+    """Returns lines that compare the solution's bytes and FLOP per second with the device's peaks; empty if untimed."""
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return []
     peak = "the device's peak"
@@ -123,7 +123,7 @@ def shares_of_peak(verdict: Verdict) -> list[str]:
 
 
 def _roofline(verdict: Verdict | None) -> dict[str, Any]:
-    """Compares the solution with the device's limits, in lines of text and a chart or bars; empty if unmeasured."""
+    """Compares the solution with the device's limits: lines of text, and a chart or bars.  Empty if untimed."""
     if verdict is None or verdict.clock == "model" or not verdict.seconds or not verdict.bytes:
         return {}
     peak, eager = verdict.peak_bytes_per_second, verdict.eager_seconds
@@ -139,7 +139,7 @@ def _roofline(verdict: Verdict | None) -> dict[str, Any]:
 
 
 def _roof_chart(verdict: Verdict, peak: float) -> Markup:
-    """Draws the device's roofline (operations per second against operations per byte), with solution and baselines."""
+    """Draws the device's roofline (operations per second over operations per byte); solution and baselines are dots."""
     assert verdict.flops and verdict.bytes and verdict.seconds
     intensity = verdict.flops / verdict.bytes
     timed = (("this solution", verdict.seconds), ("torch.compile", verdict.compile_seconds),

@@ -1,8 +1,8 @@
 """Renders templates as HTML pages.  The pages are safe to open, although they show untrusted text, such as kernels.
 
-A page loads nothing.  Its security policy allows one script at most: the one in the page, known by its hash.  Templates
-escape every text.  In place of a character that hides or reorders text, they show its name.  Only ``Markup`` is
-inserted as HTML: charts, highlighted sources and diffs, which are made of escaped text."""
+A page loads nothing.  Its security policy allows at most one script: the page's own, known by its hash.  Templates
+escape every text, and show the names of characters that hide or reorder text.  Only ``Markup`` is inserted as HTML:
+charts, highlighted sources and diffs, which are made of escaped text."""
 
 import base64
 import hashlib

@@ -72,8 +72,8 @@ def _devices(data: Data) -> list[str]:
 
 
 def _learning(stages: Sequence[Data]) -> list[Data]:
-    """Returns one grid of curves per heading.  ``main`` holds the curves that the stages list; ``rest`` holds the
-    others, which the page folds away.  ``weak`` names the critics that explain too little variance."""
+    """Returns one grid of curves per heading: ``main`` has the curves that the stages list, ``rest`` the others, which
+    the page folds away.  ``weak`` names the stages whose critic explains too little variance."""
     headings: dict[str, list[Data]] = {}
     for stage in stages:
         if stage.get("chart"):
@@ -113,7 +113,7 @@ def _figure(key: str, points: list[tuple[float, float]], before: str) -> tuple[s
 
 
 def funnel(rows: Sequence[Data]) -> list[tuple[str, float, str, str]]:
-    """Returns a bar for all candidates, then one per filter for those that passed it (pale if all passed)."""
+    """Returns bars: all candidates, then for each filter the candidates that passed it (pale if it dropped none)."""
     entered = rows[0]["entered"]
     entries = [("candidates", entered, str(entered), "quiet")]
     for row in rows:
@@ -123,7 +123,7 @@ def funnel(rows: Sequence[Data]) -> list[tuple[str, float, str, str]]:
 
 
 def _tokens(stage: Data) -> float:
-    """Returns how many tokens a stage processed according to its metrics, or else how many its episodes sampled."""
+    """Returns how many tokens a stage processed or, if its metrics do not say this, how many its episodes sampled."""
     steps = [entry["values"] for entry in stage["metrics"]]
     return sum(v.get("tokens", v.get("episodes", 0.0) * v.get("response_length", 0.0)) for v in steps)
 

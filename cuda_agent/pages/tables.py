@@ -26,8 +26,8 @@ STATUSES = ("ok", "wrong", "build_error", "no_answer", "crash", "timeout", "chea
 
 
 def groups(data: Data) -> list[Data]:
-    """Returns a table and paired differences for each family of tasks, with charts for the first family.  If there are
-    several families, the last group holds all tasks together and is ``folded``."""
+    """Returns one group per family of tasks: a table of scores, and paired differences between policies.  The first
+    group also has charts.  If there are several families, a last group, ``folded`` on the page, holds all tasks."""
     policies, families = data.get("policies", []), data.get("families", [])
     if not any(p["outcomes"] for p in policies):
         return []
@@ -50,7 +50,7 @@ def groups(data: Data) -> list[Data]:
 
 
 def operators(policies: Sequence[Data]) -> Data:
-    """Returns a table of scores: a row per operator, a column per policy that has such scores; empty if none has."""
+    """Returns a table of scores: a row per operator, a column per policy with scores by operator.  It may be empty."""
     scored = [p for p in policies if p["final"]["operators"]]
     if not scored:
         return {}
@@ -66,8 +66,8 @@ def operators(policies: Sequence[Data]) -> Data:
 
 
 def headline(data: Data) -> Data:
-    """Returns two changes, with intervals, from the first to the last policy, on the first family of tasks: in the
-    share of correct answers, and in the share of answers that also beat ``torch.compile``.  Empty without scores."""
+    """Returns two changes from the first to the last policy, on the first family of tasks: ``passed`` (share of correct
+    answers) and ``faster`` (share that also beats ``torch.compile``), with intervals.  Empty without scores."""
     family = (data.get("families") or [None])[0]
     found = _changes(data, family)
     if family is None or not found:
@@ -110,7 +110,7 @@ def _charts(policies: Sequence[Data], group: str) -> list[tuple[str, Markup]]:
 
 
 def _statuses(policies: Sequence[Data], group: str) -> tuple[list[str], str]:
-    """Returns the statuses that occur among the answers to the tasks of ``group``, and a chart of their counts."""
+    """Returns the statuses of the answers to the tasks of ``group``, and a chart of how often each policy has them."""
     counts = {
         p["policy"]: Counter(o["final"]["status"] for o in p["outcomes"] if group in (o["family"], "overall"))
         for p in policies
@@ -135,7 +135,7 @@ def cell(key: str, value: float | None, interval: Sequence[float] | None) -> tup
 
 
 def change_cell(difference: Data) -> tuple[str, str, bool]:
-    """Returns a paired difference and its interval as texts, and whether the interval excludes "no change"."""
+    """Returns a paired difference as text, its interval as text, and whether the interval excludes "no change"."""
     change, interval = difference["change"], difference["interval"]
     if change is None:
         return "–", "", False

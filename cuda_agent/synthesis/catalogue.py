@@ -1,8 +1,8 @@
 """Lists the operators that can be stacked in a chain: the operator catalogue.
 
-Each row has the operator's source text, the shapes that it takes and gives, its cost, and the values that it needs and
-gives (a logarithm needs positive values).  There are no random, in-place or backward operators.  ``floor``, ``argmax``
-and the like are left out: by a rounding error their results may jump, and a correct kernel would count as wrong."""
+Each row has the operator's source text, its cost, and the shapes and the ranges of values that it takes and gives (a
+logarithm takes positive values).  There are no random, in-place or backward operators, and none like ``floor`` or
+``argmax``: a rounding error can change their results so much that a correct kernel is rejected."""
 
 import math
 from functools import partial

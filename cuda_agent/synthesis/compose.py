@@ -1,9 +1,9 @@
-"""Composes tasks with one of two writers: one samples operators and shapes, the other asks a language model.
+"""Composes tasks with one of two writers: a program that samples operators and shapes, or a language model.
 
-The first writer stacks operators of the catalogue, or takes one layer of ``transformers``.  It chooses the batch size
-so that eager's time, estimated by a cost model, is within the limits; later the filters check the measured time.
-A language model's answer is text: this module checks its form, and only the sandbox executes it.  Tasks have no
-branches, residual connections or training steps, and only float32."""
+The program stacks operators of the catalogue, or takes one layer of ``transformers``.  It chooses a batch size for
+which a cost model predicts an eager time within the limits; later, the filters check the measured time.  A language
+model's answer is text: this module checks its form, and only the sandbox executes it.  Chains have no branches or
+residual connections, and compute in float32."""
 
 import math
 import re
@@ -30,11 +30,11 @@ _NEEDS_A_ROW = {"reduction", "scan", "normalisation", "loss"}  # on rows of one 
 
 
 class ComposeError(Exception):
-    """An attempt to compose a task failed.  The message is one of a few reasons, which the data card counts."""
+    """An attempt to compose a task failed.  The message is a short reason; the data card counts each reason."""
 
 
 class Composer(Protocol):
-    """A writer of candidate tasks.  If ``repeatable`` is true, tasks depend on ``rng`` alone and need not be stored."""
+    """A writer of candidate tasks.  If it is ``repeatable``, ``rng`` alone decides the task, so none is stored."""
 
     @property
     def repeatable(self) -> bool: ...
@@ -45,7 +45,7 @@ class Composer(Protocol):
 
 @dataclass(frozen=True)
 class Speed:
-    """A rough cost model of eager on a device: the rates that eager reaches on medium shapes, not the peak rates."""
+    """A rough cost model of eager on a device, with the rates that eager reaches on medium shapes, not peak rates."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -65,7 +65,7 @@ def speed_of(device: str, threads: int) -> Speed:
 
 @dataclass(frozen=True)
 class ProgrammaticWriter:
-    """A writer that samples operators and shapes.  ``window`` is the range for a task's eager time, in seconds."""
+    """A writer that samples operators and shapes.  ``window`` is the allowed range of eager times, in seconds."""
 
     speed: Speed
     window: tuple[float, float]
@@ -108,8 +108,8 @@ class ProgrammaticWriter:
 
 
 def as_task(code: str, data_source: str = "") -> Task:
-    """Returns the task with the source ``code``.  Its ``ops`` are recomputed from the code; its name is made of ``ops``
-    and the digest, so that equal tasks have equal names."""
+    """Returns the task with the source ``code``.  Its ``ops`` are computed from the code.  Its name consists of ``ops``
+    and the code's digest, so equal codes give equal names."""
     ops = recompute_ops(code)
     task = Task("", code, ops, data_source or f"torch#{len(ops)}")
     words = [re.sub(r"\W+", "", op.rsplit(".", 1)[-1]).lower() for op in ops[:5]]
@@ -122,8 +122,8 @@ def draw_count(most: int, rng: Random) -> int:
 
 
 def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> list[Operator] | None:
-    """Draws ``count`` different operators, each of which accepts the values that the operator before it gives.  Returns
-    None if no operator is left that does.  ``build`` checks the shapes later."""
+    """Draws ``count`` different operators for a chain.  Each accepts the range of values that the operator before it
+    gives.  Returns None if no operator fits a position.  ``build`` checks the shapes later."""
     chosen: list[Operator] = []
     values: Interval | None = None
     for place in range(count):
@@ -168,7 +168,7 @@ def input_values(operator: Operator) -> Interval:
 
 
 def batch_for(cost: Callable[[int], float], window: tuple[float, float], rng: Random) -> int | None:
-    """Returns a batch size whose ``cost`` in seconds is near a random time in ``window``; None if no size fits."""
+    """Returns a batch size whose ``cost`` (seconds) is near a time drawn from ``window``, or None if no size fits."""
     low, high = window[0] * 1.4, window[1] / 2.5
     if low >= high:
         low = high = math.sqrt(window[0] * window[1])
@@ -190,7 +190,7 @@ def batch_for(cost: Callable[[int], float], window: tuple[float, float], rng: Ra
 
 @dataclass(frozen=True)
 class Chain:
-    """A chain of operators: its source text in parts, and the work of each operator as (elements moved, operations)."""
+    """A chain of operators: its source text in parts, and each operator's ``work``: (elements moved, operations)."""
 
     arguments: tuple[tuple[str, int], ...]  # name and value of each argument of __init__
     init: tuple[str, ...]  # lines of __init__
@@ -205,7 +205,7 @@ class Chain:
 
 
 def build(operators: Sequence[Operator], shape: Shape, rng: Random) -> Chain | None:
-    """Stacks ``operators`` on an input of ``shape``; returns None if the shapes do not fit."""
+    """Stacks ``operators`` on an input of ``shape``, with random settings.  Returns None if the shapes do not fit."""
     low, high = input_values(operators[0])
     text = ", ".join(map(str, shape))
     source = f"torch.randn({text})" if (low, high) == NORMAL else f"torch.rand({text}) * {high - low:g} + {low:g}"

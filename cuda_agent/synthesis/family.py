@@ -1,7 +1,7 @@
 """Defines the tasks of the scripted teacher: one to three element-wise operators and, in some tasks, a row-wise ending.
 
-Each operator is one row of a table: its name, its form in PyTorch, its form in C++.  ``sample_task`` draws a task, and
-``parse`` reads a task's specification back from its code.  No training task has the ``combination`` of a held-out task.
+A table gives the name, the PyTorch code and the C++ code of each operator.  ``sample_task`` draws a task, and ``parse``
+reads a task's specification back from its code.  Training tasks and held-out tasks never share a ``combination``.
 Shapes are drawn so that eager takes roughly 0.05-5 ms on two cores; the filters later enforce the exact time limits."""
 
 import hashlib
@@ -19,11 +19,11 @@ from cuda_agent.tasks.task import Task
 @dataclass(frozen=True)
 class FamilyOperator:
     """An element-wise operator of one or two inputs, in three forms.  In ``torch`` and ``cpp``, ``{c}`` stands for the
-    operator's constant, which has one digit, so that a policy copies it as one token."""
+    operator's constant.  It has one digit, so a policy can copy it as one token."""
 
     torch: str  # expression for the tensor ``x`` (and the second input ``y``)
     cpp: str  # expression for one element ``v`` of ``x`` (and ``w``, the same element of ``y``)
-    value: Callable[[float, float], float]  # the same in Python, of v and of c or w; it is used to test chains
+    value: Callable[[float, float], float]  # the same in Python, for tests of chains; takes v, and c or w
     largest: float = 1e4  # largest |v| for which the C++ form does not overflow
 
     @property
@@ -94,14 +94,14 @@ CONSTANTS = ("2", "3", "4", "5", "6", "7", "8", "9")
 
 @dataclass(frozen=True)
 class Ending:
-    """A row-wise operator after an element-wise chain.  The limits ``columns`` and ``spread`` ensure that different
-    inputs give outputs that differ by more than the judge's tolerance of 1e-2.  For example, all values of a softmax
-    over 1,024 columns are too small."""
+    """A row-wise operator after an element-wise chain.  Different inputs must give outputs that differ by more than the
+    judge's tolerance of 1e-2; the limits ``columns`` and ``spread`` ensure this.  For example, the values of a softmax
+    over 1,024 columns are all too small."""
 
     torch: str  # its form in PyTorch
     maps: bool  # whether the output has the shape of the input
     columns: tuple[int, ...]  # allowed lengths of a row
-    spread: float = 1.0  # least allowed difference between high and low values of the chain
+    spread: float = 1.0  # least allowed difference between the chain's high and low results
 
 
 _WIDE, _NARROW = (64, 128, 256, 512, 1024), (32, 64)
@@ -185,8 +185,8 @@ def combination(task: Task) -> str:
 
 
 def is_heldout(combination: str, seed: int, share: float) -> bool:
-    """Returns whether tasks with this ``combination`` of operators are held out.  ``share`` (0 to 1) is the held-out
-    part of all combinations.  A hash decides, so that no list is stored and a resumed run decides in the same way.
+    """Returns whether tasks with this ``combination`` of operators are held out.  A hash of ``combination`` and
+    ``seed`` selects ``share`` (0 to 1) of all combinations, so that a resumed run decides in the same way.
 
     The split is by combination, because tasks that differ only in shapes are the same problem for a policy."""
     digest = hashlib.sha256(f"{seed}/{combination}".encode()).digest()
@@ -199,7 +199,7 @@ def heldout_combinations(tasks: Iterable[Task], combination: Callable[[Task], st
 
 
 def ops_combination(task: Task) -> str:
-    """Returns the combination of a catalogue task: its operators, sorted."""
+    """Returns the combination of a catalogue task: its operators, sorted and joined by "+"."""
     return "+".join(sorted(task.ops))
 
 
@@ -237,7 +237,7 @@ _OTHERS = (5.2, -0.7, 1.1, -1.8, 0.2, -0.4, 2.1, 0.9, -0.2, -2.4, 1.6, -1.2, 0.4
 
 
 def chain_values(chain: tuple[tuple[str, str | None], ...]) -> list[float]:
-    """Returns the results of ``chain`` for a fixed list of inputs from -5.2 to 5.2, with fixed second inputs."""
+    """Returns the results of ``chain`` for a fixed list of inputs from -5.2 to 5.2.  Second inputs are fixed, too."""
     values = list(_POINTS)
     for name, constant in chain:
         others = [float(constant)] * len(values) if constant else _OTHERS

@@ -22,7 +22,7 @@ def render(
     imports: Sequence[str] = (),
 ) -> str:
     """Returns the source of a task.  ``init`` and ``forward`` are the lines of these methods.  ``arguments`` holds
-    (name, value) for each argument of ``__init__``, ``inputs`` (name, expression) for each argument of ``forward``."""
+    (name, value) for each argument of ``__init__``; ``inputs``, (name, expression) for each argument of ``forward``."""
     names = "".join(f", {name}" for name, _ in arguments)
     body = "".join(f"        {line}\n" for line in ("super().__init__()", *init))
     uses_functional = any("F." in line for line in (*init, *forward))
@@ -42,8 +42,8 @@ def render(
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of transformers, with templates of a task's source text.  The templates use names of sizes, such as
-    ``hidden``, whose values ``_sizes`` draws."""
+    """A layer of transformers, with templates for the source of its task.  Words such as ``hidden`` in a template are
+    names of sizes; ``_sizes`` draws their values."""
 
     name: str  # name of the class
     module: str  # its module, a path below transformers
@@ -136,7 +136,7 @@ def _rotary(name: str, model: str, config: str) -> Layer:
 
 
 def _image(name: str, model: str, init: str, work: tuple[str, ...], config: str = "") -> Layer:
-    """Returns a layer on images.  ``work`` holds terms like "60"; their sum is the number of operations per element."""
+    """Returns a layer on images.  Its operations per element are the sum of the terms in ``work``, such as "60"."""
     flops = " + ".join(f"{term} * batch * area * channels" for term in work)
     return Layer(name, _module(model), init, config, ("channels",), inputs=(("x", IMAGE),), flops=flops)
 

@@ -38,7 +38,7 @@ async def lint(
 
 
 def names(probe: Probe) -> list[str]:
-    """Returns "NAME (TOLERANCE)" for each mutant that a task lets through, with the least tolerance that accepts it."""
+    """Returns "NAME (TOLERANCE)" for each mutant that a task lets through.  TOLERANCE is the least that accepts it."""
     return [f"{name} ({least:g})" for name, least in probe.lets_through.items()]
 
 
@@ -69,7 +69,7 @@ def lint_lines(probes: Mapping[str, Probe], tolerance: float) -> list[str]:
 
 
 def to_json(probes: Mapping[str, Probe]) -> list[dict[str, Any]]:
-    """Returns one object per task.  ``mutants`` maps each mutant to the least tolerance that accepts it, or None."""
+    """Returns one object per task.  ``mutants``: mutant -> least tolerance that accepts it, or None if none does."""
     return [
         {"task": name, "error": probe.error, "deterministic": probe.deterministic, "mutants": probe.mutants,
          "lets_through": probe.lets_through}

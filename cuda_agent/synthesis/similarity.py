@@ -1,7 +1,7 @@
-"""Computes how similar two tasks are from the subtrees of their syntax trees (Baxter, 1998).
+"""Computes how similar two tasks are, by the subtrees of their syntax trees (Baxter, 1998).
 
-The similarity is Dice's coefficient of two multisets, the subtrees of each task's class ``Model``.  In the subtrees,
-local names are anonymous, constants count only by their type, and docstrings are dropped.  Different code for the same
+Each task's class ``Model`` gives a multiset of subtrees; the similarity is Dice's coefficient of the two multisets.
+The subtrees ignore local names, docstrings, and the values (not the types) of constants.  Different code for the same
 function is not similar (``x * x`` and ``torch.square(x)``).
 
 ``duplicate_key`` is stricter: it covers the whole file, and also compares constants and shapes."""
@@ -18,7 +18,7 @@ Shingles = Counter[int]
 
 
 def shingles(code: str) -> Shingles:
-    """Returns the multiset of hashed subtrees of ``Model``, or of the file without one; empty if it is not Python."""
+    """Returns the multiset of hashed subtrees of class ``Model``, else of the file; empty if ``code`` is not Python."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError):
@@ -42,8 +42,8 @@ def nearest(code: str, references: Sequence[tuple[str, Shingles]]) -> tuple[str,
 
 
 def duplicate_key(code: str) -> str:
-    """Returns a sha256 of the source without names, formatting, comments and docstrings, and with the values of named
-    top-level constants in place of their names.  Tasks with equal keys have equal structures and shapes."""
+    """Returns a sha256 of the source, without local names, formatting, comments and docstrings.  A named top-level
+    constant counts by its value.  Tasks with equal keys have equal structures and shapes."""
     tree = ast.parse(code)
     aliases = import_aliases(tree)
     constants: dict[str, ast.expr] = {
@@ -65,7 +65,7 @@ def duplicate_key(code: str) -> str:
 
 
 def _fold(node: ast.AST, aliases: Aliases, found: Shingles) -> tuple[int, int]:
-    """Returns (hash, height) of ``node``; local names do not count.  Adds its subtrees, except leaves, to ``found``."""
+    """Returns (hash, height) of ``node``, ignoring local names.  Counts its subtrees, except leaves, in ``found``."""
     if isinstance(node, ast.Name | ast.Attribute) and (path := dotted(node, aliases)):
         return _hash(path), 0
     label, height, parts = type(node).__name__, 0, []
@@ -96,7 +96,7 @@ def _is_method(node: ast.AST) -> TypeGuard[ast.Attribute]:
 
 
 def _canonical(node: ast.AST, aliases: Aliases, constants: dict[str, ast.expr], names: dict[str, str]) -> str:
-    """Returns the subtree ``node`` as text.  Names that were not imported become n0, n1, ... in order."""
+    """Returns the subtree ``node`` as text.  Names that were not imported become n0, n1, ... as they first appear."""
 
     def name(text: str) -> str:
         return names.setdefault(text, f"n{len(names)}")

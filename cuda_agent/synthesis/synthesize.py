@@ -4,8 +4,8 @@ The kinds are training tasks, held-out tasks of the teacher's family, and held-o
 task has the combination of operators of a held-out task.  Candidate number i of a family depends only on (seed, family,
 i), unless a language model writes it.  So equal configurations, seeds and probes give equal tasks.
 
-Candidates are accepted in order of their numbers.  While one is compiled, the next ones are being probed.  Every
-finished probe is passed to ``report``.  A later call that gets the probe in ``known`` does not repeat it."""
+Candidates are accepted in order of their numbers, but the next ones are probed ahead.  Each finished probe is passed to
+``report``.  A later call can get these probes in ``known``, and then does not repeat them."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ Times = dict[str, tuple[float, float | None]]  # task -> eager and compiled seco
 
 @dataclass
 class Stream:
-    """One family of tasks, with the candidates that were accepted and refused so far."""
+    """One family of tasks: its composer, its tasks so far, and the counts of refused candidates."""
 
     family: str
     composer: Composer  # makes the candidates
@@ -82,12 +82,11 @@ async def synthesize(
     report: Callable[[str, Any], None] | None = None,
     composer: Composer | None = None,
 ) -> tuple[list[Task], dict[str, Any]]:
-    """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks, and their data card.  Makes
-    fewer if the limit of candidates or probes is reached; ``card["short"]`` says how many of each kind are missing.
+    """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks, and their data card.  If the limit of
+    candidates or probes is reached, makes fewer; ``card["short"]`` says how many of each kind are missing.
 
-    ``known`` holds the values that earlier calls passed to ``report(key, JSON value)``: probes by content, and the
-    answers of a composer that is not repeatable.  ``progress(done, total)`` counts accepted tasks.  ``composer``
-    replaces the configured writer.
+    ``known`` holds what earlier calls passed to ``report(key, JSON value)``: probes, and the tasks of a composer that
+    is not repeatable.  ``progress(done, total)`` counts accepted tasks.  ``composer`` replaces the configured writer.
 
     Raises:
         TaskError: The evaluation set cannot be read.
@@ -154,7 +153,7 @@ def _counts(tasks: Sequence[Task], key: Callable[[Task], str]) -> dict[str, int]
 
 
 def _log_histogram(values: Sequence[float], low: float, high: float) -> dict[str, list[float]]:
-    """Counts ``values`` in intervals of equal ratio from ``low`` to ``high``, and values outside in the nearest one."""
+    """Counts ``values`` in bins of equal ratio from ``low`` to ``high``.  A value outside counts in the nearest bin."""
     edges = [low * (high / low) ** (step / BINS) for step in range(BINS + 1)]
     found = [0.0] * BINS
     for value in values:
@@ -166,7 +165,7 @@ def _log_histogram(values: Sequence[float], low: float, high: float) -> dict[str
 def data_card(
     tasks: Sequence[Task], times: Times, window_ms: tuple[float, float], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the data card, a summary of ``tasks`` and their ``times``, with all ``facts`` in it."""
+    """Returns the data card: a summary of ``tasks`` and their ``times``, together with all ``facts``."""
     eager = [times[task.name][0] * 1e3 for task in tasks if task.name in times]
     return dict(facts) | {
         "tasks": len(tasks),
@@ -190,8 +189,8 @@ def _key(code: str) -> str | None:
 
 @dataclass
 class _Work:
-    """Takes candidates through the filters, until the allowed number of probes is used up.  If the writer is
-    repeatable, it also probes later candidates in advance."""
+    """Takes candidates through the filters, until the allowed number of probes is used up.  Also probes later
+    candidates ahead, if the writer is repeatable."""
 
     config: Synthesis
     seed: int
@@ -205,7 +204,7 @@ class _Work:
     compiled: int = 0  # number of compiled probes
     probes: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # key -> probe under way
     composed: dict[tuple[str, int], Task] = field(default_factory=dict)  # family, index -> candidate
-    early: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)  # family, index -> probing ahead
+    early: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)  # family, index -> its probes ahead
 
     @property
     def spent(self) -> bool:
@@ -239,7 +238,7 @@ class _Work:
                 stream.heldout.add(stream.combination(task))
 
     async def look_ahead(self, stream: Stream, index: int) -> None:
-        """Starts the probes of candidates after ``index`` that will most likely be wanted."""
+        """Starts to probe candidates after ``index`` that will most likely be wanted, if the writer is repeatable."""
         if not stream.composer.repeatable:
             return
         self.early = {place: probing for place, probing in self.early.items() if place >= (stream.family, index)}
@@ -277,7 +276,7 @@ class _Work:
 
     def _side(self, stream: Stream, task: Task) -> str | None:
         """Returns the split of ``task`` ("train" or "heldout"), or None if the split is full or a held-out task has the
-        same combination of operators.  So all held-out combinations weigh the same in scores."""
+        same combination of operators.  So each held-out combination has one task."""
         drawn, share = stream.combination(task), stream.wanted["heldout"] / sum(stream.wanted.values())
         split = "heldout" if is_heldout(drawn, self.seed, share) else "train"
         return split if stream.wants(split) and drawn not in stream.heldout else None

@@ -1,8 +1,8 @@
-"""The scripted teacher: writes correct kernels for the tasks of ``family``, with a design that is drawn at random.
+"""The scripted teacher: writes correct kernels for the tasks of ``family``, with randomly drawn designs.
 
-``bootstrap`` trains a small model on the teacher's solutions; no later stage uses the teacher.  All choices of a design
-are drawn uniformly, so that kernels range from ten times slower than eager to several times faster than
-``torch.compile``.  ``spoil`` puts one realistic mistake into a solution, for episodes that repair the mistake."""
+``bootstrap`` trains a small model on the teacher's solutions; no later stage uses the teacher.  Each choice of a design
+is drawn uniformly, so kernels range from ten times slower than eager to several times faster than ``torch.compile``.
+``spoil`` puts one realistic mistake into a solution, for episodes in which the mistake is repaired."""
 
 import json
 import random
@@ -26,13 +26,13 @@ DESIGNS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Choices:
-    """The design of a kernel.  "2 times" means twice the time of the fastest choice (quartiles, two idle cores):
+    """The design of a kernel.  In brackets: how many times as long the slow choice takes (quartiles, two idle cores).
 
-    ``number``  arithmetic type; "double" (1.5-2 times, in transcendental functions up to 4.5 times)
-    ``order``   which elements block b takes; "chunk": neighbours; "stride": b, b + grid, ..., which cannot be
-                vectorised and lets threads share cache lines (5-30 times, but little if a block takes whole rows)
-    ``grid``    number of blocks; 1: only one thread works (2 times); a block per row: a call per row (1.1-2 times)
-    ``passes``  "fused": one loop over the elements; "split": a loop per operator, through memory (1.0-1.4 times)
+    ``number``  arithmetic type; "double" is slow (1.5-2; up to 4.5 in transcendental functions)
+    ``order``   the elements of block b; "chunk": neighbours; "stride": b, b + grid, ..., which cannot be vectorised
+                and lets threads share cache lines (5-30; near 1 if a block takes whole rows)
+    ``grid``    number of blocks; 1: only one thread works (2); one block per row: one call per row (1.1-2)
+    ``passes``  "fused": one loop over the elements; "split": one loop per operator, through memory (1.0-1.4)
     ``moments`` how a variance is computed; "one" pass: from sums of v and v * v; "two": the mean first (1.05-1.15)"""
 
     number: Literal["float", "double"]
@@ -79,7 +79,7 @@ def solve(task: Task, rng: random.Random, choices: Choices | None = None) -> Wor
 
 
 def redesign(worked: Worked, rng: random.Random) -> Choices:
-    """Returns the design of ``worked`` with one of its choices drawn anew."""
+    """Returns the design of ``worked`` with one of its choices, other than ``moments``, drawn anew."""
     field = rng.choice(("number", "order", "grid", "passes"))
     return replace(worked.choices, **{field: getattr(draw_choices(rng), field)})
 
@@ -93,7 +93,7 @@ def plan(spec: FamilySpec, choices: Choices) -> str:
 
 
 def _workspace(spec: FamilySpec, choices: Choices) -> bool:
-    """Returns whether the kernel keeps the chain's values in a workspace, because a reduction's output is too small."""
+    """Returns whether the kernel keeps the chain's values in a workspace, for a second loop of a reduction."""
     if spec.ending is None or ENDINGS[spec.ending].maps:
         return False
     return choices.passes == "split" or (spec.ending == "var" and choices.moments == "two")
@@ -197,7 +197,7 @@ _Change = tuple[str, str, Literal["wrong", "build_error"], str]  # wrong, right,
 
 
 def _another_step(spec: FamilySpec, code: str, rng: random.Random) -> _Change:
-    """Draws another constant or operator for one step of the chain, such that the results differ clearly."""
+    """Draws another constant or operator for one step of the chain, so that the results differ clearly."""
     while True:
         k = rng.randrange(len(spec.chain))
         name, constant = spec.chain[k]

@@ -77,7 +77,7 @@ def import_aliases(tree: ast.AST) -> Aliases:
 
 
 def dotted(node: ast.AST, aliases: Aliases) -> str | None:
-    """Returns the dotted path of an imported name (``F.relu`` -> ``torch.nn.functional.relu``); else None."""
+    """Returns the dotted path of an imported name (``F.relu`` -> ``torch.nn.functional.relu``); None for other code."""
     if isinstance(node, ast.Name):
         return aliases.get(node.id)
     if isinstance(node, ast.Attribute) and (base := dotted(node.value, aliases)):
@@ -90,7 +90,7 @@ def is_docstring(node: ast.AST) -> bool:
 
 
 def op_name(path: str) -> str | None:
-    """Returns the operator ``path`` as in ``Task.ops`` (``torch.nn.functional.relu`` -> ``F.relu``); else None."""
+    """Returns an operator's name in ``Task.ops`` (``torch.nn.functional.relu`` -> ``F.relu``); None for other paths."""
     parts = path.split(".")
     if parts[0] != "torch" or len(parts) < 2:
         return None
@@ -111,7 +111,7 @@ def recompute_ops(code: str) -> tuple[str, ...]:
     """Returns the torch operators that ``Model.forward`` reaches, each one once, in order of use.
 
     Names are those of CUDA-Agent-Ops-6K: ``nn.Linear``, ``F.gelu``, ``torch.sum``, ``Tensor.view``.  A layer made in
-    ``__init__`` counts only if ``forward`` uses it.  Python operators and tensor methods count if their operand
+    ``__init__`` counts only if ``forward`` uses it.  A Python operator or a tensor method counts only if an operand
     certainly is a tensor (an argument of ``forward``, a parameter, the result of an operator).  Layers of
     ``transformers`` appear by class name: ``transformers.LlamaRMSNorm``."""
     tree = ast.parse(code)
@@ -123,7 +123,7 @@ def recompute_ops(code: str) -> tuple[str, ...]:
 
 
 def _depth(tree: ast.AST) -> int:
-    """Returns the height of ``tree``, at most ``DEEPEST`` + 1.  Works level by level, without recursion."""
+    """Returns the height of ``tree``, but at most ``DEEPEST`` + 1.  Uses no recursion, so deep trees are safe."""
     level, depth = [tree], 0
     while level and depth <= DEEPEST:
         level = [child for node in level for child in ast.iter_child_nodes(node)]
@@ -180,7 +180,7 @@ class _Reader:
         self.under_way.discard(key)
 
     def note(self, node: ast.AST) -> bool:
-        """Adds what ``node`` names: an operator, or all those of a class of the file.  Returns whether it is either."""
+        """Adds the operator that ``node`` names, or all of a class of the file.  Returns whether it names either."""
         if isinstance(node, ast.Name) and isinstance(local := self.definitions.get(node.id), ast.ClassDef):
             self.read_class(local)
             return True
@@ -203,7 +203,7 @@ class _Reader:
 
 
 class _Scope:
-    """Reads one function body for ``reader``.  ``tensors`` are the local names that certainly are tensors."""
+    """Adds the operators of a function body to ``reader``.  ``tensors`` are local names that certainly are tensors."""
 
     def __init__(self, reader: _Reader, attributes: dict, methods: dict, tensors: set[str]) -> None:
         self.reader, self.attributes, self.methods, self.tensors = reader, attributes, methods, tensors

@@ -65,8 +65,8 @@ def read_ops6k(path: Path) -> list[Task]:
 def _read_kernelbench(folder: Path) -> tuple[list[Task], list[TaskError]]:
     """Returns the tasks in a KernelBench folder, in KernelBench's order, and an error for each file that is not a task.
 
-    The tasks are the ``*.py`` files of ``folder``, or of its sub-folders ``level1``, ``level2``...  A task's family is
-    the level (``kernelbench`` without sub-folders), its name is like ``level1/19_ReLU``, its split is ``heldout``."""
+    The tasks are the ``*.py`` files in the sub-folders ``level1``, ``level2``, ... or, without these, in ``folder``.
+    Their family is the level, else ``kernelbench``.  A name is like ``level1/19_ReLU``, the split is ``heldout``."""
     levels = sorted((p for p in folder.iterdir() if p.is_dir() and re.fullmatch(r"level\d+", p.name)), key=_natural)
     found, refused = list[Task](), list[TaskError]()
     for place in levels or [folder]:
@@ -107,7 +107,7 @@ def read_any(source: Path) -> list[Task]:
     """Returns the tasks in ``source``: a folder of ``write_tasks``, an Ops-6K parquet, a KernelBench folder or a file.
 
     Raises:
-        TaskError: ``source`` cannot be read, or one of its files is not a task (an incomplete benchmark misleads)."""
+        TaskError: ``source`` cannot be read, or one of its files is not a task: none is silently left out."""
     if not source.exists():
         raise TaskError(f"{source}: no such file or folder")
     if source.is_dir():
@@ -135,8 +135,8 @@ class Imported:
 
 
 def import_tasks(source: Path, folder: Path) -> Imported:
-    """Reads the task set ``source``, in any form that ``read_any`` accepts, recomputes ``ops`` from the tasks' code,
-    and writes the set to ``folder``.  Leaves out rows and files that are not tasks, and duplicates.
+    """Imports the task set ``source``, in any form that ``read_any`` accepts, to ``folder``.  Recomputes ``ops`` from
+    the tasks' code.  Leaves out rows and files that are not tasks, and duplicates.
 
     Raises:
         TaskError: No task is left, or ``source`` cannot be read."""
@@ -193,5 +193,5 @@ def _ops_list(value: Any, path: Path, row: int) -> tuple[str, ...]:
 
 
 def _natural(path: Path) -> list[Any]:
-    """Returns a sort key of the file name that puts ``2_b`` before ``10_a``."""
+    """Returns a sort key for the file name that compares numbers by value, so ``2_b`` comes before ``10_a``."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", path.name)]
