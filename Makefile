@@ -44,7 +44,7 @@ environment:
 
 demo:
 	@if $(CURRENT); then echo "The environment is there; nothing to download."; fi
-	@echo "The demo runs for about 14 minutes on 2 cores, with at most 8 GiB of memory, and without the network."
+	@echo "The demo runs for about 12 minutes on 2 cores, with at most 8 GiB of memory, and without the network."
 	@command -v g++ >/dev/null || { echo "Needs a C++ compiler; on Debian and Ubuntu: apt-get install g++" >&2; exit 1; }
 	@$(MAKE) --no-print-directory environment
 	@$(BIN)/python -c 'import os, sys, sysconfig; \

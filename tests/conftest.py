@@ -53,7 +53,7 @@ LONGEST = (
     "pipeline/test_executor.py",
     "cluster/test_results.py",
     "optimize/test_injection.py",
-    "sandbox/judge/test_roofline.py",
+    "sandbox/judge/timing/test_roofline.py",
     "sandbox/formats/test_first_pass.py",
     "cli/test_main.py",
 )

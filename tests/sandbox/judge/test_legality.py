@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.sandbox.judge.test_roofline import PYTHON
 
 from cuda_agent.optimize.verdict_text import verdict_lines
 from cuda_agent.sandbox.judge import legality
@@ -15,6 +14,7 @@ from cuda_agent.sandbox.worker import observe
 from cuda_agent.sandbox.worker.shared_tensors import owned
 from tests.sandbox.conftest import Running, plan_solution, task
 from tests.sandbox.formats.test_extension import LINEAR, MODEL, folder
+from tests.sandbox.judge.timing.test_roofline import PYTHON
 
 KERNELS = [
     ("void norm_gelu_kernel<256>(float*, float const*, int, float)", "own"),
