@@ -152,9 +152,9 @@ def servers(component: str, name: str, own: dict[str, str], port: int, pod: dict
 def of_run(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, labels: Mapping[str, str] = {}, name: str = ""
 ) -> list[dict[str, Any]]:
-    """Returns copies of ``base``, a profile's objects, for one run; the run's Workflow owns them.  In the copies
-    ``name`` (empty: the Workflow's name) replaces the placeholder ``RUN``; but in a label whose key is in ``labels``,
-    ``labels[key]`` replaces it."""
+    """Returns copies of ``base``, a profile's objects, for one run; the run's Workflow owns them.  Each placeholder
+    ``RUN`` becomes ``name``, or the Workflow's name if ``name`` is empty.  Labels whose keys are in ``labels`` get the
+    values given there instead."""
     made = [_named(one, name or workflow, labels) for one in base]
     for one in made:
         one["metadata"]["ownerReferences"] = [owned_by(workflow, uid)]

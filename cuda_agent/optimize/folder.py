@@ -33,7 +33,7 @@ class OptimizeError(UserError):
 
 @dataclass(frozen=True)
 class SearchOrder:
-    """The settings of a search, as a user orders it.  ``tokens``, ``minutes`` and ``money`` are limits for all attempts
+    """The settings of a search that a user asks for.  ``tokens``, ``minutes`` and ``money`` are limits for all attempts
     together (None: no limit)."""
 
     base_url: str  # OpenAI-compatible address

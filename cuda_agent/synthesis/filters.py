@@ -55,7 +55,7 @@ class SourceFilter:
         self.scores: list[float] = []  # similarity of each candidate to the nearest task of the evaluation set
 
     def check(self, task: Task) -> None:
-        """Raises TaskRefused if a filter refuses the candidate ``task``, for example as a copy of an earlier one."""
+        """Raises TaskRefused if a filter refuses ``task``, for example because an earlier task is the same."""
         if found := problems(task.code):
             raise TaskRefused("form", found[0])
         if not task.ops:

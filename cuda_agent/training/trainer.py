@@ -204,7 +204,8 @@ class Trainer:
         return metrics | {"grad_norm": norm if math.isfinite(norm) else 0.0, "skipped": float(not math.isfinite(norm))}
 
     def _side_by_side(self, job: Callable[[PackedRow], Result], rows: Sequence[PackedRow]) -> Iterator[Result]:
-        """Yields the result of ``job`` for each row, in order. Runs ``workers`` rows at a time, inside ``working``."""
+        """Yields the result of ``job`` for each row, in order. Runs ``workers`` rows at a time, each group of them in
+        the context ``working``, in which no kernel is timed."""
         if self.workers == 1:
             for row in rows:
                 with self.working():

@@ -36,9 +36,8 @@ def bind(node: dict[str, Any], tensor: Callable[[dict[str, Any]], _Tensor], devi
 
 
 def _operand(tensor: _Tensor, wanted: torch.dtype | None, constant: bool) -> tuple[_Tensor, _Step | None]:
-    """Returns ``tensor`` in the dtype ``wanted``, and a function that copies new values of ``tensor`` to the converted
-    tensor; callers run it before every call. The function is ``None`` if nothing is converted, or if ``tensor`` is
-    ``constant``."""
+    """Returns ``tensor`` in the dtype ``wanted``, and a function that converts its current values again. A node needs
+    the function before each run, unless ``tensor`` is ``constant`` or has the dtype already; then it is ``None``."""
     if wanted is None or tensor.dtype == wanted:
         return tensor, None
     rounded = tensor.to(wanted)

@@ -162,9 +162,12 @@ def shared(peak: float | None) -> bool:
 
 
 def takes_turns(part: float, of_whole: float, floor: float) -> bool:
-    """Returns whether a device runs other processes in turn: ``of_whole`` exceeds ``part``, or ``part`` far exceeds
-    ``floor``. They are seconds of filling a buffer: ``part`` by itself, ``of_whole`` as one of many in a row, ``floor``
-    at the memory's peak rate. (H100: 45, 35 and 31 us; beside another process 45 to 56 and 58 to 75 us.)"""
+    """Returns whether a device seems to run other processes in turn with this one.
+
+    Args:
+        part: Shortest seconds in which one buffer was filled (H100: 45 us; beside another process 45 to 1,000 us).
+        of_whole: Shortest seconds per buffer when many were filled in a row (35 us; beside it 58 to 230 us).
+        floor: Seconds that one buffer takes at the memory's peak rate (31 us)."""
     return of_whole > part or part > _FAR_ABOVE * floor
 
 
