@@ -1,9 +1,10 @@
 """Puts a process into a jail before it runs untrusted code. Each protection of the jail is called a wall.
 
 ``enter`` sets up the walls: no_new_privs, Landlock, a seccomp filter and resource limits. It needs no privilege. As
-root it also changes to a separate user. Landlock restricts files and TCP; in newer versions of Linux also device ioctls,
-signals and abstract sockets. The process will end when its parent ends. ``prove`` attacks every wall from inside a
-jailed child. As a script, the module starts compilers and shells in the jail: ``python jail.py POLICY PROGRAM ...``.
+root it also changes to a separate user. Landlock restricts files and TCP; in newer versions of Linux also device
+ioctls, signals and abstract sockets. The process will end when its parent ends. ``prove`` attacks every wall from
+inside a jailed child. As a script, the module starts compilers and shells in the jail: ``python jail.py POLICY
+PROGRAM ...``.
 
 The module uses only the standard library. It needs no namespaces, because restricted pods grant none. Watchdogs in
 ``processes`` also limit the memory and the threads of workers."""
