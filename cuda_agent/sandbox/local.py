@@ -21,6 +21,7 @@ from dataclasses import asdict, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from cuda_agent.config import WHERE_JUDGED, SandboxConfig
 from cuda_agent.errors import SandboxUnready, TaskError
@@ -65,6 +66,7 @@ class LocalSandbox:
         self._judges: list[JudgeHandle] = []
         self._workspaces = Workspaces()
         self._specs: dict[str, TaskSpec] = {}
+        self._asked: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()  # one per verdict asked for now
         self._architecture = self._identity = ""  # of the GPU; the latter with its driver
 
     async def __aenter__(self) -> "LocalSandbox":
@@ -159,19 +161,20 @@ class LocalSandbox:
         """Returns the verdict on ``solution``. If ``again`` is true, ignores the cache and times the baselines again.
         Raises ``TaskError`` if the task itself cannot be run, and ``SandboxUnready`` if the sandbox does not work."""
         file = self._verdict_file(task, solution, mode)
-        if not again and (found := _read_json(file)) is not None:
-            verdict = Verdict.from_json(found)
-            verdict.cached = self.config.clock == "real"
+        async with self._asked.setdefault(file, asyncio.Lock()):  # equal requests wait for the first one's verdict
+            if not again and (found := _read_json(file)) is not None:
+                verdict = Verdict.from_json(found)
+                verdict.cached = self.config.clock == "real"
+                return verdict
+            for _ in (1, 2):
+                try:
+                    verdict = await self._evaluate(task, solution, mode, again)
+                except (JudgeLost, OSError) as lost:  # OSError: a full disk, a cache that cannot be written
+                    verdict = self._refusal(solution, mode, "infra", str(lost))
+                if verdict.status != "infra":
+                    await asyncio.to_thread(keep, file, verdict.to_json())
+                    break
             return verdict
-        for _ in (1, 2):
-            try:
-                verdict = await self._evaluate(task, solution, mode, again)
-            except (JudgeLost, OSError) as lost:  # OSError: a full disk, a cache that cannot be written
-                verdict = self._refusal(solution, mode, "infra", str(lost))
-            if verdict.status != "infra":
-                await asyncio.to_thread(keep, file, verdict.to_json())
-                break
-        return verdict
 
     async def _evaluate(self, task: Task, solution: Solution, mode: Mode, again: bool = False) -> Verdict:
         clock, judge = time.monotonic, self._judge(task)

@@ -77,6 +77,29 @@ def test_a_verdict_is_asked_for_once_and_again_on_demand(make: Make) -> None:
     assert asyncio.run(sandbox.evaluate(task(), SOLUTION)).message == "second"
 
 
+def test_equal_requests_at_once_are_judged_once_even_if_the_first_is_cancelled(make: Make) -> None:
+    class Slow(Judge):
+        async def ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
+            await asyncio.sleep(0.05)
+            return await super().ask(operation, body)
+
+    async def at_once(sandbox: LocalSandbox, cancel: bool) -> list[Any]:
+        asked = [asyncio.ensure_future(sandbox.evaluate(task(), SOLUTION)) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        if cancel:
+            asked[0].cancel()
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    for cancel in (True, False):
+        judge = Slow(verdict("infra"), verdict()) if cancel else Slow(verdict())
+        sandbox = make(judge)
+        sandbox.cache /= str(cancel)
+        found = asyncio.run(at_once(sandbox, cancel))
+        assert [one.status for one in found[1:]] == ["ok", "ok"] and judge.evaluations() == 1 + cancel
+        assert isinstance(found[0], asyncio.CancelledError) == cancel
+        assert not sandbox._asked
+
+
 @pytest.mark.parametrize("other", ["compiler", "torch", "device"])
 def test_a_verdict_of_another_machine_software_or_device_is_not_reused(
     make: Make, monkeypatch: pytest.MonkeyPatch, other: str
