@@ -59,49 +59,92 @@ class RunConfig(Section):
     """Where a run is stored and tracked, and how its stages are executed.  Only the executor reads this section."""
 
     pipeline: str = Field("cuda-agent", description="name of the MLflow experiment")
-    name: str | None = Field(None, pattern=_NAME, description="name of the run; default: the date")
-    sweep: str | None = Field(None, pattern=_NAME, description="the sweep it belongs to; set by `cuda-agent sweep`")
-    store: str = Field(".cuda-agent/store", description="a folder, memory:// or s3://bucket/prefix")
-    mlflow: str | None = Field(None, description="tracking URI; default is SQLite beside the store; 'off' disables")
-    parallel_stages: bool = Field(False, description="run sibling stages side by side (needs the memory and cores)")
-    retries: int = Field(2, ge=0, description="how often a stage that exits 75 (try again) is started anew")
+    name: str | None = Field(
+        None, pattern=_NAME, description="name of the run; none: date and time, with a part of the configuration's hash"
+    )
+    sweep: str | None = Field(
+        None, pattern=_NAME, description="sweep that the run belongs to; set by `cuda-agent sweep`"
+    )
+    store: str = Field(
+        ".cuda-agent/store", description="where runs are stored: a folder, memory:// or s3://bucket/prefix"
+    )
+    mlflow: str | None = Field(
+        None, description="tracking URI of MLflow; none: SQLite beside the store; off: no tracking"
+    )
+    parallel_stages: bool = Field(
+        False, description="run independent stages side by side, unless one measures times (needs the memory and cores)"
+    )
+    retries: int = Field(
+        2, ge=0, description="how often a stage that exits with 75 (try again) is restarted; not on a cluster"
+    )
 
 
 class SandboxConfig(Section):
-    format: Format = Field("plan", description="form of the solutions")
-    device: Literal["cpu", "cuda"] = "cpu"
-    clock: Literal["real", "model"] = Field("real", description="model: a deterministic cost in place of time")
-    threads: Positive = Field(2, description="threads of a candidate and of its baselines (cpu)")
-    checks: Positive = Field(5, description="inputs a candidate is checked on in quick mode")
-    tolerance: float = Field(1e-2, gt=0, description="absolute and relative tolerance of a check")
-    train_mode: bool = Field(False, description="models stay in train(), as KernelBench runs them")
-    timed_calls: Positive = Field(12, description="most timed calls of a candidate in quick mode")
-    build_seconds: float = Field(20.0, gt=0, description="limit for one build")
-    first_pass_seconds: float = Field(180.0, gt=0, description="limit for compilation inside a Python solution")
-    run_seconds: float = Field(10.0, gt=0, description="limit for one evaluation after the build")
-    memory_mb: Positive = Field(2048, description="limit for one worker")
-    required_walls: list[str] = Field(
-        default=["no_new_privs", "landlock", "seccomp"], description="walls that an attack must prove"
+    format: Format = Field("plan", description="format of the solutions")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="device that runs tasks and solutions")
+    clock: Literal["real", "model"] = Field(
+        "real", description="real: times are measured; model: a deterministic cost replaces them"
     )
-    servers: Addresses = Field(default=[], description="addresses of `cuda-agent sandbox serve`; none: in this process")
-    token_env: str = Field("CUDA_AGENT_SANDBOX_TOKEN", description="environment variable with the servers' token")
-    token_file: str | None = Field(None, description="file that holds the token instead")
+    threads: Positive = Field(2, description="threads of a solution and of its baselines, on a CPU")
+    checks: Positive = Field(5, description="number of inputs on which quick mode checks a solution")
+    tolerance: float = Field(
+        1e-2, gt=0, description="absolute and relative difference from the reference that a check allows"
+    )
+    train_mode: bool = Field(False, description="run models in train() mode, as KernelBench does, not in eval() mode")
+    timed_calls: Positive = Field(
+        12, description="limit of timed calls in quick mode; up to four times as many if they do not decide the reward"
+    )
+    build_seconds: float = Field(20.0, gt=0, description="time limit for one build, in seconds")
+    first_pass_seconds: float = Field(
+        180.0,
+        gt=0,
+        description="time limit, in seconds, for the first pass of a Python solution, which compiles its kernels",
+    )
+    run_seconds: float = Field(10.0, gt=0, description="time limit for one evaluation after the build, in seconds")
+    memory_mb: Positive = Field(
+        2048, description="memory limit, in MiB, for a build and for a process that runs a solution"
+    )
+    required_walls: list[str] = Field(
+        default=["no_new_privs", "landlock", "seccomp"],
+        description="protections that must withstand a test attack before the sandbox judges anything",
+    )
+    servers: Addresses = Field(
+        default=[],
+        description="addresses of sandbox servers (`cuda-agent sandbox serve`); empty: the sandbox runs locally",
+    )
+    token_env: str = Field("CUDA_AGENT_SANDBOX_TOKEN", description="environment variable that holds the servers' token")
+    token_file: str | None = Field(None, description="file that holds the servers' token; it goes before token_env")
 
 
 class Synthesis(Section):
-    train: Positive = Field(16, description="tasks to train on")
-    heldout: Positive = Field(24, description="held-out tasks of the teacher's family")
-    catalogue: int = Field(6, ge=0, description="held-out tasks of the full operator catalogue, scored apart")
+    train: Positive = Field(16, description="number of training tasks")
+    heldout: Positive = Field(24, description="number of held-out tasks of the teacher's family")
+    catalogue: int = Field(
+        6, ge=0, description="number of held-out tasks from the full operator catalogue, which are scored separately"
+    )
     catalogue_share: Share = Field(0.0, description="share of the training tasks that come from the full catalogue")
-    max_candidates: Positive = Field(48, description="most candidates that are compiled")
-    max_ops: int = Field(5, ge=1, le=5, description="most torch operators fused in one task")
-    window_ms: tuple[float, float] = Field((0.1, 5.0), description="eager time a task must fall into")
-    max_similarity: Share = Field(0.9, description="a task more similar to the evaluation set is dropped")
-    evaluation_set: str | None = Field(None, description="folder of tasks that training must not resemble")
-    writer: Literal["programmatic", "model"] = Field("programmatic", description="who composes tasks")
-    writer_url: str | None = Field(None, description="OpenAI-compatible address of the model writer")
-    writer_model: str | None = None
-    writer_key_env: str = Field("OPENAI_API_KEY", description="environment variable that holds the key")
+    max_candidates: Positive = Field(48, description="limit of candidate tasks that are compiled")
+    max_ops: int = Field(5, ge=1, le=5, description="limit of torch operators in one task")
+    window_ms: tuple[float, float] = Field(
+        (0.1, 5.0),
+        description="least and greatest time of a task in eager PyTorch, in milliseconds; other tasks are dropped",
+    )
+    max_similarity: Share = Field(
+        0.9, description="a task that is more similar to a task of the evaluation set is dropped; 1: equal"
+    )
+    evaluation_set: str | None = Field(
+        None, description="task set that no task may resemble (max_similarity), such as a KernelBench folder"
+    )
+    writer: Literal["programmatic", "model"] = Field(
+        "programmatic", description="what composes tasks of the full catalogue: a program, or a language model"
+    )
+    writer_url: str | None = Field(
+        None, description="OpenAI-compatible address of the language model, for writer=model"
+    )
+    writer_model: str | None = Field(None, description="name of the language model at writer_url")
+    writer_key_env: str = Field(
+        "OPENAI_API_KEY", description="environment variable that holds the API key for writer_url"
+    )
 
     @model_validator(mode="after")
     def _window_ascends(self) -> "Synthesis":
@@ -115,35 +158,42 @@ class Synthesis(Section):
 class Vllm(Section):
     """Settings of the vLLM servers that serve the policy if ``policy.engine`` is vllm."""
 
-    servers: Addresses = Field(default=[], description="addresses of running vLLM servers; none: the stage starts some")
-    replicas: Positive = Field(1, description="servers that a stage starts")
-    sync: Literal["disk", "lora", "nccl"] = Field(
-        "disk", description="how new weights reach them: a folder, an adapter, or a broadcast (NCCL, Gloo on a cpu)"
+    servers: Addresses = Field(
+        default=[], description="addresses of running vLLM servers; empty: the stage starts servers"
     )
-    gpu_memory: float = Field(0.9, gt=0, le=1, description="share of a GPU's memory that a server of ours takes")
+    replicas: Positive = Field(1, description="number of servers that a stage starts")
+    sync: Literal["disk", "lora", "nccl"] = Field(
+        "disk",
+        description="how servers get new weights: disk: a folder; lora: an adapter; nccl: a broadcast (Gloo on a CPU)",
+    )
+    gpu_memory: float = Field(
+        0.9, gt=0, le=1, description="share of a GPU's memory that a server takes, if the stage starts it"
+    )
 
 
 class PolicyConfig(Section):
-    base: str | None = Field(None, description="Hugging Face folder or name; none: a small model from scratch")
-    layers: Positive = 4
-    hidden: Positive = 128
-    heads: Positive = 4
-    kv_heads: Positive = 2
-    intermediate: Positive = 384
-    vocab: Positive = 1024
-    context: Positive = Field(1024, description="most tokens of prompt, answers and tool outputs together")
+    base: str | None = Field(
+        None, description="Hugging Face folder or name; none: bootstrap trains a small model from scratch"
+    )
+    layers: Positive = Field(4, description="layers of a model from scratch")
+    hidden: Positive = Field(128, description="width of a model from scratch")
+    heads: Positive = Field(4, description="attention heads of a model from scratch")
+    kv_heads: Positive = Field(2, description="key and value heads of a model from scratch")
+    intermediate: Positive = Field(384, description="width of the feed-forward layers of a model from scratch")
+    vocab: Positive = Field(1024, description="size of the vocabulary of a model from scratch")
+    context: Positive = Field(1024, description="limit of tokens in a conversation: prompt, answers and tool outputs")
     engine: Literal["local", "vllm", "scripted"] = Field(
-        "local", description="what serves the policy: this process, vLLM servers, or a script for drills"
+        "local", description="what serves the policy: this process (local), vLLM servers, or a script for drills"
     )
     vllm: Vllm = Vllm()
-    engine_batch: Positive = Field(32, description="sequences decoded together")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="where engine=local computes")
+    engine_batch: Positive = Field(32, description="number of sequences that are decoded together")
+    device: Literal["cpu", "cuda"] = Field("cpu", description="device on which engine=local computes")
     dtype: Literal["float32", "bfloat16"] = Field(
         "float32",
-        description="what engine=local computes in; bfloat16 is twice as fast on a GPU, and not the trainer's "
-        "log-probabilities: take behavior_logprobs=trainer",
+        description="number type of engine=local; bfloat16 is twice as fast on a GPU, but its log-probabilities differ "
+        "from the trainer's: use behavior_logprobs=trainer with it",
     )
-    threads: Positive = Field(2, description="threads of engine and trainer on a cpu")
+    threads: Positive = Field(2, description="threads of engine and trainer on a CPU")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "PolicyConfig":
@@ -158,7 +208,9 @@ class Lora(Section):
     their weights.  The stage ``bootstrap`` always trains all weights."""
 
     rank: int = Field(0, ge=0, description="rank of the adapters that are trained; 0: all weights are trained")
-    alpha: float = Field(32.0, gt=0, description="an adapter's change is scaled by alpha / rank")
+    alpha: float = Field(
+        32.0, gt=0, description="scale of the adapters: an adapter's change is multiplied by alpha / rank"
+    )
     targets: list[str] = Field(
         default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         min_length=1,
@@ -172,28 +224,41 @@ class Training(Section):
 
     checkpointing: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="compute activations twice instead of keeping them; auto: for rows of more than 8,192 tokens",
+        description="whether activations are computed twice to save memory; auto: if rows have more than 8,192 tokens",
     )
-    compile: bool = Field(False, description="torch.compile for the layers: halves the time on GPUs, takes a minute")
-    num_processes: Positive = Field(1, description="processes that a trainer is spread over (not in bootstrap)")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="where the processes compute; cuda: one GPU per process")
+    compile: bool = Field(
+        False,
+        description="use torch.compile for the layers, which halves the time on GPUs and takes a minute at the start",
+    )
+    num_processes: Positive = Field(
+        1, description="number of processes that a trainer is spread over (bootstrap always uses one)"
+    )
+    device: Literal["cpu", "cuda"] = Field(
+        "cpu", description="device on which the processes compute; cuda: one GPU per process"
+    )
     parallelism: Literal["data", "context"] = Field(
         "data", description="data: each process takes whole rows; context: all share the tokens of every row"
     )
     microbatch_tokens: Positive | None = Field(
-        None, description="most tokens of a forward pass; unset: 4,096, on a GPU 32,768"
+        None, description="limit of tokens in a forward pass; none: 4,096 on a CPU, 32,768 on a GPU"
     )
 
 
 class Bootstrap(Section):
-    examples: Positive = Field(6000, description="worked examples of the teacher in the corpus")
-    agent_share: Share = Field(0.4, description="share of the examples that are full tool-using episodes")
-    repair_share: Share = Field(0.2, description="share of those with a mistake that is then repaired")
-    verify: int = Field(24, ge=0, description="examples verified in the sandbox")
-    steps: Positive = 600
-    tokens_per_step: Positive = Field(4096, description="most tokens of one optimizer step")
-    lr: Rate = 6e-3
-    max_seconds: float | None = Field(None, gt=0, description="stop training after this long; none: after steps")
+    examples: Positive = Field(6000, description="number of the teacher's worked examples in the corpus")
+    agent_share: Share = Field(
+        0.4, description="share of the examples that are episodes with tools; the others are single answers"
+    )
+    repair_share: Share = Field(
+        0.2, description="share of the episodes with tools in which a mistake is made and repaired"
+    )
+    verify: int = Field(24, ge=0, description="number of the teacher's solutions that the sandbox verifies")
+    steps: Positive = Field(600, description="number of optimizer steps")
+    tokens_per_step: Positive = Field(4096, description="limit of tokens in one optimizer step")
+    lr: Rate = Field(6e-3, description="learning rate")
+    max_seconds: float | None = Field(
+        None, gt=0, description="time limit for the training, in seconds; none: no limit besides steps"
+    )
 
 
 class Ppo(Section):
@@ -202,7 +267,7 @@ class Ppo(Section):
 
     reward: Literal["ladder", "speedup"] = Field(
         "ladder",
-        description="what a verdict is worth; ladder: -1, 1, 2 or 3 (Eq. 1); speedup: -1, or 3 s/(1 + s) for a correct "
+        description="reward of a verdict; ladder: -1, 1, 2 or 3 (Eq. 1); speedup: -1, or 3 s/(1 + s) for a correct "
         "solution that is s times as fast as the faster of eager and torch.compile",
     )
     advantage: Literal["gae", "group", "rloo"] = Field(
@@ -211,26 +276,39 @@ class Ppo(Section):
         "divided by their standard deviation (GRPO); rloo: reward minus the mean of the other samples; group and rloo "
         "train no critic, and read neither its keys nor gamma and lambda",
     )
-    steps: Positive = 6
-    episodes_per_step: Positive = 64
-    samples_per_prompt: Positive = Field(4, description="episodes a task in one step, so a step has fewer tasks")
-    minibatches: Positive = Field(2, description="optimizer steps a batch")
-    epochs: Positive = Field(1, description="passes over a batch")
-    actor_lr: Rate = 3e-4
-    critic_lr: Rate = 1e-3
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    clip_high: float = Field(0.28, gt=0)
-    gamma: float = Field(1.0, gt=0, le=1)
-    actor_lambda: float | None = Field(None, ge=0, le=1, description="none: length-adaptive, 1 - 1/(0.05 n)")
-    critic_lambda: Share = 1.0
-    critic_warmup: int = Field(0, ge=0, description="first steps that train the critic alone")
-    behavior_logprobs: Literal["engine", "trainer"] = Field(
-        "engine", description="denominator of the ratio; trainer: recomputed, needs two optimizer steps a batch or more"
+    steps: Positive = Field(6, description="number of steps; each plays a batch of episodes and learns from it")
+    episodes_per_step: Positive = Field(64, description="number of episodes in the batch of one step")
+    samples_per_prompt: Positive = Field(
+        4,
+        description="number of episodes per task in one step; a step has episodes_per_step / samples_per_prompt tasks",
     )
-    tis_cap: float = Field(2.0, gt=0, description="truncation of trainer/engine importance weights")
-    value_clip: float | None = Field(None, gt=0, description="values may move this far in one batch; none: no clipping")
-    max_grad_norm: float = Field(1.0, gt=0)
-    context: Positive = Field(1024, description="most tokens of one episode")
+    minibatches: Positive = Field(2, description="number of optimizer steps in one pass over a batch")
+    epochs: Positive = Field(1, description="number of passes over a batch")
+    actor_lr: Rate = Field(3e-4, description="learning rate of the policy")
+    critic_lr: Rate = Field(1e-3, description="learning rate of the critic")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="lower limit of PPO's ratio is 1 - clip_low")
+    clip_high: float = Field(0.28, gt=0, description="upper limit of PPO's ratio is 1 + clip_high")
+    gamma: float = Field(1.0, gt=0, le=1, description="discount factor per token")
+    actor_lambda: float | None = Field(
+        None, ge=0, le=1, description="lambda of GAE for the policy; none: 1 - 1/(0.05 n) for n sampled tokens"
+    )
+    critic_lambda: Share = Field(1.0, description="lambda of GAE for the critic's targets")
+    critic_warmup: int = Field(0, ge=0, description="number of first steps that train only the critic")
+    behavior_logprobs: Literal["engine", "trainer"] = Field(
+        "engine",
+        description="what computes the log-probabilities in the denominator of PPO's ratio; trainer needs at least two "
+        "optimizer steps per batch",
+    )
+    tis_cap: float = Field(
+        2.0,
+        gt=0,
+        description="upper limit of a token's importance weight, p(trainer) / p(engine)",
+    )
+    value_clip: float | None = Field(
+        None, gt=0, description="how far the critic's values may move in one batch; none: no clipping"
+    )
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients of a larger norm are clipped to it")
+    context: Positive = Field(1024, description="limit of tokens in one episode")
 
     @model_validator(mode="after")
     def _groups_are_whole(self) -> "Ppo":
@@ -245,39 +323,46 @@ class Ppo(Section):
 
 
 class Agent(Section):
-    turns: Positive = Field(6, description="most turns of an episode in training")
-    turn_tokens: Positive = Field(320, description="most tokens sampled in one turn")
-    tool_tokens: Positive = Field(96, description="most tokens of one tool output; the middle is cut")
-    concurrency: Positive = Field(32, description="episodes under way at once")
-    deadline_seconds: float = Field(120.0, gt=0, description="one episode, sandbox start and scoring included")
-    temperature: float = Field(1.0, ge=0)
+    turns: Positive = Field(6, description="limit of turns in an episode of collect and agentic")
+    turn_tokens: Positive = Field(320, description="limit of tokens sampled in one turn")
+    tool_tokens: Positive = Field(96, description="limit of tokens in one tool output; a longer one loses its middle")
+    concurrency: Positive = Field(32, description="limit of episodes under way at the same time")
+    deadline_seconds: float = Field(
+        120.0, gt=0, description="time limit for one episode, in seconds, including the sandbox's start and scoring"
+    )
+    temperature: float = Field(1.0, ge=0, description="sampling temperature in training")
 
 
 class Collect(Section):
-    samples: Positive = Field(6, description="episodes a training task")
+    samples: Positive = Field(6, description="number of episodes per training task")
 
 
 class Sft(Section):
-    epochs: Positive = 2
-    lr: Rate = 3e-4
-    tokens_per_step: Positive = Field(8192, description="most tokens of one optimizer step")
-    max_grad_norm: float = Field(1.0, gt=0)
+    epochs: Positive = Field(2, description="number of passes over the episodes")
+    lr: Rate = Field(3e-4, description="learning rate")
+    tokens_per_step: Positive = Field(8192, description="limit of tokens in one optimizer step")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients of a larger norm are clipped to it")
 
 
 class CriticConfig(Section):
-    epochs: Positive = 4
-    lr: Rate = 1e-3
-    tokens_per_step: Positive = Field(8192, description="most tokens of one optimizer step")
-    gae_lambda: Share = Field(1.0, description="1: Monte-Carlo returns; below 1 the targets are recomputed every epoch")
-    heldout: Share = Field(0.2, description="share of the episodes that only measure explained variance")
-    min_explained_variance: float = 0.2
-    gate: Literal["warn", "stop"] = Field("warn", description="below the minimum: warn in the report, or exit 79")
+    epochs: Positive = Field(4, description="number of passes over the episodes")
+    lr: Rate = Field(1e-3, description="learning rate")
+    tokens_per_step: Positive = Field(8192, description="limit of tokens in one optimizer step")
+    gae_lambda: Share = Field(
+        1.0, description="lambda of the targets; 1: Monte-Carlo returns; below 1: recomputed every epoch"
+    )
+    heldout: Share = Field(0.2, description="share of the episodes that are held out to measure explained variance")
+    min_explained_variance: float = Field(0.2, description="least explained variance on held-out episodes; see gate")
+    gate: Literal["warn", "stop"] = Field(
+        "warn",
+        description="what happens below min_explained_variance; warn: the report warns; stop: exit code 79",
+    )
 
 
 class EvaluateConfig(Section):
-    samples: Positive = Field(1, description="episodes a held-out task")
-    turns: Positive = Field(6, description="most turns of an episode in evaluation")
-    temperature: float = Field(1.0, ge=0)
+    samples: Positive = Field(1, description="number of episodes per held-out task")
+    turns: Positive = Field(6, description="limit of turns in an episode of an evaluation")
+    temperature: float = Field(1.0, ge=0, description="sampling temperature in evaluations")
 
 
 class Ray(Section):
@@ -289,28 +374,33 @@ class Ray(Section):
         pattern=r"^(auto|[^/?#@\s:]+:[0-9]+)$",
         description="host:port of a running Ray; none: the stage starts one on this machine",
     )
-    workers: Positive = Field(2, description="rollout workers; each has an engine")
-    worker_cpus: float = Field(1.0, ge=0, description="processors that Ray sets aside for a rollout worker")
-    worker_gpus: float = Field(0.0, ge=0, description="GPUs that Ray sets aside for its engine")
-    trainers: Positive = Field(1, description="machines that the trainer's ranks are spread over, evenly")
-    trainer_cpus: float = Field(1.0, ge=0, description="processors that Ray sets aside for the trainer on each machine")
-    trainer_gpus: float = Field(0.0, ge=0, description="GPUs that Ray sets aside for the trainer on each machine")
+    workers: Positive = Field(2, description="number of rollout workers; each has an engine and a sandbox")
+    worker_cpus: float = Field(1.0, ge=0, description="processors that Ray reserves for each rollout worker")
+    worker_gpus: float = Field(0.0, ge=0, description="GPUs that Ray reserves for the engine of each rollout worker")
+    trainers: Positive = Field(1, description="number of machines over which the trainer's processes are spread evenly")
+    trainer_cpus: float = Field(1.0, ge=0, description="processors that Ray reserves for the trainer on each machine")
+    trainer_gpus: float = Field(0.0, ge=0, description="GPUs that Ray reserves for the trainer on each machine")
     max_off_policy_steps: int = Field(
-        1, ge=0, description="most steps between the weights that sample a token and those it trains; 0: no overlap"
+        1,
+        ge=0,
+        description="how many steps the weights that sampled a token may be older than those trained on it; 0: playing "
+        "and learning take turns",
     )
-    oversample: Share = Field(0.0, description="extra share of episodes in a step; a task's last ones are dropped")
+    oversample: Share = Field(
+        0.0, description="share of additional episodes per task in a step; the task's last ones are dropped"
+    )
 
 
 class Config(Section):
-    seed: int = 0
+    seed: int = Field(0, description="seed of the run's random choices")
     run: RunConfig = RunConfig()
     graph: Literal["full", "no_rft", "no_critic", "one_shot"] = Field(
         "full",
-        description="which stages there are; no_rft: agentic starts from warmup's policy; no_critic: agentic makes its "
-        "critic from the policy; one_shot: warmup is the last stage that trains",
+        description="stages of the workflow; full: all; no_rft: agentic starts from warmup's policy; no_critic: "
+        "agentic makes its critic from the policy; one_shot: warmup is the last stage that trains",
     )
     runtime: Literal["local", "ray"] = Field(
-        "local", description="where rollouts and PPO run: in the process of the stage, or in Ray's actors"
+        "local", description="where episodes are played and PPO trains: in the stage's process, or in Ray's actors"
     )
     ray: Ray = Ray()
     sandbox: SandboxConfig = SandboxConfig()

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from cuda_agent.pipeline.sweep import Point
 
 commands = command_group()
-On = Annotated[str | None, Option("--on", metavar="CONTEXT", help="context of your kubeconfig; else the current one")]
-Watching = Annotated[bool, Option("--watch", help="follow it until it ends")]
-Profile = Annotated[str, Option(help="what the run's pods get: a profile of the chart")]
+On = Annotated[
+    str | None, Option("--on", metavar="CONTEXT", help="context of your kubeconfig [default: the current one]")
+]
+Watching = Annotated[bool, Option("--watch", help="follow the run until it ends")]
+Profile = Annotated[str, Option(help="profile of the chart, which sets the resources of the run's pods")]
 EVERY = 1.0  # seconds between two queries of a run
 AWAY = 120.0  # seconds without an answer of the API server before watching ends
 
@@ -40,10 +42,12 @@ def submit(
     on: On = None,
     namespace: Namespace = None,
     watching: Watching = False,
-    dry_run: Annotated[bool, Option("--dry-run", help="print the objects and send nothing")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="print the Kubernetes objects, and send nothing")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Start the whole workflow on a cluster. Needs a kubeconfig and nothing else."""
+    """Start the whole workflow on a cluster.
+
+    The chart of cuda-agent must be installed there. This machine needs a kubeconfig and nothing else."""
     from cuda_agent.cluster import submit as cluster
     from cuda_agent.compose import compose
 
@@ -68,20 +72,31 @@ def submit(
     "cuda-agent sweep experiment=smoke 'seed=range(3)' --on local --dry-run",
 )
 def sweep(
-    overrides: Annotated[list[str], Argument(metavar="OVERRIDE", help="as of submit, and several values: seed=1,2")],
+    overrides: Annotated[
+        list[str], Argument(metavar="OVERRIDE", help="as in `submit`; a key may have several values, as in seed=1,2")
+    ],
     profile: Profile = "cpu",
     release: Release = "cuda-agent",
-    on: Annotated[str | None, Option("--on", metavar="local|CONTEXT", help="else: the current cluster")] = None,
+    on: Annotated[
+        str | None,
+        Option(
+            "--on",
+            metavar="local|CONTEXT",
+            help="where to run: local (this machine), or a context of your kubeconfig [default: the current context]",
+        ),
+    ] = None,
     namespace: Namespace = None,
-    parallel: Annotated[int | None, Option(min=1, help="so many runs at once at most; the rest wait")] = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="list the runs and start none")] = False,
+    parallel: Annotated[
+        int | None, Option(min=1, help="limit of runs at the same time; the others wait; only on a cluster")
+    ] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="list the runs, and start none")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Start a run for every combination of values, in Hydra's grammar: a=1,2  a=range(3)  a=choice(x,y).
+    """Start a run for every combination of values.
 
-    All runs are validated before the first one starts. On a cluster this command submits them and ends. On this machine
-    (--on local) they run one after the other; the same command with the same run.name continues a stopped sweep.
-    """
+    Values are written in Hydra's grammar: a=1,2  a=range(3)  a=choice(x,y). All runs are validated before the first one
+    starts. On a cluster this command submits them and ends. On this machine (--on local) they run one after the other;
+    the same command with the same run.name continues a stopped sweep."""
     from cuda_agent.pipeline import sweep as sweeps
 
     if on == "local" and parallel is not None:
@@ -144,21 +159,22 @@ def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
 
 @command(commands, "cuda-agent watch last")
 def watch(run: RunName, on: On = None, namespace: Namespace = None, as_json: AsJson = False) -> None:
-    """Follow a run: its stages, their progress, and what they wait for. Ctrl-C stops watching, not the run.
+    """Follow a run on a cluster until it ends.
 
-    With --json, print one line each time something has changed."""
+    Shows the stages, their progress, and what they wait for. Ctrl-C stops watching, not the run. With --json, prints a
+    line each time something has changed."""
     sys.exit(_follow(cluster_of(on, namespace), run, as_json))
 
 
 @command(commands, "cuda-agent cancel last", "cuda-agent cancel last --now")
 def cancel(
     run: RunName,
-    now: Annotated[bool, Option("--now", help="do not wait for checkpoints")] = False,
+    now: Annotated[bool, Option("--now", help="stop at once, without waiting for checkpoints")] = False,
     on: On = None,
     namespace: Namespace = None,
     as_json: AsJson = False,
 ) -> None:
-    """Stop a run. Its stages write a checkpoint, and `resume` continues from there."""
+    """Stop a run on a cluster. Its stages write a checkpoint, and `resume` continues from there."""
     from cuda_agent.cluster import submit as cluster
 
     name, running = cluster.cancel(cluster_of(on, namespace), run, now)
@@ -179,7 +195,7 @@ def cancel(
 def resume(
     run: RunName, on: On = None, namespace: Namespace = None, watching: Watching = False, as_json: AsJson = False
 ) -> None:
-    """Continue a run that was cancelled or has failed. The results of finished stages come from the store."""
+    """Continue a cancelled or failed run on a cluster. The results of finished stages come from the store."""
     from cuda_agent.cluster import submit as cluster
 
     place = cluster_of(on, namespace)
@@ -190,10 +206,10 @@ def resume(
 def mlflow(
     on: On = None,
     namespace: Namespace = None,
-    port: Annotated[int, Option(help="on this machine; 0: any that is free")] = 0,
+    port: Annotated[int, Option(help="port on this machine; 0: any free port")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Forward a port of this machine to the chart's MLflow until Ctrl-C, and print the address."""
+    """Forward a port of this machine to the chart's MLflow. Prints the address, and runs until Ctrl-C."""
     from cuda_agent.cluster import forward, results
 
     place = cluster_of(on, namespace)
@@ -206,11 +222,14 @@ def mlflow(
 
 @command(commands, "cuda-agent render", "cuda-agent render --check")
 def render(
-    root: Annotated[Path, Argument(help="the repository")] = Path("."),
+    root: Annotated[Path, Argument(help="folder of the repository")] = Path("."),
     check: Annotated[bool, Option("--check", help="write nothing; exit with 1 if anything would change")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Render workflows/ and charts/cuda-agent from the graph and the chart's values."""
+    """Render workflows/ and charts/cuda-agent.
+
+    Writes the generated files of the repository, from the graph of stages and the chart's values, and prints the names
+    of those that changed."""
     from cuda_agent.deploy import chart
 
     changed = chart.drift(root) if check else chart.write(root)

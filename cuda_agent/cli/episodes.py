@@ -31,28 +31,32 @@ def episodes(
         str,
         Argument(
             metavar="RUN|FOLDER",
-            help="a run, the beginning of its name, or `last`; a folder of `optimize` or of `benchmark --output`",
+            help="a run, the beginning of its name, or `last`; or a folder of `optimize` or `benchmark --output`",
         ),
     ],
-    stage: Annotated[str | None, Option(help="only of this stage, such as collect or evaluate-rft")] = None,
-    task: Annotated[str | None, Option(help="only tasks whose name contains this")] = None,
-    status: Annotated[str | None, Option(help="only this verdict: ok, wrong, build_error, no_answer, lost")] = None,
-    min_reward: Annotated[float | None, Option(help="only with at least this reward")] = None,
+    stage: Annotated[str | None, Option(help="only episodes of this stage, such as collect or evaluate-rft")] = None,
+    task: Annotated[str | None, Option(help="only episodes of tasks whose name contains this text")] = None,
+    status: Annotated[
+        str | None, Option(help="only episodes of this status: that of a verdict, such as ok or wrong; no_answer; lost")
+    ] = None,
+    min_reward: Annotated[float | None, Option(help="only episodes with at least this reward")] = None,
     sort: Annotated[
-        Literal["newest", "oldest", "best", "worst", "turns", "tokens", "task"], Option(help="which come first")
+        Literal["newest", "oldest", "best", "worst", "turns", "tokens", "task"],
+        Option(help="which episodes come first"),
     ] = "newest",
-    most: Annotated[int, Option(min=1, help="how many are listed, and put on the page")] = 200,
-    output: Annotated[Path | None, Option(help="write them as one HTML page")] = None,
+    most: Annotated[int, Option(min=1, help="limit of episodes in the list and on the page")] = 200,
+    output: Annotated[Path | None, Option(help="write the episodes to this file, as one HTML page")] = None,
     open_page: Annotated[bool, Option("--open", help="write the page, and open it in a browser")] = False,
     store: StoreOption = STORE,
     on: Where = None,
     namespace: Namespace = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the episodes of a run, or show them on a page: turns, tool calls, diffs, verdicts, probabilities of tokens.
+    """List the episodes of a run, or show them on a page.
 
-    A run keeps the episodes of its stage collect and of its evaluations. The page is one file that needs no network; a
-    reader can search, filter and sort it. All text that models wrote is shown as plain text."""
+    A run keeps the episodes of its stage collect and of its evaluations. The page shows turns, tool calls, diffs,
+    verdicts and probabilities of tokens. It is one file that needs no network; a reader can search, filter and sort
+    it. All text that models wrote is shown as plain text."""
     from cuda_agent.pipeline import episodes as left
 
     with tempfile.TemporaryDirectory() as folder:

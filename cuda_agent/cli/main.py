@@ -33,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-tasks_app = command_group("Look at task sets, and import others'.")
+tasks_app = command_group("Show, import and check task sets.")
 MOST_DROPPED = 10  # dropped items of an import that are listed
 
 
@@ -56,8 +56,8 @@ def main() -> None:
 @command(app, "cuda-agent run experiment=demo", "cuda-agent run experiment=smoke critic.lr=1e-4 --new")
 def run(
     overrides: Overrides = None,
-    new: Annotated[bool, Option("--new", help="start another run, even if one is unfinished")] = False,
-    to: Annotated[str | None, Option("--to", help="only this stage and what it needs")] = None,
+    new: Annotated[bool, Option("--new", help="start a new run, even if one is unfinished")] = False,
+    to: Annotated[str | None, Option("--to", help="run only this stage and the stages that it needs")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the whole workflow on this machine.
@@ -102,9 +102,10 @@ def run(
 
 @command(app, "cuda-agent config experiment=paper", "cuda-agent config critic.lr=1e-4 --json")
 def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Print the composed, validated configuration and the schedule that follows from it. Nothing is run.
+    """Print the configuration and the schedule of a run.
 
-    If policy.base is a folder that this machine does not have, a note says so: `run` would refuse it."""
+    The configuration is complete and validated. Nothing is run. If policy.base is a folder that this machine does not
+    have, a note says so, because `run` would refuse it."""
     from cuda_agent.compose import compose, freeze
     from cuda_agent.pipeline.schedule import derived, require_base, schedule_lines
 
@@ -133,24 +134,32 @@ def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
 )
 def evaluate(
     task: Annotated[Path, Argument(help="a model.py with Model, get_inputs and get_init_inputs")],
-    solution: Annotated[Path, Argument(help="a folder: plan.json and kernels/, or model_new.py and kernels/")],
+    solution: Annotated[
+        Path, Argument(help="a folder with plan.json and kernels/; in other formats (sandbox.format) with model_new.py")
+    ],
     overrides: Overrides = None,
     mode: Annotated[
         Literal["quick", "strict", "check"],
-        Option(help="quick: for training; strict: for people; check: without times"),
+        Option(help="quick: fast, as in training; strict: careful numbers to report; check: no times"),
     ] = "quick",
-    again: Annotated[bool, Option("--again", help="judge again, and time eager and torch.compile again")] = False,
+    again: Annotated[
+        bool, Option("--again", help="ignore cached results: judge again, and time eager and torch.compile again")
+    ] = False,
     shapes: Annotated[
         list[str] | None,
-        Option(help="check other shapes, too: auto, or constants of model.py as in batch_size=7,dim=1000 (repeatable)"),
+        Option(
+            help="check other shapes, too: auto, or new values of constants in model.py, as in batch_size=7,dim=1000; "
+            "repeatable"
+        ),
     ] = None,
     train_mode: TrainMode = False,
     as_json: AsJson = False,
 ) -> None:
     """Check and time one solution of one task in the sandbox.
 
-    With --shapes auto the other shapes are those in SHAPES of model.py (a list of dicts of constants), or one row more
-    and half of the rows in the inputs' first dimension. A solution that is wrong there is called specialised."""
+    --shapes auto takes the other shapes from SHAPES in model.py, a list of dicts of constants. Without SHAPES, the
+    inputs' first dimension gets one row more, then half of its rows. A solution that is wrong at another shape is
+    called specialised. Exit code 0: the solution is correct; 1: it is not; 75: the sandbox failed."""
     from cuda_agent.compose import compose
     from cuda_agent.optimize import evaluation
     from cuda_agent.optimize.shapes import shape_lines
@@ -175,20 +184,24 @@ def evaluate(
     name="evaluate-set",
 )
 def evaluate_set(
-    solutions: Annotated[Path, Argument(help="a folder, a file of JSON lines, or a JSON file")],
+    solutions: Annotated[Path, Argument(help="the set: a folder, a file of JSON lines, or a JSON file")],
     overrides: Overrides = None,
     tasks: Annotated[
-        Path | None, Option(help="a KernelBench folder or any task set [default: the records' own references]")
+        Path | None,
+        Option(help="a KernelBench folder or any task set [default: the reference that each record contains]"),
     ] = None,
-    mode: Annotated[Literal["quick", "strict"], Option(help="quick: for training; strict: for people")] = "quick",
+    mode: Annotated[
+        Literal["quick", "strict"], Option(help="quick: fast, as in training; strict: careful numbers to report")
+    ] = "quick",
     train_mode: TrainMode = False,
-    output: Annotated[Path | None, Option(help="folder of the result [default: SOLUTIONS-evaluated]")] = None,
+    output: Annotated[Path | None, Option(help="folder for the result [default: SOLUTIONS-evaluated]")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Judge a set of finished solutions, and write a page and a CSV: claims beside measurements, scores, rejections.
+    """Judge a set of finished solutions, and write a report.
 
-    The solutions are files model_new.py with ModelNew, unless sandbox.format names another format. After Ctrl-C or a
-    kill the same command goes on; finished verdicts are kept. Exit code 75: the sandbox failed for some records."""
+    The report is a page and a CSV file. It shows claims beside measurements, scores and rejections. Each solution is a
+    file model_new.py with a class ModelNew, unless sandbox.format names another format. After Ctrl-C or a kill, the
+    same command continues and keeps finished verdicts. Exit code 75: the sandbox failed for some records."""
     from cuda_agent.compose import compose
     from cuda_agent.optimize import evaluate_set as sets
     from cuda_agent.optimize.evaluation import run_to_end
@@ -215,11 +228,11 @@ def evaluate_set(
     tasks_app, "cuda-agent tasks show KernelBench/", "cuda-agent tasks show tasks.parquet relu_sum-0003", name="show"
 )
 def tasks_show(
-    source: Annotated[Path, Argument(help="a task set, an Ops-6K parquet, a KernelBench folder, one model.py")],
-    name: Annotated[str | None, Argument(help="print the code of this task")] = None,
+    source: Annotated[Path, Argument(help="a task set, an Ops-6K parquet, a KernelBench folder, or one model.py")],
+    name: Annotated[str | None, Argument(help="name of the task whose code is printed [default: list all]")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the tasks of a set, or print one."""
+    """List the tasks of a set, or print the code of one."""
     from dataclasses import asdict
 
     from cuda_agent.tasks.io import read_any
@@ -243,11 +256,13 @@ def tasks_show(
 
 @command(tasks_app, "cuda-agent tasks import cuda_agent_ops_6k.parquet my-tasks/", name="import")
 def tasks_import(
-    source: Annotated[Path, Argument(help="an Ops-6K parquet, a KernelBench folder, one model.py")],
-    folder: Annotated[Path, Argument(help="where the task set goes")],
+    source: Annotated[Path, Argument(help="an Ops-6K parquet, a KernelBench folder, or one model.py")],
+    folder: Annotated[Path, Argument(help="folder for the new task set")],
     as_json: AsJson = False,
 ) -> None:
-    """Import tasks into a task set: drop invalid files and duplicates, and determine each task's operators again."""
+    """Import tasks into a task set.
+
+    Drops invalid files and duplicates, and determines each task's operators again."""
     from cuda_agent.tasks.io import import_tasks
 
     imported = import_tasks(source, folder)
@@ -269,15 +284,18 @@ def tasks_import(
     tasks_app, "cuda-agent tasks lint KernelBench/level1", "cuda-agent tasks lint my-tasks/ --csv lint.csv", name="lint"
 )
 def tasks_lint(
-    source: Annotated[Path, Argument(help="a task set, an Ops-6K parquet, a KernelBench folder, one model.py")],
+    source: Annotated[Path, Argument(help="a task set, an Ops-6K parquet, a KernelBench folder, or one model.py")],
     overrides: Overrides = None,
-    table: Annotated[Path | None, Option("--csv", help="write every mutant of every task to this file")] = None,
+    table: Annotated[
+        Path | None, Option("--csv", help="CSV file to write: a row for each task and wrong answer")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Name the wrong answers that each task of a set lets through: a constant, an input, ignored inputs or weights.
+    """Find tasks that accept wrong answers.
 
-    Ends with exit code 1 if a task lets one through or does not run. Overrides change the sandbox, as in
-    sandbox.tolerance=1e-4 sandbox.run_seconds=60."""
+    Tries wrong answers on each task of a set, such as a constant, a copy of an input, or a result that ignores inputs
+    or weights. Prints those that the task accepts. Exit code 1: a task accepts one, or does not run. Overrides change
+    the sandbox, as in sandbox.tolerance=1e-4 sandbox.run_seconds=60."""
     from cuda_agent.compose import compose
     from cuda_agent.optimize.evaluation import run_to_end
     from cuda_agent.pipeline import runs
@@ -311,18 +329,22 @@ def tasks_lint(
 def benchmark(
     arguments: Annotated[
         list[str] | None,
-        Argument(metavar="POLICY|OVERRIDE", help="a Hugging Face folder, or RUN/STAGE; Hydra overrides"),
+        Argument(metavar="POLICY|OVERRIDE", help="the policy (a Hugging Face folder, or RUN/STAGE), and overrides"),
     ] = None,
-    base_url: Annotated[str | None, Option(help="any OpenAI-compatible address instead of a policy")] = None,
+    base_url: Annotated[
+        str | None, Option(help="OpenAI-compatible address of a model to measure instead of a policy")
+    ] = None,
     model: Annotated[str | None, Option(help="name of the model behind --base-url")] = None,
-    key_env: Annotated[str, Option(help="environment variable that holds the key")] = "OPENAI_API_KEY",
+    key_env: Annotated[str, Option(help="environment variable that holds the API key")] = "OPENAI_API_KEY",
     tasks: Annotated[Path, Option(help="a KernelBench folder or any task set")] = Path("tasks"),
-    output: Annotated[Path | None, Option(help="folder for episodes and scores")] = None,
+    output: Annotated[Path | None, Option(help="folder for episodes and scores [default: they are not kept]")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure a policy, or any model behind an OpenAI-compatible address, on a task set, and print the paper's table.
+    """Measure a policy or a served model on a task set.
 
-    The budgets are those of experiment=benchmark; overrides change them, as in evaluate.turns=20 sandbox.threads=4."""
+    A served model is any model behind an OpenAI-compatible address (--base-url). The command prints the paper's table.
+    Limits of turns, tokens and time come from experiment=benchmark; overrides change them, as in
+    evaluate.turns=20 sandbox.threads=4."""
     from cuda_agent.compose import compose
     from cuda_agent.optimize import evaluation
     from cuda_agent.pipeline import runs

@@ -27,48 +27,73 @@ def optimize(
     arguments: Annotated[
         list[str] | None,
         Argument(
-            metavar="MODEL.py [OVERRIDE]...",
-            help="the problem: Model, get_inputs and get_init_inputs; Hydra overrides of the sandbox",
+            metavar="MODEL.py|OVERRIDE",
+            help="a file with Model, get_inputs and get_init_inputs; and overrides of the sandbox, as in "
+            "sandbox.threads=4",
         ),
     ] = None,
-    base_url: Annotated[str | None, Option(help="address of the model's server, up to and with /v1")] = None,
-    model: Annotated[str | None, Option(help="name under which it serves the model")] = None,
-    key_env: Annotated[str | None, Option(help="environment variable with the key [default: OPENAI_API_KEY]")] = None,
-    output: Annotated[Path | None, Option(help="folder of the result [default: MODEL-optimized]")] = None,
-    resume: Annotated[Path | None, Option(help="go on in this folder, with what was asked then")] = None,
-    attempts: Annotated[int | None, Option(min=1, max=64, help="side by side [default: 1]")] = None,
+    base_url: Annotated[str | None, Option(help="OpenAI-compatible address of a server, including /v1")] = None,
+    model: Annotated[str | None, Option(help="name of the language model on that server")] = None,
+    key_env: Annotated[
+        str | None, Option(help="environment variable that holds the API key [default: OPENAI_API_KEY]")
+    ] = None,
+    output: Annotated[Path | None, Option(help="folder for the result [default: MODEL-optimized]")] = None,
+    resume: Annotated[
+        Path | None, Option(help="continue the search in this folder, with its options; options given now replace them")
+    ] = None,
+    attempts: Annotated[int | None, Option(min=1, max=64, help="attempts side by side [default: 1]")] = None,
     target: Annotated[
         float | None,
         Option(
-            help="stop when so many times as fast as the faster of eager and torch.compile; inf: never [default: 1.05]"
+            help="speed-up at which the search stops, over the faster of eager and torch.compile; inf: no target "
+            "[default: 1.05]"
         ),
     ] = None,
-    turns: Annotated[int | None, Option(min=1, help="most turns of one attempt [default: 60]")] = None,
-    minutes: Annotated[float | None, Option(min=0.01, help="of all attempts [default: 60]")] = None,
-    tokens: Annotated[int | None, Option(min=1, help="of all attempts, read and written [default: any]")] = None,
-    money: Annotated[float | None, Option(min=0, help="of all attempts, at the prices given")] = None,
-    price_in: Annotated[float | None, Option(min=0, help="of a million tokens read")] = None,
-    price_out: Annotated[float | None, Option(min=0, help="of a million tokens written")] = None,
-    format: Annotated[Format | None, Option(help="form of the solution; plan is trusted most [default: plan]")] = None,
-    device: Annotated[Literal["cpu", "cuda"] | None, Option(help="[default: cuda if there is a GPU, else cpu]")] = None,
-    context: Annotated[int | None, Option(min=512, help="most tokens of a conversation [default: 65536]")] = None,
-    answer_tokens: Annotated[int | None, Option(min=64, help="most tokens of one turn [default: 8192]")] = None,
-    temperature: Annotated[float | None, Option(min=0, help="[default: 1]")] = None,
-    seed: Annotated[int | None, Option(help="of the sampling, where the server takes one [default: 0]")] = None,
+    turns: Annotated[int | None, Option(min=1, help="limit of turns for each attempt [default: 60]")] = None,
+    minutes: Annotated[
+        float | None, Option(min=0.01, help="time limit in minutes for all attempts together [default: 60]")
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        Option(min=1, help="limit of prompt and answer tokens for all attempts together [default: no limit]"),
+    ] = None,
+    money: Annotated[
+        float | None,
+        Option(min=0, help="cost limit for all attempts together, in the currency of the prices [default: no limit]"),
+    ] = None,
+    price_in: Annotated[float | None, Option(min=0, help="price of a million prompt tokens [default: 0]")] = None,
+    price_out: Annotated[float | None, Option(min=0, help="price of a million answer tokens [default: 0]")] = None,
+    format: Annotated[
+        Format | None, Option(help="format of the solution; verdicts on plan are trusted most [default: plan]")
+    ] = None,
+    device: Annotated[
+        Literal["cpu", "cuda"] | None,
+        Option(help="device that runs the solution [default: cuda if there is a GPU, else cpu]"),
+    ] = None,
+    context: Annotated[
+        int | None, Option(min=512, help="limit of tokens in a conversation, answer included [default: 65536]")
+    ] = None,
+    answer_tokens: Annotated[int | None, Option(min=64, help="limit of tokens in one answer [default: 8192]")] = None,
+    temperature: Annotated[float | None, Option(min=0, help="temperature of the sampling [default: 1]")] = None,
+    seed: Annotated[int | None, Option(help="seed of the sampling, if the server takes one [default: 0]")] = None,
     style: Annotated[
         Literal["full", "compact"] | None,
-        Option(help="compact: the short prompts that policies trained from scratch here know [default: full]"),
+        Option(help="compact: short prompts, for a policy that cuda-agent trained from scratch [default: full]"),
     ] = None,
     train_mode: TrainMode = False,
-    as_json: Annotated[bool, Option("--json", help="a line of JSON an event, and one for the end")] = False,
+    as_json: Annotated[
+        bool, Option("--json", help="print a line of JSON for each event, and one for the outcome")
+    ] = False,
 ) -> None:
-    """Make one model.py faster, with any model behind an OpenAI-compatible address.
+    """Make one model.py faster, with the help of a language model.
 
-    The model works in the sandbox: it reads, writes, compiles, verifies and profiles until it reaches the target, the
-    budget is spent, or you press Ctrl-C. The best solution so far is kept. The result folder holds the kernels, a
-    model_new.py that needs PyTorch alone, the strict verdict, the transcript and report.html.
+    Any language model behind an OpenAI-compatible address will do. It works in the sandbox: it reads, writes, compiles,
+    verifies and profiles until it reaches the target, the budget is spent, or you press Ctrl-C. The best solution is
+    kept. The result folder holds the kernels, a model_new.py that does not need cuda-agent, the strict verdict, the
+    transcript and report.html.
 
-    The key is read from the environment and written nowhere. Exit code 0: a correct solution was found; 79: none."""
+    The API key is read from the environment and written nowhere. Exit code 0: a correct solution was found; 79: none
+    was found; 130: Ctrl-C came before one was found; 75: the server could not be used."""
     from cuda_agent.optimize import folder as folders
     from cuda_agent.policy.served import ServedModelError
     from cuda_agent.sandbox.formats.table import FORMATS

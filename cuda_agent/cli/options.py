@@ -8,18 +8,30 @@ import typer
 from typer import Argument, Option
 
 Overrides = Annotated[
-    list[str] | None, Argument(metavar="OVERRIDE", help="Hydra overrides, as in experiment=demo critic.lr=1e-4")
+    list[str] | None,
+    Argument(metavar="OVERRIDE", help="Hydra overrides of the configuration, as in experiment=demo critic.lr=1e-4"),
 ]
-RunName = Annotated[str, Argument(metavar="RUN", help="a run, the beginning of its name, or `last`")]
+RunName = Annotated[str, Argument(metavar="RUN", help="name of a run, the beginning of its name, or `last`")]
 Where = Annotated[
     str | None,
-    Option("--on", metavar="local|CONTEXT", help="the store, or a cluster (`.`: the current one); else both"),
+    Option(
+        "--on",
+        metavar="local|CONTEXT",
+        help="where to look: local (the store), or a context of your kubeconfig (`.`: the current one) "
+        "[default: first the store, then the current context]",
+    ),
 ]
-Namespace = Annotated[str | None, Option("--namespace", "-n", help="namespace; else that of the context")]
-TrainMode = Annotated[bool, Option("--train-mode", help="leave models in train(), as KernelBench does; else eval()")]
-Release = Annotated[str, Option(help="full name of the chart's release")]
-AsJson = Annotated[bool, Option("--json", help="print JSON for a program")]
-StoreOption = Annotated[str, Option("--store", envvar="CUDA_AGENT_STORE", help="a folder or s3://bucket/prefix")]
+Namespace = Annotated[
+    str | None, Option("--namespace", "-n", help="Kubernetes namespace [default: that of the context]")
+]
+TrainMode = Annotated[
+    bool, Option("--train-mode", help="run models in train() mode, as KernelBench does, not in eval() mode")
+]
+Release = Annotated[str, Option(help="full name of the Helm release: the prefix of its objects' names")]
+AsJson = Annotated[bool, Option("--json", help="print JSON, for programs")]
+StoreOption = Annotated[
+    str, Option("--store", envvar="CUDA_AGENT_STORE", help="store of the runs: a folder or s3://bucket/prefix")
+]
 STORE = ".cuda-agent/store"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

@@ -37,9 +37,10 @@ EVERY = 0.5  # seconds between two reads of a log
 def list_all(
     store: StoreOption = STORE, on: Where = None, namespace: Namespace = None, as_json: AsJson = False
 ) -> None:
-    """List the runs of a store or of a cluster, oldest first, and the sweeps that they belong to.
+    """List the runs of a store or a cluster, oldest first.
 
-    Without --on, the runs of the store are listed; if there is no store, those of the current cluster."""
+    Below the runs, each sweep has a line with the states of its runs. Without --on, the command lists the runs of the
+    store; if there is no store, those of the current cluster."""
     from cuda_agent.storage import StoreUnavailable
 
     place = None if on in (None, "local") else cluster_of(on, namespace)
@@ -124,7 +125,9 @@ def _sweep_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
 def report(
     run: RunName, store: StoreOption = STORE, on: Where = None, namespace: Namespace = None, as_json: AsJson = False
 ) -> None:
-    """Fetch the report of a run and print where it is stored; with --json print its data."""
+    """Fetch the report of a run, and print its path.
+
+    With --json, prints the data of the report."""
     from cuda_agent.cluster import results
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.local import fetch_report
@@ -152,9 +155,10 @@ def diff(
     namespace: Namespace = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what differs between two runs: configuration, code, environment, inputs, outputs.
+    """Show what differs between two runs.
 
-    Without --on each run is looked for separately, so that a local run can be compared with one on a cluster."""
+    Compares configuration, code, environment, inputs and outputs. Without --on, each run is looked for separately, so
+    that a local run can be compared with one on a cluster."""
     from cuda_agent.pipeline import runs
 
     found = runs.diff(_facts(one, store, on, namespace), _facts(other, store, on, namespace))
@@ -189,14 +193,18 @@ def _facts(run: str, store: str, on: str | None, namespace: str | None) -> "Fact
 @command(commands, "cuda-agent logs last agentic -f", "cuda-agent logs first synthesis --on my-cluster")
 def logs(
     run: RunName,
-    stage: Annotated[str, Argument(help="a stage; on a cluster also prepare and finish; without it, all")] = "",
-    follow: Annotated[bool, Option("--follow", "-f", help="go on until the stage ends")] = False,
+    stage: Annotated[str, Argument(help="a stage; on a cluster also prepare or finish [default: all]")] = "",
+    follow: Annotated[
+        bool, Option("--follow", "-f", help="print new lines until the stage ends; needs a stage")
+    ] = False,
     store: StoreOption = STORE,
     on: Where = None,
     namespace: Namespace = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print the log of a stage, while the stage runs or afterwards; with --json one JSON object per line."""
+    """Print the log of a stage, or the logs of all stages.
+
+    A stage has a log while it runs and afterwards. With --json, prints one JSON object per line."""
     from cuda_agent.pipeline.graph import ROWS
 
     names = ["prepare", *(row.name for row in ROWS), "finish"]

@@ -11,8 +11,11 @@ from cuda_agent.cli.options import AsJson, command, command_group
 from cuda_agent.errors import ConfigError
 from cuda_agent.format_names import Format
 
-sandbox_app = command_group("Serve the sandbox, measure it, test it, print its formats.")
-Overrides = Annotated[list[str] | None, Argument(metavar="OVERRIDE", help="Hydra overrides, as in sandbox.clock=model")]
+sandbox_app = command_group("Serve, measure and test the sandbox; print its schemas.")
+Overrides = Annotated[
+    list[str] | None,
+    Argument(metavar="OVERRIDE", help="Hydra overrides of the configuration, as in sandbox.clock=model"),
+]
 
 
 @command(
@@ -22,22 +25,30 @@ Overrides = Annotated[list[str] | None, Argument(metavar="OVERRIDE", help="Hydra
 )
 def serve(
     overrides: Overrides = None,
-    roles: Annotated[str, Option(help="any of workspace, build, evaluate, with commas")] = ("workspace,build,evaluate"),
-    host: Annotated[str, Option(help="address to listen on; without a token always 127.0.0.1")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="0: any that is free")] = 8750,
-    queue: Annotated[int, Option(min=1, help="jobs that may wait; more are told when to come back")] = 256,
-    workspaces: Annotated[int, Option(min=1, help="work folders that may be open at once")] = 64,
-    idle_seconds: Annotated[float, Option(min=1, help="until an unused work folder is closed")] = 600.0,
-    drain_seconds: Annotated[float, Option(min=0, help="for running work, after SIGTERM")] = 60.0,
-    recycle_after: Annotated[int, Option(min=0, help="verdicts after which it ends; 0: never")] = 0,
-    recycle_on_cheat: Annotated[bool, Option("--recycle-on-cheat", help="end after a cheat")] = False,
-    open_metrics: Annotated[bool, Option("--open-metrics", help="/metrics asks for no token")] = False,
-    cache: Annotated[Path | None, Option(help="folder of builds, baselines and verdicts")] = None,
+    roles: Annotated[str, Option(help="any of workspace, build and evaluate, separated by commas")] = (
+        "workspace,build,evaluate"
+    ),
+    host: Annotated[str, Option(help="address to listen on; without a token it is always 127.0.0.1")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="port to listen on; 0: any free port")] = 8750,
+    queue: Annotated[
+        int, Option(min=1, help="limit of waiting jobs; a job beyond it is refused, with a time to try again")
+    ] = 256,
+    workspaces: Annotated[int, Option(min=1, help="limit of open work folders")] = 64,
+    idle_seconds: Annotated[float, Option(min=1, help="seconds until an unused work folder is closed")] = 600.0,
+    drain_seconds: Annotated[float, Option(min=0, help="seconds that running work may take after SIGTERM")] = 60.0,
+    recycle_after: Annotated[int, Option(min=0, help="end after this many new verdicts; 0: never")] = 0,
+    recycle_on_cheat: Annotated[bool, Option("--recycle-on-cheat", help="end after a solution that cheats")] = False,
+    open_metrics: Annotated[bool, Option("--open-metrics", help="serve /metrics without a token")] = False,
+    cache: Annotated[
+        Path | None,
+        Option(help="folder of builds, baselines and verdicts [default: .cuda-agent/cache, beside run.store]"),
+    ] = None,
 ) -> None:
-    """Serve the sandbox over HTTP until SIGTERM, then finish the running jobs.
+    """Serve the sandbox over HTTP until SIGTERM.
 
-    Clients must send a token, which is read from sandbox.token_file or from the variable that sandbox.token_env names.
-    """
+    After SIGTERM, the server finishes the running jobs. At its start it reads a token from the file sandbox.token_file,
+    or from the environment variable that sandbox.token_env names. Clients must send the same token. Without a token,
+    the server listens on 127.0.0.1 only."""
     import asyncio
     import logging
 
@@ -62,15 +73,19 @@ def serve(
     asyncio.run(serving(config.sandbox, folder, chosen, limits, host, port))
 
 
-@command(sandbox_app, "cuda-agent sandbox bench --solutions 5 --json sandbox.format=plan")
+@command(sandbox_app, "cuda-agent sandbox bench --solutions 5 --formats plan --json")
 def bench(
     overrides: Overrides = None,
-    tasks: Annotated[int, Option(min=1)] = 4,
-    solutions: Annotated[int, Option(min=1, help="a task and format, and again as many for the second round")] = 5,
-    formats: Annotated[str | None, Option(help="some of them, with commas, as in plan,python")] = None,
+    tasks: Annotated[int, Option(min=1, help="number of tasks")] = 4,
+    solutions: Annotated[int, Option(min=1, help="solutions per task and format in each of three rounds")] = 5,
+    formats: Annotated[
+        str | None, Option(help="any of plan, extension and python, separated by commas [default: all three]")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure evaluations on this machine: seconds per phase, and how many per minute, one by one and all at once."""
+    """Measure how fast this machine judges solutions.
+
+    Prints the seconds of each phase, and how many solutions are judged per minute: one by one, and all at once."""
     import asyncio
 
     from cuda_agent.compose import compose
@@ -97,14 +112,15 @@ def schema(which: Annotated[Literal["verdict", "plan"], Argument(help="verdict o
     "cuda-agent sandbox selftest --device cuda",
 )
 def selftest(
-    format: Annotated[Format | None, Option(help="only this format")] = None,
-    only: Annotated[str | None, Option(metavar="NAME", help="one exploit, honest solution or wall")] = None,
-    device: Annotated[Literal["cpu", "cuda"], Option(help="what the solutions run on")] = "cpu",
+    format: Annotated[Format | None, Option(help="test only this format")] = None,
+    only: Annotated[str | None, Option(metavar="NAME", help="test only this exploit, honest solution or wall")] = None,
+    device: Annotated[Literal["cpu", "cuda"], Option(help="device that runs the solutions")] = "cpu",
     as_json: AsJson = False,
 ) -> None:
-    """Judge all known exploits and many honest solutions here. Then switch off each wall, to see whether it was needed.
+    """Judge all known exploits and many honest solutions.
 
-    Exits with 79 when an exploit got through or an honest solution was refused."""
+    Then switches off each wall (a protection of the sandbox) in turn, to see whether it is needed. With --format, the
+    walls are left out. Exit code 79: an exploit got through, or an honest solution was refused."""
     import asyncio
 
     from cuda_agent.exploits import selftest as test

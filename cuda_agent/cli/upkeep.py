@@ -15,15 +15,20 @@ commands = command_group()
 @command(commands, "cuda-agent doctor --store s3://kernels/main", "cuda-agent doctor my-cluster --namespace cuda-agent")
 def doctor(
     cluster: Annotated[
-        str | None, Argument(metavar="[CONTEXT]", help="a cluster (`.`: the current one); else this machine")
+        str | None,
+        Argument(
+            metavar="CONTEXT", help="context of your kubeconfig (`.`: the current one) [default: check this machine]"
+        ),
     ] = None,
     store: StoreOption = STORE,
-    mlflow: Annotated[str | None, Option(help="of this machine: tracking URI, as in run.mlflow")] = None,
+    mlflow: Annotated[
+        str | None, Option(help="tracking URI of this machine, as in run.mlflow [default: SQLite beside the store]")
+    ] = None,
     namespace: Namespace = None,
     release: Release = "cuda-agent",
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine or a cluster. Prints one line per check, and a remedy for each ✗.
+    """Check this machine or a cluster. Prints one line per check, and a remedy for each failed one (✗).
 
     On a cluster, a pod tests the store and MLflow from inside. A second pod, with the restrictions of a sandbox, tries
     to connect to both, to the API server and to DNS: its attempts must fail."""
@@ -50,19 +55,30 @@ def doctor(
 
 @command(commands, "cuda-agent gc --keep 5 --dry-run", "cuda-agent gc --on my-cluster --dry-run")
 def gc(
-    keep: Annotated[int | None, Option(min=1, help="newest runs a pipeline keeps; 10. On a cluster: gc.keep")] = None,
-    dry_run: Annotated[bool, Option("--dry-run", help="only say what would go")] = False,
+    keep: Annotated[
+        int | None,
+        Option(
+            min=1, help="newest runs to keep of each pipeline; on a cluster the chart's gc.keep sets it [default: 10]"
+        ),
+    ] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="list what would be removed, and remove nothing")] = False,
     store: StoreOption = STORE,
     on: Annotated[
-        str, Option("--on", metavar="local|CONTEXT", help="the store, or a cluster (`.`: the current one)")
+        str,
+        Option(
+            "--on",
+            metavar="local|CONTEXT",
+            help="local: the store; CONTEXT: a cluster of your kubeconfig (`.`: the current one)",
+        ),
     ] = "local",
     namespace: Namespace = None,
     release: Release = "cuda-agent",
     as_json: AsJson = False,
 ) -> None:
-    """Remove old runs, and the artifacts and checkpoints that no remaining run needs. The newest runs stay.
+    """Remove old runs, and the data that only they need.
 
-    On a cluster, a pod of the chart does this; it also removes objects that ended Workflows have left behind."""
+    The data are artifacts and checkpoints. The newest runs of each pipeline (run.pipeline) stay. On a cluster, a pod of
+    the chart does this; it also removes objects that ended Workflows have left behind."""
     if on == "local":
         found = _collect_here(keep, dry_run, store)
     else:

@@ -120,7 +120,7 @@ class Body(BaseModel):
 
 
 class TaskBody(Body):
-    """A task: ``model.py`` as text."""
+    """A task: ``code`` is the text of its ``model.py``."""
 
     code: _text(TASK_BYTES)  # type: ignore[valid-type]
     name: _text(MOST_NAME) = "task"  # type: ignore[valid-type]
@@ -130,7 +130,7 @@ class TaskBody(Body):
 
 
 class SolutionBody(Body):
-    """A solution: its format, and its files by path."""
+    """A solution: its format, and its files (path -> text)."""
 
     format: Format
     files: Files
@@ -142,8 +142,12 @@ class SolutionBody(Body):
 class Request(Body):
     """The fields of every job.  The server refuses a job unless the server's own settings equal ``settings``."""
 
-    priority: int = Field(0, ge=-PRIORITIES, le=PRIORITIES, description="the highest goes first")
-    settings: dict[str, str | bool | int | float] = Field({}, max_length=len(AGREED))
+    priority: int = Field(0, ge=-PRIORITIES, le=PRIORITIES, description="jobs with a higher priority start first")
+    settings: dict[str, str | bool | int | float] = Field(
+        {},
+        max_length=len(AGREED),
+        description='sandbox settings that the client needs, as in {"checks": 5}; a server with others refuses the job',
+    )
 
     def key(self) -> str:
         """Returns a digest of the request's content. Priority, settings and the task's name do not change it."""
@@ -154,6 +158,8 @@ class Request(Body):
 
 
 class EvaluateRequest(Request):
+    """A request to judge a solution of a task."""
+
     kind: Literal["evaluate"] = "evaluate"
     task: TaskBody
     solution: SolutionBody
@@ -161,12 +167,16 @@ class EvaluateRequest(Request):
 
 
 class ProbeRequest(Request):
+    """A request to run a task without a solution, and with ``compile`` also under torch.compile."""
+
     kind: Literal["probe"] = "probe"
     task: TaskBody
     compile: bool = True
 
 
 class SpecRequest(Request):
+    """A request for the shapes, dtypes and plain values of a task."""
+
     kind: Literal["spec"] = "spec"
     task: TaskBody
 
@@ -194,14 +204,14 @@ Submission = Annotated[
 
 
 class OpenWorkspace(Body):
-    """A new work folder; ``protected`` names files at its top that keep their content."""
+    """A new work folder with ``files`` (path -> text).  ``protected`` names files at its top that cannot be changed."""
 
     files: Files
     protected: Annotated[list[Annotated[str, AfterValidator(_at_the_top)]], Field(max_length=MOST_FILES)] = []
 
 
 class Call(Body):
-    """A tool call."""
+    """A call of a tool: its name and its arguments."""
 
     tool: str = Field(max_length=100)
     arguments: Annotated[dict[str, Any], AfterValidator(shallow)] = {}

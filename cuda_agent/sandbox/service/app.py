@@ -37,8 +37,20 @@ from cuda_agent.sandbox.wire import ToolResult
 
 ARRIVAL_SECONDS = 60.0  # from the start of a connection, or a request's first byte, to the request's end
 _OPEN = ("/healthz", "/readyz")  # routes that ask for no token
-Poll = Annotated[float, Query(ge=0, le=60, allow_inf_nan=False, description="seconds to wait for its end")]
-Owner = Annotated[str, Header(alias="X-Workspace-Owner", max_length=100)]
+Poll = Annotated[
+    float, Query(ge=0, le=60, allow_inf_nan=False, description="longest wait for the end of the job, in seconds")
+]
+Owner = Annotated[
+    str,
+    Header(alias="X-Workspace-Owner", max_length=100, description="the `owner` that was returned with the workspace"),
+]
+_ABOUT = """The sandbox judges solutions of tasks, and holds work folders (workspaces) for agents.
+
+Requests send the token as `Authorization: Bearer TOKEN`, if the server has one. /healthz and /readyz need no token, nor
+does /metrics if the server was started with `--open-metrics`. Every refusal is JSON, `{"error": {"kind", "message",
+"where"}}`, with the header Retry-After if waiting helps. The service offers no TLS, and it does not separate users: the
+holder of the token can see every job."""
+_WITHDRAWS = "The answer comes when the job is over. A client that disconnects withdraws its submission."
 _log = logging.getLogger("cuda_agent.sandbox")
 
 
@@ -145,7 +157,7 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
     """Returns the HTTP application that serves ``service``. If ``token`` is not ``None``, every route requires it
     except the two health routes and, if ``service.limits`` says so, ``/metrics``."""
     app = FastAPI(
-        title="cuda-agent sandbox", description=__doc__, version="1", default_response_class=Json, redoc_url=None,
+        title="cuda-agent sandbox", description=_ABOUT, version="1", default_response_class=Json, redoc_url=None,
         swagger_ui_oauth2_redirect_url=None,
     )  # fmt: skip
 
@@ -166,12 +178,12 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.get("/healthz", response_class=PlainTextResponse)
     async def healthz() -> str:
-        """Answer while the server runs."""
+        """Answer 200 while the server runs."""
         return "ok\n"
 
     @app.get("/readyz", response_class=PlainTextResponse)
     async def readyz() -> Response:
-        """Answer 200 if the walls are proven and the compiler works, otherwise 503 with what is missing."""
+        """Answer 200 if the server can take work, otherwise 503 with the reason, such as a missing wall."""
         if reason := "draining" if service.draining else service.unready:
             return PlainTextResponse(reason + "\n", 503, {"Retry-After": "5"})
         return PlainTextResponse("ready\n")
@@ -183,7 +195,7 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.get("/v1/about", response_model=None)
     async def about() -> dict[str, Any]:
-        """Return roles and load, and the settings under which verdicts are made."""
+        """Return the roles and the load of the server, and the settings of its sandbox."""
         sandbox, queue = service.sandbox, service.queue
         return {
             "roles": service.roles, "sandbox": sandbox.config.model_dump(mode="json", exclude=set(WHERE_JUDGED)),
@@ -202,8 +214,8 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.post("/v1/jobs", status_code=202, response_model=None)
     async def submit(http: HttpRequest, request: protocol.Submission, wait: Poll = 0.0) -> dict[str, Any]:
-        """Queue an evaluation, a probe, a spec or a build; requests of the same content share one job.  A client that
-        disconnects before the answer withdraws its submission."""
+        """Queue an evaluation, a probe, a spec or a build, and return the job.  Requests with the same content share
+        one job.  A client that disconnects before the answer withdraws its submission."""
         job = service.submit(request, http.scope["size"])
         if wait and not await unless_gone(http.receive, service.wait(job, wait)):
             service.cancel(job)
@@ -211,32 +223,36 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.get("/v1/jobs/{id}", response_model=None)
     async def poll(http: HttpRequest, id: str, wait: Poll = 0.0) -> dict[str, Any]:
-        """Return the job, with its result or error once the job is over."""
+        """Return the job: its state, its position while it is queued, and at the end its result or error."""
         job = found(id)
         await unless_gone(http.receive, service.wait(job, wait))
         return shown(job)
 
     @app.get("/v1/jobs/{id}/events", response_model=None)
     async def events(id: str) -> Response:
-        """Stream the events of the job, one JSON line each; the last line holds the job."""
+        """Stream the events of the job as JSON lines.  The last line also contains the job."""
         return Lines(service.events(found(id)))
 
     @app.delete("/v1/jobs/{id}", response_model=None)
     async def cancel(id: str) -> dict[str, Any]:
-        """Withdraw one submission; without another submission the job is cancelled."""
+        """Withdraw one submission of the job.  If no other submission is left, the job is cancelled."""
         service.cancel(job := found(id))
         return job.to_json()
 
     for name, kind, says in (
-        ("evaluate", protocol.EvaluateRequest, "The verdict of a solution, when it is there."),
-        ("probe", protocol.ProbeRequest, "What running a task without a solution shows."),
-        ("spec", protocol.SpecRequest, "Shapes, dtypes and plain values of a task."),
-        ("build", protocol.Build, "Build a solution and leave it in the cache; ``ok``, or what the compiler says."),
+        ("evaluate", protocol.EvaluateRequest, "Judge a solution; return the verdict."),
+        ("probe", protocol.ProbeRequest, "Run a task without a solution; return its times and shapes, or its error."),
+        ("spec", protocol.SpecRequest, "Return the shapes, dtypes and plain values of a task; a build needs them."),
+        (
+            "build",
+            protocol.Build,
+            "Build a solution into the cache; return the status ok, or build_error with a message.",
+        ),
     ):
 
-        @app.post(f"/v1/{name}", response_model=None, name=name, description=says)
+        @app.post(f"/v1/{name}", response_model=None, name=name, description=f"{says} {_WITHDRAWS}")
         async def at_once(http: HttpRequest, request: kind) -> dict[str, Any]:  # type: ignore[valid-type]
-            """Submit a job and wait for its result; a client that disconnects withdraws its submission."""
+            """Submits a job and waits for its result."""
             job = service.submit(request, http.scope["size"])
             if not await unless_gone(http.receive, service.wait(job, None)):
                 service.cancel(job)
@@ -248,7 +264,8 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.post("/v1/workspaces", status_code=201, response_model=None)
     async def open_workspace(request: protocol.OpenWorkspace) -> dict[str, Any]:
-        """Open a work folder; every later request for it needs ``owner`` in the header X-Workspace-Owner."""
+        """Open a work folder, and return its id and owner.  Later requests for it must send this owner in the header
+        X-Workspace-Owner."""
         service.admit("workspace")
         try:
             opened = await service.rooms.open(request.files, request.protected)
@@ -259,23 +276,24 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.post("/v1/workspaces/{id}/calls", response_model=None)
     async def call(id: str, request: protocol.Call, owner: Owner = "") -> Response:
-        """Call a tool; the answer is a stream of JSON lines (docs/service.md)."""
+        """Call a tool in the work folder.  The answer is a stream of JSON lines: commands that the client is to run,
+        signs of life, and at the end the result (docs/service.md)."""
         return Lines(service.rooms.call(service.rooms.find(id, owner), request.tool, request.arguments))
 
     @app.post("/v1/workspaces/{id}/answers/{number}", response_model=None)
     async def answer(id: str, number: int, request: protocol.Answer, owner: Owner = "") -> dict[str, Any]:
-        """Answer a command that the stream of a tool call asked for."""
+        """Send the output of a command that came in the stream of a tool call."""
         service.rooms.answer(service.rooms.find(id, owner), number, ToolResult(request.text, request.error))
         return {}
 
     @app.get("/v1/workspaces/{id}/files", response_model=None)
     async def files(id: str, owner: Owner = "") -> dict[str, Any]:
-        """Return the folder's text files."""
+        """Return the text files of the work folder, by path."""
         return {"files": await service.rooms.files(service.rooms.find(id, owner))}
 
     @app.delete("/v1/workspaces/{id}", response_model=None)
     async def close_workspace(id: str, owner: Owner = "") -> dict[str, Any]:
-        """End the workspace."""
+        """Close the work folder."""
         await service.rooms.close(service.rooms.find(id, owner))
         return {}
 
