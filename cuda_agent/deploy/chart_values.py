@@ -191,12 +191,14 @@ class Tracking(ValuesGroup):
 
 class Workflow(ValuesGroup):
     deadlineSeconds: int = value(1209600, "seconds that a run may take; then it is stopped")
-    graceSeconds: int = value(120, "seconds from SIGTERM to SIGKILL of a stage; must suffice for a checkpoint")
+    graceSeconds: int = value(120, "seconds from SIGTERM to SIGKILL of a stage; must suffice to write a checkpoint")
     retryLimit: int = value(4, "maximum number of retries of a step; only failures that may be temporary are retried")
     retryAfter: str = value(
-        "10s", "pause before the first retry; each next one is three times as long, at most 10 minutes"
+        "10s", "pause before the first retry; each later pause is three times as long, up to 10 minutes"
     )
-    keepPods: str = value("600s", "how long a pod is kept after it succeeded; a failed pod is kept with its Workflow")
+    keepPods: str = value(
+        "600s", "how long a pod is kept after it succeeded; a failed pod is kept as long as its Workflow"
+    )
     keepDoneSeconds: int = value(604800, "seconds that a Workflow is kept after it succeeded")
     keepFailedSeconds: int = value(2592000, "seconds that a Workflow is kept after it failed")
     executorResources: Resources = value(
@@ -268,7 +270,7 @@ class Cron(ValuesGroup):
 class Gc(ValuesGroup):
     """Settings of ``cuda-agent gc --on CONTEXT``, which hold for all users of the release."""
 
-    keep: Annotated[int, Field(ge=1)] = value(10, "number of runs of each pipeline to keep, the newest")
+    keep: Annotated[int, Field(ge=1)] = value(10, "how many of the newest runs of each pipeline are kept")
     enabled: bool = value(
         False, "whether to collect garbage on a schedule; nothing is removed while a run is under way"
     )
@@ -332,7 +334,7 @@ class Values(ValuesGroup):
     commonLabels: dict[str, str] = value({}, "additional labels of all objects")
     images: Images = value(Images(), "container images")
     store: StoreValues = value(StoreValues(), "S3 store of all runs")
-    tracking: Tracking = value(Tracking(), "MLflow server that runs record their metrics, logs and reports in")
+    tracking: Tracking = value(Tracking(), "MLflow server for the metrics, logs and reports of runs")
     profiles: dict[str, Profile] = value(
         PROFILES, "resources and placement of a run's pods; one WorkflowTemplate per profile"
     )
