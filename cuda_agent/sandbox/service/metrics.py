@@ -17,22 +17,20 @@ class Metrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"cuda_agent_sandbox_{name}", text, labels, registry=registry)
 
-        self.ready = gauge("ready", "1 if every required wall holds and the compiler works, else 0.")
-        self.draining = gauge("draining", "1 after SIGTERM, else 0.")
-        self.queue_length = gauge("queue_length", "Jobs that wait in the queue.")
-        self.running = gauge("running", "Jobs that the sandbox has taken and not finished.")
-        self.room_in_seconds = gauge("room_in_seconds", "Seconds that Retry-After would contain now.")
+        self.ready = gauge("ready", "1 when the walls are proven and the compiler works")
+        self.draining = gauge("draining", "1 after SIGTERM")
+        self.queue_length = gauge("queue_length", "Jobs that wait.")
+        self.running = gauge("running", "Jobs handed to the sandbox.")
+        self.room_in_seconds = gauge("room_in_seconds", "What Retry-After would say now.")
         self.workspaces = gauge("workspaces", "Open workspaces.")
-        self.workspaces_idle = counter("workspaces_idle_total", "Workspaces that were closed because they were idle.")
-        self.submitted = counter(
-            "submitted_total", "Submissions, by kind and whether they made a new job.", "kind", "new"
-        )
-        self.verdicts = counter("verdicts_total", "Verdicts, by format and status.", "format", "status")
-        self.rejected = counter("rejected_total", "Requests that were refused, by reason.", "reason")
-        self.infra_faults = counter("infra_faults_total", "Infrastructure faults, which are not the solution's fault.")
+        self.workspaces_idle = counter("workspaces_idle_total", "Workspaces closed because they were not used.")
+        self.submitted = counter("submitted_total", "Submissions, and whether they made a new job.", "kind", "new")
+        self.verdicts = counter("verdicts_total", "Verdicts given by the sandbox.", "format", "status")
+        self.rejected = counter("rejected_total", "Requests refused before they became work.", "reason")
+        self.infra_faults = counter("infra_faults_total", "Faults of ours.")
         self.phase_seconds = Histogram(
             "cuda_agent_sandbox_phase_seconds",
-            "Seconds that jobs spent, by kind and phase.",
+            "Seconds that jobs spent, by phase; queue and run are the service's own.",
             ("kind", "phase"),
             buckets=_BUCKETS,
             registry=registry,
