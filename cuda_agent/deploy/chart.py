@@ -60,7 +60,7 @@ def schema() -> dict[str, Any]:
     )
     made["$defs"]["Profile"]["properties"]["stages"]["additionalProperties"] = False
     # Helm passes `global` to a subchart; the chart does not use it.
-    made["properties"]["global"] = {"type": "object", "description": "given by Helm to charts inside of others; unused"}
+    made["properties"]["global"] = {"type": "object", "description": "values that Helm passes to subcharts; not used"}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": f"Values of {CHART}", **made}
 
 
@@ -100,8 +100,8 @@ _ABOUT = {
     "keywords": ["argo-workflows", "cuda", "reinforcement-learning", "mlflow"],
 }
 _VALUES_HEAD = """\
-# The chart's values and their defaults, made by `cuda-agent render` of cuda_agent/deploy/chart_values.py.
-# values.schema.json refuses whatever is not here.
+# The chart's values and their defaults.  Helm checks yours against values.schema.json, which refuses unknown keys.
+# `cuda-agent render` generates this file from cuda_agent/deploy/chart_values.py.
 
 """
 

@@ -31,73 +31,87 @@ def value(default: Any, description: str) -> Any:
 
 
 class Resources(ValuesGroup):
-    requests: dict[str, Quantity | int] = value({}, "what a pod asks for")
-    limits: dict[str, Quantity | int] = value({}, "what it may use at most; `nvidia.com/gpu: 1` asks for a GPU")
+    requests: dict[str, Quantity | int] = value({}, "resources that a container requests, as in Kubernetes")
+    limits: dict[str, Quantity | int] = value(
+        {}, "resources that a container may use at most; `nvidia.com/gpu: 1` requests one GPU"
+    )
 
 
 class Placement(ValuesGroup):
     """Where a pod runs, and its resources.  The profile's ``defaults`` give each field that a stage does not set; a
     field that a stage sets replaces the default as a whole."""
 
-    resources: Resources = value(Resources(), "requests and limits")
-    nodeSelector: dict[str, str] = value({}, "labels of its nodes")
-    tolerations: list[Object] = value([], "taints it tolerates")
-    affinity: Object = value({}, "affinity")
-    deadlineSeconds: int = value(604800, "after this long a pod is ended for good")
+    resources: Resources = value(Resources(), "requests and limits of the stage")
+    nodeSelector: dict[str, str] = value({}, "labels that a node must have to run the stage's pod")
+    tolerations: list[Object] = value([], "node taints that the pod tolerates")
+    affinity: Object = value({}, "affinity rules of the pod, as in Kubernetes")
+    deadlineSeconds: int = value(604800, "seconds that the pod may run; then it is stopped, and not retried")
 
 
 class Pool(ValuesGroup):
     """One kind of sandbox servers of a run."""
 
-    replicas: Annotated[int, Field(ge=1, le=512)] = value(1, "servers")
-    resources: Resources = value(Resources(), "requests and limits of one server")
-    nodeSelector: dict[str, str] = value({}, "labels of their nodes")
-    tolerations: list[Object] = value([], "taints they tolerate")
-    affinity: Object = value({}, "affinity")
+    replicas: Annotated[int, Field(ge=1, le=512)] = value(1, "number of servers")
+    resources: Resources = value(Resources(), "requests and limits of each server; must limit cpu and memory")
+    nodeSelector: dict[str, str] = value({}, "labels that a node must have to run these servers")
+    tolerations: list[Object] = value([], "node taints that these servers tolerate")
+    affinity: Object = value({}, "affinity rules of these servers, as in Kubernetes")
 
 
 class Pools(ValuesGroup):
-    workspace: Pool = value(Pool(), "folders that the agent works in (CPU)")
-    build: Pool = value(Pool(), "compilers (CPU)")
-    evaluate: Pool = value(Pool(), "what judges and times; with GPUs where `sandbox.device=cuda`")
+    workspace: Pool = value(Pool(), "servers for the folders in which the agent works; need no GPU")
+    build: Pool = value(Pool(), "servers that compile kernels; need no GPU")
+    evaluate: Pool = value(Pool(), "servers that judge and time kernels; need GPUs if `sandbox.device=cuda`")
 
 
 class EnginePods(ValuesGroup):
     """The vLLM servers of a run with ``policy.engine=vllm``; without these servers each stage starts its own."""
 
-    replicas: Annotated[int, Field(ge=0, le=512)] = value(0, "servers; 0: none")
-    claim: Name = value("", "claim of a volume that many nodes may write (ReadWriteMany), by which weights reach them")
-    resources: Resources = value(Resources(), "requests and limits of one server; it uses all GPUs that it has")
-    nodeSelector: dict[str, str] = value({}, "labels of their nodes")
-    tolerations: list[Object] = value([], "taints they tolerate")
-    affinity: Object = value({}, "affinity")
-    extraVolumes: list[Object] = value([], "more volumes of the servers")
-    extraVolumeMounts: list[Object] = value([], "and where they are")
+    replicas: Annotated[int, Field(ge=0, le=512)] = value(
+        0, "number of servers; above 0 requires `claim` and `parallelism: 1`"
+    )
+    claim: Name = value(
+        "", "name of a PersistentVolumeClaim (ReadWriteMany), through which stages pass weights to the servers"
+    )
+    resources: Resources = value(Resources(), "requests and limits of each server, which uses all GPUs of its pod")
+    nodeSelector: dict[str, str] = value({}, "labels that a node must have to run these servers")
+    tolerations: list[Object] = value([], "node taints that these servers tolerate")
+    affinity: Object = value({}, "affinity rules of these servers, as in Kubernetes")
+    extraVolumes: list[Object] = value([], "additional volumes of these servers")
+    extraVolumeMounts: list[Object] = value([], "mounts of the additional volumes")
 
 
 class RayPods(ValuesGroup):
     """A Ray cluster of several pods for stages with ``runtime=ray``; without it Ray runs inside the stage's pod."""
 
-    enabled: bool = value(False, "have KubeRay make one for each; needs its operator, 1.6")
-    headResources: Resources = value(Resources(), "requests and limits of the pod that the stage itself runs in")
-    resources: Resources = value(Resources(), "the same of the trainer's pod and of each rollout worker's")
-    nodeSelector: dict[str, str] = value({}, "labels of their nodes")
-    tolerations: list[Object] = value([], "taints they tolerate")
-    affinity: Object = value({}, "affinity")
+    enabled: bool = value(
+        False, "whether stages with `runtime=ray` get several pods; requires KubeRay 1.6 and `parallelism: 1`"
+    )
+    headResources: Resources = value(Resources(), "requests and limits of the head pod, which runs the stage's process")
+    resources: Resources = value(Resources(), "requests and limits of each other pod: rollout workers and trainers")
+    nodeSelector: dict[str, str] = value({}, "labels that a node must have to run these other pods")
+    tolerations: list[Object] = value([], "node taints that these other pods tolerate")
+    affinity: Object = value({}, "affinity rules of these other pods, as in Kubernetes")
 
 
 class Profile(ValuesGroup):
     """Resources and placement of a run's pods.  A user selects a profile: ``cuda-agent submit --profile NAME``."""
 
-    device: str = value("", "what times are taken on, part of cache keys; empty: the profile's name")
-    parallelism: int = value(1, "stages of a run at once; 1 where it has engine replicas or a Ray of several pods")
-    queue: str = value("", "Kueue's LocalQueue for stages and sandboxes")
-    priorityClass: str = value("", "PriorityClass of all pods")
-    defaults: Placement = value(Placement(), "of every stage")
-    stages: dict[StageName, Placement] = value({}, "a stage's own place; what it does not say is in `defaults`")
-    pools: Pools = value(Pools(), "the run's sandbox")
-    engine: EnginePods = value(EnginePods(), "vLLM servers for runs whose engine is vllm")
-    ray: RayPods = value(RayPods(), "several pods for stages whose runtime is ray")
+    device: str = value(
+        "", "name of the hardware that times are measured on; a part of cache keys; empty: the profile's name"
+    )
+    parallelism: int = value(
+        1, "maximum number of stages that run at once; must be 1 with `engine.replicas` or `ray.enabled`"
+    )
+    queue: str = value("", "name of a Kueue LocalQueue for stages, sandboxes and engines; empty: none")
+    priorityClass: str = value("", "name of the PriorityClass of all pods of a run; empty: the cluster's default")
+    defaults: Placement = value(Placement(), "resources and placement of every stage")
+    stages: dict[StageName, Placement] = value(
+        {}, "resources and placement of single stages; unset fields come from `defaults`"
+    )
+    pools: Pools = value(Pools(), "sandbox servers of a run, by role")
+    engine: EnginePods = value(EnginePods(), "vLLM servers of a run with `policy.engine=vllm`")
+    ray: RayPods = value(RayPods(), "Ray pods of a stage with `runtime=ray`")
 
 
 def _resources(cpu: str, memory: str, most_cpu: str, most_memory: str, disk: str, **more: int) -> Resources:
@@ -136,179 +150,212 @@ PROFILES = {
 
 
 class Image(ValuesGroup):
-    repository: str = value("", "name without registry")
-    tag: str = value("", "tag; empty: the chart's version")
-    digest: Digest = value("", "digest, which wins over the tag")
+    repository: str = value("", "image name without the registry")
+    tag: str = value("", "image tag; empty: the chart's version")
+    digest: Digest = value("", "image digest, as in sha256:0123...; takes precedence over the tag")
 
 
 class Images(ValuesGroup):
     registry: str = value("", "registry of all images, as in registry.example.org/team")
-    pullPolicy: Literal["Always", "IfNotPresent", "Never"] = value("IfNotPresent", "when images are pulled")
-    pullSecrets: list[str] = value([], "names of pull secrets")
+    pullPolicy: Literal["Always", "IfNotPresent", "Never"] = value("IfNotPresent", "image pull policy of all pods")
+    pullSecrets: list[str] = value([], "names of image pull secrets")
     command: list[str] = value(
-        ["python3", "-m", "cuda_agent.cli"], "how cuda-agent is started in the stage and sandbox images"
+        ["python3", "-m", "cuda_agent.cli"], "command that starts cuda-agent in the stage and sandbox images"
     )
-    stage: Image = value(Image(repository="cuda-agent"), "stages, prepare and finish")
-    sandbox: Image = value(Image(repository="cuda-agent-sandbox"), "the sandbox's servers")
-    ray: Image = value(Image(repository="cuda-agent-ray"), "pods of a stage's Ray: the stages' image, with all of Ray")
-    engine: Image = value(Image(repository="cuda-agent-engine"), "engine replicas, where a profile has them")
-    minio: Image = value(Image(repository="cuda-agent-minio"), "MinIO, when the chart brings it")
-    mlflow: Image = value(Image(repository="cuda-agent-mlflow"), "MLflow, when the chart brings it")
+    stage: Image = value(Image(repository="cuda-agent"), "image of stages, `prepare`, `finish` and maintenance jobs")
+    sandbox: Image = value(Image(repository="cuda-agent-sandbox"), "image of sandbox servers")
+    ray: Image = value(Image(repository="cuda-agent-ray"), "image of Ray pods, used with `profiles.NAME.ray.enabled`")
+    engine: Image = value(
+        Image(repository="cuda-agent-engine"), "image of vLLM servers, used with `profiles.NAME.engine.replicas`"
+    )
+    minio: Image = value(Image(repository="cuda-agent-minio"), "image of MinIO, used with `minio.enabled`")
+    mlflow: Image = value(Image(repository="cuda-agent-mlflow"), "image of MLflow, used with `mlflow.enabled`")
 
 
 class StoreValues(ValuesGroup):
-    bucket: str = value("cuda-agent", "bucket of artifacts, caches and logs")
-    prefix: str = value("", "folder inside the bucket")
+    bucket: str = value("cuda-agent", "bucket for artifacts, caches and logs; must exist unless `minio.enabled`")
+    prefix: str = value("", "folder in the bucket; empty: the bucket's root")
     endpoint: str = value(
-        "", "an S3 other than AWS, as in http://minio.storage:9000; empty with `minio.enabled`: its own"
+        "", "URL of an S3 server, as in http://minio.storage:9000; empty: the chart's MinIO if enabled, otherwise AWS"
     )
-    region: str = value("us-east-1", "region")
-    existingSecret: Name = value("", "secret with `accesskey` and `secretkey`; needed unless `minio.enabled` makes one")
+    region: str = value("us-east-1", "region of the S3 server")
+    existingSecret: Name = value(
+        "", "name of a secret with keys `accesskey` and `secretkey`; required unless `minio.enabled`"
+    )
 
 
 class Tracking(ValuesGroup):
-    uri: str = value(
-        "", "address of an MLflow server; empty with `mlflow.enabled`: the chart's own; empty without: no MLflow"
-    )
-    allowedPort: Port = value(5000, "its port, which stages may reach")
+    uri: str = value("", "URL of an MLflow server; empty: the chart's MLflow if enabled, otherwise no MLflow")
+    allowedPort: Port = value(5000, "port of `uri`, which NetworkPolicies open for a run's pods")
 
 
 class Workflow(ValuesGroup):
-    deadlineSeconds: int = value(1209600, "after this long a run is ended")
-    graceSeconds: int = value(120, "from SIGTERM to SIGKILL; a stage's checkpoint must fit")
-    retryLimit: int = value(4, "how often a stage is tried again")
-    retryAfter: str = value("10s", "wait before the first retry; it triples")
-    keepPods: str = value("600s", "how long a pod that succeeded stays")
-    keepDoneSeconds: int = value(604800, "how long a Workflow that succeeded stays")
-    keepFailedSeconds: int = value(2592000, "how long one that failed stays")
-    executorResources: Resources = value(Resources(**EXECUTOR_RESOURCES), "of Argo's own containers in a pod")
-    smallResources: Resources = value(SMALL, "of prepare, finish and other pods that only ask and tell")
+    deadlineSeconds: int = value(1209600, "seconds that a run may take; then it is stopped")
+    graceSeconds: int = value(120, "seconds from SIGTERM to SIGKILL of a stage; must suffice to write a checkpoint")
+    retryLimit: int = value(4, "maximum number of retries of a step; only failures that may be temporary are retried")
+    retryAfter: str = value(
+        "10s", "pause before the first retry; each later pause is three times as long, up to 10 minutes"
+    )
+    keepPods: str = value(
+        "600s", "how long a pod is kept after it succeeded; a failed pod is kept as long as its Workflow"
+    )
+    keepDoneSeconds: int = value(604800, "seconds that a Workflow is kept after it succeeded")
+    keepFailedSeconds: int = value(2592000, "seconds that a Workflow is kept after it failed")
+    executorResources: Resources = value(
+        Resources(**EXECUTOR_RESOURCES), "requests and limits of Argo's own containers in each pod"
+    )
+    smallResources: Resources = value(
+        SMALL, "requests and limits of `prepare`, `finish`, maintenance jobs and `helm test`"
+    )
 
 
 class SandboxValues(ValuesGroup):
-    runtimeClassName: Name = value("", "RuntimeClass of the servers, such as gVisor's or Kata's")
-    extraVolumes: list[Object] = value([], "more volumes of the servers")
-    extraVolumeMounts: list[Object] = value([], "and where they are")
-    recycleAfter: Annotated[int, Field(ge=0)] = value(
-        1000, "verdicts after which a server ends and a fresh one takes its place; 0: never"
+    runtimeClassName: Name = value(
+        "", "RuntimeClass of sandbox servers, such as gVisor's or Kata's; empty: the nodes' default"
     )
-    recycleOnCheat: bool = value(True, "and after any cheat")
-    environment: dict[str, str] = value({}, "environment of the servers")
+    extraVolumes: list[Object] = value([], "additional volumes of sandbox servers")
+    extraVolumeMounts: list[Object] = value([], "mounts of the additional volumes")
+    recycleAfter: Annotated[int, Field(ge=0)] = value(
+        1000, "number of verdicts after which a server restarts; 0: never"
+    )
+    recycleOnCheat: bool = value(True, "whether a server also restarts after the verdict `cheat`")
+    environment: dict[str, str] = value({}, "environment variables of sandbox servers")
 
 
 class Access(ValuesGroup):
-    viewers: list[Object] = value([], "subjects that may look at runs")
-    submitters: list[Object] = value([], "subjects that may also submit, cancel and resume")
+    viewers: list[Object] = value([], "RBAC subjects that may view runs and logs, as in `{kind: User, name: ada}`")
+    submitters: list[Object] = value([], "RBAC subjects that may also submit, cancel and resume runs")
     serviceAccountAnnotations: dict[str, str] = value(
-        {}, "on the service accounts of stages and of prepare, as clouds want them"
+        {}, "annotations of all service accounts except those of sandboxes and of Argo"
     )
 
 
 class Admission(ValuesGroup):
-    enabled: bool = value(True, "admit only Workflows that are made from this release's templates")
+    enabled: bool = value(True, "whether to refuse Workflows that are not made from this release's templates")
     exemptUsers: list[str] = value(
-        [], "users who are not asked, such as Argo's controller when it has `workflowDefaults`"
+        [], "users that are not checked, such as `system:serviceaccount:argo:argo` if Argo has `workflowDefaults`"
     )
 
 
 class Network(ValuesGroup):
-    enabled: bool = value(True, "deny by default, and allow what is needed")
-    apiServerCidrs: list[Cidr] = value(["0.0.0.0/0"], "addresses of the API server, behind its service")
-    apiServerPort: Port = value(6443, "its port")
-    storeCidrs: list[Cidr] = value(["0.0.0.0/0"], "addresses of an S3 that the chart does not bring")
-    storePort: Port = value(443, "its port")
-    trackingCidrs: list[Cidr] = value([], "addresses of an MLflow that the chart does not bring")
-    dnsCidrs: list[Cidr] = value([], "addresses of a DNS server outside of `kube-system`")
-    stageEgress: list[Object] = value([], "more rules for stages, such as to a model's address")
-    monitoringNamespace: str = value("monitoring", "where Prometheus runs")
-    rayOperatorNamespace: str = value("kuberay", "where KubeRay's operator runs, which asks the head of a stage's Ray")
+    enabled: bool = value(True, "whether to deny all connections of the namespace's pods except those that are needed")
+    apiServerCidrs: list[Cidr] = value(
+        ["0.0.0.0/0"], "addresses (CIDR) of the API server's endpoints, not of its service"
+    )
+    apiServerPort: Port = value(6443, "port of the API server's endpoints")
+    storeCidrs: list[Cidr] = value(["0.0.0.0/0"], "addresses (CIDR) of an external S3 server")
+    storePort: Port = value(443, "port of an external S3 server")
+    trackingCidrs: list[Cidr] = value([], "addresses (CIDR) of an external MLflow server; required with `tracking.uri`")
+    dnsCidrs: list[Cidr] = value([], "addresses (CIDR) of DNS servers outside `kube-system`")
+    stageEgress: list[Object] = value([], "additional egress rules for stages, such as for a model's server")
+    monitoringNamespace: str = value("monitoring", "namespace of Prometheus; used with `monitoring.serviceMonitor`")
+    rayOperatorNamespace: str = value("kuberay", "namespace of KubeRay's operator, which connects to Ray's head pods")
 
 
 class Quota(ValuesGroup):
-    enabled: bool = value(False, "a ResourceQuota for the namespace")
-    hard: dict[str, str | int] = value({"pods": 200, "requests.nvidia.com/gpu": 16}, "its limits")
+    enabled: bool = value(False, "whether to create a ResourceQuota for the namespace")
+    hard: dict[str, str | int] = value({"pods": 200, "requests.nvidia.com/gpu": 16}, "limits of the ResourceQuota")
 
 
 class Cron(ValuesGroup):
-    enabled: bool = value(False, "submit a run again and again")
-    schedule: str = value("0 2 * * 6", "when")
-    timezone: str = value("Etc/UTC", "and in which time zone")
-    profile: str = value("cpu", "profile")
+    enabled: bool = value(False, "whether to start a run on a schedule")
+    schedule: str = value("0 2 * * 6", "times in cron syntax; the default is every Saturday at 2:00")
+    timezone: str = value("Etc/UTC", "time zone of the schedule")
+    profile: str = value("cpu", "profile of these runs")
     config: Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")] = value(
-        "", "sha256 of a configuration that an earlier run has stored"
+        "", "sha256 of the runs' configuration, which an earlier run must have stored; `cuda-agent config` prints it"
     )
 
 
 class Gc(ValuesGroup):
     """Settings of ``cuda-agent gc --on CONTEXT``, which hold for all users of the release."""
 
-    keep: Annotated[int, Field(ge=1)] = value(10, "newest runs of each pipeline that stay")
-    enabled: bool = value(False, "remove what no run needs again and again; it needs a moment without runs")
-    schedule: str = value("30 1 * * *", "when")
+    keep: Annotated[int, Field(ge=1)] = value(10, "how many of the newest runs of each pipeline are kept")
+    enabled: bool = value(
+        False, "whether to collect garbage on a schedule; nothing is removed while a run is under way"
+    )
+    schedule: str = value("30 1 * * *", "times in cron syntax, in the time zone of Argo's controller")
 
 
 class Persistence(ValuesGroup):
     size: Quantity = value("20Gi", "size of the volume")
-    storageClass: str = value("", "storage class; empty: the default one")
-    existingClaim: Name = value("", "a claim that is there already")
+    storageClass: str = value("", "storage class of the volume; empty: the cluster's default")
+    existingClaim: Name = value("", "name of an existing PersistentVolumeClaim; empty: the chart creates one")
 
 
 class Minio(ValuesGroup):
-    enabled: bool = value(False, "bring a MinIO of one replica, for clusters that have no S3")
-    existingSecret: Name = value("", "secret with `accesskey` and `secretkey`; empty: made at random")
-    expireLogsDays: int = value(30, "after so many days logs and manifests that Argo wrote are removed")
-    persistence: Persistence = value(Persistence(size="50Gi"), "its volume")
-    resources: Resources = value(WORK, "its resources")
+    enabled: bool = value(False, "whether to install MinIO, with one replica")
+    existingSecret: Name = value(
+        "", "name of a secret with keys `accesskey` and `secretkey`; empty: a new one with random keys"
+    )
+    expireLogsDays: int = value(30, "days after which MinIO deletes logs and manifests that Argo wrote")
+    persistence: Persistence = value(Persistence(size="50Gi"), "volume of MinIO")
+    resources: Resources = value(WORK, "requests and limits of MinIO")
 
 
 class Mlflow(ValuesGroup):
-    enabled: bool = value(False, "bring an MLflow server, for clusters that have none")
+    enabled: bool = value(False, "whether to install an MLflow server")
     backendUri: str = value(
-        "", "address of a PostgreSQL without password, which comes from `backendSecret`; empty: SQLite on its volume"
+        "",
+        "URL of a PostgreSQL database (port 5432) without the password, as in postgresql://mlflow@db/mlflow; "
+        "empty: SQLite",
     )
-    backendSecret: Name = value("", "secret with `password` for `backendUri`")
-    allowedHosts: list[str] = value([], "names besides its service's under which it may be asked")
-    persistence: Persistence = value(Persistence(size="20Gi"), "its volume")
-    resources: Resources = value(WORK, "its resources")
+    backendSecret: Name = value("", "name of a secret with key `password`, required with `backendUri`")
+    allowedHosts: list[str] = value([], "additional host names under which MLflow accepts requests")
+    persistence: Persistence = value(Persistence(size="20Gi"), "volume of MLflow")
+    resources: Resources = value(WORK, "requests and limits of MLflow")
 
 
 class Monitoring(ValuesGroup):
-    serviceMonitor: bool = value(False, "a ServiceMonitor for the sandboxes' metrics")
-    dashboard: bool = value(False, "a ConfigMap with a Grafana dashboard")
-    alerts: bool = value(False, "a PrometheusRule")
-    labels: dict[str, str] = value({}, "labels that the operators look for")
-    dashboardLabels: dict[str, str] = value({"grafana_dashboard": "1"}, "labels that Grafana's sidecar looks for")
-    interval: str = value("30s", "how often metrics are read")
+    serviceMonitor: bool = value(False, "whether to create a ServiceMonitor for the metrics of sandbox servers")
+    dashboard: bool = value(False, "whether to create a ConfigMap with a Grafana dashboard")
+    alerts: bool = value(False, "whether to create a PrometheusRule with alerts about sandbox servers")
+    labels: dict[str, str] = value(
+        {}, "labels by which the Prometheus operator selects ServiceMonitor and PrometheusRule"
+    )
+    dashboardLabels: dict[str, str] = value(
+        {"grafana_dashboard": "1"}, "labels by which Grafana's sidecar selects the dashboard"
+    )
+    interval: str = value("30s", "how often Prometheus reads the metrics")
 
 
 class Webhook(ValuesGroup):
-    existingSecret: Name = value("", "secret with `url`: told how each run ended; the exit hook then always runs")
+    existingSecret: Name = value(
+        "",
+        "name of a secret with key `url`, an HTTPS address (port 443) to which the end of each run is posted as JSON",
+    )
 
 
 class Values(ValuesGroup):
-    nameOverride: Name = value("", "in place of the chart's name")
-    fullnameOverride: Name = value("", "in place of release and chart name")
-    commonLabels: dict[str, str] = value({}, "on every object")
-    images: Images = value(Images(), "images")
-    store: StoreValues = value(StoreValues(), "the S3 that holds everything")
-    tracking: Tracking = value(Tracking(), "MLflow")
-    profiles: dict[str, Profile] = value(PROFILES, "what a run's pods get; one WorkflowTemplate each")
-    workflow: Workflow = value(Workflow(), "deadlines, retries, retention")
-    sandbox: SandboxValues = value(SandboxValues(), "sandbox servers of all profiles")
-    environment: dict[str, str] = value({}, "environment of stages, prepare and finish; never a secret")
-    secretEnvironment: dict[str, str] = value({}, "environment of stages from secrets: `NAME: secret/key`")
-    extraVolumes: list[Object] = value([], "more volumes of stages, prepare and finish")
-    extraVolumeMounts: list[Object] = value([], "and where they are")
-    extraObjects: list[Object] = value([], "more objects of this release")
+    nameOverride: Name = value("", "replaces the chart's name in labels and in the names of objects")
+    fullnameOverride: Name = value(
+        "", "prefix of objects' names, at most 30 characters; empty: from release and chart name"
+    )
+    commonLabels: dict[str, str] = value({}, "additional labels of all objects")
+    images: Images = value(Images(), "container images")
+    store: StoreValues = value(StoreValues(), "S3 store of all runs")
+    tracking: Tracking = value(Tracking(), "MLflow server for the metrics, logs and reports of runs")
+    profiles: dict[str, Profile] = value(
+        PROFILES, "resources and placement of a run's pods; one WorkflowTemplate per profile"
+    )
+    workflow: Workflow = value(Workflow(), "deadlines, retries and retention of runs")
+    sandbox: SandboxValues = value(SandboxValues(), "settings of the sandbox servers of all profiles")
+    environment: dict[str, str] = value({}, "environment variables of stages, `prepare` and `finish`; not for secrets")
+    secretEnvironment: dict[str, str] = value(
+        {}, "environment variables of stages, `prepare` and `finish` from secrets, as in `NAME: secret/key`"
+    )
+    extraVolumes: list[Object] = value([], "additional volumes of stages, `prepare`, `finish` and MLflow")
+    extraVolumeMounts: list[Object] = value([], "mounts of the additional volumes")
+    extraObjects: list[Object] = value([], "additional Kubernetes objects of this release")
     podSecurityContext: Object = value(POD_SECURITY, "security context of all pods")
-    dnsPolicy: Literal["ClusterFirst", "Default", "None"] = value("ClusterFirst", "DNS policy of stages")
-    access: Access = value(Access(), "who may do what")
-    admission: Admission = value(Admission(), "ValidatingAdmissionPolicy")
-    networkPolicy: Network = value(Network(), "NetworkPolicies")
-    quota: Quota = value(Quota(), "ResourceQuota")
-    cron: Cron = value(Cron(), "CronWorkflow")
-    gc: Gc = value(Gc(), "what runs leave behind")
-    webhook: Webhook = value(Webhook(), "who is told when a run has ended")
-    minio: Minio = value(Minio(), "MinIO")
-    mlflow: Mlflow = value(Mlflow(), "MLflow")
+    dnsPolicy: Literal["ClusterFirst", "Default", "None"] = value("ClusterFirst", "DNS policy of all pods of a run")
+    access: Access = value(Access(), "rights of users and service accounts")
+    admission: Admission = value(Admission(), "ValidatingAdmissionPolicy for Workflows")
+    networkPolicy: Network = value(Network(), "NetworkPolicies of the namespace")
+    quota: Quota = value(Quota(), "ResourceQuota of the namespace")
+    cron: Cron = value(Cron(), "CronWorkflow, which starts a run on a schedule")
+    gc: Gc = value(Gc(), "garbage collection: removes old runs and what only they need")
+    webhook: Webhook = value(Webhook(), "webhook that is called when a run has ended")
+    minio: Minio = value(Minio(), "MinIO, an S3 server for clusters that have none")
+    mlflow: Mlflow = value(Mlflow(), "MLflow server for clusters that have none")
     monitoring: Monitoring = value(Monitoring(), "Prometheus and Grafana")

@@ -2,22 +2,22 @@
 {{- define "cuda-agent.validate" -}}
 {{- $v := .Values -}}
 {{- if and (not $v.minio.enabled) (not $v.store.existingSecret) -}}
-{{- fail "store.existingSecret: name a secret with accesskey and secretkey, or let the chart bring an S3 with minio.enabled=true." -}}
+{{- fail "store.existingSecret: name a secret with the keys accesskey and secretkey, or install MinIO with minio.enabled=true." -}}
 {{- end -}}
 {{- if and $v.minio.enabled $v.store.endpoint -}}
 {{- fail "minio.enabled and store.endpoint: one store is enough; leave one of them out." -}}
 {{- end -}}
 {{- if and $v.minio.enabled $v.store.existingSecret -}}
-{{- fail "store.existingSecret: with minio.enabled the credentials are minio.existingSecret, or made at random." -}}
+{{- fail "store.existingSecret: with minio.enabled, set minio.existingSecret instead, or leave both empty for random keys." -}}
 {{- end -}}
 {{- if and $v.mlflow.enabled $v.tracking.uri -}}
 {{- fail "mlflow.enabled and tracking.uri: one MLflow is enough; leave one of them out." -}}
 {{- end -}}
 {{- if and $v.mlflow.backendUri (not $v.mlflow.backendSecret) -}}
-{{- fail "mlflow.backendUri: needs mlflow.backendSecret, a secret with its password." -}}
+{{- fail "mlflow.backendUri: needs mlflow.backendSecret, a secret with the key password." -}}
 {{- end -}}
 {{- if contains "@" (regexReplaceAll "^[a-z0-9+]+://[^:/@]*@" $v.mlflow.backendUri "") -}}
-{{- fail "mlflow.backendUri: leave the password out, it comes from mlflow.backendSecret." -}}
+{{- fail "mlflow.backendUri: leave the password out; it comes from mlflow.backendSecret." -}}
 {{- end -}}
 {{- if not $v.profiles -}}
 {{- fail "profiles: at least one is needed." -}}
@@ -27,7 +27,7 @@
 {{- fail (printf "profiles.%s: a profile's name has at most 16 lower-case letters, digits and dashes." $name) -}}
 {{- end -}}
 {{- if has $name (list "doctor" "gc" "gc-plan") -}}
-{{- fail (printf "profiles.%s: the chart has a template of that name already; call the profile something else." $name) -}}
+{{- fail (printf "profiles.%s: the chart already has a template of that name; choose another name for the profile." $name) -}}
 {{- end -}}
 {{- if and $v.sandbox.runtimeClassName (contains "gvisor" $v.sandbox.runtimeClassName) (contains "nvidia.com/mig" ($profile.pools | toJson)) -}}
 {{- fail (printf "profiles.%s.pools: gVisor does not support MIG; give evaluate whole GPUs, or another runtimeClassName." $name) -}}
@@ -39,14 +39,14 @@
 {{- end -}}
 {{- if gt (int $profile.engine.replicas) 0 -}}
 {{- if not $profile.engine.claim -}}
-{{- fail (printf "profiles.%s.engine.claim: weights reach the engine's replicas by a volume; name its claim (ReadWriteMany)." $name) -}}
+{{- fail (printf "profiles.%s.engine.claim: weights reach the engine's replicas through a volume; name its PersistentVolumeClaim (ReadWriteMany)." $name) -}}
 {{- end -}}
 {{- if gt (int $profile.parallelism) 1 -}}
-{{- fail (printf "profiles.%s.parallelism: a run's stages share its engine's replicas, each with weights of its own, so they go one after the other: 1." $name) -}}
+{{- fail (printf "profiles.%s.parallelism: a run's stages share its engine's replicas, but each stage loads different weights. Set it to 1, so that stages run one after the other." $name) -}}
 {{- end -}}
 {{- end -}}
 {{- if and $profile.ray.enabled (gt (int $profile.parallelism) 1) -}}
-{{- fail (printf "profiles.%s.parallelism: two of a run's stages would each wait in a Ray of its own for the pods that the other has, so with ray.enabled they go one after the other: 1." $name) -}}
+{{- fail (printf "profiles.%s.parallelism: with ray.enabled, two stages of a run could each wait for the pods that the other has. Set it to 1, so that stages run one after the other." $name) -}}
 {{- end -}}
 {{- range $pool, $place := $profile.pools -}}
 {{- if not (and $place.resources.limits.cpu $place.resources.limits.memory) -}}
@@ -55,16 +55,16 @@
 {{- end -}}
 {{- end -}}
 {{- if and $v.networkPolicy.enabled (not $v.networkPolicy.apiServerCidrs) -}}
-{{- fail "networkPolicy.apiServerCidrs: Argo's container in each pod reports to the API server; say where it is." -}}
+{{- fail "networkPolicy.apiServerCidrs: Argo's container in each pod reports to the API server; list the server's addresses." -}}
 {{- end -}}
 {{- if and $v.networkPolicy.enabled (not $v.minio.enabled) (not $v.networkPolicy.storeCidrs) -}}
-{{- fail "networkPolicy.storeCidrs: say where the store is, or nothing can be read or written." -}}
+{{- fail "networkPolicy.storeCidrs: list the store's addresses; without them no run can read or write anything." -}}
 {{- end -}}
 {{- if and $v.networkPolicy.enabled $v.tracking.uri (not $v.networkPolicy.trackingCidrs) -}}
-{{- fail "networkPolicy.trackingCidrs: say where tracking.uri is, or no metric arrives there." -}}
+{{- fail "networkPolicy.trackingCidrs: list the addresses of tracking.uri; without them no metrics arrive there." -}}
 {{- end -}}
 {{- if and $v.cron.enabled (not $v.cron.config) -}}
-{{- fail "cron.config: the sha256 of a configuration that an earlier run has stored; `cuda-agent config` prints it." -}}
+{{- fail "cron.config: expected the sha256 of a configuration that an earlier run has stored; `cuda-agent config` prints it." -}}
 {{- end -}}
 {{- if and $v.cron.enabled (not (hasKey $v.profiles $v.cron.profile)) -}}
 {{- fail (printf "cron.profile: there is no profile %s." $v.cron.profile) -}}
@@ -100,7 +100,7 @@ them). A missing one would be noticed by a pod that cannot start, long after the
 {{- if and $name (not (has $name $made)) -}}
 {{- $there := lookup "v1" "Secret" $space $name -}}
 {{- if not $there -}}
-{{- fail (printf "%s: there is no secret %s in namespace %s. Make it first, then this again." $value $name $space) -}}
+{{- fail (printf "%s: there is no secret %s in namespace %s. Create it, then run helm again." $value $name $space) -}}
 {{- end -}}
 {{- range $key := slice $one 2 -}}
 {{- if not (hasKey ($there.data | default dict) $key) -}}
