@@ -145,6 +145,15 @@ class LocalSandbox:
             raise SandboxUnready(f"the compiler does not work in the sandbox: {error}") from None
 
     async def __aexit__(self, *_: object) -> None:
+        ending = asyncio.ensure_future(self._end())
+        try:
+            await asyncio.shield(ending)
+        except asyncio.CancelledError:  # a cancellation that arrives now must leave nothing behind, either
+            await ending
+            raise
+
+    async def _end(self) -> None:
+        """Ends all processes of the sandbox and removes its folder."""
         await self._workspaces.close()
         for judge in self._judges:
             await asyncio.to_thread(judge.close)

@@ -140,6 +140,24 @@ def test_a_fault_of_ours_is_tried_once_more_and_never_kept(make: Make, fault: An
     assert judge.evaluations() == 4
 
 
+def test_a_cancellation_during_the_end_leaves_no_folder(tmp_path: Path) -> None:
+    """As when SIGTERM also ends a program for which the sandbox waits: the error is there before the cancellation."""
+    folders: list[Path] = []
+
+    async def fail() -> None:
+        async with LocalSandbox(SandboxConfig(), tmp_path) as sandbox:
+            assert sandbox._scratch
+            folders.append(sandbox._scratch)
+            task = asyncio.current_task()
+            assert task
+            task.cancel()
+            raise OSError("the compiler was killed")
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(fail())
+    assert folders and not folders[0].exists()
+
+
 def test_what_does_not_build_never_reaches_the_judge(make: Make) -> None:
     judge = Judge(verdict())
     found = asyncio.run(make(judge).evaluate(task(), Solution("python", {})))
