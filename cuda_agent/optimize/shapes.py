@@ -74,9 +74,10 @@ def variants(task: Task, asked: Sequence[str]) -> list[Variant]:
 def _values(text: str) -> dict[str, Any]:
     try:
         call = ast.parse(f"dict({text})", mode="eval").body
-        assert isinstance(call, ast.Call) and call.keywords and not call.args
+        if not isinstance(call, ast.Call) or not call.keywords or call.args:
+            raise ValueError("no constants")
         return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, ValueError, AssertionError):
+    except (SyntaxError, ValueError):
         raise ConfigError(f"--shapes {text}: expected {AUTO}, or constants as in batch_size=64,dim=100") from None
 
 
@@ -95,9 +96,10 @@ def _declared(task: Task) -> list[dict[str, Any]]:
         return []
     try:
         shapes = ast.literal_eval(given)
-        assert isinstance(shapes, list) and all(isinstance(values, dict) and values for values in shapes)
-    except (ValueError, AssertionError):
-        raise ConfigError(f"{_DECLARED} of task {task.name}: expected a list of dicts of plain values") from None
+    except ValueError:
+        shapes = None
+    if not isinstance(shapes, list) or not all(isinstance(values, dict) and values for values in shapes):
+        raise ConfigError(f"{_DECLARED} of task {task.name}: expected a list of dicts of plain values")
     return shapes
 
 
@@ -109,8 +111,8 @@ def _with_constants(task: Task, values: Mapping[str, Any]) -> Variant:
     if missing := [name for name in values if name not in known]:
         others = ", ".join(name for name in known if name != _DECLARED) or "none"
         raise ConfigError(f"--shapes {name}: the task sets no constant {missing[0]}; it sets: {others}")
-    places = sorted(((known[name], value) for name, value in values.items()), key=lambda pair: -pair[0].lineno)
-    for node, value in places:
+    places = [(known[name], value) for name, value in values.items()]
+    for node, value in sorted(places, key=lambda place: (place[0].lineno, place[0].col_offset), reverse=True):
         assert node.end_lineno and node.end_col_offset is not None
         before, after = lines[node.lineno - 1][: node.col_offset], lines[node.end_lineno - 1][node.end_col_offset :]
         lines[node.lineno - 1 : node.end_lineno] = [before + repr(value).encode() + after]

@@ -195,7 +195,7 @@ class LocalSandbox:
             await plan.runtime(self._builder)
         format, device = FORMATS[solution.format], self.config.device
         first_pass_time = format.first_pass(solution.files, device)
-        untimed = format.untimed.get(device, "") or ("" if mode != "check" else _ONLY_CHECKED)
+        untimed = format.untimed.get(device, "") or (_ONLY_CHECKED if mode == "check" else "")
         traits = replace(format.traits, untimed=untimed)
         try:
             load = await self._prepare(solution, spec)

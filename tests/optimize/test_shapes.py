@@ -44,6 +44,12 @@ def test_a_constant_is_changed_where_it_is_set_and_others_follow() -> None:
     assert scope["get_inputs"]()[0].shape == (50, 100)
 
 
+def test_two_constants_of_one_line_are_both_changed() -> None:
+    one_line = SIZED.replace("half = dim // 2", "a = 1; b = 2; half = dim // 2")
+    for asked in ("a=1000, b=3", "b=3, a=1000"):
+        assert "a = 1000; b = 3; half" in variants(task(one_line), [asked])[0].task.code
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

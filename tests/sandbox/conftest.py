@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cuda_agent.config import SandboxConfig
-from cuda_agent.sandbox.judge.decisions import TOO_BUSY
+from cuda_agent.exploits.session import decided
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.wire import Probe, Solution, Verdict
 from cuda_agent.tasks.task import Task
@@ -90,11 +90,7 @@ class Running(Loop):
 
     def evaluate(self, task: Task, solution: Solution, **more: Any) -> Verdict:
         """Judges like the product's own callers: while the tests keep the machine too busy, again."""
-        for _ in range(10):
-            verdict = self.wait(self.sandbox.evaluate(task, solution, **more))
-            if not verdict.message.startswith(TOO_BUSY):
-                break
-        return verdict
+        return self.wait(decided(lambda: self.sandbox.evaluate(task, solution, **more)))
 
     def probe(self, task: Task, compile: bool = False) -> Probe:
         return self.wait(self.sandbox.probe(task, compile))

@@ -230,15 +230,19 @@ class _Hold:
     def __init__(self, folder: Path) -> None:
         self._lease = Lease(folder)
         self._held = contextlib.ExitStack()
+        self.held = False
 
     def __enter__(self) -> "_Hold":
-        self._held.enter_context(self._lease.working())
-        self.held = True
+        self._acquire()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
         self._lease.close()
+
+    def _acquire(self) -> None:
+        self._held.enter_context(self._lease.working())
+        self.held = True
 
     def release(self) -> None:
         self._held.close()
@@ -247,7 +251,7 @@ class _Hold:
     def pause(self) -> None:
         """Releases the lease for a moment, so that processes that wait to time a kernel can do so."""
         self.release()
-        self.__enter__()
+        self._acquire()
 
 
 def _watch(folders: Sequence[Path], hold: _Hold, device: str) -> Callable[[JailedProcess], str]:

@@ -299,7 +299,7 @@ class JailedProcess:
         if fewer threads have worked than there are processors.
 
         If this process has the right to, it also gives all threads precedence over other programs, with a higher rank
-        than its own: a thread woken by a thread of its own rank would move to another processor, away from its data. If
+        than its own: a thread woken by one of equal rank would move to another processor, away from its data. If
         ``apart`` is false, undoes both."""
         processors = sorted(os.sched_getaffinity(self._parent.pid))
         busy: list[tuple[int, int]] = []  # nanoseconds of processor time, thread

@@ -23,7 +23,7 @@ from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.judge import mutants
 from cuda_agent.sandbox.judge.decisions import CandidateRefused
-from cuda_agent.sandbox.judge.memory.buffers import byte_count
+from cuda_agent.sandbox.judge.memory.buffers import call_bytes
 from cuda_agent.sandbox.judge.prepared import Baselines, PreparedTask
 from cuda_agent.sandbox.judge.reference_client import TaskKilled, memory_of
 from cuda_agent.sandbox.judge.strict import strict_baselines
@@ -169,7 +169,7 @@ class Judge:
         base, spec = prepared.baselines, prepared.spec
         if not verdict.untimed:
             verdict.eager_seconds, verdict.compile_seconds = base.eager, base.compile
-        verdict.bytes, verdict.flops = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs)), base.flops or None
+        verdict.bytes, verdict.flops = call_bytes(spec), base.flops or None
         verdict.peak_bytes_per_second = prepared.peaks.bytes_per_second
         self._trial = trial = Trial(self._workers, prepared, request, verdict)
         try:

@@ -14,6 +14,7 @@ import secrets
 import statistics
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from cuda_agent.machine import processor
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError, taking_turns
 from cuda_agent.sandbox.judge.decisions import Spread, share_of
-from cuda_agent.sandbox.judge.memory.buffers import byte_count
+from cuda_agent.sandbox.judge.memory.buffers import byte_count, call_bytes
 from cuda_agent.sandbox.judge.reference_client import ReferenceClient, Views, at_precision, memory_of, net
 from cuda_agent.sandbox.judge.timing import cost, cross_check, roofline
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
@@ -98,7 +99,7 @@ class PreparedTask:
         with self._lease.working():
             self.oracle = ReferenceClient(workers.reference(), code, self.weights_seed, settings)
         self.spec = self.oracle.spec
-        size = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs))
+        size = call_bytes(self.spec)
         calls = settings.checks + settings.timed_calls + (cross_check.CALLS if settings.device == "cuda" else 0)
         self.pool_size = max(2, min(calls, self.memory.pool_bytes() // max(1, size)))
         self._pool: list[PoolEntry | None] = [None] * self.pool_size
@@ -147,12 +148,16 @@ class PreparedTask:
         for index in ahead:
             self.entry(index)
 
+    def _working(self, timing: bool) -> AbstractContextManager[None]:
+        """Holds the lease for work with the reference; does nothing if the caller holds it for ``timing``."""
+        return contextlib.nullcontext() if timing else self._lease.working()
+
     def _drawn(self, index: int, timing: bool = False) -> PoolEntry:
         """Returns the pool entry with the number ``index``. If it is not in the pool, draws its inputs only."""
         place = index % self.pool_size
         entry = self._pool[place]
         if entry is None or entry.index != index:
-            with contextlib.nullcontext() if timing else self._lease.working():
+            with self._working(timing):
                 inputs = self.oracle.inputs(self._seed(index))
             assert inputs is not None
             entry = self._pool[place] = PoolEntry(index, inputs, [], weights=-1)
@@ -164,7 +169,7 @@ class PreparedTask:
         holds the timing lease."""
         entry = self._drawn(index, timing)
         if entry.weights != self._weights:
-            with contextlib.nullcontext() if timing else self._lease.working():
+            with self._working(timing):
                 entry.outputs, entry.weights = self.oracle.outputs(entry.inputs), self._weights
         return entry
 
@@ -261,9 +266,8 @@ class PreparedTask:
     @property
     def bytes(self) -> int:
         """About how many bytes of the device the task holds: its pool, its areas, its model, and a worker's context."""
-        tensors = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs))
         weights = sum(byte_count(t) for t in self.spec.weights.values())
-        return (self.pool_size + _AREAS) * tensors + 3 * weights + _CONTEXT_BYTES
+        return (self.pool_size + _AREAS) * call_bytes(self.spec) + 3 * weights + _CONTEXT_BYTES
 
     @property
     def views(self) -> Views:

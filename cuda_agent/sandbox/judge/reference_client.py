@@ -12,7 +12,7 @@ from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail.processes import JailedProcess, WorkerDied, WorkerError
 from cuda_agent.sandbox.judge.memory import device as gpu_memory
 from cuda_agent.sandbox.judge.memory import host as cpu_memory
-from cuda_agent.sandbox.judge.memory.buffers import DTYPES, byte_count
+from cuda_agent.sandbox.judge.memory.buffers import DTYPES, byte_count, call_bytes
 from cuda_agent.sandbox.messages import JudgeSettings, WorkerOperation
 from cuda_agent.sandbox.wire import TaskSpec, span
 
@@ -87,8 +87,7 @@ class ReferenceClient:
         if settings.device == "cpu" and size > settings.memory_mb << 20:
             raise TaskError(f"the task's tensors take {size >> 20} MB, more than the limit of {settings.memory_mb} MB")
         try:
-            room = sum(byte_count(t) for t in (*self.spec.inputs, *self.spec.outputs))
-            slots, fixed = min(2, self._memory.slots(room)), settings.clock == "model"
+            slots, fixed = min(2, self._memory.slots(call_bytes(self.spec))), settings.clock == "model"
             self._buffers = self._memory.Buffers(self.spec, slots=slots, values=True, fixed=fixed)
         except driver.DriverError:
             raise TaskError(f"the task's tensors take {size >> 20} MB, more than the device has left") from None

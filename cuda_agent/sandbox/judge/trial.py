@@ -22,7 +22,7 @@ from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError, taking_turns
 from cuda_agent.sandbox.judge import decisions, legality, strict
 from cuda_agent.sandbox.judge.decisions import CandidateRefused
-from cuda_agent.sandbox.judge.memory.buffers import byte_count
+from cuda_agent.sandbox.judge.memory.buffers import call_bytes
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
 from cuda_agent.sandbox.judge.reference_client import at_precision, net, seconds_of_call
 from cuda_agent.sandbox.judge.timing import cost
@@ -65,7 +65,7 @@ class Trial:
         self._worker: JailedProcess | None = None
         self._loaded = False
         spec = prepared.spec
-        size = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs))
+        size = call_bytes(spec)
         slots = self._memory.slots(size)
         if self._settings.device == "cuda" and not self._traits.host_is_ours:
             slots = min(max(2, 3 * self._memory.SLOTS_BYTES // max(1, size)), LONGEST_CHAIN)

@@ -217,4 +217,4 @@ def test_a_time_that_the_clock_contradicts_accuses_only_on_a_device_without_othe
         trial._believed(1e-6)
     assert refusal.value.status == status and refusal.value.retryable == (not shared)
     assert str(refusal.value).startswith(TOO_BUSY) == shared
-    assert not trial._verdict.samples, "a second trial has times of its own"
+    assert not trial._verdict.samples, "a second trial takes new times"

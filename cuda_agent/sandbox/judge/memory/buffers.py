@@ -35,6 +35,11 @@ def byte_count(tensor: Tensor) -> int:
     return math.prod(tensor.shape) * numpy.dtype(DTYPES[tensor.dtype]).itemsize
 
 
+def call_bytes(spec: TaskSpec) -> int:
+    """Returns the bytes of a task's inputs and outputs together."""
+    return sum(byte_count(tensor) for tensor in (*spec.inputs, *spec.outputs))
+
+
 class Area:
     """An area of shared memory on the CPU. It has ``size`` bytes, but at least one page. A worker maps it through its
     ``descriptor``, and cannot write to it if it is ``read_only``. If ``touched``, all pages are allocated at once, and

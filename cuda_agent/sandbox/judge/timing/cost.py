@@ -6,7 +6,7 @@ passes over memory, fewer operators, blocks for all threads, vector hints) short
 import re
 from typing import Any
 
-from cuda_agent.sandbox.judge.memory.buffers import byte_count
+from cuda_agent.sandbox.judge.memory.buffers import byte_count, call_bytes
 from cuda_agent.sandbox.wire import TaskSpec
 
 _CALL, _BYTES_PER_SECOND = 2e-6, 1e10  # seconds of one operator; bytes/s of one thread
@@ -21,7 +21,7 @@ def compiled(spec: TaskSpec, operators: int, touched: int, threads: int) -> floa
     """Returns the seconds of one call of the compiled model, if eager runs ``operators`` operators, which read and
     write ``touched`` bytes in total. The compiled model counts as one operator and a quarter of eager's; it moves the
     inputs, the outputs and a quarter of the other bytes."""
-    least = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs))
+    least = call_bytes(spec)
     return _CALL * (1 + operators / 4) + (least + max(0, touched - least) / 4) / (_BYTES_PER_SECOND * threads)
 
 
