@@ -4,18 +4,27 @@
 
 Every solution is built, checked and timed anew (its source differs); tasks are prepared first, and that is timed
 beside it.  Solutions of each format go one after the other, and then all at once, with builds side by side.
+
+    python benchmarks/sandbox_gpu.py --tasks 48 --solutions 30
+
+With ``--tasks`` it measures only this: distinct plans for so many tasks, ``--solutions`` a task, in random order, all
+at once.  torch.compile's baselines are left out there: each task needs them once.
 """
 
 import argparse
 import asyncio
 import json
+import random
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cuda_agent.config import SandboxConfig
+from cuda_agent.sandbox.judge.prepared import baselines_file
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.wire import Format, Solution, Verdict
 from cuda_agent.tasks.task import Task
@@ -99,6 +108,7 @@ PLAN = {
         }
     ]
 }  # fmt: skip
+PHASES = ("start", "check", "time", "cleanup")
 SIZES = {"20 us": (1024, 16, 132 * 8, 256), "200 us": (8192, 24, 132 * 8, 256), "2 ms": (8192, 32, 66, 64)}
 # rows, rounds, blocks and threads of the plan: the last one leaves half of the device idle
 
@@ -109,9 +119,13 @@ def main() -> None:
         "--solutions", type=int, default=30, help="of a format, one after the other; and as many at once"
     )
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--tasks", type=int, default=0, help="measure plans for so many tasks, and nothing else")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
+        if options.tasks:
+            print(json.dumps(asyncio.run(many_tasks(options.tasks, options.solutions, Path(cache))), indent=1))
+            return
         answer = asyncio.run(measure(options.solutions, options.repeats, Path(cache)))
     for name, row in answer["formats"].items():
         phases = "  ".join(f"{phase} {p50:.3f}/{p95:.3f}" for phase, (p50, p95) in row["phases"].items())
@@ -164,6 +178,44 @@ async def measure(solutions: int, repeats: int, cache: Path) -> dict[str, Any]:
     return answer
 
 
+async def many_tasks(count: int, solutions: int, cache: Path) -> dict[str, Any]:
+    rng = random.Random(0)
+    sizes = rng.sample([(rows, rounds) for rows in (256, 512, 1024, 2048, 4096) for rounds in range(2, 25)], count)
+    tasks = [task(*size) for size in sizes]
+    config = SandboxConfig(device="cuda", memory_mb=8192)
+    async with LocalSandbox(config, cache) as sandbox:
+        for one in tasks:  # torch.compile's baseline counts as tried, and so is not measured
+            file = baselines_file(str(sandbox.cache), one.digest, torch.__version__, config.threads, sandbox.machine)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({"compile_tried": True}))
+        verdicts: list[tuple[Task, Verdict]] = []
+
+        async def judge(one: Task, number: int) -> None:
+            node = PLAN["nodes"][0] | {"grid": rng.choice((132, 264, 528, 1056)), "block": rng.choice((128, 256, 512))}
+            files = {"plan.json": json.dumps({"nodes": [node]}), "kernels/chain.cu": f"// {number}\n{KERNEL}"}
+            verdicts.append((one, await sandbox.evaluate(one, Solution("plan", files))))
+
+        begin = time.perf_counter()
+        await asyncio.gather(*(judge(one, -1) for one in tasks))  # prepares the tasks
+        prepare = time.perf_counter() - begin
+        verdicts.clear()
+        order = [(one, number) for number in range(solutions) for one in tasks]
+        rng.shuffle(order)
+        begin = time.perf_counter()
+        await asyncio.gather(*(judge(*item) for item in order))
+        seconds = time.perf_counter() - begin
+    found = [verdict for _, verdict in verdicts]
+    return {
+        "prepare": prepare / count,
+        "a second": len(found) / seconds,
+        "phases": {name: statistics.median(v.phases.get(name, 0.0) for v in found) for name in ("build", *PHASES)},
+        "means": {name: statistics.fmean(v.phases.get(name, 0.0) for v in found) for name in PHASES},
+        "statuses": {status: sum(v.status == status for v in found) for status in {v.status for v in found}},
+        "messages": sorted({v.message for v in found if v.message})[:5],
+        "eager": sorted(v.eager_seconds or 0.0 for v in found)[:: max(1, len(found) // 8)],
+    }
+
+
 async def bench(sandbox: LocalSandbox, tasks: dict[str, Task], format: Format, count: int) -> dict[str, Any]:
     verdicts: list[Verdict] = []
     whole: list[float] = []
@@ -187,9 +239,7 @@ async def bench(sandbox: LocalSandbox, tasks: dict[str, Task], format: Format, c
     begin = time.perf_counter()
     await asyncio.gather(*(one(1000 + number) for number in range(2 * count)))
     seconds = time.perf_counter() - begin
-    held = sum(
-        v.phases[name] for v in verdicts[before:] for name in ("start", "check", "time", "settle") if name in v.phases
-    )
+    held = sum(v.phases[name] for v in verdicts[before:] for name in PHASES if name in v.phases)
     return {
         "p50": statistics.median(alone),
         "p95": alone[int(0.95 * len(alone))],

@@ -222,6 +222,9 @@ class Module:
         self._module = ctypes.c_void_p()
         _call("cuModuleLoadData", ctypes.byref(self._module), image)
 
+    def unload(self) -> None:
+        _call("cuModuleUnload", self._module)
+
     def function(self, name: str, shared: int = 0, wide_cluster: bool = False) -> ctypes.c_void_p:
         """Returns the kernel ``name``. Its launches may use ``shared`` bytes of dynamic shared memory. If
         ``wide_cluster`` is true, they may also use clusters of more than 8 blocks."""

@@ -62,6 +62,7 @@ class WorkerOperation(StrEnum):
     LOAD_SOLUTION = "load_solution"  # what ``LocalSandbox`` built, and {"seed", "redrawn": seed or None}
     RUN_CHAIN = "run_chain"  # as many calls as ``slot`` says -> as RUN
     RUN_EMPTY_CHAIN = "run_empty_chain"
+    UNLOAD_SOLUTION = "unload_solution"  # of a plan on a GPU; the worker then takes other buffers and another plan
     OBSERVE_OPERATORS = "observe_operators"  # one call -> operators, or seconds of each node of a plan
     OBSERVE_KERNELS = "observe_kernels"  # one call -> kernels of the GPU
     # to a first pass

@@ -11,6 +11,9 @@ LOADING = "while it was loaded"
 TOO_BUSY = "the machine is too busy to tell a reward"
 FASTER = 1 / 0.95  # speed-up above which the reward grows: more than 5 % less time (paper, Eq. 1)
 _MARGIN = 1.03  # distance of a clear speed-up from that bound: the baselines have errors, too
+_FEWEST, _FEW = {"cpu": 5, "cuda": 20}, 8  # fewest timed calls; GPU calls are cheap compared with a worker's start
+_NARROW = 1.01  # ratio of an interval's ends below which ``_FEW`` calls suffice
+_ENOUGH_SECONDS = 0.2
 _WIDE = 1.2  # ratio of an interval's ends above which the calls disagree
 Interval = tuple[float, float]  # lower and upper end
 Spread = tuple[float, float, float]  # lower end of an interval, middle, upper end
@@ -82,6 +85,15 @@ def is_clear(speedups: Sequence[Interval]) -> bool:
     """Returns whether each interval in ``speedups`` lies clearly above or clearly below ``FASTER``, the speed-up above
     which the reward grows. More timed calls would then hardly change the reward."""
     return all(low > _MARGIN * FASTER or _MARGIN * high < FASTER for low, high in speedups)
+
+
+def fewest_calls(device: str, elapsed: float, speedup: Interval) -> int:
+    """Returns the fewest timed calls of a candidate on ``device``. The number is smaller if the calls have already
+    taken long (``elapsed`` seconds), because slow calls differ by less, or if the interval ``speedup`` is narrow."""
+    if elapsed > _ENOUGH_SECONDS:
+        return min(_FEWEST.values())
+    low, high = speedup
+    return min(_FEW, _FEWEST[device]) if high < _NARROW * low else _FEWEST[device]
 
 
 def is_undecided(speedups: Sequence[Interval], anchor: Spread) -> bool:

@@ -26,6 +26,7 @@ from cuda_agent.sandbox.judge.decisions import CandidateRefused
 from cuda_agent.sandbox.judge.memory.buffers import call_bytes
 from cuda_agent.sandbox.judge.prepared import Baselines, PreparedTask
 from cuda_agent.sandbox.judge.reference_client import TaskKilled, memory_of
+from cuda_agent.sandbox.judge.shared_context import is_best, may_share
 from cuda_agent.sandbox.judge.strict import strict_baselines
 from cuda_agent.sandbox.judge.trial import Trial
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
@@ -42,7 +43,7 @@ from cuda_agent.sandbox.messages import (
 from cuda_agent.sandbox.wire import FormatTraits, Probe, Verdict
 
 _Answer = TypeVar("_Answer")
-_MOST_PREPARED = {"cpu": 24, "cuda": 6}  # most prepared tasks; the least recently used one is removed first
+_MOST_PREPARED = {"cpu": 24, "cuda": 64}  # most prepared tasks; the least recently used one is removed first
 _SHORT_OF_MEMORY = "out of (device )?memory|more than the device has left"  # in errors of torch, driver and judge
 _PROBE_SECONDS = 10  # limit of a health probe of the device
 
@@ -152,15 +153,16 @@ class Judge:
                 if verdict.mode == "strict":
                     strict_baselines(prepared)
             if self._tried(request, verdict, timed):
-                self._tried(request, verdict, timed)
+                self._tried(request, verdict, timed, again=True)
             if verdict.status != "ok":
                 break
         verdict.phases = {} if settings.clock == "model" else verdict.phases | {"cleanup": before}
         return verdict.to_json()
 
-    def _tried(self, request: EvaluateRequest, verdict: Verdict, timed: bool) -> bool:
-        """Runs one trial and fills in ``verdict``. Times calls only if ``timed``. Returns whether the candidate gets
-        another trial. Raises ``TaskError`` if the task fails even without the candidate."""
+    def _tried(self, request: EvaluateRequest, verdict: Verdict, timed: bool, again: bool = False) -> bool:
+        """Runs one trial and fills in ``verdict``. Times calls only if ``timed``. If ``again``, uses no shared context.
+        Returns whether the candidate gets another trial. Raises ``TaskError`` if the task fails even without the
+        candidate."""
         self.cleanup()
         # The samples stay: a candidate that ends its first trial must not get a second draw of its time.
         verdict.status, verdict.message, verdict.checks, verdict.max_error = "ok", "", 0, None
@@ -171,12 +173,14 @@ class Judge:
             verdict.eager_seconds, verdict.compile_seconds = base.eager, base.compile
         verdict.bytes, verdict.flops = call_bytes(spec), base.flops or None
         verdict.peak_bytes_per_second = prepared.peaks.bytes_per_second
-        self._trial = trial = Trial(self._workers, prepared, request, verdict)
+        shared = self._workers.shared if not again and may_share(request, self.settings, prepared.best) else None
+        used = shared is not None and shared.served > 0
+        self._trial = trial = Trial(self._workers, prepared, request, verdict, shared)
         try:
             trial.run(timed)
         except CandidateRefused as refusal:
             verdict.status, verdict.message = refusal.status, str(refusal)
-            return refusal.retryable or self.make_room(refusal)
+            return self.make_room(refusal) or refusal.retryable or used
         except TaskKilled:
             raise
         except (TaskError, driver.DriverError) as error:
@@ -187,6 +191,11 @@ class Judge:
             prepared.oracle.outputs(prepared.entry(prepared.base).inputs)
             verdict.status, verdict.message = "crash", f"beside the solution, and only there, the task fails: {error}"
             return True
+        if is_best(verdict.seconds, prepared.best):
+            if used:
+                verdict.samples.clear()  # times of a used context are no evidence for a new best
+                return True
+            prepared.best = verdict.seconds
         return False
 
     def cleanup(self) -> None:

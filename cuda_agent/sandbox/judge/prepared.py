@@ -95,6 +95,7 @@ class PreparedTask:
         self._digest = digest
         self._lease = workers.lease
         self.weights_seed = self._seed(-1)  # no inputs are drawn from this seed
+        self.best: float | None = None  # seconds of the fastest solution that a new context has confirmed
         self.mutants: dict[str, float | None] | None = None  # see ``mutants.survey``; None: not asked yet
         with self._lease.working():
             self.oracle = ReferenceClient(workers.reference(), code, self.weights_seed, settings)
@@ -121,6 +122,19 @@ class PreparedTask:
             self._weights += changed
             self._plain = False
             self._varies = changed and not self._fixed
+
+    def candidate_buffers(self, host_is_ours: bool) -> Any:
+        """Makes the buffers of one candidate. They hold the weights of its trial. If ``host_is_ours`` is false, a GPU
+        candidate gets enough slots for a chain of calls."""
+        memory, settings, size = self.memory, self.settings, call_bytes(self.spec)
+        slots = memory.slots(size)
+        if settings.device == "cuda" and not host_is_ours:
+            slots = min(max(2, 3 * memory.SLOTS_BYTES // max(1, size)), cross_check.LONGEST_CHAIN)
+        spare = {"areas": self._workers.areas.take} if settings.device == "cpu" else {}
+        buffers = memory.Buffers(self.spec, slots=slots, fixed=self._fixed, **spare)
+        self.draw_weights()
+        buffers.set_weights(self.oracle.weights)
+        return buffers
 
     def _variation(self) -> int | None:
         """Returns a seed for the weights that are drawn anew for a trial."""

@@ -22,18 +22,17 @@ from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError, taking_turns
 from cuda_agent.sandbox.judge import decisions, legality, strict
 from cuda_agent.sandbox.judge.decisions import CandidateRefused
-from cuda_agent.sandbox.judge.memory.buffers import call_bytes
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
 from cuda_agent.sandbox.judge.reference_client import at_precision, net, seconds_of_call
+from cuda_agent.sandbox.judge.shared_context import SharedContext
 from cuda_agent.sandbox.judge.timing import cost
-from cuda_agent.sandbox.judge.timing.cross_check import LONGEST_CHAIN, CrossCheck
+from cuda_agent.sandbox.judge.timing.cross_check import CrossCheck
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 from cuda_agent.sandbox.messages import EvaluateRequest, WorkerOperation
 from cuda_agent.sandbox.wire import FormatTraits, Verdict
 
 _NULL_CALLS = (7, 2)  # empty calls of the first worker of a task and format, and of later ones
-_FEWEST_TIMED = {"cpu": 5, "cuda": 20}  # GPU calls are cheap compared with the worker's start
-_ENOUGH_SECONDS = 0.2
+_ALL_ANCHORED = 5  # timed calls after each of which eager is timed; later after every second
 _MORE_CALLS, _MORE_SECONDS = 4, 3.0  # most calls as a multiple of the usual most, and most seconds, while undecided
 _OBSERVE_SECONDS = 5.0  # limit of one observed call, the profiler's start included
 _STRAY = 1e-6  # share of a trial's timed values (one at least) that may be off by up to twice the tolerance
@@ -46,12 +45,21 @@ _FILES = ("runtime", "library", "image")  # files of a load request
 
 
 class Trial:
-    """One trial of one candidate worker, from its start to its end."""
+    """One trial of one candidate worker, from its start to its end. If ``shared`` is given, the worker comes from
+    there, and returns there if the solution is ``ok``."""
 
-    def __init__(self, workers: WorkerPool, prepared: PreparedTask, request: EvaluateRequest, verdict: Verdict) -> None:
+    def __init__(
+        self,
+        workers: WorkerPool,
+        prepared: PreparedTask,
+        request: EvaluateRequest,
+        verdict: Verdict,
+        shared: SharedContext | None = None,
+    ) -> None:
         self._settings = workers.settings
         self._lease = workers.lease
         self._workers = workers
+        self._shared = shared
         self._memory = prepared.memory
         self._prepared = prepared
         self._request = request
@@ -64,15 +72,7 @@ class Trial:
         self._anchor: float | None = None  # eager's median beside the candidate, if it counts
         self._worker: JailedProcess | None = None
         self._loaded = False
-        spec = prepared.spec
-        size = call_bytes(spec)
-        slots = self._memory.slots(size)
-        if self._settings.device == "cuda" and not self._traits.host_is_ours:
-            slots = min(max(2, 3 * self._memory.SLOTS_BYTES // max(1, size)), LONGEST_CHAIN)
-        spare = {"areas": workers.areas.take} if self._settings.device == "cpu" else {}
-        self._buffers = self._memory.Buffers(spec, slots=slots, fixed=self._fixed, **spare)
-        prepared.draw_weights()
-        self._buffers.set_weights(prepared.oracle.weights)
+        self._buffers = prepared.candidate_buffers(self._traits.host_is_ours)
         if prepared.oracle.kept:
             verdict.advice.append(_KEPT)
         self._audited = self._off = 0  # values of timed calls, and how many of them were off
@@ -127,8 +127,9 @@ class Trial:
         """Starts a worker, without the solution, and maps its buffers. If ``profiler``, the worker runs torch's
         profiler."""
         request, buffers = self._request, self._buffers
-        place, workers = request["load"].get("place"), self._workers
-        self._worker = worker = workers.locked(place, profiler) if place else workers.candidate(profiler)
+        place = request["load"].get("place")
+        worker = self._shared.take() if self._shared else self._workers.candidate(place, profiler)
+        self._worker = worker
         worker.seconds = self._settings.run_seconds + (_FINDING_SECONDS if place else 0.0)
         options = {
             "host_is_ours": self._traits.host_is_ours, "rule": self._traits.rule, "spec": buffers.spec.to_json(),
@@ -303,20 +304,18 @@ class Trial:
         more calls. If those do not tell either, raises ``CandidateRefused`` with the status ``infra``."""
         begin = time.perf_counter()
         verdict, base, most = self._verdict, self._prepared.baselines, self._settings.timed_calls
-        fewest = min(_FEWEST_TIMED[self._settings.device], most)
         anchors: list[float] = []
         with self._alternating() as (candidate, eager, first):
             eager(first)
             for number in range(1, _MORE_CALLS * most + 1):
                 inputs, seconds = candidate()
                 verdict.samples.append(seconds)
-                if number <= _FEWEST_TIMED["cpu"] or number % 2 == 0:
+                if number <= _ALL_ANCHORED or number % 2 == 0:
                     anchors.append(eager(inputs))
                 elapsed = time.perf_counter() - begin
-                if elapsed > _ENOUGH_SECONDS:
-                    fewest = min(fewest, _FEWEST_TIMED["cpu"])  # slow calls differ by less
                 speedups = decisions.speedups_of(verdict.samples, anchors, base.compile_share)
                 undecided = decisions.is_undecided(speedups, decisions.spread(anchors))
+                fewest = min(most, decisions.fewest_calls(self._settings.device, elapsed, speedups[0]))
                 if number >= fewest and decisions.is_clear(speedups):
                     break
                 if number >= most and (elapsed > _MORE_SECONDS or not undecided):
@@ -338,10 +337,12 @@ class Trial:
     def eager_alone(self) -> None:
         """Ensures that a candidate gains nothing from slowing eager down. If the verdict uses eager's time beside the
         candidate, ends the candidate and times eager alone. If that is clearly faster, scales the baselines down. This
-        is the last step, because it must kill the candidate: on a GPU, kernels of a stopped process keep running."""
+        is the last step, because it must kill the candidate: on a GPU, kernels of a stopped process keep running. Only
+        a plan in a shared context lives on: its kernels have ended, since its host code is the sandbox's."""
         if self._anchor is None:
             return
-        self.end()
+        if not self._shared:
+            self.end()
         begin = time.perf_counter()
         verdict, oracle = self._verdict, self._prepared.oracle
         inputs = self._prepared.entry(self._prepared.base).inputs
@@ -441,6 +442,9 @@ class Trial:
             self._worker.kill()
 
     def close(self) -> None:
-        self.end()
+        if self._shared and self._worker and self._verdict.status == "ok":
+            self._shared.give_back(self._worker, self._settings.run_seconds)
+        else:
+            self.end()
         self._buffers.close()
         self._prepared.rotate(self._next - self._prepared.base)

@@ -19,6 +19,7 @@ from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerD
 from cuda_agent.sandbox.jail.warm_parent import WarmParent, warm_parent
 from cuda_agent.sandbox.judge.memory import buffers
 from cuda_agent.sandbox.judge.reference_client import ReferenceClient
+from cuda_agent.sandbox.judge.shared_context import SharedContext
 from cuda_agent.sandbox.messages import JudgeSettings
 
 _COMPILING = "cuda_agent.sandbox.worker.compiling"  # imported by the warm parent of compiling workers, never here
@@ -47,15 +48,19 @@ class WorkerPool:
         self._compiling: WarmParent | None = None
         self._spare: JailedProcess | None = None
         self.areas = buffers.Spare()  # for candidates on the CPU
+        self.shared = SharedContext(self.candidate)
 
     @property
     def torch(self) -> str:
         self._plain.wait_ready()
         return self._plain.torch
 
-    def candidate(self, profiler: bool = False) -> JailedProcess:
-        """Starts a worker for one solution. The worker can read its private folder, and can write only its output area.
-        If ``profiler``, it runs torch's profiler and must not be timed. Raises ``NotStarted`` if the worker dies."""
+    def candidate(self, place: dict[str, Any] | None = None, profiler: bool = False) -> JailedProcess:
+        """Starts a worker for one solution. The worker can read its private folder and, if ``place`` is given, the
+        results of the solution's first pass; it can write only its output area. If ``profiler``, it runs torch's
+        profiler and must not be timed. Raises ``NotStarted`` if the worker dies."""
+        if place:
+            return self._locked(place, profiler)
         spare, self._spare = (None, self._spare) if profiler else (self._spare, None)
         if spare is not None and spare.alive:
             with contextlib.suppress(NotStarted):  # the spare worker died while it waited
@@ -89,7 +94,7 @@ class WorkerPool:
         known = str(self._known())
         return self._start_compiler(self._home(), (known,)), known
 
-    def locked(self, place: dict[str, Any], profiler: bool = False) -> JailedProcess:
+    def _locked(self, place: dict[str, Any], profiler: bool) -> JailedProcess:
         """Starts a candidate worker that may start no program. Its solution needs compilers, but they ran in an earlier
         process, the first pass. The worker can read the folder ``place["folder"]`` of that pass."""
         home = self._home()
@@ -167,6 +172,7 @@ class WorkerPool:
 
     def close(self) -> None:
         self.areas.close()
+        self.shared.end()
         if self._spare:
             self._spare.kill()
         if self._compiling:

@@ -72,10 +72,19 @@ class Candidate(WorkerLoop):
         else:
             run = bind_plan(frame.body, self._slots, self._options["threads"])
         self._commands[WorkerOperation.RUN] = lambda call: self._clocked(lambda: run(call.slot))[1]
+        self._commands[WorkerOperation.UNLOAD_SOLUTION] = lambda call: self.unload_plan(run)
         steps = run.steps  # type: ignore[attr-defined]
         self._commands[WorkerOperation.OBSERVE_OPERATORS] = lambda call: observe.seconds_of(
             steps[call.slot], self._options["device"]
         )
+
+    def unload_plan(self, run: Callable[[int], None]) -> None:
+        """Forgets the plan that ``run`` runs on a GPU. The worker then takes the next plan's buffers."""
+        from cuda_agent.sandbox.worker import gpu
+
+        self._clocked = gpu.DeviceClock()
+        self._commands = {WorkerOperation.MAP_BUFFERS: self.map_buffers}
+        gpu.unload_plan(run, self._slots)
 
     def load_model(self, frame: Frame) -> None:
         """Builds ``ModelNew`` under the reference's random seed. If its weights have the reference's names, it gets the

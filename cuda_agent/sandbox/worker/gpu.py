@@ -20,6 +20,7 @@ from cuda_agent.sandbox.worker.shared_tensors import Slots
 
 _CYCLES = 1.9e9  # approximate cycles of the delay kernel per second
 _HEAD_START, _LONGEST_DELAY = 2e-5, 2e-2  # seconds
+_KNOWN = 1 << 16  # values of the array that proves a context
 _CELLS = {
     "f": ctypes.c_float, "d": ctypes.c_double, "i": ctypes.c_int32, "I": ctypes.c_uint32, "q": ctypes.c_int64,
     "Q": ctypes.c_uint64, "h": ctypes.c_int16, "H": ctypes.c_uint16, "b": ctypes.c_int8, "B": ctypes.c_uint8,
@@ -106,8 +107,22 @@ def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
         for step in bound[slot]:
             step()
 
-    run.steps, run.keep = bound, workspaces  # type: ignore[attr-defined]
+    run.steps, run.keep, run.module = bound, workspaces, module  # type: ignore[attr-defined]
     return run
+
+
+def unload_plan(run: Callable[[int], None], slots: Slots) -> None:
+    """Removes a plan, its workspaces and its buffers from the context. ``run`` is the result of ``bind_plan``. Raises
+    an error if the context no longer computes correctly."""
+    torch.cuda.synchronize()
+    if module := run.module:  # type: ignore[attr-defined]
+        module.unload()
+    run.keep.clear()  # type: ignore[attr-defined]
+    torch.cuda.empty_cache()
+    slots.unmap()
+    known = torch.arange(_KNOWN, dtype=torch.int32)
+    if not torch.equal((known.to("cuda") * 3 + 1).cpu(), known * 3 + 1):
+        raise RuntimeError("the context no longer computes correctly")
 
 
 def _arguments(node: dict[str, Any], codes: str, address: Callable[[str], int]) -> list[Any]:

@@ -21,8 +21,9 @@ class Slots:
 
     def __init__(self, spec: dict[str, Any], places: dict[str, Any], fds: list[int], device: str) -> None:
         layout, sizes = places["layout"], places["sizes"]
+        self._areas: list[driver.Shared] = []
         if device == "cuda":
-            areas = [driver.Shared(sizes[0], fds[0], driver.READ), driver.Shared(sizes[1], fds[1])]
+            self._areas = areas = [driver.Shared(sizes[0], fds[0], driver.READ), driver.Shared(sizes[1], fds[1])]
             base_in, base_out = areas[0].address, areas[1].address
         else:
             base_in = map_memory(fds[0], sizes[0], writable=False)
@@ -37,6 +38,11 @@ class Slots:
         self.outputs = [[base_out + offset for offset in slot["out"]] for slot in layout]
         self.weights = [base_in + offset for offset in places["weights"]]
         self._spec = spec
+
+    def unmap(self) -> None:
+        """Removes the areas of a GPU from this process's address space. Nothing may use them after that."""
+        for area in self._areas:
+            area.close()
 
     def address(self, slot: int, workspaces: Mapping[str, int], buffer: str) -> int:
         """Returns the address of a plan's buffer (``in:0``, ``out:0``, ``w:0``, or ``ws:name``) in one slot."""

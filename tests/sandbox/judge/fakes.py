@@ -10,6 +10,7 @@ import numpy
 
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox.judge.memory.buffers import Spare
+from cuda_agent.sandbox.judge.shared_context import SharedContext
 from cuda_agent.sandbox.messages import JudgeSettings, WorkerOperation
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
 
@@ -135,11 +136,12 @@ class Pool:
         self.spares = 0
         self.worker: Any = None
         self.compilers: list[Any] = []
+        self.shared = SharedContext(self.candidate)
 
     def reference(self) -> Any:
         return None
 
-    def candidate(self, profiler: bool = False) -> Any:
+    def candidate(self, place: Any = None, profiler: bool = False) -> Any:
         return self.worker
 
     def compiler(self) -> tuple[Any, str]:

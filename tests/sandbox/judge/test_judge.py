@@ -24,10 +24,13 @@ class Trials:
     def __init__(self) -> None:
         self.script: list[Exception | None] = []
         self.timed: list[bool] = []
+        self.seconds: list[float] = []  # of the trials that pass, in order
+        self.shared: list[bool] = []  # whether each trial got the shared context
         self.closed = 0
 
-    def __call__(self, workers: Any, task: Any, request: Any, verdict: Verdict) -> "Trials":
+    def __call__(self, workers: Any, task: Any, request: Any, verdict: Verdict, shared: Any) -> "Trials":
         self.verdict = verdict
+        self.shared.append(shared is not None)
         return self
 
     def run(self, timed: bool) -> None:
@@ -35,6 +38,9 @@ class Trials:
         self.verdict.checks += 3
         if self.script and (error := self.script.pop(0)):
             raise error
+        if self.seconds:
+            self.verdict.seconds = self.seconds.pop(0)
+            self.verdict.samples.append(self.verdict.seconds)
 
     def end(self) -> None: ...
 
@@ -190,6 +196,38 @@ def test_a_candidates_own_fault_is_tried_once(make: Make, trials: Trials) -> Non
     judge = make()
     trials.script = [CandidateRefused("crash", "segfault")]
     assert judge.evaluate(request())["status"] == "crash" and len(trials.timed) == 1
+
+
+@pytest.fixture
+def sharing(make: Make, monkeypatch: pytest.MonkeyPatch) -> Judge:
+    """A judge whose solutions may share a context that has served one plan."""
+    monkeypatch.setattr(judges, "may_share", lambda request, settings, best: True)
+    judge = make()
+    judge._workers.shared.served = 1
+    return judge
+
+
+def test_what_a_used_context_refuses_is_judged_again_in_a_new_one(sharing: Judge, trials: Trials) -> None:
+    trials.script = [CandidateRefused("wrong", "check 1: off"), None]
+    assert sharing.evaluate(request())["status"] == "ok" and trials.shared == [True, False]
+    trials.script = [CandidateRefused("wrong", "check 1: off"), CandidateRefused("wrong", "check 2: off")]
+    assert sharing.evaluate(request())["message"] == "check 2: off"
+
+
+def test_a_refusal_in_an_unused_context_is_final(sharing: Judge, trials: Trials) -> None:
+    sharing._workers.shared.served = 0
+    trials.script = [CandidateRefused("wrong", "check 1: off")]
+    assert sharing.evaluate(request())["status"] == "wrong" and trials.shared == [True]
+
+
+def test_a_new_best_time_of_a_used_context_is_timed_again_in_a_new_one(sharing: Judge, trials: Trials) -> None:
+    sharing.prepared(source("a")).best = 2.0
+    trials.seconds = [0.1, 1.5]  # what the used context claims, what a new one measures
+    answer = sharing.evaluate(request())
+    assert (answer["seconds"], answer["samples"], trials.shared) == (1.5, [1.5], [True, False])
+    assert sharing.prepared(source("a")).best == 1.5
+    trials.seconds = [1.6]
+    assert sharing.evaluate(request())["seconds"] == 1.6 and trials.shared[2:] == [True]
 
 
 def test_a_reference_that_is_killed_is_asked_again_once(make: Make, trials: Trials) -> None:

@@ -1,0 +1,70 @@
+"""Lets one candidate worker serve many plans on a GPU, one after the other.
+
+A CUDA context takes longer to make and to release than a short plan takes to judge, and the driver makes one at a time
+on a device. A plan holds no host code, so between two plans the worker can unload all that belongs to a plan. Kernels
+may still damage the context. Therefore a used context decides little: a refusal there, and a new best time of a task,
+count only if a trial in a new context confirms them."""
+
+import contextlib
+from collections.abc import Callable
+
+from cuda_agent.sandbox.jail.processes import JailedProcess, WorkerDied, WorkerError
+from cuda_agent.sandbox.messages import EvaluateRequest, JudgeSettings, WorkerOperation
+from cuda_agent.sandbox.wire import FormatTraits
+
+_MOST_SERVED = 64  # plans that one context serves
+_SAME = 0.98  # a time is a new best only below this share of the best
+
+
+def may_share(request: EvaluateRequest, settings: JudgeSettings, best: float | None) -> bool:
+    """Returns whether the solution in ``request`` may run in a used context. It must be a plan of kernels and memsets
+    that is judged in quick mode, because a library keeps memory in the context that kernels could damage. ``best`` is
+    the task's best time so far, in seconds: the first solution of a task gets a new context."""
+    return (
+        settings.device == "cuda"
+        and settings.clock == "real"
+        and best is not None
+        and request["mode"] == "quick"
+        and FormatTraits(**request["traits"]).host_is_ours
+        and not any("library" in node for node in request["load"]["nodes"])
+    )
+
+
+def is_best(seconds: float | None, best: float | None) -> bool:
+    """Returns whether ``seconds`` is clearly less than ``best``, the task's best time so far."""
+    return seconds is not None and (best is None or seconds < _SAME * best)
+
+
+class SharedContext:
+    """Keeps the worker whose context is shared. ``start`` starts a candidate worker."""
+
+    def __init__(self, start: Callable[[], JailedProcess]) -> None:
+        self._start = start
+        self._worker: JailedProcess | None = None
+        self.served = 0  # plans that the context has run
+
+    def take(self) -> JailedProcess:
+        """Returns the worker, or a new one if there is none. The caller gives it back or kills it. Raises
+        ``NotStarted`` if a new worker dies."""
+        worker, self._worker = self._worker, None
+        if worker is None or not worker.alive:
+            self.served = 0
+            worker = self._start()
+        return worker
+
+    def give_back(self, worker: JailedProcess, seconds: float) -> None:
+        """Takes ``worker`` back after a plan: it unloads the plan within ``seconds`` and proves that its context still
+        computes. Ends the worker if that fails, or if it has served enough plans."""
+        self.served += 1
+        if worker.alive and self.served < _MOST_SERVED:
+            worker.seconds = seconds
+            with contextlib.suppress(WorkerDied, WorkerError):
+                worker.call(WorkerOperation.UNLOAD_SOLUTION)
+                self._worker = worker
+                return
+        worker.kill()
+
+    def end(self) -> None:
+        if self._worker:
+            self._worker.kill()
+        self._worker, self.served = None, 0
