@@ -5,7 +5,8 @@
 Every write is atomic.  A folder's files are written first, then its tree; so a folder exists only once it is complete.
 The sha256 of the tree is the folder's digest.  Reading a folder verifies digests and removes damaged objects; ``get``
 verifies nothing.  Empty folders, permissions and links are not stored.  A store in a local folder does not call fsync.
-Credentials of S3 come from environment variables (AWS_ACCESS_KEY_ID, ...), never from the store's address."""
+Credentials of S3 come from environment variables, never from the store's address: a pair of keys (AWS_ACCESS_KEY_ID,
+...), or else a pod's IAM role (AWS_ROLE_ARN, AWS_WEB_IDENTITY_TOKEN_FILE), as EKS sets it."""
 
 import contextlib
 import hashlib

@@ -3,10 +3,12 @@
 import hashlib
 import os
 import re
+import ssl
 import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
@@ -92,6 +94,51 @@ def store(request, tmp_path, monkeypatch):
         yield open_store("s3://bucket/some/prefix")
         server.shutdown()
         server.server_close()
+
+
+ROLE = "arn:aws:iam::1:role/store"
+GIVEN = """<AssumeRoleWithWebIdentityResponse><AssumeRoleWithWebIdentityResult><Credentials>
+<AccessKeyId>TEMPORARY</AccessKeyId><SecretAccessKey>s</SecretAccessKey><SessionToken>t</SessionToken>
+<Expiration>2099-01-01T00:00:00Z</Expiration>
+</Credentials></AssumeRoleWithWebIdentityResult></AssumeRoleWithWebIdentityResponse>"""
+
+
+def test_a_pod_with_an_iam_role_needs_no_keys(tmp_path, monkeypatch):
+    """The environment is as EKS sets it.  The token of the service account gives temporary keys, over HTTPS only."""
+    asked, signed = [], []
+
+    class Identity(_S3):
+        objects: ClassVar[dict[str, bytes]] = {}
+
+        def do_POST(self):
+            asked.append(parse_qs(urlsplit(self.path).query))
+            self._answer(200, GIVEN.encode())
+
+        def do_PUT(self):
+            signed.append(self.headers["Authorization"])
+            super().do_PUT()
+
+    key, certificate, token = tmp_path / "key.pem", tmp_path / "certificate.pem", tmp_path / "token"
+    token.write_text("of-the-service-account")
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate]
+    made += ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=CA:FALSE"]
+    subprocess.run(made, check=True, capture_output=True)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Identity) as server:
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        address = f"https://127.0.0.1:{server.server_port}"
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+            monkeypatch.delenv(name, raising=False)
+        environment = {"AWS_ENDPOINT_URL": address, "AWS_ENDPOINT_URL_STS": address, "AWS_REGION": "eu-west-1"}
+        environment |= {"AWS_ROLE_ARN": ROLE, "AWS_WEB_IDENTITY_TOKEN_FILE": str(token)}
+        for name, value in (environment | {"SSL_CERT_FILE": str(certificate)}).items():
+            monkeypatch.setenv(name, value)
+        open_store("s3://bucket/x").put("a", b"1")
+        server.shutdown()
+    assert (asked[0]["WebIdentityToken"], asked[0]["RoleArn"]) == (["of-the-service-account"], [ROLE])
+    assert "Credential=TEMPORARY/" in signed[0]
 
 
 @pytest.fixture

@@ -59,7 +59,11 @@ def optimize(
     ] = None,
     money: Annotated[
         float | None,
-        Option(min=0, help="cost limit for all attempts together, in the currency of the prices [default: no limit]"),
+        Option(
+            min=0,
+            help="cost limit for all attempts together, in the currency of the prices; needs --price-in, --price-out "
+            "or both [default: no limit]",
+        ),
     ] = None,
     price_in: Annotated[float | None, Option(min=0, help="price of a million prompt tokens [default: 0]")] = None,
     price_out: Annotated[float | None, Option(min=0, help="price of a million answer tokens [default: 0]")] = None,

@@ -47,7 +47,7 @@ def doctor(
         if not as_json:
             print(f"{'✓' if check.ok else '✗'} {check.name:14} {check.text}", flush=True)
             if check.mend:
-                print(f"  {'':14} mend: {check.mend}", flush=True)
+                print(f"  {'':14} fix: {check.mend}", flush=True)
     if as_json:
         print_json([vars(check) for check in checks])
     sys.exit(0 if all(check.ok for check in checks) else 1)

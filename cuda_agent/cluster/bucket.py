@@ -62,7 +62,7 @@ def probe(store: str, mlflow: str) -> Iterator[Check]:
         yield check("store", True, f"{store}: written")
         yield check("store", opened.get(key) == b"one", f"{store}: read back")
         kept = not opened.create(key, b"two") and opened.get(key) == b"one"
-        said = "create-if-absent holds" if kept else "overwrites what should be absent"
+        said = "create-if-absent holds" if kept else "create-if-absent does not hold: an object was overwritten"
         yield check("store", kept, f"{store}: {said}")
         opened.delete(key)
         yield check("store", not opened.exists(key), f"{store}: deleted")

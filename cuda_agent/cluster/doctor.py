@@ -11,7 +11,7 @@ from cuda_agent.cluster import maintenance
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.cluster.pools import version_name
 from cuda_agent.cluster.submit import PROFILE_LABEL, template_name
-from cuda_agent.diagnostics.doctor import Check
+from cuda_agent.diagnostics.doctor import Check, not_checked
 
 Finding = tuple[str, str]  # what was found, and the remedy; an empty remedy means that all is well
 OLDEST = (1, 33)  # oldest supported version of Kubernetes
@@ -35,16 +35,16 @@ def examine(cluster: Cluster, release: str) -> Iterator[Check]:
     yield first
     if not first.ok:
         return
-    no_namespace = "the namespace is not yours to see", "ask for the chart's role of viewers"
+    no_namespace = "you may not read the namespace", "ask for the chart's viewer role (access.viewers)"
     checks: list[tuple[str, Callable[[], Finding], Finding | None]] = [
         ("argo", lambda: _argo(cluster), None),
-        ("controller", lambda: _controller(cluster), ("its namespace is not yours to see", "")),
+        ("controller", lambda: _controller(cluster), ("you may not list the Deployments of all namespaces", "")),
         ("rights", lambda: _rights(cluster), None),
         ("chart", lambda: _chart(cluster, release), None),
         ("pod security", lambda: _pod_security(cluster), no_namespace),
         ("policies", lambda: _policies(cluster), None),
-        ("gpus", lambda: _gpus(cluster), ("nodes are not yours to see", "")),
-        ("pid limits", lambda: _pid_limits(cluster), ("the kubelets' settings are not yours to see", "")),
+        ("gpus", lambda: _gpus(cluster), ("you may not list nodes", "")),
+        ("pid limits", lambda: _pid_limits(cluster), ("you may not read the kubelets' settings", "")),
     ]
     done = {}
     for name, check, hidden in checks:
@@ -52,7 +52,7 @@ def examine(cluster: Cluster, release: str) -> Iterator[Check]:
         yield done[name]
     needed = [name for name in ("argo", "rights", "chart") if not done[name].ok]
     if needed:
-        yield Check("inside", False, "not tried from inside", f"mend {' and '.join(needed)} first")
+        yield Check("inside", False, "not checked from inside the cluster", f"fix {' and '.join(needed)} first")
         return
     yield from _inside(cluster, release)
 
@@ -65,7 +65,7 @@ def _checked(name: str, check: Callable[[], Finding], hidden: Finding | None = N
         mend = "ask the administrator of the cluster"
         text, mend = hidden if hidden and error.status == 403 else (str(error).splitlines()[0], mend)
     except Exception as error:  # a failing check is a finding, not a crash
-        return Check(name, False, f"could not be checked: {type(error).__name__}: {str(error).splitlines()[:1]}")
+        return Check(name, False, not_checked(error))
     return Check(name, not mend, text, mend)
 
 
@@ -73,7 +73,7 @@ def _api_server(cluster: Cluster) -> Finding:
     found = cluster.ask("/version", "ask for its version")
     numbers = tuple(int(re.sub(r"\D.*", "", found[part]) or 0) for part in ("major", "minor"))
     text = f"{cluster.name}, Kubernetes {found['gitVersion']}, namespace {cluster.namespace}"
-    return text, "" if numbers >= OLDEST else "Kubernetes 1.33 or newer is needed"
+    return text, "" if numbers >= OLDEST else "use Kubernetes 1.33 or newer"
 
 
 def _argo(cluster: Cluster) -> Finding:
@@ -85,7 +85,7 @@ def _argo(cluster: Cluster) -> Finding:
     except ClusterError as error:
         if error.status != 404:
             raise
-        return "its kinds are unknown here", mend
+        return "the cluster has no resource definitions of Argo Workflows", mend
     kinds = {
         kind["kind"]: schema
         for schema in schemas.values()
@@ -93,7 +93,7 @@ def _argo(cluster: Cluster) -> Finding:
     }
     missing = {"Workflow", "WorkflowTemplate", "CronWorkflow", "WorkflowTaskResult"} - kinds.keys()
     if missing:
-        return f"unknown here: {', '.join(sorted(missing))}", mend
+        return f"the cluster has no resource definitions of {', '.join(sorted(missing))}", mend
     spec = kinds["Workflow"].get("properties", {}).get("spec", {}).get("properties", {})
     if not spec:
         return f"{_ARGO}: minimal definitions, which accept misspelt fields", mend
@@ -113,7 +113,7 @@ def _controller(cluster: Cluster) -> Finding:
         if item["metadata"]["name"].endswith("workflow-controller")
         for container in item["spec"]["template"]["spec"]["containers"]
     ]
-    return ", ".join(images) or "there is no Deployment of that name", ""
+    return ", ".join(images) or "no Deployment has a name that ends with workflow-controller", ""
 
 
 def _rights(cluster: Cluster) -> Finding:
@@ -131,8 +131,8 @@ def _rights(cluster: Cluster) -> Finding:
             if not cluster.ask(path, "ask what you may do", review)["status"].get("allowed"):
                 missing.append(f"{verb} {resource}")
     if not missing:
-        return f"a submitter's, in namespace {cluster.namespace}", ""
-    mend = f"ask for the chart's role of submitters (access.submitters) in namespace {cluster.namespace}"
+        return f"all that a submitter needs, in namespace {cluster.namespace}", ""
+    mend = f"ask for the chart's submitter role (access.submitters) in namespace {cluster.namespace}"
     return f"you may not {', '.join(missing)}", mend
 
 
@@ -141,24 +141,30 @@ def _chart(cluster: Cluster, release: str) -> Finding:
     there = {name: labels for name, labels in found.items() if PROFILE_LABEL in labels}
     if not there:
         mend = f"helm install {release} charts/cuda-agent --namespace {cluster.namespace}"
-        return f"there is none in namespace {cluster.namespace}", mend
+        return f"namespace {cluster.namespace} has no release of the chart", mend
     ours = [item for name, item in there.items() if name == template_name(release, item[PROFILE_LABEL])]
     if not ours:
         names = ", ".join(sorted(there))
-        mend = "name its --release, or install the chart and this command in the same version"
+        mend = "give the right --release, or use the same version of the chart and of this command"
         return f"no template of {release} in version {version_name()}; there are {names}", mend
     profiles = ", ".join(sorted(item[PROFILE_LABEL] for item in ours))
     instance = ours[0].get("app.kubernetes.io/instance", "?")
     text = f"{ours[0].get('helm.sh/chart', 'no chart')} as {instance}, profiles {profiles}"
     absent = [job for job in ("doctor", "gc", "gc-plan") if template_name(release, job) not in found]
-    return (f"{text}; it lacks {', '.join(absent)}", "helm upgrade") if absent else (text, "")
+    return (
+        (f"{text}; it lacks {', '.join(absent)}", "run helm upgrade with this version's chart")
+        if absent
+        else (text, "")
+    )
 
 
 def _pod_security(cluster: Cluster) -> Finding:
     found = cluster.ask(f"/api/v1/namespaces/{cluster.namespace}", f"read namespace {cluster.namespace}")
     level = found["metadata"].get("labels", {}).get("pod-security.kubernetes.io/enforce", "")
     mend = f"kubectl label namespace {cluster.namespace} pod-security.kubernetes.io/enforce=restricted --overwrite"
-    return level or "no label", "" if level == "restricted" else mend
+    if level == "restricted":
+        return level, ""
+    return f"the namespace enforces {level}" if level else "the namespace enforces no level", mend
 
 
 def _policies(cluster: Cluster) -> Finding:
@@ -167,8 +173,8 @@ def _policies(cluster: Cluster) -> Finding:
         spec = item["spec"]
         rules = spec.get("podSelector") or spec.get("ingress") or spec.get("egress")
         if not rules and {"Ingress", "Egress"} <= set(spec.get("policyTypes", [])):
-            return f"{len(found)}; {item['metadata']['name']} denies what no other one allows", ""
-    return f"{len(found)}; none denies by default", "helm upgrade --set networkPolicy.enabled=true"
+            return f"{len(found)}; {item['metadata']['name']} denies all that no other policy allows", ""
+    return f"{len(found)}; no policy denies traffic by default", "helm upgrade --set networkPolicy.enabled=true"
 
 
 def _gpus(cluster: Cluster) -> Finding:
@@ -177,7 +183,7 @@ def _gpus(cluster: Cluster) -> Finding:
         for item in _nodes(cluster)
     ]
     if not any(counts):
-        return f"{len(counts)} nodes without any: profiles that ask for GPUs will wait", ""
+        return f"none on {len(counts)} nodes: pods that ask for GPUs will wait", ""
     return f"{sum(counts)} on {sum(map(bool, counts))} of {len(counts)} nodes", ""
 
 
@@ -188,7 +194,7 @@ def _pid_limits(cluster: Cluster) -> Finding:
         path = f"/api/v1/nodes/{item['metadata']['name']}/proxy/configz"
         limits.append(cluster.ask(path, "read a kubelet's settings")["kubeletconfig"].get("podPidsLimit", -1))
     if min(limits, default=-1) < 0:
-        return "none on some nodes; podPidsLimit of the kubelet would be a second wall", ""
+        return "some nodes have no limit; the kubelet's setting podPidsLimit would add one", ""
     return f"{min(limits)} processes a pod", ""
 
 
@@ -204,7 +210,9 @@ def _inside(cluster: Cluster, release: str) -> Iterator[Check]:
         yield Check("inside", False, first, more[-1].strip() if more else "see `kubectl get pods,events`")
         return
     except json.JSONDecodeError:
-        yield Check("inside", False, "its answer cannot be read", "use the same version of chart, image and command")
+        yield Check(
+            "inside", False, "the answer of the pod cannot be read", "use the same version of chart, image and command"
+        )
         return
     yield Check("argo works", True, "a pod ran, and its answer came back")
     yield from (Check(**item) for item in found)

@@ -97,7 +97,7 @@ def doctor(
     try:
         tried = from_sandbox(cluster, workflow, base, [*addresses.values()])
     except ClusterError as error:
-        mend = "submit needs sandboxes too: mend this first"
+        mend = "fix this first: runs need sandboxes, too"
         return [*checks, Check("walls", False, str(error).splitlines()[0], mend)]
     checks += [wall(name, it, control[it], tried["reached"][it]) for name, it in addresses.items()]
     return [*checks, Check("processes", True, f"a sandbox's own control group allows {tried['processes']}")]
@@ -108,11 +108,11 @@ def wall(name: str, address: str, outside: str, sandbox: str) -> Check:
     ``outside`` is the error of this pod's attempt, ``sandbox`` the error of the sandbox's attempt; empty: connected."""
     name = f"wall: {name}"
     if not sandbox:
-        mend = "use a network plugin that enforces NetworkPolicies, and networkPolicy.enabled"
+        mend = "use a network plugin that enforces NetworkPolicies, and set networkPolicy.enabled=true"
         return Check(name, False, f"a sandbox connected to {address}", mend)
     if outside:
-        mend = "nothing is shown by a sandbox that fails as well; see the checks above"
-        return Check(name, False, f"not even a run's own pod connects to {address} ({outside})", mend)
+        mend = "look at the checks above: this one tells nothing until a run's own pod can connect"
+        return Check(name, False, f"not even a run's own pod can connect to {address} ({outside})", mend)
     return Check(name, True, f"a sandbox cannot connect to {address} ({sandbox}); this pod can")
 
 

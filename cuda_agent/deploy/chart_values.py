@@ -180,7 +180,9 @@ class StoreValues(ValuesGroup):
     )
     region: str = value("us-east-1", "region of the S3 server")
     existingSecret: Name = value(
-        "", "name of a secret with keys `accesskey` and `secretkey`; required unless `minio.enabled`"
+        "",
+        "name of a secret with keys `accesskey` and `secretkey`; required unless `minio.enabled`, or "
+        "`access.serviceAccountAnnotations` names an IAM role (`eks.amazonaws.com/role-arn`)",
     )
 
 

@@ -43,7 +43,12 @@ def examine(store_uri: str, mlflow_uri: str) -> Iterator[Check]:
         try:
             yield check()
         except Exception as error:  # a check that breaks is a finding, not a crash
-            yield Check(name, False, f"could not be checked: {type(error).__name__}: {str(error).splitlines()[:1]}")
+            yield Check(name, False, not_checked(error))
+
+
+def not_checked(error: Exception) -> str:
+    """Returns the text of a check that failed with ``error``: its type, and the first line of its message."""
+    return f"could not be checked: {': '.join([type(error).__name__, *str(error).splitlines()[:1]])}"
 
 
 def _system() -> Check:
@@ -56,8 +61,8 @@ def _system() -> Check:
 def unsupported() -> str:
     """Returns a text that says which parts of the package work on this system, which is not Linux."""
     return (
-        f"{platform.system()}: reading runs, reports and configurations works here; whatever executes a kernel needs "
-        "Linux, whose walls (Landlock, seccomp) the sandbox is made of"
+        f"{platform.system()}: runs, reports and configurations can be read here; kernels run only on Linux, because "
+        "the sandbox needs its Landlock and seccomp"
     )
 
 
@@ -68,7 +73,8 @@ def _check(name: str, ok: bool, text: str, mend: str = "") -> Check:
 def _headers() -> Check:
     """Checks whether Python's C headers are installed: ``torch.compile``, one of the two baselines, needs them."""
     path = Path(sysconfig.get_path("include")) / "Python.h"
-    return _check("headers", path.exists(), str(path), "apt-get install python3-dev   (dnf install python3-devel)")
+    text = str(path) if path.exists() else f"there is no {path}"
+    return _check("headers", path.exists(), text, "apt-get install python3-dev   (dnf install python3-devel)")
 
 
 def _memory() -> Check:
@@ -77,13 +83,15 @@ def _memory() -> Check:
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         if os.path.exists(path) and (text := Path(path).read_text().strip()).isdigit():
             limit = min(limit, int(text) / 2**30)
-    return _check("memory", limit >= 7.5, f"{limit:.1f} GiB", "the demo needs 8 GiB")
+    return _check(
+        "memory", limit >= 7.5, f"{limit:.1f} GiB", "give this machine, or this container, 8 GiB: the demo needs them"
+    )
 
 
 def _processors() -> Check:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     mend = "set sandbox.threads=1 policy.threads=1, and expect twice the time"
-    return _check("processors", cores >= 2, f"{cores} cores", mend)
+    return _check("processors", cores >= 2, f"{cores} core{'s' * (cores != 1)}", mend)
 
 
 def _package(name: str, mend: str) -> Check:
@@ -102,7 +110,8 @@ def _compiler() -> Check:
         command = [found, "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-o", library, str(source)]
         built = subprocess.run(command, capture_output=True, text=True, timeout=60)
     line = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=20).stdout.splitlines()[0]
-    return _check("compiler", built.returncode == 0, line, "apt-get install build-essential")
+    text = line if built.returncode == 0 else f"{line}: it cannot build a library"
+    return _check("compiler", built.returncode == 0, text, "apt-get install build-essential")
 
 
 def _walls() -> Check:
@@ -115,10 +124,10 @@ def _walls() -> Check:
         try:
             weak = prove(required, Path(folder))
         except JailError as error:
-            mend = "use a Linux kernel of 5.13 or newer with landlock in /sys/kernel/security/lsm"
+            mend = "use Linux 5.13 or newer, with landlock in /sys/kernel/security/lsm"
             return Check("walls", False, str(error).splitlines()[0], mend)
     text = f"{', '.join(required)} hold against an attack"
-    return Check("walls", True, text + (f"; not needed and open: {', '.join(weak)}" if weak else ""))
+    return Check("walls", True, text + (f"; not required, and missing: {', '.join(weak)}" if weak else ""))
 
 
 def _store(uri: str) -> Check:
@@ -139,7 +148,7 @@ def _disk(uri: str) -> Check:
     if (folder := local_folder(uri)) is None:
         return Check("disk", True, "not on this machine")
     free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**30
-    return _check("disk", free >= 3, f"{free:.1f} GiB free", "cuda-agent gc")
+    return _check("disk", free >= 3, f"{free:.1f} GiB free", "remove old runs with cuda-agent gc")
 
 
 def _mlflow(uri: str) -> Check:

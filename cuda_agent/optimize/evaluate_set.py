@@ -262,7 +262,7 @@ def _write(
 def result_lines(result: SetResult) -> list[str]:
     """Formats the result for a terminal: records per outcome, how many claimed speed-ups held, and the scores."""
     lines = [f"{count:6} {outcome.replace('_', ' '):12} {says}" for outcome, count, says in accounts(result.rows)]
-    lines.append(f"{len(result.rows):6} records; {plural(result.tasks, 'task')} count")
+    lines.append(f"{len(result.rows):6} records; fast_p in report.html counts {plural(result.tasks, 'task')}")
     if found := claims(result.rows):
         parts = ("confirmed", "lower", "untimed", "rejected", "unjudged")
         lines.append(f"{found['all']} claims: " + ", ".join(f"{found[part]} {part}" for part in parts))

@@ -263,13 +263,13 @@ def score_lines(scores: Any) -> list[str]:
 
 
 def table_lines(title: str, table: Any) -> list[str]:
-    """Returns one table of ``Scores`` as lines, with a row per family of tasks."""
+    """Returns one table of ``Scores`` as lines, with a row per family of tasks if there are several."""
 
     def said(value: float | None, form: str) -> str:
         return "–" if value is None else format(value, form)
 
     lines = ["", title, f"{'':28} {'pass':>7} {'> eager':>8} {'> compile':>10} {'x eager':>8} {'x compile':>10}"]
-    for row in [table.overall, *table.families]:
+    for row in [table.overall, *(table.families if len(table.families) > 1 else [])]:
         lines.append(
             f"{row.group[:28]:28} {said(row.passed, '.1%'):>7} {said(row.faster_eager, '.1%'):>8} "
             f"{said(row.faster_compile, '.1%'):>10} {said(row.speedup_eager, '.2f'):>8} "

@@ -49,7 +49,7 @@ class SearchOrder:
 
     def __post_init__(self) -> None:
         if self.money is not None and not (self.price_in or self.price_out):
-            raise OptimizeError("a budget of money needs prices: --price-in and --price-out, per million tokens")
+            raise OptimizeError("--money needs a price: --price-in, --price-out or both, per million tokens")
         if self.terms.context < 2 * self.terms.answer_tokens and self.terms.style == "full":
             raise OptimizeError("--context must be at least twice --answer-tokens: a conversation has to fit in, too")
 

@@ -125,8 +125,12 @@ class LocalSandbox:
         return str(image), found["identity"]
 
     async def ready(self) -> None:
-        """Proves that the walls and the compiler work. Raises ``SandboxUnready``, which names the missing part."""
-        await asyncio.gather(*(judge.begin() for judge in self._judges))
+        """Proves that the walls, the device and the compiler work. Raises ``SandboxUnready``, which names the missing
+        part."""
+        try:
+            await asyncio.gather(*(judge.begin() for judge in self._judges))
+        except JudgeLost as faulty:  # its device failed the health probe
+            raise SandboxUnready(str(faulty)) from None
         await self.prove_compiler()
 
     async def prove_compiler(self) -> None:

@@ -30,7 +30,7 @@ async def lint(
         async with turns:
             probe = await sandbox.probe(task, compile=False)
         done += 1
-        say(f"{done}/{len(tasks)} {task.name}: {_finding(probe) or 'rejects all'}")
+        say(f"{done}/{len(tasks)} {task.name}: {_finding(probe) or 'rejects all wrong answers'}")
         return probe
 
     probes = await asyncio.gather(*map(one, tasks))
@@ -52,18 +52,20 @@ def _finding(probe: Probe) -> str:
 def lint_lines(probes: Mapping[str, Probe], tolerance: float) -> list[str]:
     """Returns a table with one row per task, and a summary, as lines."""
     width = max((len(name) for name in probes), default=4)
-    lines = [f"{'task':{width}}  bf16    lets through, from which tolerance"]
+    lines = [f"{'task':{width}}  bf16    lets through (from which tolerance)"]
     for name, probe in probes.items():
         rounded = probe.mutants.get("bf16", 0.0)
         shown = "–" if rounded == 0.0 else "no" if rounded is None else f"{rounded:g}"
-        lines.append(f"{name:{width}}  {shown:6}  {_finding(probe)}".rstrip())
+        lines.append(f"{name:{width}}  {shown:6}  {_finding(probe) or 'none'}")
     failed = sum(bool(probe.error) for probe in probes.values())
     weak = [probe for probe in probes.values() if not probe.error and probe.lets_through]
     kinds = [dict.fromkeys(name.split(" in output ")[0] for name in probe.lets_through) for probe in weak]
     counts = Counter(kind for row in kinds for kind in row)
-    told = f"{len(weak)} let a wrong answer through, {failed} do not run"
+    told = f"wrong answers pass in {len(weak)}, {failed} cannot be run"
     return [
-        *lines, "", f"{len(probes)} tasks at tolerance {tolerance:g}: {told}",
+        *lines, "",
+        "bf16: the least tolerance at which the model's own result in bfloat16 passes; it counts against no task",
+        f"{len(probes)} {'task' if len(probes) == 1 else 'tasks'} at tolerance {tolerance:g}: {told}",
         *(f"  {count:4} {name}" for name, count in counts.most_common()),
     ]  # fmt: skip
 

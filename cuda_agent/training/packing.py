@@ -144,7 +144,8 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 def pack_evenly(lengths: Sequence[int], row_tokens: int, multiple: int) -> list[list[int]]:
     """Packs sequences into rows of similar length, and returns the indices of each row's sequences. Aims at a number of
-    rows divisible by ``multiple``, for callers that compute so many rows side by side, but may return fewer rows.
+    rows divisible by ``multiple``, for callers that compute so many rows side by side, but may return fewer rows. Ranks
+    that need equally many rows get empty ones in their place (``sharding.rows_of_rank``).
 
     Calls ``pack`` with ever longer rows, up to ``row_tokens``, until there are few enough rows (MULTIFIT)."""
     rows = pack(lengths, row_tokens)

@@ -180,6 +180,15 @@ def test_gc_dry_run_removes_nothing(store):
     assert open_store(store).list("") == before
 
 
+def test_a_check_that_breaks_says_why_in_one_line(tmp_path, monkeypatch):
+    def broken():
+        raise ValueError("no number\nand more")
+
+    monkeypatch.setattr("cuda_agent.diagnostics.doctor._memory", broken)
+    found = {check.name: check for check in examine(str(tmp_path / "store"), "sqlite:///m.db")}
+    assert not found["memory"].ok and found["memory"].text == "could not be checked: ValueError: no number"
+
+
 def test_doctor_has_a_line_a_check_and_a_mend_for_what_is_missing(tmp_path):
     checks = list(examine(str(tmp_path / "store"), "http://127.0.0.1:9"))
     by_name = {check.name: check for check in checks}

@@ -894,7 +894,7 @@ def test_doctor_sees_what_a_submitter_sees_and_believes_the_inside(plane, as_use
         assert "full definitions of version 3.6 or 3.7" in found["argo"]["text"]
         assert "profiles cpu, gpu" in found["chart"]["text"] and found["store"]["text"] == "written"
         assert found["pod security"]["text"] == "restricted" and "default-deny" in found["policies"]["text"]
-        assert "not yours to see" in found["gpus"]["text"] and job_workflows(as_user()) == []
+        assert found["gpus"]["text"] == "you may not list nodes" and job_workflows(as_user()) == []
         inside[0]["ok"] = False
         pod_of_doctor = answered(as_user("admin"), "Succeeded", inside)
         code, found = doctor(plane, "admin")
@@ -908,7 +908,7 @@ def test_doctor_says_what_is_missing_and_what_mends_it(plane, as_user):
     code, found = doctor(plane, "eve")
     assert code == 1 and "create workflows" in found["rights"]["text"] and "submitters" in found["rights"]["mend"]
     assert "kubectl label namespace" in found["pod security"]["mend"]
-    assert found["inside"]["mend"] == "mend rights first" and job_workflows(as_user()) == []
+    assert found["inside"]["mend"] == "fix rights first" and job_workflows(as_user()) == []
     code, found = doctor(plane, "mallory")
     assert code == 1 and not found["chart"]["ok"] and not found["rights"]["ok"]
     code, found = doctor(plane, "admin", "--namespace", "default")

@@ -296,6 +296,41 @@ def test_maintenance_jobs_have_the_environment_of_a_run_and_no_webhook():
     assert cron["spec"]["workflowSpec"] == {"workflowTemplateRef": {"name": made["gc"]["metadata"]["name"]}}
 
 
+ROLE = {"access": {"serviceAccountAnnotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/store"}}}
+
+
+@needs_helm
+@pytest.mark.parametrize("secret", ["", "keys"])
+def test_with_an_iam_role_the_store_needs_no_keys_and_takes_those_that_are_named(secret):
+    items = template(merged(ROLE, {"store": {"existingSecret": secret}}))
+    (logs,) = of_kind(items, "ConfigMap", "-artifacts$")
+    s3 = json.loads(logs["data"]["store"])["s3"]
+    assert s3.get("useSDKCreds", False) is not bool(secret) and ("accessKeySecret" in s3) is bool(secret)
+    for item in of_kind(items, "WorkflowTemplate"):
+        for pod in item["spec"]["templates"]:
+            if "container" in pod:
+                names = {entry["name"] for entry in pod["container"]["env"]}
+                assert {"CUDA_AGENT_STORE", "AWS_REGION"} <= names
+                assert ({"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} <= names) is bool(secret)
+    assert ("secretKeyRef" in json.dumps(of_kind(items, "Pod"))) is bool(secret)
+    annotated = {
+        item["metadata"]["name"] for item in of_kind(items, "ServiceAccount") if "annotations" in item["metadata"]
+    }
+    assert "r-cuda-agent-stage" in annotated and "r-cuda-agent-sandbox" not in annotated
+
+
+@needs_helm
+def test_another_annotation_is_no_identity():
+    values = {"access": {"serviceAccountAnnotations": {"team": "a"}}}
+    assert "on EKS name an IAM role in access.serviceAccountAnnotations" in refusal(values)
+
+
+@needs_helm
+@needs_argo
+def test_argo_accepts_a_store_without_keys():
+    assert argocheck(of_kind(objects(ROLE), "WorkflowTemplate")) == []
+
+
 @needs_helm
 def test_a_value_stays_a_value():
     """What looks like YAML, JSON or a template in a value is text in one field and nothing else."""

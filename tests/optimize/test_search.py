@@ -282,9 +282,11 @@ def test_tokens_without_room_for_a_turn_are_refused_at_once_and_a_few_more_play_
     assert run.kinds("tool") and run.kinds("turn")[0]["last"] is False
 
 
-def test_a_budget_of_money_needs_prices():
-    with pytest.raises(OptimizeError, match="price"):
+def test_a_budget_of_money_needs_one_price():
+    with pytest.raises(OptimizeError, match="needs a price: --price-in, --price-out or both"):
         SearchOrder("http://127.0.0.1:1/v1", "m", money=1.0)
+    for price in ("price_in", "price_out"):
+        SearchOrder("http://127.0.0.1:1/v1", "m", money=1.0, **{price: 2.0})
 
 
 def test_a_policy_of_this_project_is_played_in_its_own_form(run):

@@ -93,6 +93,15 @@ def test_a_specialised_solution_is_correct_at_its_own_shape_only(running: Runnin
     assert shape_lines(results)[-1] == "specialised: correct at the task's own shape, not at 1 of 1 others"
 
 
+def test_a_solution_that_writes_beyond_an_output_is_specialised(running: Running) -> None:
+    """The kernel works in whole steps of 256 values.  32 rows of 128 values are 16 steps, 33 rows are 16.5."""
+    steps = KERNEL.replace("long low", "n = (n + 255) / 256 * 256; long low")
+    chain = task(CHAIN)
+    assert running.evaluate(chain, plan_solution(steps)).status == "ok"
+    [result] = running.wait(judge_shapes(running.sandbox, plan_solution(steps), variants(chain, ["auto"])[:1]))
+    assert (result.status, result.message) == ("crash", "the solution wrote outside of its outputs in check 1")
+
+
 def test_a_shape_that_the_model_refuses_says_nothing_of_the_solution(running: Running) -> None:
     fixed = task(CHAIN.replace("torch.relu(x)", "torch.relu(x.view(32, 128))"))
     results = running.wait(judge_shapes(running.sandbox, plan_solution(), variants(fixed, ["auto"])))

@@ -63,6 +63,13 @@ def test_a_plan_is_judged_and_timed_by_the_device(gpu: Running, code: str) -> No
     assert verdict.seconds and verdict.eager_seconds and verdict.compile_seconds
 
 
+def test_a_kernel_that_writes_beyond_its_output_crashes(gpu: Running) -> None:
+    odd = task(CHAIN.replace("torch.randn(32, 128)", "torch.randn(33, 129)"))
+    assert gpu.evaluate(odd, plan(), mode="check").status == "ok"
+    verdict = gpu.evaluate(odd, plan(KERNEL.replace(" && i + j < n", "")), mode="check")
+    assert (verdict.status, verdict.message) == ("crash", "the solution wrote outside of its outputs in check 1")
+
+
 def test_the_published_work_folder_runs_unchanged(gpu: Running) -> None:
     verdict = gpu.evaluate(task(published.TASK), Solution("extension", published.FILES))
     print(verdict)

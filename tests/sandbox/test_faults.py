@@ -223,6 +223,16 @@ def test_a_device_that_fails_its_health_probe_gets_a_new_judge(
     assert judge_of(running) != first
 
 
+def test_a_sandbox_whose_device_fails_its_health_probe_is_unready(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judge_process.JudgeHandle, "program", "tests.sandbox.sick_judge")
+    running = start(clock="model", run_seconds=2.0, memory_mb=400)
+    (running.sandbox.cache / "sick").write_text("1")
+    with pytest.raises(SandboxUnready, match="the device cpu fails its health probe"):
+        running.wait(running.sandbox.ready())
+
+
 def test_a_device_that_stays_sick_is_quarantined_and_named(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:

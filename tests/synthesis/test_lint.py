@@ -53,12 +53,12 @@ def test_the_table_has_a_row_a_task_and_a_summary():
     }
     lines = lint_lines(probes, 1e-2)
     assert lines[1:5] == [
-        "sound   0.01",
+        "sound   0.01    none",
         "weak    no      zeros in output 0 (0.01), zeros in output 1 (0.001)",
         "random  0.01    not deterministic",
         "broken  –       does not run: TypeError:  [2J",
     ]
-    assert lines[-2:] == ["4 tasks at tolerance 0.01: 1 let a wrong answer through, 1 do not run", "     1 zeros"]
+    assert lines[-2:] == ["4 tasks at tolerance 0.01: wrong answers pass in 1, 1 cannot be run", "     1 zeros"]
 
 
 def test_a_table_that_cannot_be_written_is_one_clear_error():

@@ -61,6 +61,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
+{{/* The annotation of EKS by which a pod's service account takes an IAM role: pods then need no keys for the store. */}}
+{{- define "cuda-agent.store-by-role" -}}
+{{- if not (or .Values.minio.enabled .Values.store.existingSecret) -}}
+{{- index .Values.access.serviceAccountAnnotations "eks.amazonaws.com/role-arn" | default "" -}}
+{{- end -}}
+{{- end -}}
+
 {{- define "cuda-agent.store-secret" -}}
 {{- if .Values.store.existingSecret -}}
 {{- .Values.store.existingSecret -}}
@@ -89,9 +96,12 @@ off
 {{- $environment := list
   (dict "name" "CUDA_AGENT_STORE" "value" $uri)
   (dict "name" "CUDA_AGENT_MLFLOW" "value" (include "cuda-agent.tracking-uri" .))
-  (dict "name" "AWS_REGION" "value" .Values.store.region)
+  (dict "name" "AWS_REGION" "value" .Values.store.region) -}}
+{{- if not (include "cuda-agent.store-by-role" .) -}}
+{{- $environment = concat $environment (list
   (dict "name" "AWS_ACCESS_KEY_ID" "valueFrom" (dict "secretKeyRef" (dict "name" $secret "key" "accesskey")))
-  (dict "name" "AWS_SECRET_ACCESS_KEY" "valueFrom" (dict "secretKeyRef" (dict "name" $secret "key" "secretkey"))) -}}
+  (dict "name" "AWS_SECRET_ACCESS_KEY" "valueFrom" (dict "secretKeyRef" (dict "name" $secret "key" "secretkey")))) -}}
+{{- end -}}
 {{- with include "cuda-agent.store-endpoint" . -}}
 {{- $environment = append $environment (dict "name" "AWS_ENDPOINT_URL" "value" .) -}}
 {{- end -}}

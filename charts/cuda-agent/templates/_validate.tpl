@@ -1,8 +1,8 @@
 {{/* Combinations that no schema can refuse; each ends with a sentence for a person. */}}
 {{- define "cuda-agent.validate" -}}
 {{- $v := .Values -}}
-{{- if and (not $v.minio.enabled) (not $v.store.existingSecret) -}}
-{{- fail "store.existingSecret: name a secret with the keys accesskey and secretkey, or install MinIO with minio.enabled=true." -}}
+{{- if not (or $v.minio.enabled $v.store.existingSecret (include "cuda-agent.store-by-role" .)) -}}
+{{- fail "store.existingSecret: name a secret with the keys accesskey and secretkey. Without one, install MinIO with minio.enabled=true, or on EKS name an IAM role in access.serviceAccountAnnotations (eks.amazonaws.com/role-arn)." -}}
 {{- end -}}
 {{- if and $v.minio.enabled $v.store.endpoint -}}
 {{- fail "minio.enabled and store.endpoint: one store is enough; leave one of them out." -}}

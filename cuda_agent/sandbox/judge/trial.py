@@ -285,7 +285,7 @@ class Trial:
                 worker.seconds = min(self._settings.run_seconds, _OBSERVE_SECONDS)
             with self._lease.working():
                 told = worker.call(operation, slot=slot)
-                outputs = self._buffers.outputs(slot)
+                outputs = self._buffers.written(slot)
             tensors = self._prepared.spec.outputs
             wrong = self._memory.mismatch(entry.outputs, outputs, tensors, self._settings.tolerance)[0]
         except (WorkerDied, WorkerError, TaskError, driver.DriverError) as error:
@@ -371,7 +371,7 @@ class Trial:
         self._buffers.fill(slot, inputs)
         self._memory.flush()
         wall, told = self._worker.timed(operation, slot, self._cross.delay if self._cross else 0)
-        outputs = self._buffers.outputs(slot)
+        outputs = self._buffers.written(slot)
         if self._cross:
             self._cross.heard(told[1])
         return seconds_of_call(self._settings.device, wall, told), outputs
@@ -399,7 +399,7 @@ class Trial:
         begin = time.perf_counter()
         wall, told = self._worker.timed(operation, count, delay)
         seconds_of_call(self._settings.device, wall, told)  # refuses invalid numbers
-        outputs = [self._buffers.outputs(slot) for slot in range(count)]
+        outputs = [self._buffers.written(slot) for slot in range(count)]
         return time.perf_counter() - begin, told[1], outputs
 
     def _call(self, entry: PoolEntry, when: str) -> list[Any]:

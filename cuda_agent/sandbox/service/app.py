@@ -1,7 +1,8 @@
 """Serves the sandbox over HTTP: routes, the token, limits of size, and a server that drains on SIGTERM.
 
-Every refusal is JSON, ``{"error": {"kind", "message", "where"}}``, with Retry-After if waiting helps.  The two health
-routes need no token, nor does /metrics if it is open.  Not covered: TLS, and users: one token is one trust domain."""
+Every refusal is JSON, ``{"error": {"kind", "message", "where"}}``, with Retry-After if waiting helps; ``where``
+may be missing.  The two health routes need no token, nor does /metrics if it is open.  Not covered: TLS, and users: one
+token is one trust domain."""
 
 import asyncio
 import contextlib
@@ -47,9 +48,21 @@ Owner = Annotated[
 _ABOUT = """The sandbox judges solutions of tasks, and holds work folders (workspaces) for agents.
 
 Requests send the token as `Authorization: Bearer TOKEN`, if the server has one. /healthz and /readyz need no token, nor
-does /metrics if the server was started with `--open-metrics`. Every refusal is JSON, `{"error": {"kind", "message",
-"where"}}`, with the header Retry-After if waiting helps. The service offers no TLS, and it does not separate users: the
-holder of the token can see every job."""
+does /metrics if the server was started with `--open-metrics`. The service offers no TLS, and it does not separate
+users: the holder of the token can see every job."""
+_TEXT = {"type": "string"}
+_ERROR = {
+    "type": "object", "properties": {"kind": _TEXT, "message": _TEXT, "where": _TEXT}, "required": ["kind", "message"],
+}  # fmt: skip
+_REFUSED = {"type": "object", "properties": {"error": _ERROR}, "required": ["error"]}
+_REFUSALS: dict[int | str, dict[str, Any]] = {  # of every route; without them FastAPI lists answers of another form
+    "default": {
+        "description": "A refusal. 400, 404, 405, 409, 410, 413, 422: change the request; `where` names the wrong part "
+        "of it, if there is one. 401: the token is missing or wrong. 429, 503: try again after the seconds in the "
+        "header Retry-After.",
+        "content": {"application/json": {"schema": _REFUSED}},
+    }
+}
 _WITHDRAWS = "The answer comes when the job is over. A client that disconnects withdraws its submission."
 _log = logging.getLogger("cuda_agent.sandbox")
 
@@ -158,7 +171,7 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
     except the two health routes and, if ``service.limits`` says so, ``/metrics``."""
     app = FastAPI(
         title="cuda-agent sandbox", description=_ABOUT, version="1", default_response_class=Json, redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
+        swagger_ui_oauth2_redirect_url=None, responses=_REFUSALS,
     )  # fmt: skip
 
     @app.exception_handler(ServiceError)
@@ -181,7 +194,9 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
         """Answer 200 while the server runs."""
         return "ok\n"
 
-    @app.get("/readyz", response_class=PlainTextResponse)
+    unready: dict[str, Any] = {"description": "the reason, as plain text", "content": {"text/plain": {"schema": _TEXT}}}
+
+    @app.get("/readyz", response_class=PlainTextResponse, responses={503: unready})
     async def readyz() -> Response:
         """Answer 200 if the server can take work, otherwise 503 with the reason, such as a missing wall."""
         if reason := "draining" if service.draining else service.unready:

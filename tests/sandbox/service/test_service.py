@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import jsonschema
 import pytest
 
 from cuda_agent.sandbox.protocol import BODY_BYTES
@@ -179,6 +180,20 @@ def test_the_api_describes_itself(served):
     paths = served.http.get("/openapi.json").json()["paths"]
     assert {"/v1/jobs", "/v1/evaluate", "/v1/workspaces/{id}/calls", "/readyz"} <= set(paths)
     assert served.http.get("/docs").status_code == 200
+
+
+def test_the_api_lists_the_refusals_that_it_sends(served):
+    described = served.http.get("/openapi.json").json()
+    assert "HTTPValidationError" not in described["components"]["schemas"]
+    answers = [method["responses"] for path in described["paths"].values() for method in path.values()]
+    assert all("422" not in answer for answer in answers)
+    schemas = [answer["default"]["content"]["application/json"]["schema"] for answer in answers]
+    for path in ("/v1/jobs/x", "/v1/jobs/x?wait=-1"):
+        refused = served.http.get(path)
+        assert refused.status_code in (404, 422)
+        for schema in schemas:
+            jsonschema.validate(refused.json(), schema)
+    assert "text/plain" in described["paths"]["/readyz"]["get"]["responses"]["503"]["content"]
 
 
 # ------------------------------------------------------------------------------------------------- refusals, the token

@@ -2,9 +2,10 @@
 
 Each worker has an input area and an output area. The input area holds inputs and weights, which a worker can only read.
 The worker writes its outputs to the output area, and the judge copies them from there. The room for the inputs and
-outputs of one call is called a slot. Before every call the judge fills the outputs with poison (large numbers): an
-output that the worker does not write is wrong. ``Area`` is an area on the CPU, with NumPy arrays (bfloat16 as its 16
-raw bits); ``device.Area`` is an area on the GPU."""
+outputs of one call is called a slot. Before every call the judge fills the outputs, and the gaps beside them, with
+poison (large numbers): an output that the worker does not write is wrong, and so is a gap that it writes. Writes that
+leap over a gap are not seen. ``Area`` is an area on the CPU, with NumPy arrays (bfloat16 as its 16 raw bits);
+``device.Area`` is an area on the GPU."""
 
 import contextlib
 import fcntl
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy
 
+from cuda_agent.sandbox.jail.processes import WorkerError
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
 
 Array = numpy.ndarray[Any, Any]
@@ -27,6 +29,7 @@ DTYPES = {
 }  # fmt: skip
 _ALIGN = 256  # bytes: kernels may rely on the alignment of GPU allocations; vector instructions need less
 _GAPS = 1 << 16  # bytes added to a spare area: the next candidate's gaps may be wider
+_NOTHING = Tensor((0,), "uint8")
 _MOST_SPARE = 256 << 20  # bytes
 _F_ADD_SEALS, _SEAL_SEAL, _SEAL_SHRINK, _SEAL_GROW, _SEAL_FUTURE_WRITE = 1033, 1, 2, 4, 16
 
@@ -75,9 +78,12 @@ class Area:
     def read(self, offset: int, tensor: Tensor) -> Array:
         return self.view(offset, tensor).copy()
 
+    def raw(self, offset: int, size: int) -> bytes:
+        return self.bytes[offset : offset + size].tobytes()
+
     def poison(self, offset: int, size: int, pattern: bytes) -> None:
-        end = offset + -(-size // 8) * 8
-        self.bytes[offset:end].view(numpy.uint64)[...] = numpy.frombuffer(pattern, numpy.uint64)[0]
+        """Fills ``size`` bytes with the four of ``pattern``. ``offset`` and ``size`` are multiples of 4."""
+        self.bytes[offset : offset + size].view(numpy.uint32)[...] = numpy.frombuffer(pattern, numpy.uint32)[0]
 
     def settle(self) -> None:
         """Does nothing: on the CPU ``write``, ``read`` and ``poison`` have finished when they return."""
@@ -143,10 +149,13 @@ class Buffers:
         self._sizes = [0, 0]  # of the input and the output area
         weights = list(spec.weights.values())
         self.weights = [] if values else [self._place(0, t) for t in weights]
-        self.slots = [
-            {"in": [self._place(0, t) for t in spec.inputs], "out": [self._place(1, t) for t in spec.outputs]}
-            for _ in range(slots)
-        ]
+        self.slots: list[dict[str, list[int]]] = []
+        self._rooms: list[range] = []  # of each slot: its bytes of the output area, gaps included
+        self._patterns: dict[int, bytes] = {}  # poison of each slot that was filled
+        for _ in range(slots):
+            ins, begin = [self._place(0, t) for t in spec.inputs], self._sizes[1]
+            self.slots.append({"in": ins, "out": [self._place(1, t) for t in spec.outputs]})
+            self._rooms.append(range(begin, self._place(1, _NOTHING)))
         self.value_inputs = [self._place(1, t) for t in spec.inputs] if values else []
         self.value_weights = [self._place(1, t) for t in weights] if values else []
         made: tuple[Any, Any] = (areas or Spare().take)(*self._sizes)
@@ -159,23 +168,36 @@ class Buffers:
 
     def _place(self, area: int, tensor: Tensor) -> int:
         """Reserves room for ``tensor`` in the input area (``area`` is 0) or the output area (1). Returns its offset in
-        bytes. A random gap before it makes addresses differ between candidates, unless the buffers are ``fixed``."""
-        start = self._sizes[area] + _ALIGN * (1 if self._fixed else secrets.randbelow(16))
+        bytes. There is a gap before it. Its random width makes addresses differ between candidates, unless the buffers
+        are ``fixed``."""
+        start = self._sizes[area] + _ALIGN * (1 if self._fixed else 1 + secrets.randbelow(16))
         self._sizes[area] = start + -(-byte_count(tensor) // _ALIGN) * _ALIGN
         return start
 
     def fill(self, slot: int, inputs: Sequence[Any]) -> None:
-        """Copies ``inputs`` into a slot, and fills the slot's outputs with poison (new large numbers each time)."""
+        """Copies ``inputs`` into a slot, and fills the slot's outputs and gaps with poison (new large numbers each
+        time)."""
         for offset, tensor, values in zip(self.slots[slot]["in"], self.spec.inputs, inputs, strict=True):
             self.input_area.write(offset, tensor, values)
-        pattern = bytes(0x60 + secrets.randbelow(16) for _ in range(8))
-        for offset, tensor in zip(self.slots[slot]["out"], self.spec.outputs, strict=True):
-            self.output_area.poison(offset, byte_count(tensor), pattern)
+        room = self._rooms[slot]
+        self._patterns[slot] = pattern = bytes(0x60 + secrets.randbelow(16) for _ in range(4))
+        self.output_area.poison(room.start, len(room), pattern)
         self.output_area.settle()
 
     def outputs(self, slot: int) -> list[Any]:
         """Returns copies of the outputs that the worker wrote to a slot."""
         return self.values(self.slots[slot]["out"], self.spec.outputs)
+
+    def written(self, slot: int) -> list[Any]:
+        """Returns what ``outputs`` returns. Raises ``WorkerError`` if the worker also wrote to a gap beside them."""
+        room, pattern = self._rooms[slot], self._patterns.get(slot)
+        begin = room.start
+        for offset, tensor in zip([*self.slots[slot]["out"], room.stop], [*self.spec.outputs, _NOTHING], strict=True):
+            size = offset - begin
+            if pattern and self.output_area.raw(begin, size) != (pattern * (size // 4 + 2))[begin % 4 :][:size]:
+                raise WorkerError("the solution wrote outside of its outputs")
+            begin = offset + byte_count(tensor)
+        return self.outputs(slot)
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         for offset, tensor, values in zip(self.weights, self.spec.weights.values(), weights, strict=True):

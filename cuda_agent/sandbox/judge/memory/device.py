@@ -60,8 +60,11 @@ class Area(driver.Shared):
         driver.copy(array.address, self.address + offset, array.size)
         return array
 
+    def raw(self, offset: int, size: int) -> bytes:
+        return driver.read(self.address + offset, size)
+
     def poison(self, offset: int, size: int, pattern: bytes) -> None:
-        driver.fill_words(self.address + offset, int.from_bytes(pattern[:4], "little"), -(-size // 4))
+        driver.fill_words(self.address + offset, int.from_bytes(pattern, "little"), size // 4)
 
     def settle(self) -> None:
         driver.synchronize()

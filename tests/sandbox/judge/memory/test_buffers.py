@@ -3,9 +3,11 @@
 import mmap
 import os
 
+import numpy
 import pytest
 
-from cuda_agent.sandbox.judge.memory.buffers import Buffers, Spare
+from cuda_agent.sandbox.jail.processes import WorkerError
+from cuda_agent.sandbox.judge.memory.buffers import Area, Buffers, Spare
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
 
 SMALL = TaskSpec((Tensor((64, 100), "float32"),), (Tensor((64,), "float32"),), {}, (), ())
@@ -52,3 +54,36 @@ def test_what_is_too_small_is_not_used_and_nothing_is_left_open():
     spare.make()
     spare.close()
     assert descriptors() == before
+
+
+ODD = TaskSpec((), (Tensor((5,), "uint8"), Tensor((0,), "float32"), Tensor((64,), "float32")), {}, (), ())
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+@pytest.mark.parametrize("slot", [0, 1, 2])
+@pytest.mark.parametrize(("after", "distance"), [(0, 5), (2, 256), (0, -1)])
+def test_one_byte_that_is_written_beside_an_output_is_found(fixed: bool, slot: int, after: int, distance: int) -> None:
+    """The outputs are filled first, so that only what lies between them counts."""
+    buffers = Buffers(ODD, 3, fixed=fixed)
+    outputs = buffers.slots[slot]["out"]
+    for number in range(3):
+        buffers.fill(number, [])
+    for offset, tensor in zip(outputs, ODD.outputs, strict=True):
+        buffers.output_area.view(offset, tensor)[...] = 0
+    assert not numpy.concatenate([output.ravel() for output in buffers.written(slot)]).any()
+    buffers.output_area.bytes[outputs[after] + distance] ^= 1
+    with pytest.raises(WorkerError, match="wrote outside of its outputs"):
+        buffers.written(slot)
+    buffers.fill(slot, [])
+    buffers.written(slot)
+    buffers.close()
+
+
+def test_a_gap_of_each_slot_follows_its_last_output() -> None:
+    """Otherwise a write beyond the last output of an area would meet only memory that nobody compares."""
+    for _ in range(20):
+        buffers = Buffers(SMALL, 3, areas=lambda in_size, out_size: (Area(in_size, True), Area(out_size, False)))
+        ends = [slot["out"][0] + 256 for slot in buffers.slots]
+        starts = [slot["out"][0] for slot in buffers.slots[1:]]
+        assert all(end + 256 <= start for end, start in zip(ends, [*starts, buffers.output_area.size], strict=True))
+        buffers.close()
