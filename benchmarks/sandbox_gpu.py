@@ -198,6 +198,7 @@ async def many_tasks(count: int, solutions: int, cache: Path) -> dict[str, Any]:
         begin = time.perf_counter()
         await asyncio.gather(*(judge(one, -1) for one in tasks))  # prepares the tasks
         prepare = time.perf_counter() - begin
+        print(f"{count} tasks prepared in {prepare:.0f} s", flush=True)
         verdicts.clear()
         order = [(one, number) for number in range(solutions) for one in tasks]
         rng.shuffle(order)
@@ -206,7 +207,6 @@ async def many_tasks(count: int, solutions: int, cache: Path) -> dict[str, Any]:
         seconds = time.perf_counter() - begin
     found = [verdict for _, verdict in verdicts]
     return {
-        "prepare": prepare / count,
         "a second": len(found) / seconds,
         "phases": {name: statistics.median(v.phases.get(name, 0.0) for v in found) for name in ("build", *PHASES)},
         "means": {name: statistics.fmean(v.phases.get(name, 0.0) for v in found) for name in PHASES},

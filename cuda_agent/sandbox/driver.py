@@ -16,6 +16,7 @@ _MAJOR, _MINOR, _L2_BYTES, _SHARED_OPTIN = 75, 76, 38, 97
 _MAX_DYNAMIC_SHARED, _NON_PORTABLE_CLUSTER = 8, 14  # function attributes
 _CLUSTER, _COOPERATIVE = 4, 2  # launch attributes
 _NOT_SUPPORTED = 801
+_RELEASE_THRESHOLD = 4  # attribute of a memory pool
 
 
 class DriverError(RuntimeError):
@@ -139,8 +140,36 @@ def allocate(size: int) -> int:
     return address.value
 
 
-def free(address: int) -> None:
-    _call("cuMemFree_v2", address)
+def keep_freed() -> None:
+    """Makes the driver keep memory that ``give_back`` frees for the next ``take``, until ``trim``."""
+    forever = ctypes.c_uint64((1 << 64) - 1)
+    _call("cuMemPoolSetAttribute", _pool(), ctypes.c_int(_RELEASE_THRESHOLD), ctypes.byref(forever))
+
+
+def take(size: int) -> int:
+    """Allocates ``size`` bytes of device memory, in the order of the default stream. Unlike ``allocate`` it does not
+    wait for the device."""
+    address = ctypes.c_uint64()
+    _call("cuMemAllocAsync", ctypes.byref(address), max(size, 1), None)
+    return address.value
+
+
+def give_back(address: int) -> None:
+    """Frees memory of ``take``, in the order of the default stream."""
+    _call("cuMemFreeAsync", address, None)
+
+
+def trim() -> None:
+    """Gives the device all memory back that ``give_back`` has freed."""
+    synchronize()
+    _call("cuMemPoolTrimTo", _pool(), 0)
+
+
+def _pool() -> ctypes.c_void_p:
+    pool, device = ctypes.c_void_p(), ctypes.c_int()
+    _call("cuCtxGetDevice", ctypes.byref(device))
+    _call("cuDeviceGetDefaultMemPool", ctypes.byref(pool), device)
+    return pool
 
 
 def copy(target: int, source: int, size: int) -> None:

@@ -148,6 +148,7 @@ class PreparedTask:
             return
         self.base += max(1, used)
         self._plain = self._varies
+        self._pool = [entry if entry and entry.index >= self.base else None for entry in self._pool]
         if self.oracle.alive:
             with contextlib.suppress(TaskError, driver.DriverError):  # the next evaluation meets the error again
                 self.draw_weights()
@@ -281,7 +282,8 @@ class PreparedTask:
     def bytes(self) -> int:
         """About how many bytes of the device the task holds: its pool, its areas, its model, and a worker's context."""
         weights = sum(byte_count(t) for t in self.spec.weights.values())
-        return (self.pool_size + _AREAS) * call_bytes(self.spec) + 3 * weights + _CONTEXT_BYTES
+        entries = len(self._pool) - self._pool.count(None)
+        return (entries + _AREAS) * call_bytes(self.spec) + 3 * weights + _CONTEXT_BYTES
 
     @property
     def views(self) -> Views:

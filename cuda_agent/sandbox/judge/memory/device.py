@@ -5,6 +5,7 @@ inputs and weights read-only: if it writes to them, it crashes, and the judge's 
 outputs to its own memory before it compares them. Comparisons run on the device (``check.cu``) by the rules of
 ``check``. Callers must call ``open_judge`` before any other function."""
 
+import contextlib
 import ctypes
 import functools
 import math
@@ -13,7 +14,6 @@ import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
 
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.judge.memory import buffers
@@ -34,19 +34,17 @@ _FAR_ABOVE = 8  # a fill that takes so many times its floor has waited for other
 
 
 class Array:
-    """A buffer of ``size`` bytes in the judge's device memory. Freed memory is reused for the next array of the same
-    size, because an allocation by the driver waits for the device."""
-
-    _idle: ClassVar[dict[int, list[int]]] = {}
+    """A buffer of ``size`` bytes in the judge's device memory. The driver keeps freed memory for other arrays, because
+    memory that is new to the process makes it wait for the device."""
 
     def __init__(self, size: int) -> None:
         self.size, self.address = size, 0
-        idle = self._idle.get(size)
-        self.address = idle.pop() if idle else driver.allocate(size)
+        self.address = driver.take(size)
 
     def __del__(self) -> None:
         if self.address:
-            self._idle.setdefault(self.size, []).append(self.address)
+            with contextlib.suppress(driver.DriverError):  # the context has failed, and its memory ends with it
+                driver.give_back(self.address)
 
 
 class Area(driver.Shared):
@@ -109,6 +107,7 @@ def open_judge(kernels: Path) -> None:
     ``driver.NoDevice`` if the machine has no GPU."""
     global _judge
     driver.open_device()
+    driver.keep_freed()
     _judge = _Judge(kernels.read_bytes())
 
 
@@ -134,9 +133,7 @@ def prepared_bytes() -> int:
 
 def trim() -> None:
     """Gives memory that no array uses back to the device."""
-    for idle in Array._idle.values():
-        while idle:
-            driver.free(idle.pop())
+    driver.trim()
 
 
 def flush() -> None:

@@ -1,5 +1,7 @@
 """The judge's part on a GPU, as far as it runs without one."""
 
+import gc
+
 import pytest
 
 from cuda_agent.sandbox import driver
@@ -26,8 +28,10 @@ def test_an_array_that_gets_no_memory_leaves_nothing_behind(monkeypatch: pytest.
     def full(size: int) -> int:
         raise driver.NoDevice("full")
 
-    monkeypatch.setattr(driver, "allocate", full)
-    idle = {size: list(kept) for size, kept in device.Array._idle.items()}
+    given_back: list[int] = []
+    monkeypatch.setattr(driver, "take", full)
+    monkeypatch.setattr(driver, "give_back", given_back.append)
     with pytest.raises(driver.NoDevice):
         device.Array(12345)
-    assert device.Array._idle == idle
+    gc.collect()
+    assert not given_back
