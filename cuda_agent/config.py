@@ -5,12 +5,13 @@ The pydantic models below refuse unknown keys, and values out of range.  The mod
 the name of the environment variable, or of the file, that holds the secret."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from cuda_agent.format_names import Format
 
+T = TypeVar("T")
 Positive = Annotated[int, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -43,6 +44,11 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def key(default: T, description: str, **limits: Any) -> T:
+    """Returns the field of a key.  ``limits`` are pydantic's constraints on its value, such as ``gt=0``."""
+    return Field(default, description=description, **limits)
+
+
 def _addresses(servers: list[str]) -> list[str]:
     for server in servers:
         if not re.fullmatch(r"https?://[^/?#@\s]+(/[^?#\s]*)?", server):
@@ -58,93 +64,69 @@ Addresses = Annotated[list[str], AfterValidator(_addresses)]
 class RunConfig(Section):
     """Where a run is stored and tracked, and how its stages are executed.  Only the executor reads this section."""
 
-    pipeline: str = Field("cuda-agent", description="name of the MLflow experiment")
-    name: str | None = Field(
-        None, pattern=_NAME, description="name of the run; none: date and time, with a part of the configuration's hash"
+    pipeline: str = key("cuda-agent", "name of the MLflow experiment")
+    name: str | None = key(
+        None, "name of the run; none: date and time, with a part of the configuration's hash", pattern=_NAME
     )
-    sweep: str | None = Field(
-        None, pattern=_NAME, description="sweep that the run belongs to; set by `cuda-agent sweep`"
+    sweep: str | None = key(None, "sweep that the run belongs to; set by `cuda-agent sweep`", pattern=_NAME)
+    store: str = key(".cuda-agent/store", "where runs are stored: a folder, memory:// or s3://bucket/prefix")
+    mlflow: str | None = key(None, "tracking URI of MLflow; none: SQLite beside the store; off: no tracking")
+    parallel_stages: bool = key(
+        False, "run independent stages side by side, unless one measures times (needs the memory and cores)"
     )
-    store: str = Field(
-        ".cuda-agent/store", description="where runs are stored: a folder, memory:// or s3://bucket/prefix"
-    )
-    mlflow: str | None = Field(
-        None, description="tracking URI of MLflow; none: SQLite beside the store; off: no tracking"
-    )
-    parallel_stages: bool = Field(
-        False, description="run independent stages side by side, unless one measures times (needs the memory and cores)"
-    )
-    retries: int = Field(
-        2, ge=0, description="how often a stage that exits with 75 (try again) is restarted; not on a cluster"
-    )
+    retries: int = key(2, "how often a stage that exits with 75 (try again) is restarted; not on a cluster", ge=0)
 
 
 class SandboxConfig(Section):
-    format: Format = Field("plan", description="format of the solutions")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="device that runs tasks and solutions")
-    clock: Literal["real", "model"] = Field(
-        "real", description="real: times are measured; model: a deterministic cost replaces them"
+    format: Format = key("plan", "format of the solutions")
+    device: Literal["cpu", "cuda"] = key("cpu", "device that runs tasks and solutions")
+    clock: Literal["real", "model"] = key("real", "real: times are measured; model: a deterministic cost replaces them")
+    threads: Positive = key(2, "threads of a solution and of its baselines, on a CPU")
+    checks: Positive = key(5, "number of inputs on which quick mode checks a solution")
+    tolerance: float = key(1e-2, "absolute and relative difference from the reference that a check allows", gt=0)
+    train_mode: bool = key(False, "run models in train() mode, as KernelBench does, not in eval() mode")
+    timed_calls: Positive = key(
+        12, "limit of timed calls in quick mode; up to four times as many if they do not decide the reward"
     )
-    threads: Positive = Field(2, description="threads of a solution and of its baselines, on a CPU")
-    checks: Positive = Field(5, description="number of inputs on which quick mode checks a solution")
-    tolerance: float = Field(
-        1e-2, gt=0, description="absolute and relative difference from the reference that a check allows"
+    build_seconds: float = key(20.0, "time limit for one build, in seconds", gt=0)
+    first_pass_seconds: float = key(
+        180.0, "time limit, in seconds, for the first pass of a Python solution, which compiles its kernels", gt=0
     )
-    train_mode: bool = Field(False, description="run models in train() mode, as KernelBench does, not in eval() mode")
-    timed_calls: Positive = Field(
-        12, description="limit of timed calls in quick mode; up to four times as many if they do not decide the reward"
+    run_seconds: float = key(10.0, "time limit for one evaluation after the build, in seconds", gt=0)
+    memory_mb: Positive = key(2048, "memory limit, in MiB, for a build and for a process that runs a solution")
+    required_walls: list[str] = key(
+        ["no_new_privs", "landlock", "seccomp"],
+        "protections that must withstand a test attack before the sandbox judges anything",
     )
-    build_seconds: float = Field(20.0, gt=0, description="time limit for one build, in seconds")
-    first_pass_seconds: float = Field(
-        180.0,
-        gt=0,
-        description="time limit, in seconds, for the first pass of a Python solution, which compiles its kernels",
+    servers: Addresses = key(
+        [], "addresses of sandbox servers (`cuda-agent sandbox serve`); empty: the sandbox runs locally"
     )
-    run_seconds: float = Field(10.0, gt=0, description="time limit for one evaluation after the build, in seconds")
-    memory_mb: Positive = Field(
-        2048, description="memory limit, in MiB, for a build and for a process that runs a solution"
-    )
-    required_walls: list[str] = Field(
-        default=["no_new_privs", "landlock", "seccomp"],
-        description="protections that must withstand a test attack before the sandbox judges anything",
-    )
-    servers: Addresses = Field(
-        default=[],
-        description="addresses of sandbox servers (`cuda-agent sandbox serve`); empty: the sandbox runs locally",
-    )
-    token_env: str = Field("CUDA_AGENT_SANDBOX_TOKEN", description="environment variable that holds the servers' token")
-    token_file: str | None = Field(None, description="file that holds the servers' token; it goes before token_env")
+    token_env: str = key("CUDA_AGENT_SANDBOX_TOKEN", "environment variable that holds the servers' token")
+    token_file: str | None = key(None, "file that holds the servers' token; it goes before token_env")
 
 
 class Synthesis(Section):
-    train: Positive = Field(16, description="number of training tasks")
-    heldout: Positive = Field(24, description="number of held-out tasks of the teacher's family")
-    catalogue: int = Field(
-        6, ge=0, description="number of held-out tasks from the full operator catalogue, which are scored separately"
+    train: Positive = key(16, "number of training tasks")
+    heldout: Positive = key(24, "number of held-out tasks of the teacher's family")
+    catalogue: int = key(
+        6, "number of held-out tasks from the full operator catalogue, which are scored separately", ge=0
     )
-    catalogue_share: Share = Field(0.0, description="share of the training tasks that come from the full catalogue")
-    max_candidates: Positive = Field(48, description="limit of candidate tasks that are compiled")
-    max_ops: int = Field(5, ge=1, le=5, description="limit of torch operators in one task")
-    window_ms: tuple[float, float] = Field(
-        (0.1, 5.0),
-        description="least and greatest time of a task in eager PyTorch, in milliseconds; other tasks are dropped",
+    catalogue_share: Share = key(0.0, "share of the training tasks that come from the full catalogue")
+    max_candidates: Positive = key(48, "limit of candidate tasks that are compiled")
+    max_ops: int = key(5, "limit of torch operators in one task", ge=1, le=5)
+    window_ms: tuple[float, float] = key(
+        (0.1, 5.0), "least and greatest time of a task in eager PyTorch, in milliseconds; other tasks are dropped"
     )
-    max_similarity: Share = Field(
-        0.9, description="a task that is more similar to a task of the evaluation set is dropped; 1: equal"
+    max_similarity: Share = key(0.9, "a task that is more similar to a task of the evaluation set is dropped; 1: equal")
+    evaluation_set: str | None = key(
+        None, "task set that no task may resemble (max_similarity), such as a KernelBench folder"
     )
-    evaluation_set: str | None = Field(
-        None, description="task set that no task may resemble (max_similarity), such as a KernelBench folder"
+    writer: Literal["programmatic", "model"] = key(
+        "programmatic", "what composes tasks of the full catalogue: a program, or a language model"
     )
-    writer: Literal["programmatic", "model"] = Field(
-        "programmatic", description="what composes tasks of the full catalogue: a program, or a language model"
-    )
-    writer_url: str | None = Field(
-        None, description="OpenAI-compatible address of the language model, for writer=model"
-    )
-    writer_model: str | None = Field(None, description="name of the language model at writer_url")
-    writer_key_env: str = Field(
-        "OPENAI_API_KEY", description="environment variable that holds the API key for writer_url"
-    )
+    writer_url: str | None = key(None, "OpenAI-compatible address of the language model, for writer=model")
+    writer_model: str | None = key(None, "name of the language model at writer_url")
+    writer_key_env: str = key("OPENAI_API_KEY", "environment variable that holds the API key for writer_url")
 
     @model_validator(mode="after")
     def _window_ascends(self) -> "Synthesis":
@@ -158,42 +140,35 @@ class Synthesis(Section):
 class Vllm(Section):
     """Settings of the vLLM servers that serve the policy if ``policy.engine`` is vllm."""
 
-    servers: Addresses = Field(
-        default=[], description="addresses of running vLLM servers; empty: the stage starts servers"
+    servers: Addresses = key([], "addresses of running vLLM servers; empty: the stage starts servers")
+    replicas: Positive = key(1, "number of servers that a stage starts")
+    sync: Literal["disk", "lora", "nccl"] = key(
+        "disk", "how servers get new weights: disk: a folder; lora: an adapter; nccl: a broadcast (Gloo on a CPU)"
     )
-    replicas: Positive = Field(1, description="number of servers that a stage starts")
-    sync: Literal["disk", "lora", "nccl"] = Field(
-        "disk",
-        description="how servers get new weights: disk: a folder; lora: an adapter; nccl: a broadcast (Gloo on a CPU)",
-    )
-    gpu_memory: float = Field(
-        0.9, gt=0, le=1, description="share of a GPU's memory that a server takes, if the stage starts it"
-    )
+    gpu_memory: float = key(0.9, "share of a GPU's memory that a server takes, if the stage starts it", gt=0, le=1)
 
 
 class PolicyConfig(Section):
-    base: str | None = Field(
-        None, description="Hugging Face folder or name; none: bootstrap trains a small model from scratch"
-    )
-    layers: Positive = Field(4, description="layers of a model from scratch")
-    hidden: Positive = Field(128, description="width of a model from scratch")
-    heads: Positive = Field(4, description="attention heads of a model from scratch")
-    kv_heads: Positive = Field(2, description="key and value heads of a model from scratch")
-    intermediate: Positive = Field(384, description="width of the feed-forward layers of a model from scratch")
-    vocab: Positive = Field(1024, description="size of the vocabulary of a model from scratch")
-    context: Positive = Field(1024, description="limit of tokens in a conversation: prompt, answers and tool outputs")
-    engine: Literal["local", "vllm", "scripted"] = Field(
-        "local", description="what serves the policy: this process (local), vLLM servers, or a script for drills"
+    base: str | None = key(None, "Hugging Face folder or name; none: bootstrap trains a small model from scratch")
+    layers: Positive = key(4, "layers of a model from scratch")
+    hidden: Positive = key(128, "width of a model from scratch")
+    heads: Positive = key(4, "attention heads of a model from scratch")
+    kv_heads: Positive = key(2, "key and value heads of a model from scratch")
+    intermediate: Positive = key(384, "width of the feed-forward layers of a model from scratch")
+    vocab: Positive = key(1024, "size of the vocabulary of a model from scratch")
+    context: Positive = key(1024, "limit of tokens in a conversation: prompt, answers and tool outputs")
+    engine: Literal["local", "vllm", "scripted"] = key(
+        "local", "what serves the policy: this process (local), vLLM servers, or a script for drills"
     )
     vllm: Vllm = Vllm()
-    engine_batch: Positive = Field(32, description="number of sequences that are decoded together")
-    device: Literal["cpu", "cuda"] = Field("cpu", description="device on which engine=local computes")
-    dtype: Literal["float32", "bfloat16"] = Field(
+    engine_batch: Positive = key(32, "number of sequences that are decoded together")
+    device: Literal["cpu", "cuda"] = key("cpu", "device on which engine=local computes")
+    dtype: Literal["float32", "bfloat16"] = key(
         "float32",
-        description="number type of engine=local; bfloat16 is twice as fast on a GPU, but its log-probabilities differ "
+        "number type of engine=local; bfloat16 is twice as fast on a GPU, but its log-probabilities differ "
         "from the trainer's: use behavior_logprobs=trainer with it",
     )
-    threads: Positive = Field(2, description="threads of engine and trainer on a CPU")
+    threads: Positive = key(2, "threads of engine and trainer on a CPU")
 
     @model_validator(mode="after")
     def _heads_divide(self) -> "PolicyConfig":
@@ -207,14 +182,12 @@ class Lora(Section):
     """Settings of low-rank adapters (LoRA).  If ``rank`` is not 0, policy and critic train adapters instead of all
     their weights.  The stage ``bootstrap`` always trains all weights."""
 
-    rank: int = Field(0, ge=0, description="rank of the adapters that are trained; 0: all weights are trained")
-    alpha: float = Field(
-        32.0, gt=0, description="scale of the adapters: an adapter's change is multiplied by alpha / rank"
-    )
-    targets: list[str] = Field(
-        default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    rank: int = key(0, "rank of the adapters that are trained; 0: all weights are trained", ge=0)
+    alpha: float = key(32.0, "scale of the adapters: an adapter's change is multiplied by alpha / rank", gt=0)
+    targets: list[str] = key(
+        ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "linear layers that get an adapter, by the last part of their names",
         min_length=1,
-        description="linear layers that get an adapter, by the last part of their names",
     )
 
 
@@ -222,93 +195,74 @@ class Training(Section):
     """Settings of how and where training stages compute.  They change a result only by rounding errors.  So they are
     not part of a stage's cache key, and a stage can resume from a checkpoint that was made with other values."""
 
-    checkpointing: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="whether activations are computed twice to save memory; auto: if rows have more than 8,192 tokens",
+    checkpointing: Literal["auto", "on", "off"] = key(
+        "auto", "whether activations are computed twice to save memory; auto: if rows have more than 8,192 tokens"
     )
-    compile: bool = Field(
-        False,
-        description="use torch.compile for the layers, which halves the time on GPUs and takes a minute at the start",
+    compile: bool = key(
+        False, "use torch.compile for the layers, which halves the time on GPUs and takes a minute at the start"
     )
-    num_processes: Positive = Field(
-        1, description="number of processes that a trainer is spread over (bootstrap always uses one)"
+    num_processes: Positive = key(1, "number of processes that a trainer is spread over (bootstrap always uses one)")
+    device: Literal["cpu", "cuda"] = key("cpu", "device on which the processes compute; cuda: one GPU per process")
+    parallelism: Literal["data", "context"] = key(
+        "data", "data: each process takes whole rows; context: all share the tokens of every row"
     )
-    device: Literal["cpu", "cuda"] = Field(
-        "cpu", description="device on which the processes compute; cuda: one GPU per process"
-    )
-    parallelism: Literal["data", "context"] = Field(
-        "data", description="data: each process takes whole rows; context: all share the tokens of every row"
-    )
-    microbatch_tokens: Positive | None = Field(
-        None, description="limit of tokens in a forward pass; none: 4,096 on a CPU, 32,768 on a GPU"
+    microbatch_tokens: Positive | None = key(
+        None, "limit of tokens in a forward pass; none: 4,096 on a CPU, 32,768 on a GPU"
     )
 
 
 class Bootstrap(Section):
-    examples: Positive = Field(6000, description="number of the teacher's worked examples in the corpus")
-    agent_share: Share = Field(
-        0.4, description="share of the examples that are episodes with tools; the others are single answers"
-    )
-    repair_share: Share = Field(
-        0.2, description="share of the episodes with tools in which a mistake is made and repaired"
-    )
-    verify: int = Field(24, ge=0, description="number of the teacher's solutions that the sandbox verifies")
-    steps: Positive = Field(600, description="number of optimizer steps")
-    tokens_per_step: Positive = Field(4096, description="limit of tokens in one optimizer step")
-    lr: Rate = Field(6e-3, description="learning rate")
-    max_seconds: float | None = Field(
-        None, gt=0, description="time limit for the training, in seconds; none: no limit besides steps"
-    )
+    examples: Positive = key(6000, "number of the teacher's worked examples in the corpus")
+    agent_share: Share = key(0.4, "share of the examples that are episodes with tools; the others are single answers")
+    repair_share: Share = key(0.2, "share of the episodes with tools in which a mistake is made and repaired")
+    verify: int = key(24, "number of the teacher's solutions that the sandbox verifies", ge=0)
+    steps: Positive = key(600, "number of optimizer steps")
+    tokens_per_step: Positive = key(4096, "limit of tokens in one optimizer step")
+    lr: Rate = key(6e-3, "learning rate")
+    max_seconds: float | None = key(None, "time limit for the training, in seconds; none: no limit besides steps", gt=0)
 
 
 class Ppo(Section):
     """Settings of reinforcement learning with PPO's clipped loss (paper, section 3.3).  The stages ``warmup`` and
     ``agentic`` each have such a section."""
 
-    reward: Literal["ladder", "speedup"] = Field(
+    reward: Literal["ladder", "speedup"] = key(
         "ladder",
-        description="reward of a verdict; ladder: -1, 1, 2 or 3 (Eq. 1); speedup: -1, or 3 s/(1 + s) for a correct "
+        "reward of a verdict; ladder: -1, 1, 2 or 3 (Eq. 1); speedup: -1, or 3 s/(1 + s) for a correct "
         "solution that is s times as fast as the faster of eager and torch.compile",
     )
-    advantage: Literal["gae", "group", "rloo"] = Field(
+    advantage: Literal["gae", "group", "rloo"] = key(
         "gae",
-        description="estimator of advantages; gae: with a critic; group: reward minus the mean of a task's samples, "
+        "estimator of advantages; gae: with a critic; group: reward minus the mean of a task's samples, "
         "divided by their standard deviation (GRPO); rloo: reward minus the mean of the other samples; group and rloo "
         "train no critic, and read neither its keys nor gamma and lambda",
     )
-    steps: Positive = Field(6, description="number of steps; each plays a batch of episodes and learns from it")
-    episodes_per_step: Positive = Field(64, description="number of episodes in the batch of one step")
-    samples_per_prompt: Positive = Field(
-        4,
-        description="number of episodes per task in one step; a step has episodes_per_step / samples_per_prompt tasks",
+    steps: Positive = key(6, "number of steps; each plays a batch of episodes and learns from it")
+    episodes_per_step: Positive = key(64, "number of episodes in the batch of one step")
+    samples_per_prompt: Positive = key(
+        4, "number of episodes per task in one step; a step has episodes_per_step / samples_per_prompt tasks"
     )
-    minibatches: Positive = Field(2, description="number of optimizer steps in one pass over a batch")
-    epochs: Positive = Field(1, description="number of passes over a batch")
-    actor_lr: Rate = Field(3e-4, description="learning rate of the policy")
-    critic_lr: Rate = Field(1e-3, description="learning rate of the critic")
-    clip_low: float = Field(0.2, gt=0, lt=1, description="lower limit of PPO's ratio is 1 - clip_low")
-    clip_high: float = Field(0.28, gt=0, description="upper limit of PPO's ratio is 1 + clip_high")
-    gamma: float = Field(1.0, gt=0, le=1, description="discount factor per token")
-    actor_lambda: float | None = Field(
-        None, ge=0, le=1, description="lambda of GAE for the policy; none: 1 - 1/(0.05 n) for n sampled tokens"
+    minibatches: Positive = key(2, "number of optimizer steps in one pass over a batch")
+    epochs: Positive = key(1, "number of passes over a batch")
+    actor_lr: Rate = key(3e-4, "learning rate of the policy")
+    critic_lr: Rate = key(1e-3, "learning rate of the critic")
+    clip_low: float = key(0.2, "lower limit of PPO's ratio is 1 - clip_low", gt=0, lt=1)
+    clip_high: float = key(0.28, "upper limit of PPO's ratio is 1 + clip_high", gt=0)
+    gamma: float = key(1.0, "discount factor per token", gt=0, le=1)
+    actor_lambda: float | None = key(
+        None, "lambda of GAE for the policy; none: 1 - 1/(0.05 n) for n sampled tokens", ge=0, le=1
     )
-    critic_lambda: Share = Field(1.0, description="lambda of GAE for the critic's targets")
-    critic_warmup: int = Field(0, ge=0, description="number of first steps that train only the critic")
-    behavior_logprobs: Literal["engine", "trainer"] = Field(
+    critic_lambda: Share = key(1.0, "lambda of GAE for the critic's targets")
+    critic_warmup: int = key(0, "number of first steps that train only the critic", ge=0)
+    behavior_logprobs: Literal["engine", "trainer"] = key(
         "engine",
-        description="what computes the log-probabilities in the denominator of PPO's ratio; trainer needs at least two "
+        "what computes the log-probabilities in the denominator of PPO's ratio; trainer needs at least two "
         "optimizer steps per batch",
     )
-    tis_cap: float = Field(
-        2.0,
-        gt=0,
-        description="upper limit of a token's importance weight, p(trainer) / p(engine)",
-    )
-    value_clip: float | None = Field(
-        None, gt=0, description="how far the critic's values may move in one batch; none: no clipping"
-    )
-    max_grad_norm: float = Field(1.0, gt=0, description="gradients of a larger norm are clipped to it")
-    context: Positive = Field(1024, description="limit of tokens in one episode")
+    tis_cap: float = key(2.0, "upper limit of a token's importance weight, p(trainer) / p(engine)", gt=0)
+    value_clip: float | None = key(None, "how far the critic's values may move in one batch; none: no clipping", gt=0)
+    max_grad_norm: float = key(1.0, "gradients of a larger norm are clipped to it", gt=0)
+    context: Positive = key(1024, "limit of tokens in one episode")
 
     @model_validator(mode="after")
     def _groups_are_whole(self) -> "Ppo":
@@ -323,84 +277,79 @@ class Ppo(Section):
 
 
 class Agent(Section):
-    turns: Positive = Field(6, description="limit of turns in an episode of collect and agentic")
-    turn_tokens: Positive = Field(320, description="limit of tokens sampled in one turn")
-    tool_tokens: Positive = Field(96, description="limit of tokens in one tool output; a longer one loses its middle")
-    concurrency: Positive = Field(32, description="limit of episodes under way at the same time")
-    deadline_seconds: float = Field(
-        120.0, gt=0, description="time limit for one episode, in seconds, including the sandbox's start and scoring"
+    turns: Positive = key(6, "limit of turns in an episode of collect and agentic")
+    turn_tokens: Positive = key(320, "limit of tokens sampled in one turn")
+    tool_tokens: Positive = key(96, "limit of tokens in one tool output; a longer one loses its middle")
+    concurrency: Positive = key(32, "limit of episodes under way at the same time")
+    deadline_seconds: float = key(
+        120.0, "time limit for one episode, in seconds, including the sandbox's start and scoring", gt=0
     )
-    temperature: float = Field(1.0, ge=0, description="sampling temperature in training")
+    temperature: float = key(1.0, "sampling temperature in training", ge=0)
 
 
 class Collect(Section):
-    samples: Positive = Field(6, description="number of episodes per training task")
+    samples: Positive = key(6, "number of episodes per training task")
 
 
 class Sft(Section):
-    epochs: Positive = Field(2, description="number of passes over the episodes")
-    lr: Rate = Field(3e-4, description="learning rate")
-    tokens_per_step: Positive = Field(8192, description="limit of tokens in one optimizer step")
-    max_grad_norm: float = Field(1.0, gt=0, description="gradients of a larger norm are clipped to it")
+    epochs: Positive = key(2, "number of passes over the episodes")
+    lr: Rate = key(3e-4, "learning rate")
+    tokens_per_step: Positive = key(8192, "limit of tokens in one optimizer step")
+    max_grad_norm: float = key(1.0, "gradients of a larger norm are clipped to it", gt=0)
 
 
 class CriticConfig(Section):
-    epochs: Positive = Field(4, description="number of passes over the episodes")
-    lr: Rate = Field(1e-3, description="learning rate")
-    tokens_per_step: Positive = Field(8192, description="limit of tokens in one optimizer step")
-    gae_lambda: Share = Field(
-        1.0, description="lambda of the targets; 1: Monte-Carlo returns; below 1: recomputed every epoch"
-    )
-    heldout: Share = Field(0.2, description="share of the episodes that are held out to measure explained variance")
-    min_explained_variance: float = Field(0.2, description="least explained variance on held-out episodes; see gate")
-    gate: Literal["warn", "stop"] = Field(
-        "warn",
-        description="what happens below min_explained_variance; warn: the report warns; stop: exit code 79",
+    epochs: Positive = key(4, "number of passes over the episodes")
+    lr: Rate = key(1e-3, "learning rate")
+    tokens_per_step: Positive = key(8192, "limit of tokens in one optimizer step")
+    gae_lambda: Share = key(1.0, "lambda of the targets; 1: Monte-Carlo returns; below 1: recomputed every epoch")
+    heldout: Share = key(0.2, "share of the episodes that are held out to measure explained variance")
+    min_explained_variance: float = key(0.2, "least explained variance on held-out episodes; see gate")
+    gate: Literal["warn", "stop"] = key(
+        "warn", "what happens below min_explained_variance; warn: the report warns; stop: exit code 79"
     )
 
 
 class EvaluateConfig(Section):
-    samples: Positive = Field(1, description="number of episodes per held-out task")
-    turns: Positive = Field(6, description="limit of turns in an episode of an evaluation")
-    temperature: float = Field(1.0, ge=0, description="sampling temperature in evaluations")
+    samples: Positive = key(1, "number of episodes per held-out task")
+    turns: Positive = key(6, "limit of turns in an episode of an evaluation")
+    temperature: float = key(1.0, "sampling temperature in evaluations", ge=0)
 
 
 class Ray(Section):
     """Settings of Ray, for ``runtime=ray``.  A stage then has several rollout workers, each with an engine and a
     sandbox.  A PPO stage also has one trainer, whose processes may be spread over several machines."""
 
-    address: str | None = Field(
+    address: str | None = key(
         None,
+        "host:port of a running Ray; none: the stage starts one on this machine",
         pattern=r"^(auto|[^/?#@\s:]+:[0-9]+)$",
-        description="host:port of a running Ray; none: the stage starts one on this machine",
     )
-    workers: Positive = Field(2, description="number of rollout workers; each has an engine and a sandbox")
-    worker_cpus: float = Field(1.0, ge=0, description="processors that Ray reserves for each rollout worker")
-    worker_gpus: float = Field(0.0, ge=0, description="GPUs that Ray reserves for the engine of each rollout worker")
-    trainers: Positive = Field(1, description="number of machines over which the trainer's processes are spread evenly")
-    trainer_cpus: float = Field(1.0, ge=0, description="processors that Ray reserves for the trainer on each machine")
-    trainer_gpus: float = Field(0.0, ge=0, description="GPUs that Ray reserves for the trainer on each machine")
-    max_off_policy_steps: int = Field(
+    workers: Positive = key(2, "number of rollout workers; each has an engine and a sandbox")
+    worker_cpus: float = key(1.0, "processors that Ray reserves for each rollout worker", ge=0)
+    worker_gpus: float = key(0.0, "GPUs that Ray reserves for the engine of each rollout worker", ge=0)
+    trainers: Positive = key(1, "number of machines over which the trainer's processes are spread evenly")
+    trainer_cpus: float = key(1.0, "processors that Ray reserves for the trainer on each machine", ge=0)
+    trainer_gpus: float = key(0.0, "GPUs that Ray reserves for the trainer on each machine", ge=0)
+    max_off_policy_steps: int = key(
         1,
-        ge=0,
-        description="how many steps the weights that sampled a token may be older than those trained on it; 0: playing "
+        "how many steps the weights that sampled a token may be older than those trained on it; 0: playing "
         "and learning take turns",
+        ge=0,
     )
-    oversample: Share = Field(
-        0.0, description="share of additional episodes per task in a step; the task's last ones are dropped"
-    )
+    oversample: Share = key(0.0, "share of additional episodes per task in a step; the task's last ones are dropped")
 
 
 class Config(Section):
-    seed: int = Field(0, description="seed of the run's random choices")
+    seed: int = key(0, "seed of the run's random choices")
     run: RunConfig = RunConfig()
-    graph: Literal["full", "no_rft", "no_critic", "one_shot"] = Field(
+    graph: Literal["full", "no_rft", "no_critic", "one_shot"] = key(
         "full",
-        description="stages of the workflow; full: all; no_rft: agentic starts from warmup's policy; no_critic: "
+        "stages of the workflow; full: all; no_rft: agentic starts from warmup's policy; no_critic: "
         "agentic makes its critic from the policy; one_shot: warmup is the last stage that trains",
     )
-    runtime: Literal["local", "ray"] = Field(
-        "local", description="where episodes are played and PPO trains: in the stage's process, or in Ray's actors"
+    runtime: Literal["local", "ray"] = key(
+        "local", "where episodes are played and PPO trains: in the stage's process, or in Ray's actors"
     )
     ray: Ray = Ray()
     sandbox: SandboxConfig = SandboxConfig()
