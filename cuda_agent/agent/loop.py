@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol, cast
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from cuda_agent.agent.environment import KernelEnvironment, Sandbox, SandboxFault
 from cuda_agent.agent.prompt import one_shot_messages, parse_answer
@@ -28,6 +28,7 @@ from cuda_agent.sandbox.wire import Format, ToolResult
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from cuda_agent.tasks.task import Task
 
+T = TypeVar("T")
 Ended = Literal["answer", "turns", "tokens", "deadline", "infra"]
 Calls = Sequence[dict[str, Any]]
 """{"name", "arguments"} of each; the arguments are None where they could not be read."""
@@ -228,9 +229,8 @@ class TokenPlayer(EpisodePlayer):
             await current[0].turn(current[1])
         completion = await self.engine.generate(tuple(self.episode.ids), params)
         if not 0 < len(completion.ids) <= room or len(completion.logprobs) != len(completion.ids):
-            raise ValueError(
-                f"the engine gave {len(completion.ids)} tokens and {len(completion.logprobs)} log-probabilities"
-            )
+            got = f"{len(completion.ids)} tokens and {len(completion.logprobs)} log-probabilities"
+            raise ValueError(f"the engine gave {got}")
         self.add(completion.ids, turn, completion)
         return completion
 
@@ -251,10 +251,8 @@ def seed_of(seed: int, name: object) -> int:
 # ------------------------------------------------------------------------------------------------------- many episodes
 
 
-async def run_many(
-    jobs: Sequence[Callable[[], Awaitable[Episode]]], concurrency: int, lockstep: bool = False
-) -> list[Episode]:
-    """Runs ``jobs``, at most ``concurrency`` at once, and returns their episodes in the order of the jobs.
+async def run_many(jobs: Sequence[Callable[[], Awaitable[T]]], concurrency: int, lockstep: bool = False) -> list[T]:
+    """Runs ``jobs``, at most ``concurrency`` at once, and returns their results, such as episodes, in order.
 
     If one job raises an exception (a bug, a lost engine), all jobs end.  With ``lockstep``, all running episodes sample
     their next turn at the same time, and have no deadline.  The engine's batches are then the same in every run.  With
@@ -262,7 +260,7 @@ async def run_many(
     slots = asyncio.Semaphore(concurrency)
     lock = _Lockstep(len(jobs), concurrency) if lockstep else None
 
-    async def one(index: int, job: Callable[[], Awaitable[Episode]]) -> Episode:
+    async def one(index: int, job: Callable[[], Awaitable[T]]) -> T:
         async with slots:
             if lock is None:
                 return await job()

@@ -4,6 +4,7 @@ Commands import their dependencies inside their functions, so that ``--help`` an
 can fix is printed on stderr without a traceback.  Exit codes: 75 try again, 78 wrong configuration or input, 79 a
 required result was not reached."""
 
+import difflib
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ from typer import Argument, Option
 from cuda_agent.cli.cluster import commands as cluster_commands
 from cuda_agent.cli.episodes import commands as episodes_commands
 from cuda_agent.cli.optimize import commands as optimize_commands
-from cuda_agent.cli.options import AsJson, Overrides, TrainMode, command, command_group, print_json
+from cuda_agent.cli.options import AsJson, Overrides, TrainMode, command, command_group, composed, print_json
 from cuda_agent.cli.pod import pod_app
 from cuda_agent.cli.runs import commands as runs_commands
 from cuda_agent.cli.sandbox import sandbox_app
@@ -160,14 +161,11 @@ def evaluate(
     --shapes auto takes the other shapes from SHAPES in model.py, a list of dicts of constants. Without SHAPES, the
     inputs' first dimension gets one row more, then half of its rows. A solution that is wrong at another shape is
     called specialised. Exit code 0: the solution is correct; 1: it is not; 75: the sandbox failed."""
-    from cuda_agent.compose import compose
     from cuda_agent.optimize import evaluation
     from cuda_agent.optimize.shapes import shape_lines
     from cuda_agent.optimize.verdict_text import verdict_lines
-    from cuda_agent.pipeline import runs
 
-    settings = compose([*(overrides or []), *(["sandbox.train_mode=true"] if train_mode else [])])
-    cache = runs.local_home(settings.run.store) / "cache"
+    settings, cache = composed(overrides, train_mode)
     work = evaluation.evaluate(settings.sandbox, cache, task, solution, mode, again, shapes or ())
     verdict, others = evaluation.run_to_end(work)
     if as_json:
@@ -202,19 +200,14 @@ def evaluate_set(
     The report is a page and a CSV file. It shows claims beside measurements, scores and rejections. Each solution is a
     file model_new.py with a class ModelNew, unless sandbox.format names another format. After Ctrl-C or a kill, the
     same command continues and keeps finished verdicts. Exit code 75: the sandbox failed for some records."""
-    from cuda_agent.compose import compose
     from cuda_agent.optimize import evaluate_set as sets
     from cuda_agent.optimize.evaluation import run_to_end
     from cuda_agent.optimize.solution_set import read_set
-    from cuda_agent.pipeline import runs
     from cuda_agent.tasks.io import read_any
 
-    settings = compose(
-        ["sandbox.format=python", *(overrides or []), *(["sandbox.train_mode=true"] if train_mode else [])]
-    )
+    settings, cache = composed(["sandbox.format=python", *(overrides or [])], train_mode)
     given = read_set(solutions, None if tasks is None else read_any(tasks), settings.sandbox.format)
     folder = output or Path(f"{given.name}-evaluated")
-    cache = runs.local_home(settings.run.store) / "cache"
     say = partial(print, file=sys.stderr, flush=True)
     result = run_to_end(sets.evaluate_set(settings.sandbox, cache, given, mode, folder, say))
     if as_json:
@@ -233,14 +226,10 @@ def tasks_show(
     as_json: AsJson = False,
 ) -> None:
     """List the tasks of a set, or print the code of one."""
-    from dataclasses import asdict
-
     from cuda_agent.tasks.io import read_any
 
     tasks = read_any(source)
     if name is not None:
-        import difflib
-
         chosen = next((task for task in tasks if task.name == name), None)
         if chosen is None:
             close = difflib.get_close_matches(name, [task.name for task in tasks], n=1)
@@ -296,15 +285,13 @@ def tasks_lint(
     Tries wrong answers on each task of a set, such as a constant, a copy of an input, or a result that ignores inputs
     or weights. Prints those that the task accepts. Exit code 1: a task accepts one, or does not run. Overrides change
     the sandbox, as in sandbox.tolerance=1e-4 sandbox.run_seconds=60."""
-    from cuda_agent.compose import compose
     from cuda_agent.optimize.evaluation import run_to_end
-    from cuda_agent.pipeline import runs
     from cuda_agent.sandbox.client import open_sandbox
     from cuda_agent.synthesis import lint
     from cuda_agent.tasks.io import read_any
 
-    settings = compose(overrides or [])
-    tasks, cache = read_any(source), runs.local_home(settings.run.store) / "cache"
+    settings, cache = composed(overrides)
+    tasks = read_any(source)
 
     async def probe_all() -> Any:
         async with open_sandbox(settings.sandbox, cache) as sandbox:
@@ -345,9 +332,7 @@ def benchmark(
     A served model is any model behind an OpenAI-compatible address (--base-url). The command prints the paper's table.
     Limits of turns, tokens and time come from experiment=benchmark; overrides change them, as in
     evaluate.turns=20 sandbox.threads=4."""
-    from cuda_agent.compose import compose
     from cuda_agent.optimize import evaluation
-    from cuda_agent.pipeline import runs
 
     policies = [text for text in arguments or [] if "=" not in text]
     overrides = [text for text in arguments or [] if "=" in text]
@@ -355,10 +340,9 @@ def benchmark(
         overrides = ["experiment=benchmark", *overrides]
     if len(policies) > 1:
         raise evaluation.BenchmarkError(f"benchmark: expected one POLICY, got {' and '.join(policies)}.")
-    settings = compose(overrides)
+    settings, cache = composed(overrides)
     folder = evaluation.policy_folder(policies[0], settings.run.store) if policies else None
     who = evaluation.Player(folder, base_url, model, key_env)
-    cache = runs.local_home(settings.run.store) / "cache"
     say = (lambda line: None) if as_json else (lambda line: print(line, file=sys.stderr))
     scores = evaluation.run_to_end(evaluation.benchmark(settings, cache, who, tasks, output, say))
     if as_json:

@@ -1,13 +1,14 @@
 """The command `cuda-agent optimize`: parses the arguments, runs the search and prints the outcome."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from typer import Argument, Context, Option
 
-from cuda_agent.cli.options import TrainMode, command, command_group
+from cuda_agent.cli.options import TrainMode, command, command_group, composed
 from cuda_agent.errors import ConfigError
 from cuda_agent.format_names import Format
 
@@ -145,12 +146,9 @@ def optimize(
 def _run(order: Any, overrides: list[str], source: Path, folder: Path, resume: bool, as_json: bool) -> Any:
     import asyncio
 
-    from cuda_agent.compose import compose
     from cuda_agent.optimize import screen, search
-    from cuda_agent.pipeline import runs
 
-    settings = compose(overrides)
-    cache = runs.local_home(settings.run.store) / "cache"
+    settings, cache = composed(overrides)
 
     async def work() -> Any:
         stop = asyncio.Event()
@@ -165,8 +163,6 @@ def _device(overrides: list[str]) -> str:
     for word in overrides:
         if word.startswith("sandbox.device="):
             return word.partition("=")[2]
-    import subprocess
-
     found = subprocess.run([sys.executable, "-P", "-m", "cuda_agent.sandbox.driver"], capture_output=True, text=True)
     return "cuda" if '"architecture"' in found.stdout else "cpu"
 

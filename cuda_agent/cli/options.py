@@ -1,11 +1,15 @@
 """Options that several groups of commands share, and helpers to declare commands and print JSON."""
 
 import json
-from collections.abc import Callable
-from typing import Annotated, Any, TypeVar
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from typer import Argument, Option
+
+if TYPE_CHECKING:
+    from cuda_agent.config import Config
 
 Overrides = Annotated[
     list[str] | None,
@@ -45,6 +49,16 @@ def command(group: typer.Typer, *examples: str, name: str | None = None) -> Call
     """Returns a decorator that adds a function to ``group`` as a command, with ``examples`` below its help text."""
     title = "Examples" if len(examples) > 1 else "Example"
     return group.command(name, epilog="\b\n" + "\n  ".join([f"{title}:", *examples]))
+
+
+def composed(overrides: Sequence[str] | None, train_mode: bool = False) -> "tuple[Config, Path]":
+    """Returns the configuration with ``overrides``, and the folder of its caches on this machine.  ``train_mode`` is
+    the command's option ``--train-mode``."""
+    from cuda_agent.compose import compose
+    from cuda_agent.pipeline.runs import local_home
+
+    config = compose([*(overrides or []), *(["sandbox.train_mode=true"] if train_mode else [])])
+    return config, local_home(config.run.store) / "cache"
 
 
 def print_json(value: Any) -> None:

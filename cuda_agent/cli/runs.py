@@ -5,7 +5,9 @@
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,8 +74,6 @@ def list_all(
 
 
 def _local_rows(store: str) -> list[dict[str, Any]]:
-    from dataclasses import asdict
-
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.graph import stages_of
 
@@ -112,8 +112,6 @@ def _cluster_rows(place: "Cluster") -> list[dict[str, Any]]:
 
 def _sweep_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Yields one line per sweep: how many of its runs are in each state.  Only the newest attempt of a run counts."""
-    from collections import Counter
-
     newest = {row["name"]: row for row in rows}
     for sweep in dict.fromkeys(row["sweep"] for row in newest.values() if row["sweep"]):
         found = Counter(row["status"] for row in newest.values() if row["sweep"] == sweep)

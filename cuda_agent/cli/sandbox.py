@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-from cuda_agent.cli.options import AsJson, command, command_group
+from cuda_agent.cli.options import AsJson, command, command_group, composed
 from cuda_agent.errors import ConfigError
 from cuda_agent.format_names import Format
 
@@ -52,8 +52,6 @@ def serve(
     import asyncio
     import logging
 
-    from cuda_agent.compose import compose
-    from cuda_agent.pipeline.runs import local_home
     from cuda_agent.sandbox.service.service import ROLES, ServiceLimits
 
     try:
@@ -64,13 +62,12 @@ def serve(
     chosen = tuple(role for role in ROLES if role in wanted)
     if not chosen or wanted - set(chosen):
         raise ConfigError(f"--roles: expected any of {', '.join(ROLES)}, got {roles!r}")
-    config = compose(overrides or [])
+    config, usual = composed(overrides)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     limits = ServiceLimits(
         queue, workspaces, idle_seconds, drain_seconds, recycle_after, recycle_on_cheat, open_metrics
     )
-    folder = cache or local_home(config.run.store) / "cache"
-    asyncio.run(serving(config.sandbox, folder, chosen, limits, host, port))
+    asyncio.run(serving(config.sandbox, cache or usual, chosen, limits, host, port))
 
 
 @command(sandbox_app, "cuda-agent sandbox bench --solutions 5 --formats plan --json")
@@ -88,11 +85,10 @@ def bench(
     Prints the seconds of each phase, and how many solutions are judged per minute: one by one, and all at once."""
     import asyncio
 
-    from cuda_agent.compose import compose
     from cuda_agent.diagnostics import sandbox_bench
 
     wanted = sandbox_bench.formats_of(formats)
-    answer = asyncio.run(sandbox_bench.measure(compose(overrides or []).sandbox, tasks, solutions, wanted))
+    answer = asyncio.run(sandbox_bench.measure(composed(overrides)[0].sandbox, tasks, solutions, wanted))
     print(json.dumps(answer, indent=1) if as_json else "\n".join(sandbox_bench.lines(answer)))
 
 

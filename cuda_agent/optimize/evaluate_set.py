@@ -14,9 +14,11 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cuda_agent.agent.loop import run_many
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import TaskError
 from cuda_agent.optimize.evaluation import table_lines
@@ -123,22 +125,8 @@ class _Work:
             if pause and waiting:
                 self._say(f"the sandbox failed for {len(waiting)}: they are tried again in {clock_time(pause)}")
                 await asyncio.sleep(pause)
-            await self._round(waiting, in_flight)
+            await run_many([partial(self._judge, *one) for one in waiting.items()], in_flight)
             waiting = {key: record for key, record in waiting.items() if self._failed.get(key, ("",))[0] == "infra"}
-
-    async def _round(self, waiting: dict[str, SolutionRecord], in_flight: int) -> None:
-        slots = asyncio.Semaphore(in_flight)
-
-        async def one(key: str, record: SolutionRecord) -> None:
-            async with slots:
-                await self._judge(key, record)
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                for key, record in waiting.items():
-                    group.create_task(one(key, record))
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
 
     async def _judge(self, key: str, record: SolutionRecord) -> None:
         assert record.task and record.solution

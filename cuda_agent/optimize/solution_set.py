@@ -19,6 +19,7 @@ from cuda_agent.optimize.evaluation import LARGEST, read_solution
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.wire import Solution
 from cuda_agent.tasks.inspect import problems, recompute_ops
+from cuda_agent.tasks.io import natural
 from cuda_agent.tasks.task import Task
 
 # The fields of a JSON record -> the names that published sets give them, the preferred name first.
@@ -217,7 +218,7 @@ def _of_folder(source: Path, format: Format, skipped: list[str]) -> Iterator[_Fo
 
     for where, folders, files in os.walk(source, onerror=unreadable):
         here = Path(where)
-        folders[:] = sorted((name for name in folders if not name.startswith((".", "__"))), key=_natural)
+        folders[:] = sorted((name for name in folders if not name.startswith((".", "__"))), key=natural)
         parts = here.relative_to(source).parts
         if FORMATS[format].entry in files:
             folders.clear()
@@ -225,7 +226,7 @@ def _of_folder(source: Path, format: Format, skipped: list[str]) -> Iterator[_Fo
             continue
         for name in (name for name in folders if (here / name).is_symlink()):  # os.walk does not enter these
             yield _of_path(here / name, (*parts, name), format)
-        for name in sorted(files, key=_natural):
+        for name in sorted(files, key=natural):
             if name.endswith(".py") and name != "__init__.py":
                 yield _of_path(here / name, (*parts, name.removesuffix(".py")), format)
             else:
@@ -248,11 +249,6 @@ def _of_path(path: Path, parts: tuple[str, ...], format: Format) -> _Found:
     except (OSError, UnicodeDecodeError, TaskError) as error:
         return _Found(replace(record, why="unreadable", message=str(error)), _place(parts))
     return _Found(_with_files(record, files, format), _place(parts))
-
-
-def _natural(name: str) -> list[Any]:
-    """Returns a sort key that puts ``2_b`` before ``10_a``."""
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", name)]
 
 
 def _place(parts: tuple[str, ...]) -> _Place:
@@ -330,15 +326,13 @@ class _Own:
         self._names: set[str] = set()
 
     def matched(self, found: _Found) -> SolutionRecord:
-        record, place = found.record, found.place
+        record, place, wrong = found.record, found.place, ""
         if not found.reference:
-            why = replace(record, why="no_task", message="the record brings no reference: name the tasks with --tasks")
-            return record if record.why else why
-        wrong = problems(found.reference)
+            wrong = "the record brings no reference: name the tasks with --tasks"
+        elif mistakes := problems(found.reference):
+            wrong = f"its reference: {'; '.join(mistakes)}"
         if wrong:
-            return (
-                record if record.why else replace(record, why="no_task", message=f"its reference: {'; '.join(wrong)}")
-            )
+            return record if record.why else replace(record, why="no_task", message=wrong)
         family = "file" if place.level is None else f"level{place.level}"
         name = "/".join(place.parts) or (record.name if place.number is None else f"{family}/{place.number}")
         ops = recompute_ops(found.reference)

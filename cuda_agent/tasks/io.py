@@ -67,11 +67,11 @@ def _read_kernelbench(folder: Path) -> tuple[list[Task], list[TaskError]]:
 
     The tasks are the ``*.py`` files in the sub-folders ``level1``, ``level2``, ... or, without these, in ``folder``.
     Their family is the level, else ``kernelbench``.  A name is like ``level1/19_ReLU``, the split is ``heldout``."""
-    levels = sorted((p for p in folder.iterdir() if p.is_dir() and re.fullmatch(r"level\d+", p.name)), key=_natural)
+    levels = sorted((p for p in folder.iterdir() if p.is_dir() and re.fullmatch(r"level\d+", p.name)), key=natural)
     found, refused = list[Task](), list[TaskError]()
     for place in levels or [folder]:
         family = place.name if levels or re.fullmatch(r"level\d+", place.name) else "kernelbench"
-        for path in sorted(place.glob("*.py"), key=_natural):
+        for path in sorted(place.glob("*.py"), key=natural):
             if path.name == "__init__.py":
                 continue
             try:
@@ -192,6 +192,7 @@ def _ops_list(value: Any, path: Path, row: int) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _natural(path: Path) -> list[Any]:
+def natural(path: Path | str) -> list[Any]:
     """Returns a sort key for the file name that compares numbers by value, so ``2_b`` comes before ``10_a``."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", path.name)]
+    parts = re.split(r"(\d+)", Path(path).name)
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
