@@ -54,6 +54,5 @@ def answers(calls: Calls, texts: Sequence[str]) -> list[dict[str, Any]]:
     """Returns ``texts`` as messages: the result of each of ``calls``, or user messages if there are no calls."""
     if not calls:
         return [{"role": "user", "content": text} for text in texts]
-    return [
-        {"role": "tool", "tool_call_id": call["id"], "content": text} for call, text in zip(calls, texts, strict=True)
-    ]
+    answered = zip(calls, texts, strict=True)
+    return [{"role": "tool", "tool_call_id": call["id"], "content": text} for call, text in answered]

@@ -8,7 +8,6 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from cuda_agent.agent.prompt import agent_messages
@@ -74,12 +73,10 @@ class KernelEnvironment:
         self._folder = await self._opened.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
+    async def __aexit__(self, *raised: Any) -> bool | None:
         assert self._opened is not None
         self._folder = None
-        return await self._opened.__aexit__(kind, error, trace)
+        return await self._opened.__aexit__(*raised)
 
     async def call(self, name: str, arguments: Mapping[str, Any] | None) -> ToolResult:
         """Runs the tool ``name``.  ``arguments`` is None if the player's text could not be parsed.  If the tool is

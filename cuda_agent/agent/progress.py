@@ -63,11 +63,10 @@ class Findings:
     by_digest: dict[str, Find] = field(default_factory=dict)  # digest of a solution's files -> the solution
     reached: Find | None = None  # the first solution that is as fast as the user asked
 
-    def add(self, solution: Solution, verdict: Verdict, attempt: int, turn: int) -> Find | None:
-        """Adds ``solution`` if it is new; returns its ``Find``.  Returns None if the solution is wrong or untimed."""
-        if factor(verdict) is None:
-            return None
-        return self.by_digest.setdefault(solution.digest, Find(solution, verdict, attempt, turn))
+    def add(self, solution: Solution, verdict: Verdict, attempt: int, turn: int) -> None:
+        """Adds ``solution`` if it is new, unless it is wrong or untimed."""
+        if factor(verdict) is not None:
+            self.by_digest.setdefault(solution.digest, Find(solution, verdict, attempt, turn))
 
     @property
     def best(self) -> Find | None:

@@ -27,9 +27,8 @@ def wanted(config: Config) -> bool:
     if config.policy.engine != "vllm" or vllm.servers:
         return False
     if vllm.sync == "lora":
-        raise ConfigError(
-            "policy.vllm.sync=lora: the profile's engines serve one base for all stages; use disk or nccl."
-        )
+        why = "the profile's engines serve one base for all stages; use disk or nccl."
+        raise ConfigError(f"policy.vllm.sync=lora: {why}")
     return True
 
 

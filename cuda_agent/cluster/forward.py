@@ -68,9 +68,8 @@ def _open(cluster: Cluster, pod: str, port: int) -> Any:
     try:
         stream = portforward(api.connect_get_namespaced_pod_portforward, pod, cluster.namespace, ports=str(port))
     except ApiException as error:
-        raise ClusterError(
-            f"{cluster.name} refused to forward a port of {pod}: {error.reason}", error.status or 0
-        ) from None
+        text = f"{cluster.name} refused to forward a port of {pod}: {error.reason}"
+        raise ClusterError(text, error.status or 0) from None
     opened = stream.socket(port)
     opened.setblocking(True)
     return opened

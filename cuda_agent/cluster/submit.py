@@ -45,9 +45,8 @@ def submission(config: Config, profile: str, release: str, group: str = "") -> S
     text, sha256 = freeze(config)
     run = config.run.name or f"run-{datetime.now(UTC):%Y%m%d-%H%M%S}-{sha256[:4]}"
     if not RUN_NAME.fullmatch(run):
-        raise ConfigError(
-            f"run.name: on a cluster, expected a letter and at most 35 more, digits or dashes, lower case, got {run!r}."
-        )
+        expected = "expected a letter and at most 35 more, digits or dashes, lower case"
+        raise ConfigError(f"run.name: on a cluster, {expected}, got {run!r}.")
     labels = {RUN_LABEL: run, PROFILE_LABEL: profile} | ({SWEEP_LABEL: config.run.sweep} if config.run.sweep else {})
     return _submission(run, labels, text, sha256, template_name(release, profile), group)
 

@@ -170,9 +170,8 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=8, help="most episodes at once")
     options = parser.parse_args()
     config = compose(options.overrides)
-    app = application(
-        read_any(options.tasks), config.sandbox, local_home(config.run.store) / "cache", options.steps, options.sessions
-    )
+    tasks, cache = read_any(options.tasks), local_home(config.run.store) / "cache"
+    app = application(tasks, config.sandbox, cache, options.steps, options.sessions)
     uvicorn.run(app, host=options.host, port=options.port)
 
 

@@ -126,10 +126,8 @@ class KernelTaskset(vf.Taskset[KernelTask, KernelConfig]):
         for task in read_any(self.config.tasks):
             if self.config.split in ("", task.split):
                 system, user = KernelEnvironment(task, None, config.sandbox.format, config.sandbox.device).messages()  # type: ignore[arg-type]
-                data = KernelData(
-                    name=task.name, code=task.code, prompt=user["content"], system_prompt=system["content"]
-                )
-                yield KernelTask(data, self.config.task)
+                messages = {"prompt": user["content"], "system_prompt": system["content"]}
+                yield KernelTask(KernelData(name=task.name, code=task.code, **messages), self.config.task)
 
 
 @contextlib.asynccontextmanager

@@ -155,9 +155,8 @@ async def evaluate(
         if not isinstance(sandbox, RemoteSandbox):
             verdict = await sandbox.evaluate(read, files, mode, again)
         elif again:
-            raise ConfigError(
-                "--again: servers (sandbox.servers) keep what they said; only this machine measures anew."
-            )
+            why = "servers (sandbox.servers) keep what they said; only this machine measures anew."
+            raise ConfigError(f"--again: {why}")
         else:
             verdict = await sandbox.evaluate(read, files, mode)
         return verdict, await judge_shapes(sandbox, files, chosen) if verdict.status == "ok" else []
@@ -247,9 +246,8 @@ async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) ->
 
 def score_lines(scores: Any) -> list[str]:
     """Returns ``scores`` as two tables, for the final and for the best solutions, with a row per family of tasks."""
-    lines = [
-        f"{scores.policy}: {scores.episodes} episodes of {scores.tasks} tasks, {scores.infra} lost to faults of ours"
-    ]
+    played = f"{scores.episodes} episodes of {scores.tasks} tasks"
+    lines = [f"{scores.policy}: {played}, {scores.infra} lost to faults of ours"]
     if scores.clock == "model":
         lines.append("sandbox.clock=model: times are a deterministic cost, not measured")
     lines += table_lines("final answer", scores.final) + table_lines("best of trajectory", scores.best)

@@ -139,9 +139,8 @@ def _prepare_folder(order: SearchOrder, settings: SandboxConfig, task: Task, fol
             raise OptimizeError(f"{folder}/model.py has changed since: begin anew in another folder")
     elif any(folder.iterdir()):
         if not _unplayed(folder):
-            raise OptimizeError(
-                f"{folder} is there already: go on with --resume {folder}, or name another one with --output"
-            )
+            how = f"go on with --resume {folder}, or name another one with --output"
+            raise OptimizeError(f"{folder} is there already: {how}")
         _clear(folder)
     (folder / "model.py").write_text(task.code)
     sandbox = settings.model_dump(mode="json")

@@ -130,10 +130,8 @@ def sparkline(values: list[float], width: int = 40) -> str:
     if not values:
         return ""
     low, high = min(*values, 1.0), max(*values, 1.0)
-    steps = len(_BARS) - 1
-    return "".join(
-        _BARS[round((value - low) / (high - low) * steps)] if high > low else _BARS[0] for value in values[-width:]
-    )
+    steps, span = len(_BARS) - 1, (high - low) or 1.0
+    return "".join(_BARS[round((value - low) / span * steps)] for value in values[-width:])
 
 
 def clean(text: str) -> str:

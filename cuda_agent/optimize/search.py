@@ -87,11 +87,8 @@ async def optimize(
     if len(task.code) > _LONGEST_FILE:
         raise TaskError(f"{source}: larger than {_LONGEST_FILE >> 20} MiB")
     if order.tokens is not None and order.tokens < (least := least_tokens(task, order.terms)):
-        raise OptimizeError(
-            f"--tokens {order.tokens} leave no room for one whole turn "
-            f"with --answer-tokens {order.terms.answer_tokens}: "
-            f"for this problem that takes about {least}"
-        )
+        takes = f"--answer-tokens {order.terms.answer_tokens}: for this problem that takes about {least}"
+        raise OptimizeError(f"--tokens {order.tokens} leave no room for one whole turn with {takes}")
     with opened(order, settings, task, folder, resume):
         states, findings, spent = so_far(folder / "transcript.jsonl") if resume else ({}, Findings(), {})
         minutes = None if order.minutes is None else order.minutes * 60

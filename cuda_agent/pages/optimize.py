@@ -116,9 +116,8 @@ def shares_of_peak(verdict: Verdict) -> list[str]:
             elif most:
                 lines[-1] += f", {rate / most:.0%} of {best}"
     if (reached := verdict.speed_of_light) and reached <= 1:
-        lines.append(
-            f"speed of light: {reached:.0%}; at the peak rates the call takes {duration(reached * verdict.seconds)}"
-        )
+        least = duration(reached * verdict.seconds)
+        lines.append(f"speed of light: {reached:.0%}; at the peak rates the call takes {least}")
     return lines
 
 
@@ -219,8 +218,6 @@ def _attempts(events: Sequence[Event]) -> list[dict[str, Any]]:
         own = [event for event in events if event["attempt"] == attempt]
         ended = next((event for event in reversed(own) if event["kind"] == "ended"), {"why": "", "summary": ""})
         best = max((event["factor"] or 0.0 for event in own if event["kind"] == "verdict"), default=0.0)
-        end, summary = ENDS.get(ended["why"], ""), ended["summary"]
-        attempts.append(
-            {"number": attempt, "best": best, "end": end, "summary": summary, "story": of_attempt(own, attempt)}
-        )
+        facts = {"number": attempt, "best": best, "end": ENDS.get(ended["why"], ""), "summary": ended["summary"]}
+        attempts.append(facts | {"story": of_attempt(own, attempt)})
     return attempts

@@ -137,8 +137,6 @@ def _run(data: Data) -> list[tuple[str, Any]]:
     for stage in data.get("stages", []):
         settings = config.get(stage["name"])
         if settings and "actor_lr" in settings:
-            steps, episodes = settings["steps"], settings["episodes_per_step"]
-            facts.append(
-                (stage["name"], f"{steps} steps of {episodes} episodes, learning rate {settings['actor_lr']:g}")
-            )
+            text = "{steps} steps of {episodes_per_step} episodes, learning rate {actor_lr:g}"
+            facts.append((stage["name"], text.format(**settings)))
     return facts

@@ -261,9 +261,8 @@ class _Turn:
             self._take({"choices": [{"delta": message, "finish_reason": choice.get("finish_reason") or "stop"}]})
             self._usage = data.get("usage") or {}
         except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
-            raise ServedModelError(
-                f"{url}: no chat completion in its answer ({type(error).__name__}: {error})"
-            ) from None
+            why = f"{type(error).__name__}: {error}"
+            raise ServedModelError(f"{url}: no chat completion in its answer ({why})") from None
 
     def _take(self, chunk: dict[str, Any]) -> None:
         self._usage = chunk.get("usage") or self._usage

@@ -91,11 +91,8 @@ def _another(task: Task, worked: Worked, rng: random.Random) -> tuple[Worked, li
     while True:
         other = solve(task, rng, redesign(worked, rng))
         before, after = _stripped(worked.files), _stripped(other.files)
-        calls = [
-            _call("Write", path=path, content=after[path]) for path in (KERNEL, PLAN) if after[path] != before[path]
-        ]
-        if calls:
-            return other, calls
+        if changed := [path for path in (KERNEL, PLAN) if after[path] != before[path]]:
+            return other, [_call("Write", path=path, content=after[path]) for path in changed]
 
 
 def _turn(calls: list[dict[str, Any]], verdict: Verdict, command: str) -> Dialogue:

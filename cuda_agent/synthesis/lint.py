@@ -89,8 +89,7 @@ def write_csv(path: Path, probes: Mapping[str, Probe]) -> None:
             rows = csv.writer(file)
             rows.writerow(["task", "mutant", "least_tolerance", "error"])
             for name, probe in probes.items():
-                rows.writerows(
-                    [name, mutant, least, probe.error] for mutant, least in (probe.mutants or {"": None}).items()
-                )
+                mutants = probe.mutants or {"": None}
+                rows.writerows([name, mutant, least, probe.error] for mutant, least in mutants.items())
     except OSError as error:
         raise TaskError(f"{path}: cannot be written: {error.strerror or error}") from None

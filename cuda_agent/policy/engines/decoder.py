@@ -200,9 +200,8 @@ class DenseDecoder:
             return qkv
         qkv = F.linear(self._norm(x), layer["qkv"], layer["bias"])
         tensors = (qkv, layer["scale"], self.rotations, rows, positions, cache)
-        self.native.place(
-            *map(_pointer, tensors), len(x), self.kv_heads, cache.shape[2], self.eps, self._threads(len(x))
-        )
+        sizes = len(x), self.kv_heads, cache.shape[2]
+        self.native.place(*map(_pointer, tensors), *sizes, self.eps, self._threads(len(x)))
         return qkv.view(len(x), -1, self.head)
 
     def step(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:

@@ -28,9 +28,8 @@ class Broadcast:
         """Sends the parameters of ``model`` to all ``replicas``. If a server fails, the next call makes a new group."""
         device = model.device.type
         if others := sorted({replica.device for replica in replicas} - {device}):
-            raise EngineError(
-                f"a model on {device} cannot be broadcast to servers on {', '.join(others)}: sync=disk can"
-            )
+            there = ", ".join(others)
+            raise EngineError(f"a model on {device} cannot be broadcast to servers on {there}: sync=disk can")
         try:
             if self._members != list(replicas):
                 await self._join(replicas, device)

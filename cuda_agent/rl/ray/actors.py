@@ -48,9 +48,8 @@ class RolloutWorker:
         """Plays ``jobs`` and yields each finished episode as a line of JSON.  Ends early if ``stop`` is called."""
         assert self._rollouts is not None, "open comes first"
         finished: asyncio.Queue[str | None] = asyncio.Queue()
-        playing = asyncio.create_task(
-            self._rollouts.play(jobs, kind, lambda episode: finished.put_nowait(to_line(episode)))
-        )
+        work = self._rollouts.play(jobs, kind, lambda episode: finished.put_nowait(to_line(episode)))
+        playing = asyncio.create_task(work)
         playing.add_done_callback(lambda task: finished.put_nowait(None))
         self._playing.add(playing)
         try:

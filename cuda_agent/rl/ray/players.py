@@ -283,9 +283,8 @@ async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterato
         TryAgain: Ray does not provide the bundles in time."""
     settings, servers = ctx.config.ray, ctx.config.policy.vllm.servers
     if servers and len(servers) < settings.workers:
-        raise BadConfiguration(
-            f"ray.workers is {settings.workers}, and policy.vllm.servers has {len(servers)} for them"
-        )
+        has = f"policy.vllm.servers has {len(servers)} for them"
+        raise BadConfiguration(f"ray.workers is {settings.workers}, and {has}")
     bundles = [{"CPU": settings.trainer_cpus, "GPU": settings.trainer_gpus}] * trainers
     bundles += [{"CPU": settings.worker_cpus, "GPU": settings.worker_gpus}] * settings.workers
     bundles = [{name: count for name, count in bundle.items() if count} or {"CPU": 0.01} for bundle in bundles]
