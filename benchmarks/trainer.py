@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from shapes import SIZES, model_of
 
-from cuda_agent.config import Ppo
+from cuda_agent.config import CriticConfig, Ppo
 from cuda_agent.policy.episode import Episode
 from cuda_agent.training import recipes
 from cuda_agent.training.critic import Critic
@@ -111,9 +111,7 @@ def main() -> None:
         )
         figures[f"sft {precision}"] = timed(lambda actor=actor: recipes.sft_step(actor, batch, 1e-4))
         figures[f"value {precision}"] = timed(
-            lambda critic=critic: recipes.value_epoch(
-                critic, data, lr=1e-4, tokens_per_step=8192, gae_lambda=1.0, seed=0, epoch=0
-            )
+            lambda critic=critic: recipes.value_epoch(critic, data, CriticConfig(lr=1e-4), seed=0, epoch=0)
         )
         figures[f"ppo {precision}"] = timed(
             lambda actor=actor, critic=critic: recipes.ppo_update(actor, critic, data, settings, seed=0)

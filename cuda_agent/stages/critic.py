@@ -27,12 +27,9 @@ def pretrain(ctx: StageContext) -> None:
     mean = sum(episode.reward or 0.0 for episode in training) / len(training)
     longest = max(len(episode.ids) for episode in episodes)
     trainer = make_trainer(ctx, critic_from_policy(ctx.inputs["policy"], mean), longest=longest)
-    lr, gae_lambda, size = settings.lr, settings.gae_lambda, settings.tokens_per_step
     start = ctx.checkpoints.load(trainer.load) or 0
     for epoch in range(start, settings.epochs):
-        metrics = value_epoch(
-            trainer, training, lr=lr, tokens_per_step=size, gae_lambda=gae_lambda, seed=ctx.config.seed, epoch=epoch
-        )
+        metrics = value_epoch(trainer, training, settings, seed=ctx.config.seed, epoch=epoch)
         quality = value_quality(trainer, heldout)
         ctx.tracker.log(epoch, metrics | {f"heldout_{name}": value for name, value in quality.items()})
         ctx.tracker.progress(epoch + 1, settings.epochs, unit="epochs")

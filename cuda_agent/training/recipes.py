@@ -11,7 +11,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from cuda_agent.config import Ppo
+from cuda_agent.config import CriticConfig, Ppo
 from cuda_agent.policy.episode import Episode
 from cuda_agent.training.advantages import (
     ADVANTAGES,
@@ -121,28 +121,22 @@ def sft_loss_of(trainer: Trainer, sequences: Sequence[Tokens]) -> float:
 
 @over_ranks
 def value_epoch(
-    critic: Trainer,
-    episodes: Sequence[Episode],
-    *,
-    lr: float,
-    tokens_per_step: int,
-    gae_lambda: float,
-    seed: int,
-    epoch: int,
+    critic: Trainer, episodes: Sequence[Episode], settings: CriticConfig, *, seed: int, epoch: int
 ) -> dict[str, float]:
     """Runs one epoch of value pretraining (paper, section 3.3, stage 3), with gamma 1, on the ``episodes`` that have a
-    reward. Each step has at most ``tokens_per_step`` tokens. ``seed`` and ``epoch`` decide the order.
+    reward. Each step has at most ``settings.tokens_per_step`` tokens. ``seed`` and ``epoch`` decide the order.
 
-    With ``gae_lambda`` 1 the targets are the episodes' rewards. Below 1 they are V + advantage, where V are the
-    critic's values when the epoch begins. In the result, ``explained_variance`` compares the predictions of each step,
-    made before its update, with the rewards."""
+    With ``settings.gae_lambda`` 1 the targets are the episodes' rewards. Below 1 they are V + advantage, where V are
+    the critic's values when the epoch begins. In the result, ``explained_variance`` compares the predictions of each
+    step, made before its update, with the rewards."""
     start = time.monotonic()
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
-    goals = targets(batch, None if gae_lambda == 1 else critic.flat(batch, critic.values), 1.0, gae_lambda)
+    lam = settings.gae_lambda
+    goals = targets(batch, None if lam == 1 else critic.flat(batch, critic.values), 1.0, lam)
     seen = torch.zeros(len(batch))
     lengths = [len(sequence) for sequence in batch.sequences]
-    batches = sft_batches(lengths, tokens_per_step, seed, epoch)
-    losses = [_value_step(critic, batch, chosen, goals, lr, seen)["loss"] for chosen in batches]
+    batches = sft_batches(lengths, settings.tokens_per_step, seed, epoch)
+    losses = [_value_step(critic, batch, chosen, goals, settings.lr, seen)["loss"] for chosen in batches]
     seen = critic.summed(seen)
     elapsed = time.monotonic() - start
     return {

@@ -5,7 +5,7 @@ import torch
 from safetensors import safe_open
 from training_cases import VOCAB, random_episode, tiny_policy
 
-from cuda_agent.config import Ppo
+from cuda_agent.config import CriticConfig, Ppo
 from cuda_agent.policy.engines.local import LocalEngine
 from cuda_agent.policy.lora import attach, merged_parameters
 from cuda_agent.training import recipes
@@ -105,7 +105,7 @@ def test_ppo_trains_policy_and_critic_through_their_adapters():
 def test_a_critics_folder_is_the_merged_one(tmp_path):
     judge = critic()
     data = [random_episode(seed) for seed in range(10)]
-    recipes.value_epoch(judge, data, lr=1e-2, tokens_per_step=256, gae_lambda=1.0, seed=0, epoch=0)
+    recipes.value_epoch(judge, data, CriticConfig(lr=1e-2, tokens_per_step=256), seed=0, epoch=0)
     save_critic(judge.model, tmp_path)
     loaded = Trainer(load_critic(tmp_path), row_tokens=256)
     batch = batch_of(tokens_of_episode(episode) for episode in data)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from training_cases import VOCAB, random_episode, tiny_policy
 
-from cuda_agent.config import Ppo
+from cuda_agent.config import CriticConfig, Ppo
 from cuda_agent.lease import Lease
 from cuda_agent.policy.lora import attach
 from cuda_agent.training import recipes
@@ -112,9 +112,9 @@ def test_values_and_their_targets_are_those_of_one_process(groups, count):
     results = []
     for group in (None, groups(count)):
         judge = trainer(group, critic_model())
-        settings = {"lr": 1e-2, "tokens_per_step": 128, "gae_lambda": 0.95, "seed": 0}
-        metrics = [without_times(recipes.value_epoch(judge, episodes(), epoch=epoch, **settings)) for epoch in range(2)]
-        results.append([*metrics, recipes.value_quality(judge, episodes())])
+        settings = CriticConfig(lr=1e-2, tokens_per_step=128, gae_lambda=0.95)
+        metrics = [recipes.value_epoch(judge, episodes(), settings, seed=0, epoch=epoch) for epoch in range(2)]
+        results.append([*map(without_times, metrics), recipes.value_quality(judge, episodes())])
     for ours, theirs in zip(*results, strict=True):
         assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-5)
 

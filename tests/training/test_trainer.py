@@ -6,7 +6,7 @@ import pytest
 import torch
 from training_cases import VOCAB, random_episode, tiny_policy
 
-from cuda_agent.config import Ppo
+from cuda_agent.config import CriticConfig, Ppo
 from cuda_agent.lease import Lease
 from cuda_agent.training import recipes
 from cuda_agent.training.checkpoint import CorruptCheckpoint
@@ -262,8 +262,9 @@ def test_value_pretraining_explains_rewards_that_the_prompt_gives_away(gae_lambd
         episode.ids[0] %= 2
         episode.reward = 3.0 if episode.ids[0] else -1.0
     assert recipes.value_quality(judge, data)["explained_variance"] < 0
+    settings = CriticConfig(lr=1e-2, tokens_per_step=512, gae_lambda=gae_lambda)
     for epoch in range(12):
-        recipes.value_epoch(judge, data, lr=1e-2, tokens_per_step=512, gae_lambda=gae_lambda, seed=0, epoch=epoch)
+        recipes.value_epoch(judge, data, settings, seed=0, epoch=epoch)
     assert recipes.value_quality(judge, data)["explained_variance"] > 0.5
 
 
@@ -360,7 +361,7 @@ def test_a_critic_comes_back_from_its_folder(tmp_path):
     judge = Trainer(model, row_tokens=256)
     batch = batch_of(tokens_of_episode(random_episode(seed)) for seed in range(4))
     assert torch.allclose(judge.flat(batch, judge.values), torch.tensor(1.5))
-    recipes.value_epoch(judge, episodes(10), lr=1e-2, tokens_per_step=256, gae_lambda=1.0, seed=0, epoch=0)
+    recipes.value_epoch(judge, episodes(10), CriticConfig(lr=1e-2, tokens_per_step=256), seed=0, epoch=0)
     save_critic(model, tmp_path / "critic")
     loaded = Trainer(load_critic(tmp_path / "critic"), row_tokens=256)
     assert torch.equal(judge.flat(batch, judge.values), loaded.flat(batch, loaded.values))
