@@ -12,10 +12,10 @@ from typer import Argument, Option
 
 from cuda_agent.cli.options import AsJson, Namespace, Overrides, Release, RunName, command, command_group, print_json
 from cuda_agent.cli.runs import cluster_of
+from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cuda_agent.cluster.api import Cluster
     from cuda_agent.cluster.submit import Submission
     from cuda_agent.pipeline.local import StageView
     from cuda_agent.pipeline.sweep import Point
@@ -239,7 +239,7 @@ def render(
         sys.exit(1)
 
 
-def _submitted(place: "Cluster", what: "Submission", watching: bool, as_json: bool) -> None:
+def _submitted(place: Cluster, what: "Submission", watching: bool, as_json: bool) -> None:
     run, workflow = what.run, what.workflow["metadata"]["name"]
     if as_json:
         print(json.dumps({"run": run, "workflow": workflow, "namespace": place.namespace, "cluster": place.name}))
@@ -250,10 +250,9 @@ def _submitted(place: "Cluster", what: "Submission", watching: bool, as_json: bo
         sys.exit(_follow(place, run, as_json))
 
 
-def _follow(place: "Cluster", run: str, as_json: bool) -> int:
+def _follow(place: Cluster, run: str, as_json: bool) -> int:
     """Shows a run on a cluster until it ends; returns an exit code: 0 if it succeeded, 75 if it was stopped, else 1."""
     from cuda_agent.cluster import submit as cluster
-    from cuda_agent.cluster.api import ClusterError
     from cuda_agent.pipeline import screen
 
     workflow = cluster.find(place, run)

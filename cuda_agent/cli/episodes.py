@@ -10,6 +10,7 @@ from typer import Argument, Option
 
 from cuda_agent.cli.options import STORE, AsJson, Namespace, StoreOption, Where, command, command_group
 from cuda_agent.cli.runs import find
+from cuda_agent.cluster.api import ClusterError
 from cuda_agent.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -96,7 +97,6 @@ def _entries(
     """Returns (title, folder for the page, episodes, message) for ``run``, a run's name or a path.  The command prints
     the message if there are no episodes.  A run's files are fetched into ``folder`` first."""
     from cuda_agent.cluster import results
-    from cuda_agent.cluster.api import ClusterError
     from cuda_agent.pipeline import episodes as left
     from cuda_agent.pipeline import runs
     from cuda_agent.storage import StoreUnavailable

@@ -19,7 +19,7 @@ from typer import Argument, Option
 from cuda_agent.cli.cluster import commands as cluster_commands
 from cuda_agent.cli.episodes import commands as episodes_commands
 from cuda_agent.cli.optimize import commands as optimize_commands
-from cuda_agent.cli.options import AsJson, Overrides, TrainMode, command, command_group, composed, print_json
+from cuda_agent.cli.options import AsJson, Overrides, TrainMode, command, command_group, composed, print_json, show
 from cuda_agent.cli.pod import pod_app
 from cuda_agent.cli.runs import commands as runs_commands
 from cuda_agent.cli.sandbox import sandbox_app
@@ -168,10 +168,8 @@ def evaluate(
     settings, cache = composed(overrides, train_mode)
     work = evaluation.evaluate(settings.sandbox, cache, task, solution, mode, again, shapes or ())
     verdict, others = evaluation.run_to_end(work)
-    if as_json:
-        print_json(verdict.to_json() | ({"shapes": [asdict(result) for result in others]} if shapes else {}))
-    else:
-        print("\n".join([*verdict_lines(verdict), *(shape_lines(others) if others else [])]))
+    facts = verdict.to_json() | ({"shapes": [asdict(result) for result in others]} if shapes else {})
+    show(as_json, facts, [*verdict_lines(verdict), *(shape_lines(others) if others else [])])
     sys.exit(0 if verdict.status == "ok" else 75 if verdict.status == "infra" else 1)
 
 
@@ -210,10 +208,8 @@ def evaluate_set(
     folder = output or Path(f"{given.name}-evaluated")
     say = partial(print, file=sys.stderr, flush=True)
     result = run_to_end(sets.evaluate_set(settings.sandbox, cache, given, mode, folder, say))
-    if as_json:
-        print_json(result.to_json() | {name: str(folder / file) for name, file in sets.FILES.items()})
-    else:
-        print("\n".join([*sets.result_lines(result), "", *(str(folder / file) for file in sets.FILES.values())]))
+    files = {name: str(folder / file) for name, file in sets.FILES.items()}
+    show(as_json, result.to_json() | files, [*sets.result_lines(result), "", *files.values()])
     sys.exit(75 if any(row.outcome == "infra" for row in result.rows) else 0)
 
 
@@ -300,10 +296,7 @@ def tasks_lint(
     probes = run_to_end(probe_all())
     if table:
         lint.write_csv(table, probes)
-    if as_json:
-        print_json(lint.to_json(probes))
-    else:
-        print("\n".join(lint.lint_lines(probes, settings.sandbox.tolerance)))
+    show(as_json, lint.to_json(probes), lint.lint_lines(probes, settings.sandbox.tolerance))
     sys.exit(int(any(probe.error or probe.lets_through for probe in probes.values())))
 
 
@@ -345,10 +338,7 @@ def benchmark(
     who = evaluation.Player(folder, base_url, model, key_env)
     say = (lambda line: None) if as_json else (lambda line: print(line, file=sys.stderr))
     scores = evaluation.run_to_end(evaluation.benchmark(settings, cache, who, tasks, output, say))
-    if as_json:
-        print_json(scores.to_json())
-    else:
-        print("\n".join(evaluation.score_lines(scores)))
+    show(as_json, scores.to_json(), evaluation.score_lines(scores))
 
 
 for group in (runs_commands, episodes_commands, cluster_commands, upkeep_commands, optimize_commands):

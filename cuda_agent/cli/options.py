@@ -1,7 +1,7 @@
 """Options that several groups of commands share, and helpers to declare commands and print JSON."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -64,3 +64,8 @@ def composed(overrides: Sequence[str] | None, train_mode: bool = False) -> "tupl
 def print_json(value: Any) -> None:
     """Prints ``value`` as JSON, for programs that read the output."""
     print(json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def show(as_json: bool, value: Any, lines: Iterable[str]) -> None:
+    """Prints the result of a command: ``value`` as JSON if ``as_json`` is set, otherwise ``lines``, for people."""
+    print_json(value) if as_json else print("\n".join(lines))

@@ -8,6 +8,7 @@ from typing import Annotated
 from typer import Option
 
 from cuda_agent.cli.options import command_group
+from cuda_agent.cluster.api import Cluster
 from cuda_agent.errors import ConfigError
 
 pod_app = command_group("What the chart's pods run.")
@@ -21,7 +22,6 @@ Workflow = Annotated[str, Option(help="name of the Workflow")]
 def prepare(config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
     """Create the run in the store, take finished results from the cache, and start the servers of the run."""
     from cuda_agent.cluster import pod
-    from cuda_agent.cluster.api import Cluster
 
     base = json.loads(os.environ.get("CUDA_AGENT_POOLS", "[]"))
     here = pod.PodEnvironment.from_environment()
@@ -53,7 +53,6 @@ def stage(name: str, config: ConfigSha, workflow: Workflow, run: Run = "") -> No
 def ray(name: str, config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
     """Run one stage in a Ray cluster of several pods, and follow it until it ends."""
     from cuda_agent.cluster import pod
-    from cuda_agent.cluster.api import Cluster
 
     here = pod.PodEnvironment.from_environment()
     base = json.loads(os.environ["CUDA_AGENT_RAY"])
@@ -65,7 +64,6 @@ def ray(name: str, config: ConfigSha, workflow: Workflow, run: Run = "") -> None
 def finish(config: ConfigSha, workflow: Workflow, status: Annotated[str, Option()], run: Run = "") -> None:
     """Remove the run's servers, and record how the run ended."""
     from cuda_agent.cluster import pod
-    from cuda_agent.cluster.api import Cluster
 
     here = pod.PodEnvironment.from_environment()
     facts = pod.finish(here, run or workflow, config, workflow, status, Cluster.of_pod())
@@ -101,7 +99,6 @@ def gc(
 ) -> None:
     """Remove from the store what no run needs, and remove objects that ended Workflows have left behind."""
     from cuda_agent.cluster import pod_maintenance
-    from cuda_agent.cluster.api import Cluster
     from cuda_agent.cluster.pod import PodEnvironment
 
     here = PodEnvironment.from_environment()
@@ -114,7 +111,6 @@ def gc(
 def doctor(workflow: Workflow) -> None:
     """Test the store, MLflow and the network walls of a sandbox from inside the cluster."""
     from cuda_agent.cluster import pod_maintenance
-    from cuda_agent.cluster.api import Cluster
     from cuda_agent.cluster.pod import PodEnvironment
 
     here = PodEnvironment.from_environment()

@@ -24,10 +24,10 @@ from cuda_agent.cli.options import (
     command_group,
     print_json,
 )
+from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cuda_agent.cluster.api import Cluster
     from cuda_agent.pipeline.runs import Facts, Run
     from cuda_agent.storage import Store
 
@@ -88,7 +88,7 @@ def _local_rows(store: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _cluster_rows(place: "Cluster") -> list[dict[str, Any]]:
+def _cluster_rows(place: Cluster) -> list[dict[str, Any]]:
     from cuda_agent.cluster import submit as cluster
 
     rows = []
@@ -261,7 +261,7 @@ def _tail(file: Path, follow: bool, running: Callable[[], bool]) -> Iterator[str
             time.sleep(EVERY)
 
 
-def _cluster_logs(place: "Cluster", name: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
+def _cluster_logs(place: Cluster, name: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
     """Yields (stage, line) from the log of ``stage`` (if empty: all logs).  Without a pod, MLflow has the log."""
     from cuda_agent.cluster import results
     from cuda_agent.cluster import submit as cluster
@@ -286,7 +286,6 @@ def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[
     Raises:
         ConfigError: No run or several runs match."""
     from cuda_agent.cluster import submit as cluster
-    from cuda_agent.cluster.api import ClusterError
     from cuda_agent.pipeline import runs
     from cuda_agent.storage import StoreUnavailable
 
@@ -326,25 +325,21 @@ def open_existing(store: str) -> "Store":
     return open_store(store)
 
 
-def cluster_of(on: str | None, namespace: str | None) -> "Cluster":
+def cluster_of(on: str | None, namespace: str | None) -> Cluster:
     """Returns the cluster of the kubeconfig's context ``on``; None or ``.`` stands for the current context.
 
     Raises:
         ClusterError: The kubeconfig cannot be used.
         ConfigError: The Kubernetes client is not installed."""
     try:
-        from cuda_agent.cluster.api import Cluster
-
         return Cluster.of_kubeconfig(None if on == "." else on, namespace)
     except ModuleNotFoundError as missing:
         raise ConfigError(f"this needs {missing.name}: pip install 'cuda-agent[cluster]'") from None
 
 
-def _current(store: str, namespace: str | None) -> "Cluster | None":
+def _current(store: str, namespace: str | None) -> Cluster | None:
     """Returns the cluster of the kubeconfig's current context, or None if there is none.  If the user names a
     ``store``, returns None too: the run is expected there."""
-    from cuda_agent.cluster.api import ClusterError
-
     if store != STORE:
         return None
     try:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-from cuda_agent.cli.options import AsJson, command, command_group, composed
+from cuda_agent.cli.options import AsJson, command, command_group, composed, show
 from cuda_agent.errors import ConfigError
 from cuda_agent.format_names import Format
 
@@ -123,8 +123,5 @@ def selftest(
 
     say = (lambda line: None) if as_json else (lambda line: print(line, flush=True))
     report = asyncio.run(test.run(format, only, say, device))
-    if as_json:
-        print(json.dumps(report, indent=1, ensure_ascii=False))
-    else:
-        print("\n".join(test.lines(report)))
+    show(as_json, report, test.lines(report))
     sys.exit(79 if report["failed"] else 0)

@@ -7,6 +7,7 @@ from typer import Argument, Option
 
 from cuda_agent.cli.options import STORE, AsJson, Namespace, Release, StoreOption, command, command_group, print_json
 from cuda_agent.cli.runs import cluster_of, open_existing
+from cuda_agent.cluster.api import ClusterError
 from cuda_agent.errors import ConfigError
 
 commands = command_group()
@@ -110,7 +111,6 @@ def _collect_here(keep: int | None, dry_run: bool, store: str) -> dict[str, Any]
 
 def _collect_there(keep: int | None, dry_run: bool, on: str, namespace: str | None, release: str) -> dict[str, Any]:
     from cuda_agent.cluster import maintenance
-    from cuda_agent.cluster.api import ClusterError
 
     if keep is not None:
         raise ConfigError("gc --keep: on a cluster the chart decides what stays, by its value gc.keep.")
