@@ -127,7 +127,6 @@ class State:
     messages: list[Event] = field(default_factory=list)  # the conversation
     files: dict[str, str] = field(default_factory=dict)  # files in the work folder: path -> content
     turn: int = 0  # number of the next turn
-    ended: str = ""  # why the attempt ended, if it did
 
 
 class Transcript:
@@ -194,7 +193,6 @@ def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Fin
             spent = {key: event[key] for key in ("prompt", "sampled", "estimated", "seconds")}
         elif kind == "ended":
             state.messages += pending.pop(number, [])
-            state.ended = event["why"]
     return states, findings, spent
 
 

@@ -197,7 +197,6 @@ class Attempt:
             self.tell("note", text=str(error))
             ended = "server"
         summary = next((m["content"] for m in reversed(state.messages) if m["role"] == "assistant"), "")
-        state.ended = ended
         self.tell("ended", why=ended, summary=summary[:4000])
         return ended
 

@@ -130,13 +130,7 @@ def read_solution(folder: Path, format: Format) -> Solution:
 
 
 async def evaluate(
-    settings: SandboxConfig,
-    cache: Path,
-    task: Path,
-    solution: Path,
-    mode: Mode,
-    again: bool = False,
-    shapes: Sequence[str] = (),
+    settings: SandboxConfig, cache: Path, task: Path, solution: Path, mode: Mode, again: bool, shapes: Sequence[str]
 ) -> tuple[Verdict, list[ShapeResult]]:
     """Returns the sandbox's verdict on the folder ``solution`` for the task in the file ``task``.  If ``again`` is set,
     no cached verdict and no cached time of a baseline is used.  If the verdict is ``ok``, returns also one

@@ -12,6 +12,8 @@ from cuda_agent.pages.text import safe
 
 Points = Sequence[tuple[float, float]]
 Anchor = Literal["start", "middle", "end"]
+_LARGE = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1))  # prefixes of units, and what they multiply
+_SMALL = (("", 1), ("m", 1e-3), ("µ", 1e-6), ("n", 1e-9))
 
 
 class Drawing:
@@ -212,14 +214,10 @@ def clock_time(seconds: float | None) -> str:
 
 def duration(seconds: float | None) -> str:
     """Formats a kernel's time in seconds as ``12.3 µs``, ``1.2 ms`` or ``2 s``."""
-    return "–" if seconds is None else amount(seconds, "s", (("", 1), ("m", 1e-3), ("µ", 1e-6), ("n", 1e-9)))
+    return "–" if seconds is None else amount(seconds, "s", _SMALL)
 
 
-def amount(
-    value: float,
-    unit: str,
-    prefixes: Sequence[tuple[str, float]] = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1)),
-) -> str:
+def amount(value: float, unit: str, prefixes: Sequence[tuple[str, float]] = _LARGE) -> str:
     """Formats a value with a unit and a fitting prefix: 33e6 with the unit ``B`` gives ``33 MB``."""
     prefix, size = next((known for known in prefixes if value >= known[1]), prefixes[-1])
     return f"{number(value / size)} {prefix}{unit}"

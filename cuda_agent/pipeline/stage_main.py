@@ -114,24 +114,17 @@ def _run(order: StageOrder, scratch: Path, should_stop: Stop) -> None:
     store.put(key_entry(order.run, stage.name), identity.key.encode())
     with _lock(Path(order.local) / "locks" / f"{stage.name}-{identity.key[:32]}", tracker, should_stop):
         if (result := find_result(store, order.run, identity)) is None:
-            result = _make(order, store, placed(config), stage, identity, tracker, work, should_stop)
+            result = _make(order, store, placed(config), stage, identity, tracker, should_stop)
         publish(store, order.run, result)
     shutil.rmtree(work, ignore_errors=True)
 
 
 def _make(
-    order: StageOrder,
-    store: Store,
-    config: Config,
-    stage: Stage,
-    identity: Identity,
-    tracker: FileTracker,
-    work: Path,
-    stop: Stop,
+    order: StageOrder, store: Store, config: Config, stage: Stage, identity: Identity, tracker: FileTracker, stop: Stop
 ) -> Manifest:
+    work, cache = Path(order.scratch) / "work", Path(order.local) / "cache"
     for name, digest in identity.inputs.items():
         store.get_folder(digest, work / "inputs" / name)
-    cache = Path(order.local) / "cache"
     outputs = {name: work / "outputs" / name for name in stage.outputs}
     for folder in (*outputs.values(), work / "scratch", work / "checkpoint", cache):
         folder.mkdir(parents=True, exist_ok=True)

@@ -37,11 +37,11 @@ class Prober(Protocol):
 
 
 class TaskRefused(Exception):
-    """A filter refused a candidate task.  The data card counts refusals by ``filter`` and ``reason``."""
+    """A filter refused a candidate task.  The data card counts refusals by ``filter`` and by the error's text."""
 
     def __init__(self, filter: str, reason: str = "") -> None:
         super().__init__(f"{filter}: {reason}" if reason else filter)
-        self.filter, self.reason = filter, reason
+        self.filter = filter
 
 
 class SourceFilter:

@@ -111,15 +111,11 @@ def _mlp(name: str, model: str, config: str, init: str = "{}(config)", gated: bo
 _SIZES = "hidden_size=hidden, intermediate_size=inner"
 _SDPA = 'attn_implementation="sdpa"'
 _HEADS = f"hidden_size=hidden, num_attention_heads=heads, {_SDPA}"
+_FIRST_OUTPUT = ("x = self.layer(x)[0]",)
 
 
 def _attention(
-    name: str,
-    model: str,
-    config: str,
-    init: str = "{}(config)",
-    forward: tuple[str, ...] = ("x = self.layer(x)[0]",),
-    **more: Any,
+    name: str, model: str, config: str, init: str = "{}(config)", forward: tuple[str, ...] = _FIRST_OUTPUT, **more: Any
 ) -> Layer:
     flops = "8 * rows * hidden * hidden + 6 * rows * length * hidden"
     return Layer(name, _module(model), init.format(name), config, ("hidden", "heads"), forward, flops=flops, **more)
