@@ -283,16 +283,12 @@ def _per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]
     for outcome in outcomes:
         if outcome.task in results:
             results[outcome.task].append(outcome.final if which == "final" else outcome.best)
-
-    def share(of: Sequence[bool]) -> float:
-        return sum(of) / len(of)
-
     rows = [results[name] for name in names]
-    columns = {"passed": np.array([share([r.correct for r in row]) for row in rows])}
+    columns = {"passed": np.array([np.mean([r.correct for r in row]) for row in rows])}
     for baseline in ("eager", "compile"):
         ratios = [[(r.correct and getattr(r, f"speedup_{baseline}")) or 0.0 for r in row] for row in rows]
         timed = [[ratio for ratio in row if ratio] for row in ratios]
-        columns[f"faster_{baseline}"] = np.array([share([ratio > 1 for ratio in row]) for row in ratios])
+        columns[f"faster_{baseline}"] = np.array([np.mean([ratio > 1 for ratio in row]) for row in ratios])
         columns[f"speedup_{baseline}"] = np.array([np.mean(np.log(row)) if row else np.nan for row in timed])
     return columns
 

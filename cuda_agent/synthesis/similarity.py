@@ -97,10 +97,6 @@ def _is_method(node: ast.AST) -> TypeGuard[ast.Attribute]:
 
 def _canonical(node: ast.AST, aliases: Aliases, constants: dict[str, ast.expr], names: dict[str, str]) -> str:
     """Returns the subtree ``node`` as text.  Names that were not imported become n0, n1, ... as they first appear."""
-
-    def name(text: str) -> str:
-        return names.setdefault(text, f"n{len(names)}")
-
     if isinstance(node, ast.Name | ast.Attribute) and (path := dotted(node, aliases)):
         return path
     if isinstance(node, ast.Name) and node.id in constants:
@@ -116,7 +112,8 @@ def _canonical(node: ast.AST, aliases: Aliases, constants: dict[str, ast.expr], 
                 if not is_docstring(item):
                     parts.append(_canonical(item, aliases, constants, names))
             elif isinstance(item, str):
-                parts.append(item if _is_method(node) or isinstance(node, ast.keyword) else name(item))
+                is_local = not _is_method(node) and not isinstance(node, ast.keyword)
+                parts.append(names.setdefault(item, f"n{len(names)}") if is_local else item)
             elif item is not None:
                 parts.append(repr(item))
     return f"{type(node).__name__}({','.join(parts)})"
