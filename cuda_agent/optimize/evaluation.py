@@ -220,18 +220,15 @@ async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) ->
         async with ServedModel(player.base_url, player.model, player.key_env) as served:
             yield lambda task, seed, name: run_chat_rollout(task, served, sandbox, settings("full"), seed, name)
         return
-    from cuda_agent.lease import Lease
     from cuda_agent.policy.chat import Chat
-    from cuda_agent.policy.engines.local import LocalEngine
+    from cuda_agent.policy.engines.local import make_engine
     from cuda_agent.policy.model import load_policy
 
     assert player.policy is not None
     model, tokenizer = load_policy(player.policy)
     budgets = settings("compact" if len(tokenizer) <= SMALL_VOCABULARY else "full")
     chat = Chat(tokenizer, budgets.style)
-    engine = LocalEngine(
-        model, policy.threads, policy.engine_batch, Lease(cache / "lease"), device=policy.device, dtype=policy.dtype
-    )
+    engine = make_engine(model, policy, cache / "lease")
     try:
         yield lambda task, seed, name: run_episode(task, engine, chat, sandbox, budgets, seed, name)
     finally:

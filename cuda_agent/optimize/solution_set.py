@@ -256,9 +256,8 @@ def _place(parts: tuple[str, ...]) -> _Place:
     has only number 3.  A file name of KernelBench's runs has both."""
     if run := next((found for part in parts if (found := _RUN.search(part))), None):
         return _Place(parts, int(run[1]), int(run[2]))
-    at = next((i for i, part in enumerate(parts) if _LEVEL.fullmatch(part)), None)
-    level = _LEVEL.fullmatch(parts[at]) if at is not None else None
-    rest = parts[(0 if at is None else at + 1) :]
+    level = next((found for part in parts if (found := _LEVEL.fullmatch(part))), None)
+    rest = parts[parts.index(level[0]) + 1 :] if level else parts
     number = _NUMBER.fullmatch(rest[0]) if rest else None
     return _Place(parts, int(level[1]) if level else None, int(number[1]) if number else None)
 

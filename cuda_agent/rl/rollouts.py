@@ -15,11 +15,10 @@ from cuda_agent.agent.loop import EpisodeSettings, Sandbox, Style, run_episode, 
 from cuda_agent.config import Config
 from cuda_agent.context import WorkerContext
 from cuda_agent.errors import BadConfiguration, TryAgain
-from cuda_agent.lease import Lease
 from cuda_agent.machine import gpus
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.engines.engine import Engine, EngineLost
-from cuda_agent.policy.engines.local import LocalEngine
+from cuda_agent.policy.engines.local import make_engine
 from cuda_agent.policy.engines.vllm import open_vllm
 from cuda_agent.policy.episode import Episode
 from cuda_agent.policy.model import load_policy
@@ -129,10 +128,7 @@ async def _open_engine(ctx: WorkerContext, folder: Path, model: Any, chat: Chat)
     if policy.engine == "scripted":
         engine = ScriptedEngine(chat, read_tasks(ctx.inputs["tasks"]), model)
     else:
-        lease = Lease(ctx.cache / "lease")
-        engine = LocalEngine(
-            model, policy.threads, policy.engine_batch, lease, device=policy.device, dtype=policy.dtype
-        )
+        engine = make_engine(model, policy, ctx.cache / "lease")
     try:
         yield engine
     finally:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from cuda_agent.config import PolicyConfig
 from cuda_agent.lease import Lease
 from cuda_agent.policy.engines.decoder import Decoder, Job, make_decoder, verify
 from cuda_agent.policy.engines.engine import Completion, EngineError, SamplingParams, fitted
@@ -310,6 +312,12 @@ class LocalEngine:
         if row < len(self._active):
             self._decoder.move(len(self._active), row, len(last.prompt) + len(last.ids))
             self._active[row] = last
+
+
+def make_engine(model: Any, policy: PolicyConfig, lease: Path) -> LocalEngine:
+    """Makes an engine with the settings ``policy``.  ``lease`` is the folder of the timing lease."""
+    place: dict[str, Any] = {"device": policy.device, "dtype": policy.dtype}
+    return LocalEngine(model, policy.threads, policy.engine_batch, Lease(lease), **place)
 
 
 def _init_thread(threads: int, device: torch.device) -> None:
