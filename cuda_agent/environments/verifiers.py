@@ -109,14 +109,13 @@ class KernelTask(vf.Task[KernelData, KernelState, KernelTaskConfig]):
         faster than eager, 3 if also more than 5 % faster than torch.compile.  A sandbox fault raises an error."""
         async with opened(self.data.task(), self.config.tools) as environment:
             verdict = await environment.judge(solution_of(trace.state.files, environment.format))
-        trace.record_metrics(
-            {
-                "correct": float(verdict.status == "ok"),
-                "speedup_eager": verdict.speedup_eager or 0.0,
-                "speedup_compile": verdict.speedup_compile or 0.0,
-                "bad_patterns": float(len(trace.state.flags)),
-            }
-        )
+        metrics = {
+            "correct": float(verdict.status == "ok"),
+            "speedup_eager": verdict.speedup_eager or 0.0,
+            "speedup_compile": verdict.speedup_compile or 0.0,
+            "bad_patterns": float(len(trace.state.flags)),
+        }
+        trace.record_metrics(metrics)
         return float(verdict.reward or 0)
 
 

@@ -132,19 +132,18 @@ def _make(
     _say(f"{stage.name}: inputs are here")
     run = importlib.import_module(stage.module).run  # nearly all import PyTorch: a second or two in a fresh process
     _say(f"{stage.name}: begins")
-    run(
-        StageContext(
-            name=stage.name,
-            config=restricted(config, stage.config),
-            inputs={name: work / "inputs" / name for name in identity.inputs},
-            outputs=outputs,
-            work=work / "scratch",
-            tracker=tracker,
-            checkpoints=checkpoints,
-            should_stop=stop,
-            cache=cache,
-        )
+    context = StageContext(
+        name=stage.name,
+        config=restricted(config, stage.config),
+        inputs={name: work / "inputs" / name for name in identity.inputs},
+        outputs=outputs,
+        work=work / "scratch",
+        tracker=tracker,
+        checkpoints=checkpoints,
+        should_stop=stop,
+        cache=cache,
     )
+    run(context)
     _say(f"{stage.name}: ends")
     made = {name: store.put_folder(folder) for name, folder in outputs.items()}
     empty = [name for name, digest in made.items() if not store.tree(digest)]

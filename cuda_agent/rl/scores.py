@@ -151,18 +151,17 @@ def score(
             continue
         task = by_name[episode.task]
         ended[episode.ended] += 1
-        outcomes.append(
-            EpisodeScore(
-                episode=episode.id,
-                task=task.name,
-                family=task.family,
-                ops=list(task.ops),
-                final=_result(final),
-                best=_better(_result(final), _result(best)),
-                turns=max(episode.turns, default=-1) + 1,
-                tokens=sum(episode.mask),
-            )
+        outcome = EpisodeScore(
+            episode=episode.id,
+            task=task.name,
+            family=task.family,
+            ops=list(task.ops),
+            final=_result(final),
+            best=_better(_result(final), _result(best)),
+            turns=max(episode.turns, default=-1) + 1,
+            tokens=sum(episode.mask),
         )
+        outcomes.append(outcome)
     scored = {outcome.task for outcome in outcomes}
     return Scores(
         policy=policy,
