@@ -100,7 +100,8 @@ class PreparedTask:
         with self._lease.working():
             self.oracle = ReferenceClient(workers.reference(), code, self.weights_seed, settings)
         self.spec = self.oracle.spec
-        size = call_bytes(self.spec)
+        self._call_bytes = size = call_bytes(self.spec)
+        self._weight_bytes = sum(byte_count(tensor) for tensor in self.spec.weights.values())
         calls = settings.checks + settings.timed_calls + (cross_check.CALLS if settings.device == "cuda" else 0)
         self.pool_size = max(2, min(calls, self.memory.pool_bytes() // max(1, size)))
         self._pool: list[PoolEntry | None] = [None] * self.pool_size
@@ -126,7 +127,7 @@ class PreparedTask:
     def candidate_buffers(self, host_is_ours: bool) -> Any:
         """Makes the buffers of one candidate. They hold the weights of its trial. If ``host_is_ours`` is false, a GPU
         candidate gets enough slots for a chain of calls."""
-        memory, settings, size = self.memory, self.settings, call_bytes(self.spec)
+        memory, settings, size = self.memory, self.settings, self._call_bytes
         slots = memory.slots(size)
         if settings.device == "cuda" and not host_is_ours:
             slots = min(max(2, 3 * memory.SLOTS_BYTES // max(1, size)), cross_check.LONGEST_CHAIN)
@@ -156,9 +157,9 @@ class PreparedTask:
 
     def _make_ahead(self) -> None:
         """Makes the pool entries that the next trial needs in most cases. Draws all inputs before it computes any
-        outputs, because torch's threads spin for some milliseconds after each computation."""
+        outputs, because torch's threads on the CPU spin for some milliseconds after each computation."""
         ahead = range(self.base, self.base + min(self.pool_size, self.settings.checks + _FEW_TIMED))
-        for index in ahead:
+        for index in ahead if self.settings.device == "cpu" else ():
             self._drawn(index)
         for index in ahead:
             self.entry(index)
@@ -168,14 +169,17 @@ class PreparedTask:
         return contextlib.nullcontext() if timing else self._lease.working()
 
     def _drawn(self, index: int, timing: bool = False) -> PoolEntry:
-        """Returns the pool entry with the number ``index``. If it is not in the pool, draws its inputs only."""
+        """Returns the pool entry with the number ``index``. If it is not in the pool, draws its inputs. On a GPU also
+        computes its outputs."""
         place = index % self.pool_size
         entry = self._pool[place]
         if entry is None or entry.index != index:
             with self._working(timing):
-                inputs = self.oracle.inputs(self._seed(index))
-            assert inputs is not None
-            entry = self._pool[place] = PoolEntry(index, inputs, [], weights=-1)
+                if self.settings.device == "cuda":
+                    entry = PoolEntry(index, *self.oracle.example(self._seed(index)), weights=self._weights)
+                else:
+                    entry = PoolEntry(index, self.oracle.inputs(self._seed(index)) or [], [], weights=-1)
+            self._pool[place] = entry
         return entry
 
     def entry(self, index: int, timing: bool = False) -> PoolEntry:
@@ -281,9 +285,8 @@ class PreparedTask:
     @property
     def bytes(self) -> int:
         """About how many bytes of the device the task holds: its pool, its areas, its model, and a worker's context."""
-        weights = sum(byte_count(t) for t in self.spec.weights.values())
-        entries = len(self._pool) - self._pool.count(None)
-        return (entries + _AREAS) * call_bytes(self.spec) + 3 * weights + _CONTEXT_BYTES
+        entries = sum(entry is not None for entry in self._pool)
+        return (entries + _AREAS) * self._call_bytes + 3 * self._weight_bytes + _CONTEXT_BYTES
 
     @property
     def views(self) -> Views:

@@ -116,18 +116,27 @@ class Reference(WorkerLoop):
         varied = vary(draw(self._get_inputs, self._device)[1], kind)
         if varied is None:
             return False
-        places = zip(self._values, self._spec["inputs"], strict=True)
-        store(varied, [self._slots.tensor(self._slots.written + offset, tensor) for offset, tensor in places])
+        store(varied, self._drawn())
         self.settle()
         return True
+
+    def _drawn(self) -> list[torch.Tensor]:
+        """Returns the tensors of the output area to which ``draw_inputs`` writes."""
+        places = zip(self._values, self._spec["inputs"], strict=True)
+        return [self._slots.tensor(self._slots.written + offset, tensor) for offset, tensor in places]
+
+    def draw_and_run(self, frame: Frame) -> None:
+        """Draws inputs as ``draw_inputs`` does, and runs the model on them."""
+        self._draw_inputs(frame.body["seed"], "normal")
+        self._run(frame, self._drawn())
 
     def run(self, frame: Frame) -> Any:
         """Runs the model on the inputs of ``frame.slot``. The request may give a number of threads."""
         with _threads(frame.body["threads"]) if frame.body else contextlib.nullcontext():
             return self._run(frame)
 
-    def _run(self, frame: Frame) -> Any:
-        arguments = rebuild(self._arguments, self._slots.input_tensors(frame.slot))
+    def _run(self, frame: Frame, given: list[torch.Tensor] | None = None) -> Any:
+        arguments = rebuild(self._arguments, given or self._slots.input_tensors(frame.slot))
         with torch.autocast(self._device, torch.bfloat16, enabled=self._autocast):
             results, times = self._clocked(lambda: self._call(*arguments))
         self._last = flatten(results)

@@ -14,6 +14,7 @@ import struct
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.judge.memory import buffers
@@ -28,6 +29,7 @@ _REAL = {"complex64": ("float32", 2), "complex128": ("float64", 2), "bool": ("ui
 _NUMBERS = {
     "float32": "f", "float64": "d", "float16": "e", "int64": "q", "int32": "i", "int16": "h", "int8": "b", "uint8": "B",
 }  # fmt: skip
+_LEAST_AREA, _MOST_IDLE = 2 << 20, 4 << 30  # bytes of one area, and of all closed areas that are kept
 _FOUND = struct.Struct("QQd")
 _PARTS, _WHOLES, _WHOLE_SECONDS = 50, 12, 5e-3  # see ``shared``; the device changes processes after about 2 ms
 _FAR_ABOVE = 8  # a fill that takes so many times its floor has waited for other processes
@@ -48,7 +50,18 @@ class Array:
 
 
 class Area(driver.Shared):
-    """An area of GPU memory, shared with a worker. Copies that its methods start are finished only after ``settle``."""
+    """An area of GPU memory, shared with a worker. Copies that its methods start are finished only after ``settle``.
+    A closed area is kept for a later worker, because the driver takes long to make one."""
+
+    _idle: ClassVar[dict[int, list["Area"]]] = {}  # closed areas by size; no process but this one maps them
+
+    @classmethod
+    def of(cls, size: int) -> "Area":
+        """Returns an area of at least ``size`` bytes, and at most an eighth more above 16 MB."""
+        step = max(_LEAST_AREA, 1 << max(0, size.bit_length() - 4))
+        size = -(-max(size, 1) // step) * step
+        idle = cls._idle.get(size)
+        return idle.pop() if idle else cls(size)
 
     def write(self, offset: int, tensor: Tensor, values: Array) -> None:
         driver.copy(self.address + offset, values.address, byte_count(tensor))
@@ -68,11 +81,15 @@ class Area(driver.Shared):
         driver.synchronize()
 
     def close(self) -> None:
+        driver.fill_bytes(self.address, 0, self.size)
         driver.synchronize()
-        super().close()
+        if sum(size * len(areas) for size, areas in self._idle.items()) + self.size > _MOST_IDLE:
+            super().close()
+        else:
+            self._idle.setdefault(self.size, []).append(self)
 
 
-Buffers = functools.partial(buffers.Buffers, areas=lambda in_size, out_size: (Area(in_size), Area(out_size)))
+Buffers = functools.partial(buffers.Buffers, areas=lambda in_size, out_size: (Area.of(in_size), Area.of(out_size)))
 
 
 class _Judge:
@@ -132,7 +149,10 @@ def prepared_bytes() -> int:
 
 
 def trim() -> None:
-    """Gives memory that no array uses back to the device."""
+    """Gives memory that no array and no area uses back to the device."""
+    while Area._idle:
+        for area in Area._idle.popitem()[1]:
+            super(Area, area).close()
     driver.trim()
 
 
