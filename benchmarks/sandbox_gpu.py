@@ -194,6 +194,8 @@ async def many_tasks(count: int, solutions: int, cache: Path) -> dict[str, Any]:
             node = PLAN["nodes"][0] | {"grid": rng.choice((132, 264, 528, 1056)), "block": rng.choice((128, 256, 512))}
             files = {"plan.json": json.dumps({"nodes": [node]}), "kernels/chain.cu": f"// {number}\n{KERNEL}"}
             verdicts.append((one, await sandbox.evaluate(one, Solution("plan", files))))
+            if number >= 0 and len(verdicts) % 96 == 0:
+                print(f"{len(verdicts)} verdicts in {time.perf_counter() - begin:.1f} s", flush=True)
 
         begin = time.perf_counter()
         await asyncio.gather(*(judge(one, -1) for one in tasks))  # prepares the tasks
