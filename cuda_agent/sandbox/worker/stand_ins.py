@@ -5,6 +5,7 @@ Torch writes and runs its build as always, with its own flags; only the folder o
 that build fails, or its library is not a module, torch builds with its own headers. The second pass takes the same way,
 because it replays the same builds. The stand-ins are ``cuda_agent/sandbox/formats/stand_ins``."""
 
+import contextlib
 import inspect
 import os
 from collections.abc import Mapping
@@ -57,7 +58,7 @@ def offer(place: Path) -> None:
         try:
             os.makedirs(other["build_directory"], exist_ok=True)
             module = build(**other)
-            if os.access(folder, os.W_OK):
+            with contextlib.suppress(OSError):  # the second pass may not write
                 (folder / _USED).touch()
             return module
         except Exception:

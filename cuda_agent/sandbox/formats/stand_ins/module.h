@@ -58,7 +58,6 @@ template <>
 struct Read<Tensor> {
   static Tensor from(PyObject* object) {
     static PyObject* type = torch_attribute("_C").attribute("TensorBase").release();
-    if (object == Py_None) return Tensor();
     if (!PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(type))) throw Mismatch{};
     return Tensor(Object::borrowed(object));
   }

@@ -279,7 +279,7 @@ struct State {
       if (kind.code == seen.dtype.code && kind.bytes * 8 == seen.dtype.bits) type = kind.type;
   }
   Device device() const {
-    return seen.device.device_type == kDLCPU ? Device(DeviceType::CPU) : Device(DeviceType::CUDA, seen.device.device_id);
+    return seen.device.device_type == kDLCUDA ? Device(DeviceType::CUDA, seen.device.device_id) : Device(DeviceType::CPU);
   }
 };
 
@@ -457,6 +457,9 @@ Tensor full_like(const Tensor& other, T value, const TensorOptions& options = {}
 inline Tensor empty_strided(IntArrayRef shape, IntArrayRef strides, const TensorOptions& options = {}) {
   return Tensor(Call(shape, strides).with(options, true).of(torch_attribute("empty_strided")));
 }
+inline std::optional<Device> device_of(const Tensor& tensor) {
+  return tensor.defined() ? std::optional<Device>(tensor.device()) : std::nullopt;
+}
 inline TensorOptions dtype(ScalarType type) { return TensorOptions(type); }
 inline TensorOptions device(Device device) { return TensorOptions(device); }
 inline TensorOptions requires_grad(bool grad = true) { return TensorOptions().requires_grad(grad); }
@@ -485,6 +488,7 @@ using stand_in::GenericPackedTensorAccessor;
 using stand_in::PackedTensorAccessor32;
 using stand_in::PackedTensorAccessor64;
 using stand_in::device;
+using stand_in::device_of;
 using stand_in::dtype;
 using stand_in::empty;
 using stand_in::empty_like;
@@ -516,9 +520,9 @@ using namespace at;
 #define AT_ASSERTM(condition, ...) TORCH_CHECK(condition, ##__VA_ARGS__)
 #define AT_ERROR(...) throw stand_in::Error(PyExc_RuntimeError, stand_in::text_of(__VA_ARGS__))
 
-#define AT_DISPATCH_CASE(type, ...)                                                   \
-  case type: {                                                                        \
-    using scalar_t [[maybe_unused]] = typename stand_in::CppTypeOf<type>::type;       \
+#define AT_DISPATCH_CASE(TYPE, ...)                                                   \
+  case TYPE: {                                                                        \
+    using scalar_t [[maybe_unused]] = typename stand_in::CppTypeOf<TYPE>::type;       \
     return __VA_ARGS__();                                                             \
   }
 #define AT_DISPATCH_SWITCH(TYPE, NAME, ...)                                                                          \
