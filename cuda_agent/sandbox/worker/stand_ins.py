@@ -51,12 +51,14 @@ def offer(place: Path) -> None:
         arguments = signature.bind(*given, **options).arguments
         if not arguments["is_python_module"] or arguments.get("with_sycl") or arguments.get("is_standalone"):
             return build(*given, **options)
-        other = {name: list(value) if isinstance(value, list) else value for name, value in arguments.items()}
-        other["build_directory"] = os.path.join(arguments["build_directory"], _FOLDER)
+        directory = os.path.join(arguments["build_directory"], _FOLDER)
+        # A library of torch's own build depends on all of torch, and so finds cuBLAS without naming it.
+        libraries = ["-Wl,--no-as-needed", *(arguments["extra_ldflags"] or [])]
+        other = arguments | {"build_directory": directory, "extra_ldflags": libraries}
         before = versions.get(arguments["name"])
         changed.include_paths = stand_in_paths
         try:
-            os.makedirs(other["build_directory"], exist_ok=True)
+            os.makedirs(directory, exist_ok=True)
             module = build(**other)
             with contextlib.suppress(OSError):  # the second pass may not write
                 (folder / _USED).touch()

@@ -14,6 +14,7 @@ import torch
 from cuda_agent.sandbox.formats.first_pass import stand_ins
 from cuda_agent.sandbox.worker import stand_ins as worker
 
+# ruff: noqa: E501
 CPU = r"""
 #include <torch/extension.h>
 #include <stdexcept>

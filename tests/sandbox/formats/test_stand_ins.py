@@ -84,7 +84,6 @@ def test_kernels_give_the_same_answers_with_both_headers(tmp_path: Path) -> None
     assert {"RuntimeError", "NotImplementedError", "AcceleratorError", "torch.float32", "list", "tuple"} <= errors
 
 
-@pytest.mark.nightly  # its templates take half a minute of a processor
 @needs_ninja
 def test_the_styles_of_models_compile_for_a_gpu(tmp_path: Path) -> None:
     """The library is loaded, so all that it needs of torch is there. Without a GPU its calls fail."""

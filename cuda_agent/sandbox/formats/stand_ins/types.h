@@ -273,6 +273,8 @@ struct State {
   explicit State(Object given) : object(std::move(given)) {
     static auto* table = static_cast<DLPackExchangeAPI*>(PyCapsule_GetPointer(
         torch_attribute("Tensor").attribute("__dlpack_c_exchange_api__").get(), "dlpack_exchange_api"));
+    if (!table) throw PythonError{};
+    if (!table->dltensor_from_py_object_no_sync) throw std::runtime_error("torch gives no such function");
     if (table->dltensor_from_py_object_no_sync(object.get(), &seen)) throw PythonError{};
     for (int i = 0; i < seen.ndim; i++) numel *= seen.shape[i];
     for (const Kind& kind : kKinds)
