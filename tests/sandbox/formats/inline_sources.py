@@ -114,7 +114,7 @@ CUDA = r"""
 #include <mma.h>
 #include <limits>
 #include <vector>
-#define CHECK_CUDA(x) TORCH_CHECK(x.device().is_cuda(), #x " must be a CUDA tensor")
+#define CHECK_CUDA(x) TORCH_CHECK(x.type().is_cuda() && x.device().is_cuda(), #x " must be a CUDA tensor")
 #define CHECK_INPUT(x) CHECK_CUDA(x); TORCH_CHECK(x.is_contiguous(), #x " must be contiguous")
 
 template <typename scalar_t>
@@ -140,7 +140,7 @@ __global__ void rows_kernel(const torch::PackedTensorAccessor32<scalar_t, 2, tor
 torch::Tensor scale_rows(torch::Tensor x, torch::Tensor s) {
   auto y = torch::empty({x.size(0), x.size(1)}, x.options());
   dim3 blocks((x.size(1) + 255) / 256, x.size(0));
-  AT_DISPATCH_FLOATING_TYPES(x.type(), "scale_rows", [&] {
+  AT_DISPATCH_FLOATING_TYPES(x.scalar_type(), "scale_rows", [&] {
     rows_kernel<scalar_t><<<blocks, 256>>>(x.packed_accessor32<scalar_t, 2, torch::RestrictPtrTraits>(),
                                            s.packed_accessor32<scalar_t, 1, torch::RestrictPtrTraits>(),
                                            y.packed_accessor32<scalar_t, 2, torch::RestrictPtrTraits>());

@@ -332,10 +332,9 @@ class Tensor {
       if (sizes()[i] != 1 && strides()[i] != expected) return numel() == 0;
     return true;
   }
-  struct Type {  // what the deprecated type() returns
+  struct Type {  // what the deprecated type() returns: no dtype
     ScalarType type;
     bool cuda;
-    operator ScalarType() const { return type; }
     ScalarType scalarType() const { return type; }
     bool is_cuda() const { return cuda; }
   };
