@@ -67,7 +67,7 @@ class WorkerOperation(StrEnum):
     OBSERVE_OPERATORS = "observe_operators"  # one call -> operators, or seconds of each node of a plan
     OBSERVE_KERNELS = "observe_kernels"  # one call -> kernels of the GPU
     # to a first pass
-    RUN_FIRST_PASS = "run_first_pass"  # {"task", "code"} -> nothing, or {"error", "log"}
+    RUN_FIRST_PASS = "run_first_pass"  # {"task", "code", "headers"} -> nothing, or {"error", "log"}
 
 
 class WorkspaceOperation(StrEnum):

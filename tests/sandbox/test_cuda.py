@@ -265,6 +265,8 @@ def test_a_solution_may_bring_its_own_compiler(gpu: Running, compiler: str) -> N
     verdict = gpu.evaluate(task(LARGE), Solution("python", {"model_new.py": COMPILERS[compiler]}))
     print(verdict)
     assert (verdict.status, verdict.message) == ("ok", "")
+    if compiler == "load_inline":
+        assert (compiling.kept(gpu)[-1] / "extensions" / "chain" / "stand-ins" / "chain.so").is_file()
     least = (
         0.9 if compiler == "load_inline" else 1.1
     )  # one pass over memory in the place of two, not in this simple kernel

@@ -39,7 +39,9 @@ _ASKS = re.compile(r"\b(load_inline|cpp_extension|triton|_inductor)\b|\btorch\s*
 _MEMORY_MB = 4096  # limit for all its processes together; one nvcc with torch's headers takes half
 _FILE_MB, _FOLDER_MB, _MOST_FILES = 256, 512, 4096
 _LOOK, _BREATH = 0.3, 1.0  # seconds: between checks of memory and folder; between pauses for a timing
-_VERSION = 1
+_VERSION = 2
+_STAND_INS = Path(__file__).parent / "stand_ins"
+_INCLUDE = re.compile(r"#\s*include\s*[<\"]((?:torch|ATen|c10|pybind11)(?!/headeronly|/dlpack)[\w/]*/\w+\.h)[>\"]")
 _IMPORTS = ("cuda_agent.sandbox.worker.compiling",)  # modules that the warm parent imports
 
 
@@ -111,6 +113,7 @@ class FirstPass:
             self._train_mode,
         ]
         parts = [versions, self._device, architecture, sorted(environment.items()), task.digest, sorted(files.items())]
+        parts += [sorted(stand_ins(files).items())]
         name = hashlib.sha256(json.dumps([*parts, str(self._folder)]).encode(errors="surrogatepass")).hexdigest()
         folder = self._folder / name[:2] / name
         done = folder.with_suffix(".done")
@@ -125,20 +128,19 @@ class FirstPass:
         return {"folder": str(folder), "environment": environment}
 
     def _make(self, folder: Path, environment: dict[str, str], task: Task, files: dict[str, str]) -> None:
-        scratch.remove(folder)
-        folder.mkdir()
         try:
-            try:
-                builder.write_files(folder, {name: text for name, text in files.items() if name != "model_new.py"})
-            except builder.BuildError as error:
-                raise FirstPassFailed("build_error", str(error)) from None
-            request = {"task": task.code, "code": files["model_new.py"]}
+            _fill(folder, files)
+            request = {"task": task.code, "code": files["model_new.py"], "headers": stand_ins(files)}
             try:
                 self._run(folder, environment, request)
             except FirstPassFailed as failure:
-                if not isinstance(failure.__cause__, WorkerDied) or failure.__cause__.reason != "killed":
+                if (folder / "stand-ins" / "used").exists():  # only an error with torch's own headers counts
+                    _fill(folder, files)
+                    self._run(folder, environment, request | {"headers": {}})
+                elif isinstance(failure.__cause__, WorkerDied) and failure.__cause__.reason == "killed":
+                    self._run(folder, environment, request)  # the cause may be outside the solution: try once more
+                else:
                     raise
-                self._run(folder, environment, request)  # the cause may be outside the solution: try once more
             _freeze(folder)
         except BaseException:
             scratch.remove(folder)
@@ -198,6 +200,29 @@ class FirstPass:
             if self._parent:
                 self._parent.close()
             self._parent = None
+
+
+def stand_ins(files: Mapping[str, str]) -> dict[str, str]:
+    """Returns the stand-ins for the headers of torch that the solution's sources include, texts by path. They are
+    empty if the solution does not name ``load_inline`` or ``load`` of torch."""
+    text = "\n".join(files.values())
+    if not re.search(r"\b(load_inline|cpp_extension)\b", text):
+        return {}
+    made = {f"stand_in/{header.name}": header.read_text() for header in sorted(_STAND_INS.glob("*.h"))}
+    for name in {"torch/extension.h", "torch/types.h", *_INCLUDE.findall(text)}:
+        kind = "module" if re.search("extension|pybind|python", name) else "cuda" if "cuda" in name else "types"
+        made[name] = f"#include <stand_in/{kind}.h>\n"
+    return made
+
+
+def _fill(folder: Path, files: Mapping[str, str]) -> None:
+    """Makes ``folder`` anew, with the solution's files but ``model_new.py``. Raises ``FirstPassFailed``."""
+    scratch.remove(folder)
+    folder.mkdir()
+    try:
+        builder.write_files(folder, {name: text for name, text in files.items() if name != "model_new.py"})
+    except builder.BuildError as error:
+        raise FirstPassFailed("build_error", str(error)) from None
 
 
 def _folders(folder: Path) -> dict[str, str]:

@@ -18,6 +18,7 @@ import torch
 
 from cuda_agent.sandbox.messages import Frame
 from cuda_agent.sandbox.wire import NO_PROGRAMS
+from cuda_agent.sandbox.worker import stand_ins
 from cuda_agent.sandbox.worker.loop import WorkerLoop, build_model, causes, explain, run_module
 from cuda_agent.sandbox.worker.same_files import keep_files
 from cuda_agent.sandbox.worker.shared_tensors import draw, flatten, rebuild
@@ -37,8 +38,10 @@ class RecordingPass(WorkerLoop):
         _settle()
         _link_libraries(place / "links")
         keep_files(place, replayed=False)
+        stand_ins.write_headers(place, frame.body["headers"])
         notes: dict[str, Any] = {}
         _note_programs(notes)
+        stand_ins.offer(place)
         try:
             task = run_module("task", frame.body["task"], "model.py")
             init = task.get_init_inputs()
@@ -138,6 +141,7 @@ def play_back(place: Path) -> None:
     subprocess.Popen = Played  # type: ignore[misc]
     _take_no_locks()
     keep_files(place, replayed=True)
+    stand_ins.offer(place)
 
 
 def _take_no_locks() -> None:

@@ -35,6 +35,7 @@ class ModelNew(torch.nn.Module):
 """
 HONEST = "return torch.relu(x) * self.scale"
 ASKS = "# triton\n"
+needs_ninja = pytest.mark.skipif(shutil.which("ninja") is None, reason="load_inline needs ninja")
 
 
 def solution(prepare: str = "", forward: str = HONEST, **files: str) -> Solution:
@@ -173,7 +174,7 @@ load_inline("broken", "#error this is no program", functions=None, no_implicit_h
 """
 
 
-@pytest.mark.skipif(shutil.which("ninja") is None, reason="load_inline needs ninja")
+@needs_ninja
 def test_what_the_compiler_says_reaches_the_author(running: Running) -> None:
     verdict = running.evaluate(task(), solution(BROKEN))
     assert verdict.status == "build_error"
@@ -297,12 +298,11 @@ torch::Tensor chain(torch::Tensor x, double s) {
 INLINE = solution(CPU_SOURCE, "return chain.chain(x, self.scale)")
 
 
-@pytest.mark.nightly  # torch's headers take half a minute
-@pytest.mark.skipif(shutil.which("ninja") is None, reason="load_inline needs ninja")
-def test_load_inline_works(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running.sandbox._first_pass, "_seconds", 290.0)  # on a busy machine
+@needs_ninja
+def test_load_inline_works(running: Running) -> None:
     verdict = running.evaluate(task(), INLINE)
     assert (verdict.status, verdict.message, verdict.checks) == ("ok", "", 5)
+    assert (kept(running)[-1] / "extensions" / "chain" / "stand-ins" / "chain.so").is_file()
 
 
 CUDA_SOURCE = r'''
@@ -325,8 +325,7 @@ torch::Tensor chain(torch::Tensor x, double s) {
 '''
 
 
-@pytest.mark.nightly  # torch's headers take a minute
-@pytest.mark.skipif(shutil.which("ninja") is None, reason="load_inline needs ninja")
+@needs_ninja
 def test_cuda_sources_of_load_inline_compile_without_a_gpu(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         toolchain.find_nvcc()
@@ -336,7 +335,7 @@ def test_cuda_sources_of_load_inline_compile_without_a_gpu(running: Running, mon
     monkeypatch.setattr(running.sandbox._first_pass, "_seconds", 290.0)
     verdict = running.evaluate(task(), solution(CUDA_SOURCE, "assert chain.chain\n        " + HONEST))
     assert (verdict.status, verdict.message) == ("ok", "")
-    assert (kept(running)[-1] / "extensions" / "chain" / "chain.so").is_file()
+    assert (kept(running)[-1] / "extensions" / "chain" / "stand-ins" / "chain.so").is_file()
 
 
 COMPILING = """

@@ -1,0 +1,152 @@
+"""load_inline against the stand-ins for torch's headers: the same answers as torch's own build, in seconds."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cuda_agent.sandbox.build import toolchain
+from cuda_agent.sandbox.formats import first_pass
+from tests.sandbox.conftest import Running, task
+from tests.sandbox.formats.test_first_pass import kept, needs_ninja, solution
+
+PROGRAM = "tests.sandbox.formats.inline_sources"
+
+
+def links(place: Path) -> Path:
+    """Links to CUDA's libraries under the names that linkers need, as in a first pass."""
+    folder = place / "links"
+    folder.mkdir()
+    for library in Path(first_pass._toolchain("sm_90a").get("CUDA_HOME", "/nowhere"), "lib").glob("lib*.so.*"):
+        with contextlib.suppress(FileExistsError):
+            (folder / f"{library.name.partition('.so.')[0]}.so").symlink_to(library)
+    return folder
+
+
+def built(place: Path, device: str, kind: str) -> dict[str, Any]:
+    """What the calls of ``inline_sources`` give in a build with ``kind`` (``stand-ins`` or ``torch``) of headers."""
+    place.mkdir()
+    environment = os.environ | first_pass._toolchain("sm_90a") | {"LIBRARY_PATH": str(links(place))}
+    command = [sys.executable, "-m", PROGRAM, str(place), device, kind]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)  # type: ignore[no-any-return]
+
+
+@needs_ninja
+def test_a_module_of_the_stand_ins_is_used_like_torchs(tmp_path: Path) -> None:
+    found = built(tmp_path / "place", "cpu", "stand-ins")
+    assert "stand-ins" in found["file"]
+    said = {call.partition(" ")[2]: answer for call, answer in found["answers"].items()}
+    matrix = ["torch.float32", "cpu", [64, 64], [64, 1], "Tensor"]
+    assert said["m.scaled(x)"][:5] == matrix
+    assert said["m.scaled(torch.nn.Parameter(x))"] == said["m.scaled(x)"] != said["m.scaled(x.t())"]
+    assert said["m.scaled(x[0])"] == ["RuntimeError", "expected a matrix, got 1 dimensions of sizes [64]"]
+    assert said["m.scaled(x.int())"] == ["NotImplementedError", "\"scaled\" not implemented for 'Int'"]
+    unfit = ["TypeError", "scaled(): incompatible function arguments. The following argument types are supported:"]
+    for call in ("m.scaled(x, 'two')", "m.scaled(x, shift=1.5)", "m.scaled(x, y=1)", "m.scaled()", "m.scaled(None)"):
+        assert said[call] == unfit
+    assert said["m.moments(x)"][0] == "list" and len(said["m.moments(x)"]) == 3
+    assert said["m.moments(x.double())"] == ["RuntimeError", "expected scalar type Float but found Double"]
+    assert said["m.shapes(x)"][0] == "tuple" and said["m.shapes(x)"][1][2:4] == [[1, 3, 2], [3, 1, 3]]
+    assert said["m.shapes(x)"][2:] == ["1", "False", "16384.0"]
+    assert said["m.shapes(x, x, [0, 1])"][2:] == ["1", "True", "16384.0"]
+    assert said["m.fill(x, 3)"] == "None"
+    assert said["m.wrong()"] == ["ValueError", "an invalid argument"]
+    assert said["m.size_of(x, -1)"] == "64"
+    assert said["m.size_of(x, 2)"][0] == "IndexError"
+    assert said["m.__doc__"] == "'functions'"
+    assert [answer[0] for call, answer in found["answers"].items() if "kept" in call] == [
+        "torch.int64",
+        "torch.float32",
+    ]
+
+
+@pytest.mark.nightly  # torch's headers take half a minute
+@needs_ninja
+def test_torchs_own_headers_give_the_same_answers(tmp_path: Path) -> None:
+    both = [built(tmp_path / kind, "cpu", kind)["answers"] for kind in ("stand-ins", "torch")]
+    assert both[0] == both[1]
+
+
+@pytest.mark.gpu
+@needs_ninja
+def test_kernels_give_the_same_answers_with_both_headers(tmp_path: Path) -> None:
+    both = [built(tmp_path / kind, "cuda", kind) for kind in ("stand-ins", "torch")]
+    assert ["stand-ins" in one["file"] for one in both] == [True, False]
+    assert both[0]["answers"] == both[1]["answers"]
+    errors = {answer[0] for answer in both[0]["answers"].values() if answer != "None"}
+    assert {"RuntimeError", "NotImplementedError", "AcceleratorError", "torch.float32", "list", "tuple"} <= errors
+
+
+@needs_ninja
+def test_the_styles_of_models_compile_for_a_gpu(tmp_path: Path) -> None:
+    """The library is loaded, so all that it needs of torch is there. Without a GPU its calls fail."""
+    try:
+        toolchain.find_nvcc()
+    except toolchain.CompilerMissing:
+        pytest.skip("no nvcc")
+    code = f"from pathlib import Path; from {PROGRAM} import build; build(Path({str(tmp_path)!r}), 'cuda', 'stand-ins')"
+    environment = os.environ | first_pass._toolchain("sm_90a") | {"LIBRARY_PATH": str(links(tmp_path))}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "extensions" / "styles_cuda" / "stand-ins" / "styles_cuda.so").is_file()
+
+
+# A module without torch: both builds take a second.
+PLAIN = r'''
+from torch.utils.cpp_extension import load_inline
+plain = load_inline("plain", no_implicit_headers=True, cpp_sources="""
+INCLUDE
+#include <Python.h>
+static PyObject* scale(PyObject*, PyObject* number) { return PyFloat_FromDouble(PyFloat_AsDouble(number) SCALE); }
+static PyMethodDef methods[] = {{"scale", scale, METH_O, ""}, {nullptr, nullptr, 0, nullptr}};
+static PyModuleDef plain = {PyModuleDef_HEAD_INIT, "plain", nullptr, -1, methods};
+PyMODINIT_FUNC PyInit_plain() { return PyModule_Create(&plain); }
+""")
+'''
+FORWARD = "return torch.relu(x) * plain.scale(self.scale)"
+
+
+def plain(include: str = "", scale: str = "* 1.0", more: str = "") -> Any:
+    return solution(PLAIN.replace("INCLUDE", include).replace("SCALE", scale) + more, FORWARD)
+
+
+@needs_ninja
+def test_a_source_that_the_stand_ins_do_not_cover_is_built_with_torchs_headers(running: Running) -> None:
+    verdict = running.evaluate(task(), plain("#include <torch/version.h>", "* (TORCH_VERSION_MAJOR > 1)"))
+    assert (verdict.status, verdict.message, verdict.checks) == ("ok", "", 5)
+    folder = kept(running)[-1] / "extensions" / "plain"
+    assert (folder / "plain.so").is_file() and not (folder / "stand-ins" / "plain.so").exists()
+
+
+@needs_ninja
+def test_a_solution_that_fails_with_the_stand_ins_is_tried_with_torchs_headers(running: Running) -> None:
+    verdict = running.evaluate(task(), plain(more="assert 'stand-ins' not in plain.__file__, 'seen'\n"))
+    assert (verdict.status, verdict.message, verdict.checks) == ("ok", "", 5)
+    folder = kept(running)[-1]
+    assert (folder / "extensions" / "plain" / "plain.so").is_file() and not (folder / "stand-ins").exists()
+
+
+@needs_ninja
+def test_a_solution_that_fails_with_both_headers_gets_the_error_of_torchs_build(running: Running) -> None:
+    verdict = running.evaluate(task(), plain(more="raise ValueError(plain.__file__.split('/')[-2])\n"))
+    assert verdict.status == "build_error" and "ValueError: plain (model_new.py" in verdict.message
+
+
+def test_only_solutions_that_call_torchs_builder_get_stand_ins() -> None:
+    assert first_pass.stand_ins({"model_new.py": "import triton"}) == {}
+    found = first_pass.stand_ins(
+        {"model_new.py": 'load_inline("#include <ATen/cuda/CUDAContext.h>\\n#include <torch/headeronly/util/Half.h>")',
+         "more/a.h": '#include "c10/util/Half.h"\n# include <../x/torch/y.h>\n#include <torch/../z.h>'}
+    )  # fmt: skip
+    assert {"torch/extension.h", "torch/types.h", "ATen/cuda/CUDAContext.h", "c10/util/Half.h"} == {
+        name for name in found if not name.startswith("stand_in/")
+    }
+    assert found["ATen/cuda/CUDAContext.h"] == "#include <stand_in/cuda.h>\n"
+    assert found["torch/extension.h"] == "#include <stand_in/module.h>\n"
