@@ -118,6 +118,7 @@ class Judge:
         if not short or self._prepared.keys() <= {self._latest}:
             return False
         self.cleanup()
+        self._workers.shared.end()
         while self._prepared:
             self._prepared.popitem()[1].oracle.close()
         self.memory.trim()
@@ -173,7 +174,8 @@ class Judge:
             verdict.eager_seconds, verdict.compile_seconds = base.eager, base.compile
         verdict.bytes, verdict.flops = call_bytes(spec), base.flops or None
         verdict.peak_bytes_per_second = prepared.peaks.bytes_per_second
-        shared = self._workers.shared if not again and may_share(request, self.settings, prepared.best) else None
+        sharing = request, self.settings, prepared.best, call_bytes(spec)
+        shared = self._workers.shared if not again and may_share(*sharing) else None
         used = shared is not None and shared.served > 0
         self._trial = trial = Trial(self._workers, prepared, request, verdict, shared)
         try:

@@ -13,7 +13,7 @@ import math
 import secrets
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,15 +124,16 @@ class PreparedTask:
             self._plain = False
             self._varies = changed and not self._fixed
 
-    def candidate_buffers(self, host_is_ours: bool) -> Any:
+    def candidate_buffers(self, host_is_ours: bool, areas: Callable[[int, int], Any] | None) -> Any:
         """Makes the buffers of one candidate. They hold the weights of its trial. If ``host_is_ours`` is false, a GPU
-        candidate gets enough slots for a chain of calls."""
+        candidate gets enough slots for a chain of calls. ``areas`` makes the areas of memory; ``None``: new ones."""
         memory, settings, size = self.memory, self.settings, self._call_bytes
         slots = memory.slots(size)
         if settings.device == "cuda" and not host_is_ours:
             slots = min(max(2, 3 * memory.SLOTS_BYTES // max(1, size)), cross_check.LONGEST_CHAIN)
-        spare = {"areas": self._workers.areas.take} if settings.device == "cpu" else {}
-        buffers = memory.Buffers(self.spec, slots=slots, fixed=self._fixed, **spare)
+        areas = areas or (self._workers.areas.take if settings.device == "cpu" else None)
+        made = {"areas": areas} if areas else {}
+        buffers = memory.Buffers(self.spec, slots=slots, fixed=self._fixed, **made)
         self.draw_weights()
         buffers.set_weights(self.oracle.weights)
         return buffers

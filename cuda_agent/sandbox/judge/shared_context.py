@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable
 
 from cuda_agent.sandbox.jail.processes import JailedProcess, WorkerDied, WorkerError
+from cuda_agent.sandbox.judge.memory.device import SLOTS_BYTES, Area
 from cuda_agent.sandbox.messages import EvaluateRequest, JudgeSettings, WorkerOperation
 from cuda_agent.sandbox.wire import FormatTraits
 
@@ -16,14 +17,16 @@ _MOST_SERVED = 64  # plans that one context serves
 _SAME = 0.98  # a time is a new best only below this share of the best
 
 
-def may_share(request: EvaluateRequest, settings: JudgeSettings, best: float | None) -> bool:
+def may_share(request: EvaluateRequest, settings: JudgeSettings, best: float | None, size: int) -> bool:
     """Returns whether the solution in ``request`` may run in a used context. It must be a plan of kernels and memsets
     that is judged in quick mode, because a library keeps memory in the context that kernels could damage. ``best`` is
-    the task's best time so far, in seconds: the first solution of a task gets a new context."""
+    the task's best time so far, in seconds: the first solution of a task gets a new context. So does each solution of a
+    task with very large inputs and outputs (``size`` bytes)."""
     return (
         settings.device == "cuda"
         and settings.clock == "real"
         and best is not None
+        and size <= SLOTS_BYTES
         and request["mode"] == "quick"
         and FormatTraits(**request["traits"]).host_is_ours
         and not any("library" in node for node in request["load"]["nodes"])
@@ -36,12 +39,30 @@ def is_best(seconds: float | None, best: float | None) -> bool:
 
 
 class SharedContext:
-    """Keeps the worker whose context is shared. ``start`` starts a candidate worker."""
+    """Keeps the worker whose context is shared, and its areas of memory, which stay mapped. ``start`` starts a
+    candidate worker."""
 
     def __init__(self, start: Callable[[], JailedProcess]) -> None:
         self._start = start
         self._worker: JailedProcess | None = None
+        self._areas: tuple[Area, Area] | None = None
         self.served = 0  # plans that the context has run
+
+    def areas(self, in_size: int, out_size: int) -> tuple[Area, Area]:
+        """Returns the input area and the output area, filled with zeros. They are replaced if one is too small."""
+        before = [area.size for area in self._areas or ()] or [0, 0]
+        if in_size > before[0] or out_size > before[1]:
+            self._drop_areas()
+            self._areas = Area.of(max(in_size, before[0])), Area.of(max(out_size, before[1]))
+        assert self._areas
+        for area in self._areas:
+            area.wipe()
+        return self._areas
+
+    def _drop_areas(self) -> None:
+        for area in self._areas or ():
+            area.close()
+        self._areas = None
 
     def take(self) -> JailedProcess:
         """Returns the worker, or a new one if there is none. The caller gives it back or kills it. Raises
@@ -68,3 +89,4 @@ class SharedContext:
         if self._worker:
             self._worker.kill()
         self._worker, self.served = None, 0
+        self._drop_areas()

@@ -72,7 +72,7 @@ class Trial:
         self._anchor: float | None = None  # eager's median beside the candidate, if it counts
         self._worker: JailedProcess | None = None
         self._loaded = False
-        self._buffers = prepared.candidate_buffers(self._traits.host_is_ours)
+        self._buffers = prepared.candidate_buffers(self._traits.host_is_ours, shared.areas if shared else None)
         if prepared.oracle.kept:
             verdict.advice.append(_KEPT)
         self._audited = self._off = 0  # values of timed calls, and how many of them were off
@@ -128,8 +128,7 @@ class Trial:
         profiler."""
         request, buffers = self._request, self._buffers
         place = request["load"].get("place")
-        worker = self._shared.take() if self._shared else self._workers.candidate(place, profiler)
-        self._worker = worker
+        self._worker = worker = self._shared.take() if self._shared else self._workers.candidate(place, profiler)
         worker.seconds = self._settings.run_seconds + (_FINDING_SECONDS if place else 0.0)
         options = {
             "host_is_ours": self._traits.host_is_ours, "rule": self._traits.rule, "spec": buffers.spec.to_json(),
@@ -446,5 +445,6 @@ class Trial:
             self._shared.give_back(self._worker, self._settings.run_seconds)
         else:
             self.end()
-        self._buffers.close()
+        if not self._shared:
+            self._buffers.close()
         self._prepared.rotate(self._next - self._prepared.base)

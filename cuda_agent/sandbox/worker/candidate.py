@@ -35,7 +35,8 @@ class Candidate(WorkerLoop):
 
     def map_buffers(self, frame: Frame) -> None:
         self._options = options = self._options | frame.body
-        self._slots = Slots(options["spec"], options, frame.fds, options["device"])
+        before = getattr(self, "_slots", None)
+        self._slots = Slots(options["spec"], options, frame.fds, options["device"], before)
         # On the CPU the empty call's time is subtracted, so an empty call does no work that a solution could leave out,
         # such as copying outputs. On a GPU empty chains do copy: they give a bound that must not be too high.
         load = self.load_plan if options["host_is_ours"] else self.load_model
@@ -84,7 +85,7 @@ class Candidate(WorkerLoop):
 
         self._clocked = gpu.DeviceClock()
         self._commands = {WorkerOperation.MAP_BUFFERS: self.map_buffers}
-        gpu.unload_plan(run, self._slots)
+        gpu.unload_plan(run)
 
     def load_model(self, frame: Frame) -> None:
         """Builds ``ModelNew`` under the reference's random seed. If its weights have the reference's names, it gets the

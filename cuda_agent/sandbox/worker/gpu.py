@@ -111,15 +111,15 @@ def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
     return run
 
 
-def unload_plan(run: Callable[[int], None], slots: Slots) -> None:
-    """Removes a plan, its workspaces and its buffers from the context. ``run`` is the result of ``bind_plan``. Raises
-    an error if the context no longer computes correctly."""
+def unload_plan(run: Callable[[int], None]) -> None:
+    """Removes a plan and its workspaces from the context. ``run`` is the result of ``bind_plan``. Raises an error if
+    the context no longer computes correctly."""
     torch.cuda.synchronize()
     if module := run.module:  # type: ignore[attr-defined]
         module.unload()
-    run.keep.clear()  # type: ignore[attr-defined]
-    torch.cuda.empty_cache()
-    slots.unmap()
+    if run.keep:  # type: ignore[attr-defined]
+        run.keep.clear()  # type: ignore[attr-defined]
+        torch.cuda.empty_cache()
     known = torch.arange(_KNOWN, dtype=torch.int32)
     if not torch.equal((known.to("cuda") * 3 + 1).cpu(), known * 3 + 1):
         raise RuntimeError("the context no longer computes correctly")

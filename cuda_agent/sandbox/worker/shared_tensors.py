@@ -19,12 +19,22 @@ class Slots:
     ``places`` comes from ``Buffers.places``. Its ``layout`` has one item per slot:
     ``{"in": [offsets], "out": [offsets]}``, in bytes. The worker cannot write to inputs and weights."""
 
-    def __init__(self, spec: dict[str, Any], places: dict[str, Any], fds: list[int], device: str) -> None:
+    def __init__(
+        self, spec: dict[str, Any], places: dict[str, Any], fds: list[int], device: str, before: "Slots | None" = None
+    ) -> None:
+        """Maps the areas with the descriptors ``fds``. If ``before``, the slots of an earlier plan, has the same areas
+        of a GPU, takes its mappings; otherwise removes them."""
         layout, sizes = places["layout"], places["sizes"]
+        self._numbers = places["areas"]
         self._areas: list[driver.Shared] = []
         if device == "cuda":
-            self._areas = areas = [driver.Shared(sizes[0], fds[0], driver.READ), driver.Shared(sizes[1], fds[1])]
-            base_in, base_out = areas[0].address, areas[1].address
+            if before and before._numbers == self._numbers:
+                self._areas = before._areas
+            else:
+                for area in before._areas if before else ():
+                    area.close()
+                self._areas = [driver.Shared(sizes[0], fds[0], driver.READ), driver.Shared(sizes[1], fds[1])]
+            base_in, base_out = (area.address for area in self._areas)
         else:
             base_in = map_memory(fds[0], sizes[0], writable=False)
             base_out = map_memory(fds[1], sizes[1], writable=True)
@@ -38,11 +48,6 @@ class Slots:
         self.outputs = [[base_out + offset for offset in slot["out"]] for slot in layout]
         self.weights = [base_in + offset for offset in places["weights"]]
         self._spec = spec
-
-    def unmap(self) -> None:
-        """Removes the areas of a GPU from this process's address space. Nothing may use them after that."""
-        for area in self._areas:
-            area.close()
 
     def address(self, slot: int, workspaces: Mapping[str, int], buffer: str) -> int:
         """Returns the address of a plan's buffer (``in:0``, ``out:0``, ``w:0``, or ``ws:name``) in one slot."""

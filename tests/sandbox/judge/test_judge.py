@@ -201,7 +201,7 @@ def test_a_candidates_own_fault_is_tried_once(make: Make, trials: Trials) -> Non
 @pytest.fixture
 def sharing(make: Make, monkeypatch: pytest.MonkeyPatch) -> Judge:
     """A judge whose solutions may share a context that has served one plan."""
-    monkeypatch.setattr(judges, "may_share", lambda request, settings, best: True)
+    monkeypatch.setattr(judges, "may_share", lambda *_: True)
     judge = make()
     judge._workers.shared.served = 1
     return judge

@@ -21,6 +21,7 @@ from tests.sandbox.judge.fakes import Worker, settings_in
         ({"device": "cpu"}, False),
         ({"clock": "model"}, False),
         ({"best": None}, False),
+        ({"size": 2 << 30}, False),
         ({"host_is_ours": False}, False),
         ({"node": {"library": "gemm"}}, False),
         ({"node": {"memset": "out:0"}}, True),
@@ -28,13 +29,21 @@ from tests.sandbox.judge.fakes import Worker, settings_in
     ids=str,
 )
 def test_only_quick_plans_of_kernels_share_a_context(tmp_path: Any, change: dict[str, Any], shared: bool) -> None:
-    case = {"mode": "quick", "device": "cuda", "clock": "real", "best": 1.0, "host_is_ours": True, "node": {}} | change
+    case = {
+        "mode": "quick",
+        "device": "cuda",
+        "clock": "real",
+        "best": 1.0,
+        "host_is_ours": True,
+        "node": {},
+        "size": 1,
+    } | change
     request: Any = {
         "mode": case["mode"], "traits": vars(FormatTraits(host_is_ours=case["host_is_ours"])),
         "load": {"nodes": [{"symbol": "f"}, case["node"]]},
     }  # fmt: skip
     settings = settings_in(tmp_path, device=case["device"], clock=case["clock"])
-    assert may_share(request, settings, case["best"]) is shared
+    assert may_share(request, settings, case["best"], case["size"]) is shared
 
 
 def test_a_best_time_is_clearly_less_than_the_last() -> None:
@@ -87,3 +96,27 @@ def test_a_context_serves_a_limited_number_of_plans(
     assert [worker.alive for worker in started] == [False, False, True]
     context.end()
     assert not started[-1].alive and context.served == 0
+
+
+def test_areas_are_wiped_and_replaced_only_if_one_is_too_small(
+    context: SharedContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Made:
+        def __init__(self, size: int) -> None:
+            self.size, self.wiped, self.closed = size, 0, False
+
+        of = classmethod(lambda cls, size: cls(size))
+
+        def wipe(self) -> None:
+            self.wiped += 1
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr(shared_context, "Area", Made)
+    first: Any = context.areas(100, 10)
+    assert context.areas(90, 10) == first and [area.wiped for area in first] == [2, 2]
+    second: Any = context.areas(20, 11)
+    assert [area.size for area in second] == [100, 11] and all(area.closed for area in first)
+    context.end()
+    assert all(area.closed for area in second)

@@ -48,6 +48,8 @@ class Area:
     ``descriptor``, and cannot write to it if it is ``read_only``. If ``touched``, all pages are allocated at once, and
     callers must call ``fit`` before they use the area."""
 
+    number = 0  # areas of a GPU have numbers
+
     def __init__(self, size: int, read_only: bool, touched: bool = False) -> None:
         self.size = max(size, mmap.PAGESIZE)
         self._read_only = read_only
@@ -161,8 +163,9 @@ class Buffers:
         made: tuple[Any, Any] = (areas or Spare().take)(*self._sizes)
         self.input_area, self.output_area = made
         self.descriptors = [self.input_area.descriptor, self.output_area.descriptor]
-        self.places = {  # for the worker: offsets, and sizes of the two areas, in bytes
+        self.places = {  # for the worker: offsets and sizes in bytes, and the numbers of the two areas
             "layout": self.slots, "sizes": [self.input_area.size, self.output_area.size], "weights": self.weights,
+            "areas": [self.input_area.number, self.output_area.number],
             "value_inputs": self.value_inputs, "value_weights": self.value_weights,
         }  # fmt: skip
 

@@ -8,11 +8,12 @@ outputs to its own memory before it compares them. Comparisons run on the device
 import contextlib
 import ctypes
 import functools
+import itertools
 import math
 import secrets
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -54,6 +55,11 @@ class Area(driver.Shared):
     A closed area is kept for a later worker, because the driver takes long to make one."""
 
     _idle: ClassVar[dict[int, list["Area"]]] = {}  # closed areas by size; no process but this one maps them
+    _numbers: ClassVar[Iterator[int]] = itertools.count(1)
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.number = next(self._numbers)  # no other area has it
 
     @classmethod
     def of(cls, size: int) -> "Area":
@@ -80,9 +86,12 @@ class Area(driver.Shared):
     def settle(self) -> None:
         driver.synchronize()
 
-    def close(self) -> None:
+    def wipe(self) -> None:
         driver.fill_bytes(self.address, 0, self.size)
         driver.synchronize()
+
+    def close(self) -> None:
+        self.wipe()
         if sum(size * len(areas) for size, areas in self._idle.items()) + self.size > _MOST_IDLE:
             super().close()
         else:
