@@ -7,8 +7,8 @@ beside it.  Solutions of each format go one after the other, and then all at onc
 
     python benchmarks/sandbox_gpu.py --tasks 48 --solutions 30
 
-With ``--tasks`` it measures only this: distinct plans for so many tasks, ``--solutions`` a task, in random order, all
-at once.  torch.compile's baselines are left out there: each task needs them once.
+With ``--tasks`` it measures only this: distinct plans for so many tasks, ``--solutions`` a task, compiled before, in
+random order, all at once.  torch.compile's baselines are left out there: each task needs them once.
 """
 
 import argparse
@@ -188,33 +188,41 @@ async def many_tasks(count: int, solutions: int, cache: Path) -> dict[str, Any]:
             file = baselines_file(str(sandbox.cache), one.digest, torch.__version__, config.threads, sandbox.machine)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({"compile_tried": True}))
-        verdicts: list[tuple[Task, Verdict]] = []
+        verdicts: list[Verdict] = []
 
-        async def judge(one: Task, number: int) -> None:
+        def plan(number: int) -> Solution:
             node = PLAN["nodes"][0] | {"grid": rng.choice((132, 264, 528, 1056)), "block": rng.choice((128, 256, 512))}
             files = {"plan.json": json.dumps({"nodes": [node]}), "kernels/chain.cu": f"// {number}\n{KERNEL}"}
-            verdicts.append((one, await sandbox.evaluate(one, Solution("plan", files))))
-            if number >= 0 and len(verdicts) % 96 == 0:
-                print(f"{len(verdicts)} verdicts in {time.perf_counter() - begin:.1f} s", flush=True)
+            return Solution("plan", files)
+
+        async def judge(one: Task, solution: Solution) -> None:
+            verdicts.append(await sandbox.evaluate(one, solution))
+            if len(verdicts) % 96 == 0:
+                seconds, last = time.perf_counter() - begin, verdicts[-96:]
+                spent = {name: statistics.fmean(v.phases.get(name, 0.0) for v in last) for name in PHASES}
+                phases = "  ".join(f"{name} {seconds:.3f}" for name, seconds in spent.items())
+                print(f"{len(verdicts)} verdicts in {seconds:.1f} s, means of the last 96: {phases}", flush=True)
 
         begin = time.perf_counter()
-        await asyncio.gather(*(judge(one, -1) for one in tasks))  # prepares the tasks
-        prepare = time.perf_counter() - begin
-        print(f"{count} tasks prepared in {prepare:.0f} s", flush=True)
+        await asyncio.gather(*(judge(one, plan(-1)) for one in tasks))  # prepares the tasks
+        print(f"{count} tasks prepared in {time.perf_counter() - begin:.0f} s", flush=True)
         verdicts.clear()
-        order = [(one, number) for number in range(solutions) for one in tasks]
+        order = [(one, plan(number)) for number in range(solutions) for one in tasks]
         rng.shuffle(order)
+        specs = {one.name: await sandbox.spec(one) for one in tasks}
+        begin = time.perf_counter()
+        await asyncio.gather(*(sandbox.build(solution, specs[one.name]) for one, solution in order))
+        print(f"{len(order)} plans compiled in {time.perf_counter() - begin:.0f} s", flush=True)
         begin = time.perf_counter()
         await asyncio.gather(*(judge(*item) for item in order))
         seconds = time.perf_counter() - begin
-    found = [verdict for _, verdict in verdicts]
     return {
-        "a second": len(found) / seconds,
-        "phases": {name: statistics.median(v.phases.get(name, 0.0) for v in found) for name in ("build", *PHASES)},
-        "means": {name: statistics.fmean(v.phases.get(name, 0.0) for v in found) for name in PHASES},
-        "statuses": {status: sum(v.status == status for v in found) for status in {v.status for v in found}},
-        "messages": sorted({v.message for v in found if v.message})[:5],
-        "eager": sorted(v.eager_seconds or 0.0 for v in found)[:: max(1, len(found) // 8)],
+        "a second": len(verdicts) / seconds,
+        "phases": {name: statistics.median(v.phases.get(name, 0.0) for v in verdicts) for name in ("build", *PHASES)},
+        "means": {name: statistics.fmean(v.phases.get(name, 0.0) for v in verdicts) for name in PHASES},
+        "statuses": {status: sum(v.status == status for v in verdicts) for status in {v.status for v in verdicts}},
+        "messages": sorted({v.message for v in verdicts if v.message})[:5],
+        "eager": sorted(v.eager_seconds or 0.0 for v in verdicts)[:: max(1, len(verdicts) // 8)],
     }
 
 
