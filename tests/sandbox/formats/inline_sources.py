@@ -311,6 +311,7 @@ def answers(m: Any, device: str) -> dict[str, Any]:
     names = {"m": m, "x": torch.randn(64, 64, device=device), "torch": torch, "on_another_stream": on_another_stream}
     said: dict[str, Any] = {}
     for number, call in enumerate(CPU_CALLS if device == "cpu" else CUDA_CALLS):
+        print(call, file=sys.stderr, flush=True)  # names the call in which the process dies
         try:
             said[f"{number} {call}"] = _told(eval(call, names))
         except Exception as error:
@@ -330,5 +331,6 @@ def _told(value: Any) -> Any:
 
 if __name__ == "__main__":
     folder, device, kind = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    print("build", file=sys.stderr, flush=True)
     module = build(folder, device, kind)
     print(json.dumps({"file": module.__file__, "answers": answers(module, device)}))
