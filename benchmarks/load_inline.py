@@ -74,6 +74,8 @@ async def measure(device: str, solutions: int, torchs: int, cache: Path) -> None
     async with LocalSandbox(SandboxConfig(device=device, memory_mb=4096), cache) as sandbox:
         await sandbox.evaluate(task, solution(device, 0), "check")  # the task and the workers
         for name, count in (("stand-ins", solutions), ("torch", torchs)):
+            if count == 0:
+                continue
             first_pass.stand_ins = stand_ins if name == "stand-ins" else lambda files: {}
             seconds = []
             for number in range(count):

@@ -216,6 +216,11 @@ class LocalSandbox:
                 load["place"] = await self._place(task, solution)
                 built += clock() - begin
                 verdict = Verdict.from_json(await judge.ask(JudgeRequest.EVALUATE, request))
+            if first_pass.is_in_doubt(verdict, load.get("place")):
+                begin = clock()
+                load["place"] = await self._place(task, solution, own_headers=True)
+                built += clock() - begin
+                verdict = Verdict.from_json(await judge.ask(JudgeRequest.EVALUATE, request))
         except (SolutionError, builder.BuildError) as error:
             verdict = self._refusal(solution, mode, "build_error", str(error))
             verdict.advice = advice
@@ -238,11 +243,11 @@ class LocalSandbox:
         load = await format.build(solution.files, spec, Toolchain(self._builder, self._architecture))
         return load | {"environment": dict(format.environment.get(self.config.device, {}))}
 
-    async def _place(self, task: Task, solution: Solution) -> dict[str, Any]:
+    async def _place(self, task: Task, solution: Solution, own_headers: bool = False) -> dict[str, Any]:
         """Returns the folder and the environment variables of the first pass's results. Runs the first pass if they are
         missing. Raises ``FirstPassFailed`` or ``OSError``."""
         more = FORMATS[solution.format].environment.get(self.config.device, {})
-        return await self._first_pass(task, solution.files, self._architecture, more)
+        return await self._first_pass(task, solution.files, self._architecture, more, own_headers)
 
     async def spec(self, task: Task) -> TaskSpec:
         """Returns shapes, dtypes and plain values of a task. Raises ``TaskError`` if the task cannot be run."""

@@ -39,7 +39,8 @@ _ASKS = re.compile(r"\b(load_inline|cpp_extension|triton|_inductor)\b|\btorch\s*
 _MEMORY_MB = 4096  # limit for all its processes together; one nvcc with torch's headers takes half
 _FILE_MB, _FOLDER_MB, _MOST_FILES = 256, 512, 4096
 _LOOK, _BREATH = 0.3, 1.0  # seconds: between checks of memory and folder; between pauses for a timing
-_VERSION = 2
+_VERSION = 3
+_DOUBTED = ("wrong", "crash", "build_error")  # statuses that count only after a build with torch's own headers
 _STAND_INS = Path(__file__).parent / "stand_ins"
 _INCLUDE = re.compile(r"#\s*include\s*[<\"]((?:torch|ATen|c10|pybind11)(?!/headeronly|/dlpack)[\w/]*/\w+\.h)[>\"]")
 _IMPORTS = ("cuda_agent.sandbox.worker.compiling",)  # modules that the warm parent imports
@@ -70,6 +71,16 @@ def was_refused(verdict: Verdict) -> bool:
     return verdict.status != "ok" and not verdict.checks and not verdict.samples and NO_PROGRAMS in verdict.message
 
 
+def is_in_doubt(verdict: Verdict, place: Mapping[str, Any] | None) -> bool:
+    """Returns whether the stand-ins for torch's headers may be the cause of ``verdict``. ``place`` is the first pass's
+    result, or None if there was no first pass."""
+    return verdict.status in _DOUBTED and place is not None and _used_stand_ins(Path(place["folder"]))
+
+
+def _used_stand_ins(folder: Path) -> bool:
+    return (folder / "stand-ins" / "used").exists()
+
+
 class FirstPass:
     """Runs the first passes of solutions that start compilers: at most ``parallel`` at a time, each at most ``seconds``
     long. Results are kept below ``folder``. ``scratch`` is a folder that jailed users can reach; ``lease`` is the
@@ -93,17 +104,20 @@ class FirstPass:
         self._starting = threading.Lock()
 
     async def __call__(
-        self, task: Task, files: Mapping[str, str], architecture: str, more: Mapping[str, str]
+        self, task: Task, files: Mapping[str, str], architecture: str, more: Mapping[str, str], own_headers: bool
     ) -> dict[str, Any]:
         """Runs the first pass of a solution, unless the cache holds its results. Returns a dictionary of ``folder``,
         where the results are, and ``environment``, the variables with which the second pass (the judged run) finds
-        them. ``more`` holds environment variables for both passes. Raises ``FirstPassFailed`` if the solution is at
-        fault, ``OSError`` if the machine is."""
+        them. ``more`` holds environment variables for both passes. With ``own_headers`` no stand-ins are offered, only
+        torch's own headers. Raises ``FirstPassFailed`` if the solution is at fault, ``OSError`` if the machine is."""
         async with self._slots:
-            return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more))
+            return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more), own_headers)
 
-    def _cached(self, task: Task, files: dict[str, str], architecture: str, more: dict[str, str]) -> dict[str, Any]:
+    def _cached(
+        self, task: Task, files: dict[str, str], architecture: str, more: dict[str, str], own_headers: bool
+    ) -> dict[str, Any]:
         environment = _toolchain(architecture) | more
+        headers = {} if own_headers else stand_ins(files)
         versions = [
             _VERSION,
             importlib.metadata.version("torch"),
@@ -113,7 +127,7 @@ class FirstPass:
             self._train_mode,
         ]
         parts = [versions, self._device, architecture, sorted(environment.items()), task.digest, sorted(files.items())]
-        parts += [sorted(stand_ins(files).items())]
+        parts += [sorted(headers.items())]
         name = hashlib.sha256(json.dumps([*parts, str(self._folder)]).encode(errors="surrogatepass")).hexdigest()
         folder = self._folder / name[:2] / name
         done = folder.with_suffix(".done")
@@ -123,18 +137,20 @@ class FirstPass:
             with open(folder.with_suffix(".lock"), "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # another job or process may run the same solution
                 if not done.exists():
-                    self._make(folder, environment, task, files)
+                    self._make(folder, environment, task, files, headers)
                     done.touch()
         return {"folder": str(folder), "environment": environment}
 
-    def _make(self, folder: Path, environment: dict[str, str], task: Task, files: dict[str, str]) -> None:
+    def _make(
+        self, folder: Path, environment: dict[str, str], task: Task, files: dict[str, str], headers: dict[str, str]
+    ) -> None:
         try:
             _fill(folder, files)
-            request = {"task": task.code, "code": files["model_new.py"], "headers": stand_ins(files)}
+            request = {"task": task.code, "code": files["model_new.py"], "headers": headers}
             try:
                 self._run(folder, environment, request)
             except FirstPassFailed as failure:
-                if (folder / "stand-ins" / "used").exists():  # only an error with torch's own headers counts
+                if _used_stand_ins(folder):  # only an error with torch's own headers counts
                     _fill(folder, files)
                     self._run(folder, environment, request | {"headers": {}})
                 elif isinstance(failure.__cause__, WorkerDied) and failure.__cause__.reason == "killed":

@@ -55,15 +55,18 @@ def offer(place: Path) -> None:
         # A library of torch's own build depends on all of torch, and so finds cuBLAS without naming it.
         libraries = ["-Wl,--no-as-needed", *(arguments["extra_ldflags"] or [])]
         other = arguments | {"build_directory": directory, "extra_ldflags": libraries}
-        before = versions.get(arguments["name"])
+        before, used = versions.get(arguments["name"]), folder / _USED
+        first = not used.exists()
         changed.include_paths = stand_in_paths
         try:
             os.makedirs(directory, exist_ok=True)
-            module = build(**other)
             with contextlib.suppress(OSError):  # the second pass may not write
-                (folder / _USED).touch()
-            return module
+                used.touch()  # now, because the library may end this process when it is loaded
+            return build(**other)
         except Exception:
+            if first:
+                with contextlib.suppress(OSError):
+                    used.unlink()
             versions.pop(arguments["name"], None)
             if before is not None:
                 versions[arguments["name"]] = before

@@ -32,9 +32,9 @@ def built(place: Path, device: str, kind: str) -> dict[str, Any]:
     """What the calls of ``inline_sources`` give in a build with ``kind`` (``stand-ins`` or ``torch``) of headers."""
     place.mkdir()
     environment = os.environ | first_pass._toolchain("sm_90a") | {"LIBRARY_PATH": str(links(place))}
-    command = [sys.executable, "-m", PROGRAM, str(place), device, kind]
+    command = [sys.executable, "-X", "faulthandler", "-m", PROGRAM, str(place), device, kind]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, f"{kind}: status {done.returncode}\n{done.stderr[-3000:]}"
     return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
@@ -131,6 +131,35 @@ def test_a_solution_that_fails_with_the_stand_ins_is_tried_with_torchs_headers(r
     assert (verdict.status, verdict.message, verdict.checks) == ("ok", "", 5)
     folder = kept(running)[-1]
     assert (folder / "extensions" / "plain" / "plain.so").is_file() and not (folder / "stand-ins").exists()
+
+
+DIES_AT_IMPORT = """#include <csignal>
+#if __has_include(<stand_in/types.h>)
+static int died = raise(SIGSEGV);
+#endif"""
+JUDGED = "if 'stand-ins' in plain.__file__ and not os.access('.', os.W_OK): "  # the second pass may not write there
+
+
+@needs_ninja
+@pytest.mark.parametrize(
+    "faulty",
+    [
+        plain(DIES_AT_IMPORT),
+        plain(more=JUDGED + "ctypes.string_at(0)\n"),
+        plain(more=JUDGED + "plain.scale = lambda s: 9 * s\n"),
+    ],
+    ids=["it dies as its library is loaded", "the judged run dies", "the judged run is wrong"],
+)
+def test_no_verdict_is_bad_because_of_the_stand_ins(running: Running, faulty: Any) -> None:
+    verdict = running.evaluate(task(), faulty)
+    assert (verdict.status, verdict.message, verdict.checks) == ("ok", "", 5)
+    assert not (kept(running)[-1] / "stand-ins").exists()
+
+
+@needs_ninja
+def test_a_wrong_solution_is_wrong_with_both_headers(running: Running) -> None:
+    assert running.evaluate(task(), plain(scale="* 3.0")).status == "wrong"
+    assert not (kept(running)[-1] / "stand-ins").exists()
 
 
 @needs_ninja
