@@ -165,7 +165,8 @@ class Judge:
         Returns whether the candidate gets another trial. Raises ``TaskError`` if the task fails even without the
         candidate."""
         self.cleanup()
-        # The samples stay: a candidate that ends its first trial must not get a second draw of its time.
+        # The samples stay: a candidate that ends its first trial must not get a second draw of its time. Those of a used
+        # context do not stay, because an earlier plan may have damaged it.
         verdict.status, verdict.message, verdict.checks, verdict.max_error = "ok", "", 0, None
         verdict.ran, verdict.advice, verdict.interval, verdict.compile_interval = [], [], None, None
         prepared = self.prepared(request["task"])
@@ -182,6 +183,8 @@ class Judge:
             trial.run(timed)
         except CandidateRefused as refusal:
             verdict.status, verdict.message = refusal.status, str(refusal)
+            if used:
+                verdict.samples.clear()
             return self.make_room(refusal) or refusal.retryable or used
         except TaskKilled:
             raise
@@ -195,7 +198,7 @@ class Judge:
             return True
         if is_best(verdict.seconds, prepared.best):
             if used:
-                verdict.samples.clear()  # times of a used context are no evidence for a new best
+                verdict.samples.clear()
                 return True
             prepared.best = verdict.seconds
         return False

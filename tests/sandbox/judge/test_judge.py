@@ -36,11 +36,12 @@ class Trials:
     def run(self, timed: bool) -> None:
         self.timed.append(timed)
         self.verdict.checks += 3
+        if self.seconds:
+            self.verdict.samples.append(self.seconds.pop(0))
         if self.script and (error := self.script.pop(0)):
             raise error
-        if self.seconds:
-            self.verdict.seconds = self.seconds.pop(0)
-            self.verdict.samples.append(self.verdict.seconds)
+        if self.verdict.samples:
+            self.verdict.seconds = self.verdict.samples[-1]
 
     def end(self) -> None: ...
 
@@ -210,6 +211,8 @@ def sharing(make: Make, monkeypatch: pytest.MonkeyPatch) -> Judge:
 def test_what_a_used_context_refuses_is_judged_again_in_a_new_one(sharing: Judge, trials: Trials) -> None:
     trials.script = [CandidateRefused("wrong", "check 1: off"), None]
     assert sharing.evaluate(request())["status"] == "ok" and trials.shared == [True, False]
+    trials.script, trials.seconds = [CandidateRefused("wrong", "an audit of a timed call"), None], [0.1, 1.5]
+    assert sharing.evaluate(request())["samples"] == [1.5]
     trials.script = [CandidateRefused("wrong", "check 1: off"), CandidateRefused("wrong", "check 2: off")]
     assert sharing.evaluate(request())["message"] == "check 2: off"
 
