@@ -165,10 +165,11 @@ class Judge:
         Returns whether the candidate gets another trial. Raises ``TaskError`` if the task fails even without the
         candidate."""
         self.cleanup()
-        # The samples stay: a candidate that ends its first trial must not get a second draw of its time. Those of a used
-        # context do not stay, because an earlier plan may have damaged it.
+        # The samples stay: a candidate that ends its first trial must not get a second draw of its time. Only those of
+        # a used context go, because an earlier plan may have damaged it.
         verdict.status, verdict.message, verdict.checks, verdict.max_error = "ok", "", 0, None
         verdict.ran, verdict.advice, verdict.interval, verdict.compile_interval = [], [], None, None
+        verdict.seconds = None
         prepared = self.prepared(request["task"])
         base, spec = prepared.baselines, prepared.spec
         if not verdict.untimed:

@@ -229,8 +229,11 @@ def test_a_new_best_time_of_a_used_context_is_timed_again_in_a_new_one(sharing: 
     answer = sharing.evaluate(request())
     assert (answer["seconds"], answer["samples"], trials.shared) == (1.5, [1.5], [True, False])
     assert sharing.prepared(source("a")).best == 1.5
+    trials.seconds, trials.script = [0.1, 1.5], [None, CandidateRefused("wrong", "check 1: off")]
+    refused = sharing.evaluate(request())
+    assert (refused["status"], refused["seconds"]) == ("wrong", None)
     trials.seconds = [1.6]
-    assert sharing.evaluate(request())["seconds"] == 1.6 and trials.shared[2:] == [True]
+    assert sharing.evaluate(request())["seconds"] == 1.6 and trials.shared[4:] == [True]
 
 
 def test_a_reference_that_is_killed_is_asked_again_once(make: Make, trials: Trials) -> None:
