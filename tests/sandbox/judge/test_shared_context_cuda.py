@@ -1,6 +1,5 @@
 """One CUDA context for many plans, on a GPU: verdicts are those of contexts of their own."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,9 +8,9 @@ import pytest
 from cuda_agent.config import SandboxConfig
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail.descendants import descendants
-from cuda_agent.sandbox.wire import Solution, Verdict
+from cuda_agent.sandbox.wire import Verdict
 from tests.sandbox.conftest import Running, task
-from tests.sandbox.test_cuda import KERNEL, LARGE, PLAN
+from tests.sandbox.test_cuda import KERNEL, LARGE, plan
 
 pytestmark = pytest.mark.gpu
 
@@ -31,12 +30,9 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     running.close()
 
 
-def judged(running: Running, note: str = "", mode: Any = "quick", **changes: Any) -> Verdict:
-    """Returns the verdict on the plan with ``note`` above its kernel, and with other lines in the kernel."""
-    source = f"{note}\n{KERNEL}".replace(RIGHT, changes.get("line", RIGHT))
-    node = PLAN["nodes"][0] | changes.get("node", {})
-    files = {"plan.json": json.dumps({"nodes": [node]}), "kernels/chain.cu": source}
-    return running.evaluate(task(LARGE), Solution("plan", files), mode=mode)
+def judged(running: Running, note: str = "", mode: Any = "quick", line: str = RIGHT) -> Verdict:
+    """Returns the verdict on the plan with ``note`` above its kernel, and with ``line`` as the kernel's computation."""
+    return running.evaluate(task(LARGE), plan(f"{note}\n{KERNEL}".replace(RIGHT, line)), mode=mode)
 
 
 def processes(running: Running) -> set[int]:

@@ -80,7 +80,7 @@ def test_one_byte_that_is_written_beside_an_output_is_found(fixed: bool, slot: i
 
 
 def test_a_gap_of_each_slot_follows_its_last_output() -> None:
-    """Otherwise a write beyond the last output of an area would meet only memory that nobody compares."""
+    """Otherwise a write beyond the last output of an area would meet only memory that is not compared."""
     for _ in range(20):
         buffers = Buffers(SMALL, 3, areas=lambda in_size, out_size: (Area(in_size, True), Area(out_size, False)))
         ends = [slot["out"][0] + 256 for slot in buffers.slots]
