@@ -51,7 +51,7 @@ class WorkerOperation(StrEnum):
     OPEN_TASK = "open_task"  # {"code", "seed": of the weights} -> TaskSpec
     DRAW_WEIGHTS = "draw_weights"  # {"seed": None restores the constructor's} -> {"changed": positions, "kept"}
     DRAW_INPUTS = "draw_inputs"  # {"seed", "kind": one of KINDS} -> whether the task has such inputs
-    DRAW_AND_RUN = "draw_and_run"  # {"seed"}: draws normal inputs and runs the model on them
+    DRAW_AND_RUN = "draw_and_run"  # {"seeds"}: draws normal inputs for each and runs the model on them
     SET_PRECISION = "set_precision"  # {"precision"}
     COMPILE_TASK = "compile_task"  # {"known": a warm-up's folder, empty in the warm-up, "mode": of torch.compile}
     MAP_EXACT = "map_exact"  # ``Buffers.places`` and {"spec"}

@@ -32,9 +32,9 @@ from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 _CLOCK = 4  # version of the way baselines are measured; part of the key of their file
 _BASELINE_CALLS, _BASELINE_SECONDS = 25, 0.6  # most calls, and most seconds, of one round
 _EMPTY_CALLS = (4, 1)  # number of empty calls the first time, and later
-_FEW_TIMED = 5  # timed calls of a candidate whose time is clear early
+_FEW_TIMED = {"cpu": 5, "cuda": 8}  # timed calls of a candidate whose time is clear early
 _BASELINE_ROUNDS, _STEADY = 6, 0.05  # most rounds; one suffices if its calls differ by less than this
-_AREAS, _CONTEXT_BYTES = 3, 600 << 20  # slots of the reference's areas; what a process with a CUDA context takes
+_SLOTS, _CONTEXT_BYTES = 2, 600 << 20  # slots of a reference; what a process with a CUDA context takes
 _CAREFUL_ROUNDS = 12  # most rounds if ``careful``
 
 
@@ -104,7 +104,7 @@ class PreparedTask:
         self._weight_bytes = sum(byte_count(tensor) for tensor in self.spec.weights.values())
         calls = settings.checks + settings.timed_calls + (cross_check.CALLS if settings.device == "cuda" else 0)
         self.pool_size = max(2, min(calls, self.memory.pool_bytes() // max(1, size)))
-        self._pool: list[PoolEntry | None] = [None] * self.pool_size
+        self._pool: dict[int, PoolEntry] = {}  # a ring: an entry's place is its number modulo ``pool_size``
         self._plain = bool(self.spec.weights)  # whether the next trial's weights may have to be drawn
         self._weights = 0  # how many times other weights were drawn
         self._varies = False  # whether every trial has other weights
@@ -150,7 +150,7 @@ class PreparedTask:
             return
         self.base += max(1, used)
         self._plain = self._varies
-        self._pool = [entry if entry and entry.index >= self.base else None for entry in self._pool]
+        self._pool = {place: entry for place, entry in self._pool.items() if entry.index >= self.base}
         if self.oracle.alive:
             with contextlib.suppress(TaskError, driver.DriverError):  # the next evaluation meets the error again
                 self.draw_weights()
@@ -159,9 +159,9 @@ class PreparedTask:
     def _make_ahead(self) -> None:
         """Makes the pool entries that the next trial needs in most cases. Draws all inputs before it computes any
         outputs, because torch's threads on the CPU spin for some milliseconds after each computation."""
-        ahead = range(self.base, self.base + min(self.pool_size, self.settings.checks + _FEW_TIMED))
-        for index in ahead if self.settings.device == "cpu" else ():
-            self._drawn(index)
+        calls = self.settings.checks + _FEW_TIMED[self.settings.device]
+        ahead = range(self.base, self.base + min(self.pool_size, calls))
+        self._draw([index for index in ahead if self._drawn(index) is None])
         for index in ahead:
             self.entry(index)
 
@@ -169,25 +169,29 @@ class PreparedTask:
         """Holds the lease for work with the reference; does nothing if the caller holds it for ``timing``."""
         return contextlib.nullcontext() if timing else self._lease.working()
 
-    def _drawn(self, index: int, timing: bool = False) -> PoolEntry:
-        """Returns the pool entry with the number ``index``. If it is not in the pool, draws its inputs. On a GPU also
-        computes its outputs."""
-        place = index % self.pool_size
-        entry = self._pool[place]
-        if entry is None or entry.index != index:
-            with self._working(timing):
-                if self.settings.device == "cuda":
-                    entry = PoolEntry(index, *self.oracle.example(self._seed(index)), weights=self._weights)
-                else:
-                    entry = PoolEntry(index, self.oracle.inputs(self._seed(index)) or [], [], weights=-1)
-            self._pool[place] = entry
-        return entry
+    def _drawn(self, index: int) -> PoolEntry | None:
+        """Returns the pool entry with the number ``index``, or ``None`` if it is not in the pool."""
+        entry = self._pool.get(index % self.pool_size)
+        return entry if entry and entry.index == index else None
+
+    def _draw(self, numbers: Sequence[int], timing: bool = False) -> None:
+        """Draws the inputs of the pool entries with these ``numbers``. On a GPU also computes their outputs."""
+        seeds = [self._seed(number) for number in numbers]
+        with self._working(timing or not seeds):
+            if self.settings.device == "cuda":
+                drawn, weights = self.oracle.examples(seeds), self._weights
+            else:
+                drawn, weights = [(self.oracle.inputs(seed) or [], []) for seed in seeds], -1
+        for number, example in zip(numbers, drawn, strict=True):
+            self._pool[number % self.pool_size] = PoolEntry(number, *example, weights=weights)
 
     def entry(self, index: int, timing: bool = False) -> PoolEntry:
-        """Returns the pool entry with the number ``index``. Draws it if it is not in the pool, and computes its outputs
-        anew if the weights have changed. The first entry of a task has the number 0. ``timing`` says whether the caller
-        holds the timing lease."""
-        entry = self._drawn(index, timing)
+        """Returns the pool entry with the number ``index``. If it is not in the pool, draws it and, on a GPU, the next
+        ones in the same request. Computes its outputs anew if the weights have changed. The first entry of a task has
+        the number 0. ``timing`` says whether the caller holds the timing lease."""
+        if (entry := self._drawn(index)) is None:
+            self._draw(range(index, index + min(self.oracle.batch, self.pool_size)), timing)
+            entry = self._pool[index % self.pool_size]
         if entry.weights != self._weights:
             with self._working(timing):
                 entry.outputs, entry.weights = self.oracle.outputs(entry.inputs), self._weights
@@ -286,8 +290,8 @@ class PreparedTask:
     @property
     def bytes(self) -> int:
         """About how many bytes of the device the task holds: its pool, its areas, its model, and a worker's context."""
-        entries = sum(entry is not None for entry in self._pool)
-        return (entries + _AREAS) * self._call_bytes + 3 * self._weight_bytes + _CONTEXT_BYTES
+        calls = len(self._pool) + _SLOTS + self.oracle.batch
+        return calls * self._call_bytes + 3 * self._weight_bytes + _CONTEXT_BYTES
 
     @property
     def views(self) -> Views:

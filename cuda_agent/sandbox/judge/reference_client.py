@@ -19,6 +19,7 @@ from cuda_agent.sandbox.wire import TaskSpec, span
 _COMPILE_SECONDS = 300.0  # limit, for a large model with nothing cached on a busy machine
 _OPENING_SECONDS = 10.0  # lower bound of the limit for opening a task, which may import from a cold disk
 Views = list[list[int] | None]  # for each output: its strides if the reference returns a view, else None
+_MOST_EXAMPLES, _EXAMPLES_BYTES = 8, 128 << 20  # inputs with outputs that one request may ask for on a GPU
 _SHORT = 0.02  # processor seconds of a call below which it gets one thread where its time does not count
 _FLOATING = ("float32", "float16", "bfloat16")
 
@@ -66,6 +67,7 @@ class ReferenceClient:
         self.redrawn: int | None = None  # seed of ``draw_weights``, if any weight differs from the constructor's
         self.kept = False  # whether redrawn weights would make outputs infinite or NaN
         self._device, self._memory = settings.device, memory_of(settings.device)
+        worker.verified = self._device == "cpu"  # on a GPU nothing that a reference does between requests is timed
         try:
             self._open(code, weights_seed, settings)
         except BaseException:
@@ -87,8 +89,11 @@ class ReferenceClient:
         if settings.device == "cpu" and size > settings.memory_mb << 20:
             raise TaskError(f"the task's tensors take {size >> 20} MB, more than the limit of {settings.memory_mb} MB")
         try:
-            slots, fixed = min(2, self._memory.slots(call_bytes(self.spec))), settings.clock == "model"
-            self._buffers = self._memory.Buffers(self.spec, slots=slots, values=True, fixed=fixed)
+            call, fixed = call_bytes(self.spec), settings.clock == "model"
+            slots, examples = min(2, self._memory.slots(call)), 1
+            if settings.device == "cuda":
+                examples = max(1, min(_MOST_EXAMPLES, _EXAMPLES_BYTES // max(1, call)))
+            self._buffers = self._memory.Buffers(self.spec, slots=slots, examples=examples, fixed=fixed)
         except driver.DriverError:
             raise TaskError(f"the task's tensors take {size >> 20} MB, more than the device has left") from None
         buffers = self._buffers
@@ -121,7 +126,8 @@ class ReferenceClient:
         """Returns inputs drawn under ``seed``, or ``None`` if the task has none of this ``kind`` (``wire.KINDS``)."""
         if not self._ask(WorkerOperation.DRAW_INPUTS, {"seed": seed, "kind": kind}):
             return None
-        return self._buffers.values(self._buffers.value_inputs, self.spec.inputs)
+        inputs = self.spec.inputs
+        return self._buffers.values(self._buffers.examples[0][: len(inputs)], inputs)
 
     def outputs(self, inputs: list[Any]) -> list[Any]:
         """Returns the model's outputs for ``inputs``. Short calls on the CPU get one thread: on a busy machine, several
@@ -130,10 +136,23 @@ class ReferenceClient:
         self._on(inputs, WorkerOperation.RUN, {"threads": 1} if short else None)
         return self._buffers.outputs(0)
 
-    def example(self, seed: int) -> tuple[list[Any], list[Any]]:
-        """Returns inputs drawn under ``seed``, and the model's outputs for them. One request is faster than two."""
-        self._ask(WorkerOperation.DRAW_AND_RUN, {"seed": seed})
-        return self._buffers.values(self._buffers.value_inputs, self.spec.inputs), self._buffers.outputs(0)
+    def examples(self, seeds: Sequence[int]) -> list[tuple[list[Any], list[Any]]]:
+        """Returns, for each of ``seeds``, inputs drawn under it and the model's outputs for them. One request for many
+        is faster than many requests, because the device changes between the judge and the worker only once."""
+        found: list[tuple[list[Any], list[Any]]] = []
+        count, tensors = len(self.spec.inputs), (*self.spec.inputs, *self.spec.outputs)
+        while rest := seeds[len(found) : len(found) + self.batch]:
+            self._ask(WorkerOperation.DRAW_AND_RUN, {"seeds": list(rest)}, least=len(rest) * self._limit)
+            offsets = [offset for places in self._buffers.examples[: len(rest)] for offset in places]
+            values = self._buffers.values(offsets, tensors * len(rest))
+            drawn = [values[i : i + len(tensors)] for i in range(0, len(values), len(tensors))]
+            found += [(one[:count], one[count:]) for one in drawn]
+        return found
+
+    @property
+    def batch(self) -> int:
+        """The most inputs that one request of ``examples`` draws."""
+        return len(self._buffers.examples)
 
     def seconds(self, inputs: list[Any], null: bool = False) -> float:
         """Returns the seconds of one call of the model. If ``null``, returns those of an empty call, which computes

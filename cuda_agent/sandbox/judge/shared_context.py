@@ -14,7 +14,7 @@ from cuda_agent.sandbox.messages import EvaluateRequest, JudgeSettings, WorkerOp
 from cuda_agent.sandbox.wire import FormatTraits
 
 _MOST_SERVED = 64  # plans that one context serves
-_SAME = 0.98  # a time is a new best only below this share of the best
+_SAME = 0.95  # a time is a new best only below this share of the best; rewards differ by as much
 
 
 def may_share(request: EvaluateRequest, settings: JudgeSettings, best: float | None, size: int) -> bool:

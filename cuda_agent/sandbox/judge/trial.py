@@ -126,9 +126,9 @@ class Trial:
     def _open(self, profiler: bool = False) -> None:
         """Starts a worker, without the solution, and maps its buffers. If ``profiler``, the worker runs torch's
         profiler."""
-        request, buffers = self._request, self._buffers
-        place = request["load"].get("place")
+        buffers, place = self._buffers, self._request["load"].get("place")
         self._worker = worker = self._shared.take() if self._shared else self._workers.candidate(place, profiler)
+        worker.verified = self._settings.device == "cpu" or not self._traits.host_is_ours
         worker.seconds = self._settings.run_seconds + (_FINDING_SECONDS if place else 0.0)
         options = {
             "host_is_ours": self._traits.host_is_ours, "rule": self._traits.rule, "spec": buffers.spec.to_json(),

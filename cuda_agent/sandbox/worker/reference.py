@@ -72,7 +72,7 @@ class Reference(WorkerLoop):
     def map_buffers(self, frame: Frame) -> None:
         """Maps the judge's shared memory, and writes the weights to the output area, where the judge reads them."""
         self._slots = Slots(self._spec, frame.body, frame.fds, self._device)
-        self._values, self._places = frame.body["value_inputs"], frame.body["value_weights"]
+        self._examples, self._places = frame.body["examples"], frame.body["value_weights"]
         self._write_weights(range(len(self._places)))
 
     def _write_weights(self, positions: Iterable[int]) -> None:
@@ -107,36 +107,42 @@ class Reference(WorkerLoop):
         Returns false if the task has no inputs of the requested kind. Uses one thread, because only one draws random
         numbers and idle threads would spin."""
         with _threads(1):
-            return self._draw_inputs(frame.body["seed"], frame.body["kind"])
+            found = self._draw_inputs(frame.body["seed"], frame.body["kind"], self._example(0)[0])
+        self.settle()
+        return found
 
-    def _draw_inputs(self, seed: int, kind: str) -> bool:
+    def _draw_inputs(self, seed: int, kind: str, targets: list[torch.Tensor]) -> bool:
         torch.manual_seed(seed)
         random.seed(seed)
         numpy.random.seed(seed & 0xFFFFFFFF)  # a candidate would know a state that it shares as another fork
         varied = vary(draw(self._get_inputs, self._device)[1], kind)
         if varied is None:
             return False
-        store(varied, self._drawn())
-        self.settle()
+        store(varied, targets)
         return True
 
-    def _drawn(self) -> list[torch.Tensor]:
-        """Returns the tensors of the output area to which ``draw_inputs`` writes."""
-        places = zip(self._values, self._spec["inputs"], strict=True)
-        return [self._slots.tensor(self._slots.written + offset, tensor) for offset, tensor in places]
+    def _example(self, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Returns the tensors of the output area for drawn inputs, and for the model's outputs on them."""
+        tensors, count = (*self._spec["inputs"], *self._spec["outputs"]), len(self._spec["inputs"])
+        places = zip(self._examples[number], tensors, strict=True)
+        made = [self._slots.tensor(self._slots.written + offset, tensor) for offset, tensor in places]
+        return made[:count], made[count:]
 
     def draw_and_run(self, frame: Frame) -> None:
-        """Draws inputs as ``draw_inputs`` does, and runs the model on them."""
-        self._draw_inputs(frame.body["seed"], "normal")
-        self._run(frame, self._drawn())
+        """Draws inputs under each of the judge's seeds, as ``draw_inputs`` does, and runs the model on them."""
+        for number, seed in enumerate(frame.body["seeds"]):
+            inputs, outputs = self._example(number)
+            self._draw_inputs(seed, "normal", inputs)
+            store(flatten(self._call(*rebuild(self._arguments, inputs))), outputs)
+        self.settle()
 
     def run(self, frame: Frame) -> Any:
         """Runs the model on the inputs of ``frame.slot``. The request may give a number of threads."""
         with _threads(frame.body["threads"]) if frame.body else contextlib.nullcontext():
             return self._run(frame)
 
-    def _run(self, frame: Frame, given: list[torch.Tensor] | None = None) -> Any:
-        arguments = rebuild(self._arguments, given or self._slots.input_tensors(frame.slot))
+    def _run(self, frame: Frame) -> Any:
+        arguments = rebuild(self._arguments, self._slots.input_tensors(frame.slot))
         with torch.autocast(self._device, torch.bfloat16, enabled=self._autocast):
             results, times = self._clocked(lambda: self._call(*arguments))
         self._last = flatten(results)

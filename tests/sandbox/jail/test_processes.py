@@ -126,6 +126,13 @@ def test_memory_and_threads_of_its_own_are_watched(start: Start) -> None:
     assert ended(start(threads)) == ("threads", "started more than 64 threads")
 
 
+def test_memory_that_many_short_requests_keep_is_watched(start: Start) -> None:
+    worker = start("globals().setdefault('kept', []).append(os.urandom(1 << 20) * 8); answer()")
+    with pytest.raises(WorkerDied, match="used more than 400 MB"):
+        for _ in range(200):
+            worker.call(WorkerOperation.RUN)
+
+
 def test_shared_memory_counts_where_it_may_be_made(start: Start) -> None:
     memory = "import mmap; kept = mmap.mmap(-1, 900 << 20); kept[:] = bytes(900 << 20); time.sleep(20)"
     assert ended(start(memory, shared=True)) == ("memory", "used more than 400 MB")
@@ -174,6 +181,17 @@ def test_stopping_waits_for_a_thread_inside_a_long_system_call(start: Start) -> 
     worker.stop()
     states = [state(str(stat)) for stat in Path(f"/proc/{worker.pid}/task").glob("*/stat")]
     assert len(states) > 1 and set(states) <= set("Tt"), states
+
+
+def test_stopping_waits_for_no_thread_if_nothing_needs_the_proof(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = start()
+    monkeypatch.setattr(worker, "_signal", lambda number: None)
+    monkeypatch.setattr(worker, "_state", lambda: "R")
+    worker.verified = False
+    begin = time.monotonic()
+    worker.stop()
+    worker.timed(WorkerOperation.RUN, 0)
+    assert worker.alive and time.monotonic() - begin < processes._STOP_SECONDS
 
 
 def test_one_that_does_not_stop_ends_and_its_next_request_says_why(

@@ -37,12 +37,16 @@ def settings_in(folder: Path, **more: Any) -> JudgeSettings:
 class Reference:
     """A replacement for ``ReferenceClient``.  The task doubles its input."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(
+        self, _worker: Any = None, _code: str = "", _seed: int = 0, settings: JudgeSettings | None = None
+    ) -> None:
+        self.on_gpu = settings is not None and settings.device == "cuda"
         self.alive = True
         self.spec = SPEC
         self.weights: list[Any] = []
         self.redrawn, self.kept = None, False
         self.seeds: list[int] = []
+        self.asked: list[int] = []  # numbers of examples
         self.precisions: list[str] = []
         self.worker = self
         self.takes = 3.0
@@ -55,6 +59,15 @@ class Reference:
 
     def outputs(self, inputs: list[Any]) -> list[Any]:
         return [2 * inputs[0]]
+
+    @property
+    def batch(self) -> int:
+        return 4 if self.on_gpu else 1
+
+    def examples(self, seeds: Sequence[int]) -> list[tuple[list[Any], list[Any]]]:
+        self.asked.append(len(seeds))
+        inputs = [self.inputs(seed) or [] for seed in seeds]
+        return [(one, self.outputs(one)) for one in inputs]
 
     def exact(self, inputs: list[Any]) -> list[Any]:
         return [2 * inputs[0].astype(numpy.float64)]

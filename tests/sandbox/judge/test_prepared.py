@@ -10,6 +10,7 @@ import pytest
 from cuda_agent.errors import TaskError
 from cuda_agent.sandbox.jail.processes import WorkerDied
 from cuda_agent.sandbox.judge import prepared
+from cuda_agent.sandbox.judge.memory import host
 from cuda_agent.sandbox.judge.prepared import PreparedTask
 from tests.sandbox.judge.fakes import LENGTH, Pool, Reference, settings_in
 
@@ -42,7 +43,7 @@ def test_entries_are_made_once_and_have_the_references_outputs(make: Make) -> No
     reference: Any = task.oracle
     entry = task.entry(1)
     assert (entry.outputs[0] == 2 * entry.inputs[0]).all()
-    assert task.entry(1) is entry and len(reference.seeds) == 1
+    assert task.entry(1) is entry and len(reference.seeds) == 1, "on a CPU one request draws one"
     assert task.entry(1 + task.pool_size) is not entry, "the pool is a ring"
 
 
@@ -65,6 +66,20 @@ def test_after_each_evaluation_its_inputs_are_retired_and_the_next_ones_made(mak
     fixed = make(clock="model")
     fixed.rotate(used=3)
     assert fixed.base == 0
+
+
+def test_on_a_gpu_one_request_draws_what_the_next_trial_needs(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared, "memory_of", lambda device: host)
+    task = make(clock="real", device="cuda", checks=5, timed_calls=24)
+    reference: Any = task.oracle
+    task.rotate(used=1)
+    entries = [task.entry(task.base + number) for number in range(13)]
+    assert reference.asked == [13] and len({entry.inputs[0].tobytes() for entry in entries}) == 13
+    assert all((entry.outputs[0] == 2 * entry.inputs[0]).all() for entry in entries)
+    task.rotate(used=10)
+    assert reference.asked == [13, 10], "three are left"
+    task.entry(task.base + 13)
+    assert reference.asked == [13, 10, 4] and task.bytes > (17 + reference.batch) * task._call_bytes
 
 
 def test_fresh_inputs_never_come_again_and_not_every_kind_exists(make: Make) -> None:

@@ -133,7 +133,8 @@ class Buffers:
 
     Args:
         slots: The number of slots. Each slot holds the inputs and outputs of one call.
-        values: Whether the output area also has room for inputs and weights, which a reference worker writes there.
+        examples: The number of sets of inputs and outputs for which the output area has additional room. If there is
+            one, it also has room for weights. A reference worker writes there what it draws.
         fixed: Whether the gaps between tensors have a fixed width, so that offsets are the same in every run.
         areas: A function that makes both areas, given their sizes in bytes. By default they lie in CPU memory.
     """
@@ -142,7 +143,7 @@ class Buffers:
         self,
         spec: TaskSpec,
         slots: int,
-        values: bool = False,
+        examples: int = 0,
         fixed: bool = False,
         areas: Callable[[int, int], tuple[Any, Any]] | None = None,
     ) -> None:
@@ -150,7 +151,7 @@ class Buffers:
         self._fixed = fixed
         self._sizes = [0, 0]  # of the input and the output area
         weights = list(spec.weights.values())
-        self.weights = [] if values else [self._place(0, t) for t in weights]
+        self.weights = [] if examples else [self._place(0, t) for t in weights]
         self.slots: list[dict[str, list[int]]] = []
         self._rooms: list[range] = []  # of each slot: its bytes of the output area, gaps included
         self._patterns: dict[int, bytes] = {}  # poison of each slot that was filled
@@ -158,15 +159,15 @@ class Buffers:
             ins, begin = [self._place(0, t) for t in spec.inputs], self._sizes[1]
             self.slots.append({"in": ins, "out": [self._place(1, t) for t in spec.outputs]})
             self._rooms.append(range(begin, self._place(1, _NOTHING)))
-        self.value_inputs = [self._place(1, t) for t in spec.inputs] if values else []
-        self.value_weights = [self._place(1, t) for t in weights] if values else []
+        self.examples = [[self._place(1, t) for t in (*spec.inputs, *spec.outputs)] for _ in range(examples)]
+        self.value_weights = [self._place(1, t) for t in weights] if examples else []
         made: tuple[Any, Any] = (areas or Spare().take)(*self._sizes)
         self.input_area, self.output_area = made
         self.descriptors = [self.input_area.descriptor, self.output_area.descriptor]
         self.places = {  # for the worker: offsets and sizes in bytes, and the numbers of the two areas
             "layout": self.slots, "sizes": [self.input_area.size, self.output_area.size], "weights": self.weights,
             "areas": [self.input_area.number, self.output_area.number],
-            "value_inputs": self.value_inputs, "value_weights": self.value_weights,
+            "examples": self.examples, "value_weights": self.value_weights,
         }  # fmt: skip
 
     def _place(self, area: int, tensor: Tensor) -> int:
