@@ -56,8 +56,7 @@ class Trial:
         verdict: Verdict,
         shared: SharedContext | None = None,
     ) -> None:
-        self._settings = workers.settings
-        self._lease = workers.lease
+        self._settings, self._lease = workers.settings, workers.lease
         self._workers = workers
         self._shared = shared
         self._memory = prepared.memory
@@ -127,7 +126,8 @@ class Trial:
         """Starts a worker, without the solution, and maps its buffers. If ``profiler``, the worker runs torch's
         profiler."""
         buffers, place = self._buffers, self._request["load"].get("place")
-        self._worker = worker = self._shared.take() if self._shared else self._workers.candidate(place, profiler)
+        start = partial(self._workers.candidate, place, profiler, self._verdict.mode == "strict")
+        self._worker = worker = self._shared.take() if self._shared else start()
         worker.verified = self._settings.device == "cpu" or not self._traits.host_is_ours
         worker.seconds = self._settings.run_seconds + (_FINDING_SECONDS if place else 0.0)
         options = {

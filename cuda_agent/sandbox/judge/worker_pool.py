@@ -27,6 +27,9 @@ _KNOWN = 2  # version of the folder that compiling workers share
 # MB and number of files in the folders of reference workers, without and with the right to compile: on a GPU
 # max-autotune keeps some files of each of the dozens of kernels that it tries for a matrix product.
 _FOLDER, _COMPILERS_FOLDER = (64, 1024), (2048, 32_768)
+# Hardware queues of a CUDA context. With few, it is made and released in a third of the time, but kernels on several
+# streams may wait for each other.
+_FEW_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_DEVICE_MAX_COPY_CONNECTIONS": "1"}
 _WARM_UP = """
 import torch
 class Model(torch.nn.Module):
@@ -55,17 +58,21 @@ class WorkerPool:
         self._plain.wait_ready()
         return self._plain.torch
 
-    def candidate(self, place: dict[str, Any] | None = None, profiler: bool = False) -> JailedProcess:
+    def candidate(
+        self, place: dict[str, Any] | None = None, profiler: bool = False, strictly: bool = False
+    ) -> JailedProcess:
         """Starts a worker for one solution. The worker can read its private folder and, if ``place`` is given, the
         results of the solution's first pass; it can write only its output area. If ``profiler``, it runs torch's
-        profiler and must not be timed. Raises ``NotStarted`` if the worker dies."""
+        profiler and must not be timed. If ``strictly``, its CUDA context has all hardware queues. Raises ``NotStarted``
+        if the worker dies."""
         if place:
             return self._locked(place, profiler)
-        spare, self._spare = (None, self._spare) if profiler else (self._spare, None)
+        queues = strictly and self.settings.device == "cuda"
+        spare, self._spare = (None, self._spare) if profiler or queues else (self._spare, None)
         if spare is not None and spare.alive:
             with contextlib.suppress(NotStarted):  # the spare worker died while it waited
                 return spare.wait_started()
-        return self._start_candidate(profiler=profiler).wait_started()
+        return self._start_candidate(profiler=profiler, queues=queues).wait_started()
 
     def start_spare(self) -> None:
         """Begins to start a worker for the next candidate, and returns at once. Does nothing if there is such a
@@ -113,7 +120,7 @@ class WorkerPool:
         execute = (*jail.SYSTEM_EXECUTE, *jail.PYTHON)
         policy = jail.JailPolicy(read=read, write=(str(home),), execute=execute, file_mb=256, one_group=True)
         watch = within(home, *_COMPILERS_FOLDER)
-        return self._start(self._parent_that_compiles(), "reference", policy, home, watch).wait_started()
+        return self._start(self._parent_that_compiles(), "reference", policy, home, watch, queues=True).wait_started()
 
     def _home(self) -> Path:
         return Path(tempfile.mkdtemp(prefix="worker-", dir=self.settings.scratch))
@@ -125,6 +132,7 @@ class WorkerPool:
         policy: jail.JailPolicy,
         home: Path,
         watch: Callable[[JailedProcess], str] | None = None,
+        queues: bool = False,
         **more: Any,
     ) -> JailedProcess:
         settings = self.settings
@@ -142,6 +150,8 @@ class WorkerPool:
             "TMPDIR": folder, "HOME": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
             "TRITON_HOME": folder, "TRITON_CACHE_DIR": f"{folder}/triton",
         }  # fmt: skip
+        if not queues:
+            environment |= _FEW_QUEUES
         options = {
             "role": role, "threads": settings.threads, "folder": folder, "environment": environment,
             "device": settings.device, "train_mode": settings.train_mode, **more,

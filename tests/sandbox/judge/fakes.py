@@ -154,7 +154,7 @@ class Pool:
     def reference(self) -> Any:
         return None
 
-    def candidate(self, place: Any = None, profiler: bool = False) -> Any:
+    def candidate(self, place: Any = None, profiler: bool = False, strictly: bool = False) -> Any:
         return self.worker
 
     def compiler(self) -> tuple[Any, str]:
