@@ -3,11 +3,12 @@
     python benchmarks/sandbox_busy.py --evaluations 40 --loops 2
 
 The task is an element-wise chain on 2048 x 1024 values.  The kernels compute it between one and twelve times, so their
-speed-ups over eager and ``torch.compile`` lie on both sides of 1.  Mode ``strict`` gives the known speed-ups, on the
-machine as it is.  Then every kernel is judged several times in ``quick``, first as it is, then beside the loops.  Each
-verdict is new: the sources differ by a comment.
+speed-ups over eager and ``torch.compile`` lie on both sides of 1.  Every kernel is judged several times in ``quick``,
+first on the machine as it is, then beside the loops.  Before, between and after, each is judged in ``strict`` on the
+machine as it is.  Each verdict is new: the sources differ by a comment.
 
-A reward that differs from the one of the strict speed-up counts as wrong, a verdict ``infra`` as undecided.
+A kernel's reward is known if its three strict rewards agree.  A quick reward that differs from a known one is wrong, a
+verdict ``infra`` is undecided.
 """
 
 import argparse
@@ -59,15 +60,23 @@ async def measure(evaluations: int, loops: int) -> None:
     task = Task("chain", _TASK)
     with tempfile.TemporaryDirectory() as cache:
         async with LocalSandbox(SandboxConfig(), Path(cache)) as sandbox:
-            known: dict[int, Any] = {}
-            for passes in _PASSES:
-                known[passes] = verdict = await sandbox.evaluate(task, solution(passes, "strict"), "strict")
-                print(f"{passes:3} passes  {_line(verdict)}  reward {verdict.reward}  {verdict.message}", flush=True)
-            for name, count in (("as it is", 0), (f"{loops} loops beside", loops)):
+            known: dict[int, set[int]] = {passes: set() for passes in _PASSES}
+            quick: list[tuple[str, int, Any]] = []
+            seconds: dict[str, list[float]] = {}
+
+            async def strictly(number: int) -> None:
+                for passes in _PASSES:
+                    verdict = await sandbox.evaluate(task, solution(passes, f"strict {number}"), "strict")
+                    known[passes].add(verdict.reward)
+                    print(
+                        f"{passes:3} passes  {_line(verdict)}  reward {verdict.reward}  {verdict.message}", flush=True
+                    )
+
+            await strictly(0)
+            for index, (name, count) in enumerate((("as it is", 0), (f"{loops} loops beside", loops))):
                 # Not forked: a copy of this process would hold the pipes of its compilers open.
                 beside = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-                tally: collections.Counter[str] = collections.Counter()
-                seconds = []
+                seconds[name] = []
                 for number in range(evaluations):
                     passes = _PASSES[number % len(_PASSES)]
                     begin = time.perf_counter()
@@ -76,17 +85,21 @@ async def measure(evaluations: int, loops: int) -> None:
                     except TaskError as error:
                         print(error)
                         continue
-                    seconds.append(time.perf_counter() - begin)
-                    right = verdict.reward == known[passes].reward
-                    outcome = "undecided" if verdict.status == "infra" else "right" if right else "wrong"
-                    tally[outcome] += 1
-                    if outcome != "right":
-                        said = f"{_line(verdict)}  reward {verdict.reward} for {known[passes].reward}"
-                        print(f"    {name}: {passes} passes  {said}  {verdict.message}", flush=True)
+                    seconds[name].append(time.perf_counter() - begin)
+                    quick.append((name, passes, verdict))
                 for process in beside:
                     process.kill()
-                middle, last = statistics.median(seconds), statistics.quantiles(seconds, n=20)[-1]
-                print(f"{name}: {dict(tally)}, {middle:.2f} s a verdict (p95 {last:.2f} s)", flush=True)
+                await strictly(1 + index)
+    tally = {name: collections.Counter[str]() for name in seconds}
+    for name, passes, verdict in quick:
+        right = verdict.reward in known[passes]
+        outcome = "right" if right else "undecided" if verdict.status == "infra" else "wrong"
+        tally[name][outcome if len(known[passes]) == 1 else "not known"] += 1
+        if not right:
+            print(f"    {name}: {passes} passes  {_line(verdict)}  reward {verdict.reward}  {verdict.message}")
+    for name, count in tally.items():
+        middle, last = statistics.median(seconds[name]), statistics.quantiles(seconds[name], n=20)[-1]
+        print(f"{name}: {dict(count)}, {middle:.2f} s a verdict (p95 {last:.2f} s)")
 
 
 def _line(verdict: Any) -> str:

@@ -7,8 +7,9 @@ beside it.  Solutions of each format go one after the other, and then all at onc
 
     python benchmarks/sandbox_gpu.py --tasks 48 --solutions 30
 
-With ``--tasks`` it measures only this: distinct plans for so many tasks, ``--solutions`` a task, compiled before, in
-random order, all at once.  torch.compile's baselines are left out there: each task needs them once.
+With ``--tasks`` it measures only this: distinct solutions of one ``--format`` for so many tasks, ``--solutions`` a
+task, compiled before, in random order, all at once.  torch.compile's baselines are left out there: each task needs them
+once.
 """
 
 import argparse
@@ -119,12 +120,17 @@ def main() -> None:
         "--solutions", type=int, default=30, help="of a format, one after the other; and as many at once"
     )
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--tasks", type=int, default=0, help="measure plans for so many tasks, and nothing else")
+    parser.add_argument("--tasks", type=int, default=0, help="measure one format for so many tasks, and nothing else")
+    parser.add_argument("--format", choices=("plan", "extension", "python"), default="plan")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         if options.tasks:
-            print(json.dumps(asyncio.run(many_tasks(options.tasks, options.solutions, Path(cache))), indent=1))
+            print(
+                json.dumps(
+                    asyncio.run(many_tasks(options.tasks, options.solutions, options.format, Path(cache))), indent=1
+                )
+            )
             return
         answer = asyncio.run(measure(options.solutions, options.repeats, Path(cache)))
     for name, row in answer["formats"].items():
@@ -178,7 +184,7 @@ async def measure(solutions: int, repeats: int, cache: Path) -> dict[str, Any]:
     return answer
 
 
-async def many_tasks(count: int, solutions: int, cache: Path) -> dict[str, Any]:
+async def many_tasks(count: int, solutions: int, format: Format, cache: Path) -> dict[str, Any]:
     rng = random.Random(0)
     sizes = rng.sample([(rows, rounds) for rows in (256, 512, 1024, 2048, 4096) for rounds in range(2, 25)], count)
     tasks = [task(*size) for size in sizes]
@@ -190,7 +196,9 @@ async def many_tasks(count: int, solutions: int, cache: Path) -> dict[str, Any]:
             file.write_text(json.dumps({"compile_tried": True}))
         verdicts: list[Verdict] = []
 
-        def plan(number: int) -> Solution:
+        def made(number: int) -> Solution:
+            if format != "plan":
+                return solution(format, "20 us", number)
             node = PLAN["nodes"][0] | {"grid": rng.choice((132, 264, 528, 1056)), "block": rng.choice((128, 256, 512))}
             files = {"plan.json": json.dumps({"nodes": [node]}), "kernels/chain.cu": f"// {number}\n{KERNEL}"}
             return Solution("plan", files)
@@ -204,15 +212,15 @@ async def many_tasks(count: int, solutions: int, cache: Path) -> dict[str, Any]:
                 print(f"{len(verdicts)} verdicts in {seconds:.1f} s, means of the last 96: {phases}", flush=True)
 
         begin = time.perf_counter()
-        await asyncio.gather(*(judge(one, plan(-1)) for one in tasks))  # prepares the tasks
+        await asyncio.gather(*(judge(one, made(-1)) for one in tasks))  # prepares the tasks
         print(f"{count} tasks prepared in {time.perf_counter() - begin:.0f} s", flush=True)
         verdicts.clear()
-        order = [(one, plan(number)) for number in range(solutions) for one in tasks]
+        order = [(one, made(number)) for number in range(solutions) for one in tasks]
         rng.shuffle(order)
         specs = {one.name: await sandbox.spec(one) for one in tasks}
         begin = time.perf_counter()
         await asyncio.gather(*(sandbox.build(solution, specs[one.name]) for one, solution in order))
-        print(f"{len(order)} plans compiled in {time.perf_counter() - begin:.0f} s", flush=True)
+        print(f"{len(order)} solutions compiled in {time.perf_counter() - begin:.0f} s", flush=True)
         begin = time.perf_counter()
         await asyncio.gather(*(judge(*item) for item in order))
         seconds = time.perf_counter() - begin
