@@ -111,11 +111,11 @@ def l2_bytes() -> int:
     return attribute(_L2_BYTES)
 
 
-def memory_bytes() -> int:
-    """Returns the total memory of the device in bytes."""
+def memory_bytes() -> tuple[int, int]:
+    """Returns the bytes of the device's memory that are free, and all its bytes."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     _call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-    return total.value
+    return free.value, total.value
 
 
 def identity() -> str:

@@ -36,7 +36,8 @@ from cuda_agent.sandbox.wire import NO_PROGRAMS, Status, Verdict, printable
 from cuda_agent.tasks.task import Task
 
 _ASKS = re.compile(r"\b(load_inline|cpp_extension|triton|_inductor)\b|\btorch\s*\.\s*compile\b|\bimport\s+compile\b")
-_MEMORY_MB = 4096  # limit for all its processes together; one nvcc with torch's headers takes half
+# Limits for all its processes together. With torch's headers one compiler takes 2 GB, and a GPU's process as much.
+_MEMORY_MB = {"cpu": 4096, "cuda": 8192}
 _FILE_MB, _FOLDER_MB, _MOST_FILES = 256, 512, 4096
 _LOOK, _BREATH = 0.3, 1.0  # seconds: between checks of memory and folder; between pauses for a timing
 _VERSION = 3
@@ -167,7 +168,7 @@ class FirstPass:
         python = sys.prefix, sys.base_prefix
         policy = jail.JailPolicy(
             read=(*jail.SYSTEM_READ, *python), write=(str(folder), str(home)), execute=(*jail.SYSTEM_EXECUTE, *python),
-            memory_mb=2 * _MEMORY_MB if self._device == "cpu" else 0,  # virtual memory of one process
+            memory_mb=2 * _MEMORY_MB["cpu"] if self._device == "cpu" else 0,  # virtual memory of one process
             processes=256, file_mb=_FILE_MB, cpu_seconds=int(self._seconds * self._threads) + 60, one_group=True,
             shared_memory=self._device == "cuda", read_any=True,
         )  # fmt: skip
@@ -181,7 +182,9 @@ class FirstPass:
         with _Hold(self._lease) as hold:
             try:
                 watch = _watch((folder, home), hold, self._device)
-                worker = JailedProcess(self._warm(), options, policy, _MEMORY_MB, home, cgroups.find(), watch)
+                worker = JailedProcess(
+                    self._warm(), options, policy, _MEMORY_MB[self._device], home, cgroups.find(), watch
+                )
                 worker.wait_started()
                 worker.seconds = self._seconds
                 answer = worker.call(WorkerOperation.RUN_FIRST_PASS, request)
@@ -315,7 +318,7 @@ def _watch(folders: Sequence[Path], hold: _Hold, device: str) -> Callable[[Jaile
             breathed = time.monotonic()
         if now - looked > _LOOK:
             looked = now
-            if sum(memory_bytes(pid)[1] for pid in descendants(worker.pid)) > _MEMORY_MB << 20:
+            if sum(memory_bytes(pid)[1] for pid in descendants(worker.pid)) > _MEMORY_MB[device] << 20:
                 return "memory"
             if any(map(_too_much, folders)) or deleted_bytes(worker.pid, devices) > _FOLDER_MB << 20:
                 return "disk"

@@ -102,10 +102,13 @@ class Judge:
             found.oracle.close()
             found = None
         self._prepared[digest] = found = found or PreparedTask(task["code"], digest, self._workers)
-        most = self.memory.prepared_bytes()
+        most, wanted = self.memory.prepared_bytes(), found.candidate_bytes
+        if self.memory.free_bytes() < wanted:
+            self.memory.trim()
         while len(self._prepared) > 1 and (
             len(self._prepared) > _MOST_PREPARED[self.settings.device]
             or sum(one.bytes for one in self._prepared.values()) > most
+            or self.memory.free_bytes() < wanted
         ):
             self._prepared.popitem(last=False)[1].oracle.close()
             self.memory.trim()

@@ -103,7 +103,7 @@ class PreparedTask:
         self._call_bytes = size = call_bytes(self.spec)
         self._weight_bytes = sum(byte_count(tensor) for tensor in self.spec.weights.values())
         calls = settings.checks + settings.timed_calls + (cross_check.CALLS if settings.device == "cuda" else 0)
-        self.pool_size = max(2, min(calls, self.memory.pool_bytes() // max(1, size)))
+        self.pool_size = max(1, min(calls, self.memory.pool_bytes() // max(1, size)))
         self._pool: dict[int, PoolEntry] = {}  # a ring: an entry's place is its number modulo ``pool_size``
         self._plain = bool(self.spec.weights)  # whether the next trial's weights may have to be drawn
         self._weights = 0  # how many times other weights were drawn
@@ -127,11 +127,9 @@ class PreparedTask:
     def candidate_buffers(self, host_is_ours: bool, areas: Callable[[int, int], Any] | None) -> Any:
         """Makes the buffers of one candidate. They hold the weights of its trial. If ``host_is_ours`` is false, a GPU
         candidate gets enough slots for a chain of calls. ``areas`` makes the areas of memory; ``None``: new ones."""
-        memory, settings, size = self.memory, self.settings, self._call_bytes
-        slots = memory.slots(size)
-        if settings.device == "cuda" and not host_is_ours:
-            slots = min(max(2, 3 * memory.SLOTS_BYTES // max(1, size)), cross_check.LONGEST_CHAIN)
-        areas = areas or (self._workers.areas.take if settings.device == "cpu" else None)
+        memory, chains = self.memory, self.settings.device == "cuda" and not host_is_ours
+        slots = memory.chained_slots(self._call_bytes) if chains else memory.slots(self._call_bytes)
+        areas = areas or (self._workers.areas.take if self.settings.device == "cpu" else None)
         made = {"areas": areas} if areas else {}
         buffers = memory.Buffers(self.spec, slots=slots, fixed=self._fixed, **made)
         self.draw_weights()
@@ -289,9 +287,16 @@ class PreparedTask:
 
     @property
     def bytes(self) -> int:
-        """About how many bytes of the device the task holds: its pool, its areas, its model, and a worker's context."""
-        calls = len(self._pool) + _SLOTS + self.oracle.batch
+        """About how many bytes of the device the task holds: its pool, its areas, memory that torch keeps, its model,
+        and a worker's context."""
+        calls = max(len(self._pool), min(self.pool_size, self.settings.checks)) + _SLOTS + self.oracle.batch + 1
         return calls * self._call_bytes + 3 * self._weight_bytes + _CONTEXT_BYTES
+
+    @property
+    def candidate_bytes(self) -> int:
+        """About how many bytes of the device a candidate needs, with the judge's copies of what it computes."""
+        calls = self.memory.slots(self._call_bytes) + 3
+        return calls * self._call_bytes + 3 * self._weight_bytes + 2 * _CONTEXT_BYTES
 
     @property
     def views(self) -> Views:

@@ -71,6 +71,8 @@ class Reference(WorkerLoop):
 
     def map_buffers(self, frame: Frame) -> None:
         """Maps the judge's shared memory, and writes the weights to the output area, where the judge reads them."""
+        if self._device == "cuda":
+            torch.cuda.empty_cache()  # of the first call's tensors; the largest tasks do not fit beside them
         self._slots = Slots(self._spec, frame.body, frame.fds, self._device)
         self._examples, self._places = frame.body["examples"], frame.body["value_weights"]
         self._write_weights(range(len(self._places)))

@@ -2,12 +2,14 @@
 headers.
 
 Torch writes and runs its build as always, with its own flags; only the folder of torch's headers is another one. If
-that build fails, or its library is not a module, torch builds with its own headers. The second pass takes the same way,
-because it replays the same builds. The stand-ins are ``cuda_agent/sandbox/formats/stand_ins``."""
+that build fails, or its library is not a module, torch builds with its own headers, unless that is bound to fail too.
+The second pass takes the same way, because it replays the same builds. The stand-ins are the headers in
+``cuda_agent/sandbox/formats/stand_ins``."""
 
 import contextlib
 import inspect
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,12 @@ from typing import Any
 import torch
 
 _FOLDER, _USED = "stand-ins", "used"
+_FAILED = "FAILED:"  # ninja's line before the output of a command that failed
+# g++: load_inline binds a function by a line of C++ that it writes itself, and no source declares this function.
+_UNBOUND = re.compile(
+    r"error: '(\w+)' was not declared in this scope[^\n]*\n[^\n]*m\.def\(\"\1\", torch::wrap_pybind_function\(\1\)"
+)
+_TWICE = re.compile(r"error: redefinition of '[^'\n]*\bPyInit_|multiple definition of `PyInit_")
 _LIGHT = ("torch/headeronly", "ATen/dlpack.h")  # headers of torch that the stand-ins include
 
 
@@ -30,6 +38,32 @@ def write_headers(place: Path, headers: Mapping[str, str]) -> None:
         path = place / _FOLDER / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to(Path(torch.__file__).parent / "include" / name)
+
+
+def _fails_anyway(said: str, folder: Path) -> bool:
+    """Returns whether a build with torch's own headers would fail like the build that ``said`` this. That is so if the
+    first error of a command is that the module is defined twice, or that a bound function is declared nowhere: neither
+    in the sources nor, as a word, in torch's headers. ``folder`` keeps what the search in the headers found."""
+    for output in said.split(_FAILED)[1:]:
+        if found := _TWICE.search(output) or _UNBOUND.search(output):
+            first = output.find("error: ")
+            if found.re is _TWICE or (first == found.start() and not _in_headers(found[1], folder)):
+                return True
+    return False
+
+
+def _in_headers(name: str, folder: Path) -> bool:
+    """Returns whether a header of torch holds the word ``name``. A file in ``folder`` remembers that none does."""
+    mark = folder / f"undeclared-{name}"
+    if mark.exists():
+        return False
+    word = re.compile(rb"\b%s\b" % name.encode())
+    headers = (Path(torch.__file__).parent / "include").rglob("*.h*")
+    if any(name.encode() in (text := path.read_bytes()) and word.search(text) for path in headers if path.is_file()):
+        return True
+    with contextlib.suppress(OSError):
+        mark.touch()
+    return False
 
 
 def offer(place: Path) -> None:
@@ -63,13 +97,15 @@ def offer(place: Path) -> None:
             with contextlib.suppress(OSError):  # the second pass may not write
                 used.touch()  # now, because the library may end this process when it is loaded
             return build(**other)
-        except Exception:
+        except Exception as error:
             if first:
                 with contextlib.suppress(OSError):
                     used.unlink()
             versions.pop(arguments["name"], None)
             if before is not None:
                 versions[arguments["name"]] = before
+            if _fails_anyway(str(error), folder):
+                raise
         finally:
             changed.include_paths = include_paths
         return build(*given, **options)

@@ -12,6 +12,7 @@ import pytest
 
 from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.formats import first_pass
+from cuda_agent.sandbox.worker import stand_ins
 from tests.sandbox.conftest import Running, task
 from tests.sandbox.formats.test_first_pass import kept, needs_ninja, solution
 
@@ -179,3 +180,46 @@ def test_only_solutions_that_call_torchs_builder_get_stand_ins() -> None:
     }
     assert found["ATen/cuda/CUDAContext.h"] == "#include <stand_in/cuda.h>\n"
     assert found["torch/extension.h"] == "#include <stand_in/module.h>\n"
+
+
+INLINE = """
+from torch.utils.cpp_extension import load_inline
+SOURCE = '''#include <torch/extension.h>
+SOURCE'''
+try:
+    module = load_inline("given", SOURCE, functions=["FUNCTION"])
+except RuntimeError as error:
+    assert "Error building extension 'given'" in str(error)
+"""
+DECLARED = "torch::Tensor scaled(torch::Tensor x) { return x; }"
+
+
+@needs_ninja
+@pytest.mark.parametrize(
+    ("source", "function"),
+    [
+        (DECLARED, "scale_all"),
+        (DECLARED + " PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) { m.def('one', &scaled); }".replace("'", '"'), "scaled"),
+    ],
+    ids=["a function that is declared nowhere", "a module that is defined twice"],
+)
+def test_what_torchs_headers_would_refuse_too_is_not_built_with_them(
+    running: Running, source: str, function: str
+) -> None:
+    code = INLINE.replace("SOURCE'''", source + "'''").replace("FUNCTION", function)
+    verdict = running.evaluate(task(), solution(code))
+    assert (verdict.status, verdict.message) == ("ok", "")
+    extension = kept(running)[-1] / "extensions" / "given"
+    assert (extension / "stand-ins" / "build.ninja").exists() and not (extension / "build.ninja").exists()
+
+
+def test_a_function_that_a_header_of_torch_may_declare_is_built_with_torchs_headers(tmp_path: Path) -> None:
+    def says(name: str, before: str = "") -> str:
+        line = f'    4 | m.def("{name}", torch::wrap_pybind_function({name}), "{name}");'
+        return f"FAILED: main.o\n{before}main.cpp:4:52: error: '{name}' was not declared in this scope\n{line}\n"
+
+    assert stand_ins._fails_anyway(says("scale_all"), tmp_path)
+    assert not stand_ins._fails_anyway(says("wrap_pybind_function"), tmp_path)
+    other = "main.cpp:2:1: error: 'NewType' does not name a type\n"
+    assert not stand_ins._fails_anyway(says("scale_all", other), tmp_path), "the function may be what it declares"
+    assert stand_ins._fails_anyway(f"FAILED: cuda.o\n{other}{says('scale_all')}", tmp_path)

@@ -106,6 +106,24 @@ def test_prepared_tasks_are_bounded_by_their_bytes(make: Make, monkeypatch: pyte
     assert judge.prepared(source("d")).oracle.alive, "the task that is asked for stays"
 
 
+def test_tasks_go_until_the_next_candidate_finds_room_on_the_device(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge, trimmed = make(), []
+    a, b = judge.prepared(source("a")), judge.prepared(source("b"))
+    needs = a.candidate_bytes
+    monkeypatch.setattr(judge.memory, "trim", lambda: trimmed.append(True))
+    monkeypatch.setattr(judge.memory, "free_bytes", lambda: needs - 1 + (len(trimmed) > 0))
+    c = judge.prepared(source("c"))
+    assert a.oracle.alive and b.oracle.alive and len(trimmed) == 1, "memory that the judge keeps is enough"
+    monkeypatch.setattr(judge.memory, "free_bytes", lambda: needs - 1 + (not a.oracle.alive))
+    d = judge.prepared(source("d"))
+    assert (a.oracle.alive, b.oracle.alive, c.oracle.alive, d.oracle.alive) == (False, True, True, True)
+    monkeypatch.setattr(judge.memory, "free_bytes", lambda: 0)
+    assert judge.prepared(source("e")).oracle.alive, "the task that is asked for stays"
+    assert not any(one.oracle.alive for one in (b, c, d))
+
+
 @pytest.mark.parametrize(
     "message", ["CUDA out of memory. Tried", "out of device memory", "more than the device has left"]
 )

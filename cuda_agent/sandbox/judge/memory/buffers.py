@@ -133,8 +133,9 @@ class Buffers:
 
     Args:
         slots: The number of slots. Each slot holds the inputs and outputs of one call.
-        examples: The number of sets of inputs and outputs for which the output area has additional room. If there is
-            one, it also has room for weights. A reference worker writes there what it draws.
+        examples: The number of sets of inputs and outputs that a reference worker can draw in one request. The output
+            area has room for them; the first set's outputs are those of the first slot. If there is one, the area also
+            has room for weights.
         fixed: Whether the gaps between tensors have a fixed width, so that offsets are the same in every run.
         areas: A function that makes both areas, given their sizes in bytes. By default they lie in CPU memory.
     """
@@ -159,7 +160,9 @@ class Buffers:
             ins, begin = [self._place(0, t) for t in spec.inputs], self._sizes[1]
             self.slots.append({"in": ins, "out": [self._place(1, t) for t in spec.outputs]})
             self._rooms.append(range(begin, self._place(1, _NOTHING)))
-        self.examples = [[self._place(1, t) for t in (*spec.inputs, *spec.outputs)] for _ in range(examples)]
+        drawn = [[self._place(1, t) for t in spec.inputs] for _ in range(examples)]
+        outs = [self.slots[0]["out"], *([self._place(1, t) for t in spec.outputs] for _ in drawn[1:])]
+        self.examples = [[*ins, *out] for ins, out in zip(drawn, outs, strict=False)]
         self.value_weights = [self._place(1, t) for t in weights] if examples else []
         made: tuple[Any, Any] = (areas or Spare().take)(*self._sizes)
         self.input_area, self.output_area = made

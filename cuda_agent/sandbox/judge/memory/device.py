@@ -20,6 +20,7 @@ from typing import ClassVar
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.judge.memory import buffers
 from cuda_agent.sandbox.judge.memory.buffers import byte_count
+from cuda_agent.sandbox.judge.timing.cross_check import LONGEST_CHAIN
 from cuda_agent.sandbox.wire import Tensor
 
 _BLOCK = 256
@@ -149,12 +150,25 @@ def slots(size: int) -> int:
 
 def pool_bytes() -> int:
     """Returns the most bytes that one task's pool of inputs and expected outputs may take."""
-    return min(_POOL_BYTES, driver.memory_bytes() // 16)
+    return min(_POOL_BYTES, driver.memory_bytes()[1] // 16)
 
 
 def prepared_bytes() -> int:
     """Returns the most bytes of the device that prepared tasks may hold together. Candidates need the rest."""
-    return driver.memory_bytes() // 2
+    return driver.memory_bytes()[1] // 2
+
+
+def free_bytes() -> int:
+    """Returns the bytes of the device that no process holds. What ``trim`` would free is not among them."""
+    return driver.memory_bytes()[0]
+
+
+def chained_slots(size: int) -> int:
+    """Returns the number of slots for a candidate that runs chains of calls, for a task whose inputs and outputs take
+    ``size`` bytes. A second slot of the largest tasks would not fit on the device beside the judge's own copies."""
+    if size > driver.memory_bytes()[1] // 12:
+        return 1
+    return min(max(2, 3 * SLOTS_BYTES // max(1, size)), LONGEST_CHAIN)
 
 
 def trim() -> None:

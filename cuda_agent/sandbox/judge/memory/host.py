@@ -11,6 +11,7 @@ __all__ = [
     "agree",
     "distance",
     "flush",
+    "free_bytes",
     "healthy",
     "mismatch",
     "pool_bytes",
@@ -34,6 +35,11 @@ def pool_bytes() -> int:
 
 def prepared_bytes() -> int:
     """Returns the most bytes that prepared tasks may hold together. The CPU has no such limit, only one per worker."""
+    return 1 << 62
+
+
+def free_bytes() -> int:
+    """Returns a number that no task reaches: the CPU's memory is bounded for each worker."""
     return 1 << 62
 
 

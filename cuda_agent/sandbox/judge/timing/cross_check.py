@@ -6,7 +6,8 @@ the events do not cover. The judge therefore measures a lower bound of the time 
 The judge times requests for one call, and requests for a chain: several calls on different inputs. The wall time of a
 request ends when the judge holds a copy of all outputs. The judge divides the difference of the two wall times by the
 number of additional calls, so the fixed cost of a request cancels out. It subtracts the time of an empty call, which it
-measured in the same way before untrusted code was loaded. The result is the lower bound.
+measured in the same way before untrusted code was loaded. The result is the lower bound. If the device has room for one
+slot only, there is no chain: the bound is the wall time of one call, less its delay and the time of an empty request.
 
 While the host enqueues the calls of a request, the device waits in a kernel of known length: the delay. The judge does
 not see work on another stream during the delay. A chain's delay is therefore at most about twice the time in which the
@@ -40,7 +41,7 @@ def longest(host: float) -> float:
 class CrossCheck:
     def __init__(self, slots: int, empty: Callable[[int, int], float], host: float) -> None:
         """Measures an empty call's time, and limits the delay of the candidate's calls. ``slots`` is the number of
-        calls in the longest chain, at least 2. ``empty(calls, delay)`` runs a chain of empty calls after a delay in
+        calls in the longest chain. ``empty(calls, delay)`` runs a chain of empty calls after a delay in
         units of ``DELAY_UNIT``, and returns its wall seconds. ``host`` is how many seconds the host needs to enqueue a
         call of eager."""
         self.delay = _SHORTEST
@@ -50,7 +51,7 @@ class CrossCheck:
         walls = _Walls(slots)
         for _ in range(2 * _ROUNDS):
             walls.add(lambda count: empty(count, _EMPTY_DELAY))
-        self._empty = max(0.0, walls.slope())
+        self._empty = max(0.0, walls.slope(_EMPTY_DELAY))
 
     def heard(self, host: float) -> None:
         """Sets the delay of later calls to 1.5 times ``host``, the seconds that the host needed to enqueue the last
@@ -75,8 +76,8 @@ class CrossCheck:
         walls = _Walls(count)
         for number in range(_MOST_ROUNDS):
             walls.add(wall)
-            bound = walls.slope() - self._empty
-            if number + 1 >= _ROUNDS and told >= _SHARE * bound - _SLACK / (count - 1):
+            bound = walls.slope(delay) - self._empty
+            if number + 1 >= _ROUNDS and told >= _SHARE * bound - _SLACK / max(1, count - 1):
                 return told, ""
         if min(late) > 0:
             return bound, ""  # the host takes longer than any delay, so the host's time counts
@@ -88,7 +89,8 @@ def _units(seconds: float) -> int:
 
 
 class _Walls:
-    """The shortest wall times so far, in seconds, of two requests: for one call, and for a chain of ``count`` calls."""
+    """The shortest wall times so far, in seconds, of two requests: for one call, and for a chain of ``count`` calls. If
+    ``count`` is 1, there is only the former."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -96,8 +98,12 @@ class _Walls:
 
     def add(self, wall: Callable[[int], float]) -> None:
         self._short = min(self._short, wall(1))
-        self._long = min(self._long, wall(self._count))
+        if self._count > 1:
+            self._long = min(self._long, wall(self._count))
 
-    def slope(self) -> float:
-        """Returns the wall seconds that each further call adds to a chain."""
+    def slope(self, delay: int) -> float:
+        """Returns the wall seconds that each further call adds to a chain. If there is no chain, returns the wall
+        seconds of a request for one call after its ``delay`` (in units of ``DELAY_UNIT``)."""
+        if self._count == 1:
+            return self._short - delay * DELAY_UNIT
         return (self._long - self._short) / (self._count - 1)

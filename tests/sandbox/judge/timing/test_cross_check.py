@@ -11,9 +11,11 @@ from cuda_agent.sandbox.wire import DELAY_UNIT
 REQUEST, COPY, EAGER_HOST = 4e-4, 1e-5, 1e-3  # seconds: of a request, of one call's outputs, of eager's host
 
 
-def made(device: float, host: float = 2e-5, noise: Callable[[], float] = lambda: 0.0) -> tuple[CrossCheck, Callable]:
+def made(
+    device: float, host: float = 2e-5, noise: Callable[[], float] = lambda: 0.0, slots: int = 8
+) -> tuple[CrossCheck, Callable]:
     """A check, and the chains of a candidate whose calls take so long on the device and on the host."""
-    check = CrossCheck(8, lambda count, delay: REQUEST + delay * DELAY_UNIT + count * COPY + noise(), EAGER_HOST)
+    check = CrossCheck(slots, lambda count, delay: REQUEST + delay * DELAY_UNIT + count * COPY + noise(), EAGER_HOST)
     check.heard(host)
 
     def chain(count: int, delay: int) -> tuple[float, float]:
@@ -23,9 +25,10 @@ def made(device: float, host: float = 2e-5, noise: Callable[[], float] = lambda:
     return check, chain
 
 
+@pytest.mark.parametrize("slots", [8, 1])
 @pytest.mark.parametrize("device", [2e-6, 2e-5, 2e-4, 2e-3, 2e-2])
-def test_an_honest_time_is_believed(device: float) -> None:
-    check, chain = made(device)
+def test_an_honest_time_is_believed(device: float, slots: int) -> None:
+    check, chain = made(device, slots=slots)
     assert check.believe(device, chain) == (device, "")
 
 
@@ -36,9 +39,11 @@ def test_an_honest_time_is_believed_whatever_lengthens_the_walls() -> None:
         assert check.believe(2e-5, chain)[1] == ""
 
 
-@pytest.mark.parametrize(("device", "told"), [(2e-4, 2e-5), (2e-3, 1e-3), (2e-2, 1e-3)])
-def test_a_time_far_below_the_walls_is_doubted_with_both_figures(device: float, told: float) -> None:
-    check, chain = made(device)
+@pytest.mark.parametrize(
+    ("device", "told", "slots"), [(2e-4, 2e-5, 8), (2e-3, 1e-3, 8), (2e-2, 1e-3, 8), (2e-3, 1e-3, 1), (2e-2, 1e-3, 1)]
+)
+def test_a_time_far_below_the_walls_is_doubted_with_both_figures(device: float, told: float, slots: int) -> None:
+    check, chain = made(device, slots=slots)
     bound, doubt = check.believe(told, chain)
     assert bound == pytest.approx(device)
     assert f"{told * 1e6:.0f} us" in doubt and f"{device * 1e6:.0f} us" in doubt
