@@ -203,7 +203,7 @@ def test_a_first_pass_that_fails_costs_its_solution_only(
     running: Running, monkeypatch: pytest.MonkeyPatch, prepare: str, forward: str, status: str, said: str
 ) -> None:
     monkeypatch.setattr(running.sandbox._first_pass, "_seconds", 2.0 if status == "timeout" else 20.0)
-    monkeypatch.setattr(first_pass, "_MEMORY_MB", 1000 if said == "processes" else 300)
+    monkeypatch.setitem(first_pass._MEMORY_MB, "cpu", 1000 if said == "processes" else 300)
     before = kept(running)
     verdict = running.evaluate(task(), solution(ASKS + prepare, forward))
     assert verdict.status == status and said in verdict.message, verdict
