@@ -51,6 +51,11 @@ class JudgeHandle:
                 self._stop()
                 raise SandboxUnready(f"the judge does not start: {error}; {self._last_line_of_log()}") from None
 
+    @property
+    def busy(self) -> bool:
+        """Whether a request is being answered, so that the next one has to wait."""
+        return self._turn.locked()
+
     async def ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
         """Sends one request and returns its answer. Raises ``TaskError`` if the task does not run, ``SandboxUnready``
         if a wall or the GPU is missing, ``JudgeLost`` if the judge or its device fails, or ``FrameTooLarge``."""

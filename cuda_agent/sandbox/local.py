@@ -28,9 +28,11 @@ from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.machine import processor, processor_facts
 from cuda_agent.sandbox.build import builder, toolchain
 from cuda_agent.sandbox.formats import first_pass, plan, rules
-from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
+from cuda_agent.sandbox.formats.solution_format import FirstPassTime, SolutionError, Toolchain
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.jail import scratch
+from cuda_agent.sandbox.judge.memory.buffers import call_bytes
+from cuda_agent.sandbox.judge.prepared import baselines_file, read_baselines
 from cuda_agent.sandbox.judge.timing.roofline import keep
 from cuda_agent.sandbox.judge_process import JudgeHandle, JudgeLost
 from cuda_agent.sandbox.messages import (
@@ -49,6 +51,7 @@ _HERE = Path(__file__).parent
 _ONLY_CHECKED = "mode check only checks"
 _MOST_SPECS = 4096  # kept in memory
 _MOST_OF_A_TASK = FRAME_LIMIT // 4  # bytes as JSON
+_MOST_BESIDE = 1 << 30  # bytes of a call: larger models do not run on the GPU beside others that compile
 _JUDGING = ("build", "formats", "jail", "judge", "worker")  # folders whose code a verdict depends on, beside this one
 _THIS_ROOM = ("local.py", "judge_process.py", "messages.py", "wire.py", "driver.py")
 
@@ -99,6 +102,7 @@ class LocalSandbox:
             count = 1  # one exclusive judge per device
             kernels, self._identity = await self._device()
             settings = replace(settings, kernels=kernels, identity=self._identity)
+        self._settings = settings
         self._judges = []
         for number in range(count):
             folder = self._scratch / f"judge-{number}"  # one per judge: judges prove their walls at the same time
@@ -194,21 +198,16 @@ class LocalSandbox:
         spec = await self.spec(task)
         found = await asyncio.to_thread(rules.findings, solution)
         advice = rules.advice(found)
-        begin = clock()
-        if self.config.device == "cpu":
-            await plan.runtime(self._builder)
         format, device = FORMATS[solution.format], self.config.device
         first_pass_time = format.first_pass(solution.files, device)
         untimed = format.untimed.get(device, "") or (_ONLY_CHECKED if mode == "check" else "")
         traits = replace(format.traits, untimed=untimed)
         try:
-            load = await self._prepare(solution, spec)
-            if first_pass_time == "before":
-                load["place"] = await self._place(task, solution)
-            built = clock() - begin
+            made = self._load(task, solution, spec, first_pass_time), self._graphs(task, spec, mode)
+            (load, built), graphs = await asyncio.gather(*made)
             request: EvaluateRequest = {
-                "task": _source(task), "format": solution.format, "traits": asdict(traits), "mode": mode, "load": load,
-                "files": solution.files, "observe": bool(found), "again": again,
+                "task": _source(task, graphs), "format": solution.format, "traits": asdict(traits), "mode": mode,
+                "load": load, "files": solution.files, "observe": bool(found), "again": again,
             }  # fmt: skip
             verdict = Verdict.from_json(await judge.ask(JudgeRequest.EVALUATE, request))
             if first_pass_time == "when refused" and first_pass.was_refused(verdict):
@@ -235,6 +234,38 @@ class LocalSandbox:
         if self.config.clock == "real":
             verdict.phases = {"build": built} | verdict.phases
         return verdict
+
+    async def _load(
+        self, task: Task, solution: Solution, spec: TaskSpec, first_pass_time: FirstPassTime
+    ) -> tuple[dict[str, Any], float]:
+        """Builds the solution, and runs its first pass if that comes before the judge. Returns the request from which a
+        worker loads the solution, and the seconds that this took. Raises what ``_prepare`` and ``_place`` raise."""
+        begin = time.monotonic()
+        if self.config.device == "cpu":
+            await plan.runtime(self._builder)
+        load = await self._prepare(solution, spec)
+        if first_pass_time == "before":
+            load["place"] = await self._place(task, solution)
+        return load, time.monotonic() - begin
+
+    async def _graphs(self, task: Task, spec: TaskSpec, mode: Mode) -> str:
+        """Compiles the model of ``task`` with torch.compile, beside other work. Returns the folder of the results. The
+        judge, which has one thread, then times the compiled model without compiling it. Returns an empty string if the
+        times are known, if the judge has nothing else to do, or if compiling fails: the judge compiles the model then.
+        """
+        if mode == "check" or self.config.device == "cpu" or self.config.clock == "model":
+            return ""
+        if not self._judge(task).busy or call_bytes(spec) > _MOST_BESIDE or self._timed(task):
+            return ""
+        with contextlib.suppress(first_pass.FirstPassFailed, OSError):
+            place = await self._first_pass(task, first_pass.compiled_model(task), self._architecture, {}, False)
+            return str(place["folder"])
+        return ""
+
+    def _timed(self, task: Task) -> bool:
+        """Returns whether the times of the baselines of ``task`` are in the cache."""
+        file = baselines_file(self._settings, task.digest, importlib.metadata.version("torch"))
+        return read_baselines(file).compile_tried
 
     async def _prepare(self, solution: Solution, spec: TaskSpec) -> dict[str, Any]:
         """Builds the solution. Returns the request from which a worker loads it. Raises ``SolutionError``,
@@ -275,7 +306,8 @@ class LocalSandbox:
         """Runs a task without a solution. In the result, ``error`` describes a fault of the task."""
         for _ in (1, 2):
             try:
-                request = {"task": _source(task), "compile": compile}
+                graphs = await self._graphs(task, await self.spec(task), "quick") if compile else ""
+                request = {"task": _source(task, graphs), "compile": compile}
                 return Probe.from_json(await self._judge(task).ask(JudgeRequest.PROBE, request))
             except TaskError as error:
                 return Probe(error=str(error))
@@ -332,12 +364,12 @@ class LocalSandbox:
         return self.cache / "verdicts" / name[:2] / f"{name}.json"
 
 
-def _source(task: Task) -> TaskSource:
-    """Returns digest and code of a task. Raises ``TaskError`` if the code is too large to share a message with a
-    solution."""
+def _source(task: Task, graphs: str = "") -> TaskSource:
+    """Returns digest and code of a task, and the folder ``graphs``. Raises ``TaskError`` if the code is too large to
+    share a message with a solution."""
     if len(json.dumps(task.code)) > _MOST_OF_A_TASK:
         raise TaskError(f"the task is too large: at most {_MOST_OF_A_TASK} bytes as JSON")
-    return {"digest": task.digest, "code": task.code}
+    return {"digest": task.digest, "code": task.code, "graphs": graphs}
 
 
 @lru_cache

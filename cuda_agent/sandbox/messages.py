@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict
 
 from cuda_agent.sandbox.wire import Format, Mode
 
@@ -115,6 +115,7 @@ class JudgeSettings:
 class TaskSource(TypedDict):
     digest: str
     code: str
+    graphs: NotRequired[str]  # folder of the first pass in which torch.compile compiled the task's model
 
 
 class EvaluateRequest(TypedDict):

@@ -12,6 +12,8 @@ import pytest
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.sandbox.build import toolchain
+from cuda_agent.sandbox.formats.first_pass import FirstPassFailed
+from cuda_agent.sandbox.judge.prepared import baselines_file
 from cuda_agent.sandbox.judge_process import JudgeHandle, JudgeLost
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.messages import JudgeRequest
@@ -211,3 +213,58 @@ def test_a_quarantined_device_is_not_asked_and_a_killed_judge_stays_dead(tmp_pat
     with pytest.raises(JudgeLost, match="was ended"):
         asyncio.run(handle.ask(JudgeRequest.SPEC, {}))
     assert not (tmp_path / "judge.log").exists(), "no process was started"
+
+
+@pytest.fixture
+def passes(make: Callable[[Any], LocalSandbox], tmp_path: Path) -> LocalSandbox:
+    """A sandbox for a GPU whose judge is busy, and whose first passes only leave the folder ``place``."""
+    judge: Any = Judge(Probe())
+    judge.busy = True
+    sandbox = make(judge)
+    sandbox.config = sandbox.config.model_copy(update={"device": "cuda", "clock": "real"})
+    sandbox._settings = settings_in(tmp_path, device="cuda", clock="real")
+
+    async def first_pass(_: Any, files: Mapping[str, str], *__: Any) -> dict[str, Any]:
+        assert files["model_new.py"].count("torch.compile(Model(*init))") == 1
+        return {"folder": str(tmp_path / "place"), "environment": {}}
+
+    sandbox._first_pass = first_pass  # type: ignore[assignment]
+    return sandbox
+
+
+def graphs(sandbox: LocalSandbox, mode: Any = "quick", spec: TaskSpec = SPEC) -> str:
+    return asyncio.run(sandbox._graphs(task(), spec, mode))
+
+
+def test_a_model_is_compiled_beside_the_judge_if_the_judge_is_busy_and_needs_its_time(
+    passes: LocalSandbox, tmp_path: Path
+) -> None:
+    judge: Any = passes._judges[0]
+    assert graphs(passes) == str(tmp_path / "place")
+    assert graphs(passes, "check") == ""
+    assert graphs(passes, spec=TaskSpec((Tensor((1 << 29,), "float32"),), SPEC.outputs, {}, (), ())) == "", "too large"
+    judge.busy = False
+    assert graphs(passes) == ""
+    judge.busy = True
+    file = baselines_file(passes._settings, task().digest, importlib.metadata.version("torch"))
+    file.parent.mkdir()
+    file.write_text('{"compile_tried": true}')
+    assert graphs(passes) == "", "the time is known"
+
+
+@pytest.mark.parametrize("update", [{"device": "cpu"}, {"clock": "model"}])
+def test_on_a_cpu_and_with_simulated_times_the_judge_compiles(passes: LocalSandbox, update: dict[str, str]) -> None:
+    passes.config = passes.config.model_copy(update=update)
+    assert graphs(passes) == ""
+
+
+@pytest.mark.parametrize("failure", [FirstPassFailed("crash", "out of memory"), OSError("a full disk")])
+def test_a_model_that_does_not_compile_beside_the_judge_is_left_to_the_judge(
+    passes: LocalSandbox, failure: Exception
+) -> None:
+    async def first_pass(*_: Any) -> Any:
+        raise failure
+
+    passes._first_pass = first_pass  # type: ignore[assignment]
+    assert graphs(passes) == ""
+    assert asyncio.run(passes.probe(task())).error == ""

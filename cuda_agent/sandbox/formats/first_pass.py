@@ -39,12 +39,24 @@ _ASKS = re.compile(r"\b(load_inline|cpp_extension|triton|_inductor)\b|\btorch\s*
 # Limits for all its processes together. With torch's headers one compiler takes 2 GB, and a GPU's process as much.
 _MEMORY_MB = {"cpu": 4096, "cuda": 8192}
 _FILE_MB, _FOLDER_MB, _MOST_FILES = 256, 512, 4096
-_LOOK, _BREATH = 0.3, 1.0  # seconds: between checks of memory and folder; between pauses for a timing
+_LOOK = 0.3  # seconds between checks of memory and folder
+_BREATH = {"cpu": 1.0, "cuda": 0.2}  # seconds between pauses for a timing
 _VERSION = 3
 _DOUBTED = ("wrong", "crash", "build_error")  # statuses that count only after a build with torch's own headers
 _STAND_INS = Path(__file__).parent / "stand_ins"
 _INCLUDE = re.compile(r"#\s*include\s*[<\"]((?:torch|ATen|c10|pybind11)(?!/headeronly|/dlpack)[\w/]*/\w+\.h)[>\"]")
 _IMPORTS = ("cuda_agent.sandbox.worker.compiling",)  # modules that the warm parent imports
+# Follows a task's code. One thread compiles: passes run side by side, and processes that compile take long to start.
+# Precisions are set as ``worker.reference`` sets them: a key tells an implicit setting from an equal explicit one.
+_COMPILED_MODEL = """
+
+def ModelNew(*init):
+    import torch
+    import torch._inductor.config
+    torch._inductor.config.compile_threads = 1
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True
+    return torch.compile(Model(*init))
+"""
 
 
 class FirstPassFailed(Exception):
@@ -59,6 +71,11 @@ def time_for_python(files: Mapping[str, str], device: str) -> FirstPassTime:
     """Returns ``before`` if the source names a compiler: the first pass runs before the solution is judged. Otherwise
     returns ``when refused``: the first pass runs only after a judged run could not start a program."""
     return "before" if asks(files.get("model_new.py", "")) else "when refused"
+
+
+def compiled_model(task: Task) -> dict[str, str]:
+    """Returns the files of a solution whose first pass compiles the model of ``task`` with ``torch.compile``."""
+    return {"model_new.py": task.code + _COMPILED_MODEL}
 
 
 def asks(code: str) -> bool:
@@ -300,9 +317,9 @@ class _Hold:
 
 def _watch(folders: Sequence[Path], hold: _Hold, device: str) -> Callable[[JailedProcess], str]:
     """Returns a function that the watchdog of a first pass calls again and again. The function returns ``memory`` or
-    ``disk`` if the worker exceeds that limit, otherwise an empty string. It also lets others time kernels. About once a
-    second it stops the worker while it calls ``hold.pause``. On a GPU it releases the lease for as long as programs of
-    the worker run: compilers do not use the device."""
+    ``disk`` if the worker exceeds that limit, otherwise an empty string. It also lets others time kernels. Every
+    ``_BREATH`` seconds it stops the worker while it calls ``hold.pause``. On a GPU it releases the lease for as long as
+    programs of the worker run: compilers do not use the device."""
     looked = breathed = time.monotonic()
     devices = {folder.stat().st_dev for folder in folders}
 
@@ -311,7 +328,7 @@ def _watch(folders: Sequence[Path], hold: _Hold, device: str) -> Callable[[Jaile
         now = time.monotonic()
         if device == "cuda" and _compiles(worker.pid):
             hold.release()
-        elif not hold.held or now - breathed > _BREATH:
+        elif not hold.held or now - breathed > _BREATH[device]:
             _signal_group(worker, signal.SIGSTOP)
             hold.pause()
             _signal_group(worker, signal.SIGCONT)

@@ -46,6 +46,7 @@ _Answer = TypeVar("_Answer")
 _MOST_PREPARED = {"cpu": 24, "cuda": 64}  # most prepared tasks; the least recently used one is removed first
 _SHORT_OF_MEMORY = "out of (device )?memory|more than the device has left"  # in errors of torch, driver and judge
 _PROBE_SECONDS = 10  # limit of a health probe of the device
+_RANDOM = "; but the task's own outputs for the same inputs differ from call to call, so no solution can match them"
 
 
 def _short_of_memory(error: Exception) -> bool:
@@ -102,6 +103,7 @@ class Judge:
             found.oracle.close()
             found = None
         self._prepared[digest] = found = found or PreparedTask(task["code"], digest, self._workers)
+        found.graphs = task.get("graphs", "")
         most, wanted = self.memory.prepared_bytes(), found.candidate_bytes
         if self.memory.free_bytes() < wanted:
             self.memory.trim()
@@ -148,19 +150,20 @@ class Judge:
             self.prepared(request["task"]).baselines = Baselines()
         # If baselines are missing, an untimed trial comes first: a wrong solution does not wait for their measurement,
         # and no candidate runs during it.
-        known = self.prepared(request["task"]).measured(verdict.mode)
+        known, measuring = self.prepared(request["task"]).measured(verdict.mode), {}
         for timed in (False,) if traits.untimed else (True,) if known else (False, True):
             if timed:
                 self.cleanup()
-                prepared = self.prepared(request["task"])
+                begin, prepared = time.perf_counter(), self.prepared(request["task"])
                 prepared.measure(compile=True)
                 if verdict.mode == "strict":
                     strict_baselines(prepared)
+                measuring = {} if known else {"baselines": time.perf_counter() - begin}
             if self._tried(request, verdict, timed):
                 self._tried(request, verdict, timed, again=True)
             if verdict.status != "ok":
                 break
-        verdict.phases = {} if settings.clock == "model" else verdict.phases | {"cleanup": before}
+        verdict.phases = {} if settings.clock == "model" else verdict.phases | measuring | {"cleanup": before}
         return verdict.to_json()
 
     def _tried(self, request: EvaluateRequest, verdict: Verdict, timed: bool, again: bool = False) -> bool:
@@ -187,6 +190,8 @@ class Judge:
             trial.run(timed)
         except CandidateRefused as refusal:
             verdict.status, verdict.message = refusal.status, str(refusal)
+            if refusal.status == "wrong" and not prepared.repeats():
+                verdict.message += _RANDOM
             if used:
                 verdict.samples.clear()
             return self.make_room(refusal) or refusal.retryable or used
@@ -233,15 +238,13 @@ class Judge:
         spec = prepared.spec
         if prepared.mutants is None:
             prepared.draw_weights()  # as for every candidate
-        first = prepared.entry(prepared.base)
-        with self._lease.working():
-            again = prepared.oracle.outputs(first.inputs)
+        deterministic = prepared.repeats()
         prepared.measure(compile)
         if prepared.mutants is None:
             prepared.mutants = mutants.survey(prepared, self._lease)
         return Probe(
             error=prepared.baselines.compile_error if compile else "",
-            deterministic=not self.memory.mismatch(first.outputs, again, spec.outputs, self.settings.tolerance)[0],
+            deterministic=deterministic,
             mutants=prepared.mutants,
             eager_seconds=prepared.baselines.eager,
             compile_seconds=prepared.baselines.compile,

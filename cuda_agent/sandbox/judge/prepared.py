@@ -28,6 +28,7 @@ from cuda_agent.sandbox.judge.memory.buffers import byte_count, call_bytes
 from cuda_agent.sandbox.judge.reference_client import ReferenceClient, Views, at_precision, memory_of, net
 from cuda_agent.sandbox.judge.timing import cost, cross_check, roofline
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
+from cuda_agent.sandbox.messages import JudgeSettings
 
 _CLOCK = 4  # version of the way baselines are measured; part of the key of their file
 _BASELINE_CALLS, _BASELINE_SECONDS = 25, 0.6  # most calls, and most seconds, of one round
@@ -73,10 +74,19 @@ class Baselines:
         return self.share or (self.compile / self.eager,) * 3
 
 
-def baselines_file(cache: str, digest: str, torch: str, threads: int, identity: str) -> Path:
-    """Returns the path of a task's file of baselines. Its name is a hash of all that the baselines depend on."""
-    key = json.dumps([digest, _CLOCK, torch, processor(), threads, identity])
-    return Path(cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+def baselines_file(settings: JudgeSettings, digest: str, torch: str) -> Path:
+    """Returns the path of a task's file of baselines. Its name is a hash of all that the baselines depend on; ``torch``
+    is torch's version."""
+    identity = settings.identity + (", train()" if settings.train_mode else "")
+    key = json.dumps([digest, _CLOCK, torch, processor(), settings.threads, identity])
+    return Path(settings.cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
+
+
+def read_baselines(file: Path) -> Baselines:
+    """Returns the baselines in ``file``; baselines without values if there is no valid file."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Baselines(**json.loads(file.read_text()))
+    return Baselines()
 
 
 class PreparedTask:
@@ -97,6 +107,7 @@ class PreparedTask:
         self.weights_seed = self._seed(-1)  # no inputs are drawn from this seed
         self.best: float | None = None  # seconds of the fastest solution that a new context has confirmed
         self.mutants: dict[str, float | None] | None = None  # see ``mutants.survey``; None: not asked yet
+        self.graphs = ""  # folder of the first pass in which torch.compile compiled the model, if there was one
         with self._lease.working():
             self.oracle = ReferenceClient(workers.reference(), code, self.weights_seed, settings)
         self.spec = self.oracle.spec
@@ -111,7 +122,7 @@ class PreparedTask:
         self.base = 0
         self._empty = math.inf
         self.empty_candidate: dict[str, float] = {}  # least seconds of a candidate's empty call, by format
-        self.baselines = self._load()
+        self.baselines = Baselines() if self._fixed else read_baselines(self._file())
         self.peaks = roofline.Peaks()
 
     def draw_weights(self) -> None:
@@ -223,16 +234,24 @@ class PreparedTask:
         with self._lease.working(), at_precision(self.oracle, precision):
             return self.oracle.outputs(inputs)
 
+    def repeats(self) -> bool:
+        """Returns whether the reference computes the same outputs again for the same inputs, within the tolerance."""
+        first = self.entry(self.base)
+        with self._lease.working():
+            again = self.oracle.outputs(first.inputs)
+        return not self.memory.mismatch(first.outputs, again, self.spec.outputs, self.settings.tolerance)[0]
+
     def compiled(self, mode: str, precision: str) -> ReferenceClient:
         """Returns a new reference client that runs the model compiled with torch.compile's ``mode``; the caller closes
         it. Raises ``WorkerError`` if torch.compile fails, and ``WorkerDied`` if the worker dies."""
         inputs = self.entry(self.base).inputs
-        worker, known = self._workers.compiler()
+        graphs = self.graphs if not mode and Path(self.graphs).is_dir() else ""
+        worker, known = self._workers.compiler(graphs)
         with self._lease.working(), contextlib.ExitStack() as failed:
             oracle = ReferenceClient(worker, self._code, self.weights_seed, self.settings)
             failed.callback(oracle.close)
             oracle.precision(precision)
-            oracle.compile(inputs, known, mode)
+            oracle.compile(inputs, known, mode, graphs)
             failed.pop_all()
         return oracle
 
@@ -365,15 +384,7 @@ class PreparedTask:
         return [[net(seconds, empty) for seconds in column] for column in best]
 
     def _file(self) -> Path:
-        settings = self.settings
-        identity = settings.identity + (", train()" if settings.train_mode else "")
-        return baselines_file(settings.cache, self._digest, self._workers.torch, settings.threads, identity)
-
-    def _load(self) -> Baselines:
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            if not self._fixed:
-                return Baselines(**json.loads(self._file().read_text()))
-        return Baselines()
+        return baselines_file(self.settings, self._digest, self._workers.torch)
 
     def save(self) -> None:
         roofline.keep(self._file(), vars(self.baselines))

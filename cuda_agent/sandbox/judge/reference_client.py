@@ -200,14 +200,15 @@ class ReferenceClient:
         self._buffers.fill(0, inputs)
         return self._buffers.outputs(0) if self._ask(WorkerOperation.RUN_MUTANT, how) else None
 
-    def compile(self, inputs: list[Any], known: str, mode: str = "") -> None:
+    def compile(self, inputs: list[Any], known: str, mode: str = "", graphs: str = "") -> None:
         """Compiles the model with torch.compile's ``mode`` and runs it on ``inputs``. Later calls run the compiled
-        model. ``known`` is the folder of results that a warm-up has stored; it is empty in the warm-up itself. Raises
-        ``WorkerError`` if compilation fails."""
+        model. ``known`` is the folder of results that a warm-up has stored; it is empty in the warm-up itself.
+        ``graphs`` is the folder of a first pass that compiled the same model, or empty. Raises ``WorkerError`` if
+        compilation fails."""
         self._compiled = True
         self._buffers.fill(0, inputs)
         self.worker.seconds = _COMPILE_SECONDS
-        self.worker.call(WorkerOperation.COMPILE_TASK, {"known": known, "mode": mode})
+        self.worker.call(WorkerOperation.COMPILE_TASK, {"known": known, "mode": mode, "graphs": graphs})
 
     def count(self, inputs: list[Any]) -> tuple[int, int]:
         """Returns the number of operators in one call of the model, and the bytes that they read and write."""

@@ -95,11 +95,11 @@ class WorkerPool:
         watch = within(home, *_FOLDER)
         return self._start(self._plain, "reference", policy, home, watch).wait_started()
 
-    def compiler(self) -> tuple[JailedProcess, str]:
-        """Starts a reference worker that may run the C++ compiler. Returns the worker, and the folder ``_known()`` with
-        the results of earlier compilations."""
+    def compiler(self, graphs: str = "") -> tuple[JailedProcess, str]:
+        """Starts a reference worker that may run compilers and read the folder ``graphs``. Returns the worker, and the
+        folder ``_known()`` with the results of earlier compilations."""
         known = str(self._known())
-        return self._start_compiler(self._home(), (known,)), known
+        return self._start_compiler(self._home(), (known, graphs) if graphs else (known,)), known
 
     def _locked(self, place: dict[str, Any], profiler: bool) -> JailedProcess:
         """Starts a candidate worker that may start no program. Its solution needs compilers, but they ran in an earlier

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import functorch.compile  # noqa: F401
 import torch._inductor.codecache as codecache
 import torch._inductor.cpu_vec_isa as cpu_vec_isa
+
+from cuda_agent.sandbox.worker.replay import settle
 
 with contextlib.suppress(Exception):
     codecache.torch_key()  # this call and ``triton_key`` cache the digest of a whole library's sources
@@ -61,3 +64,12 @@ def share(folder: Path, record: bool) -> None:
     codecache._HEADER_LOCK_DIR = str(home / "locks")
     cpu_vec_isa.VecISA.check_build = checked  # type: ignore[method-assign]
     codecache._precompile_header = precompiled  # type: ignore[assignment]
+
+
+def take_graphs(place: Path) -> None:
+    """Makes torch.compile find the graphs that a first pass compiled in the folder ``place``. They are copied to this
+    process's own folders, because torch also writes there."""
+    settle()
+    for name, variable in (("inductor", "TORCHINDUCTOR_CACHE_DIR"), ("triton", "TRITON_CACHE_DIR")):
+        if (place / name).is_dir():
+            shutil.copytree(place / name, os.environ[variable], dirs_exist_ok=True)

@@ -163,10 +163,13 @@ class Reference(WorkerLoop):
         store(self._last, self._slots.output_tensors(frame.slot))
 
     def compile_task(self, frame: Frame) -> None:
-        """Makes ``run`` call the compiled model. The request may name a folder (``known``) of a warm-up's results."""
+        """Makes ``run`` call the compiled model. The request may name a folder of a warm-up's results (``known``), and
+        the folder of a first pass that compiled the same model (``graphs``)."""
         from cuda_agent.sandbox.worker import compiling
 
         known = frame.body["known"]
+        if frame.body["graphs"]:
+            compiling.take_graphs(Path(frame.body["graphs"]))
         with contextlib.suppress(AttributeError):
             compiling.share(Path(known or f"{os.environ['TMPDIR']}/known"), record=not known)
         self._call = torch.compile(self._model, mode=frame.body["mode"] or None)

@@ -35,7 +35,7 @@ class RecordingPass(WorkerLoop):
         place, device = Path(self._options["folder"]), self._options["device"]
         with contextlib.suppress(OSError):  # compilers may use every processor
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
-        _settle()
+        settle()
         _link_libraries(place / "links")
         keep_files(place, replayed=False)
         stand_ins.write_headers(place, frame.body["headers"])
@@ -59,8 +59,8 @@ class RecordingPass(WorkerLoop):
         return None
 
 
-def _settle() -> None:
-    """Applies settings that both passes need, so that the second pass finds what the first one put into caches."""
+def settle() -> None:
+    """Applies settings that are part of the keys of a first pass's caches. All processes that use them need these."""
     if (extensions := sys.modules.get("torch.utils.cpp_extension")) is not None:  # imported before CUDA_HOME was set
         extensions.CUDA_HOME = os.environ.get("CUDA_HOME")  # type: ignore[attr-defined]
     import torch._inductor.config as config
@@ -107,7 +107,7 @@ def _note_programs(notes: dict[str, Any]) -> None:
 
 def play_back(place: Path) -> None:
     """Replays from now on the programs recorded in the folder ``place``, and refuses to start other programs."""
-    _settle()
+    settle()
     notes = json.loads((place / _NOTES).read_text())
 
     class Played(_RealPopen):  # type: ignore[type-arg]

@@ -217,6 +217,17 @@ def test_a_candidates_own_fault_is_tried_once(make: Make, trials: Trials) -> Non
     assert judge.evaluate(request())["status"] == "crash" and len(trials.timed) == 1
 
 
+def test_the_verdict_says_that_a_task_is_random(make: Make, trials: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = make(clock="real")
+    trials.script = [CandidateRefused("wrong", "check 1: off"), CandidateRefused("crash", "segfault")]
+    reference: Any = judge.prepared(source("a")).oracle
+    calls = iter(range(1, 9))
+    monkeypatch.setattr(reference, "outputs", lambda inputs: [next(calls) * inputs[0]])
+    answer = judge.evaluate(request())
+    assert answer["status"] == "wrong" and "check 1: off; but the task's own outputs" in answer["message"]
+    assert judge.evaluate(request())["message"] == "segfault"
+
+
 @pytest.fixture
 def sharing(make: Make, monkeypatch: pytest.MonkeyPatch) -> Judge:
     """A judge whose solutions may share a context that has served one plan."""

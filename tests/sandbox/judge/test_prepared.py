@@ -180,8 +180,20 @@ def test_views_of_another_number_of_outputs_count_as_none(make: Make) -> None:
 
 
 def test_the_key_of_baselines_names_all_they_depend_on(tmp_path: Path) -> None:
-    ways = [("d", "2.0", 2, ""), ("e", "2.0", 2, ""), ("d", "2.1", 2, ""), ("d", "2.0", 1, ""), ("d", "2.0", 2, "gpu")]
-    assert len({prepared.baselines_file(str(tmp_path), *way) for way in ways}) == len(ways)
+    names = [("d", "2.0"), ("e", "2.0"), ("d", "2.1")]
+    settings = [{}, {"threads": 2}, {"identity": "gpu"}, {"train_mode": True}]
+    files = {prepared.baselines_file(settings_in(tmp_path, **more), *name) for name in names for more in settings}
+    assert len(files) == len(names) * len(settings)
+
+
+def test_baselines_are_read_as_they_were_saved_and_a_torn_file_counts_as_none(make: Make) -> None:
+    task = make(clock="real")
+    task.baselines.eager, task.baselines.compile_tried = 2.0, True
+    task.save()
+    file = prepared.baselines_file(task.settings, "d", task._workers.torch)
+    assert prepared.read_baselines(file) == task.baselines
+    file.write_text(file.read_text()[:9])
+    assert prepared.read_baselines(file) == prepared.Baselines()
 
 
 def test_a_disk_that_is_full_costs_the_cache_only(make: Make, tmp_path: Path) -> None:
