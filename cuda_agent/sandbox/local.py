@@ -203,7 +203,7 @@ class LocalSandbox:
         untimed = format.untimed.get(device, "") or (_ONLY_CHECKED if mode == "check" else "")
         traits = replace(format.traits, untimed=untimed)
         try:
-            made = self._load(task, solution, spec, first_pass_time), self._graphs(task, spec, mode)
+            made = self._load(task, solution, spec, first_pass_time), self._graphs(task, not untimed)
             (load, built), graphs = await asyncio.gather(*made)
             request: EvaluateRequest = {
                 "task": _source(task, graphs), "format": solution.format, "traits": asdict(traits), "mode": mode,
@@ -248,14 +248,14 @@ class LocalSandbox:
             load["place"] = await self._place(task, solution)
         return load, time.monotonic() - begin
 
-    async def _graphs(self, task: Task, spec: TaskSpec, mode: Mode) -> str:
+    async def _graphs(self, task: Task, wanted: bool) -> str:
         """Compiles the model of ``task`` with torch.compile, beside other work. Returns the folder of the results. The
         judge, which has one thread, then times the compiled model without compiling it. Returns an empty string if the
-        times are known, if the judge has nothing else to do, or if compiling fails: the judge compiles the model then.
-        """
-        if mode == "check" or self.config.device == "cpu" or self.config.clock == "model":
+        times are not ``wanted`` or known, if the judge has nothing else to do, or if compiling fails: the judge
+        compiles the model then."""
+        if not wanted or self.config.device == "cpu" or self.config.clock == "model":
             return ""
-        if not self._judge(task).busy or call_bytes(spec) > _MOST_BESIDE or self._timed(task):
+        if not self._judge(task).busy or call_bytes(await self.spec(task)) > _MOST_BESIDE or self._timed(task):
             return ""
         with contextlib.suppress(first_pass.FirstPassFailed, OSError):
             place = await self._first_pass(task, first_pass.compiled_model(task), self._architecture, {}, False)
@@ -306,8 +306,7 @@ class LocalSandbox:
         """Runs a task without a solution. In the result, ``error`` describes a fault of the task."""
         for _ in (1, 2):
             try:
-                graphs = await self._graphs(task, await self.spec(task), "quick") if compile else ""
-                request = {"task": _source(task, graphs), "compile": compile}
+                request = {"task": _source(task, await self._graphs(task, compile)), "compile": compile}
                 return Probe.from_json(await self._judge(task).ask(JudgeRequest.PROBE, request))
             except TaskError as error:
                 return Probe(error=str(error))
