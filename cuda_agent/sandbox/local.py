@@ -51,6 +51,7 @@ _HERE = Path(__file__).parent
 _ONLY_CHECKED = "mode check only checks"
 _MOST_SPECS = 4096  # kept in memory
 _MOST_OF_A_TASK = FRAME_LIMIT // 4  # bytes as JSON
+_COMPILE_SECONDS = 600.0  # limit for torch.compile beside the judge; the largest models of KernelBench take minutes
 _MOST_BESIDE = 1 << 30  # bytes of a call: larger models do not run on the GPU beside others that compile
 _JUDGING = ("build", "formats", "jail", "judge", "worker")  # folders whose code a verdict depends on, beside this one
 _THIS_ROOM = ("local.py", "judge_process.py", "messages.py", "wire.py", "driver.py")
@@ -203,10 +204,10 @@ class LocalSandbox:
         untimed = format.untimed.get(device, "") or (_ONLY_CHECKED if mode == "check" else "")
         traits = replace(format.traits, untimed=untimed)
         try:
-            made = self._load(task, solution, spec, first_pass_time), self._graphs(task, not untimed)
-            (load, built), graphs = await asyncio.gather(*made)
+            made = self._load(task, solution, spec, first_pass_time), self._source(task, not untimed)
+            (load, built), source = await asyncio.gather(*made)
             request: EvaluateRequest = {
-                "task": _source(task, graphs), "format": solution.format, "traits": asdict(traits), "mode": mode,
+                "task": source, "format": solution.format, "traits": asdict(traits), "mode": mode,
                 "load": load, "files": solution.files, "observe": bool(found), "again": again,
             }  # fmt: skip
             verdict = Verdict.from_json(await judge.ask(JudgeRequest.EVALUATE, request))
@@ -248,19 +249,26 @@ class LocalSandbox:
             load["place"] = await self._place(task, solution)
         return load, time.monotonic() - begin
 
-    async def _graphs(self, task: Task, wanted: bool) -> str:
-        """Compiles the model of ``task`` with torch.compile, beside other work. Returns the folder of the results. The
-        judge, which has one thread, then times the compiled model without compiling it. Returns an empty string if the
-        times are not ``wanted`` or known, if the judge has nothing else to do, or if compiling fails: the judge
-        compiles the model then."""
-        if not wanted or self.config.device == "cpu" or self.config.clock == "model":
-            return ""
+    async def _source(self, task: Task, timed: bool) -> TaskSource:
+        """Returns the request's description of ``task``. If the task is to be ``timed``, first compiles its model with
+        torch.compile, beside other work, so that the judge, which has one thread, need not. The judge compiles the
+        model itself if it has nothing else to do, if the model is large, or if compiling failed but did not take too
+        long. Raises ``TaskError`` if the code is too large to share a message with a solution."""
+        source = _source(task)
+        if not timed or self.config.device == "cpu" or self.config.clock == "model":
+            return source
         if not self._judge(task).busy or call_bytes(await self.spec(task)) > _MOST_BESIDE or self._timed(task):
-            return ""
-        with contextlib.suppress(first_pass.FirstPassFailed, OSError):
-            place = await self._first_pass(task, first_pass.compiled_model(task), self._architecture, {}, False)
-            return str(place["folder"])
-        return ""
+            return source
+        files, seconds = first_pass.compiled_model(task), _COMPILE_SECONDS
+        try:
+            place = await self._first_pass(task, files, self._architecture, {}, False, seconds)
+            source["graphs"] = str(place["folder"])
+        except first_pass.FirstPassFailed as failure:
+            if failure.status == "timeout":
+                source["uncompiled"] = f"it did not finish in {seconds:g} s"
+        except OSError:
+            pass
+        return source
 
     def _timed(self, task: Task) -> bool:
         """Returns whether the times of the baselines of ``task`` are in the cache."""
@@ -306,7 +314,7 @@ class LocalSandbox:
         """Runs a task without a solution. In the result, ``error`` describes a fault of the task."""
         for _ in (1, 2):
             try:
-                request = {"task": _source(task, await self._graphs(task, compile)), "compile": compile}
+                request = {"task": await self._source(task, compile), "compile": compile}
                 return Probe.from_json(await self._judge(task).ask(JudgeRequest.PROBE, request))
             except TaskError as error:
                 return Probe(error=str(error))
@@ -363,12 +371,12 @@ class LocalSandbox:
         return self.cache / "verdicts" / name[:2] / f"{name}.json"
 
 
-def _source(task: Task, graphs: str = "") -> TaskSource:
-    """Returns digest and code of a task, and the folder ``graphs``. Raises ``TaskError`` if the code is too large to
+def _source(task: Task) -> TaskSource:
+    """Returns digest and code of a task. Raises ``TaskError`` if the code is too large to
     share a message with a solution."""
     if len(json.dumps(task.code)) > _MOST_OF_A_TASK:
         raise TaskError(f"the task is too large: at most {_MOST_OF_A_TASK} bytes as JSON")
-    return {"digest": task.digest, "code": task.code, "graphs": graphs}
+    return {"digest": task.digest, "code": task.code}
 
 
 @lru_cache

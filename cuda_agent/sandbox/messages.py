@@ -116,6 +116,7 @@ class TaskSource(TypedDict):
     digest: str
     code: str
     graphs: NotRequired[str]  # folder of the first pass in which torch.compile compiled the task's model
+    uncompiled: NotRequired[str]  # why the first pass did not compile the model and the judge should not try
 
 
 class EvaluateRequest(TypedDict):

@@ -225,16 +225,20 @@ def passes(make: Callable[[Any], LocalSandbox], tmp_path: Path) -> LocalSandbox:
     sandbox._settings = settings_in(tmp_path, device="cuda", clock="real")
 
     async def first_pass(_: Any, files: Mapping[str, str], *__: Any) -> dict[str, Any]:
-        assert files["model_new.py"].count("torch.compile(Model(*init))") == 1
+        assert files["model_new.py"].count("torch.compile(model)") == 1
         return {"folder": str(tmp_path / "place"), "environment": {}}
 
     sandbox._first_pass = first_pass  # type: ignore[assignment]
     return sandbox
 
 
-def graphs(sandbox: LocalSandbox, wanted: bool = True, spec: TaskSpec = SPEC) -> str:
+def source(sandbox: LocalSandbox, wanted: bool = True, spec: TaskSpec = SPEC) -> Mapping[str, Any]:
     sandbox._specs[task().digest] = spec
-    return asyncio.run(sandbox._graphs(task(), wanted))
+    return asyncio.run(sandbox._source(task(), wanted))
+
+
+def graphs(sandbox: LocalSandbox, wanted: bool = True, spec: TaskSpec = SPEC) -> str:
+    return str(source(sandbox, wanted, spec).get("graphs", ""))
 
 
 def test_a_model_is_compiled_beside_the_judge_if_the_judge_is_busy_and_needs_its_time(
@@ -267,5 +271,14 @@ def test_a_model_that_does_not_compile_beside_the_judge_is_left_to_the_judge(
         raise failure
 
     passes._first_pass = first_pass  # type: ignore[assignment]
-    assert graphs(passes) == ""
+    assert source(passes).keys() == {"digest", "code"}
     assert asyncio.run(passes.probe(task())).error == ""
+
+
+def test_the_judge_does_not_compile_a_model_for_minutes_once_more(passes: LocalSandbox) -> None:
+    async def first_pass(*_: Any) -> Any:
+        raise FirstPassFailed("timeout", "the solution, while it compiled, did not finish in time")
+
+    passes._first_pass = first_pass  # type: ignore[assignment]
+    found = source(passes)
+    assert "graphs" not in found and found["uncompiled"] == "it did not finish in 600 s"

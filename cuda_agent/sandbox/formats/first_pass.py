@@ -38,24 +38,29 @@ from cuda_agent.tasks.task import Task
 _ASKS = re.compile(r"\b(load_inline|cpp_extension|triton|_inductor)\b|\btorch\s*\.\s*compile\b|\bimport\s+compile\b")
 # Limits for all its processes together. With torch's headers one compiler takes 2 GB, and a GPU's process as much.
 _MEMORY_MB = {"cpu": 4096, "cuda": 8192}
-_FILE_MB, _FOLDER_MB, _MOST_FILES = 256, 512, 4096
-_LOOK = 0.3  # seconds between checks of memory and folder
+_FILE_MB = 256
+_FOLDER = {"cpu": (512, 4096), "cuda": (2048, 32_768)}  # MB and files; Triton writes ten files for each kernel
+_LOOK = 0.3  # least seconds between checks of memory and folders; a check takes at most a twentieth of them
 _BREATH = {"cpu": 1.0, "cuda": 0.2}  # seconds between pauses for a timing
 _VERSION = 3
 _DOUBTED = ("wrong", "crash", "build_error")  # statuses that count only after a build with torch's own headers
 _STAND_INS = Path(__file__).parent / "stand_ins"
 _INCLUDE = re.compile(r"#\s*include\s*[<\"]((?:torch|ATen|c10|pybind11)(?!/headeronly|/dlpack)[\w/]*/\w+\.h)[>\"]")
 _IMPORTS = ("cuda_agent.sandbox.worker.compiling",)  # modules that the warm parent imports
-# Follows a task's code. One thread compiles: passes run side by side, and processes that compile take long to start.
-# Precisions are set as ``worker.reference`` sets them: a key tells an implicit setting from an equal explicit one.
+# Follows a task's code. A small model is compiled by one thread: passes run side by side, and TorchInductor's processes
+# take long to start. A large model has hundreds of kernels. Precisions are set as ``worker.reference`` sets them: a key
+# tells an implicit setting from an equal explicit one.
 _COMPILED_MODEL = """
 
 def ModelNew(*init):
+    import os
     import torch
     import torch._inductor.config
-    torch._inductor.config.compile_threads = 1
+    model = Model(*init)
+    large = sum(1 for _ in model.modules()) > 50
+    torch._inductor.config.compile_threads = min(4, os.cpu_count() or 1) if large else 1
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True
-    return torch.compile(Model(*init))
+    return torch.compile(model)
 """
 
 
@@ -122,17 +127,33 @@ class FirstPass:
         self._starting = threading.Lock()
 
     async def __call__(
-        self, task: Task, files: Mapping[str, str], architecture: str, more: Mapping[str, str], own_headers: bool
+        self,
+        task: Task,
+        files: Mapping[str, str],
+        architecture: str,
+        more: Mapping[str, str],
+        own_headers: bool,
+        seconds: float | None = None,
     ) -> dict[str, Any]:
         """Runs the first pass of a solution, unless the cache holds its results. Returns a dictionary of ``folder``,
         where the results are, and ``environment``, the variables with which the second pass (the judged run) finds
         them. ``more`` holds environment variables for both passes. With ``own_headers`` no stand-ins are offered, only
-        torch's own headers. Raises ``FirstPassFailed`` if the solution is at fault, ``OSError`` if the machine is."""
+        torch's own headers. ``seconds`` replaces the usual limit. Raises ``FirstPassFailed`` if the solution is at
+        fault, ``OSError`` if the machine is."""
         async with self._slots:
-            return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more), own_headers)
+            limit = seconds or self._seconds
+            return await asyncio.to_thread(
+                self._cached, task, dict(files), architecture, dict(more), own_headers, limit
+            )
 
     def _cached(
-        self, task: Task, files: dict[str, str], architecture: str, more: dict[str, str], own_headers: bool
+        self,
+        task: Task,
+        files: dict[str, str],
+        architecture: str,
+        more: dict[str, str],
+        own_headers: bool,
+        seconds: float,
     ) -> dict[str, Any]:
         environment = _toolchain(architecture) | more
         headers = {} if own_headers else stand_ins(files)
@@ -155,38 +176,46 @@ class FirstPass:
             with open(folder.with_suffix(".lock"), "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # another job or process may run the same solution
                 if not done.exists():
-                    self._make(folder, environment, task, files, headers)
+                    self._make(folder, environment, task, files, headers, seconds)
                     done.touch()
         return {"folder": str(folder), "environment": environment}
 
     def _make(
-        self, folder: Path, environment: dict[str, str], task: Task, files: dict[str, str], headers: dict[str, str]
+        self,
+        folder: Path,
+        environment: dict[str, str],
+        task: Task,
+        files: dict[str, str],
+        headers: dict[str, str],
+        seconds: float,
     ) -> None:
         try:
             _fill(folder, files)
             request = {"task": task.code, "code": files["model_new.py"], "headers": headers}
             try:
-                self._run(folder, environment, request)
+                self._run(folder, environment, request, seconds)
             except FirstPassFailed as failure:
                 if _used_stand_ins(folder):  # only an error with torch's own headers counts
                     _fill(folder, files)
-                    self._run(folder, environment, request | {"headers": {}})
+                    self._run(folder, environment, request | {"headers": {}}, seconds)
                 elif isinstance(failure.__cause__, WorkerDied) and failure.__cause__.reason == "killed":
-                    self._run(folder, environment, request)  # the cause may be outside the solution: try once more
+                    self._run(
+                        folder, environment, request, seconds
+                    )  # the cause may be outside the solution: try once more
                 else:
                     raise
-            _freeze(folder)
+            _freeze(folder, self._device)
         except BaseException:
             scratch.remove(folder)
             raise
 
-    def _run(self, folder: Path, environment: dict[str, str], request: dict[str, Any]) -> None:
+    def _run(self, folder: Path, environment: dict[str, str], request: dict[str, Any], seconds: float) -> None:
         home = Path(tempfile.mkdtemp(prefix="worker-", dir=self._scratch))
         python = sys.prefix, sys.base_prefix
         policy = jail.JailPolicy(
             read=(*jail.SYSTEM_READ, *python), write=(str(folder), str(home)), execute=(*jail.SYSTEM_EXECUTE, *python),
             memory_mb=2 * _MEMORY_MB["cpu"] if self._device == "cpu" else 0,  # virtual memory of one process
-            processes=256, file_mb=_FILE_MB, cpu_seconds=int(self._seconds * self._threads) + 60, one_group=True,
+            processes=256, file_mb=_FILE_MB, cpu_seconds=int(seconds * self._threads) + 60, one_group=True,
             shared_memory=self._device == "cuda", read_any=True,
         )  # fmt: skip
         options = {
@@ -203,7 +232,7 @@ class FirstPass:
                     self._warm(), options, policy, _MEMORY_MB[self._device], home, cgroups.find(), watch
                 )
                 worker.wait_started()
-                worker.seconds = self._seconds
+                worker.seconds = seconds
                 answer = worker.call(WorkerOperation.RUN_FIRST_PASS, request)
             except FrameTooLarge as error:
                 raise FirstPassFailed("build_error", f"the solution is {error}") from None
@@ -320,11 +349,12 @@ def _watch(folders: Sequence[Path], hold: _Hold, device: str) -> Callable[[Jaile
     ``disk`` if the worker exceeds that limit, otherwise an empty string. It also lets others time kernels. Every
     ``_BREATH`` seconds it stops the worker while it calls ``hold.pause``. On a GPU it releases the lease for as long as
     programs of the worker run: compilers do not use the device."""
-    looked = breathed = time.monotonic()
+    breathed = time.monotonic()
+    look = breathed + _LOOK
     devices = {folder.stat().st_dev for folder in folders}
 
     def overrun(worker: JailedProcess) -> str:
-        nonlocal looked, breathed
+        nonlocal look, breathed
         now = time.monotonic()
         if device == "cuda" and _compiles(worker.pid):
             hold.release()
@@ -333,12 +363,15 @@ def _watch(folders: Sequence[Path], hold: _Hold, device: str) -> Callable[[Jaile
             hold.pause()
             _signal_group(worker, signal.SIGCONT)
             breathed = time.monotonic()
-        if now - looked > _LOOK:
-            looked = now
+        if now > look:
+            begin = time.monotonic()
             if sum(memory_bytes(pid)[1] for pid in descendants(worker.pid)) > _MEMORY_MB[device] << 20:
                 return "memory"
-            if any(map(_too_much, folders)) or deleted_bytes(worker.pid, devices) > _FOLDER_MB << 20:
+            if any(_too_much(one, device) for one in folders):
                 return "disk"
+            if deleted_bytes(worker.pid, devices) > _FOLDER[device][0] << 20:
+                return "disk"
+            look = time.monotonic() + max(_LOOK, 20 * (time.monotonic() - begin))
         return ""
 
     return overrun
@@ -354,14 +387,14 @@ def _signal_group(worker: JailedProcess, number: int) -> None:
         os.killpg(worker.pid, number)
 
 
-def _too_much(folder: Path) -> str:
-    return scratch.too_much(folder, _FOLDER_MB, _MOST_FILES)
+def _too_much(folder: Path, device: str) -> str:
+    return scratch.too_much(folder, *_FOLDER[device])
 
 
-def _freeze(folder: Path) -> None:
+def _freeze(folder: Path, device: str) -> None:
     """Replaces ``folder`` by a copy that holds only its regular files and subfolders, owned by this process's user.
     Raises ``FirstPassFailed`` if ``folder`` exceeds its limit of bytes or files."""
-    if what := _too_much(folder):
+    if what := _too_much(folder, device):
         raise FirstPassFailed("build_error", f"the solution left {what} where it compiled")
     staged = Path(tempfile.mkdtemp(dir=folder.parent))
     try:

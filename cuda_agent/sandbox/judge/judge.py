@@ -103,7 +103,7 @@ class Judge:
             found.oracle.close()
             found = None
         self._prepared[digest] = found = found or PreparedTask(task["code"], digest, self._workers)
-        found.graphs = task.get("graphs", "")
+        found.graphs, found.uncompiled = task.get("graphs", ""), task.get("uncompiled", "")
         most, wanted = self.memory.prepared_bytes(), found.candidate_bytes
         if self.memory.free_bytes() < wanted:
             self.memory.trim()

@@ -107,7 +107,7 @@ class PreparedTask:
         self.weights_seed = self._seed(-1)  # no inputs are drawn from this seed
         self.best: float | None = None  # seconds of the fastest solution that a new context has confirmed
         self.mutants: dict[str, float | None] | None = None  # see ``mutants.survey``; None: not asked yet
-        self.graphs = ""  # folder of the first pass in which torch.compile compiled the model, if there was one
+        self.graphs = self.uncompiled = ""  # see ``TaskSource``
         with self._lease.working():
             self.oracle = ReferenceClient(workers.reference(), code, self.weights_seed, settings)
         self.spec = self.oracle.spec
@@ -244,6 +244,8 @@ class PreparedTask:
     def compiled(self, mode: str, precision: str) -> ReferenceClient:
         """Returns a new reference client that runs the model compiled with torch.compile's ``mode``; the caller closes
         it. Raises ``WorkerError`` if torch.compile fails, and ``WorkerDied`` if the worker dies."""
+        if self.uncompiled:
+            raise WorkerError(self.uncompiled)
         inputs = self.entry(self.base).inputs
         graphs = self.graphs if not mode and Path(self.graphs).is_dir() else ""
         worker, known = self._workers.compiler(graphs)

@@ -388,8 +388,15 @@ def test_a_gpus_kernels_are_timed_while_a_first_pass_compiles(tmp_path: Path) ->
 
 
 @pytest.mark.nightly  # TorchInductor compiles twice on a CPU without precompiled headers
-def test_the_judge_finds_the_graphs_that_a_first_pass_compiled(running: Running) -> None:
+@pytest.mark.parametrize("large", [False, True], ids=["one thread", "processes"])
+def test_the_judge_finds_the_graphs_that_a_first_pass_compiled(running: Running, large: bool) -> None:
     sandbox, chain = running.sandbox, task()
+    if large:
+        code = chain.code.replace(
+            "()\n", "()\n        self.more = nn.ModuleList(nn.Identity() for _ in range(60))\n", 1
+        )
+        assert code != chain.code
+        chain = replace(chain, code=code)
     place = running.wait(sandbox._first_pass(chain, first_pass.compiled_model(chain), "", {}, False))
     compiled = {file.name for file in Path(place["folder"]).glob("inductor/fxgraph/*/*")}
     assert len(compiled) == 1

@@ -200,3 +200,12 @@ def test_a_disk_that_is_full_costs_the_cache_only(make: Make, tmp_path: Path) ->
     (tmp_path / "baselines").write_text("not a folder")
     make(clock="real").save()
     assert (tmp_path / "baselines").read_text() == "not a folder"
+
+
+def test_a_model_that_takes_too_long_beside_the_judge_has_no_compiled_time(make: Make) -> None:
+    task = make(clock="real")
+    task.uncompiled = "it did not finish in 600 s"
+    task.measure(compile=True)
+    base = task.baselines
+    assert base.compile_error == "torch.compile: it did not finish in 600 s"
+    assert base.compile_tried and base.compile is None and base.eager is not None
