@@ -1,9 +1,9 @@
 """Runs inside vLLM's processes: a plugin for vLLM, and methods that vLLM adds to its workers.
 
 vLLM calls ``register`` in each process, through the entry point ``vllm.general_plugins``. It also adds the methods of
-``WeightSync`` to its workers; the engine calls these methods through vLLM's route ``/collective_rpc``. A server must be
-able to import this package, but not the package's requirements; therefore ``torch`` is imported inside functions. With
-``python -m`` this module runs a vLLM server."""
+``WeightSync`` to its workers; the engine calls them through vLLM's route ``/collective_rpc``. A server must be able to
+import this package, but its environment may lack the package's requirements. Functions therefore import ``torch``
+themselves. With ``python -m`` this module runs a vLLM server."""
 
 import ctypes
 import functools
@@ -42,8 +42,8 @@ def register() -> None:
 
 
 def _keep_plain_weights() -> None:
-    """Makes vLLM multiply with the weights themselves. On a CPU it would otherwise use packed copies of the weights,
-    which do not change when new weights are loaded."""
+    """Stops vLLM from multiplying with packed copies of the weights on a CPU. Loading new weights would not change
+    these copies."""
     from vllm import _custom_ops  # type: ignore[import-not-found, unused-ignore]
     from vllm.model_executor.layers import utils  # type: ignore[import-not-found, unused-ignore]
 
@@ -113,8 +113,8 @@ class WeightSync:
 
 
 def transfer_store(host: str, port: int, size: int, master: bool) -> Any:
-    """Opens the TCP store through which the members of a broadcast group meet. The trainer runs the store: it sets
-    ``master``, and its ``port`` may be 0 for any free port."""
+    """Opens the TCP store through which the members of a broadcast group meet. The trainer sets ``master`` and thereby
+    runs the store; its ``port`` may be 0 for any free port."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=TRANSFER_SECONDS)
@@ -140,8 +140,8 @@ def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> 
 
 
 def digest(parameters: Iterable[tuple[str, Any]]) -> str:
-    """Returns a digest of the names and weights in ``parameters``. It is computed from exact sums of the weights' bits
-    as integers, so it is the same on every processor."""
+    """Returns a hash of the names and weights in ``parameters``. Exact integer sums of the weights' bits enter it, so
+    it is the same on every processor."""
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
