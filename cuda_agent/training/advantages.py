@@ -1,7 +1,7 @@
-"""Estimates the advantages of sampled tokens, by the estimators in the table ``ADVANTAGES``.
+"""Computes the advantages of sampled tokens with the estimators in the table ``ADVANTAGES``.
 
-A sequence gets its reward once, on its last sampled token (paper, Eq. 1). Only sampled tokens are steps of the decision
-process: estimators skip prompt and tool tokens. All functions are pure and take only tensors."""
+A sequence gets one reward, on its last sampled token (paper, Eq. 1). Estimators skip prompt and tool tokens. All
+functions are pure and take only tensors."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """The data of a batch of sequences, from which an estimator computes advantages."""
+    """The input of an estimator: the data of a batch of sequences."""
 
     rewards: Tensor  # float [sequences], each for a whole sequence
     mask: Tensor  # bool [sequences, length], true at sampled tokens
@@ -26,7 +26,7 @@ class AdvantageInputs:
 @dataclass(frozen=True)
 class Estimator:
     """A row of ``ADVANTAGES``. ``estimate`` returns the advantages of the sampled tokens, float [mask.sum()], sequence
-    after sequence. ``critic`` says whether ``estimate`` reads the critic's ``values``; if not, no critic is trained."""
+    after sequence. If ``critic`` is false, ``estimate`` ignores ``values``, and no critic is trained."""
 
     estimate: Callable[[AdvantageInputs], Tensor]
     critic: bool
@@ -35,9 +35,9 @@ class Estimator:
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: Tensor | float) -> Tensor:
     """Returns generalised advantages (GAE, arXiv 1506.02438) of the tokens where ``mask`` is true, and zeros elsewhere.
 
-    ``rewards`` (of each token), ``values`` (of the state before each token), ``mask`` and the result are [sequences,
-    length]. ``lam`` is a number or [sequences]. Tokens where ``mask`` is false are skipped, as if the sampled tokens
-    around them were neighbours. The value after the last sampled token is 0."""
+    ``rewards`` (of each token), ``values`` (of the state before each token), ``mask`` and the result are
+    [sequences, length]. ``lam`` is a number or [sequences]. Tokens where ``mask`` is false are skipped. The value after
+    the last sampled token is 0."""
     next_value = torch.zeros_like(values[:, 0])
     running = torch.zeros_like(next_value)
     advantages = torch.zeros_like(values)
@@ -66,8 +66,7 @@ def adaptive_lambda(counts: Tensor, alpha: float = 0.05) -> Tensor:
 
 
 def whiten(advantages: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """Returns the advantages of a whole batch, float [sampled tokens], shifted and scaled to mean 0 and (biased)
-    standard deviation 1.
+    """Returns a batch's advantages, float [sampled tokens], scaled to mean 0 and (biased) standard deviation 1.
 
     If all advantages are equal, they become zeros. Sums are in double precision, so that a rounding error of the mean
     does not look like an advantage."""
@@ -86,8 +85,8 @@ def explained_variance(values: Tensor, targets: Tensor) -> float:
 def group(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6) -> Tensor:
     """Returns the rewards, normalised within each group: GRPO (arXiv 2402.03300).
 
-    ``rewards`` (float), ``groups`` (int64, equal within a group) and the result are [sequences]. The result is (reward
-    - mean of the group) / ((biased) standard deviation of the group + epsilon), or 0 in a group of one."""
+    ``rewards`` (float), ``groups`` (int64, equal within a group) and the result are [sequences]. The result is
+    (reward - mean) / (biased standard deviation + epsilon), both of the group, or 0 in a group of one."""
     centred, sizes = _centred(rewards, groups)
     spread = (_group_sums(centred.square(), groups) / sizes).sqrt()
     return (centred / (spread + epsilon)).to(rewards.dtype)
@@ -110,14 +109,13 @@ def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _group_sums(numbers: Tensor, groups: Tensor) -> Tensor:
-    """Returns, for each sequence, the sum of ``numbers`` (float [sequences]) over its group: float [sequences]."""
     _, members = groups.unique(return_inverse=True)
     return torch.zeros_like(numbers).index_add(0, members, numbers)[members]
 
 
 def _on_all_tokens(of_groups: Callable[[Tensor, Tensor], Tensor], given: AdvantageInputs) -> Tensor:
-    """Returns the advantages of the sampled tokens, float [mask.sum()]. Every token of a sequence gets the sequence's
-    advantage, which ``of_groups`` computes from the rewards and groups of all sequences."""
+    """Gives each sampled token the advantage that ``of_groups`` computes for its sequence. Returns float
+    [mask.sum()]."""
     return of_groups(given.rewards, given.groups)[:, None].expand(given.mask.shape)[given.mask]
 
 

@@ -1,7 +1,8 @@
 """Defines the critic, which estimates the value (expected reward) of each state of an episode.
 
-A critic is a trunk, which starts as a copy of the policy's, and a value head. On disk it is a folder: the trunk in
-Hugging Face format and ``value_head.safetensors``. The head always computes in float32, even with a bfloat16 trunk."""
+A critic consists of a value head and a trunk, which starts as a copy of the policy's trunk. On disk it is a folder: the
+trunk in Hugging Face format and ``value_head.safetensors``. The head computes in float32, even with a bfloat16
+trunk."""
 
 from pathlib import Path
 from typing import Any

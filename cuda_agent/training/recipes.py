@@ -1,7 +1,8 @@
-"""The training algorithms: imitation, value pretraining, and policy optimization with PPO's clipped loss.
+"""Defines the training algorithms (recipes): imitation, value pretraining, and policy optimization with PPO's clipped
+loss.
 
-These algorithms are called recipes.  The caller provides the data and saves checkpoints.  Recipes marked ``over_ranks``
-run on all processes (ranks) of a trainer.  The seed and the number of the epoch alone decide every random order."""
+The caller provides the data and saves checkpoints. Recipes marked ``over_ranks`` run on all processes (ranks) of a
+trainer. Every random order depends only on the seed and the number of the epoch."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -65,10 +66,10 @@ def sft(
     """Trains on the tokens of ``sequences`` whose mask is true (supervised; paper, section 3.3, stage 2).
 
     Yields the metrics of each optimizer step (``sft_batches``). ``seed`` decides the order of the sequences. A restored
-    trainer continues after the steps that it has taken. Give either ``steps`` or ``epochs``. Training also ends when
-    ``trainer.seconds`` reaches ``max_seconds``. The learning rate, at most ``lr``, follows the progress: the fraction
-    of the steps or, if larger, of ``max_seconds``. Raises ``ValueError`` if both or neither of ``steps`` and ``epochs``
-    are given, or if there are no sequences."""
+    trainer continues after the steps that it has taken. Training also ends when ``trainer.seconds`` reaches
+    ``max_seconds``. The learning rate, at most ``lr``, follows the progress: the fraction of the steps or, if larger,
+    of ``max_seconds``. Give either ``steps`` or ``epochs``. Raises ``ValueError`` for both or neither, or without
+    sequences."""
     if (steps is None) == (epochs is None):
         raise ValueError("give either steps or epochs")
     if not sequences:
@@ -175,7 +176,7 @@ def ppo_update(
 
     Episodes without a reward or without sampled tokens are dropped; if none is left, nothing is trained. ``seed``
     decides how episodes are shuffled into minibatches. The episodes were sampled at ``temperature``. Returns metrics of
-    the episodes, and the mean of each training metric over the steps (of ``*_max``, the maximum); names of the critic's
+    the episodes, and the mean of each training metric over the steps (the maximum of ``*_max``). Names of the critic's
     metrics begin with ``critic_``. Raises ``ValueError`` if ``settings.advantage`` needs a critic and there is none."""
     start = time.monotonic()
     kept = trainable(episodes)
@@ -221,10 +222,10 @@ def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Returns metrics of ``episodes``. Rates are shares of those episodes that have a reward and sampled tokens.
+    """Returns metrics of ``episodes``. Rates are shares of the episodes that have a reward and sampled tokens.
 
-    ``faster_than_eager`` and ``faster_than_compile`` use the verdict's grade (-1, 1, 2, 3; paper, Eq. 1), even if
-    episodes have another form of reward."""
+    ``faster_than_eager`` and ``faster_than_compile`` use the verdict's grade (-1, 1, 2, 3; paper, Eq. 1), which may
+    differ from the reward."""
     kept = trainable(episodes)
     metrics = {"episodes": float(len(kept)), "dropped": float(len(episodes) - len(kept))}
     if not kept:
@@ -270,8 +271,8 @@ def _value_step(
     clip: float | None = None,
 ) -> dict[str, float]:
     """Takes one critic step towards the targets ``goals`` on the ``chosen`` sequences. Writes the critic's predictions
-    for them, made before the step, into ``seen``. With ``clip``, ``value_loss`` clips around ``old``, the values before
-    the first step. ``goals``, ``seen`` and ``old`` are flat tensors of the batch."""
+    before the step into ``seen``. With ``clip``, ``value_loss`` clips around ``old``, the values before the first step.
+    ``goals``, ``seen`` and ``old`` are flat tensors of the batch."""
     total = sum(batch.counts[index] for index in chosen)
 
     def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:
@@ -301,6 +302,5 @@ def _actor_step(
 
 
 def _merged(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the means of metrics over optimizer steps; the maxima for metrics named ``*_max``."""
     total: dict[str, float] = reduce(added, steps, {})
     return {name: value if name.endswith("_max") else value / len(steps) for name, value in total.items()}

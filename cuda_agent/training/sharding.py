@@ -2,8 +2,7 @@
 
 Each rank keeps a part of every parameter, of its gradient and of the optimizer's state. A layer's weights are gathered
 from all ranks when the layer computes. ``FsdpRoot`` gathers all other weights, so code that reads weights must run
-inside it. Gradients are summed over the ranks, not averaged: each rank's loss is its part of the mean over the whole
-batch."""
+inside it. Gradients are summed over the ranks, because each rank's loss is its share of the mean over the batch."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -60,7 +59,7 @@ def rows_of_rank(rows: Sequence[PackedRow], ranks: int, rank: int) -> list[Packe
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Returns the whole of a sharded parameter. All ranks must call this function."""
+    """Returns a sharded parameter as one whole tensor. All ranks must call this function."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach()
 
