@@ -1,5 +1,5 @@
-"""Runs PPO for the stages ``warmup`` and ``agentic`` (paper, section 3.3).  Each step plays a batch of episodes, learns
-from it, and serves the new weights.  The loop is the same for every runtime and every estimator of advantages."""
+"""Runs PPO for the stages ``warmup`` and ``agentic`` (paper, section 3.3). Each step plays a batch of episodes, learns
+from it, and serves the new weights. All runtimes and all estimators of advantages use the same loop."""
 
 import asyncio
 import math
@@ -26,8 +26,8 @@ LOSSES = 3  # the stage gives up when the trainer was lost this often in one ste
 async def train_ppo(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
 ) -> tuple[Any, Any, Critic | None]:
-    """Trains the policy in ``ctx.inputs`` on episodes of ``kind`` until step ``settings.steps``.  Begins at the newest
-    checkpoint, if there is one.  Returns (model, tokenizer, critic).  If ``settings.advantage`` needs a critic,
+    """Trains the policy in ``ctx.inputs`` on episodes of ``kind`` until step ``settings.steps``. Begins at the newest
+    checkpoint, if there is one. Returns (model, tokenizer, critic). If ``settings.advantage`` needs a critic,
     ``make_critic`` makes the initial one; otherwise the critic is None.
 
     Raises:
@@ -82,8 +82,8 @@ async def prefetch(
 ) -> AsyncGenerator[tuple[int, RolloutBatch], None]:
     """Yields each of ``steps`` with its batch, in order.
 
-    While the caller learns from a batch, the next ``max_off_policy_steps`` batches are played, one after the other.  If
-    this is 1, batch 5 is played while the caller learns from batch 4.  If it is 0, playing and learning take turns."""
+    While the caller learns from a batch, plays the next ``max_off_policy_steps`` batches, one after the other. With 1,
+    batch 5 is played while the caller learns from batch 4. With 0, playing and learning take turns."""
     under_way: deque[asyncio.Task[RolloutBatch]] = deque()
 
     async def play_after(before: asyncio.Task[RolloutBatch] | None, step: int) -> RolloutBatch:
@@ -106,8 +106,8 @@ async def prefetch(
 async def _retried_after_losses(
     ctx: StageContext, runtime: Runtime, step: int, job: Callable[[], Awaitable[Result]]
 ) -> Result:
-    """Runs ``job`` and returns its result.  The job starts from the trainer's state at ``step``.  If the trainer is
-    lost during the job, restores the checkpoint of ``step`` and runs the job again.
+    """Runs ``job``, which starts from the trainer's state at ``step``, and returns its result. If the trainer is lost,
+    restores the checkpoint of ``step`` and runs the job again.
 
     Raises:
         TryAgain: The trainer was lost ``LOSSES`` times, or the checkpoint of ``step`` cannot be restored."""
@@ -122,11 +122,13 @@ async def _retried_after_losses(
 
 
 def oldest(episode: Episode) -> float:
-    """Returns the version of the weights that sampled the episode's oldest token; infinity if nothing was sampled."""
+    """Returns the version of the weights that sampled the episode's oldest token, or infinity without sampled
+    tokens."""
     return min((v for v, mask in zip(episode.versions, episode.mask, strict=True) if mask), default=math.inf)
 
 
 def mean_age(episodes: Sequence[Episode], step: int) -> float:
-    """Returns the mean age of all sampled tokens: ``step`` minus the version of the weights that sampled the token."""
+    """Returns the mean age of all sampled tokens. A token's age is ``step`` minus the version of the weights that
+    sampled it."""
     ages = [step - v for e in episodes for v, mask in zip(e.versions, e.mask, strict=True) if mask]
     return sum(ages) / max(len(ages), 1)
