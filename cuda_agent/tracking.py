@@ -227,7 +227,6 @@ class Mirror:
 
 
 def _sweep_run(api: mlflow_api.Api, experiment: str, sweep: Sweep) -> str:
-    """Returns the id of a sweep's parent run.  Creates a missing parent, with the final status FINISHED."""
     made = ""
 
     def make() -> str:

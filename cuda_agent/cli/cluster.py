@@ -285,7 +285,6 @@ def _follow(place: Cluster, run: str, as_json: bool) -> int:
 
 
 def _json_lines() -> "Callable[[str, list[StageView]], None]":
-    """Returns a function that prints the states of all stages as a line of JSON, if one of them has changed."""
     shown: list[Any] = []
 
     def show(run: str, views: "list[StageView]") -> None:

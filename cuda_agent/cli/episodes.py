@@ -122,15 +122,14 @@ def _entries(
 
 
 def _is_path(text: str) -> bool:
-    """Returns whether ``text`` is a path: whether it has a slash, or names a file or a folder with episodes."""
     from cuda_agent.pipeline.episodes import FILE, TRANSCRIPT
 
     return "/" in text or any((Path(text) / name).is_file() for name in ("", TRANSCRIPT, FILE))
 
 
 def _lines(chosen: "list[EpisodeEntry]", found: int, most: int, nothing: str) -> list[str]:
-    """Returns a table of the first ``most`` episodes in ``chosen``, as lines.  ``found`` is the number of episodes
-    before the selection.  If it is 0, the only line is ``nothing``."""
+    """Returns a table of ``most`` episodes as lines.  If ``found``, the number before the selection, is 0:
+    ``nothing``."""
     if not chosen:
         return [f"none of {found} episodes" if found else nothing]
     lines = [_HEAD, *(_line(entry.row) for entry in chosen[:most])]

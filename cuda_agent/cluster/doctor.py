@@ -58,8 +58,7 @@ def examine(cluster: Cluster, release: str) -> Iterator[Check]:
 
 
 def _checked(name: str, check: Callable[[], Finding], hidden: Finding | None = None) -> Check:
-    """Runs ``check`` and returns its result.  ``hidden`` is the result for a user who lacks the rights for this
-    check."""
+    """Runs ``check`` and returns its result.  ``hidden`` is the result for users without the rights for the check."""
     try:
         text, mend = check()
     except ClusterError as error:
@@ -188,7 +187,6 @@ def _gpus(cluster: Cluster) -> Finding:
 
 
 def _pid_limits(cluster: Cluster) -> Finding:
-    """Finds the lowest number of processes that a node's kubelet allows in a pod."""
     limits = []
     for item in _nodes(cluster):
         path = f"/api/v1/nodes/{item['metadata']['name']}/proxy/configz"

@@ -33,14 +33,12 @@ def wanted(config: Config) -> bool:
 
 
 def _clients(name: str) -> list[dict[str, str]]:
-    """Returns the labels of the pods that may connect to the engine of the Workflow ``name``: a mapping for the stages'
-    pods, and a mapping for the Ray pods that stages start."""
+    """Returns the labels of the pods that may connect to a run's engine: stages' pods, and the Ray pods of stages."""
     return [{label: name, COMPONENT_LABEL: "stage"} for label in (WORKFLOW_LABEL, POOL_LABEL)]
 
 
 def engine_objects() -> list[dict[str, Any]]:
-    """Returns templates of the engine's objects, in the order of creation.  Values of the profile and the run are
-    missing."""
+    """Returns templates of the engine's objects, in the order of creation, still without the values of a run."""
     container = pools.container(
         "cuda-agent-engine",
         {"HOME": "/scratch", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"},

@@ -149,7 +149,7 @@ def run_stage(
     here: PodEnvironment, name: str, run: str, sha256: str, table: str = "", spawner: Spawner | None = None
 ) -> int:
     """Runs the stage ``name`` and returns its exit code.  A SIGTERM makes the stage write a checkpoint.  ``table``
-    (``module:NAME``) replaces the configuration's graph.  The fork server ``spawner`` is closed at the end."""
+    (``module:NAME``) replaces the configuration's graph.  Closes the fork server ``spawner``."""
     scratch = here.work / "stage" / name
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -240,7 +240,6 @@ def run_spread(
 
 
 def _leave_manifest(here: PodEnvironment, store: Store, run: str, stage: str) -> Manifest:
-    """Copies the manifest of a finished stage to a file for Argo, and returns the manifest."""
     manifest = read_manifest(store, run, stage)
     assert manifest is not None, "a stage that exits 0 has written its manifest"
     (here.work / "manifest.json").write_bytes(manifest.to_bytes())
@@ -327,8 +326,7 @@ def finish(
 
 
 def _how_it_ended(store: Store, run: str, stages: Sequence[Stage]) -> tuple[int, str, str]:
-    """Returns exit code, name and message of the first failed stage.  Without one, the run was stopped: returns (75,
-    "", message)."""
+    """Returns exit code, name and message of the first failed stage.  Without one, the run was stopped: code 75."""
     for stage in stages:
         if read_manifest(store, run, stage.name) is None and store.exists(entry := outcome_entry(run, stage.name)):
             said = json.loads(store.get(entry))

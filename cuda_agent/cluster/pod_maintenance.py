@@ -1,9 +1,7 @@
 """Does the work of maintenance jobs in their pods.  ``maintenance`` starts the jobs.
 
-    gc        removes old runs, the data that only they need, and servers that ended runs left behind
-    doctor    tests the store and MLflow from inside the cluster, and that a sandbox's pod cannot connect to them, to
-        the
-              API server or to DNS"""
+``gc`` removes old runs, the data that only they need, and servers that ended runs left behind.  ``doctor`` tests the
+store and MLflow.  It also tests that a sandbox's pod can connect neither to them nor to the API server and DNS."""
 
 import contextlib
 import json

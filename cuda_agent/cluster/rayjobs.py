@@ -54,8 +54,8 @@ def job_name(workflow: str, stage: str) -> str:
 
 
 def ray_objects() -> list[dict[str, Any]]:
-    """Returns templates of the objects of a stage's Ray cluster, in the order of creation.  A run's values are
-    missing."""
+    """Returns templates of the objects of a stage's Ray cluster, in the order of creation, without the values of a
+    run."""
     labels = pools.labels_of("stage") | {RAY_LABEL: RUN_NAME}
     own = {RAY_LABEL: RUN_NAME}
     between = pools.peers(own)
@@ -89,8 +89,7 @@ def ray_objects() -> list[dict[str, Any]]:
 
 
 def _pod(labels: Mapping[str, str], grace: int, port: int) -> dict[str, Any]:
-    """Returns the template of a Ray pod.  Its probes connect to ``port``.  ``grace``: seconds from SIGTERM to
-    SIGKILL."""
+    """Returns the template of a Ray pod with probes of ``port``.  ``grace``: seconds from SIGTERM to SIGKILL."""
     # KubeRay's own probes need a program that may be missing.
     probe = {"tcpSocket": {"port": port}, "periodSeconds": 5, "timeoutSeconds": 5}
     made = pools.container(

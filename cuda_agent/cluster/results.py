@@ -134,8 +134,7 @@ def facts(address: str, run: str) -> Facts:
 
 
 def _open(address: str, run: str) -> tuple[Rest, dict[str, MlflowEntry]]:
-    """Returns a client of the MLflow at ``address``, and the run's entries by stage, oldest first.  The key "" is the
-    entry of the whole run."""
+    """Returns a client of MLflow and the run's entries, oldest first: stage ("" for the whole run) -> entry."""
     api = Rest(address, seconds=60.0)
     entries = _search(api, run)
     if "" not in entries:

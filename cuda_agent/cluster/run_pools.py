@@ -1,6 +1,4 @@
-"""Creates and removes the servers of one run on a cluster: sandbox servers and engine replicas.
-
-The step ``prepare`` creates them, and keeps objects that exist.  The step ``finish`` removes them."""
+"""Creates and removes the servers of one run on a cluster: sandbox servers and engine replicas."""
 
 import secrets
 import time

@@ -54,8 +54,7 @@ def submission(config: Config, profile: str, release: str, group: str = "") -> S
 def sweep_submissions(
     configs: Sequence[Config], profile: str, release: str, parallel: int | None = None
 ) -> list[Submission]:
-    """Returns the objects of a sweep's runs, one run per configuration.  Argo runs at most ``parallel`` at a time
-    (None: no limit)."""
+    """Returns the objects of a sweep's runs.  Argo runs at most ``parallel`` of them at a time (None: no limit)."""
     return [
         submission(config, profile, release, f"{config.run.sweep}-group-{number % parallel + 1}" if parallel else "")
         for number, config in enumerate(configs)
@@ -233,8 +232,7 @@ def views(workflow: dict[str, Any], rows: Sequence[Stage] = ROWS) -> list[StageV
 
 
 def _absent(nodes: Sequence[dict[str, Any]]) -> set[str]:
-    """Returns the names of the stages that the run's graph lacks, from the outputs of ``prepare``; empty before its
-    end."""
+    """Returns the stages that the run's graph lacks, as ``prepare`` reports; empty until ``prepare`` has ended."""
     outputs = [node.get("outputs") or {} for node in nodes if node["displayName"] == "prepare"]
     parameters = [item for output in outputs for item in output.get("parameters", [])]
     return {item["name"] for item in parameters if item.get("value") == ABSENT}

@@ -71,8 +71,8 @@ def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
 
 
 def maintenance_jobs() -> dict[str, dict[str, Any]]:
-    """Returns name -> WorkflowTemplate of the maintenance jobs (``cluster.maintenance``).  The chart adds its values.
-    A job is one pod, which is not retried."""
+    """Returns name -> WorkflowTemplate of the maintenance jobs, before the chart adds its values.  A job is one pod,
+    without retries."""
     jobs: tuple[tuple[str, str, int, list[str]], ...] = (  # name, account, seconds, further arguments
         ("doctor", "operator", 900, []),
         ("gc", "collector", LOCK_SECONDS, []),
@@ -123,10 +123,7 @@ def _template(name: str, templates: list[dict[str, Any]], **more: Any) -> dict[s
 
 
 def _typed(model: type[BaseModel], kind: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a Kubernetes object of this kind, name and spec.  Checks it with ``model``, Hera's type for this kind.
-
-    Raises:
-        ValueError: A field of ``spec`` has a wrong type or name."""
+    """Returns a Kubernetes object.  Raises ValueError if it does not fit ``model``, Hera's type for this kind."""
     made = {"apiVersion": "argoproj.io/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
     rendered = model.model_validate(made).model_dump(mode="json", by_alias=True, exclude_none=True)
     if rendered != made:
@@ -157,15 +154,12 @@ def _tasks(stages: Sequence[Stage]) -> list[dict[str, Any]]:
 
 
 def _either(stages: Sequence[Stage], names: Sequence[str]) -> list[str]:
-    """Returns the names of all tasks of the stages ``names``.  A stage that can run on Ray has two tasks; one of them
-    runs."""
+    """Returns the tasks of the stages ``names``: two for a stage that can run on Ray (one of them runs), else one."""
     spread = {stage.name for stage in stages if can_be_spread(stage)}
     return [task for name in names for task in ([name, task_name(name)] if name in spread else [name])]
 
 
 def _prepare(stages: Sequence[Stage]) -> dict[str, Any]:
-    """Returns the template of the step ``prepare``.  It has an output for each stage, each kind of servers, and
-    ``finish``."""
     # Optional: a run that a schedule starts (cron) finds its configuration in the store.
     config = {"name": WORKFLOW, "optional": True, "defaultMode": 0o444}
     mounts = [{"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True}]

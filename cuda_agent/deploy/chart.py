@@ -65,8 +65,8 @@ def schema() -> dict[str, Any]:
 
 
 def leaves(model: BaseModel | None = None, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
-    """Yields (dotted path, default, field) of every single value in ``model`` (None: the whole chart).  Each path
-    begins with ``prefix``."""
+    """Yields (dotted path, default, field) of each single value in ``model`` (None: the whole chart).  ``prefix``
+    begins each path."""
     model = Values() if model is None else model
     for name, info in type(model).model_fields.items():
         value = getattr(model, name)

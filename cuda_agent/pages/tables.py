@@ -1,6 +1,5 @@
-"""Prepares scores for the report: the paper's table and its charts, differences between policies, scores by operator.
-
-``rl.scores`` computes the scores.  This module turns parts of ``report.json`` into what the page's template shows."""
+"""Prepares scores for the report: the paper's table and its charts, differences between policies, scores by
+operator."""
 
 from collections import Counter
 from collections.abc import Sequence

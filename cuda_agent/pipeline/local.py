@@ -252,7 +252,6 @@ class _Execution:
         view.notes = view.notes or notes
 
     def _stop(self, spawner: Spawner) -> None:
-        """Sends SIGTERM to all running stages, which then write a checkpoint and exit with 75."""
         if not self.stopping:
             self.stopping = True
             if self.outcome.code == EXIT_DONE:
@@ -288,7 +287,7 @@ class _Execution:
 
 
 def fetch_report(store: Store, home: Path, run: str, manifest: Manifest) -> Path:
-    """Copies a run's report to a folder below ``home`` and returns the folder.  ``manifest`` is that of the stage
+    """Copies a run's report to a folder below ``home`` and returns it.  ``manifest`` belongs to the stage
     ``report``."""
     folder = home / "reports" / run
     shutil.rmtree(folder, ignore_errors=True)
@@ -297,7 +296,7 @@ def fetch_report(store: Store, home: Path, run: str, manifest: Manifest) -> Path
 
 
 def outcome_message(folder: Path, stage: str, code: int) -> str:
-    """Returns why a stage failed: the message in ``outcome.json`` in ``folder``, or else a text with its exit code."""
+    """Returns why a stage failed: the message in ``folder``'s ``outcome.json``, or else a text with its exit code."""
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         if message := json.loads((folder / "outcome.json").read_text())["message"]:
             return message

@@ -69,8 +69,8 @@ def _about(seconds: float | None) -> str:
 
 
 def training_memory(config: Config, work: Work) -> int | None:
-    """Returns the peak memory of one training step on a CPU, in bytes, summed over all training processes.  ``work`` is
-    the work of the stage that trains.  Returns None if the configuration of ``policy.base`` cannot be read here."""
+    """Returns the peak memory of one training step on a CPU, in bytes, summed over all training processes.  ``work``
+    belongs to the stage that trains.  Returns None if the configuration of ``policy.base`` cannot be read here."""
     shape = _shape(config.policy)
     if shape is None:
         return None

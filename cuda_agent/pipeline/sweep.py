@@ -62,7 +62,7 @@ def points(overrides: Sequence[str]) -> tuple[str, list[Point]]:
 
 def run_here(points: Sequence[Point], execute: Callable[[Point], RunOutcome]) -> Iterator[tuple[Point, RunOutcome]]:
     """Runs ``points`` one after the other and yields each with its outcome.  A failed run does not end the sweep; a
-    stopped run does.  A run that is done already is yielded as done, without a call of ``execute``.
+    stopped run does.  Runs that are done already are not executed again.
 
     Raises:
         ConfigError: A point's name belongs to a run of another configuration; checked before any run begins."""
@@ -86,8 +86,8 @@ def _is_done(point: Point) -> bool:
 
 
 def _read(overrides: Sequence[str]) -> tuple[str, list[str], dict[str, list[str]]]:
-    """Splits ``overrides`` into the sweep's name (or an empty text), the overrides that all runs share, and the swept
-    keys.  ``critic.lr=1e-5,3e-5`` gives critic.lr -> ["critic.lr=1e-5", "critic.lr=3e-5"]."""
+    """Splits ``overrides`` into the sweep's name (or ""), the overrides that all runs share, and the swept keys:
+    ``critic.lr=1e-5,3e-5`` gives critic.lr -> ["critic.lr=1e-5", "critic.lr=3e-5"]."""
     from hydra.errors import HydraException
 
     name, fixed, swept = "", [], {}
