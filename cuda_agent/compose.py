@@ -105,9 +105,8 @@ def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
 
 
 def restricted(config: Config, sections: Sequence[str]) -> Config:
-    """Returns a copy of the configuration in which only the seed and the named sections can be read.
-
-    A stage gets this copy, so its result cannot depend on a section that its cache key leaves out."""
+    """Returns a copy of the configuration in which only the seed and the named sections can be read.  A stage gets this
+    copy, so its result cannot depend on a section that its cache key leaves out."""
     part = config.model_copy()
     for name in Config.model_fields:
         if name not in ("seed", *sections):

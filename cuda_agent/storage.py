@@ -5,8 +5,7 @@
 Every write is atomic.  A folder's tree is written after its files, so a folder exists only once it is complete.  The
 sha256 of the tree is the folder's digest.  Reading a folder verifies digests and removes damaged objects; ``get``
 verifies nothing.  Empty folders, permissions and links are not stored.  A store in a local folder does not call fsync.
-S3 credentials come only from environment variables: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a pod's IAM role
-(AWS_ROLE_ARN, AWS_WEB_IDENTITY_TOKEN_FILE)."""
+S3 credentials come only from AWS's environment variables, for a pair of keys or for a pod's IAM role."""
 
 import contextlib
 import hashlib

@@ -6,8 +6,7 @@ A stage writes three files through ``FileTracker``.  Its checkpoints contain the
     notes.jsonl      {"text": ...} per line
     progress.json    {"done", "total", "unit", "rates"}, only while the stage runs
 
-``Mirror`` copies a run to MLflow in a thread, so that the run does not wait for MLflow.  A stage that is tried again
-continues its MLflow run."""
+``Mirror`` copies a run to MLflow in a thread, so the run does not wait.  A retried stage continues its MLflow run."""
 
 import contextlib
 import copy
@@ -73,8 +72,7 @@ class FileTracker:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Returns the metrics in a file, sorted by step.  Of several values for one step and key, the last one counts.  A
-    missing file has no metrics.  An incomplete last line is ignored."""
+    """Returns the metrics in a file, sorted by step.  Of several values for one step and key, the last one counts."""
     steps: Metrics = {}
     for line in _lines(path):
         step = line.pop("step")

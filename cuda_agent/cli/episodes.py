@@ -128,8 +128,7 @@ def _is_path(text: str) -> bool:
 
 
 def _lines(chosen: "list[EpisodeEntry]", found: int, most: int, nothing: str) -> list[str]:
-    """Returns a table of ``most`` episodes as lines.  If ``found``, the number before the selection, is 0:
-    ``nothing``."""
+    """Returns lines: a table of at most ``most`` episodes, or ``nothing`` if the run has no episodes (``found``)."""
     if not chosen:
         return [f"none of {found} episodes" if found else nothing]
     lines = [_HEAD, *(_line(entry.row) for entry in chosen[:most])]

@@ -47,8 +47,7 @@ class Cluster:
 
     @classmethod
     def of_kubeconfig(cls, context: str | None = None, namespace: str | None = None) -> "Cluster":
-        """Connects to the cluster of a kubeconfig's context (None: the current one) and namespace (None: the
-        context's).
+        """Connects to a kubeconfig's context (None: the current one) and a namespace (None: the context's).
 
         Raises:
             ClusterError: The kubeconfig cannot be used, or lacks the context."""
@@ -104,8 +103,7 @@ class Cluster:
         return self._ask("GET", self._path(kind), f"list {kind}s", query=query)["items"]
 
     def create(self, item: Mapping[str, Any], dry_run: bool = False) -> dict[str, Any]:
-        """Creates the object and returns it.  With ``dry_run`` the API server checks the object, but does not store
-        it."""
+        """Creates the object and returns it.  With ``dry_run`` the API server checks it, but stores nothing."""
         query = [("fieldValidation", "Strict"), *([("dryRun", "All")] if dry_run else [])]
         kind = item["kind"]
         return self._ask("POST", self._path(kind), f"create {kind} {item['metadata']['name']}", dict(item), query)
@@ -123,8 +121,7 @@ class Cluster:
         return _unless(404, lambda: self._ask("DELETE", path, f"delete {kind} {name}", body)) is not None
 
     def logs(self, pod: str, follow: bool = False) -> Iterator[str]:
-        """Yields the log lines of the pod's container ``main``.  With ``follow``, waits for more until the container
-        ends."""
+        """Yields the log lines of the pod's container ``main``.  With ``follow``, waits until the container ends."""
         query = [("container", "main"), *([("follow", "true")] if follow else [])]
         path = f"{self._path('Pod')}/{pod}/log"
         response = self._request("GET", path, f"read the log of {pod}", query=query, stream=True)

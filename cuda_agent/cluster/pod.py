@@ -89,10 +89,8 @@ def prepare(
         replicas: The Kubernetes objects of the engine replicas; empty: each stage starts engines in its own pod.
 
     Returns:
-        Name -> text of the outputs.  Each stage has ``run``, ``ray`` (run in several pods), ``cached`` or ``absent``
-            (not
-        in the graph).  ``servers`` and ``engines`` list addresses, separated by commas.  ``finish`` is ``run`` or
-            ``no``.
+        The outputs (name -> text): each stage as ``run``, ``ray`` (run in several pods), ``cached`` or ``absent``;
+        ``servers`` and ``engines`` as addresses, separated by commas; ``finish`` as ``run`` or ``no``.
 
     Raises:
         ConfigError: The configuration is not the submitted one, or the run's name belongs to another configuration.
@@ -187,8 +185,7 @@ def run_stage(
 
 
 def _follow(spawner: Spawner, name: str, scratch: Path, log: Path, recorder: Recorder) -> int:
-    """Copies a stage's log to stdout, its progress to Argo and its metrics to MLflow.  Returns the stage's exit
-    code."""
+    """Copies a stage's log to stdout, progress to Argo and metrics to MLflow.  Returns the stage's exit code."""
     shown, told = 0, 0.0
     while True:
         ended = spawner.wait(0.2)
@@ -288,9 +285,8 @@ def finish(
     cluster: Cluster | None,
     stages: Sequence[Stage] = ROWS,
 ) -> dict[str, Any]:
-    """Removes the run's servers, records how the run ended, and sends facts about the end to the webhook, if there is
-    one. Returns these facts.  ``status`` is the Workflow's state: Failed, Error, or Running after success (this step
-    runs)."""
+    """Removes the run's servers, records how the run ended, and posts facts about it to the webhook, if any.  Returns
+    them. ``status`` is the Workflow's state: Failed, Error, or Running after success (this step still runs)."""
     if cluster is not None:
         run_pools.remove_pools(cluster, workflow)
     if folder := os.environ.get("CUDA_AGENT_ENGINE_FOLDER"):

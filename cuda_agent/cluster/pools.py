@@ -86,8 +86,7 @@ def pod_spec(account: str, grace: int, container: Mapping[str, Any], **volumes: 
 
 
 def token_of(workflow: str, **more: Any) -> dict[str, Any]:
-    """Returns a reference to the Secret with a run's sandbox token.  ``more`` are further fields, such as
-    ``optional``."""
+    """Returns a reference to the Secret with a run's sandbox token.  ``more`` are further fields, as ``optional``."""
     return {"secretKeyRef": {"name": f"{workflow}-sandbox", "key": "token"} | more}
 
 
@@ -151,9 +150,9 @@ def servers(component: str, name: str, own: dict[str, str], port: int, pod: dict
 def of_run(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, labels: Mapping[str, str] = {}, name: str = ""
 ) -> list[dict[str, Any]]:
-    """Returns copies of ``base``, a profile's objects, for one run.  The run's Workflow owns them.  ``name`` (empty:
-    the Workflow's name) replaces the placeholder ``RUN``.  In labels whose key is in ``labels``, the value there
-    replaces it."""
+    """Returns copies of the profile's objects ``base`` for one run, owned by its Workflow.  ``name`` (empty: the
+    Workflow's name) replaces the placeholder ``RUN``.  In single labels, the values in ``labels`` (key -> value)
+    replace it."""
     made = [_named(one, name or workflow, labels) for one in base]
     for one in made:
         one["metadata"]["ownerReferences"] = [owned_by(workflow, uid)]

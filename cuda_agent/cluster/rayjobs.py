@@ -54,8 +54,7 @@ def job_name(workflow: str, stage: str) -> str:
 
 
 def ray_objects() -> list[dict[str, Any]]:
-    """Returns templates of the objects of a stage's Ray cluster, in the order of creation, without the values of a
-    run."""
+    """Returns templates of the objects of a stage's Ray cluster, in the order of creation."""
     labels = pools.labels_of("stage") | {RAY_LABEL: RUN_NAME}
     own = {RAY_LABEL: RUN_NAME}
     between = pools.peers(own)
@@ -113,8 +112,7 @@ def objects(
     engines: str = "",
 ) -> list[dict[str, Any]]:
     """Returns the objects that run a stage in several pods: the profile's objects ``base`` with the run's values.  The
-    head pod runs ``cuda-agent`` with ``arguments``.  ``servers`` (sandbox) and ``engines`` are addresses, separated by
-    commas."""
+    head pod runs ``cuda-agent`` with ``arguments``.  ``servers`` and ``engines`` are addresses, separated by commas."""
     env = {
         "CUDA_AGENT_SANDBOX_SERVERS": servers,
         "CUDA_AGENT_SANDBOX_TOKEN": pools.token_of(workflow, optional=True),

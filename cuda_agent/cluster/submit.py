@@ -239,8 +239,8 @@ def _absent(nodes: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> None:
-    """Adds Kubernetes' warnings about pods, such as a missing secret, to the notes in ``shown``.  Looks only for
-    warnings about stages that have waited for some seconds."""
+    """Adds Kubernetes' warnings about pods that have waited for some seconds, such as a missing secret, to the notes of
+    the pods' stages in ``shown``."""
     waiting = {view.name: view for view in shown if view.state == "waiting" and view.seconds > PATIENCE}
     if not waiting:
         return

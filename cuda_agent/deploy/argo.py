@@ -71,8 +71,7 @@ def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
 
 
 def maintenance_jobs() -> dict[str, dict[str, Any]]:
-    """Returns name -> WorkflowTemplate of the maintenance jobs, before the chart adds its values.  A job is one pod,
-    without retries."""
+    """Returns name -> WorkflowTemplate of the maintenance jobs.  A job is one pod, which is not retried."""
     jobs: tuple[tuple[str, str, int, list[str]], ...] = (  # name, account, seconds, further arguments
         ("doctor", "operator", 900, []),
         ("gc", "collector", LOCK_SECONDS, []),

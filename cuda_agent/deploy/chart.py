@@ -65,8 +65,8 @@ def schema() -> dict[str, Any]:
 
 
 def leaves(model: BaseModel | None = None, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
-    """Yields (dotted path, default, field) of each single value in ``model`` (None: the whole chart).  ``prefix``
-    begins each path."""
+    """Yields (dotted path, default, field) of each value in ``model`` (None: the chart).  Paths begin with
+    ``prefix``."""
     model = Values() if model is None else model
     for name, info in type(model).model_fields.items():
         value = getattr(model, name)
@@ -107,8 +107,7 @@ _VALUES_HEAD = """\
 
 
 def _value_lines(model: BaseModel, pad: str, whole: bool) -> Iterator[str]:
-    """Yields the lines of values.yaml for ``model``, each beginning with ``pad``.  Unless ``whole``, yields only the
-    values that ``model`` sets explicitly."""
+    """Yields the lines of values.yaml for ``model``, indented by ``pad``.  Unless ``whole``, only explicit values."""
     for name, info in type(model).model_fields.items():
         if not whole and name not in model.model_fields_set:
             continue

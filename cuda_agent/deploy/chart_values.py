@@ -38,8 +38,7 @@ class Resources(ValuesGroup):
 
 
 class Placement(ValuesGroup):
-    """Where a pod runs, and its resources.  A field that a stage sets replaces the same field of the profile's
-    ``defaults``."""
+    """Where a pod runs, and its resources.  Fields of a stage replace those of the profile's ``defaults``."""
 
     resources: Resources = value(Resources(), "requests and limits of the stage")
     nodeSelector: dict[str, str] = value({}, "labels that a node must have to run the stage's pod")

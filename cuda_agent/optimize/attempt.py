@@ -310,7 +310,8 @@ class Attempt:
         return self._said[1] >= _STUCK
 
     def _without_calls(self, turn: int) -> str:
-        """Reminds the model of the target and returns "".  Returns "answer" if the attempt ends without a reminder."""
+        """Reminds the model of the target and returns ""; if no reminder is left, returns "answer" to end the
+        attempt."""
         if self.terms.style == "compact" or self.nudges >= _NUDGES:
             return "answer"
         self.nudges += 1

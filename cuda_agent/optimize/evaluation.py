@@ -130,9 +130,8 @@ def read_solution(folder: Path, format: Format) -> Solution:
 async def evaluate(
     settings: SandboxConfig, cache: Path, task: Path, solution: Path, mode: Mode, again: bool, shapes: Sequence[str]
 ) -> tuple[Verdict, list[ShapeResult]]:
-    """Returns the verdict on the folder ``solution`` for the task file ``task``.  With ``again``, uses no cached
-    verdict or baseline.  If the verdict is ``ok``, also judges the variants of the task in ``shapes``
-    (``optimize.shapes``).
+    """Returns the verdict on the folder ``solution`` for the task file ``task``.  If the verdict is ``ok``, also judges
+    the task's variants in ``shapes`` (``optimize.shapes``).  With ``again``, uses no cached verdict or baseline.
 
     Raises:
         TaskError: The task or the solution folder cannot be read.
@@ -156,9 +155,9 @@ async def evaluate(
 async def benchmark(
     config: Config, cache: Path, player: Player, tasks: Path, output: Path | None, say: Callable[[str], None]
 ) -> Any:
-    """Plays ``evaluate.samples`` episodes on each task of ``tasks``, and reports each through ``say``.  Returns
-    ``rl.scores.Scores``.  Writes episodes.jsonl, scores.json and a policy's tokenizer.json to ``output`` (None: no
-    files).
+    """Plays ``evaluate.samples`` episodes per task of ``tasks`` and returns ``rl.scores.Scores``.  Writes
+    episodes.jsonl, scores.json and a policy's tokenizer.json to ``output`` (None: no files).  ``say`` gets a line per
+    episode.
 
     Raises:
         BenchmarkError: ``output`` cannot be made."""

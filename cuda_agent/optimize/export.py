@@ -1,9 +1,8 @@
 """Exports a solution as one file ``model_new.py``, which needs PyTorch and a compiler, but nothing of this package.
 
-The file holds the kernels as strings, the source of ``standalone_*`` modules, which runs the kernels, and definitions
-that this source uses.  In the format ``plan`` it also holds the task's source, so that ``ModelNew`` can inherit from
-``Model``.  Kernels are built in the first call, or at import in the format ``extension``, and cached in the user's
-home.
+The file holds the kernels as strings, and the code that runs them: ``standalone_*`` modules and the definitions that
+they use.  In the format ``plan`` it also holds the task's source, because ``ModelNew`` inherits from ``Model``. Kernels
+are built in the first call (format ``extension``: at import) and cached in the user's home.
 
 The exported file is for inference, on one device, without CUDA graphs.  Inputs must have the same shapes, types and
 plain arguments as the task's inputs."""

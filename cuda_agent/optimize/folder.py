@@ -1,8 +1,9 @@
 """Prepares and locks the folder of a search, new or resumed, and clears the folder if no turn was played.
 
-model.py          the problem                          solution/     kernels, and plan.json or model_new.py model_new.py
-the solution for PyTorch alone       verdict.json  the solution's strict verdict transcript.jsonl  the search's events
-report.html   a page about the search run.json          what the user ordered, for --resume; holds no API key"""
+model.py          the problem                          solution/     kernels, and plan.json or model_new.py
+model_new.py      the solution for PyTorch alone       verdict.json  the solution's strict verdict
+transcript.jsonl  the search's events                  report.html   a page about the search
+run.json          what the user ordered, for --resume; holds no API key"""
 
 import contextlib
 import fcntl
@@ -30,8 +31,7 @@ class OptimizeError(UserError):
 
 @dataclass(frozen=True)
 class SearchOrder:
-    """The settings of a search that a user asks for.  ``tokens``, ``minutes`` and ``money`` are limits for all attempts
-    together (None: no limit)."""
+    """The settings of a search.  ``tokens``, ``minutes`` and ``money`` limit all attempts together (None: no limit)."""
 
     base_url: str  # OpenAI-compatible address
     model: str  # name of the model at the address

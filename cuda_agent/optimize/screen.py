@@ -168,9 +168,8 @@ def json_lines(write: Callable[[str], None]) -> Watch:
 
 
 def plain(write: Callable[[str], None], width: int = 0) -> Watch:
-    """Returns a function that writes a line for each tool call, diff, verdict, note and end of an attempt.  The line of
-    a tool call waits for the attempt's next event, to include an error.  Lines with errors have at most ``width``
-    characters (0: the terminal's width)."""
+    """Returns a function that writes a line per tool call, diff, verdict, note and end of an attempt.  The line of a
+    tool call includes its error, cut to ``width`` characters (0: the terminal's width)."""
     view = View()
     waiting: dict[int, str] = {}  # attempt -> pending line of a tool
     judged: set[int] = set()  # attempts whose last line was a verdict, which has the failure
@@ -231,8 +230,8 @@ def _live() -> Iterator[Watch]:
 
 
 def drawing(view: View, width: int, height: int) -> Any:
-    """Returns the picture of ``view`` for a terminal of this size in characters.  Shows the model's latest text and
-    diff if there is room; not if ``height`` is 0."""
+    """Returns the picture of ``view`` for a terminal of this size in characters.  ``height`` 0: without text and
+    diff."""
     from rich.console import Group
     from rich.text import Text
 

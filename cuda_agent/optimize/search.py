@@ -215,8 +215,7 @@ async def _confirm(
 def write_result(
     outcome: SearchOutcome, task: Task, spec: TaskSpec, probe: Probe, order: SearchOrder, settings: SandboxConfig
 ) -> None:
-    """Writes solution, verdict, ``model_new.py`` and report.html into the search's folder.  Without a correct solution,
-    writes only report.html."""
+    """Writes report.html and, for a correct solution, the solution, its verdict and ``model_new.py`` to the folder."""
     from cuda_agent.pages.optimize import render
 
     folder, best = outcome.folder, outcome.best

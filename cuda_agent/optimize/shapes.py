@@ -47,8 +47,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class ShapeResult:
-    """The result of a solution at one other shape. The status ``no task`` means that the task's own model does not run
-    at this shape."""
+    """The result at one other shape. Status ``no task``: the task's own model does not run at this shape."""
 
     name: str
     status: Status | Literal["no task"]

@@ -250,8 +250,7 @@ def _of_path(path: Path, parts: tuple[str, ...], format: Format) -> _Found:
 
 
 def _place(parts: tuple[str, ...]) -> _Place:
-    """Finds level and number in the ``parts`` of a path.  ("level1", "3_relu") has level 1 and number 3; ("3_relu",)
-    has only number 3."""
+    """Finds level and number in a path: ("level1", "3_relu") has level 1 and number 3; ("3_relu",) only number 3."""
     if run := next((found for part in parts if (found := _RUN.search(part))), None):
         return _Place(parts, int(run[1]), int(run[2]))
     level = next((found for part in parts if (found := _LEVEL.fullmatch(part))), None)
@@ -304,8 +303,7 @@ class _Index:
         return record
 
     def _by_name(self, place: _Place) -> Task | None:
-        """Returns the task that the longest part of ``place.parts``, joined by "/", names.  Skips tasks of another
-        level."""
+        """Returns the task whose name is the longest part of ``place.parts``.  Skips tasks of another level."""
         parts = (*place.parts[:-1], _SUFFIX.sub("", place.parts[-1])) if place.parts else ()
         for length in range(len(parts), 0, -1):
             for start in range(len(parts) - length + 1):

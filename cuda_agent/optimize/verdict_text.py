@@ -74,8 +74,7 @@ def _row(name: str, seconds: float, factor: float | None = None, note: str = "")
 
 
 def _strict_times(verdict: Verdict, strict: dict[str, Any]) -> list[str]:
-    """Returns lines about the strict part of ``verdict``: times of baselines, and the precision that its error
-    suggests."""
+    """Returns lines about ``strict``: the times of baselines, and the precision that the solution's error suggests."""
     baselines, precision = strict["baselines"], strict["precision"]
     lines = []
     for label, seconds in baselines.items():

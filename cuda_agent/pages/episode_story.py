@@ -14,7 +14,7 @@ from cuda_agent.policy.episode import Episode
 
 Kind = Literal["thought", "said", "call", "result", "diff", "verdict", "note", "sampled"]
 Token = tuple[str, float]
-"""Text and log-probability.  Tokens that make no character alone are one with those that end it."""
+"""Text and log-probability.  Tokens that make a character only together count as one."""
 
 MOST_TURNS, MOST_TOKENS, LONGEST = 80, 4000, 6000  # turns and sampled tokens of an episode, characters of a text
 _WRITERS = ("Write", "Edit", "MultiEdit")
@@ -51,8 +51,7 @@ class Story:
 
 
 def _change(call: Mapping[str, Any], known: dict[str, str]) -> Event | None:
-    """Applies a call of Write, Edit or MultiEdit to ``known`` (path -> text).  Returns the diff, or None if it does not
-    fit."""
+    """Applies a call of Write, Edit or MultiEdit to ``known`` (path -> text).  Returns the diff, or None."""
     arguments = call["arguments"]
     path = posixpath.normpath(str(arguments.get("path", "")))
     old = known.get(path, "")
@@ -202,8 +201,7 @@ def _result(text: str, kind: Kind = "result") -> StoryPart:
 
 
 def _answered(call: Mapping[str, Any] | None, result: str, known: dict[str, str]) -> Iterable[StoryPart]:
-    """Yields a tool call's diff, if it is known, and its ``result`` (not "ok" after a diff).  Changes ``known``
-    accordingly."""
+    """Yields a tool call's diff, if known, and its ``result`` (not "ok" after a diff).  Updates ``known``."""
     if call is not None and call.get("name") in _WRITERS and isinstance(call.get("arguments"), dict):
         change = None if result.startswith("error") else _change(call, known)
         if change is not None:

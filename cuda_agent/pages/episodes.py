@@ -18,8 +18,7 @@ SHADES = ((-0.0513, "95 %"), (-0.357, "70 %"), (-0.916, "40 %"), (-2.303, "10 %"
 
 
 def render(title: str, entries: Sequence[EpisodeEntry], found: int, asked: str, most: int = MOST) -> str:
-    """Renders at most ``most`` of ``entries``, which were chosen from ``found`` episodes.  ``asked`` describes the
-    choice."""
+    """Renders at most ``most`` of ``entries``, chosen from ``found`` episodes.  ``asked`` describes the choice."""
     cards: list[str] = []
     rows: list[EpisodeRow] = []
     room = LARGEST

@@ -1,7 +1,6 @@
 """Renders the page of `cuda-agent optimize`: the best solution, its measured speed-up, and how the attempts went.
 
-The page is one static HTML file without scripts.  Its text is in ``optimize.html.j2``; this module computes the numbers
-and draws the charts."""
+The page is one static HTML file without scripts.  Its text is in ``optimize.html.j2``."""
 
 import math
 import statistics

@@ -1,7 +1,6 @@
 """Renders ``report.json`` as one self-contained HTML file.
 
-The page needs no script, network or fonts, is light or dark as the reader prefers, and can be printed.  Where data is
-missing, the page says so.  Its text is in ``report.html.j2``; this module computes the numbers and draws the curves."""
+The page needs no script, network or fonts, and can be printed.  Where data is missing, the page says so."""
 
 import json
 from collections.abc import Callable, Sequence

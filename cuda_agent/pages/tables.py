@@ -1,5 +1,4 @@
-"""Prepares scores for the report: the paper's table and its charts, differences between policies, scores by
-operator."""
+"""Prepares tables and charts of scores for the report: by family of tasks, by operator, and between policies."""
 
 from collections import Counter
 from collections.abc import Sequence

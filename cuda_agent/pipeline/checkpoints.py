@@ -21,8 +21,7 @@ _OWN = ".stage"  # folder of metrics, notes and clock inside a checkpoint
 
 
 class StageCheckpoints:
-    """The checkpoints of one stage; implements ``context.Checkpoints``.  ``resumed`` lists the steps of the checkpoints
-    from which the stage resumed."""
+    """The checkpoints of one stage (``context.Checkpoints``).  ``resumed`` lists the steps from which it resumed."""
 
     def __init__(self, store: Store, stage: str, key: str, scratch: Path, tracker: FileTracker) -> None:
         self._store, self._prefix, self._scratch, self._tracker = store, f"checkpoints/{stage}/{key}", scratch, tracker
@@ -107,8 +106,7 @@ class StageCheckpoints:
                 self._store.delete(key)
 
     def _remove(self, entry: str) -> None:
-        """Removes a checkpoint.  The JSON file goes first, so that an interruption leaves no checkpoint without
-        files."""
+        """Removes a checkpoint.  The JSON file goes first: an interruption leaves no checkpoint without files."""
         self._store.delete(f"{self._prefix}/{entry}.json")
         self._delete_below(f"{self._prefix}/{entry}")
 

@@ -123,8 +123,7 @@ def _imports(path: Path, module: str) -> tuple[str, ...]:
 
 
 def _imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
-    """Yields the names that ``module`` imports, and the strings in its source that look like ``a.b``, modules or
-    not."""
+    """Yields the names that ``module`` imports, and the strings in its source that look like ``a.b``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

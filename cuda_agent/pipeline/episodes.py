@@ -42,8 +42,7 @@ def of_run(store: Store, run: Run, folder: Path) -> list[Left]:
 
 
 def packed(store: Store, manifest: Manifest, folder: Path) -> list[Path]:
-    """Writes the stage's newest episodes, compressed, and their tokenizer into ``folder``, for MLflow.  Returns the
-    paths of the written files."""
+    """Writes the stage's newest episodes, compressed, and their tokenizer into ``folder``.  Returns the files."""
     left = _fetched(store, manifest, folder)
     if left is None:
         return []

@@ -93,8 +93,7 @@ def identity_of(
 
 
 def placed(config: Config) -> Config:
-    """Returns ``config`` with the addresses of sandbox servers, engines and Ray from a cluster's environment
-    variables."""
+    """Returns ``config`` with the addresses of servers and Ray from a cluster's environment variables."""
     given = os.environ.get
     changes: dict[str, Any] = {}
     if servers := given("CUDA_AGENT_SANDBOX_SERVERS"):

@@ -160,9 +160,9 @@ def facts(store: Store, run: Run, stages: Sequence[Stage]) -> Facts:
 
 
 def diff(one: Facts, other: Facts) -> dict[str, Any]:
-    """Compares two runs.  Returns the settings that differ, and an entry for each stage that only one run has or whose
-    cache keys differ.  For a stage of both runs, the entry holds the differing parts of the key, both durations, and
-    the names of equal outputs."""
+    """Compares two runs.  Returns the settings that differ, and the stages that only one run has or whose cache keys
+    differ. Such a stage of both runs has the differing parts of the key, both durations, and the names of equal
+    outputs."""
     keys = [key for key in one.settings | other.settings if one.settings.get(key) != other.settings.get(key)]
     changes: dict[str, Any] = {}
     for name in one.manifests | other.manifests:
@@ -190,8 +190,7 @@ def lock_path(home: Path, store: Store, sha256: str) -> Path:
 
 @contextlib.contextmanager
 def try_lock(path: Path, shared: bool = False) -> Iterator[bool]:
-    """Tries to lock the file ``path`` for the ``with`` block, without waiting, and yields whether this succeeded.
-    ``shared`` locks exclude only exclusive ones."""
+    """Tries to lock the file ``path`` for the ``with`` block, without waiting, and yields whether this succeeded."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600)) as file:
         try:
