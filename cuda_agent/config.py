@@ -1,8 +1,7 @@
 """The schema of the configuration: every key that a user can set, with its type and its default.
 
 The pydantic models below refuse unknown keys, and values out of range.  The module ``compose`` makes a ``Config`` from
-``conf/`` and the user's overrides.  No value is code or a secret.  A key about a secret holds the name of the
-environment variable or file that contains the secret."""
+``conf/`` and the user's overrides.  No value is code or a secret: keys name the variable or file with a secret."""
 
 import re
 from typing import Annotated, Any, Literal, TypeVar

@@ -1,8 +1,8 @@
 """The interface between a stage and the program that runs it: ``StageContext``.
 
 A stage is a function ``run(ctx) -> None``.  Through ``ctx`` it reads its input folders, fills its output folders, logs
-metrics and saves checkpoints.  After ``run`` has returned, the output folders are stored as artifacts.  A stage does
-not depend on Argo, MLflow, S3 or other stages."""
+metrics and saves checkpoints.  The program then stores the output folders as artifacts.  A stage does not depend on
+Argo, MLflow, S3 or other stages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,6 @@
 """A small Kubernetes client on top of the package ``kubernetes``: reads and writes JSON objects in one namespace.
 
-The credentials come from a kubeconfig or, in a pod, from the pod's service account.  A failed request raises a
-``ClusterError``, which names the operation and the cluster."""
+The credentials come from a kubeconfig or from a pod's service account.  A failed request raises a ``ClusterError``."""
 
 import json
 import os

@@ -286,7 +286,7 @@ def finish(
     stages: Sequence[Stage] = ROWS,
 ) -> dict[str, Any]:
     """Removes the run's servers, records how the run ended, and posts facts about it to the webhook, if any.  Returns
-    them. ``status`` is the Workflow's state: Failed, Error, or Running after success (this step still runs)."""
+    the facts.  ``status`` is the Workflow's state: Failed, Error, or Running after success (this step still runs)."""
     if cluster is not None:
         run_pools.remove_pools(cluster, workflow)
     if folder := os.environ.get("CUDA_AGENT_ENGINE_FOLDER"):

@@ -86,7 +86,7 @@ def pod_spec(account: str, grace: int, container: Mapping[str, Any], **volumes: 
 
 
 def token_of(workflow: str, **more: Any) -> dict[str, Any]:
-    """Returns a reference to the Secret with a run's sandbox token.  ``more`` are further fields, as ``optional``."""
+    """Returns a reference to the Secret with a run's sandbox token.  ``more``: fields such as ``optional``."""
     return {"secretKeyRef": {"name": f"{workflow}-sandbox", "key": "token"} | more}
 
 
@@ -151,8 +151,8 @@ def of_run(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, labels: Mapping[str, str] = {}, name: str = ""
 ) -> list[dict[str, Any]]:
     """Returns copies of the profile's objects ``base`` for one run, owned by its Workflow.  ``name`` (empty: the
-    Workflow's name) replaces the placeholder ``RUN``.  In single labels, the values in ``labels`` (key -> value)
-    replace it."""
+    Workflow's name) replaces the placeholder ``RUN``.  For single labels, ``labels`` gives other replacements (key ->
+    value)."""
     made = [_named(one, name or workflow, labels) for one in base]
     for one in made:
         one["metadata"]["ownerReferences"] = [owned_by(workflow, uid)]

@@ -88,7 +88,7 @@ def ray_objects() -> list[dict[str, Any]]:
 
 
 def _pod(labels: Mapping[str, str], grace: int, port: int) -> dict[str, Any]:
-    """Returns the template of a Ray pod with probes of ``port``.  ``grace``: seconds from SIGTERM to SIGKILL."""
+    """Returns the template of a Ray pod, with probes at ``port`` and ``grace`` seconds from SIGTERM to SIGKILL."""
     # KubeRay's own probes need a program that may be missing.
     probe = {"tcpSocket": {"port": port}, "periodSeconds": 5, "timeoutSeconds": 5}
     made = pools.container(

@@ -239,8 +239,7 @@ def _absent(nodes: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> None:
-    """Adds Kubernetes' warnings about pods that have waited for some seconds, such as a missing secret, to the notes of
-    the pods' stages in ``shown``."""
+    """Adds Kubernetes' warnings about pods that have waited for some seconds to their stages' notes in ``shown``."""
     waiting = {view.name: view for view in shown if view.state == "waiting" and view.seconds > PATIENCE}
     if not waiting:
         return

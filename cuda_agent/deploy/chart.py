@@ -65,8 +65,8 @@ def schema() -> dict[str, Any]:
 
 
 def leaves(model: BaseModel | None = None, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
-    """Yields (dotted path, default, field) of each value in ``model`` (None: the chart).  Paths begin with
-    ``prefix``."""
+    """Yields (dotted path, default, field) of each value in ``model`` (None: the chart).  ``prefix`` starts each
+    path."""
     model = Values() if model is None else model
     for name, info in type(model).model_fields.items():
         value = getattr(model, name)
@@ -107,7 +107,7 @@ _VALUES_HEAD = """\
 
 
 def _value_lines(model: BaseModel, pad: str, whole: bool) -> Iterator[str]:
-    """Yields the lines of values.yaml for ``model``, indented by ``pad``.  Unless ``whole``, only explicit values."""
+    """Yields the lines of values.yaml for ``model``, indented by ``pad``; if not ``whole``, for explicit values."""
     for name, info in type(model).model_fields.items():
         if not whole and name not in model.model_fields_set:
             continue

@@ -1,9 +1,9 @@
 """Measures how many solutions per minute the sandbox judges on this machine, and the time of each phase.
 
 First it draws and probes tasks as in synthesis, and times this.  The scripted teacher then writes solutions with random
-designs.  No verdict is in the cache, so each solution is built, checked and timed.  Each format has three rounds: one
-solution at a time with pauses between them, one right after the other, and all at once.  Solutions in the format
-``extension`` wrap the teacher's kernel; those in ``python`` copy the task's own model."""
+designs.  The cache is empty, so the sandbox builds, checks and times each solution.  Each format has three rounds: one
+solution at a time with pauses, one right after the other, and all at once.  Solutions in the format ``extension`` wrap
+the teacher's kernel; those in ``python`` copy the task's model."""
 
 import asyncio
 import json
@@ -159,7 +159,6 @@ def work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
 
 
 def _reference(task: Task, rng: random.Random) -> dict[str, str]:
-    """Returns a copy of the task's model as a solution.  A random comment makes each copy a new solution."""
     code = re.sub(r"^class Model\b", "class ModelNew", task.code, flags=re.MULTILINE)
     return {"model_new.py": f"{code}\n# {rng.getrandbits(32)}\n"}
 

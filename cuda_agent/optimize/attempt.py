@@ -2,8 +2,7 @@
 
 The attempt ends when a solution reaches the target speed-up, the budget is used up or the model gives up.  ``Attempt``
 sends the conversation to the model, and ``SearchEnvironment`` answers the model's tool calls.  Tools run in the
-sandbox: this process executes nothing that the model writes.  ``progress.Findings`` keeps all correct solutions, so an
-attempt can be stopped at any time."""
+sandbox: this process executes nothing that the model writes.  ``progress.Findings`` keeps all correct solutions."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -310,8 +309,7 @@ class Attempt:
         return self._said[1] >= _STUCK
 
     def _without_calls(self, turn: int) -> str:
-        """Reminds the model of the target and returns ""; if no reminder is left, returns "answer" to end the
-        attempt."""
+        """Reminds the model of the target and returns "".  If no reminder is left, returns "answer": the end."""
         if self.terms.style == "compact" or self.nudges >= _NUDGES:
             return "answer"
         self.nudges += 1
@@ -351,6 +349,5 @@ class Attempt:
 
 
 def _first_line(text: str) -> str:
-    """Returns the first line of an error's ``text`` that is not blank, or "failed" if all lines are blank."""
     said = (line.strip() for line in text.splitlines())
     return next((line.removeprefix("error: ")[:300] for line in said if line), "failed")

@@ -230,8 +230,7 @@ def _live() -> Iterator[Watch]:
 
 
 def drawing(view: View, width: int, height: int) -> Any:
-    """Returns the picture of ``view`` for a terminal of this size in characters.  ``height`` 0: without text and
-    diff."""
+    """Returns the picture of ``view`` for a terminal of this size.  ``height`` 0 omits the model's text and diff."""
     from rich.console import Group
     from rich.text import Text
 

@@ -103,7 +103,7 @@ def _declared(task: Task) -> list[dict[str, Any]]:
 
 
 def _with_constants(task: Task, values: Mapping[str, Any]) -> Variant:
-    """Returns the task with ``values`` of constants, set where the source sets them, so that other constants follow."""
+    """Returns the task whose source sets constants to ``values``, so that constants computed from them follow."""
     name = ", ".join(f"{name}={value!r}" for name, value in values.items())
     known, lines = _constants(task), task.code.encode().splitlines(keepends=True)
     if missing := [name for name in values if name not in known]:

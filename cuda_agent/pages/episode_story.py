@@ -51,7 +51,7 @@ class Story:
 
 
 def _change(call: Mapping[str, Any], known: dict[str, str]) -> Event | None:
-    """Applies a call of Write, Edit or MultiEdit to ``known`` (path -> text).  Returns the diff, or None."""
+    """Applies a Write, Edit or MultiEdit to ``known`` (path -> text).  Returns the diff, or None if it does not fit."""
     arguments = call["arguments"]
     path = posixpath.normpath(str(arguments.get("path", "")))
     old = known.get(path, "")

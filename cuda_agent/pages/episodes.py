@@ -1,7 +1,6 @@
 """Renders episodes as one static page: turns, thoughts, tool calls, diffs, verdicts, and tokens by log-probability.
 
-The page can be read without JavaScript; its one script (``episodes.js``) searches, filters and sorts the episodes.  The
-size of a page is bounded: the page says how many episodes are shown."""
+The page can be read without JavaScript; its one script searches, filters and sorts.  The size of a page is bounded."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,6 @@
 """Renders the page and the CSV of `cuda-agent evaluate-set`: claims beside measurements, scores, rejections.
 
-The page is one static HTML file without scripts.  Its text is in ``judged_set.html.j2``.  Every record of the input is
-a ``JudgedRow`` with exactly one outcome, so the counts add up."""
+The page is one static HTML file without scripts.  Every record has exactly one outcome, so the counts add up."""
 
 import csv
 import io
@@ -94,7 +93,7 @@ def claims(rows: Sequence[JudgedRow]) -> dict[str, Any]:
 
 def fast_rows(scores: Scores, tasks: int) -> list[tuple[float, list[float | None]]]:
     """Returns (p, shares) for each threshold p.  A share is the part of the tasks that are solved more than p times as
-    fast as a baseline.  The shares are (eager, ``torch.compile``) of the scored tasks, then of ``tasks`` tasks."""
+    fast as a baseline: over eager and ``torch.compile`` among the scored tasks, then the same among ``tasks`` tasks."""
     return [
         (p, [fast_p(scores, p, baseline, count) for count in (None, tasks) for baseline in ("eager", "compile")])
         for p in THRESHOLDS

@@ -21,7 +21,7 @@ _OWN = ".stage"  # folder of metrics, notes and clock inside a checkpoint
 
 
 class StageCheckpoints:
-    """The checkpoints of one stage (``context.Checkpoints``).  ``resumed`` lists the steps from which it resumed."""
+    """The checkpoints of one stage (``context.Checkpoints``).  ``resumed``: steps from which the stage resumed."""
 
     def __init__(self, store: Store, stage: str, key: str, scratch: Path, tracker: FileTracker) -> None:
         self._store, self._prefix, self._scratch, self._tracker = store, f"checkpoints/{stage}/{key}", scratch, tracker
@@ -30,7 +30,7 @@ class StageCheckpoints:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds of work behind the stage's state: the loaded checkpoint's, plus those since then."""
+        """Returns the seconds of work so far: the seconds in the loaded checkpoint, and those since it was loaded."""
         return self._before + time.monotonic() - self._began
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:

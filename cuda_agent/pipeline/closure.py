@@ -7,7 +7,7 @@ The code version is a hash over the stage's import closure, which holds these fi
 - data files (templates, C++ sources) in the sub-packages of these modules.  A data file with the name of a module, such
   as ``check.cu`` beside ``check.py``, belongs to that module alone.
 
-The search reads syntax trees and imports nothing.  So it does not find a name that is put together at run time."""
+The search reads syntax trees and imports nothing.  It does not find a name that is put together at run time."""
 
 import ast
 import functools

@@ -42,7 +42,7 @@ def of_run(store: Store, run: Run, folder: Path) -> list[Left]:
 
 
 def packed(store: Store, manifest: Manifest, folder: Path) -> list[Path]:
-    """Writes the stage's newest episodes, compressed, and their tokenizer into ``folder``.  Returns the files."""
+    """Writes the stage's newest episodes, compressed, and their tokenizer into ``folder``.  Returns the paths."""
     left = _fetched(store, manifest, folder)
     if left is None:
         return []
@@ -211,7 +211,6 @@ def chosen(
 
 
 def _place(row: EpisodeRow, sort: Sort) -> tuple[Any, ...]:
-    """Returns the sort key of ``row`` for the order ``sort``.  Among equal rows the newest comes first."""
     reward, speedup = -2.0 if row.reward is None else row.reward, row.speedup or 0.0
     first: dict[Sort, tuple[Any, ...]] = {
         "newest": (),

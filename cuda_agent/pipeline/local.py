@@ -5,8 +5,7 @@ the cache, or starts a process.  If the process exits with 75 (try again), the e
 the end it fetches the report and records how the run ended.
 
 Executor and stages may be killed at any moment.  A result counts only once it is complete, and the next call continues
-from the newest checkpoints.  Stages run one at a time.  With ``run.parallel_stages`` they run side by side, except
-stages that measure times."""
+from the newest checkpoints.  With ``run.parallel_stages``, stages that measure no times run side by side."""
 
 import contextlib
 import json

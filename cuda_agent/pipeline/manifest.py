@@ -93,7 +93,7 @@ def identity_of(
 
 
 def placed(config: Config) -> Config:
-    """Returns ``config`` with the addresses of servers and Ray from a cluster's environment variables."""
+    """Returns ``config`` with the addresses of sandbox, engines and Ray from a cluster's environment variables."""
     given = os.environ.get
     changes: dict[str, Any] = {}
     if servers := given("CUDA_AGENT_SANDBOX_SERVERS"):
@@ -187,9 +187,9 @@ def publish(store: Store, run: str, manifest: Manifest) -> Manifest:
 def _make_stages_folder(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest], folder: Path
 ) -> None:
-    """Fills ``folder`` with the metrics, notes and manifests of the stages on which ``stage`` depends, ``graph.json``
-    and ``config.json``.  With the simulated times of ``sandbox.clock=model``, leaves out durations, devices, software
-    versions and notes, so that two runs give the same bytes on any machine."""
+    """Fills ``folder`` with metrics, notes and manifests of the stages before ``stage``, ``graph.json`` and
+    ``config.json``. If ``sandbox.clock`` is model, leaves out what differs between two equal runs, such as
+    durations."""
     timeless = config.sandbox.clock == "model"
     left_out = {"run", "config", "finished", "resumed", "metrics"}
     left_out |= {"seconds", "key", "environment", "device"} if timeless else set()

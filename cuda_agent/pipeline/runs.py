@@ -57,9 +57,9 @@ class Run:
 
 
 def local_home(store_uri: str) -> Path:
-    """Returns this machine's folder for caches, locks, scratch files and MLflow's database of a store.  CUDA_AGENT_HOME
-    sets it.  The default is ``x`` for a store in the folder ``x/store``, ``x/y.local`` for ``x/y``, and
-    ``~/.cache/cuda-agent`` for a store that is not a folder."""
+    """Returns this machine's folder for caches, locks, scratch files and MLflow's database of a store: CUDA_AGENT_HOME,
+    or by default ``x`` for the store ``x/store``, ``x/y.local`` for ``x/y``, ``~/.cache/cuda-agent`` for S3 and
+    memory."""
     if home := os.environ.get("CUDA_AGENT_HOME"):
         return Path(home).absolute()
     folder = local_folder(store_uri)
@@ -161,8 +161,7 @@ def facts(store: Store, run: Run, stages: Sequence[Stage]) -> Facts:
 
 def diff(one: Facts, other: Facts) -> dict[str, Any]:
     """Compares two runs.  Returns the settings that differ, and the stages that only one run has or whose cache keys
-    differ. Such a stage of both runs has the differing parts of the key, both durations, and the names of equal
-    outputs."""
+    differ. For a stage of both runs: the differing parts of the key, both durations, and the names of equal outputs."""
     keys = [key for key in one.settings | other.settings if one.settings.get(key) != other.settings.get(key)]
     changes: dict[str, Any] = {}
     for name in one.manifests | other.manifests:

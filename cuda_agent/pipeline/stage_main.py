@@ -45,8 +45,8 @@ Stop = Callable[[], bool]
 
 @dataclass(frozen=True)
 class StageOrder:
-    """The arguments of a process that runs one stage.  ``scratch`` is the folder of this attempt for metrics, notes,
-    progress and ``outcome.json``.  ``local`` is the machine's folder for locks and caches."""
+    """The arguments of a process that runs one stage.  ``scratch`` is the folder for metrics, notes, progress and
+    ``outcome.json`` of this attempt.  ``local`` is the machine's folder for locks and caches."""
 
     store: str  # URI of the store
     config: str  # sha256 of the configuration

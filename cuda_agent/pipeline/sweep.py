@@ -1,8 +1,7 @@
-"""Turns a sweep into a list of runs.  A sweep is a list of overrides, some with several values in Hydra's grammar:
+"""Turns a sweep into a list of runs.  A sweep is a list of overrides, some with several values in Hydra's grammar.
 
-    critic.lr=1e-5,3e-5 'seed=range(3)'  ->  6 runs: the cartesian product, the last key changing fastest
-
-The runs of sweep NAME are called NAME-1, NAME-2, and so on; the configuration of each run holds the sweep's name."""
+For example, ``critic.lr=1e-5,3e-5 'seed=range(3)'`` gives 6 runs: the cartesian product, in which the last key changes
+fastest.  The runs of the sweep NAME are called NAME-1, NAME-2, and so on."""
 
 import itertools
 import math
