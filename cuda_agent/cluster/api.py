@@ -120,7 +120,7 @@ class Cluster:
         return _unless(404, lambda: self._ask("DELETE", path, f"delete {kind} {name}", body)) is not None
 
     def logs(self, pod: str, follow: bool = False) -> Iterator[str]:
-        """Yields the log lines of the pod's container ``main``.  With ``follow``, waits until the container ends."""
+        """Yields the log lines of the pod's container ``main``.  With ``follow``, goes on until the container ends."""
         query = [("container", "main"), *([("follow", "true")] if follow else [])]
         path = f"{self._path('Pod')}/{pod}/log"
         response = self._request("GET", path, f"read the log of {pod}", query=query, stream=True)

@@ -309,7 +309,7 @@ class Attempt:
         return self._said[1] >= _STUCK
 
     def _without_calls(self, turn: int) -> str:
-        """Reminds the model of the target and returns "".  If no reminder is left, returns "answer": the end."""
+        """Reminds the model of the target, or, if no reminder is left, returns "answer" to end the attempt."""
         if self.terms.style == "compact" or self.nudges >= _NUDGES:
             return "answer"
         self.nudges += 1
