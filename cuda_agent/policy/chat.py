@@ -73,9 +73,8 @@ class ToolCall:
 
 
 class Chat:
-    """Converts conversations to token ids of ``tokenizer``, and sampled token ids to text and tool calls. With
-    ``style`` "full", prompts contain the tools' schemas; with "compact", they do not. Raises ``ValueError`` if the
-    tokenizer has no chat template."""
+    """Converts conversations to token ids of ``tokenizer``, and sampled token ids to text and tool calls. Prompts
+    contain the tools' schemas if ``style`` is "full". Raises ``ValueError`` if the tokenizer has no chat template."""
 
     def __init__(self, tokenizer: Any, style: Literal["compact", "full"] = "full") -> None:
         if not getattr(tokenizer, "chat_template", None):
@@ -107,9 +106,7 @@ class Chat:
         return self._delta([{"role": "tool", "content": text} for text in tool_results], closed)
 
     def encode_dialogue(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[list[int], list[int]]:
-        """Returns the token ids of a written dialogue, and a mask of equal length. The mask is 1 on each assistant turn
-        with its stop token, because a policy would have sampled these tokens.
-
+        """Returns the token ids of a written dialogue, and a mask that is 1 on each assistant turn with its stop token.
         If the last message is not the assistant's, the ids end with the header of the next assistant turn."""
         starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         ids = self.prompt_ids(messages[: starts[0] if starts else None], tools)
@@ -130,9 +127,8 @@ class Chat:
         return [*self._encode(whole[len(before) : whole.rindex(self._end)]), self.end_id]
 
     def parse(self, ids: Sequence[int], tools: Tools | None = None) -> tuple[str, list[ToolCall], bool]:
-        """Returns one sampled turn's text without tool calls, its tool calls, and whether the turn is malformed.
-
-        Tool calls may have XML form or Hermes' JSON form. A malformed call stays in the text; the other calls are still
+        """Returns one sampled turn's text without tool calls, its tool calls, and whether the turn is malformed. Tool
+        calls may have XML form or Hermes' JSON form. A malformed call stays in the text; the other calls are still
         returned. With ``tools``, string arguments are converted to the types of the tools' schemas."""
         ids = list(ids)
         while ids and ids[-1] in self.stop_ids:
@@ -158,8 +154,8 @@ class Chat:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _clean(self, message: Message) -> dict[str, Any]:
-        """Returns the message in the form of Hugging Face's templates. Inserts a space into each control token of its
-        text, such as ``<|im_end|>``, so that the text of a task or a tool cannot end or open a turn."""
+        """Returns the message in the form of Hugging Face's templates, with a space inside each control token of its
+        text, such as ``<|im_end|>``. The text of a task or a tool can therefore not end or open a turn."""
 
         def broken(value: Any) -> Any:
             if isinstance(value, str):

@@ -20,8 +20,7 @@ _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 
 class Adapted(nn.Module):
-    """The linear layer ``base`` with an adapter. At first the adapter changes nothing, because its matrix ``up`` is
-    zero."""
+    """The linear layer ``base`` with an adapter. At first the adapter's matrix ``up`` is zero and changes nothing."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__()

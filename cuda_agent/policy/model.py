@@ -119,7 +119,6 @@ def load_model(folder: Path | str) -> Any:
 
 @contextmanager
 def _named(problem: str) -> Iterator[None]:
-    """Turns any exception inside the context into a ``PolicyError`` that begins with ``problem``."""
     try:
         yield
     except Exception as error:

@@ -125,8 +125,7 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
     ) -> Reply:
         """Returns the model's next turn. If ``call`` is false, the model may not call tools. ``listen`` gets each piece
         of the turn as it arrives. Repeats a failed request at most ``RETRIES`` times. Raises ``ServedModelError`` if
-        the server refuses the request or all retries fail, and ``ContextTooLong`` if the conversation is too long for
-        the server."""
+        the server refuses the request or all retries fail, and ``ContextTooLong`` if the conversation is too long."""
         hear = listen or (lambda what, text: None)
         seed = None if seed is None else seed % 2**31
         sampling = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
@@ -165,8 +164,7 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         return {key: value for key, value in body.items() if key not in self._lacks and value is not None}
 
     def _adapted(self, refusal: str, body: dict[str, Any], hear: Listener) -> bool:
-        """Finds a feature of the request ``body`` that the server's ``refusal`` mentions, and leaves it out of later
-        requests. Returns whether there is one."""
+        """Removes from later requests a feature of ``body`` that ``refusal`` mentions. Returns whether there is one."""
         text = refusal.lower()
         for named, left_out in _OPTIONAL.items():
             if named in text and left_out in body and left_out not in self._lacks:

@@ -25,9 +25,8 @@ Job = tuple[int, int, Sequence[int]]  # row, position of the first new token, th
 class DenseDecoder:
     """A fast decoder of dense models, with a rearranged copy of the weights. The matrices q, k and v are joined into
     one, and so are gate and up. ``_fold`` multiplies a norm's weights into the matrix after the norm. In q and k, the
-    two numbers that rotary embedding rotates together are adjacent.
-
-    Shapes in this class: n rows or tokens, H query heads, K key-value heads, G = H / K, head size D."""
+    two numbers that rotary embedding rotates together are adjacent. Shapes in this class: n rows or tokens, H query
+    heads, K key-value heads, G = H / K, head size D."""
 
     partial = True  # whether ``restore`` can restore a part of what ``keep`` returned
 
@@ -329,15 +328,14 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _fold(weight: Tensor, norm: Tensor) -> Tensor:
-    """Multiplies each row of ``weight`` [out, in] by ``norm`` [in], the weights of the norm before this linear
-    layer."""
+    """Multiplies each row of ``weight`` [out, in] by ``norm`` [in], the weights of the norm before this layer."""
     return (weight.float() * norm.float()).to(weight.dtype)
 
 
 def verify(decoder: Decoder, model: Any) -> float:
-    """Returns the largest difference between the log-probabilities of ``decoder`` and ``model`` at four positions of a
-    fixed prompt. The difference at a position is a mean over the vocabulary, weighted by the model's probabilities.
-    Overwrites rows 0 and 1 of the cache."""
+    """Returns the largest difference between the log-probabilities of ``decoder`` and ``model`` at four positions. Each
+    position's difference is a mean over the vocabulary, weighted by the model's probabilities. Overwrites rows 0 and 1
+    of the cache."""
     ids, device = probe_prompt(model, 20), model.device
     with torch.inference_mode():
         wanted = torch.log_softmax(model(input_ids=torch.tensor([ids], device=device)).logits[0].float(), -1)

@@ -18,11 +18,9 @@ class EngineLost(EngineError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The parameters of one completion.
-
-    Up to rounding, a completion depends only on the weights, the prompt and these parameters. At ``temperature`` 0 the
-    engine takes the likeliest token. ``key`` names the episode. An engine sends all requests with the same key to one
-    server, which caches their common beginning."""
+    """The parameters of one completion. Up to rounding, a completion depends only on the weights, the prompt and these
+    parameters. At ``temperature`` 0 the engine takes the likeliest token. ``key`` names the episode. An engine sends
+    all requests with the same key to one server, which caches their common beginning."""
 
     max_tokens: int
     seed: int
@@ -61,8 +59,8 @@ def probe_prompt(model: Any, count: int) -> list[int]:
 
 
 def fitted(params: SamplingParams, prompt: Sequence[int], context: int) -> SamplingParams:
-    """Returns ``params`` with ``max_tokens`` limited to the room that ``prompt`` leaves in ``context`` tokens. Raises
-    ``ValueError`` if ``prompt`` is empty or fills the context."""
+    """Returns ``params`` with ``max_tokens`` limited to the room after ``prompt`` in a context of ``context`` tokens.
+    Raises ``ValueError`` if ``prompt`` is empty or fills the context."""
     limit = min(params.max_tokens, context - len(prompt))
     if not prompt or limit < 1:
         raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {context}")

@@ -1,10 +1,9 @@
 """Serves a policy inside this process: ``LocalEngine``, with continuous batching, prefix reuse and one worker thread.
 
-Up to rounding, a completion depends only on weights, prompt and seed: the noise that draws a token comes from the seed
-and the token's position. Rounding depends on the other requests in the batch. Waiting requests join the batch in order
-of submission, after ``QUIET_PASSES`` passes of the event loop without a new request. If callers wait only for
-completions, and not for tools or timers, every run has the same batches and the same bits. There is no top-p or similar
-sampling, because it would bias PPO's ratio."""
+Up to rounding, a completion depends only on weights, prompt and seed: the seed and a token's position give the noise
+that draws the token. Rounding depends on the other requests in the batch. Waiting requests join the batch in order of
+submission, after ``QUIET_PASSES`` passes of the event loop without a new request. If callers wait only for completions,
+every run has the same batches and the same bits. There is no top-p sampling, because it would bias PPO's ratio."""
 
 import asyncio
 import copy
@@ -51,8 +50,8 @@ class Counts:
 class LocalEngine:
     """An engine that computes in this process. It copies ``model``, a causal model of transformers, to ``device`` and
     ``dtype``. CPU operators use up to ``threads`` threads. At most ``batch`` requests are decoded at once. ``lease`` is
-    this engine's own handle of the timing lease. The constructor and ``update_from`` raise ``EngineError`` if the
-    decoder does not reproduce the model's log-probabilities."""
+    this engine's own handle of the timing lease (``cuda_agent.lease``). The constructor and ``update_from`` raise
+    ``EngineError`` if the decoder does not reproduce the model's log-probabilities."""
 
     def __init__(
         self,
@@ -117,8 +116,8 @@ class LocalEngine:
             self._wake()
 
     async def compute(self, job: Callable[[], Any]) -> Any:
-        """Runs ``job`` in the worker thread, while no decoding runs there, and returns its result. In a second thread
-        both would be slow, because OpenMP would have more threads than processors (docs/lab-notebook.md)."""
+        """Runs ``job`` in the worker thread, while no decoding runs there, and returns its result. A second thread
+        would slow down ``job`` and decoding, because OpenMP would have more threads than processors."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, job)
 
     async def close(self) -> None:
@@ -190,7 +189,6 @@ class LocalEngine:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Holds the timing lease during the context's body, and until the GPU has finished the body's work."""
         with self._lease.working() if self._lease else nullcontext():
             try:
                 yield
@@ -258,9 +256,8 @@ class LocalEngine:
             return self._sample(logits[torch.tensor(picks, device=logits.device)], len(self._active) - len(joining))
 
     def _take_kept(self, prompt: list[int]) -> tuple[int, Any]:
-        """Finds the kept sequence that shares the longest prefix with ``prompt[:-1]``. Returns the length of this
-        prefix and the decoder's copy of the sequence, or 0 and None. If the prompt continues the whole sequence,
-        removes it from ``_kept``."""
+        """Finds the kept sequence that shares the longest prefix with ``prompt[:-1]``. Returns the prefix's length and
+        the decoder's copy, or 0 and None. Removes the sequence from ``_kept`` if the prompt continues all of it."""
         best, best_length = None, 0
         wanted = np.array(prompt[:-1])
         for index in reversed(range(len(self._kept))):
@@ -305,7 +302,6 @@ class LocalEngine:
             del self._kept[0]
 
     def _leave(self, row: int) -> None:
-        """Removes the request in ``row`` from the batch; the last row moves into the free row."""
         last = self._active.pop()
         if row < len(self._active):
             self._decoder.move(len(self._active), row, len(last.prompt) + len(last.ids))
@@ -344,7 +340,6 @@ def uniforms(seed: int, position: int, count: int) -> np.ndarray:
 
 def draw(logits: Tensor, noise: Tensor, temperatures: Sequence[float]) -> tuple[list[int], list[float]]:
     """Draws one token for each of the n rows of ``logits``. Returns the ids and log-probabilities of the tokens.
-
     ``logits`` are float32 [n, vocab]. ``noise``, float64 [n] in [0, 1), picks a token from each row's cumulative
     distribution. At temperature 0 the likeliest token is taken, with its log-probability at temperature 1."""
     if any(t != 1.0 for t in temperatures):

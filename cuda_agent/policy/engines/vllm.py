@@ -1,9 +1,8 @@
 """Serves a policy by one or many vLLM servers over HTTP: ``VllmEngine`` (docs/engines.md).
 
 All turns of an episode go to one server, which caches the episode's tokens. If a server dies, it is not restarted, and
-the other servers answer its requests. Their completions are the same up to rounding, because they depend only on
-weights, prompt and seed. Weights are replaced while no request runs; a probe then checks that every server uses the new
-weights."""
+other servers answer its requests. Completions are the same up to rounding, because they depend only on weights, prompt
+and seed. Weights are replaced while no request runs; a probe then checks that every server uses them."""
 
 import asyncio
 import contextlib
@@ -230,8 +229,7 @@ class VllmEngine:
 
     async def _prove(self, replica: Replica, model: Any, before: list[Any]) -> None:
         """Checks that ``replica`` computes with the weights of ``model``. Raises EngineError otherwise. ``before``
-        holds the answers of the server's workers to ``cuda_agent_weights`` before the weights changed; it may be
-        empty."""
+        holds the workers' answers to ``cuda_agent_weights`` before the weights changed; it may be empty."""
         prompt = probe_prompt(model, PROBE_TOKENS)
         params = SamplingParams(PROBE_SAMPLED, seed=1, temperature=PROBE_TEMPERATURE)
         served_name = self._adapter or replica.model
@@ -276,8 +274,7 @@ class VllmEngine:
 
 
 def _put_first(policy: Path, shared: Path) -> None:
-    """Copies ``policy`` to the folder ``shared``/policy if this does not exist yet. The servers of a pool
-    (``vllm_pool``) wait for this folder."""
+    """Copies ``policy`` to ``shared``/policy if that is missing. A pool's servers (``vllm_pool``) wait for it."""
     if (shared / FIRST).exists():
         return
     shared.mkdir(parents=True, exist_ok=True)

@@ -42,8 +42,7 @@ def register() -> None:
 
 
 def _keep_plain_weights() -> None:
-    """Stops vLLM from multiplying with packed copies of the weights on a CPU. Loading new weights would not change
-    these copies."""
+    """Turns off packed copies of the weights on a CPU, because loading new weights does not change them."""
     from vllm import _custom_ops  # type: ignore[import-not-found, unused-ignore]
     from vllm.model_executor.layers import utils  # type: ignore[import-not-found, unused-ignore]
 
@@ -140,8 +139,8 @@ def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> 
 
 
 def digest(parameters: Iterable[tuple[str, Any]]) -> str:
-    """Returns a hash of the names and weights in ``parameters``. Exact integer sums of the weights' bits enter it, so
-    it is the same on every processor."""
+    """Returns a hash of the names and weights in ``parameters``. It is the same on every processor, because it uses
+    exact integer sums of the weights' bits."""
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -185,8 +184,7 @@ def served(policy: Path, name: str, context: int, batch: int, memory: float | No
 
 
 def on_processor(environment: dict[str, str], lib: Path, threads: int) -> dict[str, str]:
-    """Returns ``environment``, changed for a vLLM server on the CPU. ``lib`` is the folder ``lib`` of the Python
-    environment in which vLLM is installed."""
+    """Returns ``environment``, changed for vLLM on the CPU. ``lib`` is the ``lib`` folder of vLLM's environment."""
     made = environment | {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     made.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the arguments of ``served``
     openmp = lib / "libiomp5.so"  # vLLM's operators are linked to it

@@ -1,8 +1,8 @@
 """Runs one vLLM server of a run's pool on a cluster: waits for the run's first policy, then becomes vLLM's server.
 
 The first stage that needs an engine writes the policy atomically into the sub-folder ``policy`` of a shared folder. A
-server that restarts loads this first policy, without later weights. Each start gives the policy a new name, so that
-requests under the old name fail. This module needs only ``torch`` of the package's requirements."""
+restarted server loads this first policy, not the newest weights. Each start gives the policy a new name, so requests
+under the old name fail. Of the package's requirements, this module needs only ``torch``."""
 
 import argparse
 import os

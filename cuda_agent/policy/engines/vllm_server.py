@@ -160,8 +160,7 @@ class Replica:
             return False
 
     async def ready(self) -> None:
-        """Waits until the server answers. Raises EngineLost if the server ends or stays silent for
-        ``START_SECONDS``."""
+        """Waits until the server answers. Raises EngineLost if the server ends or is silent for ``START_SECONDS``."""
         end, server = time.monotonic() + START_SECONDS, self.server
         while not await self.healthy():
             log = f":\n{server.tail()}" if server else ""
@@ -179,7 +178,7 @@ class Replica:
             try:
                 answer = await self._client.request(method, path, json=body)
             except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                # The server may have closed kept connections without a fault, after a pause even hundreds.
+                # The server closes idle connections. After a pause, even hundreds of kept connections may be closed.
                 answer = await self._anew.request(method, path, json=body)
         except httpx.HTTPError as error:
             raise Fault(f"{type(error).__name__} {error}".strip()) from error

@@ -17,8 +17,7 @@ from cuda_agent.policy.lora import merged_parameters
 
 
 class Broadcast:
-    """The trainer's end of a process group that broadcasts weights to vLLM servers. ``send`` reuses the group while the
-    servers stay the same."""
+    """The trainer's end of the process group that broadcasts weights to vLLM servers."""
 
     def __init__(self) -> None:
         self._group: Any = None
