@@ -198,8 +198,7 @@ def _shared_attention(
     lengths: Sequence[int],
     part: PackedPart,
 ) -> Tensor:
-    """Returns the causal attention of this rank's queries to the keys of all ranks, within each sequence:
-    [1, heads, tokens of this rank, size]."""
+    """Returns causal attention of this rank's queries to all ranks' keys: [1, heads, tokens of this rank, size]."""
     keys, values = (cast(Tensor, _Gathered.apply(tensor, part.ranks)) for tensor in (key, value))  # type: ignore[no-untyped-call]
     shared = query.shape[1] != keys.shape[1]
     size = query.shape[2] // 2

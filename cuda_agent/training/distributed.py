@@ -22,8 +22,7 @@ TRAINERS: dict[str, Trainer] = {}  # the trainers in this process, by name, if i
 
 
 class TrainerLost(RuntimeError):
-    """A rank died, or only some of the ranks failed. Training since the last checkpoint is lost; new ranks may resume
-    from this checkpoint."""
+    """Some of the trainer's ranks died or failed. All training since the last checkpoint is lost."""
 
 
 class RankGroup(Protocol):
@@ -62,8 +61,7 @@ def _errors(calls: Sequence[Future[Any]]) -> list[BaseException]:
 
 class DistributedTrainer:
     """The driver's handle of the trainers that the ranks hold under ``name``. ``model`` is the driver's copy; reading
-    it fetches the ranks' weights if they have changed. In a call to the ranks, this object arrives as the rank's own
-    ``Trainer``."""
+    it fetches changed weights from the ranks. In a call to the ranks, each rank receives its own ``Trainer``."""
 
     def __init__(self, ranks: RankGroup, name: str, model: Any, **options: Any) -> None:
         self.step, self.seconds = 0, 0.0

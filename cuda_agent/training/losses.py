@@ -28,8 +28,8 @@ def token_logprobs(
     gradient. Both are float32 [n], in nats.
 
     ``states``, float [n, hidden], are the states before these tokens (``packing.before_sampled``). ``project`` maps m
-    states to logits [m, vocabulary]. To save memory, at most ``chunk`` rows of logits exist at a time. If there are
-    several chunks, the backward pass recomputes them."""
+    states to logits [m, vocabulary]. At most ``chunk`` rows of logits exist at a time. If there are several chunks, the
+    backward pass recomputes them."""
 
     def one(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = project(states).float()
@@ -96,11 +96,10 @@ def ppo_loss(
 def value_loss(
     values: Tensor, targets: Tensor, total: int, old: Tensor | None = None, clip: float | None = None
 ) -> Tensor:
-    """Returns a row's share of half the mean squared error of ``values`` (float32 [n], with gradient).
-
-    With ``clip`` (as in PPO), each token contributes the larger of two errors: the error of its value, and the error of
-    its value clipped to ``old`` ± ``clip``. ``old`` are the values before the update, float32 [n]. Raises
-    ``ValueError`` if ``clip`` is given without ``old``."""
+    """Returns a row's share of half the mean squared error of ``values`` (float32 [n], with gradient). With ``clip``
+    (as in PPO), each token contributes the larger of two errors: the error of its value, and the error of its value
+    clipped to ``old`` ± ``clip``. ``old`` are the values before the update, float32 [n]. Raises ``ValueError`` if
+    ``clip`` is given without ``old``."""
     error = (values - targets).square()
     if clip is not None:
         if old is None:

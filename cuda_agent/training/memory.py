@@ -2,8 +2,7 @@
 
 The estimate adds up the tensors that the layers of Llama, Qwen2 and Qwen3 keep for the backward pass. It excludes
 memory that the allocator holds unused, a GPU's context (0.5 GB) and an engine in the same process. Tests compare it
-with measured steps, except for mixtures of experts. Commands start fast, because this module does not import
-PyTorch."""
+with measured steps, except for mixtures of experts. To load fast, this module does not import PyTorch."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -129,12 +128,11 @@ def peak(
 
 
 def _kept(shape: Shape, low: bool, device: str, segment: int, lora_rank: int) -> int:
-    """Returns the bytes per token that one layer keeps for its backward pass.
-
-    In float32 a layer keeps 6 tensors of the hidden size (input, normalised input and output of its two norms), 5 of
-    the queries' size, 4 of the keys' size, and 4 of the feed-forward layer's inner size. In bfloat16, results of matrix
-    products take half the bytes, but each projection also keeps a rounded copy of its input. With adapters, norms are
-    frozen and do not keep the normalised input, but each adapter keeps the states between its two matrices."""
+    """Returns the bytes per token that one layer keeps for its backward pass. In float32 a layer keeps 6 tensors of the
+    hidden size (input, normalised input and output of its two norms), 5 of the queries' size, 4 of the keys' size, and
+    4 of the feed-forward layer's inner size. In bfloat16, results of matrix products take half the bytes, but each
+    projection also keeps a rounded copy of its input. With adapters, the frozen norms do not keep the normalised input,
+    but each adapter keeps the states between its two matrices."""
     h, queries, keys = shape.hidden, shape.heads * shape.head, shape.kv_heads * shape.head
     if low:
         kept = 26 * h + 12 * queries + 10 * keys + 8 * shape.wide

@@ -143,9 +143,8 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 def pack_evenly(lengths: Sequence[int], row_tokens: int, multiple: int) -> list[list[int]]:
     """Packs sequences into rows of similar length, and returns the indices of each row's sequences. Aims at a number of
-    rows divisible by ``multiple``, the number of rows computed side by side, but may return fewer rows.
-
-    Calls ``pack`` with ever longer rows, up to ``row_tokens``, until there are few enough rows (MULTIFIT)."""
+    rows divisible by ``multiple``, the number of rows computed side by side, but may return fewer rows. Calls ``pack``
+    with ever longer rows, up to ``row_tokens``, until there are few enough rows (MULTIFIT)."""
     rows = pack(lengths, row_tokens)
     wanted = -(-len(rows) // multiple) * multiple
     budget = max(-(-sum(lengths) // max(wanted, 1)), *lengths, 1)

@@ -47,9 +47,8 @@ def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
 
 
 def rows_of_rank(rows: Sequence[PackedRow], ranks: int, rank: int) -> list[PackedRow]:
-    """Returns the rows of ``rank``. Rows are dealt out from the longest to the shortest, one to each rank per round, so
-    that the ranks compute rows of similar length at the same time. Every second round begins with the last rank. Empty
-    rows fill up the last round."""
+    """Returns the rows of ``rank``. Rows are dealt out from the longest to the shortest, one to each rank per round.
+    Every second round begins with the last rank. Empty rows fill up the last round."""
     order = sorted(range(len(rows)), key=lambda number: (-len(rows[number].ids), number))
     mine = []
     for turn, start in enumerate(range(0, len(order), ranks)):

@@ -32,9 +32,8 @@ RowLoss = Callable[[PackedRow], tuple[Tensor, Metrics]]
 
 
 class Trainer:
-    """Trains one model on rows of at most ``row_tokens`` tokens; no sequence may be longer than a row.
-
-    On a CPU, without a ``mesh``, a small model computes as many rows at the same time as torch has threads."""
+    """Trains one model on rows of at most ``row_tokens`` tokens; no sequence may be longer than a row. On a CPU,
+    without a ``mesh``, a small model computes as many rows at the same time as torch has threads."""
 
     def __init__(
         self,
@@ -87,8 +86,8 @@ class Trainer:
 
     @contextmanager
     def leased(self) -> Iterator[None]:
-        """Holds the timing lease during the context's body, and until the GPU has finished the body's work. Ranks enter
-        and leave the context together; the first rank holds the lease for all."""
+        """Holds the timing lease (``cuda_agent.lease``) during the context's body, and until the GPU has finished the
+        body's work. Ranks enter and leave the context together; the first rank holds the lease for all."""
         with self.lease.working() if self.lease else nullcontext():
             if self._root is not None:
                 sharding.wait()
@@ -102,8 +101,7 @@ class Trainer:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Holds the lease (``leased``) during the context's body, and makes the model use packed attention if it
-        supports it. The body should be short."""
+        """Holds the lease (``leased``) during the context, and lets the model use packed attention if possible."""
         with self.leased():
             usual = self.trunk.config._attn_implementation
             if self._packed:
@@ -169,9 +167,8 @@ class Trainer:
 
     def update(self, batch: Batch, chosen: Sequence[int] | None, lr: float, loss_of: RowLoss) -> dict[str, float]:
         """Takes one optimizer step on the sum of ``loss_of`` over the rows of the ``chosen`` sequences, or of all
-        sequences if None. Returns the loss, the metrics of ``loss_of`` and the gradient norm.
-
-        If the gradient is not finite, the weights stay as they are, and the metric ``skipped`` is 1."""
+        sequences if None. Returns the loss, the metrics of ``loss_of`` and the gradient norm. If the gradient is not
+        finite, the weights stay as they are, and the metric ``skipped`` is 1."""
 
         def backward(row: PackedRow) -> tuple[Metrics, Sequence[Tensor | None]]:
             loss, metrics = self.within(lambda: loss_of(row.to(self.device)))
@@ -257,8 +254,7 @@ def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:
 
 def _optimizers(model: Any, name: Literal["adamw", "muon"], weight_decay: float) -> list[torch.optim.Optimizer]:
     """Makes AdamW for all parameters or, if ``name`` is "muon", Muon for all matrices except the embeddings and AdamW
-    for the rest. Muon's steps are scaled to the size of AdamW's, so that one learning rate serves both. Weight decay
-    applies to matrices only."""
+    for the rest. Muon's steps are scaled to AdamW's, so that one learning rate serves both."""
     ends = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     inner = [p for p in trained if p.ndim == 2 and min(p.shape) > 1 and id(p) not in ends] if name == "muon" else []
