@@ -96,8 +96,7 @@ def _another(task: Task, worked: Worked, rng: random.Random) -> tuple[Worked, li
 
 
 def _turn(calls: list[dict[str, Any]], verdict: Verdict, command: str) -> Dialogue:
-    """Returns an assistant turn with ``calls``, and their results. The last call runs ``command`` and shows
-    ``verdict``."""
+    """Returns an assistant turn with ``calls``, and their results. The last call, ``command``, shows ``verdict``."""
     results = ["ok"] * (len(calls) - 1) + [describe(verdict, command, "compact")]
     return [
         {"role": "assistant", "content": "", "tool_calls": calls},

@@ -80,10 +80,9 @@ async def train_ppo(
 async def prefetch(
     play: Callable[[int], Awaitable[RolloutBatch]], steps: range, max_off_policy_steps: int
 ) -> AsyncGenerator[tuple[int, RolloutBatch], None]:
-    """Yields each of ``steps`` with its batch, in order.
-
-    While the caller learns from a batch, plays the next ``max_off_policy_steps`` batches, one after the other. With 1,
-    batch 5 is played while the caller learns from batch 4. With 0, playing and learning take turns."""
+    """Yields each of ``steps`` with its batch, in order. While the caller learns from a batch, plays the next
+    ``max_off_policy_steps`` batches, one after the other. If this number is 1, batch 5 is played while the caller
+    learns from batch 4. If it is 0, playing and learning take turns."""
     under_way: deque[asyncio.Task[RolloutBatch]] = deque()
 
     async def play_after(before: asyncio.Task[RolloutBatch] | None, step: int) -> RolloutBatch:
@@ -107,10 +106,7 @@ async def _retried_after_losses(
     ctx: StageContext, runtime: Runtime, step: int, job: Callable[[], Awaitable[Result]]
 ) -> Result:
     """Runs ``job``, which starts from the trainer's state at ``step``, and returns its result. If the trainer is lost,
-    restores the checkpoint of ``step`` and runs the job again.
-
-    Raises:
-        TryAgain: The trainer was lost ``LOSSES`` times, or the checkpoint of ``step`` cannot be restored."""
+    restores the checkpoint of ``step`` and runs the job again. Raises TryAgain after ``LOSSES`` losses."""
     for attempt in range(LOSSES):
         try:
             if attempt and (found := await runtime.restore()) != step:
@@ -122,13 +118,11 @@ async def _retried_after_losses(
 
 
 def oldest(episode: Episode) -> float:
-    """Returns the version of the weights that sampled the episode's oldest token, or infinity without sampled
-    tokens."""
+    """Returns the version of the weights that sampled the episode's oldest token, or infinity if there is none."""
     return min((v for v, mask in zip(episode.versions, episode.mask, strict=True) if mask), default=math.inf)
 
 
 def mean_age(episodes: Sequence[Episode], step: int) -> float:
-    """Returns the mean age of all sampled tokens. A token's age is ``step`` minus the version of the weights that
-    sampled it."""
+    """Returns the mean age of all sampled tokens: ``step`` minus the version of the weights that sampled the token."""
     ages = [step - v for e in episodes for v, mask in zip(e.versions, e.mask, strict=True) if mask]
     return sum(ages) / max(len(ages), 1)

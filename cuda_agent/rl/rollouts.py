@@ -67,9 +67,7 @@ class Rollouts:
 
 def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
     """Returns the jobs of ``samples`` episodes per task, in the order of ``tasks``, with the ids ``label/task/sample``.
-
-    If ``tasks`` holds a task twice, its second occurrence has the ids ``label/task#2/sample``. The two occurrences
-    therefore have different seeds and groups."""
+    The second occurrence of a task has the ids ``label/task#2/sample``, and so its own seeds and groups."""
     draws: Counter[str] = Counter()
     jobs: list[Job] = []
     for task in tasks:
@@ -86,7 +84,7 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
     Raises:
         PolicyError: The folder holds no usable policy.
         BadConfiguration: ``policy.device`` is cuda, and there is no GPU.
-        SandboxUnready: A required wall or the compiler is missing."""
+        SandboxUnready: A required wall of the sandbox or the compiler is missing."""
     import torch
 
     config = ctx.config
@@ -102,8 +100,8 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
 
 
 def servers_apart(config: Config, here: int) -> None:
-    """Checks that the stage's vLLM servers keep off the GPU on which this machine's judge measures times. Raises
-    BadConfiguration otherwise. ``here`` is this machine's number of GPUs."""
+    """Checks that no vLLM server of the stage runs on the GPU on which this machine's judge measures times. Raises
+    BadConfiguration if one does. ``here`` is this machine's number of GPUs."""
     sandbox, vllm = config.sandbox, config.policy.vllm
     timed_here = sandbox.device == "cuda" and sandbox.clock == "real" and not sandbox.servers
     if timed_here and not vllm.servers and 0 < here <= vllm.replicas:
@@ -138,8 +136,7 @@ async def _open_engine(ctx: WorkerContext, folder: Path, model: Any, chat: Chat)
 def episode_settings(
     config: Config, *, turns: int, context: int, temperature: float, reward: str = "ladder", style: Style | None = None
 ) -> EpisodeSettings:
-    """Returns the settings of the agent loop. The default ``style`` is "full" for a policy made from ``policy.base``,
-    and "compact" for any other policy."""
+    """Returns the settings of the agent loop. ``style`` defaults to "full" with ``policy.base``, else to "compact"."""
     style = style or ("compact" if config.policy.base is None else "full")
     return EpisodeSettings(
         format=config.sandbox.format,

@@ -35,10 +35,9 @@ class RolloutBatch:
 
 
 class Runtime(Protocol):
-    """Plays episodes and trains on them. Step N of the training begins with version N of the weights.
-
-    ``play`` may run at the same time as another method. The other methods run one after the other, and raise
-    ``LearnerLost`` if the trainer's processes are gone."""
+    """Plays episodes and trains on them. Step N of the training begins with version N of the weights. ``play`` may run
+    at the same time as another method. The other methods run one after the other, and raise ``LearnerLost`` if the
+    trainer's processes are gone."""
 
     async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
         """Plays ``Ppo.samples_per_prompt`` episodes on each of ``tasks``, for training step ``step``."""

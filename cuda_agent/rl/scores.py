@@ -2,9 +2,8 @@
 
 Each metric is computed twice: for the final solution of every episode, and for the best solution judged in the episode.
 There are metrics over all tasks, per family of tasks and per operator. ``compare`` compares two policies on the tasks
-that both have played. Episodes lost by infrastructure faults are counted, but not scored.
-
-Intervals come from a bootstrap over tasks. They cover the choice of tasks, but not timing noise or training seeds."""
+that both have played. Episodes lost by infrastructure faults are counted, but not scored. Intervals come from a
+bootstrap over tasks. They cover the choice of tasks, but not timing noise or training seeds."""
 
 import json
 import warnings
@@ -61,11 +60,10 @@ class EpisodeScore:
 
 @dataclass
 class ScoreRow:
-    """One row of a table of scores.
-
-    ``passed``, ``faster_eager`` and ``faster_compile`` are rates: shares of a task's episodes (0 to 1), averaged over
-    the tasks.  A speed-up is the geometric mean over the tasks with a correct solution, or None if no task has one.
-    ``intervals`` maps each metric to its 95 % interval (low, high), or to None if there are too few tasks."""
+    """One row of a table of scores. ``passed``, ``faster_eager`` and ``faster_compile`` are rates: shares of a task's
+    episodes (0 to 1), averaged over the tasks. A speed-up is the geometric mean over the tasks with a correct solution,
+    or None if no task has one. ``intervals`` maps each metric to its 95 % interval (low, high), or to None with too few
+    tasks."""
 
     group: str  # "overall", a family or an operator
     tasks: int
@@ -87,8 +85,8 @@ class Table:
 
 @dataclass
 class Scores:
-    """All scores of one policy on one task set: the content of ``scores.json``. ``lets_through`` maps a task to the
-    wrong answers that its check accepts; it holds only linted tasks with such answers."""
+    """All scores of one policy on one task set: the content of ``scores.json``. ``lets_through`` maps each linted task
+    that accepts wrong answers to these answers."""
 
     policy: str
     clock: Literal["real", "model"]  # "model": times are a deterministic cost, not measured
@@ -211,9 +209,9 @@ def compare(
 
 def fast_p(scores: Scores, p: float, baseline: Literal["eager", "compile"], tasks: int | None = None) -> float | None:
     """Returns KernelBench's fast_p: the share of tasks whose final solution is correct and more than ``p`` times as
-    fast as the baseline. If ``p`` is 0, any correct solution counts. A task with several episodes counts with the share
-    of its successful episodes. ``tasks`` is the divisor, by default the number of tasks with a scored episode. Returns
-    None if the divisor is 0."""
+    fast as the baseline. If ``p`` is 0, any correct solution counts. A task counts with the share of its successful
+    episodes. ``tasks`` is the divisor, by default the number of tasks with a scored episode. Returns None if the
+    divisor is 0."""
     shares: dict[str, list[bool]] = {}
     for outcome in scores.outcomes:
         speedup = getattr(outcome.final, f"speedup_{baseline}") or 0.0
@@ -274,9 +272,8 @@ def _row(group: str, outcomes: Sequence[EpisodeScore], which: str, seed: int) ->
 
 
 def _per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
-    """Returns for each metric float64 [len(names)], one value per task in ``names``. A rate is a share of the task's
-    episodes. A speed-up is the mean logarithm over the task's correct and timed episodes, or nan. ``which`` is "final"
-    or "best"."""
+    """Returns for each metric float64 [len(names)], one value per task. A rate is a share of the task's episodes. A
+    speed-up is the mean logarithm over correct and timed episodes, or nan. ``which`` is "final" or "best"."""
     results: dict[str, list[Result]] = {name: [] for name in names}
     for outcome in outcomes:
         if outcome.task in results:
@@ -292,7 +289,6 @@ def _per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]
 
 
 def _draws(n: int, seed: int) -> NDArray[np.int64]:
-    """Returns the task indices of all bootstrap resamples of ``n`` tasks, int64 [RESAMPLES, n]."""
     return np.random.default_rng(seed).integers(0, max(n, 1), size=(RESAMPLES, n))
 
 

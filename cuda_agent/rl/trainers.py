@@ -33,9 +33,8 @@ def make_trainer(
     scratch: bool = False,
 ) -> Trainer:
     """Makes a trainer for ``model``. ``longest`` is the length of the longest sequence in tokens. Only imitation may
-    set ``precision`` to "auto": PPO needs exactly the engine's log-probabilities. ``scratch`` marks a new model. Its
-    optimizer is Muon, which needs half as many training tokens as AdamW. Other models use AdamW, with LoRA adapters if
-    ``lora.rank`` is set."""
+    set ``precision`` to "auto": PPO needs exactly the engine's log-probabilities. A new model (``scratch``) uses Muon,
+    which needs half as many tokens as AdamW. Other models use AdamW, with LoRA adapters if ``lora.rank`` is set."""
     import torch
 
     torch.set_num_threads(ctx.config.policy.threads)

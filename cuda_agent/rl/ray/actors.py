@@ -24,8 +24,7 @@ from cuda_agent.training.ranks import Ranks, open_store
 
 class RolloutWorker:
     """An actor that plays episodes with its own engine and sandbox. ``inputs`` holds the stage's input folders (name ->
-    parts of the folder's files); the actor writes them to a private folder. ``context.cache`` is a folder on the
-    actor's machine."""
+    parts of files); the actor writes them to a private folder. ``context.cache`` is a folder on the actor's machine."""
 
     def __init__(self, context: WorkerContext, episodes: EpisodeSettings, inputs: Mapping[str, Sequence[Part]]) -> None:
         die_with_parent()  # Ray's workers run on for seconds after their node's raylet was killed

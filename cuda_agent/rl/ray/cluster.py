@@ -1,8 +1,7 @@
 """Connects a stage to a running Ray instance, or starts an instance on this machine that ends with the stage.
 
 A new instance listens on 127.0.0.1 only, asks for a secret token, keeps its files in a private folder, and has no
-dashboard. It ends even if the stage is killed: Linux ends most of Ray's processes, and the program ``watch`` ends the
-others and removes the folder."""
+dashboard. If the stage is killed, Linux ends most of Ray's processes, and the program ``watch`` cleans up the rest."""
 
 import os
 import secrets

@@ -169,7 +169,6 @@ class RayPlayers:
         return [worker for worker in self.workers if worker.actor is not None]
 
     async def _able(self) -> list[WorkerSlot]:
-        """Returns the workers that can play. If there is none, waits for one."""
         while not self.living:
             opening = [worker.opening for worker in self.workers if worker.opening is not None]
             if not opening:
