@@ -72,8 +72,6 @@ def cut(text: str, limit: int) -> str:
 
 
 def _turns(messages: Sequence[Message]) -> list[list[Message]]:
-    """Splits ``messages`` into turns. Each turn begins with an assistant message; messages before the first turn are
-    left out."""
     turns: list[list[Message]] = []
     for message in messages:
         if message["role"] == "assistant":

@@ -128,8 +128,7 @@ class KernelEnvironment:
         return verdict
 
     async def command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """Runs ``name`` (compile, verify or profile), a command of the player's shell: judges the solution in ``files``
-        and returns the command's output."""
+        """Judges the solution in ``files``; returns what the command ``name`` (compile, verify or profile) prints."""
         verdict = await self.judge(solution_of(files, self.format))
         return ToolResult(describe(verdict, name, self.style), failed(verdict, name))
 

@@ -97,8 +97,7 @@ async def run_episode(
 async def run_single(
     task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
 ) -> Episode:
-    """Plays one episode without tools. The solution consists of the files in the fenced blocks of the policy's
-    answer."""
+    """Plays one episode without tools. The fenced blocks of the policy's answer are the files of the solution."""
     player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat)
     player.episode.messages = one_shot_messages(task, settings.style, settings.format, settings.device)
     player.add(chat.prompt_ids(player.episode.messages), 0)
@@ -136,7 +135,7 @@ class EpisodePlayer(ABC):
         return min(self.settings.turn_tokens, self.settings.context - len(self.episode.ids))
 
     async def run(self, answer: Callable[[], Awaitable[Ended]] | None = None) -> Episode:
-        """Plays the episode, by calling ``answer`` or, without it, with tools. Then judges the files. Returns the
+        """Plays the episode: calls ``answer`` if it is given, else plays with tools. Then judges the files. Returns the
         episode, even after an infrastructure fault; ``Episode.ended`` says why it ended."""
         environment, episode = self.environment, self.episode
         episode.kind = "single" if answer else "agent"
@@ -164,8 +163,8 @@ class EpisodePlayer(ABC):
 
     def said(self, text: str, calls: Calls, cut: bool, malformed: bool, **more: str) -> Calls | Ended:
         """Records a turn's message: ``text``, ``calls`` and the fields ``more``. Returns the calls, or the reason why
-        the episode ends: "tokens" if the turn was ``cut`` off, "answer" if it contains no call (a ``malformed`` call
-        counts)."""
+        the episode ends: "tokens" if the turn was ``cut`` off, "answer" if it has no call. A ``malformed`` call counts
+        as a call."""
         asked = [{"name": call["name"], "arguments": call["arguments"] or {}} for call in calls]
         self.episode.messages.append({"role": "assistant", "content": text, "tool_calls": asked, **more})
         if malformed:
@@ -254,11 +253,11 @@ def seed_of(seed: int, name: object) -> int:
 
 
 async def run_many(jobs: Sequence[Callable[[], Awaitable[T]]], concurrency: int, lockstep: bool = False) -> list[T]:
-    """Runs ``jobs``, at most ``concurrency`` at once, and returns their results, such as episodes, in order.
+    """Runs ``jobs``, at most ``concurrency`` at once, and returns their results, such as episodes, in order. If one job
+    raises an exception (a bug, a lost engine), all jobs end.
 
-    If one job raises an exception (a bug, a lost engine), all jobs end. With ``lockstep``, all running episodes sample
-    their next turn at the same time, and have no deadline. The engine's batches are then the same in every run. With
-    ``sandbox.clock=model`` all results are the same too."""
+    With ``lockstep``, all running episodes sample their next turn at the same time, and have no deadline. The engine's
+    batches are then the same in every run. With ``sandbox.clock=model`` all results are the same too."""
     slots = asyncio.Semaphore(concurrency)
     lock = _Lockstep(len(jobs), concurrency) if lockstep else None
 
@@ -281,8 +280,7 @@ async def run_many(jobs: Sequence[Callable[[], Awaitable[T]]], concurrency: int,
 
 
 class _Lockstep:
-    """Makes all running episodes wait for each other before every turn, so that they sample at the same time. At most
-    ``places`` of the ``jobs`` episodes run at once."""
+    """Makes all running episodes wait for each other before every turn. At most ``places`` of ``jobs`` run at once."""
 
     def __init__(self, jobs: int, places: int) -> None:
         self._active = min(jobs, places)

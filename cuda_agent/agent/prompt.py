@@ -65,9 +65,9 @@ def write_answer(files: dict[str, str]) -> str:
 
 
 def compact_source(code: str) -> str:
-    """Returns a task's source in few tokens: without imports, docstrings, comments, empty constructors and annotations.
-    Indents by one space per level. A ``get_inputs`` that only returns a value becomes ``inputs: [...]``. Returns code
-    that cannot be parsed unchanged."""
+    """Returns a task's source in few tokens: without imports, docstrings, comments, empty constructors and annotations,
+    with one space per level. A ``get_inputs`` that only returns a value becomes ``inputs: [...]``. Source that cannot
+    be parsed stays unchanged."""
     try:
         return "\n".join(_short_parts(_Shorten().visit(ast.parse(code))))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -116,7 +116,7 @@ def _calls_super(node: ast.stmt) -> bool:
 
 def _unparsed(node: ast.stmt) -> str:
     """Returns the source of ``node``, indented by one space per level. A function loses the word ``def``. Strings stay
-    unchanged, because ``ast.unparse`` writes each of them, except docstrings, on one line."""
+    unchanged: ``ast.unparse`` writes each on one line, and docstrings were removed before."""
     text = re.sub(r"^(?: {4})+", lambda match: match[0][::4], ast.unparse(node), flags=re.M)
     return text.removeprefix("def ") if isinstance(node, ast.FunctionDef) else text
 

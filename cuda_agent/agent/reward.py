@@ -1,7 +1,6 @@
 """Defines the forms of the reward (``REWARDS``): pure functions of the verdict on an episode's final files.
 
-The configuration of a stage names the form from which the stage learns. Pages, scores and the service always show the
-paper's form (``Verdict.reward``)."""
+A stage learns from the form in its configuration. Pages, scores and the service always show ``Verdict.reward``."""
 
 from collections.abc import Callable
 
@@ -15,11 +14,9 @@ def ladder(verdict: Verdict) -> float | None:
 
 
 def speedup(verdict: Verdict) -> float | None:
-    """Returns ``3 * s / (1 + s)`` for a correct solution that is ``s`` times as fast as the baseline.
-
-    The baseline is the faster of eager and ``torch.compile``. The reward rises smoothly with the speed: from 0
-    (infinitely slow) through 1.5 (as fast as the baseline) and 2 (twice as fast) towards 3. An untimed correct solution
-    gets 0, an incorrect solution -1, and the status ``infra`` None."""
+    """Returns ``3 * s / (1 + s)`` for a correct solution that is ``s`` times as fast as the faster of eager and
+    ``torch.compile``. The reward rises smoothly from 0 (infinitely slow) through 1.5 (equally fast) and 2 (twice as
+    fast) towards 3. An untimed correct solution gets 0, an incorrect one -1, and the status ``infra`` None."""
     if verdict.status != "ok":
         return ladder(verdict)
     gain = factor(verdict) or 0.0

@@ -63,8 +63,7 @@ def failed(verdict: Verdict, command: str) -> bool:
 
 
 def first_error(message: str) -> str:
-    """Returns the first error in a compiler's ``message`` as ``path:line: text``. Without one, returns the first
-    line."""
+    """Returns the first error in a compiler's ``message`` as ``path:line: text``, or else the first line."""
     if found := _COMPILER.search(message):
         message = f"{found[1]}:{found[2]}: {found[3]}"
     return (message.splitlines() or [""])[0][:_COMPACT_MESSAGE]
