@@ -223,7 +223,6 @@ _INDEX = "torch.randint(0, {last}, ({shape},))"
 def _shape(
     name: str, ranks: tuple[int, ...], form: str, *shape: Any, gives: Interval | None = None, **more: Any
 ) -> Operator:
-    """Returns an operator of kind "shape", such as ``torch.flatten``, with the rule ``fixed(form, *shape, **more)``."""
     return Operator("shape", name, ranks, fixed(form, *shape, **more), gives=gives)
 
 

@@ -2,8 +2,7 @@
 
 The program stacks operators of the catalogue, or takes one layer of ``transformers``. It chooses a batch size for which
 a cost model predicts an eager time within the limits; later, the filters check the measured time. A language model's
-answer is text: this module checks its form, and only the sandbox executes it. Chains have no branches or residual
-connections, and compute in float32."""
+answer is only checked here; the sandbox executes it. Chains are float32, without branches or residual connections."""
 
 import math
 import re
@@ -34,8 +33,7 @@ class ComposeError(Exception):
 
 
 class Composer(Protocol):
-    """A writer of candidate tasks. If it is ``repeatable``, ``rng`` alone decides the task, so tasks need not be
-    stored."""
+    """A writer of candidate tasks. If it is ``repeatable``, ``rng`` alone decides the task, so no task is stored."""
 
     @property
     def repeatable(self) -> bool: ...
@@ -147,8 +145,7 @@ def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> li
 
 
 def first_shape(operator: Operator, wide: bool, rng: Random) -> Shape:
-    """Draws an input shape with batch size 1 for a task that begins with ``operator``. If ``wide``, sizes suit a
-    GPU."""
+    """Draws an input shape of batch size 1 for a task that begins with ``operator``; ``wide`` shapes suit a GPU."""
     rank = rng.choice([rank for rank in operator.ranks if rank > 1])
     if rank == 2:
         return (1, rng.choice((1024, 2048, 4096, 8192) if wide else (64, 128, 256, 512, 1000, 2048)))

@@ -94,9 +94,9 @@ CONSTANTS = ("2", "3", "4", "5", "6", "7", "8", "9")
 
 @dataclass(frozen=True)
 class Ending:
-    """A row-wise operator after an element-wise chain. The limits ``columns`` and ``spread`` ensure that different
-    inputs give outputs that differ by more than the judge's tolerance of 1e-2. For example, the values of a softmax
-    over 1,024 columns are too small."""
+    """A row-wise operator after an element-wise chain. ``columns`` and ``spread`` ensure that different inputs give
+    outputs that differ by more than the judge's tolerance of 1e-2. A softmax over 1,024 columns gives too small
+    values."""
 
     torch: str  # its form in PyTorch
     maps: bool  # whether the output has the shape of the input
@@ -186,8 +186,8 @@ def combination(task: Task) -> str:
 
 def is_heldout(combination: str, seed: int, share: float) -> bool:
     """Returns whether tasks with this ``combination`` of operators are held out. A hash of ``combination`` and ``seed``
-    selects ``share`` (0 to 1) of all combinations, so a resumed run decides in the same way. Tasks of one combination
-    stay together, because tasks that differ only in shapes are the same problem for a policy."""
+    selects ``share`` (0 to 1) of all combinations, so a resumed run decides in the same way. The split is by
+    combination, because tasks that differ only in shapes are the same problem for a policy."""
     digest = hashlib.sha256(f"{seed}/{combination}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 

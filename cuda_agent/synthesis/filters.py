@@ -2,9 +2,8 @@
 
 The paper has five filters. A task must run in eager and compiled; be deterministic; have outputs that vary, also
 between inputs; take an eager time within limits; and be unlike the evaluation set. Here the third filter is stricter:
-the judge's comparison must reject each wrong answer of ``sandbox.judge.mutants``. This module also checks the form of
-the source, and refuses tasks with the bytes or the structure of an earlier task. Cheap filters come first; the
-compilation comes last."""
+the judge must reject each wrong answer of ``sandbox.judge.mutants``. This module also checks the form of the source,
+and refuses tasks with the bytes or the structure of an earlier task. Cheap filters come first."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -42,8 +42,7 @@ def render(
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of transformers, with templates for the source of its task. Words such as ``hidden`` in a template name
-    sizes; ``_sizes`` draws their values."""
+    """A layer of transformers, with templates for its task's source. Words such as ``hidden`` stand for sizes."""
 
     name: str  # name of the class
     module: str  # its module, a path below transformers
@@ -132,7 +131,6 @@ def _rotary(name: str, model: str, config: str) -> Layer:
 
 
 def _image(name: str, model: str, init: str, work: tuple[str, ...], config: str = "") -> Layer:
-    """Returns a layer on images. Its operations per element are the sum of the terms in ``work``, such as "60"."""
     flops = " + ".join(f"{term} * batch * area * channels" for term in work)
     return Layer(name, _module(model), init, config, ("channels",), inputs=(("x", IMAGE),), flops=flops)
 

@@ -1,7 +1,6 @@
 """Lints task sets: finds the wrong answers that each task accepts, and lists them for people and for programs.
 
-The sandbox makes the wrong answers (mutants) and compares them (``sandbox.judge.mutants``); this module requests this
-and formats the results."""
+The sandbox makes and compares the wrong answers, called mutants (``sandbox.judge.mutants``)."""
 
 import asyncio
 import csv
@@ -21,8 +20,7 @@ _AT_ONCE = 64  # tasks that servers may have in their queues
 async def lint(
     tasks: Sequence[Task], sandbox: Prober, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Probe]:
-    """Probes ``tasks``, and calls ``say`` with one line for each. Returns task name -> probe. The probe of a task that
-    does not run has an ``error``."""
+    """Probes ``tasks``, calls ``say`` with one line for each task, and returns task name -> probe."""
     done, turns = 0, asyncio.Semaphore(_AT_ONCE)
 
     async def one(task: Task) -> Probe:
@@ -38,7 +36,7 @@ async def lint(
 
 
 def names(probe: Probe) -> list[str]:
-    """Returns "NAME (TOLERANCE)" for each mutant that a task accepts. TOLERANCE is the least at which it does."""
+    """Returns "NAME (TOLERANCE)" for each mutant that a task accepts. TOLERANCE is the least that accepts it."""
     return [f"{name} ({least:g})" for name, least in probe.lets_through.items()]
 
 

@@ -1,9 +1,8 @@
 """Computes how similar two tasks are, by the subtrees of their syntax trees (Baxter, 1998).
 
 Each task's class ``Model`` gives a multiset of subtrees; the similarity is Dice's coefficient of two multisets. The
-subtrees ignore local names, docstrings and the values of constants, but not the types of constants. Different code for
-the same function, such as ``x * x`` and ``torch.square(x)``, is not similar. ``duplicate_key`` is stricter: it covers
-the whole file, with constants and shapes."""
+subtrees ignore local names, docstrings and the values of constants. Different code for the same function, such as
+``x**2`` and ``torch.square(x)``, is not similar. ``duplicate_key`` also compares constants and the rest of the file."""
 
 import ast
 import hashlib
@@ -17,8 +16,7 @@ Shingles = Counter[int]
 
 
 def shingles(code: str) -> Shingles:
-    """Returns the multiset of hashed subtrees of class ``Model`` or, without it, of the file. It is empty if ``code``
-    is not Python."""
+    """Returns the multiset of hashed subtrees of class ``Model``, else of the file. For invalid Python it is empty."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError):

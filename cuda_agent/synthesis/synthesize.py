@@ -2,10 +2,8 @@
 
 The kinds are training tasks, held-out tasks of the teacher's family, and held-out tasks of the catalogue. No training
 task has the operator combination of a held-out task. Candidate number i of a family depends only on (seed, family, i),
-unless a language model writes it. So equal configurations, seeds and probes give equal tasks.
-
-Candidates are accepted in order of their numbers, but the next ones are probed ahead. Each finished probe is passed to
-``report``. A later call that gets these probes in ``known`` does not repeat them."""
+unless a language model writes it. So equal configurations, seeds and probes give equal tasks. Candidates are accepted
+in order of their numbers, but the next ones are probed ahead."""
 
 import asyncio
 import contextlib
@@ -85,8 +83,9 @@ async def synthesize(
     """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks, and their data card. At the limit of
     candidates or probes, makes fewer; ``card["short"]`` says how many of each kind are missing.
 
-    ``known`` holds what earlier calls passed to ``report(key, JSON value)``: probes, and the tasks of a composer that
-    is not repeatable. ``progress(done, total)`` counts accepted tasks. ``composer`` replaces the configured writer.
+    Each result is passed to ``report(key, JSON value)``: probes, and the tasks of a composer that is not repeatable. A
+    later call with these results as ``known`` does not repeat them. ``progress(done, total)`` counts accepted tasks.
+    ``composer`` replaces the configured writer.
 
     Raises:
         TaskError: The evaluation set cannot be read.
@@ -189,8 +188,7 @@ def _key(code: str) -> str | None:
 
 @dataclass
 class _Work:
-    """Takes candidates through the filters, until the allowed number of probes is used up. If the writer is repeatable,
-    also probes later candidates ahead."""
+    """Takes candidates through the filters until the allowed probes are used up, and probes later candidates ahead."""
 
     config: Synthesis
     seed: int
@@ -275,8 +273,7 @@ class _Work:
         await asyncio.gather(*left, return_exceptions=True)
 
     def _side(self, stream: Stream, task: Task) -> str | None:
-        """Returns the split of ``task`` ("train" or "heldout"). Returns None if the split is full, or if a held-out
-        task has the same combination of operators."""
+        """Returns the split of ``task``, or None if the split is full or a held-out task has the same combination."""
         drawn, share = stream.combination(task), stream.wanted["heldout"] / sum(stream.wanted.values())
         split = "heldout" if is_heldout(drawn, self.seed, share) else "train"
         return split if stream.wants(split) and drawn not in stream.heldout else None

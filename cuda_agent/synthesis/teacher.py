@@ -197,7 +197,6 @@ _Change = tuple[str, str, Literal["wrong", "build_error"], str]  # wrong, right,
 
 
 def _another_step(spec: FamilySpec, code: str, rng: random.Random) -> _Change:
-    """Draws another constant or operator for one step of the chain, so that the results differ clearly."""
     while True:
         k = rng.randrange(len(spec.chain))
         name, constant = spec.chain[k]
@@ -212,7 +211,6 @@ def _another_step(spec: FamilySpec, code: str, rng: random.Random) -> _Change:
 
 
 def _differs(spec: FamilySpec, other: FamilySpec) -> bool:
-    """Returns whether two specifications with different chains give clearly different results."""
     if any(OPERATORS[name].has_constant and not constant for name, constant in other.chain):
         return False
     try:
