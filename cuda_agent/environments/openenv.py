@@ -4,10 +4,8 @@
 
 ``reset`` begins an episode: it picks a task and opens its work folder. ``step`` runs a tool call, or ends the episode
 if no tool is named. The reward of the last step comes from the sandbox's verdict on the solution in the folder. Each
-session is a WebSocket: OpenEnv's stateless HTTP routes would lose the folder between two requests.
-
-``agent.environment`` answers tool calls and has solutions judged. There are no passwords: every client that reaches the
-port can run code in the sandbox."""
+session is a WebSocket: OpenEnv's stateless HTTP routes would lose the folder between two requests. There are no
+passwords: every client that reaches the port can run code in the sandbox."""
 
 import argparse
 import asyncio
@@ -140,8 +138,8 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
 
 
 def application(tasks: Sequence[Task], settings: SandboxConfig, cache: Path, steps: int = 40, sessions: int = 8) -> Any:
-    """Returns the server as a FastAPI application with one sandbox. An episode has at most ``steps`` tool calls. At
-    most ``sessions`` episodes run at once."""
+    """Returns the server as a FastAPI application with one sandbox. At most ``sessions`` episodes run at once, each
+    with at most ``steps`` tool calls."""
     arena = Arena(tasks, settings, steps)
     make = functools.partial(KernelServer, arena)
     app = create_app(make, KernelAction, KernelObservation, "cuda-agent", max_concurrent_envs=sessions)

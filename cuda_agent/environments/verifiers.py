@@ -2,8 +2,7 @@
 
 The library's harness talks to the model. In each rollout a server process (``KernelTools``) runs the tool calls in a
 work folder, and reports the solution in the folder after each call. The task (``KernelTask``) judges the last solution
-in a separate sandbox, and takes no verdict from the tool server. The library finds a taskset by the name of a top-level
-module (docs/environments.md)."""
+in a separate sandbox. The library finds a taskset by the name of a top-level module (docs/environments.md)."""
 
 import contextlib
 import inspect

@@ -47,8 +47,8 @@ def pretrain(ctx: StageContext) -> None:
 
 
 def hold_out(episodes: list[Episode], share: float, seed: int) -> tuple[list[Episode], list[Episode]]:
-    """Splits ``episodes`` into (training, held-out). Holds out the fraction ``share``, at least one and never all. A
-    single episode is in both lists."""
+    """Splits ``episodes`` into (training, held-out). Holds out the fraction ``share``, but at least one episode and
+    never all. A single episode is in both lists."""
     ranked = sorted(episodes, key=lambda episode: hashlib.sha256(f"{seed}/{episode.id}".encode()).digest())
     count = min(max(1, round(share * len(ranked))), len(ranked) - 1)
     if not count:  # a single episode serves for both, and the gate has no meaning

@@ -77,8 +77,7 @@ def import_aliases(tree: ast.AST) -> Aliases:
 
 
 def dotted(node: ast.AST, aliases: Aliases) -> str | None:
-    """Returns the dotted path of an imported name (``F.relu`` -> ``torch.nn.functional.relu``), or None for other
-    code."""
+    """Returns the dotted path of an imported name (``F.relu`` -> ``torch.nn.functional.relu``), or None."""
     if isinstance(node, ast.Name):
         return aliases.get(node.id)
     if isinstance(node, ast.Attribute) and (base := dotted(node.value, aliases)):
@@ -91,8 +90,7 @@ def is_docstring(node: ast.AST) -> bool:
 
 
 def op_name(path: str) -> str | None:
-    """Returns an operator's name in ``Task.ops`` (``torch.nn.functional.relu`` -> ``F.relu``), or None for other
-    paths."""
+    """Returns an operator's name in ``Task.ops`` (``torch.nn.functional.relu`` -> ``F.relu``), or None."""
     parts = path.split(".")
     if parts[0] != "torch" or len(parts) < 2:
         return None
@@ -182,8 +180,7 @@ class _Reader:
         self.under_way.discard(key)
 
     def note(self, node: ast.AST) -> bool:
-        """Adds the operator that ``node`` names, or all operators of the file's class that it names. Returns whether
-        there is one."""
+        """Adds the operator, or the operators of the class, that ``node`` names. Returns whether there is one."""
         if isinstance(node, ast.Name) and isinstance(local := self.definitions.get(node.id), ast.ClassDef):
             self.read_class(local)
             return True

@@ -64,7 +64,6 @@ def read_ops6k(path: Path) -> list[Task]:
 
 def _read_kernelbench(folder: Path) -> tuple[list[Task], list[TaskError]]:
     """Returns the tasks in a KernelBench folder, in KernelBench's order, and an error for each file that is not a task.
-
     The tasks are the ``*.py`` files in the sub-folders ``level1``, ``level2``, ... or, without these, in ``folder``.
     Their family is the level, or ``kernelbench``. A name is like ``level1/19_ReLU``; the split is ``heldout``."""
     levels = sorted((p for p in folder.iterdir() if p.is_dir() and re.fullmatch(r"level\d+", p.name)), key=natural)
