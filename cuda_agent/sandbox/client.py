@@ -34,6 +34,5 @@ class Sandbox(Protocol):
 
 
 def open_sandbox(config: SandboxConfig, cache: Path) -> LocalSandbox | RemoteSandbox:
-    """Returns a sandbox on ``config.servers``, or without servers one on this machine with the cache folder
-    ``cache``."""
+    """Returns a sandbox on ``config.servers`` if there are any, else a sandbox on this machine that uses ``cache``."""
     return RemoteSandbox(config) if config.servers else LocalSandbox(config, cache)

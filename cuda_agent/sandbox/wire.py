@@ -78,8 +78,9 @@ RanKind = Literal["own", "library", "torch", "memset", "unknown"]
 class Ran:
     """A kernel or operator that ran in one call.
 
-    ``kind`` is ``own`` (the solution's code), ``library`` (a vendor's, such as cuBLAS, cuDNN or CUTLASS), ``torch``,
-    ``memset`` (fills or copies memory) or ``unknown``. ``share`` is its share of the call's time, if known."""
+    ``kind`` is ``own`` if it is the solution's, ``library`` if a vendor's (cuBLAS, cuDNN, CUTLASS), ``torch`` if an
+    operator or kernel of torch's, ``memset`` if it fills or copies memory, and ``unknown`` if its name does not tell.
+    ``share`` is its part of the device's time in that call (on the CPU, of the call's time), or ``None`` if unknown."""
 
     name: str
     kind: RanKind

@@ -26,8 +26,7 @@ _PACKAGE = Path(__file__).resolve().parents[3]
 
 def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmParent":
     """Starts a warm parent, which imports torch and ``imports``, and is ready when ``wait_ready`` returns. Each worker
-    gets ``threads`` threads. All workers share the same ``threads`` processors, for a fair comparison with the
-    baselines."""
+    gets ``threads`` threads. All workers, also those of baselines, share the same ``threads`` processors."""
     ours, theirs = socket.socketpair()
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
@@ -52,8 +51,7 @@ def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmPa
 
 
 class WarmParent:
-    """A process that imports torch and forks workers. Methods are thread-safe; they raise ``ConnectionError`` if it has
-    died."""
+    """A process that imports torch and forks workers. Thread-safe. Methods raise ``ConnectionError`` after its end."""
 
     def __init__(self, pid: int, channel: socket.socket, end: Callable[[], None]) -> None:
         self.pid = pid

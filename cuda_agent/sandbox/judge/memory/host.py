@@ -34,12 +34,12 @@ def pool_bytes() -> int:
 
 
 def prepared_bytes() -> int:
-    """Returns the most bytes that prepared tasks may hold together: no limit, since each worker has a limit."""
+    """Returns a number that prepared tasks never reach, because the CPU's memory is limited per worker."""
     return 1 << 62
 
 
 def free_bytes() -> int:
-    """Returns a number that no task reaches, since each worker has a limit."""
+    """Returns a number that no task reaches, because the CPU's memory is limited per worker."""
     return 1 << 62
 
 
