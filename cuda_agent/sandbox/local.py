@@ -128,8 +128,7 @@ class LocalSandbox:
         return str(image), found["identity"]
 
     async def ready(self) -> None:
-        """Proves that the jail, the device and the compiler work. Raises ``SandboxUnready`` with the part that
-        fails."""
+        """Proves that the jail, the device and the compiler work. Raises ``SandboxUnready`` with the faulty part."""
         try:
             await asyncio.gather(*(judge.begin() for judge in self._judges))
         except JudgeLost as faulty:  # its device failed the health probe
@@ -357,8 +356,7 @@ class LocalSandbox:
 
 
 def _source(task: Task, graphs: str = "") -> TaskSource:
-    """Returns the part of a request that describes ``task``. Raises ``TaskError`` if the code is too large for a
-    message."""
+    """Returns the part of a request that describes ``task``. Raises ``TaskError`` if the code is too large."""
     if len(json.dumps(task.code)) > _MOST_OF_A_TASK:
         raise TaskError(f"the task is too large: at most {_MOST_OF_A_TASK} bytes as JSON")
     return {"digest": task.digest, "code": task.code, "graphs": graphs}

@@ -1,8 +1,7 @@
 """Defines the requests of the sandbox's HTTP service, their limits, and the form of a refusal.
 
 Validation refuses unknown keys, wrong types, invalid Unicode, unsafe file names and deep nesting. A valid request fits
-into one message to the judge, even if JSON escapes every character. The content of solutions and tasks is not
-checked."""
+into one message to the judge, even if JSON escapes every character. Solutions and tasks are not checked here."""
 
 import hashlib
 import json

@@ -50,8 +50,7 @@ class Server:
 
 
 class _Away(Exception):
-    """A server cannot take a request before the monotonic time ``until``: it is full, gone, not ready or in another
-    role."""
+    """A server cannot take a request before the monotonic time ``until``, because it is full, gone or not ready."""
 
     def __init__(self, message: str, until: float) -> None:
         super().__init__(message)
@@ -244,9 +243,9 @@ class RemoteSandbox:
     async def _send(
         self, server: Server, method: str, url: str, content: bytes | None = None, needs: frozenset[str] = _JOB
     ) -> dict[str, Any]:
-        """Sends a request and returns the answer, which must have the keys ``needs``. Raises ``_Away`` if the server
-        cannot take the request, ``_Refused`` if no server would, or ``SandboxUnready`` if the token or settings
-        differ."""
+        """Sends a request and returns the answer, which must have the keys ``needs``. Raises ``_Away`` if this server
+        cannot take the request, ``_Refused`` if no server would, or ``SandboxUnready`` for a wrong token or
+        settings."""
         try:
             headers = {"Content-Type": "application/json"}
             response = await self._client.request(method, url, headers=headers, content=content)

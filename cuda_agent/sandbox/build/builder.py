@@ -173,8 +173,7 @@ class Builder:
         seconds: float = 0.0,
     ) -> Path:
         """Returns the folder with ``products``: from the cache (key: ``parts`` and ``files``), from an equal build
-        under way, or from ``command``. A compiler that was started in advance first tries ``unit``, if that is the only
-        source."""
+        under way, or from ``command``. A waiting compiler first tries ``unit``, if that is the only source."""
         content = [*parts, *(f"{name}\0{files[name]}" for name in sorted(files))]
         key = hashlib.sha256("\0\0".join(content).encode(errors="surrogatepass")).hexdigest()
         done, failed = self._folder / key[:2] / key, self._folder / key[:2] / f"{key}.error"
@@ -289,7 +288,7 @@ class Builder:
 
 
 def _keep(work: Path, order: _Order) -> None:
-    """Moves the products from ``work`` to the target folder atomically."""
+    """Copies the products from ``work`` to the target folder, which appears atomically."""
     target = order.target
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(dir=target.parent))

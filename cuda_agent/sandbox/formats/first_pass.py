@@ -68,8 +68,8 @@ class FirstPassFailed(Exception):
 
 
 def time_for_python(files: Mapping[str, str], device: str) -> FirstPassTime:
-    """Returns ``before`` if the source names a compiler: the first pass runs before judging. Otherwise returns ``when
-    refused``: it runs only after a judged run could not start a program."""
+    """Returns ``before`` if the source names a compiler: the first pass then runs before judging. Otherwise returns
+    ``when refused``: the first pass runs only after a judged run could not start a program."""
     return "before" if asks(files.get("model_new.py", "")) else "when refused"
 
 
@@ -89,8 +89,7 @@ def was_refused(verdict: Verdict) -> bool:
 
 
 def is_in_doubt(verdict: Verdict, place: Mapping[str, Any] | None) -> bool:
-    """Returns whether stand-ins for torch's headers may have caused ``verdict``. ``place`` is the first pass's
-    result."""
+    """Returns whether stand-ins for torch's headers in the first pass ``place`` may have caused ``verdict``."""
     return verdict.status in _DOUBTED and place is not None and _used_stand_ins(Path(place["folder"]))
 
 
@@ -282,8 +281,7 @@ def _toolchain(architecture: str) -> dict[str, str]:
 
 
 class _Hold:
-    """Holds the timing lease in ``folder`` inside its context until ``release``, so that no kernel is timed
-    meanwhile."""
+    """Holds the timing lease in ``folder`` inside its context until ``release``: no kernel is timed meanwhile."""
 
     def __init__(self, folder: Path) -> None:
         self._lease = Lease(folder)

@@ -62,8 +62,7 @@ class Program:
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
     """Builds the kernels. Returns the request that makes a worker load the solution: the program, with the paths of its
-    libraries (CPU) or cubin (GPU). Raises ``PlanError``, ``BuildError``, or ``SandboxUnready`` if the executor
-    fails."""
+    libraries or cubin. Raises ``PlanError``, ``BuildError``, or ``SandboxUnready`` if the executor does not build."""
     program = compile_plan(files, spec, tools.device)
     sources = {name: text for name, text in files.items() if name != "plan.json"}
     load = program.to_json()
@@ -90,8 +89,7 @@ async def runtime(builder: Builder) -> Path:
 
 
 def compile_plan(files: Mapping[str, str], spec: TaskSpec, device: str = "cpu") -> Program:
-    """Compiles ``plan.json`` into a program for the shapes of ``spec``. Raises ``PlanError`` with the node and the
-    fault."""
+    """Compiles ``plan.json`` into a program for the shapes of ``spec``. Raises ``PlanError`` with node and fault."""
     if "plan.json" not in files:
         raise PlanError("there is no plan.json")
     plan = grammar.read(files["plan.json"], device)

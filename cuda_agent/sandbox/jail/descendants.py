@@ -20,8 +20,7 @@ def children(pid: int) -> set[int]:
 
 
 def state(stat: str) -> str:
-    """Returns the state in ``stat``, a process's or thread's file in /proc: R, S, D, T (stopped), Z (zombie) or X
-    (ended)."""
+    """Returns the state in a ``/proc`` file ``stat``: R, S, D, T (stopped), Z (zombie), X (ended) or another letter."""
     try:
         with open(stat, "rb", 0) as file:
             return chr(file.read(512).rpartition(b") ")[2][0])
@@ -62,8 +61,7 @@ def deleted_bytes(pid: int, devices: Set[int]) -> int:
 
 
 def descendants(pid: int, without: Set[int] = frozenset(), most: int = 1 << 22) -> set[int]:
-    """Returns the descendants of ``pid``, except those in ``without`` and below. Stops soon after ``most`` are
-    found."""
+    """Returns the descendants of ``pid``, except ``without`` and their descendants. Stops soon after ``most``."""
     found: set[int] = set()
     unread = [pid]
     while unread and len(found) <= most:

@@ -159,9 +159,9 @@ class JailedProcess:
         return end - start, answer
 
     def stop(self) -> float:
-        """Stops the process until the next request and, if ``verified``, waits until no thread runs. Returns the time
-        at which all threads stood still (``time.perf_counter``). After 5 s, kills the process; the next request then
-        raises ``WorkerDied``."""
+        """Stops the process until the next request. If ``verified``, waits until no thread runs; after 5 s, kills the
+        process, and the next request raises ``WorkerDied``. Returns the time of the standstill
+        (``time.perf_counter``)."""
         self._halt()
         end = time.perf_counter()
         deadline = end + _STOP_SECONDS

@@ -1,5 +1,4 @@
-"""Creates, checks and removes temporary folders. A folder's name contains its owner's process id, so that a later
-process can remove leftovers."""
+"""Creates, checks and removes temporary folders. A folder's name contains the process id of its owner."""
 
 import contextlib
 import os

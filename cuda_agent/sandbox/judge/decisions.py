@@ -80,8 +80,7 @@ def speedups_of(samples: Sequence[float], anchors: Sequence[float], share: Sprea
 
 
 def is_clear(speedups: Sequence[Interval]) -> bool:
-    """Returns whether each interval in ``speedups`` lies clearly on one side of ``FASTER``, where the reward
-    changes."""
+    """Returns whether each interval in ``speedups`` lies clearly on one side of ``FASTER``, the bound of the reward."""
     return all(low > _MARGIN * FASTER or _MARGIN * high < FASTER for low, high in speedups)
 
 

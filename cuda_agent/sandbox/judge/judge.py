@@ -115,7 +115,7 @@ class Judge:
         return found
 
     def make_room(self, error: Exception) -> bool:
-        """Drops all prepared tasks if ``error`` reports a lack of GPU memory, and if not only the requested task is
+        """Drops all prepared tasks if ``error`` reports a lack of GPU memory and tasks other than the requested one are
         prepared. Returns whether it dropped them."""
         short = self.settings.device == "cuda" and _short_of_memory(error)
         if not short or self._prepared.keys() <= {self._latest}:

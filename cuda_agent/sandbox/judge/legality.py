@@ -42,9 +42,8 @@ def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran
 
 
 def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes = b"") -> list[Ran]:
-    """Returns the kernels of one call from a worker's reports ``told``: lists of records ``[name, kind, calls,
-    share]``. Drops invalid records. ``kind_of`` classifies records without a known kind, from ``sources`` and
-    ``library``."""
+    """Returns the kernels of one call. ``told`` holds a worker's reports: lists of records ``[name, kind, calls,
+    share]``. Drops invalid records. Classifies records without a known kind from ``sources`` and ``library``."""
     text = "\n".join(sources)
     rows: list[tuple[str, RanKind, int, float | None]] = []
     for item in [item for part in told if isinstance(part, list) for item in part[:_MOST]]:

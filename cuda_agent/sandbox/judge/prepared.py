@@ -74,8 +74,7 @@ class Baselines:
 
 
 def baselines_file(settings: JudgeSettings, digest: str, torch: str) -> Path:
-    """Returns the path of a task's baselines, named by a hash of all that they depend on. ``torch`` is torch's
-    version."""
+    """Returns the path of a task's baselines, a hash of all that they depend on. ``torch`` is torch's version."""
     identity = settings.identity + (", train()" if settings.train_mode else "")
     key = json.dumps([digest, _CLOCK, torch, processor(), settings.threads, identity])
     return Path(settings.cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
@@ -192,8 +191,7 @@ class PreparedTask:
 
     def entry(self, index: int, timing: bool = False) -> PoolEntry:
         """Returns the pool entry with the number ``index`` (from 0), with outputs for the current weights. Draws a
-        missing entry and, on a GPU, the next ones in the same request. ``timing``: the caller holds the timing
-        lease."""
+        missing entry and, on a GPU, the next ones, too. ``timing``: the caller holds the timing lease."""
         if (entry := self._drawn(index)) is None:
             self._draw(range(index, index + min(self.oracle.batch, self.pool_size)), timing)
             entry = self._pool[index % self.pool_size]
@@ -203,9 +201,8 @@ class PreparedTask:
         return entry
 
     def fresh(self, kind: str) -> PoolEntry | None:
-        """Draws new inputs of ``kind`` (``wire.KINDS``). Returns them with eager's outputs and the exact outputs
-        (float64). Returns ``None`` without such inputs or finite exact outputs; ``normal`` inputs need no exact
-        outputs."""
+        """Draws new inputs of ``kind`` (``wire.KINDS``). Returns them with eager's outputs and exact outputs (float64),
+        or ``None`` if the task has no such inputs. Inputs without finite exact outputs count only if ``normal``."""
         self._fresh += 1
         with self._lease.working():
             inputs = self.oracle.inputs(self._seed(-1 - self._fresh), kind)
@@ -216,8 +213,8 @@ class PreparedTask:
         return PoolEntry(-1, inputs, outputs, exact) if exact is not None or kind == "normal" else None
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
-        """Returns the model's outputs in double precision, or ``None`` without finite ones. The reference's last call
-        must have been ``outputs`` with the same ``inputs``."""
+        """Returns the model's outputs in double precision, or ``None`` if they are not finite. The reference's last
+        call must have been ``outputs`` with the same ``inputs``."""
         if not self._inexact:
             try:
                 return self.oracle.exact(inputs)

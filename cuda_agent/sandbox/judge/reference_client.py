@@ -153,8 +153,7 @@ class ReferenceClient:
         return len(self._buffers.examples)
 
     def seconds(self, inputs: list[Any], null: bool = False) -> float:
-        """Returns the seconds of one call on ``inputs``, without copying them. If ``null``, the call computes
-        nothing."""
+        """Times one call on ``inputs`` and returns the seconds. If ``null``, the call computes nothing."""
         slot = secrets.randbelow(len(self._buffers.slots))
         self.worker.stop()
         self._buffers.fill(slot, inputs)
@@ -170,8 +169,7 @@ class ReferenceClient:
         return seconds
 
     def host_seconds(self, inputs: list[Any]) -> float:
-        """Returns the fewest seconds in which the host enqueued a call. Without earlier calls, times three on
-        ``inputs``."""
+        """Returns the fewest seconds in which the host enqueued a call. First times three calls if there were none."""
         for _ in range(3 if self._host == math.inf else 0):  # the first calls also start libraries
             self.seconds(inputs)
         return self._host
@@ -181,9 +179,8 @@ class ReferenceClient:
         self._ask(WorkerOperation.SET_PRECISION, {"precision": name})
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
-        """Returns the outputs in double precision, or ``None`` if a value of these or of the usual outputs is not
-        finite. Call ``outputs`` with the same ``inputs`` first. Raises ``TaskError`` if the model has no double
-        precision."""
+        """Returns the outputs in double precision, or ``None`` if a value is not finite here or in the usual outputs.
+        Call ``outputs`` with the same ``inputs`` first. Raises ``TaskError`` if the model cannot run like this."""
         if self._exact is None:
             wide = [replace(t, dtype="float64") if t.dtype in _FLOATING else t for t in self.spec.outputs]
             spec = replace(self.spec, inputs=(), outputs=tuple(wide), weights={})

@@ -44,8 +44,7 @@ _FILES = ("runtime", "library", "image")  # files of a load request
 
 
 class Trial:
-    """One trial of one candidate worker. ``shared``, if given, provides the worker, and takes it back if the solution
-    is ``ok``."""
+    """One trial of a candidate worker. ``shared`` provides the worker, and takes it back if the solution is ``ok``."""
 
     def __init__(
         self,
@@ -211,8 +210,7 @@ class Trial:
 
     def _doubt(self, doubt: str) -> None:
         """Ends the candidate and raises ``CandidateRefused``, because the judge's clock contradicts its times. The
-        status is ``infra`` if another process uses the device. Otherwise it is ``cheat``, and a second trial must
-        confirm it."""
+        status is ``infra`` if another process uses the device, else ``cheat``, which a second trial must confirm."""
         self.end()
         self._verdict.samples.clear()
         if self._memory.shared(self._prepared.peaks.bytes_per_second):

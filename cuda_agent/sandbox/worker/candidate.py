@@ -30,8 +30,7 @@ RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]]
 
 
 class Candidate(WorkerLoop):
-    """Runs one solution. Before the solution arrives, maps the shared buffers and answers empty calls for the judge's
-    clock."""
+    """Runs one solution. Before it arrives, maps the shared buffers and answers empty calls that the judge times."""
 
     def map_buffers(self, frame: Frame) -> None:
         self._options = options = self._options | frame.body
@@ -47,8 +46,7 @@ class Candidate(WorkerLoop):
             self._commands[WorkerOperation.RUN_EMPTY] = lambda frame: None
 
     def empty_chain(self, frame: Frame) -> Any:
-        """Times ``frame.slot`` empty calls, which only copy zeros to the outputs, with the strides of the reference's
-        views."""
+        """Times ``frame.slot`` empty calls. They only copy zeros, with the strides of the reference's views."""
         slots = [self._slots.output_tensors(slot) for slot in range(frame.slot)]
         views = self._options["views"]
         results = [[zeros(*pair) for pair in zip(targets, views, strict=True)] for targets in slots]

@@ -66,8 +66,7 @@ def share(folder: Path, record: bool) -> None:
 
 
 def take_graphs(place: Path) -> None:
-    """Copies a first pass's compiled graphs from ``place`` to this process's folders, where torch.compile finds
-    them."""
+    """Copies a first pass's compiled graphs from ``place`` to the folders where torch.compile finds them."""
     settle()
     for name, variable in (("inductor", "TORCHINDUCTOR_CACHE_DIR"), ("triton", "TRITON_CACHE_DIR")):
         if (place / name).is_dir():

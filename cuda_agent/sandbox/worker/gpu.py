@@ -110,8 +110,7 @@ def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
 
 
 def unload_plan(run: Callable[[int], None]) -> None:
-    """Removes the plan ``run``, a result of ``bind_plan``, from the context. Raises an error if the context is
-    damaged."""
+    """Removes the plan ``run``, a result of ``bind_plan``, from the context. Raises an error if that is damaged."""
     torch.cuda.synchronize()
     if module := run.module:  # type: ignore[attr-defined]
         module.unload()

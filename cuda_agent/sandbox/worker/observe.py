@@ -61,8 +61,7 @@ def told(ran: dict[tuple[str, str], list[float]], total: float | None) -> list[l
 
 
 def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
-    """Returns records (``told``) of torch's operators in ``call``, which may ``add`` its own functions to the
-    recorder."""
+    """Returns records (``told``) of torch's operators in ``call``, which may ``add`` other functions."""
     with Operators() as seen:
         begin = time.perf_counter()
         call(seen)

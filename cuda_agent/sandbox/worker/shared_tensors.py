@@ -59,8 +59,7 @@ class Slots:
         return tensor_at(address, tensor, self.device)
 
     def tensor_of(self, address: Callable[[str], int], tensor: dict[str, Any]) -> torch.Tensor:
-        """Returns the tensor that a library node describes by ``tensor``; ``address`` maps a buffer's name to its
-        address."""
+        """Returns a library node's tensor, as ``tensor`` describes it; ``address`` maps buffers to addresses."""
         return self.tensor(address(tensor["buffer"]), tensor)
 
     def input_tensors(self, slot: int) -> list[torch.Tensor]:
@@ -75,8 +74,7 @@ class Slots:
 
 
 def map_memory(descriptor: int, size: int, writable: bool) -> int:
-    """Maps ``size`` bytes of shared memory (descriptor -1: private memory) without keeping the descriptor. Returns the
-    address."""
+    """Maps ``size`` bytes of shared memory (descriptor -1: private memory) and returns the address."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     kind = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     kind |= mmap.MAP_POPULATE  # so that no first touch of a page is timed
@@ -92,8 +90,7 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 
 
 def tensor_at(address: int, tensor: dict[str, Any], device: str) -> torch.Tensor:
-    """Returns a tensor with the shape and dtype of ``tensor`` over memory at ``address``, which the caller keeps
-    mapped."""
+    """Returns a tensor with the shape and dtype of ``tensor`` over memory at ``address``, which must stay mapped."""
     dtype: torch.dtype = getattr(torch, tensor["dtype"])
     count = math.prod(tensor["shape"])
     if count == 0:

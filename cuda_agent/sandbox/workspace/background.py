@@ -57,8 +57,7 @@ class Backgrounds:
         return name
 
     def tell(self, name: str, request: bytes) -> str:
-        """Returns new output and state of the command ``name``; the request ``KILL`` ends it first. Raises
-        ``ToolRefused``."""
+        """Returns new output and state of a command; the request ``KILL`` ends it first. Raises ``ToolRefused``."""
         if name not in self._channels:
             known = ", ".join(self._channels) or "none"
             raise ToolRefused(f"there is no background command {name[:20]!r} (there are: {known})")

@@ -81,7 +81,7 @@ class Folder:
         return "ok"
 
     def glob(self, pattern: str, path: str = ".") -> str:
-        """Returns the sorted paths below ``path`` that match ``pattern``, one per line; ``**`` stands for any
+        """Returns the sorted paths below ``path`` that match ``pattern``, a line each; ``**`` stands for any
         folders."""
         base = self.resolve(path)
         prefix = "" if base == "." else base + "/"

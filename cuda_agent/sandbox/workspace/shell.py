@@ -200,8 +200,8 @@ class Shell:
             os._exit(126)
 
     def overuse(self, used: float, seconds: float, disk: bool) -> str:
-        """Returns why to kill a command after ``used`` of ``seconds``, or an empty string. ``disk`` also checks disk
-        use."""
+        """Returns why to kill a command after ``used`` of ``seconds``, or an empty string. ``disk``: also checks the
+        disk."""
         if used > seconds:
             return f"killed after {seconds:g} s"
         pids = descendants(os.getpid())

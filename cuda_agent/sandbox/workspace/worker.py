@@ -197,8 +197,7 @@ _PARAMETERS: dict[str, dict[str, str]] = {  # a name that ends in "?" may be lef
 
 def checked(tool: str, arguments: Any, parameters: dict[str, str] | None = None) -> dict[str, Any]:
     """Returns the arguments of a tool call, converted to the types in ``parameters`` (by default those of ``tool``).
-    Text such as "3" or "true" counts as a number or truth value. Raises ``ToolRefused``, which names the wrong
-    argument."""
+    Text such as "3" or "true" counts as a number or truth value. Raises ``ToolRefused`` with the wrong argument."""
     parameters = parameters or _PARAMETERS.get(tool)
     if parameters is None:
         raise ToolRefused(f"there is no tool {tool[:40]!r}")

@@ -170,8 +170,7 @@ class Buffers:
         }  # fmt: skip
 
     def _place(self, area: int, tensor: Tensor) -> int:
-        """Reserves room for ``tensor`` in the input area (0) or the output area (1), after a gap. Returns the offset in
-        bytes."""
+        """Reserves room for ``tensor`` in the input area (0) or the output area (1). Returns the offset in bytes."""
         start = self._sizes[area] + _ALIGN * (1 if self._fixed else 1 + secrets.randbelow(16))
         self._sizes[area] = start + -(-byte_count(tensor) // _ALIGN) * _ALIGN
         return start

@@ -2,8 +2,7 @@
 
 The judge allocates the areas that it shares with a worker, and exports them by file descriptor. A worker maps inputs
 and weights read-only: a write crashes the worker, but not the judge's context. The judge copies outputs to private
-memory before comparisons, which run on the device (``check.cu``) by the rules of ``check``. Callers call ``open_judge``
-first."""
+memory and compares them on the device (``check.cu``), by the rules of ``check``. Call ``open_judge`` first."""
 
 import contextlib
 import ctypes
@@ -187,8 +186,7 @@ def flush() -> None:
 
 def shared(peak: float | None) -> bool:
     """Returns whether another process uses the device now. The processes then take turns of some milliseconds, so a
-    long piece of work takes longer than the sum of its parts. ``peak`` is the memory's peak rate in bytes per
-    second."""
+    long piece of work takes longer than the sum of its parts. ``peak`` is the memory's peak rate in bytes/s."""
 
     def wall(fills: int) -> float:
         begin = time.perf_counter()

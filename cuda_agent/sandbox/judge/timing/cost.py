@@ -19,8 +19,7 @@ def eager(operators: int, touched: int, threads: int) -> float:
 
 def compiled(spec: TaskSpec, operators: int, touched: int, threads: int) -> float:
     """Returns the seconds of one call of the compiled model. Eager runs ``operators`` operators on ``touched`` bytes.
-    The compiled model runs one operator and a quarter of eager's, on a quarter of the bytes beyond inputs and
-    outputs."""
+    The compiled model runs 1 + ``operators`` / 4, on the inputs, the outputs and a quarter of the other bytes."""
     least = call_bytes(spec)
     return _CALL * (1 + operators / 4) + (least + max(0, touched - least) / 4) / (_BYTES_PER_SECOND * threads)
 

@@ -32,8 +32,7 @@ _SHARE = 0.8
 
 
 def longest(host: float) -> float:
-    """Returns the longest delay of a call in a chain. ``host`` is the time to enqueue a call of eager. Both in
-    seconds."""
+    """Returns the longest delay of a call in a chain; ``host`` is the seconds to enqueue a call of eager."""
     return 2 * host
 
 
@@ -57,10 +56,9 @@ class CrossCheck:
         self.delay = max(_units(self._enqueues), min(_units(1.5 * host), _ENOUGH))
 
     def believe(self, told: float, chain: Callable[[int, int], tuple[float, float]]) -> tuple[float, str]:
-        """Checks ``told``, the worker's median seconds of a call. Returns the seconds per call to report, and the
-        reason for a refusal (or an empty string). ``chain(calls, delay)`` runs a chain of calls after a delay in units
-        of ``DELAY_UNIT``. It returns the wall seconds by the judge's clock, and the host's seconds to enqueue the
-        chain."""
+        """Checks ``told``, the worker's median seconds of a call. Returns the seconds to report, and the reason for a
+        refusal (or an empty string). ``chain(calls, delay)`` runs a chain after a delay in units of ``DELAY_UNIT``. It
+        returns the wall seconds by the judge's clock, and the host's seconds to enqueue the chain."""
         count = min(max(2, math.ceil(_LONG_ENOUGH / max(told, 1e-6))), self._slots)
         delay = _units(count * self._enqueues)
         late: list[float] = []

@@ -2,8 +2,7 @@
 
 The driver reports a GPU's rates. A CPU's rate of memory copies is measured, because virtual machines do not report it.
 The bound counts the bytes of the outputs, which a call must write because they are poisoned before. It counts no
-inputs, because a call need not read all of an input. It subtracts the last-level cache, which may still hold outputs at
-the end."""
+inputs, which a call need not read entirely. It subtracts the last-level cache, which may still hold outputs."""
 
 import json
 import os
@@ -133,8 +132,7 @@ def copy_bytes_per_second(threads: int, cache: int = 0) -> float:
 
 
 def cache_bytes(folder: Path, processors: Sequence[int]) -> int | None:
-    """Returns the bytes of the last-level caches of ``processors``, if known. ``folder`` is
-    ``/sys/devices/system/cpu``."""
+    """Returns the bytes of the last-level caches of ``processors``, if known. ``folder`` lies below ``/sys``."""
     found: dict[tuple[int, str], int] = {}
     for processor in processors:
         for index in folder.glob(f"cpu{processor}/cache/index*"):
