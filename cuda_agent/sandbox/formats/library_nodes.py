@@ -86,7 +86,8 @@ def _gemm(node: Gemm, where: str, names: dict[str, Any]) -> _Described:
 
 def _convolution(node: Convolution, where: str, names: dict[str, Any], buffers: dict[str, Buffer]) -> _Described:
     """Returns the shapes of a convolution's tensors, and its settings such as the stride. Shapes are as in torch:
-    ``input`` is [batch, channels, extents], and ``weight`` is [out, in / groups, extents] unless transposed."""
+    ``input`` is [batch, channels, extents], ``bias`` is [out], and ``weight`` is [out, in / groups, extents], or [in,
+    out / groups, extents] if transposed."""
     given = _shape(node.input_shape, "input", where, names, buffers)
     kernel = _shape(node.weight_shape, "weight", where, names, buffers)
     extents = len(given) - 2

@@ -74,7 +74,7 @@ class Baselines:
 
 
 def baselines_file(settings: JudgeSettings, digest: str, torch: str) -> Path:
-    """Returns the path of a task's baselines, a hash of all that they depend on. ``torch`` is torch's version."""
+    """Returns the path of a task's baselines, named by a hash of everything that they depend on."""
     identity = settings.identity + (", train()" if settings.train_mode else "")
     key = json.dumps([digest, _CLOCK, torch, processor(), settings.threads, identity])
     return Path(settings.cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"

@@ -180,7 +180,7 @@ class ReferenceClient:
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
         """Returns the outputs in double precision, or ``None`` if a value is not finite here or in the usual outputs.
-        Call ``outputs`` with the same ``inputs`` first. Raises ``TaskError`` if the model cannot run like this."""
+        Call ``outputs`` with the same ``inputs`` first. Raises ``TaskError`` if the model has no such precision."""
         if self._exact is None:
             wide = [replace(t, dtype="float64") if t.dtype in _FLOATING else t for t in self.spec.outputs]
             spec = replace(self.spec, inputs=(), outputs=tuple(wide), weights={})

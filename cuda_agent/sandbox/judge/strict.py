@@ -199,7 +199,8 @@ def report(verdict: Verdict, anchors: Sequence[float], yard: dict[str, dict[str,
 
 
 def _intervals(over_eager: Sequence[float], yard: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """Returns the speed-up's interval for each baseline in ``yard``; ``over_eager`` is that for eager's fp32."""
+    """Returns the speed-up's interval over each baseline in ``yard``. ``over_eager`` is the interval over fp32
+    eager."""
     seconds, shares = yard["seconds"], yard["shares"]
     low, high = over_eager
     middle, found = math.sqrt(low * high), {}

@@ -116,7 +116,7 @@ class Rooms:
                 await self.close(room)
 
     def answer(self, room: Room, number: int, result: ToolResult) -> None:
-        """Passes the client's ``result`` to the waiting command ``number``. Raises ``ServiceError`` without one."""
+        """Passes ``result`` to the waiting command ``number``. Raises ``ServiceError`` if no such command waits."""
         future = room.asked.get(number)
         if future is None or future.done():
             raise ServiceError(404, "unknown", f"there is no open question {number}")

@@ -30,7 +30,7 @@ RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]]
 
 
 class Candidate(WorkerLoop):
-    """Runs one solution. Before it arrives, maps the shared buffers and answers empty calls that the judge times."""
+    """Runs one solution. Before the solution arrives, maps the buffers and answers empty calls for timing."""
 
     def map_buffers(self, frame: Frame) -> None:
         self._options = options = self._options | frame.body

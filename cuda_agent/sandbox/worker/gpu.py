@@ -110,7 +110,8 @@ def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
 
 
 def unload_plan(run: Callable[[int], None]) -> None:
-    """Removes the plan ``run``, a result of ``bind_plan``, from the context. Raises an error if that is damaged."""
+    """Removes a plan (``run`` is ``bind_plan``'s result) from the context. Raises an error if the context is
+    damaged."""
     torch.cuda.synchronize()
     if module := run.module:  # type: ignore[attr-defined]
         module.unload()

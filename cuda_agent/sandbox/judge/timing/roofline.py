@@ -132,7 +132,8 @@ def copy_bytes_per_second(threads: int, cache: int = 0) -> float:
 
 
 def cache_bytes(folder: Path, processors: Sequence[int]) -> int | None:
-    """Returns the bytes of the last-level caches of ``processors``, if known. ``folder`` lies below ``/sys``."""
+    """Returns the bytes of the last-level caches of ``processors``, if known. ``folder`` is the kernel's ``cpu``
+    folder."""
     found: dict[tuple[int, str], int] = {}
     for processor in processors:
         for index in folder.glob(f"cpu{processor}/cache/index*"):
