@@ -1,8 +1,8 @@
 """Composes, validates, freezes and loads the configuration.
 
-``compose`` runs once, in the process that the user starts: Hydra merges the files of ``conf/`` with the user's
-overrides, and the pydantic models of ``config`` validate the result.  ``freeze`` writes a configuration as canonical
-JSON.  Each other process gets this JSON and its sha256, and calls ``load``: it checks the hash and validates again."""
+The process that the user starts calls ``compose``: Hydra merges the files of ``conf/`` with the user's overrides, and
+the pydantic models of ``config`` validate the result.  ``freeze`` writes a configuration as canonical JSON.  Every
+other process passes this JSON and its sha256 to ``load``, which checks the hash and validates again."""
 
 import difflib
 import hashlib
@@ -93,10 +93,9 @@ def load(text: str, sha256: str) -> Config:
 
 
 def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
-    """Returns the part of the configuration that decides the result of a stage, as JSON values.
-
-    This part is the seed and the named sections, without addresses, resources and the section ``training``.  The
-    section ``ray`` is left out if ``runtime`` is local; its keys about training, if the stage does not train."""
+    """Returns the part of the configuration that decides the result of a stage, as JSON values: the seed and the named
+    sections, without addresses, resources and the section ``training``.  If ``runtime`` is local, it lacks the section
+    ``ray``.  If the stage does not train, it lacks the keys of ``ray`` about training."""
     whole = config.model_dump(mode="json", exclude=_NOT_IN_KEYS)
     if "training" not in sections:
         whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in _ONLY_IN_TRAINING}
@@ -106,9 +105,8 @@ def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
 
 
 def restricted(config: Config, sections: Sequence[str]) -> Config:
-    """Returns a copy of the configuration in which only the seed and the named sections can be read.
-
-    A stage gets this copy, so its result cannot depend on a section that its cache key leaves out."""
+    """Returns a copy of the configuration in which only the seed and the named sections can be read.  A stage gets this
+    copy, so its result cannot depend on a section that its cache key leaves out."""
     part = config.model_copy()
     for name in Config.model_fields:
         if name not in ("seed", *sections):
@@ -117,7 +115,7 @@ def restricted(config: Config, sections: Sequence[str]) -> Config:
 
 
 def key_paths() -> dict[str, FieldInfo]:
-    """Returns dotted path -> field for every key that a user can set, and for every section."""
+    """Returns dotted path -> field for every section and every key that a user can set."""
 
     def walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
         for name, info in model.model_fields.items():
@@ -129,7 +127,7 @@ def key_paths() -> dict[str, FieldInfo]:
 
 
 def flat(config: Config) -> dict[str, Any]:
-    """Returns the value of every key that is not a section: dotted path -> value.  MLflow shows these as parameters."""
+    """Returns dotted path -> value for every key that is not a section.  MLflow shows these pairs as parameters."""
 
     def walk(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         for name, value in values.items():
@@ -157,7 +155,6 @@ def parse_override(text: str) -> Any:
 
 
 def _check_overrides(overrides: Sequence[str]) -> None:
-    """Raises a ``ConfigError`` for a wrong override.  For an unknown key, the message proposes similar keys."""
     known = key_paths()
     for text in overrides:
         override = parse_override(text)
@@ -214,10 +211,7 @@ def _type_words(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _nearest(name: str, choices: Sequence[str]) -> str:
-    """Returns the end of an error message about the unknown key ``name``: it proposes keys that the user may mean.
-
-    It proposes the first of these that exists: the new name of a renamed key, an almost equal path, keys of other
-    sections with the same last part, keys with a similar last part, or a less similar path."""
+    """Returns the end of an error message about the unknown key ``name``, such as " Did you mean critic.lr?"."""
     if name in RENAMED:
         return f" It is called {RENAMED[name]} now."
     tails = {choice: choice.rsplit(".", 1)[-1] for choice in choices}

@@ -1,8 +1,7 @@
 """The schema of the configuration: every key that a user can set, with its type and its default.
 
 The pydantic models below refuse unknown keys, and values out of range.  The module ``compose`` makes a ``Config`` from
-``conf/`` and the user's overrides.  No value is run as code or names code to run.  No value is a secret: a key takes
-the name of the environment variable, or of the file, that holds the secret."""
+``conf/`` and the user's overrides.  No value is code or a secret: keys name the variable or file with a secret."""
 
 import re
 from typing import Annotated, Any, Literal, TypeVar
@@ -45,7 +44,7 @@ class Section(BaseModel):
 
 
 def key(default: T, description: str, **limits: Any) -> T:
-    """Returns the field of a key.  ``limits`` are pydantic's constraints on its value, such as ``gt=0``."""
+    """Returns a pydantic field with this default and description.  ``limits`` constrain its value, as in ``gt=0``."""
     return Field(default, description=description, **limits)
 
 
@@ -62,7 +61,7 @@ Addresses = Annotated[list[str], AfterValidator(_addresses)]
 
 
 class RunConfig(Section):
-    """Where a run is stored and tracked, and how its stages are executed.  Only the executor reads this section."""
+    """Where a run is stored and tracked, and how its stages are executed.  Stages cannot read this section."""
 
     pipeline: str = key("cuda-agent", "name of the MLflow experiment")
     name: str | None = key(
@@ -179,7 +178,7 @@ class PolicyConfig(Section):
 
 
 class Lora(Section):
-    """Settings of low-rank adapters (LoRA).  If ``rank`` is not 0, policy and critic train adapters instead of all
+    """Settings of low-rank adapters (LoRA).  If ``rank`` is above 0, policy and critic train adapters instead of all
     their weights.  The stage ``bootstrap`` always trains all weights."""
 
     rank: int = key(0, "rank of the adapters that are trained; 0: all weights are trained", ge=0)
@@ -192,8 +191,8 @@ class Lora(Section):
 
 
 class Training(Section):
-    """Settings of how and where training stages compute.  They change a result only by rounding errors.  So they are
-    not part of a stage's cache key, and a stage can resume from a checkpoint that was made with other values."""
+    """Settings of how and where training stages compute.  They change results only by rounding errors, so cache keys
+    leave them out.  A stage can resume from a checkpoint that was made with other values."""
 
     checkpointing: Literal["auto", "on", "off"] = key(
         "auto", "whether activations are computed twice to save memory; auto: if rows have more than 8,192 tokens"
@@ -223,8 +222,7 @@ class Bootstrap(Section):
 
 
 class Ppo(Section):
-    """Settings of reinforcement learning with PPO's clipped loss (paper, section 3.3).  The stages ``warmup`` and
-    ``agentic`` each have such a section."""
+    """Settings of PPO (paper, section 3.3).  The stages ``warmup`` and ``agentic`` have one section each."""
 
     reward: Literal["ladder", "speedup"] = key(
         "ladder",

@@ -1,8 +1,8 @@
 """The interface between a stage and the program that runs it: ``StageContext``.
 
 A stage is a function ``run(ctx) -> None``.  Through ``ctx`` it reads its input folders, fills its output folders, logs
-metrics and saves checkpoints.  After ``run`` has returned, the output folders are stored as artifacts.  A stage does
-not depend on Argo, MLflow, S3 or other stages."""
+metrics and saves checkpoints.  The program then stores the output folders as artifacts.  A stage does not depend on
+Argo, MLflow, S3 or other stages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # pydantic is slow to import, and some processes need only th
 
 class Tracker(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Logs the metrics of one step.  A later call for the same step, as after a resume, replaces earlier values."""
+        """Logs the metrics of one step.  Of several values for one step and metric, the last one counts."""
 
     def progress(self, done: int, total: int, unit: str = "steps", **rates: float) -> None:
         """Shows in the live table that ``done`` of ``total`` units are done, with rates such as tokens_per_second."""
@@ -31,13 +31,13 @@ class Checkpoints(Protocol):
         """Calls ``write`` to fill an empty folder, and stores it atomically as a checkpoint.  Keeps the newest two."""
 
     def load(self, read: Callable[[Path], None]) -> int | None:
-        """Calls ``read`` with a copy of the newest complete checkpoint, and returns its step, or None if there is none.
-        If a checkpoint is damaged, adds a note and tries the checkpoint before it."""
+        """Calls ``read`` with a copy of the newest complete checkpoint, and returns its step.  Returns None without a
+        checkpoint. If a checkpoint is damaged, adds a note and tries the checkpoint before it."""
 
 
 @dataclass
 class WorkerContext:
-    """The part of a stage's context that its worker processes get, too.  These may run on other machines."""
+    """The part of a stage's context that the stage's worker processes also get, even on other machines."""
 
     name: str  # name of the stage
     config: "Config"  # only the sections that the graph lists for this stage

@@ -24,7 +24,7 @@ class PolicyError(UserError, ValueError):
 
 
 class SandboxUnready(UserError, RuntimeError):
-    """The sandbox cannot start on this machine.  The message names what is missing: a required wall or the compiler."""
+    """The sandbox cannot start on this machine.  The message names the missing protection or compiler."""
 
 
 class StageError(UserError):

@@ -1,7 +1,6 @@
-"""The names of the solution formats.  Configuration, command line and messages to the judge take the names from here.
+"""The names of the solution formats.  ``sandbox.formats.table`` says what each format does.
 
-The module imports no other module of the package, so that the configuration, the judge and its workers can all import
-it.  ``sandbox.formats.table`` says what each format does."""
+This module imports no other module of the package, so that every module can import it."""
 
 from typing import Literal
 

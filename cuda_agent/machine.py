@@ -22,7 +22,7 @@ def processor() -> str:
 
 
 def processor_facts() -> dict[str, str]:
-    """Returns what ``/proc/cpuinfo`` says about the first processor, such as ``model name``; empty without it."""
+    """Returns facts about the first processor from ``/proc/cpuinfo``, such as ``model name``; else an empty dict."""
     with contextlib.suppress(OSError):
         pairs = (line.partition(":") for line in reversed(Path("/proc/cpuinfo").read_text().splitlines()))
         return {name.strip(): fact.strip() for name, colon, fact in pairs if colon}
@@ -36,7 +36,7 @@ def gpus() -> int:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Makes Linux kill this process when its parent ends.  Exits at once if the parent is not ``parent`` any more."""
+    """Makes Linux kill this process when its parent ends.  Exits at once if the parent's pid is not ``parent``."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent not in (None, os.getppid()):
         os._exit(EXIT_RETRY)

@@ -1,7 +1,7 @@
 """A small client for MLflow: finds and creates runs, logs params, tags and metrics, uploads and reads artifacts.
 
-``Rest`` is for an MLflow server.  It sends HTTP requests without MLflow's own Python client, because in a pod importing
-that client takes longer than most stages of a small run.  ``Library`` is for a database, and uses MLflow's client."""
+``Rest`` talks to an MLflow server over HTTP.  It does without MLflow's own Python client, because in a pod the import
+of that client takes longer than most stages of a small run.  ``Library`` opens a database through MLflow's client."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ _NAMES, _POINTS = 90, 800  # most per request; MLflow allows 100 params or tags 
 
 @dataclass
 class MlflowEntry:
-    """What MLflow holds of one of its runs, as far as this process knows."""
+    """A run in MLflow, with the part of its content that this process knows."""
 
     run_id: str
     params: set[str] = field(default_factory=set)  # names of the params that are set
@@ -54,7 +54,7 @@ class Rest:
         self._artifact_uris: dict[str, str] = {}  # run -> artifact address
 
     def experiment(self, name: str, artifacts: str | None) -> str:
-        """Returns the id of the experiment ``name``.  Creates it if absent, with its artifacts at ``artifacts``."""
+        """Returns the id of the experiment ``name``.  Creates a missing one, with its artifacts at ``artifacts``."""
         response = self._client.get("mlflow/experiments/get-by-name", params={"experiment_name": name})
         if response.status_code != 404:
             return str(response.raise_for_status().json()["experiment"]["experiment_id"])

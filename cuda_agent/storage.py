@@ -2,11 +2,10 @@
 
     cas/<sha256>    the bytes of a file, or the tree of a folder: canonical JSON {"files": {path: {"sha256", "size"}}}
 
-Every write is atomic.  A folder's files are written first, then its tree; so a folder exists only once it is complete.
-The sha256 of the tree is the folder's digest.  Reading a folder verifies digests and removes damaged objects; ``get``
+Every write is atomic.  A folder's tree is written after its files, so a folder exists only once it is complete.  The
+sha256 of the tree is the folder's digest.  Reading a folder verifies digests and removes damaged objects; ``get``
 verifies nothing.  Empty folders, permissions and links are not stored.  A store in a local folder does not call fsync.
-Credentials of S3 come from environment variables, never from the store's address: a pair of keys (AWS_ACCESS_KEY_ID,
-...), or else a pod's IAM role (AWS_ROLE_ARN, AWS_WEB_IDENTITY_TOKEN_FILE), as EKS sets it."""
+S3 credentials come only from AWS's environment variables, for a pair of keys or for a pod's IAM role."""
 
 import contextlib
 import hashlib
@@ -28,7 +27,7 @@ CHUNK = 4 << 20  # bytes
 
 
 class StoreError(UserError):
-    """A failure of the store.  The message fits one screen."""
+    """A failure of the store."""
 
     exit_code = EXIT_RETRY
 
@@ -151,7 +150,7 @@ class Store:
     # Folders ---------------------------------------------------------------------------------------------------------
 
     def put_folder(self, path: Path) -> str:
-        """Stores the files below ``path`` and returns the folder's digest, which depends on their names and bytes."""
+        """Stores the files below ``path`` and returns the folder's digest, a hash of the files' names and bytes."""
         files = {}
         for file in files_below(path):
             digest = file_sha256(file)
@@ -172,7 +171,7 @@ class Store:
         return json.loads(data)["files"]
 
     def get_folder(self, digest: str, path: Path) -> None:
-        """Fills the folder ``path`` with the files of the stored folder ``digest``, verified and read-only."""
+        """Copies the stored folder ``digest`` to the folder ``path``.  Verifies all files and makes them read-only."""
         path.mkdir(parents=True, exist_ok=True)
         for name, entry in self.tree(digest).items():
             target = path / name

@@ -6,8 +6,7 @@ A stage writes three files through ``FileTracker``.  Its checkpoints contain the
     notes.jsonl      {"text": ...} per line
     progress.json    {"done", "total", "unit", "rates"}, only while the stage runs
 
-``Mirror`` copies a run to MLflow in a thread, so that the run does not wait for MLflow.  It sends only what MLflow
-lacks.  When a stage is tried again, it continues the stage's MLflow run."""
+``Mirror`` copies a run to MLflow in a thread, so the run does not wait.  A retried stage continues its MLflow run."""
 
 import contextlib
 import copy
@@ -73,8 +72,7 @@ class FileTracker:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Returns the metrics in a file as step -> key -> value, in the order of steps.  If a (step, key) occurs
-    repeatedly, the last value counts.  A missing file has no metrics; an incomplete last line is ignored."""
+    """Returns the metrics in a file, sorted by step.  Of several values for one step and key, the last one counts."""
     steps: Metrics = {}
     for line in _lines(path):
         step = line.pop("step")
@@ -118,8 +116,8 @@ MANIFEST_TAG = "manifest"  # the manifest of a finished stage
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep, whose runs have one parent run in MLflow.  All runs of the sweep call ``agree(make)``, and get the same
-    parent's id.  If there is no parent yet, ``agree`` calls ``make``, which creates one and returns its id."""
+    """A sweep, whose runs share one parent run in MLflow.  ``agree(make)`` returns the parent's id, the same in all
+    runs.  If there is no parent yet, ``agree`` calls ``make``, which creates one and returns its id."""
 
     name: str
     agree: Callable[[Callable[[], str]], str]
@@ -127,7 +125,7 @@ class Sweep:
 
 @dataclass
 class Wanted:
-    """What MLflow is to hold for a run of the workflow (a parent run), or for one of its stages (a child run)."""
+    """The wanted content of one run in MLflow: a parent run for the whole workflow, or a child run for a stage."""
 
     params: dict[str, Any] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
@@ -139,9 +137,9 @@ class Wanted:
 class Mirror:
     """Copies a run of the workflow to MLflow, in a thread: to one MLflow run, with a child run for each stage.
 
-    ``update(stage, ...)`` sets what the stage's child run is to hold (if ``stage`` is None, the workflow's run), and
-    returns at once.  ``close`` waits at most ``timeout`` seconds for the last copy, and returns whether everything
-    arrived.  When MLflow fails for the first time, the thread calls ``trouble`` with one line for the user."""
+    ``update`` sets the wanted content of a stage's child run, or of the parent run if ``stage`` is None.  It returns at
+    once.  ``close`` waits at most ``timeout`` seconds for the last copy, and returns whether everything arrived.  When
+    MLflow fails for the first time, the thread calls ``trouble`` with one line for the user."""
 
     def __init__(
         self, uri: str, experiment: str, run: str, artifacts: Path | None, trouble: Trouble, sweep: Sweep | None = None
@@ -227,7 +225,6 @@ class Mirror:
 
 
 def _sweep_run(api: mlflow_api.Api, experiment: str, sweep: Sweep) -> str:
-    """Returns the id of a sweep's parent run.  If there is none, creates it, with the final status FINISHED."""
     made = ""
 
     def make() -> str:

@@ -1,7 +1,7 @@
 """Plays episodes of a model behind a chat API, with the same agent loop and tools as for a policy (``loop``).
 
-The episodes are for evaluation, not for training.  The server reports only how many tokens it sampled, not their ids,
-so ``Episode.ids`` holds a zero for each token."""
+The episodes are for evaluation, not for training. The server reports the number of sampled tokens without their ids, so
+``Episode.ids`` holds a zero for each token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from cuda_agent.tasks.task import Task
 async def run_chat_rollout(
     task: Task, model: ServedModel, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
 ) -> Episode:
-    """Plays one episode with tools.  Raises ServedModelError if the model's server does not answer any more."""
+    """Plays one episode with tools. Raises ServedModelError if the model's server stops answering."""
     return await ChatPlayer(task, sandbox, settings, seed, episode_id, model).run()
 
 

@@ -1,9 +1,9 @@
 """Shortens a conversation so that it fits into a model's context.
 
-The least useful parts are cut first: the middles of old tool results, then the middles of the arguments of old tool
-calls (written files can be read again), then whole old turns.  The system message, the task and the newest turns stay,
-but long texts in the newest turns are cut if nothing else helps.  A tool call and its result stay together, because
-servers refuse one without the other.  Sizes are in characters, because only the server can count tokens."""
+The least useful parts are cut first: the middles of old tool results, then the middles of old tool calls' arguments
+(files can be read again), then whole old turns. The system message, the task and the newest turns stay. Long texts in
+the newest turns are cut last. A tool call and its result stay together, because servers refuse one without the other.
+Sizes are in characters, because only the server can count tokens."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _TARGET = 0.6  # share of the limit that remains: small cuts would invalidate th
 
 
 def size(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Returns the approximate number of characters of ``messages`` as they are sent to the server."""
+    """Returns the approximate number of characters that the server receives for ``messages``."""
 
     def one(message: Mapping[str, Any]) -> int:
         calls = message.get("tool_calls") or ()
@@ -72,7 +72,6 @@ def cut(text: str, limit: int) -> str:
 
 
 def _turns(messages: Sequence[Message]) -> list[list[Message]]:
-    """Splits ``messages`` into turns.  Each turn begins with an assistant message; messages before it are left out."""
     turns: list[list[Message]] = []
     for message in messages:
         if message["role"] == "assistant":

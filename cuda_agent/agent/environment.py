@@ -1,8 +1,8 @@
-"""The environment in which an episode is played: one task with its work folder, tools and verdicts.
+"""Defines the environment in which an episode is played: one task with its work folder, tools and verdicts.
 
-``async with KernelEnvironment(...) as environment`` opens the work folder.  ``call`` runs one tool call; ``finish``
-judges the solution in the folder.  The environment serves a player: a policy that samples token ids (``loop``), a model
-behind a chat API (``chat_rollout``, ``optimize.attempt``), or an external trainer (``environments``)."""
+``async with KernelEnvironment(...) as environment`` opens the work folder. ``call`` runs one tool call; ``finish``
+judges the solution in the folder. The player may be a policy that samples token ids (``loop``), a model behind a chat
+API (``chat_rollout``, ``optimize.attempt``), or an external trainer (``environments``)."""
 
 import json
 from collections import Counter
@@ -22,7 +22,7 @@ LOOP = 3  # the same call this many times counts as a loop
 
 
 class SandboxFault(Exception):
-    """The sandbox failed twice on one solution.  The player is not at fault."""
+    """The sandbox failed twice on one solution. The player is not at fault."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.message)
@@ -33,7 +33,7 @@ class KernelEnvironment:
     """The environment of one episode.
 
     Attributes:
-        files: The player's files, as ``collect`` last read them.  When the work folder is opened, it gets these files.
+        files: The player's files, as ``collect`` last read them. A new work folder starts with these files.
         best: The best verdict so far.
         flags: The bad patterns seen so far ("malformed_call", "unknown_tool", "loop").
         repeated: How many times the latest tool call was made since the work folder last changed."""
@@ -68,7 +68,7 @@ class KernelEnvironment:
         return solution_of(self.files, self.format)
 
     async def __aenter__(self) -> Self:
-        """Opens the work folder.  All methods that use the folder raise WorkspaceLost if the folder is lost."""
+        """Opens the work folder. Methods that use the folder raise WorkspaceLost if the folder is lost."""
         self._opened = self.sandbox.workspace({**self.files, **self._given}, frozenset(self._given), self.command)
         self._folder = await self._opened.__aenter__()
         return self
@@ -79,8 +79,8 @@ class KernelEnvironment:
         return await self._opened.__aexit__(*raised)
 
     async def call(self, name: str, arguments: Mapping[str, Any] | None) -> ToolResult:
-        """Runs the tool ``name``.  ``arguments`` is None if the player's text could not be parsed.  If the tool is
-        unknown or the arguments are wrong, the result is an error text."""
+        """Runs the tool ``name``. ``arguments`` is None if the player's text could not be parsed. For an unknown tool
+        or wrong arguments, the result is an error text."""
         assert self._folder is not None, "the work folder is not open"
         self.repeated = 0
         if name not in self.tools:
@@ -128,8 +128,7 @@ class KernelEnvironment:
         return verdict
 
     async def command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """Runs the command ``name`` (compile, verify or profile) of the player's shell: judges the solution in
-        ``files`` and returns the command's output."""
+        """Judges the solution in ``files``; returns what the command ``name`` (compile, verify or profile) prints."""
         verdict = await self.judge(solution_of(files, self.format))
         return ToolResult(describe(verdict, name, self.style), failed(verdict, name))
 

@@ -1,12 +1,12 @@
-"""The agent loop: a player works on one task, turn by turn.  An environment answers the player's tool calls.
+"""Runs the agent loop: a player works on one task, turn by turn, and an environment answers the player's tool calls.
 
 ``play`` is the loop for every player: a policy that samples token ids (``TokenPlayer``), a model behind a chat API
-(``chat_rollout``), an attempt of a search (``optimize.attempt``).  ``run_episode`` plays a policy's episode with tools.
-``run_single`` plays one without tools: a single answer.  ``run_many`` plays many episodes at once.
+(``chat_rollout``), or an attempt of a search (``optimize.attempt``). ``run_episode`` plays a policy's episode with
+tools, ``run_single`` an episode with one answer and no tools. ``run_many`` plays many episodes at once.
 
-An episode of a policy is one growing list of token ids.  Sampled ids are appended unchanged (mask 1); the prompt and
-tool results are encoded once (mask 0).  An episode ends at the latest when its budget (turns, tokens) is used up; then
-its files are judged.  An episode that is cut by an infrastructure fault or by the deadline has no reward."""
+A policy's episode is one growing list of token ids. Sampled ids are appended unchanged (mask 1); the prompt and tool
+results are encoded once (mask 0). An episode ends at the latest when its budget of turns or tokens is used up; then its
+files are judged. An infrastructure fault or the deadline cuts an episode, which then has no reward."""
 
 import asyncio
 import hashlib
@@ -31,13 +31,13 @@ from cuda_agent.tasks.task import Task
 T = TypeVar("T")
 Ended = Literal["answer", "turns", "tokens", "deadline", "infra"]
 Calls = Sequence[dict[str, Any]]
-"""{"name", "arguments"} of each; the arguments are None where they could not be read."""
+"""Tool calls, each with "name" and "arguments". Arguments that could not be parsed are None."""
 MALFORMED = "error: malformed tool call"
 
 
 @dataclass(frozen=True)
 class EpisodeSettings:
-    """The budgets and the prompt style of an episode.  Token budgets count tokens of the policy's tokenizer."""
+    """The budgets and the prompt style of an episode. Token budgets count tokens of the policy's tokenizer."""
 
     turns: int  # maximum number of turns
     turn_tokens: int  # maximum number of tokens sampled in one turn
@@ -52,13 +52,13 @@ class EpisodeSettings:
 
 
 class Player(Protocol):
-    """The side of the agent loop that makes tool calls, such as a policy; the environment answers the calls."""
+    """The side of the agent loop that makes tool calls, such as a policy. The environment answers the calls."""
 
     async def speak(self, turn: int) -> Calls | str:
-        """Plays turn number ``turn``.  Returns its tool calls, or why the player stops here."""
+        """Plays turn number ``turn``. Returns its tool calls, or the reason why the player stops."""
 
     def hear(self, results: Sequence[ToolResult], turn: int) -> str | None:
-        """Receives the results of turn ``turn``.  Returns why the player stops here, or None if it goes on."""
+        """Receives the results of turn ``turn``. Returns the reason why the player stops, or None if it goes on."""
 
 
 async def play(player: Player, environment: KernelEnvironment, turns: Iterable[int]) -> str:
@@ -74,7 +74,7 @@ async def play(player: Player, environment: KernelEnvironment, turns: Iterable[i
 
 
 async def within(seconds: float | None, work: Awaitable[str], late: str) -> str:
-    """Returns the result of ``work``.  Cancels ``work`` after ``seconds`` (None: never) and then returns ``late``."""
+    """Returns the result of ``work``. After ``seconds`` (None: never), cancels ``work`` and returns ``late``."""
     limit = asyncio.timeout(seconds)
     try:
         async with limit:
@@ -97,7 +97,7 @@ async def run_episode(
 async def run_single(
     task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
 ) -> Episode:
-    """Plays one episode without tools.  The files in the fenced blocks of the policy's one answer are the solution."""
+    """Plays one episode without tools. The fenced blocks of the policy's answer are the files of the solution."""
     player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat)
     player.episode.messages = one_shot_messages(task, settings.style, settings.format, settings.device)
     player.add(chat.prompt_ids(player.episode.messages), 0)
@@ -121,7 +121,7 @@ class EpisodePlayer(ABC):
         self.episode = Episode(self.id, self.task.name, "agent", [], [], [], [], [], None, "infra", messages=first)
 
     def add(self, ids: Sequence[int], turn: int, sampled: Completion | None = None) -> None:
-        """Appends ``ids``, tokens of turn ``turn``, to the episode.  ``sampled`` is the completion that they come from,
+        """Appends ``ids``, tokens of turn ``turn``, to the episode. ``sampled`` is the completion that contains them,
         or None for tokens of the prompt and of tool results."""
         episode = self.episode
         episode.ids += ids
@@ -135,8 +135,8 @@ class EpisodePlayer(ABC):
         return min(self.settings.turn_tokens, self.settings.context - len(self.episode.ids))
 
     async def run(self, answer: Callable[[], Awaitable[Ended]] | None = None) -> Episode:
-        """Plays the episode: with tools, or, if ``answer`` is given, by calling it.  Then judges the files.  Returns
-        the episode, even after an infrastructure fault; ``Episode.ended`` says why it ended."""
+        """Plays the episode: calls ``answer`` if it is given, else plays with tools. Then judges the files. Returns the
+        episode, even after an infrastructure fault; ``Episode.ended`` says why it ended."""
         environment, episode = self.environment, self.episode
         episode.kind = "single" if answer else "agent"
 
@@ -162,8 +162,9 @@ class EpisodePlayer(ABC):
         return ended
 
     def said(self, text: str, calls: Calls, cut: bool, malformed: bool, **more: str) -> Calls | Ended:
-        """Records a turn's message: ``text``, ``calls`` and the fields ``more``.  Returns the calls, or why the episode
-        ends: "tokens" if the turn was ``cut`` off, "answer" if it holds no call, not even a malformed one."""
+        """Records a turn's message: ``text``, ``calls`` and the fields ``more``. Returns the calls, or the reason why
+        the episode ends: "tokens" if the turn was ``cut`` off, "answer" if it has no call. A ``malformed`` call counts
+        as a call."""
         asked = [{"name": call["name"], "arguments": call["arguments"] or {}} for call in calls]
         self.episode.messages.append({"role": "assistant", "content": text, "tool_calls": asked, **more})
         if malformed:
@@ -195,7 +196,7 @@ class TokenPlayer(EpisodePlayer):
     _closed: bool = True  # whether the last turn ended with its stop token
 
     async def answer(self) -> Ended:
-        """Samples the only turn of an episode without tools; returns the reason why the episode ends."""
+        """Samples the only turn of an episode without tools. Returns the reason why the episode ends."""
         completion = await self._sample(0)
         if completion is None:
             return "tokens"
@@ -252,11 +253,11 @@ def seed_of(seed: int, name: object) -> int:
 
 
 async def run_many(jobs: Sequence[Callable[[], Awaitable[T]]], concurrency: int, lockstep: bool = False) -> list[T]:
-    """Runs ``jobs``, at most ``concurrency`` at once, and returns their results, such as episodes, in order.
+    """Runs ``jobs``, at most ``concurrency`` at once, and returns their results, such as episodes, in order. If one job
+    raises an exception (a bug, a lost engine), all jobs end.
 
-    If one job raises an exception (a bug, a lost engine), all jobs end.  With ``lockstep``, all running episodes sample
-    their next turn at the same time, and have no deadline.  The engine's batches are then the same in every run.  With
-    ``sandbox.clock=model`` all results are the same too."""
+    With ``lockstep``, all running episodes sample their next turn at the same time, and have no deadline. The engine's
+    batches are then the same in every run. With ``sandbox.clock=model`` all results are the same too."""
     slots = asyncio.Semaphore(concurrency)
     lock = _Lockstep(len(jobs), concurrency) if lockstep else None
 
@@ -279,8 +280,7 @@ async def run_many(jobs: Sequence[Callable[[], Awaitable[T]]], concurrency: int,
 
 
 class _Lockstep:
-    """Makes all running episodes wait for each other before every turn, so that they sample at the same time.  At most
-    ``places`` of the ``jobs`` episodes run at once."""
+    """Makes all running episodes wait for each other before every turn. At most ``places`` of ``jobs`` run at once."""
 
     def __init__(self, jobs: int, places: int) -> None:
         self._active = min(jobs, places)

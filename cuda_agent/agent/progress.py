@@ -1,4 +1,4 @@
-"""Keeps the results and costs of a search for a fast solution (``optimize``): correct solutions, budget, transcript.
+"""Records a search for a fast solution (``optimize``): correct solutions, budget and transcript.
 
 The transcript is a file of events, one JSON object per line, from which ``--resume`` continues (docs/optimize.md)."""
 
@@ -14,7 +14,7 @@ from cuda_agent.sandbox.wire import Solution, Verdict
 
 Event = dict[str, Any]
 Tell = Callable[..., None]
-"""(kind, attempt=, **facts)"""
+"""Takes (kind, attempt=, **facts)."""
 SHOWN_ONLY = frozenset({"text", "thought", "again", "wait", "form", "tool", "result", "void"})
 ENDS = {
     "target": "the target is reached", "answer": "the model said that it is done", "turns": "all turns are used",
@@ -22,15 +22,15 @@ ENDS = {
     "stuck": "the model said the same over and over", "infra": "the sandbox failed", "deadline": "cut by the deadline",
     "server": "the model's address was lost", "stopped": "stopped",
 }  # fmt: skip
-"""Why an attempt or an episode ended, in words."""
+"""Maps the reason why an attempt or an episode ended to words."""
 
 _DIFF_LINES = 400
 _COMPARED_LINES = 2000  # most lines compared per file: repeated lines take cubic time
 
 
 def difference(path: str, old: str, new: str) -> Event:
-    """Returns the fields of the event ``diff`` for a file whose text changed from ``old`` to ``new``: the file's path,
-    the diff, and the numbers of added and removed lines."""
+    """Returns the fields of the event ``diff`` for a file whose text changed from ``old`` to ``new``: the path, the
+    diff, and the numbers of added and removed lines."""
     before, after = (text.splitlines()[:_COMPARED_LINES] for text in (old, new))
     lines = list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]
     added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
@@ -38,7 +38,7 @@ def difference(path: str, old: str, new: str) -> Event:
 
 
 def factor(verdict: Verdict) -> float | None:
-    """Returns the speed-up over the faster of eager and ``torch.compile``; None if the solution is wrong or untimed."""
+    """Returns the speed-up over the faster of eager and ``torch.compile``, or None for a wrong or untimed solution."""
     if verdict.status != "ok":
         return None
     known = [ratio for ratio in (verdict.speedup_eager, verdict.speedup_compile) if ratio is not None]
@@ -47,7 +47,7 @@ def factor(verdict: Verdict) -> float | None:
 
 @dataclass
 class Find:
-    """A correct solution with its verdict in quick mode, and its verdict in strict mode if it has one."""
+    """A correct solution with its quick verdict and, if there is one, its strict verdict."""
 
     solution: Solution
     quick: Verdict
@@ -64,7 +64,7 @@ class Findings:
     reached: Find | None = None  # the first solution that is as fast as the user asked
 
     def add(self, solution: Solution, verdict: Verdict, attempt: int, turn: int) -> None:
-        """Adds ``solution`` if it is new, unless it is wrong or untimed."""
+        """Adds ``solution`` if it is new, correct and timed."""
         if factor(verdict) is not None:
             self.by_digest.setdefault(solution.digest, Find(solution, verdict, attempt, turn))
 
@@ -76,7 +76,7 @@ class Findings:
 
 @dataclass
 class SearchBudget:
-    """The limits for all attempts of a search together, and how much of each limit was used so far."""
+    """The limits on all attempts of a search together, and how much of each limit has been used."""
 
     tokens: int | None = None  # limit on prompt and sampled tokens together; None: no limit
     seconds: float | None = None  # limit on the time; None: no limit
@@ -103,7 +103,7 @@ class SearchBudget:
 
     def lacks(self, prompt: int, sampled: int) -> str:
         """Returns the limit that another turn with ``prompt`` and ``sampled`` tokens would exceed: "tokens" or "money".
-        Returns "minutes" if the time is used up already, and "" if the turn would exceed no limit."""
+        Returns "minutes" if the time is already used up, and "" if no limit is exceeded."""
         if self.left is not None and self.left <= 0:
             return "minutes"
         if self.tokens is not None and self.prompt + self.sampled + prompt + sampled > self.tokens:
@@ -130,8 +130,8 @@ class State:
 
 
 class Transcript:
-    """Appends the events of a search to the file ``path``, except events of the kinds in ``SHOWN_ONLY``.  ``clock``
-    gives their times.  ``watch`` receives every event.  ``note`` is the text of the latest note about an attempt."""
+    """Appends the events of a search to the file ``path``, except the kinds in ``SHOWN_ONLY``. ``clock`` gives their
+    times. ``watch`` receives every event. ``note`` is the text of the latest note about an attempt."""
 
     def __init__(self, path: Path, clock: Callable[[], float], watch: Callable[[Event], None]) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -152,7 +152,7 @@ class Transcript:
 
 
 def read_events(path: Path) -> list[Event]:
-    """Returns the events in the transcript ``path``; skips lines without an event, such as an unfinished last line."""
+    """Returns the events in the transcript ``path``. Skips other lines, such as an unfinished last line."""
     events = []
     with open(path, encoding="utf-8") as file:
         for line in file:
@@ -166,8 +166,8 @@ def read_events(path: Path) -> list[Event]:
 
 
 def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Findings, Event]:
-    """Returns the state after a transcript's ``events``: each attempt's state (by number), the findings and the used
-    budget.  Messages and files of unfinished turns are left out."""
+    """Returns the state after a transcript's ``events``: the attempts' states by number, the findings and the used
+    budget. Leaves out messages and files of unfinished turns."""
     states: dict[int, State] = {}
     pending: dict[int, list[Event]] = {}
     findings, spent = Findings(), dict[str, Any]()

@@ -1,7 +1,7 @@
 """Makes prompts (the messages that show a task to a policy), and parses the answers of episodes without tools.
 
-A prompt has one of two styles.  "full" spells out all rules, for general models.  "compact" is for a small policy that
-is trained on this style: it holds one word, which says whether there are tools, and the task's source in few tokens."""
+A prompt has one of two styles. "full" spells out all rules, for general models. "compact" is for a small policy trained
+on this style: one word that says whether there are tools, and the task's source in few tokens."""
 
 import ast
 import re
@@ -44,8 +44,8 @@ def agent_messages(task: Task, style: Style, format: Format = "plan", device: st
 
 
 def parse_answer(text: str) -> dict[str, str]:
-    """Returns the files in the answer ``text``: fenced blocks whose first line names a language and a path.  Drops
-    unclosed blocks and unsafe paths, such as "../a".  If several blocks have the same path, the last one counts."""
+    """Returns the files in the answer ``text``: fenced blocks whose first line names a language and a path. Drops
+    unclosed blocks and unsafe paths, such as "../a". If several blocks have the same path, the last one counts."""
     files: dict[str, str] = {}
     for match in _FENCE.finditer(text[: 4 * _ANSWER_BYTES]):
         path, content = match[2], match[3]
@@ -56,7 +56,7 @@ def parse_answer(text: str) -> dict[str, str]:
 
 
 def write_answer(files: dict[str, str]) -> str:
-    """Returns the text of an answer with ``files`` as fenced blocks, which ``parse_answer`` can read."""
+    """Returns an answer with ``files`` as fenced blocks, in the form that ``parse_answer`` reads."""
     language = {"cpp": "cpp", "cu": "cuda", "json": "json", "py": "python"}
     return "\n".join(
         f"```{language.get(path.rpartition('.')[2], 'text')} {path}\n{text.rstrip()}\n```"
@@ -65,9 +65,9 @@ def write_answer(files: dict[str, str]) -> str:
 
 
 def compact_source(code: str) -> str:
-    """Returns a task's source in few tokens: without imports, docstrings, comments, empty constructors and annotations.
-    Lines are indented by one space per level.  A ``get_inputs`` that only returns a value becomes ``inputs: [...]``.
-    If the code cannot be parsed, returns it unchanged."""
+    """Returns a task's source in few tokens: without imports, docstrings, comments, empty constructors and annotations,
+    with one space per level. A ``get_inputs`` that only returns a value becomes ``inputs: [...]``. Source that cannot
+    be parsed stays unchanged."""
     try:
         return "\n".join(_short_parts(_Shorten().visit(ast.parse(code))))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -90,8 +90,6 @@ def _short_parts(tree: ast.Module) -> Iterator[str]:
 
 
 class _Shorten(ast.NodeTransformer):
-    """Removes docstrings, annotations and empty constructors from a syntax tree."""
-
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST | None:
         self.generic_visit(node)
         body = [item for item in _without_docstring(node.body) if not _calls_super(item)]
@@ -117,8 +115,8 @@ def _calls_super(node: ast.stmt) -> bool:
 
 
 def _unparsed(node: ast.stmt) -> str:
-    """Returns the source of ``node``, indented by one space per level.  A function loses the word ``def``.  No string
-    changes: docstrings were removed before, and ``ast.unparse`` writes every other string on one line."""
+    """Returns the source of ``node``, indented by one space per level. A function loses the word ``def``. Strings stay
+    unchanged: ``ast.unparse`` writes each on one line, and docstrings were removed before."""
     text = re.sub(r"^(?: {4})+", lambda match: match[0][::4], ast.unparse(node), flags=re.M)
     return text.removeprefix("def ") if isinstance(node, ast.FunctionDef) else text
 

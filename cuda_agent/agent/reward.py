@@ -1,7 +1,6 @@
 """Defines the forms of the reward (``REWARDS``): pure functions of the verdict on an episode's final files.
 
-A stage learns from the form that its configuration names.  Pages, scores and the service always show the paper's form,
-which every verdict holds (``Verdict.reward``)."""
+A stage learns from the form in its configuration. Pages, scores and the service always show ``Verdict.reward``."""
 
 from collections.abc import Callable
 
@@ -10,16 +9,14 @@ from cuda_agent.sandbox.wire import Verdict
 
 
 def ladder(verdict: Verdict) -> float | None:
-    """Returns the reward of the paper's Eq. 1, which ``Verdict`` explains; None for the status ``infra``."""
+    """Returns the reward of the paper's Eq. 1 (see ``Verdict``), or None for the status ``infra``."""
     return None if verdict.reward is None else float(verdict.reward)
 
 
 def speedup(verdict: Verdict) -> float | None:
-    """Returns a smooth reward: ``3 * s / (1 + s)`` for a correct solution that is ``s`` times as fast as the baseline.
-
-    The baseline is the faster one of eager and ``torch.compile``.  The reward rises with every gain in speed, from 0
-    (infinitely slow) through 1.5 (as fast as the baseline) and 2 (twice as fast) towards 3.  A correct solution without
-    a time gets 0, an incorrect solution -1, and the status ``infra`` None."""
+    """Returns ``3 * s / (1 + s)`` for a correct solution that is ``s`` times as fast as the faster of eager and
+    ``torch.compile``. The reward rises smoothly from 0 (infinitely slow) through 1.5 (equally fast) and 2 (twice as
+    fast) towards 3. An untimed correct solution gets 0, an incorrect one -1, and the status ``infra`` None."""
     if verdict.status != "ok":
         return ladder(verdict)
     gain = factor(verdict) or 0.0

@@ -132,7 +132,7 @@ def sweep(
 
 
 def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
-    """Executes ``points``, the runs of a sweep, one by one here.  Returns their first nonzero exit code, else 0."""
+    """Executes the runs of a sweep one by one on this machine.  Returns their first nonzero exit code, else 0."""
     from cuda_agent.pipeline import screen, sweep
     from cuda_agent.pipeline.local import RunOutcome, run_pipeline
 
@@ -251,7 +251,7 @@ def _submitted(place: Cluster, what: "Submission", watching: bool, as_json: bool
 
 
 def _follow(place: Cluster, run: str, as_json: bool) -> int:
-    """Shows a run on a cluster until it ends; returns an exit code: 0 if it succeeded, 75 if it was stopped, else 1."""
+    """Shows a run on a cluster until it ends.  Returns 0 if it succeeded, 75 if it was stopped, else 1."""
     from cuda_agent.cluster import submit as cluster
     from cuda_agent.pipeline import screen
 
@@ -285,7 +285,6 @@ def _follow(place: Cluster, run: str, as_json: bool) -> int:
 
 
 def _json_lines() -> "Callable[[str, list[StageView]], None]":
-    """Returns a function that prints the states of all stages as a line of JSON, if any of them has changed."""
     shown: list[Any] = []
 
     def show(run: str, views: "list[StageView]") -> None:

@@ -83,7 +83,6 @@ def episodes(
 
 
 def _write(page: Path, text: str) -> None:
-    """Writes ``text`` to the file ``page``.  Raises a ``ConfigError`` if that fails."""
     try:
         page.parent.mkdir(parents=True, exist_ok=True)
         page.write_text(text, encoding="utf-8")
@@ -94,8 +93,8 @@ def _write(page: Path, text: str) -> None:
 def _entries(
     run: str, store: str, on: str | None, namespace: str | None, folder: Path
 ) -> "tuple[str, Path, list[EpisodeEntry], str]":
-    """Returns (title, folder for the page, episodes, message) for ``run``, a run's name or a path.  The command prints
-    the message if there are no episodes.  A run's files are fetched into ``folder`` first."""
+    """Returns (title, folder for the page, episodes, message) of ``run``, a run's name or a path.  The message is for a
+    run without episodes.  Fetches a run's files into ``folder``."""
     from cuda_agent.cluster import results
     from cuda_agent.pipeline import episodes as left
     from cuda_agent.pipeline import runs
@@ -123,15 +122,13 @@ def _entries(
 
 
 def _is_path(text: str) -> bool:
-    """Returns whether ``text`` is a path, not a run: it has a slash, or names a file or a folder with episodes."""
     from cuda_agent.pipeline.episodes import FILE, TRANSCRIPT
 
     return "/" in text or any((Path(text) / name).is_file() for name in ("", TRANSCRIPT, FILE))
 
 
 def _lines(chosen: "list[EpisodeEntry]", found: int, most: int, nothing: str) -> list[str]:
-    """Returns a table of the first ``most`` episodes in ``chosen``, as lines.  ``found`` counts all episodes, chosen or
-    not.  If there are none, the only line is ``nothing``; if none was chosen, the only line says so."""
+    """Returns lines: a table of at most ``most`` episodes, or ``nothing`` if the run has no episodes (``found``)."""
     if not chosen:
         return [f"none of {found} episodes" if found else nothing]
     lines = [_HEAD, *(_line(entry.row) for entry in chosen[:most])]

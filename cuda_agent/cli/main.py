@@ -1,8 +1,7 @@
 """The command line.  Each command parses its arguments, calls the library and prints the result.
 
 Commands import their dependencies inside their functions, so that ``--help`` answers at once.  An error that a person
-can fix is printed on stderr without a traceback.  Exit codes: 75 try again, 78 wrong configuration or input, 79 a
-required result was not reached."""
+can fix is printed without a traceback.  Exit codes: 75 try again, 78 wrong configuration or input, 79 poor result."""
 
 import difflib
 import json

@@ -41,7 +41,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def command_group(help: str | None = None) -> typer.Typer:
-    """Returns an empty command group.  Without ``help``, its commands become commands of ``cuda-agent`` itself."""
+    """Returns an empty command group.  Without ``help``, its commands belong to ``cuda-agent`` itself."""
     return typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -52,8 +52,7 @@ def command(group: typer.Typer, *examples: str, name: str | None = None) -> Call
 
 
 def composed(overrides: Sequence[str] | None, train_mode: bool = False) -> "tuple[Config, Path]":
-    """Returns the configuration with ``overrides``, and the folder of its caches on this machine.  ``train_mode`` is
-    the command's option ``--train-mode``."""
+    """Returns the configuration, and its store's cache folder.  ``train_mode`` adds ``sandbox.train_mode=true``."""
     from cuda_agent.compose import compose
     from cuda_agent.pipeline.runs import local_home
 
@@ -62,10 +61,10 @@ def composed(overrides: Sequence[str] | None, train_mode: bool = False) -> "tupl
 
 
 def print_json(value: Any) -> None:
-    """Prints ``value`` as JSON, for programs that read the output."""
+    """Prints ``value`` as indented JSON."""
     print(json.dumps(value, indent=1, ensure_ascii=False))
 
 
 def show(as_json: bool, value: Any, lines: Iterable[str]) -> None:
-    """Prints the result of a command: ``value`` as JSON if ``as_json`` is set, otherwise ``lines``, for people."""
+    """Prints the result of a command: ``value`` as JSON if ``as_json`` is set, otherwise ``lines``."""
     print_json(value) if as_json else print("\n".join(lines))

@@ -223,7 +223,7 @@ def logs(
 
 
 def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Yields (stage, line) from the log of ``stage`` (if empty: all logs).  Without a log file, reads the store."""
+    """Yields (stage, line) from the log of ``stage`` (empty: all logs), read from its file or else from the store."""
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.graph import ROWS
     from cuda_agent.pipeline.manifest import read_manifest
@@ -262,7 +262,7 @@ def _tail(file: Path, follow: bool, running: Callable[[], bool]) -> Iterator[str
 
 
 def _cluster_logs(place: Cluster, name: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Yields (stage, line) from the log of ``stage`` (if empty: all logs).  Without a pod, MLflow has the log."""
+    """Yields (stage, line) from the log of ``stage`` (empty: all logs), read from its pod or else from MLflow."""
     from cuda_agent.cluster import results
     from cuda_agent.cluster import submit as cluster
 
@@ -313,7 +313,7 @@ def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[
 
 
 def open_existing(store: str) -> "Store":
-    """Opens the store at the address ``store`` for a command that only reads.  A missing folder is not created.
+    """Opens the store at the address ``store``.  Never creates its folder.
 
     Raises:
         StoreUnavailable: The folder of the store does not exist."""
@@ -338,8 +338,7 @@ def cluster_of(on: str | None, namespace: str | None) -> Cluster:
 
 
 def _current(store: str, namespace: str | None) -> Cluster | None:
-    """Returns the cluster of the kubeconfig's current context, or None if there is none.  If the user names a
-    ``store``, returns None too: the run is expected there."""
+    """Returns the cluster of the kubeconfig's current context, or None if there is none or the user named a store."""
     if store != STORE:
         return None
     try:

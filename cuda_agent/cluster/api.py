@@ -1,7 +1,6 @@
 """A small Kubernetes client on top of the package ``kubernetes``: reads and writes JSON objects in one namespace.
 
-The credentials come from a kubeconfig, or inside a pod from the pod's service account.  A request that fails raises a
-``ClusterError``, which names the operation and the cluster."""
+The credentials come from a kubeconfig or from a pod's service account.  A failed request raises a ``ClusterError``."""
 
 import json
 import os
@@ -47,8 +46,7 @@ class Cluster:
 
     @classmethod
     def of_kubeconfig(cls, context: str | None = None, namespace: str | None = None) -> "Cluster":
-        """Connects to the cluster of the kubeconfig's context ``context`` (None: the current one).  If ``namespace`` is
-        None, uses the namespace of the context.
+        """Connects to a kubeconfig's context (None: the current one) and a namespace (None: the context's).
 
         Raises:
             ClusterError: The kubeconfig cannot be used, or lacks the context."""
@@ -88,7 +86,7 @@ class Cluster:
         return cls(client.ApiClient(settings), namespace, "this cluster")
 
     def ask(self, path: str, doing: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Sends a GET (a POST if there is a ``body``) to any ``path`` of the API server, and returns the JSON answer.
+        """Sends a GET, or a POST with ``body``, to any ``path`` of the API server, and returns the JSON answer.
         ``doing`` names the operation in error messages, such as "list nodes"."""
         return self._ask("GET" if body is None else "POST", path, doing, body and dict(body))
 
@@ -104,8 +102,7 @@ class Cluster:
         return self._ask("GET", self._path(kind), f"list {kind}s", query=query)["items"]
 
     def create(self, item: Mapping[str, Any], dry_run: bool = False) -> dict[str, Any]:
-        """Creates the object and returns it.  With ``dry_run`` the API server runs all its checks, admission
-        policies too, but stores nothing."""
+        """Creates the object and returns it.  With ``dry_run`` the API server checks it, but stores nothing."""
         query = [("fieldValidation", "Strict"), *([("dryRun", "All")] if dry_run else [])]
         kind = item["kind"]
         return self._ask("POST", self._path(kind), f"create {kind} {item['metadata']['name']}", dict(item), query)
@@ -123,8 +120,7 @@ class Cluster:
         return _unless(404, lambda: self._ask("DELETE", path, f"delete {kind} {name}", body)) is not None
 
     def logs(self, pod: str, follow: bool = False) -> Iterator[str]:
-        """Yields the log lines of the pod's container ``main``.  With ``follow`` it waits for new lines until the
-        container ends."""
+        """Yields the log lines of the pod's container ``main``.  With ``follow``, goes on until the container ends."""
         query = [("container", "main"), *([("follow", "true")] if follow else [])]
         path = f"{self._path('Pod')}/{pod}/log"
         response = self._request("GET", path, f"read the log of {pod}", query=query, stream=True)
@@ -174,7 +170,7 @@ class Cluster:
 
 
 def _unless(status: int, request: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-    """Sends ``request`` and returns its answer, or None if the API server answers with the HTTP status ``status``."""
+    """Returns the answer to ``request``, or None if the API server answers with the HTTP status ``status``."""
     try:
         return request()
     except ClusterError as error:

@@ -13,8 +13,8 @@ PATIENCE = 120.0  # longest wait for a server to start, in seconds
 
 
 def make(store: str, expire_logs_days: int) -> str:
-    """Creates the bucket of ``store`` (s3://bucket/prefix) if it does not exist.  Makes MinIO delete Argo's logs in it
-    after ``expire_logs_days`` days.  Returns a message for the user.
+    """Creates the bucket of ``store`` (s3://bucket/prefix), unless it exists, and returns a message for the user.
+    MinIO then deletes Argo's logs in this bucket after ``expire_logs_days`` days.
 
     Raises:
         StoreUnavailable: The address is wrong, or the server refuses or does not answer."""
@@ -49,7 +49,7 @@ def make(store: str, expire_logs_days: int) -> str:
 
 
 def probe(store: str, mlflow: str) -> Iterator[Check]:
-    """Writes to and reads from the store, asks MLflow for its health, and yields one ``Check`` for each result."""
+    """Tests whether the store can be written and read, and whether MLflow answers.  Yields a ``Check`` per result."""
 
     def check(name: str, ok: bool, text: str) -> Check:
         values = "tracking" if name == "mlflow" else name

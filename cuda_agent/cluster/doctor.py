@@ -29,8 +29,8 @@ _RIGHTS = (
 
 
 def examine(cluster: Cluster, release: str) -> Iterator[Check]:
-    """Checks a cluster and the Helm release ``release`` on it, and yields each result.  A problem is a failed check,
-    never an exception.  The first check asks the API server; if it fails, no other check follows."""
+    """Checks a cluster and the Helm release ``release`` on it, and yields each result.  Raises no exception: a problem
+    is a failed check.  If the API server does not answer, no other check follows."""
     first = _checked("api server", lambda: _api_server(cluster))
     yield first
     if not first.ok:
@@ -58,7 +58,7 @@ def examine(cluster: Cluster, release: str) -> Iterator[Check]:
 
 
 def _checked(name: str, check: Callable[[], Finding], hidden: Finding | None = None) -> Check:
-    """Runs ``check`` and returns its result.  ``hidden`` is the finding for a user who lacks the rights for it."""
+    """Runs ``check`` and returns its result.  ``hidden`` is the result for users without the rights for the check."""
     try:
         text, mend = check()
     except ClusterError as error:
@@ -77,8 +77,8 @@ def _api_server(cluster: Cluster) -> Finding:
 
 
 def _argo(cluster: Cluster) -> Finding:
-    """Checks whether the cluster has Argo's full resource definitions, and finds Argo's version by their fields.
-    Minimal definitions fail the check, because with them the API server accepts misspelt fields of a Workflow."""
+    """Finds Argo's version by the fields of its resource definitions.  Minimal definitions fail the check: with them
+    the API server accepts misspelt fields of a Workflow."""
     mend = "install Argo Workflows 3.7 or 4 with its full resource definitions (manifests/full in its release)"
     try:
         schemas = cluster.ask(f"/openapi/v3/apis/{_ARGO}", "read Argo's definitions")["components"]["schemas"]
@@ -104,8 +104,7 @@ def _argo(cluster: Cluster) -> Finding:
 
 
 def _controller(cluster: Cluster) -> Finding:
-    """Finds the image of Argo's controller.  Its name contains Argo's version.  Does not test the controller.  Needs
-    the right to list Deployments in all namespaces."""
+    """Finds the images of Argo's controllers.  An image's name contains Argo's version."""
     everywhere = cluster.ask("/apis/apps/v1/deployments", "look for Argo's controller")["items"]
     images = [
         f"{container['image']} in {item['metadata']['namespace']}"
@@ -188,7 +187,6 @@ def _gpus(cluster: Cluster) -> Finding:
 
 
 def _pid_limits(cluster: Cluster) -> Finding:
-    """Finds how many processes each node's kubelet allows in a pod, and reports the lowest limit."""
     limits = []
     for item in _nodes(cluster):
         path = f"/api/v1/nodes/{item['metadata']['name']}/proxy/configz"

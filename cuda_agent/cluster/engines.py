@@ -33,13 +33,12 @@ def wanted(config: Config) -> bool:
 
 
 def _clients(name: str) -> list[dict[str, str]]:
-    """Returns the labels of the pods that may connect to a run's engine: one mapping for the stages' pods, one for the
-    Ray pods that stages start.  ``name`` is the name of the run's Workflow."""
+    """Returns the labels of the pods that may connect to a run's engine: stages' pods, and the Ray pods of stages."""
     return [{label: name, COMPONENT_LABEL: "stage"} for label in (WORKFLOW_LABEL, POOL_LABEL)]
 
 
 def engine_objects() -> list[dict[str, Any]]:
-    """Returns templates of the engine's objects, in the order of creation, without a profile's and a run's values."""
+    """Returns templates of the engine's objects, in the order of creation, still without the values of a run."""
     container = pools.container(
         "cuda-agent-engine",
         {"HOME": "/scratch", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"},
@@ -59,7 +58,7 @@ def engine_objects() -> list[dict[str, Any]]:
 
 
 def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: Config) -> list[dict[str, Any]]:
-    """Returns the engine's objects for one run: the profile's objects ``base``, with the run's values filled in."""
+    """Returns the engine's objects for one run: the profile's objects ``base`` with the run's values."""
     policy = config.policy
     opened: list[dict[str, Any]] = []
     if policy.vllm.sync == "nccl":

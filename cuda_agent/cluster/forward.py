@@ -17,8 +17,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 @contextlib.contextmanager
 def forwarded(cluster: Cluster, pod: str, port: int, local: int = 0) -> Iterator[int]:
-    """Forwards the port ``local`` of this machine to the port ``port`` of the pod during the ``with`` block, and yields
-    ``local``.  If ``local`` is 0, a free port is taken and yielded.
+    """Forwards the port ``local`` of this machine (0: any free port) to the pod's ``port``, and yields the local port.
 
     Raises:
         ClusterError: The pod refuses the first connection."""

@@ -1,8 +1,7 @@
 """Runs a maintenance job (``doctor``, ``gc``, ``gc-plan``) on a cluster and returns its answer.
 
-A job is a Workflow with one pod, which does the work (``pod_maintenance``).  The pod gets its rights from a template of
-the chart, so the user needs only the right to submit Workflows.  The pod's answer is an output parameter of the
-Workflow.  Once the answer has been read, the Workflow is deleted."""
+A job is a Workflow with one pod, which does the work (``pod_maintenance``).  A template of the chart gives the pod its
+rights, so the user needs only the right to submit Workflows.  The answer is an output parameter of the Workflow."""
 
 import contextlib
 import json

@@ -1,10 +1,10 @@
-"""Runs the steps of a run on a cluster, each in its own pod.  Argo decides their order and retries them.
+"""Runs the steps of a run on a cluster, each in a separate pod.  Argo decides their order and retries them.
 
     prepare   stores the configuration, creates the run, takes results from the cache, starts the run's servers
     a stage   runs the same process as on one machine (``stage_main``); copies its log, metrics, manifest to MLflow
     finish    removes the run's servers, records how the run ended, calls the webhook
 
-A step may be killed at any moment and started again, because it creates only what is missing."""
+A step creates only what is missing, so it may be killed at any moment and started again."""
 
 import contextlib
 import json
@@ -59,8 +59,8 @@ class PodEnvironment:
 
 
 def termination_message(here: PodEnvironment, text: str) -> None:
-    """Writes ``text``, the reason why this pod ends, to the pod's status.  The command `watch` shows it.  Do not call
-    this if Argo is to retry the step: words in ``text``, such as "deadline", can prevent a retry."""
+    """Writes ``text``, the reason why this pod ends, to the pod's status.  The command `watch` shows it.  Not for a
+    step that Argo should retry: words such as "deadline" can prevent the retry."""
     if here.termination_message.exists():
         here.termination_message.write_text(text[:2000])
 
@@ -79,9 +79,7 @@ def prepare(
     spread: bool = False,
     replicas: Sequence[dict[str, Any]] = (),
 ) -> dict[str, str]:
-    """Starts a run.  Returns the outputs of this step (name -> text), and writes each to a file for Argo.  A stage's
-    output is ``run``, ``ray`` (run in several pods), ``cached`` or ``absent`` (not in the graph).  ``servers`` and
-    ``engines`` are addresses, separated by commas.  ``finish`` is ``run`` or ``no``: whether that step must run.
+    """Starts a run, and writes each output of this step to a file for Argo.
 
     Args:
         cluster: A function that connects to the cluster; None: no servers are created.
@@ -89,6 +87,10 @@ def prepare(
         stages: The graph's stages; None: those of the configuration.
         spread: Whether a stage may run in a Ray cluster of several pods; otherwise Ray runs in the stage's pod.
         replicas: The Kubernetes objects of the engine replicas; empty: each stage starts engines in its own pod.
+
+    Returns:
+        The outputs (name -> text): each stage as ``run``, ``ray`` (run in several pods), ``cached`` or ``absent``;
+        ``servers`` and ``engines`` as addresses, separated by commas; ``finish`` as ``run`` or ``no``.
 
     Raises:
         ConfigError: The configuration is not the submitted one, or the run's name belongs to another configuration.
@@ -145,7 +147,7 @@ def run_stage(
     here: PodEnvironment, name: str, run: str, sha256: str, table: str = "", spawner: Spawner | None = None
 ) -> int:
     """Runs the stage ``name`` and returns its exit code.  A SIGTERM makes the stage write a checkpoint.  ``table``
-    (``module:NAME``), if given, replaces the configuration's graph.  Closes the fork server ``spawner`` at the end."""
+    (``module:NAME``) replaces the configuration's graph.  Closes the fork server ``spawner``."""
     scratch = here.work / "stage" / name
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -183,8 +185,7 @@ def run_stage(
 
 
 def _follow(spawner: Spawner, name: str, scratch: Path, log: Path, recorder: Recorder) -> int:
-    """Copies a stage's log to stdout, its progress to Argo and its metrics to MLflow until the stage ends.  Returns the
-    stage's exit code."""
+    """Copies a stage's log to stdout, progress to Argo and metrics to MLflow.  Returns the stage's exit code."""
     shown, told = 0, 0.0
     while True:
         ended = spawner.wait(0.2)
@@ -217,9 +218,8 @@ def run_spread(
     base: Sequence[dict[str, Any]],
     served: str = "",
 ) -> int:
-    """Runs the stage ``name`` in a Ray cluster of several pods, waits for its end, and returns its exit code.  ``base``
-    holds the profile's objects of a Ray cluster.  ``servers`` and ``served`` are the addresses of the sandbox's and the
-    engine's servers, separated by commas."""
+    """Runs the stage ``name`` in a Ray cluster of several pods and returns its exit code.  ``base`` holds the profile's
+    Ray objects.  ``servers`` (sandbox) and ``served`` (engine) are addresses, separated by commas."""
     store = open_store(here.store)
     config = runs.read_config(store, sha256)
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
@@ -237,7 +237,6 @@ def run_spread(
 
 
 def _leave_manifest(here: PodEnvironment, store: Store, run: str, stage: str) -> Manifest:
-    """Copies the manifest of a finished stage to the file from which Argo reads it, and returns the manifest."""
     manifest = read_manifest(store, run, stage)
     assert manifest is not None, "a stage that exits 0 has written its manifest"
     (here.work / "manifest.json").write_bytes(manifest.to_bytes())
@@ -286,9 +285,8 @@ def finish(
     cluster: Cluster | None,
     stages: Sequence[Stage] = ROWS,
 ) -> dict[str, Any]:
-    """Removes the run's servers, records how the run ended, and sends facts about the end to the webhook, if one is
-    set.  Returns these facts.  ``status`` is the Workflow's state: Failed, Error, or Running if every stage succeeded
-    (this step itself still runs)."""
+    """Removes the run's servers, records how the run ended, and posts facts about it to the webhook, if any.  Returns
+    the facts.  ``status`` is the Workflow's state: Failed, Error, or Running after success (this step still runs)."""
     if cluster is not None:
         run_pools.remove_pools(cluster, workflow)
     if folder := os.environ.get("CUDA_AGENT_ENGINE_FOLDER"):
@@ -324,8 +322,7 @@ def finish(
 
 
 def _how_it_ended(store: Store, run: str, stages: Sequence[Stage]) -> tuple[int, str, str]:
-    """Returns exit code, name and message of the first stage that failed.  If no stage failed, the run was stopped:
-    then returns 75, an empty name, and a message that says so."""
+    """Returns exit code, name and message of the first failed stage.  Without one, the run was stopped: code 75."""
     for stage in stages:
         if read_manifest(store, run, stage.name) is None and store.exists(entry := outcome_entry(run, stage.name)):
             said = json.loads(store.get(entry))
@@ -334,7 +331,7 @@ def _how_it_ended(store: Store, run: str, stages: Sequence[Stage]) -> tuple[int,
 
 
 def tell_webhook(url: str, facts: dict[str, Any]) -> None:
-    """Sends ``facts`` about the run's end to the webhook's address ``url``, once.  A failure does not fail the run."""
+    """Posts ``facts`` about the run's end to the webhook's address ``url``, once.  A failure does not fail the run."""
     import httpx
 
     text = f"cuda-agent run {facts['run']}: " + ("done" if not facts["code"] else f"ended with {facts['code']}")
@@ -346,8 +343,8 @@ def tell_webhook(url: str, facts: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _recording(here: PodEnvironment, *of: Any, seconds: float = RECORD_SECONDS) -> Iterator[Recorder]:
-    """Yields a recorder of the run.  After the ``with`` block, waits at most ``seconds`` until MLflow has all records.
-    ``of`` are arguments of ``Recorder``: store, configuration, its sha256, run, stages."""
+    """Yields a recorder of the run, and afterwards waits at most ``seconds`` until MLflow has all records.  ``of`` are
+    arguments of ``Recorder``: store, configuration, its sha256, run, stages."""
     facts = [here.mlflow, *of, lambda text: print(text, file=sys.stderr)]
     recorder = Recorder(*facts)
     try:
@@ -357,8 +354,8 @@ def _recording(here: PodEnvironment, *of: Any, seconds: float = RECORD_SECONDS) 
 
 
 def _record_report(recorder: Recorder, store: Store, done: dict[str, Manifest], folder: Path) -> None:
-    """Records the report in MLflow if ``done`` contains the stage ``report``.  ``folder`` receives the report's files;
-    the caller may delete it only after ``recorder`` is closed."""
+    """Records the report in MLflow if ``done`` contains the stage ``report``.  Writes the report's files to ``folder``,
+    which must exist until ``recorder`` is closed."""
     if "report" in done:
         store.get_folder(next(iter(done["report"].outputs.values())), folder)
         recorder.report(folder)

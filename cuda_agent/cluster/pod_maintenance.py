@@ -1,8 +1,7 @@
-"""The work of the pods of maintenance jobs (``maintenance`` starts the jobs):
+"""Does the work of maintenance jobs in their pods.  ``maintenance`` starts the jobs.
 
-gc        removes old runs, the artifacts and checkpoints that only they need, and servers that ended runs left behind
-doctor    tests the store and MLflow from inside the cluster; then starts a pod with a sandbox's restrictions, and
-          checks that this pod cannot connect to the store, MLflow, the API server or DNS"""
+``gc`` removes old runs, the data that only they need, and servers that ended runs left behind.  ``doctor`` tests the
+store and MLflow.  It also tests that a sandbox's pod can connect neither to them nor to the API server and DNS."""
 
 import contextlib
 import json
@@ -41,11 +40,11 @@ def answer(here: PodEnvironment, value: Any) -> None:
 
 
 def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, cluster: Cluster) -> dict[str, Any]:
-    """Removes old runs, the data that only they need, and servers that ended runs left behind.  Each pipeline's
-    ``keep`` newest runs stay.  With ``dry_run`` removes nothing.  ``workflow`` is the name of this job's Workflow.
+    """Removes old runs, the data that only they need, and servers that ended runs left behind.  The ``keep`` newest
+    runs of each pipeline stay.  With ``dry_run``, removes nothing.  ``workflow`` is the name of this job's Workflow.
 
     Returns:
-        What was removed, or with ``dry_run`` would be; only ``busy`` -> reason, if runs or a collection are active."""
+        What was removed, or would be with ``dry_run``.  If runs or a collection are active: only ``busy`` -> reason."""
     store = open_store(here.store)
     with contextlib.nullcontext(True) if dry_run else gc.alone(store) as first:
         if not first:
@@ -64,15 +63,14 @@ def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, clust
 
 
 def under_way(cluster: Cluster, workflow: str) -> list[str]:
-    """Returns the names of all running Workflows of runs except ``workflow``.  Their pods may use the store.  A pending
-    Workflow does not count, because its first step waits for the end of garbage collection."""
+    """Returns the names of all running Workflows of runs, except ``workflow``.  A pending Workflow does not count,
+    because its first step waits for the end of garbage collection."""
     running = [item["metadata"] for item in cluster.all("Workflow", f"!{JOB_LABEL}") if phase(item) == "Running"]
     return [found["name"] for found in running if found["name"] != workflow]
 
 
 def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
-    """Returns two lists of names: ended or deleted Workflows whose servers still exist, and ConfigMaps whose Workflow
-    is deleted."""
+    """Returns the names of ended or deleted Workflows with servers left, and of ConfigMaps without their Workflow."""
     servers = f"{pools.COMPONENT_LABEL} in (sandbox,engine)"
     items = [item for kind in ("StatefulSet", "Service", "NetworkPolicy") for item in cluster.all(kind, servers)]
     items += cluster.all("NetworkPolicy", rayjobs.RAY_LABEL)  # policies of a stage's Ray
@@ -105,7 +103,7 @@ def doctor(
 
 def wall(name: str, address: str, outside: str, sandbox: str) -> Check:
     """Returns a check of the service ``name`` at ``address``.  It passes if this pod can connect and a sandbox cannot.
-    ``outside`` is the error of this pod's attempt, ``sandbox`` the error of the sandbox's attempt; empty: connected."""
+    ``outside`` is the error of this pod's attempt, ``sandbox`` the error of the sandbox's; empty: connected."""
     name = f"wall: {name}"
     if not sandbox:
         mend = "use a network plugin that enforces NetworkPolicies, and set networkPolicy.enabled=true"
@@ -117,8 +115,8 @@ def wall(name: str, address: str, outside: str, sandbox: str) -> Check:
 
 
 def forbidden(mlflow: str) -> dict[str, str]:
-    """Returns name -> host:port of the services that a sandbox must not reach: the API server, the store, MLflow and
-    DNS. Hosts are given as IP addresses where this pod can resolve them, because a sandbox has no DNS."""
+    """Returns name -> host:port of the services that a sandbox must not reach: API server, store, MLflow and DNS.
+    Hosts are IP addresses where this pod can resolve them, because a sandbox has no DNS."""
     store = os.environ.get("AWS_ENDPOINT_URL") or f"https://s3.{os.environ['AWS_REGION']}.amazonaws.com"
     places = {"API server": (os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"]))}
     for name, uri in {"store": store, "MLflow": mlflow}.items():
@@ -162,7 +160,7 @@ def process_limit() -> str:
 def from_sandbox(
     cluster: Cluster, workflow: str, base: Sequence[Mapping[str, Any]], addresses: Sequence[str]
 ) -> dict[str, Any]:
-    """Starts a pod with a sandbox's restrictions.  The pod tries to connect to ``addresses``.  Returns its answer:
+    """Starts a pod with a sandbox's restrictions, which tries to connect to ``addresses``.  Returns its answer:
     ``reached`` (address -> error; empty: connected) and ``processes`` (its limit, such as ``4096 processes``).
 
     Raises:
@@ -201,5 +199,5 @@ def _said(cluster: Cluster, workflow: str) -> dict[str, Any]:
 
 
 def tell(addresses: Sequence[str], file: Path = PodEnvironment.termination_message) -> None:
-    """Tries to connect to ``addresses`` and writes the results to ``file``.  The pod of ``from_sandbox`` runs this."""
+    """Tries to connect to ``addresses``, and writes the results to ``file``."""
     file.write_text(json.dumps({"reached": reach(addresses), "processes": process_limit()}))

@@ -54,8 +54,8 @@ def variables(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def container(image: str, env: Mapping[str, Any], mounts: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
-    """Returns a restricted container with the scratch folders /scratch and /tmp.  ``env`` holds its environment
-    variables (name -> value), and ``more`` further fields of the container, such as ``command``."""
+    """Returns a restricted container with the scratch folders /scratch and /tmp.  ``env`` holds environment variables
+    (name -> value), and ``more`` further fields, such as ``command``."""
     scratch = [{"name": "work", "mountPath": "/scratch"}, {"name": "tmp", "mountPath": "/tmp"}]
     return {
         "image": f"{image}:{version('cuda-agent')}",
@@ -66,15 +66,14 @@ def container(image: str, env: Mapping[str, Any], mounts: Sequence[Any] = (), **
 
 
 def pod_volumes(**more: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a pod's volumes: one for each of the two scratch folders, and those in ``more`` (name -> source)."""
+    """Returns a pod's volumes: the two scratch folders, and ``more`` (name -> source)."""
     sources: dict[str, Mapping[str, Any]] = {"work": {"emptyDir": {}}, "tmp": {"emptyDir": {}}} | more
     return [{"name": name, **source} for name, source in sources.items()]
 
 
 def pod_spec(account: str, grace: int, container: Mapping[str, Any], **volumes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the spec of a pod with one container.  Its service account is ``cuda-agent-<account>``, but the pod gets
-    no token of it.  ``grace`` is the time from SIGTERM to SIGKILL in seconds.  ``volumes`` (name -> source) are added
-    to those of the scratch folders."""
+    """Returns the spec of a pod with one container.  The pod has the service account ``cuda-agent-<account>``, without
+    a token.  ``grace`` is the time from SIGTERM to SIGKILL in seconds.  ``volumes`` (name -> source) are additional."""
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -87,8 +86,7 @@ def pod_spec(account: str, grace: int, container: Mapping[str, Any], **volumes: 
 
 
 def token_of(workflow: str, **more: Any) -> dict[str, Any]:
-    """Returns a reference to the token of a run's sandbox, which a Secret holds.  ``more`` are further fields of the
-    reference, such as ``optional``."""
+    """Returns a reference to the Secret with a run's sandbox token.  ``more``: fields such as ``optional``."""
     return {"secretKeyRef": {"name": f"{workflow}-sandbox", "key": "token"} | more}
 
 
@@ -97,12 +95,12 @@ def labels_of(component: str) -> dict[str, str]:
 
 
 def peers(*labels: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Returns peers for a rule of a NetworkPolicy: for each mapping in ``labels``, the pods with all labels in it."""
+    """Returns peers for a NetworkPolicy's rule: for each mapping in ``labels``, the pods with these labels."""
     return [{"podSelector": {"matchLabels": own}} for own in labels]
 
 
 def from_to(peers: Sequence[Mapping[str, Any]], port: int) -> dict[str, Any]:
-    """Returns an ingress rule of a NetworkPolicy, by which ``peers`` may connect to ``port``."""
+    """Returns an ingress rule of a NetworkPolicy, which lets ``peers`` connect to ``port``."""
     return {"from": peers, "ports": [{"port": port, "protocol": "TCP"}]}
 
 
@@ -110,15 +108,15 @@ def network_policy(
     name: str, labels: Mapping[str, str], pods: Mapping[str, str], ingress: list[Any], egress: list[Any] | None = None
 ) -> dict[str, Any]:
     """Returns a NetworkPolicy for all pods with the labels ``pods``.  It allows only the incoming connections of the
-    rules ``ingress`` and the outgoing ones of the rules ``egress`` (None: all outgoing connections)."""
+    rules ``ingress`` and the outgoing connections of the rules ``egress`` (None: all outgoing connections)."""
     rules = {"ingress": ingress} if egress is None else {"ingress": ingress, "egress": egress}
     spec = {"podSelector": {"matchLabels": pods}, "policyTypes": [key.capitalize() for key in rules]} | rules
     return new_object("NetworkPolicy", name, labels, spec=spec)
 
 
 def service_and_wall(component: str, port: int, clients: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a headless Service, which gives each server of the component an address, and a NetworkPolicy, which lets
-    only ``clients`` connect to the servers' ``port`` and lets the servers connect to nothing."""
+    """Returns a headless Service and a NetworkPolicy.  The Service gives each server of the component an address.  The
+    policy lets only ``clients`` connect to the servers' ``port``, and lets the servers connect to nothing."""
     name, labels = f"{RUN_NAME}-{component}", labels_of(component)
     own = {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: component}
     service = {
@@ -134,8 +132,8 @@ def service_and_wall(component: str, port: int, clients: Sequence[Mapping[str, A
 
 
 def servers(component: str, name: str, own: dict[str, str], port: int, pod: dict[str, Any]) -> dict[str, Any]:
-    """Returns a StatefulSet of servers.  The Service of ``component`` gives them addresses.  ``pod`` is the spec of
-    their pods, and ``own`` are labels of these pods besides the component's labels."""
+    """Returns a StatefulSet of servers, which get addresses from the Service of ``component``.  ``pod`` is the spec of
+    a server's pod, and ``own`` are its labels besides the component's."""
     labels = labels_of(component) | own
     (container,) = pod["containers"]
     container |= {"name": component, "ports": [{"name": "http", "containerPort": port, "protocol": "TCP"}]}
@@ -152,9 +150,9 @@ def servers(component: str, name: str, own: dict[str, str], port: int, pod: dict
 def of_run(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, labels: Mapping[str, str] = {}, name: str = ""
 ) -> list[dict[str, Any]]:
-    """Returns copies of ``base``, a profile's objects, for one run; the run's Workflow owns them.  Each placeholder
-    ``RUN`` becomes ``name``, or the Workflow's name if ``name`` is empty.  Labels whose keys are in ``labels`` get the
-    values given there instead."""
+    """Returns copies of the profile's objects ``base`` for one run, owned by its Workflow.  ``name`` (empty: the
+    Workflow's name) replaces the placeholder ``RUN``.  For single labels, ``labels`` gives other replacements (key ->
+    value)."""
     made = [_named(one, name or workflow, labels) for one in base]
     for one in made:
         one["metadata"]["ownerReferences"] = [owned_by(workflow, uid)]
@@ -195,7 +193,7 @@ def addresses(made: Sequence[Mapping[str, Any]], port: int) -> list[str]:
 
 
 def pool_objects() -> list[dict[str, Any]]:
-    """Returns templates of the sandbox's objects, in the order of creation, without a profile's and a run's values."""
+    """Returns templates of the sandbox's objects, in the order of creation, still without the values of a run."""
     secret = new_object("Secret", f"{RUN_NAME}-sandbox", labels_of("sandbox"), type="Opaque", stringData={})
     stages = peers({WORKFLOW_LABEL: RUN_NAME, COMPONENT_LABEL: "stage"})
     return [secret, *service_and_wall("sandbox", PORT, stages), *map(_pool, ROLES)]
@@ -220,7 +218,7 @@ def _pool(role: str) -> dict[str, Any]:
 def objects(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, token: str, config: SandboxConfig
 ) -> list[dict[str, Any]]:
-    """Returns the sandbox's objects for one run: the profile's objects ``base``, with the run's values filled in."""
+    """Returns the sandbox's objects for one run: the profile's objects ``base`` with the run's values."""
     values = config.model_dump(mode="json", exclude=set(WHERE_JUDGED))
     overrides = [f"sandbox.{name}={json.dumps(value)}" for name, value in values.items()]
     made = of_run(base, workflow, uid)

@@ -34,7 +34,7 @@ _LEARN = {stage.name for stage in ROWS if "training" in stage.config}
 
 
 def can_be_spread(stage: Stage) -> bool:
-    """Returns whether the stage can run in Ray, which means that it reads the configuration's section ``ray``."""
+    """Returns whether the stage can run on Ray.  Such a stage reads the configuration's section ``ray``."""
     return "ray" in stage.config
 
 
@@ -44,17 +44,17 @@ def task_name(stage: str) -> str:
 
 
 def stage_name(task: str) -> str:
-    """Returns the name of the stage that the Workflow's step ``task`` runs, in one pod or in several."""
+    """Returns the name of the stage that the Workflow's step ``task`` runs."""
     return task.removesuffix("-ray")
 
 
 def job_name(workflow: str, stage: str) -> str:
-    """Returns the name of a stage's RayJob.  It holds a hash of ``workflow``: KubeRay allows only 47 characters."""
+    """Returns the name of a stage's RayJob.  ``workflow`` is hashed, because KubeRay allows only 47 characters."""
     return f"ray-{hashlib.sha256(workflow.encode()).hexdigest()[:16]}-{stage}"
 
 
 def ray_objects() -> list[dict[str, Any]]:
-    """Returns templates of the objects of a stage's Ray cluster, in the order of creation, without a run's values."""
+    """Returns templates of the objects of a stage's Ray cluster, in the order of creation."""
     labels = pools.labels_of("stage") | {RAY_LABEL: RUN_NAME}
     own = {RAY_LABEL: RUN_NAME}
     between = pools.peers(own)
@@ -88,8 +88,7 @@ def ray_objects() -> list[dict[str, Any]]:
 
 
 def _pod(labels: Mapping[str, str], grace: int, port: int) -> dict[str, Any]:
-    """Returns the template of a Ray pod.  Its probes connect to ``port``.  ``grace`` is the time in seconds
-    from SIGTERM to SIGKILL."""
+    """Returns the template of a Ray pod, with probes at ``port`` and ``grace`` seconds from SIGTERM to SIGKILL."""
     # KubeRay's own probes need a program that may be missing.
     probe = {"tcpSocket": {"port": port}, "periodSeconds": 5, "timeoutSeconds": 5}
     made = pools.container(
@@ -112,9 +111,8 @@ def objects(
     config: Config,
     engines: str = "",
 ) -> list[dict[str, Any]]:
-    """Returns the objects that run a stage in several pods: the profile's objects ``base``, with the run's values
-    filled in.  The head pod runs ``cuda-agent`` with ``arguments``.  ``servers`` and ``engines`` are the addresses of
-    the sandbox's and the engine's servers, separated by commas."""
+    """Returns the objects that run a stage in several pods: the profile's objects ``base`` with the run's values.  The
+    head pod runs ``cuda-agent`` with ``arguments``.  ``servers`` and ``engines`` are addresses, separated by commas."""
     env = {
         "CUDA_AGENT_SANDBOX_SERVERS": servers,
         "CUDA_AGENT_SANDBOX_TOKEN": pools.token_of(workflow, optional=True),
@@ -140,9 +138,9 @@ def follow(
     should_stop: Callable[[], bool] = lambda: False,
     pause: float = 3.0,
 ) -> tuple[int, str]:
-    """Creates the objects in ``made`` that do not exist, waits until their RayJob ends, and returns the stage's exit
-    code and a message.  Replaces a RayJob that has failed.  If the run is stopped, deletes the RayJob.  If only
-    this pod is stopped (``should_stop``), returns and leaves the RayJob running.  Polls every ``pause`` seconds."""
+    """Creates the missing objects of ``made``, waits until their RayJob ends, and returns the stage's exit code and a
+    message. Replaces a RayJob that has failed.  If the run is stopped, deletes the RayJob.  If only this pod is stopped
+    (``should_stop``), leaves the RayJob running.  Polls every ``pause`` seconds."""
     name = next(one["metadata"]["name"] for one in made if one["kind"] == "RayJob")
     found = cluster.find("RayJob", name)
     if found is not None and _state(found)[0] in _ENDED and _state(found)[1] != "SUCCEEDED":

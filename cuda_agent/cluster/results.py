@@ -1,6 +1,6 @@
 """Reads results of a cluster run from MLflow: report, logs, episodes, configuration and manifests.
 
-The chart's MLflow is reached through a forwarded port of its pod; any other MLflow is reached at its own address."""
+The chart's MLflow is reached through a forwarded port of its pod, any other MLflow at its address."""
 
 import contextlib
 import gzip
@@ -45,7 +45,7 @@ def mlflow(cluster: Cluster) -> Iterator[str]:
 
 
 def _elsewhere(cluster: Cluster) -> str:
-    """Returns the address of an MLflow outside the chart, or an empty text for the chart's own MLflow."""
+    """Returns the address of an MLflow outside the chart, or "" for the chart's MLflow."""
     profiles = cluster.all("WorkflowTemplate", PROFILE_LABEL)
     templates = [item for profile in profiles for item in profile["spec"]["templates"]]
     variables = [variable for item in templates for variable in item.get("container", {}).get("env", [])]
@@ -99,8 +99,8 @@ def logged(address: str, run: str) -> list[str]:
 
 
 def episodes(address: str, run: str, folder: Path) -> list[Left]:
-    """Fetches the episodes of a run from the MLflow at ``address`` into ``folder``.  Returns one item per stage with
-    episodes, in the graph's order.  For a stage from the cache, they come from the run that computed its result.
+    """Fetches a run's episodes from the MLflow at ``address`` into ``folder``.  Returns an item per stage with
+    episodes, in the graph's order.  The episodes of a cached stage come from the run that computed its result.
 
     Raises:
         ConfigError: MLflow does not know the run."""
@@ -134,8 +134,7 @@ def facts(address: str, run: str) -> Facts:
 
 
 def _open(address: str, run: str) -> tuple[Rest, dict[str, MlflowEntry]]:
-    """Returns a client of the MLflow at ``address``, and MLflow's entries of the run, oldest first: stage -> entry.
-    The empty text is the key of the whole run's entry."""
+    """Returns a client of MLflow and the run's entries, oldest first: stage ("" for the whole run) -> entry."""
     api = Rest(address, seconds=60.0)
     entries = _search(api, run)
     if "" not in entries:

@@ -1,5 +1,4 @@
-"""Creates and removes the servers of one run on a cluster: sandbox servers and engine replicas.  The step ``prepare``
-creates them and the step ``finish`` removes them.  ``prepare`` may be repeated: it keeps objects that exist."""
+"""Creates and removes the servers of one run on a cluster: sandbox servers and engine replicas."""
 
 import secrets
 import time
@@ -20,7 +19,7 @@ def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, 
     servers' addresses.  ``base`` holds the profile's objects.
 
     Raises:
-        TryAgain: The run was stopped during the wait; the run's servers are removed.
+        TryAgain: The run was stopped during the wait; its servers are removed.
         ClusterError: No server of a role became ready."""
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
     made = pools.objects(base, workflow, uid, secrets.token_hex(24), config.sandbox)
@@ -47,8 +46,8 @@ def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, 
 
 
 def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
-    """Creates the missing objects of a run's engine replicas, and returns the replicas' addresses.  Does not wait for
-    the replicas, because they answer only once the run has a policy.  ``base`` holds the profile's objects."""
+    """Creates the missing objects of a run's engine replicas, and returns their addresses.  ``base`` holds the
+    profile's objects.  Does not wait for the replicas: they answer only once the run has a policy."""
     made = engines.objects(base, workflow, cluster.get("Workflow", workflow)["metadata"]["uid"], config)
     for item in made:
         cluster.create_if_absent(item)
@@ -56,8 +55,8 @@ def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str
 
 
 def remove_pools(cluster: Cluster, workflow: str, kinds: Sequence[str] = (*SERVERS, *SHARED)) -> None:
-    """Deletes the objects of a run's servers, one kind after the other, in the order of ``kinds``.  The default deletes
-    all kinds, NetworkPolicies last, so that no server is left without its NetworkPolicy."""
+    """Deletes the objects of a run's servers, kind by kind in the order of ``kinds``.  By default deletes
+    NetworkPolicies last, so that no server is left without one."""
     names = [*pools.names(workflow), *engines.names(workflow), *rayjobs.names(workflow)]
     for kind in kinds:
         for name in (name for of, name in names if of == kind):

@@ -1,8 +1,8 @@
 """Submits, resumes, stops and observes runs on a cluster.
 
-``submit`` begins a run with its first attempt; ``resume`` adds another one when the last one has ended.  An attempt is
-a Workflow, with a ConfigMap that holds the run's configuration.  All attempts carry the run's name as a label.  A new
-attempt takes the results of finished stages from the store."""
+A run has one or more attempts.  An attempt is a Workflow, with a ConfigMap that holds the run's configuration.  All
+attempts carry the run's name as a label.  ``submit`` starts the first attempt.  When the last attempt has ended,
+``resume`` starts another one, which takes the results of finished stages from the store."""
 
 import re
 import time
@@ -30,7 +30,7 @@ PATIENCE = 5.0  # seconds a pod may wait before its events are shown
 
 @dataclass(frozen=True)
 class Submission:
-    """The Kubernetes objects that ``submit`` creates for one attempt of the run named ``run``."""
+    """The Kubernetes objects of one attempt of the run named ``run``."""
 
     run: str
     workflow: dict[str, Any]
@@ -38,7 +38,7 @@ class Submission:
 
 
 def submission(config: Config, profile: str, release: str, group: str = "") -> Submission:
-    """Returns the objects of a new run.  If ``group`` is given, Argo runs only one Workflow of this group at a time.
+    """Returns the objects of a new run.  Argo runs only one Workflow of a ``group`` at a time (empty: no group).
 
     Raises:
         ConfigError: The run's name cannot be the name of a Workflow."""
@@ -54,8 +54,7 @@ def submission(config: Config, profile: str, release: str, group: str = "") -> S
 def sweep_submissions(
     configs: Sequence[Config], profile: str, release: str, parallel: int | None = None
 ) -> list[Submission]:
-    """Returns the objects of a sweep's runs, one run for each configuration.  Argo runs at most ``parallel`` of these
-    runs at a time (None: no limit)."""
+    """Returns the objects of a sweep's runs.  Argo runs at most ``parallel`` of them at a time (None: no limit)."""
     return [
         submission(config, profile, release, f"{config.run.sweep}-group-{number % parallel + 1}" if parallel else "")
         for number, config in enumerate(configs)
@@ -77,7 +76,7 @@ def _submission(name: str, labels: dict[str, str], text: str, sha256: str, templ
 
 
 def submit(cluster: Cluster, *all_of_them: Submission) -> None:
-    """Creates the objects of all submissions.  If this fails, deletes what it has created.
+    """Creates the objects of all submissions.  If this fails, deletes the created objects.
 
     Raises:
         ClusterError: The chart, the profile, the version or a right is missing, or a name is taken."""
@@ -99,7 +98,7 @@ def submit(cluster: Cluster, *all_of_them: Submission) -> None:
 
 
 def require_template(cluster: Cluster, wanted: str) -> None:
-    """Raises a ``ClusterError``, which lists the existing templates, if there is no template named ``wanted``."""
+    """Raises a ``ClusterError`` if there is no template ``wanted``.  The message lists the existing templates."""
     if cluster.find("WorkflowTemplate", wanted) is not None:
         return
     try:
@@ -121,7 +120,7 @@ def require_template(cluster: Cluster, wanted: str) -> None:
 
 
 def workflows(cluster: Cluster, run: str | None = None) -> list[dict[str, Any]]:
-    """Returns the Workflows of all runs, or only those of the run ``run``, one for each attempt; oldest first."""
+    """Returns the Workflows of all runs, or only of ``run``, oldest first.  A run has a Workflow per attempt."""
     found = cluster.all("Workflow", f"{RUN_LABEL}={run}" if run else RUN_LABEL)
     return sorted(found, key=lambda item: (item["metadata"]["creationTimestamp"], item["metadata"]["name"]))
 
@@ -138,7 +137,7 @@ def find(cluster: Cluster, run: str) -> dict[str, Any]:
 
 
 def known_name(cluster: Cluster, run: str) -> str:
-    """Returns the full name of a run.  ``run`` is its name, the start of its name, or ``last``.  A name that matches no
+    """Returns the full name of a run.  ``run`` is its name, the start of its name, or ``last``.  A name without a
     Workflow is returned unchanged, because MLflow may still have the run."""
     names = list(dict.fromkeys(run_of(item) for item in workflows(cluster)))
     if run != "last" and not matching(names, run):
@@ -181,8 +180,8 @@ def resume(cluster: Cluster, run: str) -> Submission:
 
 
 def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:
-    """Stops a run, and returns its full name and the names of the stages that were running.  If ``now`` is True, the
-    stages write no checkpoint.  The step ``finish`` does not run then, so this function removes the run's servers."""
+    """Stops a run, and returns its full name and the names of its running stages.  If ``now`` is True, the stages write
+    no checkpoint.  The step ``finish`` does not run then, so this function removes the run's servers."""
     last = find(cluster, run)
     name = last["metadata"]["name"]
     if phase(last) in ENDED:
@@ -233,16 +232,14 @@ def views(workflow: dict[str, Any], rows: Sequence[Stage] = ROWS) -> list[StageV
 
 
 def _absent(nodes: Sequence[dict[str, Any]]) -> set[str]:
-    """Returns the names of the stages that the run's graph lacks, from the outputs of the step ``prepare``.  The set is
-    empty until ``prepare`` has ended."""
+    """Returns the stages that the run's graph lacks, as ``prepare`` reports; empty until ``prepare`` has ended."""
     outputs = [node.get("outputs") or {} for node in nodes if node["displayName"] == "prepare"]
     parameters = [item for output in outputs for item in output.get("parameters", [])]
     return {item["name"] for item in parameters if item.get("value") == ABSENT}
 
 
 def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> None:
-    """If the pod of a stage has waited for some seconds, looks for Kubernetes' warning about the pod, such as a missing
-    secret, and adds it to the stage's notes in ``shown``."""
+    """Adds Kubernetes' warnings about pods that have waited for some seconds to their stages' notes in ``shown``."""
     waiting = {view.name: view for view in shown if view.state == "waiting" and view.seconds > PATIENCE}
     if not waiting:
         return
@@ -263,7 +260,7 @@ def _seconds(node: dict[str, Any]) -> float:
 
 
 def pods_of(cluster: Cluster, run: str) -> dict[str, str]:
-    """Returns stage -> name of the stage's newest pod, for the stages that have a pod in the run's newest Workflow."""
+    """Returns stage -> name of the stage's newest pod, for all stages with a pod in the run's newest Workflow."""
     found = {}
     newest = [item["metadata"]["name"] for item in workflows(cluster, run)][-1:]
     pods = [pod["metadata"] for name in newest for pod in cluster.all("Pod", f"{WORKFLOW_LABEL}={name}")]

@@ -2,8 +2,8 @@
 
     prepare ─► one task per stage ─► finish;  after a failure, the exit hook runs finish
 
-One template serves every variant of the graph.  A stage's task is skipped if ``prepare`` reports that the run's graph
-leaves the stage out, or that the cache has its result.  A stage that can run on Ray has a second task, which runs it in
+One template serves every variant of the graph.  ``prepare`` decides for each stage's task: it is skipped if the run's
+graph lacks the stage, or if the cache has its result.  A stage that can run on Ray has a second task, which runs it in
 several pods; ``prepare`` chooses one of the two.  The chart makes a template for each profile from this one."""
 
 import json
@@ -71,8 +71,7 @@ def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
 
 
 def maintenance_jobs() -> dict[str, dict[str, Any]]:
-    """Returns name -> WorkflowTemplate of the maintenance jobs (``cluster.maintenance``).  The chart merges its values
-    into each.  A job is one pod, which is not retried if it fails."""
+    """Returns name -> WorkflowTemplate of the maintenance jobs.  A job is one pod, which is not retried."""
     jobs: tuple[tuple[str, str, int, list[str]], ...] = (  # name, account, seconds, further arguments
         ("doctor", "operator", 900, []),
         ("gc", "collector", LOCK_SECONDS, []),
@@ -88,8 +87,8 @@ def maintenance_jobs() -> dict[str, dict[str, Any]]:
 
 
 def cron_workflow() -> dict[str, Any]:
-    """Returns a CronWorkflow that starts runs on a schedule; the chart sets its schedule, profile and configuration.  A
-    run without a name is named after its Workflow."""
+    """Returns a CronWorkflow that starts runs on a schedule.  The chart sets schedule, profile and configuration.  A
+    run without a name gets the name of its Workflow."""
     spec = {
         "schedules": ["0 2 * * 6"],
         "concurrencyPolicy": "Forbid",
@@ -123,10 +122,7 @@ def _template(name: str, templates: list[dict[str, Any]], **more: Any) -> dict[s
 
 
 def _typed(model: type[BaseModel], kind: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a Kubernetes object of this kind, name and spec.  Checks it with ``model``, Hera's type for this kind.
-
-    Raises:
-        ValueError: A field of ``spec`` has a wrong type or name."""
+    """Returns a Kubernetes object.  Raises ValueError if it does not fit ``model``, Hera's type for this kind."""
     made = {"apiVersion": "argoproj.io/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
     rendered = model.model_validate(made).model_dump(mode="json", by_alias=True, exclude_none=True)
     if rendered != made:
@@ -157,15 +153,12 @@ def _tasks(stages: Sequence[Stage]) -> list[dict[str, Any]]:
 
 
 def _either(stages: Sequence[Stage], names: Sequence[str]) -> list[str]:
-    """Returns the names of all tasks of the stages ``names``.  A stage that can run on Ray has two tasks, of which at
-    most one runs; any other stage has one task."""
+    """Returns the tasks of the stages ``names``: two for a stage that can run on Ray (one of them runs), else one."""
     spread = {stage.name for stage in stages if can_be_spread(stage)}
     return [task for name in names for task in ([name, task_name(name)] if name in spread else [name])]
 
 
 def _prepare(stages: Sequence[Stage]) -> dict[str, Any]:
-    """Returns the template of the step ``prepare``, with the step's outputs: one for each stage, one for each kind of
-    servers, and one for the step ``finish``."""
     # Optional: a run that a schedule starts (cron) finds its configuration in the store.
     config = {"name": WORKFLOW, "optional": True, "defaultMode": 0o444}
     mounts = [{"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True}]
@@ -203,7 +196,7 @@ def _manifest(stage: Stage) -> dict[str, Any]:
 
 
 def _answers(names: Iterable[str]) -> dict[str, Any]:
-    """Returns the output parameters of a step.  Argo reads each of them from the file with the parameter's name."""
+    """Returns the output parameters of a step.  Argo reads each from the file with the parameter's name."""
     return {"parameters": [{"name": name, "valueFrom": {"path": f"{PLAN_FOLDER}/{name}"}} for name in names]}
 
 
@@ -218,8 +211,8 @@ def _pod(
     mounts: Sequence[Mapping[str, Any]] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """Returns the template of a step that runs in one pod.  ``seconds`` limits its time; ``grace``: seconds from
-    SIGTERM to SIGKILL.  With ``account`` the pod has this service account's token.  ``more`` are further fields."""
+    """Returns the template of a step that runs in one pod, for at most ``seconds``.  ``grace``: seconds from SIGTERM to
+    SIGKILL.  With ``account`` the pod has this service account's token.  ``more`` are further fields."""
     # The patch sets what a template has no fields for: the grace period, and the security context and limits of the
     # executor's containers, which do not depend on the controller's settings then.
     token = {"serviceAccountName": f"{NAME}-{account}", "automountServiceAccountToken": True} if account else {}

@@ -1,7 +1,7 @@
 """Renders the generated files of ``workflows/`` and ``charts/cuda-agent``: manifests, values, schema, README.
 
-``files`` makes them from the graph and the schema of values.  A test fails if the repository's files differ from that.
-The chart's templates and its dashboard are written by hand."""
+``files`` makes them from the graph and the schema of values.  A test compares them with the repository's files.  The
+chart's templates and its dashboard are written by hand."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def write(root: Path) -> list[str]:
 
 
 def schema() -> dict[str, Any]:
-    """Returns the JSON schema of the chart's values, without titles and defaults.  It refuses unknown keys."""
+    """Returns the JSON schema of the chart's values, without titles and defaults.  The schema refuses unknown keys."""
     made: dict[str, Any] = json.loads(
         json.dumps(Values.model_json_schema()),
         object_hook=lambda item: {key: inner for key, inner in item.items() if key not in ("title", "default")},
@@ -65,8 +65,8 @@ def schema() -> dict[str, Any]:
 
 
 def leaves(model: BaseModel | None = None, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
-    """Yields (dotted path, default, field) of every value in ``model`` (None: the whole chart).  Yields the values in a
-    group, not the group itself.  Each path begins with ``prefix``."""
+    """Yields (dotted path, default, field) of each value in ``model`` (None: the chart).  ``prefix`` starts each
+    path."""
     model = Values() if model is None else model
     for name, info in type(model).model_fields.items():
         value = getattr(model, name)
@@ -80,7 +80,7 @@ def leaves(model: BaseModel | None = None, prefix: str = "") -> Iterator[tuple[s
 
 
 def _groups(value: Any) -> dict[str, BaseModel]:
-    """Returns ``value`` if it is a dict of groups of values, such as profiles by name; else returns an empty dict."""
+    """Returns ``value`` if it is a dict of groups of values, such as profiles by name, else an empty dict."""
     found = isinstance(value, dict) and all(isinstance(inner, BaseModel) for inner in value.values())
     return value if found else {}
 
@@ -107,8 +107,7 @@ _VALUES_HEAD = """\
 
 
 def _value_lines(model: BaseModel, pad: str, whole: bool) -> Iterator[str]:
-    """Yields the lines of values.yaml for ``model``, each beginning with ``pad``.  If ``whole`` is False, yields only
-    the values that ``model`` sets explicitly."""
+    """Yields the lines of values.yaml for ``model``, indented by ``pad``; if not ``whole``, for explicit values."""
     for name, info in type(model).model_fields.items():
         if not whole and name not in model.model_fields_set:
             continue

@@ -38,8 +38,7 @@ class Resources(ValuesGroup):
 
 
 class Placement(ValuesGroup):
-    """Where a pod runs, and its resources.  The profile's ``defaults`` give each field that a stage does not set; a
-    field that a stage sets replaces the default as a whole."""
+    """Where a pod runs, and its resources.  Fields of a stage replace those of the profile's ``defaults``."""
 
     resources: Resources = value(Resources(), "requests and limits of the stage")
     nodeSelector: dict[str, str] = value({}, "labels that a node must have to run the stage's pod")
@@ -65,7 +64,7 @@ class Pools(ValuesGroup):
 
 
 class EnginePods(ValuesGroup):
-    """The vLLM servers of a run with ``policy.engine=vllm``; without these servers each stage starts its own."""
+    """The vLLM servers of a run with ``policy.engine=vllm``.  Without them, each stage starts servers."""
 
     replicas: Annotated[int, Field(ge=0, le=512)] = value(
         0, "number of servers; above 0 requires `claim` and `parallelism: 1`"
@@ -82,7 +81,7 @@ class EnginePods(ValuesGroup):
 
 
 class RayPods(ValuesGroup):
-    """A Ray cluster of several pods for stages with ``runtime=ray``; without it Ray runs inside the stage's pod."""
+    """A Ray cluster of several pods for stages with ``runtime=ray``.  Without it, Ray runs inside the stage's pod."""
 
     enabled: bool = value(
         False, "whether stages with `runtime=ray` get several pods; requires KubeRay 1.6 and `parallelism: 1`"

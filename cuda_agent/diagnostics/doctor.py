@@ -24,7 +24,7 @@ class Check:
 
 
 def examine(store_uri: str, mlflow_uri: str) -> Iterator[Check]:
-    """Yields the results of all checks, one after the other.  A check that raises an exception counts as failed."""
+    """Yields the results of all checks.  A check that raises an exception counts as failed."""
     checks: list[tuple[str, Callable[[], Check]]] = [
         ("system", _system),
         ("python", lambda: Check("python", True, platform.python_version())),
@@ -59,7 +59,7 @@ def _system() -> Check:
 
 
 def unsupported() -> str:
-    """Returns a text that says which parts of the package work on this system, which is not Linux."""
+    """Returns a text about the parts of the package that work on this system, which is not Linux."""
     return (
         f"{platform.system()}: runs, reports and configurations can be read here; kernels run only on Linux, because "
         "the sandbox needs its Landlock and seccomp"
@@ -115,7 +115,7 @@ def _compiler() -> Check:
 
 
 def _walls() -> Check:
-    """Checks the jail's walls by attacking them, as the sandbox does before its first task."""
+    """Checks the jail's walls (protections of the sandbox) by attacking them."""
     from cuda_agent.sandbox.jail.jail import JailError, prove
 
     required = SandboxConfig().required_walls

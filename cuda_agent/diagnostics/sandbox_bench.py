@@ -1,9 +1,9 @@
 """Measures how many solutions per minute the sandbox judges on this machine, and the time of each phase.
 
-First, tasks are drawn and probed as in synthesis; this is timed, too.  The scripted teacher then writes solutions with
-random designs.  No verdict is in the cache, so each solution is built, checked and timed.  Each format has three
-rounds: one solution at a time with pauses between them, one right after the other, and all at once.  Solutions in the
-format ``extension`` wrap the teacher's kernel; those in ``python`` copy the task's own model."""
+First it draws and probes tasks as in synthesis, and times this.  The scripted teacher then writes solutions with random
+designs.  The cache is empty, so the sandbox builds, checks and times each solution.  Each format has three rounds: one
+solution at a time with pauses, one right after the other, and all at once.  Solutions in the format ``extension`` wrap
+the teacher's kernel; those in ``python`` copy the task's model."""
 
 import asyncio
 import json
@@ -34,7 +34,7 @@ PAUSE = 0.25  # seconds before a solution that is judged alone
 
 
 def formats_of(text: str | None) -> tuple[Format, ...]:
-    """Returns the formats that ``text`` names, such as ``plan,python``, in a fixed order.  None stands for all of them.
+    """Returns the formats that ``text`` names, such as ``plan,python``, in a fixed order; None: all formats.
 
     Raises:
         ConfigError: A format does not exist, or has no solutions to measure."""
@@ -45,7 +45,7 @@ def formats_of(text: str | None) -> tuple[Format, ...]:
 
 
 async def measure(config: SandboxConfig, tasks: int, solutions: int, formats: Sequence[Format]) -> dict[str, Any]:
-    """Runs the three rounds of each format, and returns the figures; times are in seconds.  A round judges
+    """Runs the three rounds of each format, and returns the figures, with times in seconds.  A round judges
     ``solutions`` solutions per task, or fewer if the teacher has no more designs."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as cache:
@@ -94,8 +94,8 @@ async def _measure_format(
 
 
 async def prepare(sandbox: LocalSandbox, count: int, rng: random.Random) -> tuple[list[Task], list[float]]:
-    """Draws and probes tasks until ``count`` have passed.  Returns them, and for each the seconds that its probes took.
-    With a real clock, only tasks whose eager time is in ``WINDOW`` pass."""
+    """Draws and probes tasks until ``count`` have passed.  Returns these tasks, and the seconds that the probes of each
+    took. With a real clock, only tasks whose eager time is in ``WINDOW`` pass."""
     window = WINDOW if sandbox.config.clock == "real" else (0.0, float("inf"))
     tasks: list[Task] = []
     seconds: list[float] = []
@@ -159,7 +159,6 @@ def work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
 
 
 def _reference(task: Task, rng: random.Random) -> dict[str, str]:
-    """Returns a copy of the task's model as a solution's files.  A random comment makes each copy a new solution."""
     code = re.sub(r"^class Model\b", "class ModelNew", task.code, flags=re.MULTILINE)
     return {"model_new.py": f"{code}\n# {rng.getrandbits(32)}\n"}
 
@@ -175,7 +174,7 @@ _SOLUTIONS: dict[Format, Callable[[Task, TaskSpec, random.Random], dict[str, str
 def distinct(
     tasks: Sequence[Task], count: int, rng: random.Random, solution: Callable[[Task], Solution]
 ) -> list[tuple[Task, Solution]]:
-    """Returns (task, result) pairs in random order, with up to ``count`` different results of ``solution`` per task."""
+    """Returns (task, solution) pairs in random order, with up to ``count`` different solutions per task."""
     found: list[tuple[Task, Solution]] = []
     for task in tasks:
         mine: dict[str, Solution] = {}
@@ -195,7 +194,7 @@ def figures(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def lines(answer: dict[str, Any]) -> list[str]:
-    """Formats ``answer``, the result of ``measure``, as lines of text."""
+    """Returns ``answer``, the result of ``measure``, as lines of text."""
     text = [answer["machine"], f"prepare a task: {_seconds(answer['prepare'])}"]
     if answer["clock"] == "model":
         text.append("sandbox.clock=model: nothing is timed, so that an evaluation is cheaper than a real one")

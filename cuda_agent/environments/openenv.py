@@ -1,13 +1,11 @@
-"""Offers the tasks as an OpenEnv environment, through a server.  A session of the server plays one episode at a time.
+"""Offers the tasks as an OpenEnv environment, through a server. A session of the server plays one episode at a time.
 
     python -m cuda_agent.environments.openenv TASKS [--port 8000] [OVERRIDE...]
 
-``reset`` begins an episode: it picks a task and opens its work folder.  ``step`` runs a tool call, or ends the episode
-if no tool is named.  The reward of the last step comes from the sandbox's verdict on the solution in the folder.  Each
-session is a WebSocket: OpenEnv's stateless HTTP routes would lose the folder between two requests.
-
-``agent.environment`` answers tool calls and has solutions judged.  There are no passwords: every client that reaches
-the port can run code in the sandbox."""
+``reset`` begins an episode: it picks a task and opens its work folder. ``step`` runs a tool call, or ends the episode
+if no tool is named. The reward of the last step comes from the sandbox's verdict on the solution in the folder. Each
+session is a WebSocket: OpenEnv's stateless HTTP routes would lose the folder between two requests. There are no
+passwords: every client that reaches the port can run code in the sandbox."""
 
 import argparse
 import asyncio
@@ -34,15 +32,15 @@ from cuda_agent.tasks.task import Task
 
 
 class KernelAction(Action):
-    """The argument of ``step``: a call of the tool named ``tool``; an empty name ends the episode."""
+    """The argument of ``step``: a call of the tool named ``tool``. An empty name ends the episode."""
 
     tool: str = ""
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
 class KernelObservation(Observation):
-    """After ``reset`` it holds the first messages and the tools' schemas; after ``step`` it holds the tool's result.
-    If ``done``, its reward is that of the verdict; None means an infrastructure fault: drop the episode."""
+    """The result of ``reset`` (the first messages and the tools' schemas) or of ``step`` (the tool's result). If
+    ``done``, ``reward`` is the verdict's reward, or None after an infrastructure fault: then drop the episode."""
 
     text: str = ""
     messages: list[dict[str, Any]] = Field(default_factory=list)
@@ -65,7 +63,7 @@ class Arena:
 
 
 class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
-    """One session of the server.  It plays one episode at a time."""
+    """One session of the server, which plays one episode at a time."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 
@@ -98,7 +96,7 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
         return KernelObservation(messages=environment.messages(), tools=TOOLS)
 
     async def step_async(self, action: KernelAction, timeout_s: float | None = None, **_: Any) -> KernelObservation:
-        """Runs the tool that ``action`` names, or judges the solution if it names none.  A call that takes longer than
+        """Runs the tool that ``action`` names or, without a name, judges the solution. A call that takes longer than
         ``timeout_s`` seconds ends the episode as an infrastructure fault."""
         if self._environment is None or self._state.done:
             raise ValueError("the episode is over: reset begins another one")
@@ -134,14 +132,14 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
         raise NotImplementedError("the server asks step_async")
 
     def close(self) -> None:
-        """Closes the session, from any thread.  The work folder is removed soon after."""
+        """Closes the session, from any thread. The work folder is removed soon after."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._stack.aclose()))
 
 
 def application(tasks: Sequence[Task], settings: SandboxConfig, cache: Path, steps: int = 40, sessions: int = 8) -> Any:
-    """Returns the server as a FastAPI application with one sandbox.  An episode has at most ``steps`` tool calls, and
-    at most ``sessions`` episodes run at once."""
+    """Returns the server as a FastAPI application with one sandbox. At most ``sessions`` episodes run at once, each
+    with at most ``steps`` tool calls."""
     arena = Arena(tasks, settings, steps)
     make = functools.partial(KernelServer, arena)
     app = create_app(make, KernelAction, KernelObservation, "cuda-agent", max_concurrent_envs=sessions)

@@ -1,9 +1,8 @@
 """Offers the tasks as a taskset of the library ``verifiers`` (version 1), which prime-rl and ``vf-eval`` use.
 
-The library's harness talks to the model.  In each rollout a server process (``KernelTools``) runs the tool calls in a
-work folder, and reports the solution in the folder after each call.  The task (``KernelTask``) judges the last solution
-in a separate sandbox, and takes no verdict from the tool server.  The library finds a taskset by the name of a
-top-level module (docs/environments.md)."""
+The library's harness talks to the model. In each rollout a server process (``KernelTools``) runs the tool calls in a
+work folder, and reports the solution in the folder after each call. The task (``KernelTask``) judges the last solution
+in a separate sandbox. The library finds a taskset by the name of a top-level module (docs/environments.md)."""
 
 import contextlib
 import inspect
@@ -30,7 +29,7 @@ __all__ = ["KernelTaskset"]
 
 
 class KernelState(vf.State):
-    """What the tool server reports to ``KernelTask``."""
+    """The report of the tool server to ``KernelTask``."""
 
     files: dict[str, str] = Field(default_factory=dict)  # the solution: path -> content
     flags: list[str] = Field(default_factory=list)  # the bad patterns seen so far
@@ -61,7 +60,7 @@ class KernelData(vf.TaskData):
 
 
 class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
-    """The tool server of one rollout.  The tools have the names that SKILL.md uses."""
+    """The tool server of one rollout. Its tools have the names that SKILL.md uses."""
 
     TOOL_PREFIX = None
 
@@ -76,7 +75,7 @@ class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
             mcp.add_tool(fn, name=facts["name"], description=facts["description"], structured_output=False)
 
     def _call(self, name: str, schema: dict[str, Any]) -> Callable[..., Any]:
-        """Returns a function that calls the tool ``name``; its signature tells verifiers the tool's ``schema``."""
+        """Returns a function that calls the tool ``name``. Its signature tells verifiers the tool's ``schema``."""
 
         async def call(**arguments: Any) -> str:
             given = {key: value for key, value in arguments.items() if value is not None}
@@ -106,7 +105,7 @@ class KernelTask(vf.Task[KernelData, KernelState, KernelTaskConfig]):
     @vf.reward
     async def reward(self, trace: vf.Trace) -> float:
         """Returns the verdict's reward: -1 for a wrong solution, 1 for a correct one, 2 if it is also more than 5 %
-        faster than eager, 3 if also more than 5 % faster than torch.compile.  A sandbox fault raises an error."""
+        faster than eager, 3 if also more than 5 % faster than torch.compile. Raises an error after a sandbox fault."""
         async with opened(self.data.task(), self.config.tools) as environment:
             verdict = await environment.judge(solution_of(trace.state.files, environment.format))
         metrics = {
@@ -131,7 +130,7 @@ class KernelTaskset(vf.Taskset[KernelTask, KernelConfig]):
 
 @contextlib.asynccontextmanager
 async def opened(task: Task, config: KernelToolsConfig) -> Any:
-    """Opens a sandbox and yields an environment for ``task``.  The environment's work folder is not open yet."""
+    """Opens a sandbox and yields an environment for ``task``. The environment's work folder is not open yet."""
     composed = compose(config.overrides)
     async with open_sandbox(composed.sandbox, local_home(composed.run.store) / "cache") as sandbox:
         yield KernelEnvironment(task, sandbox, composed.sandbox.format, composed.sandbox.device)

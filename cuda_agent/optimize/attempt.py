@@ -1,9 +1,8 @@
 """One attempt of a search: a model tries, turn by turn, to write a fast solution of a task.
 
 The attempt ends when a solution reaches the target speed-up, the budget is used up or the model gives up.  ``Attempt``
-is a player of ``agent.loop.play``: it sends the conversation to the model.  ``SearchEnvironment`` answers the model's
-tool calls.  Tools run in the sandbox's workspace: nothing that the model writes is executed in this process.  An
-attempt can be stopped at any time, because ``progress.Findings`` keeps all correct solutions."""
+sends the conversation to the model, and ``SearchEnvironment`` answers the model's tool calls.  Tools run in the
+sandbox: this process executes nothing that the model writes.  ``progress.Findings`` keeps all correct solutions."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -66,15 +65,14 @@ def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, A
 
 
 def least_tokens(task: Task, terms: Terms) -> int:
-    """Estimates the fewest tokens that an attempt needs.  In the style ``compact`` these are the tokens of the first
-    prompt.  In the style ``full`` they are the tokens of two turns, because the last turn runs no tool."""
+    """Estimates the fewest tokens that an attempt needs: in the style ``compact`` the first prompt, in the style
+    ``full`` two turns, because the last turn runs no tool."""
     prompt = size(first_messages(task, terms, "x" * _BASELINES)) // CHARACTERS
     return prompt if terms.style == "compact" else sum(_two_turns(min(prompt, terms.context), terms.answer_tokens))
 
 
 def _two_turns(prompt: int, answer: int) -> tuple[int, int]:
-    """Returns the prompt tokens and the sampled tokens of two turns together.  The first turn has ``prompt`` tokens,
-    and each answer has ``answer`` tokens; the second prompt repeats the first prompt and its answer."""
+    """Returns (prompt tokens, sampled tokens) of two turns.  The second prompt repeats the first prompt and answer."""
     return 2 * prompt + answer, 2 * answer
 
 
@@ -148,7 +146,7 @@ class SearchEnvironment(KernelEnvironment):
         return verdict
 
     async def judge_rest(self) -> None:
-        """Judges the solution in the work folder if it was not judged yet."""
+        """Judges the solution in the work folder, unless it was judged before."""
         if self.solution.files and self.solution.digest not in self._judged and not self.findings.reached:
             await self.judge(self.solution)
 
@@ -183,11 +181,11 @@ class Attempt:
         self.environment.files = dict(self.state.files)
 
     async def run(self) -> str:
-        """Runs the attempt and returns why it ended; a failure of the model's server is one such reason.
+        """Runs the attempt and returns why it ended.  A failure of the model's server is one reason.
 
         Raises:
             TaskError: The task cannot be run.
-            SandboxUnready: A required wall or the compiler is missing."""
+            SandboxUnready: A required protection or the compiler is missing."""
         state = self.state
         for message in [_REOPENED] if state.messages else first_messages(self.task, self.terms, self.baselines):
             self._say(message)
@@ -311,8 +309,7 @@ class Attempt:
         return self._said[1] >= _STUCK
 
     def _without_calls(self, turn: int) -> str:
-        """Handles a turn without tool calls.  If the style is ``compact``, or the model was reminded often enough,
-        returns "answer", which ends the attempt.  Otherwise reminds the model of the target and returns ""."""
+        """Reminds the model of the target, or, if no reminder is left, returns "answer" to end the attempt."""
         if self.terms.style == "compact" or self.nudges >= _NUDGES:
             return "answer"
         self.nudges += 1
@@ -342,8 +339,7 @@ class Attempt:
         self.state.files, self.state.turn = dict(files), self.state.turn + 1
 
     def _drop_unfinished_turn(self) -> None:
-        """Removes the last assistant message and everything after it, if one of its calls has no result.  Resets the
-        player's files to those at the end of the last whole turn."""
+        """Removes the last turn if one of its calls has no result.  Restores the files of the last whole turn."""
         messages = self.state.messages
         last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=len(messages))
         asked = len(messages[last].get("tool_calls") or ()) if last < len(messages) else 0
@@ -353,6 +349,5 @@ class Attempt:
 
 
 def _first_line(text: str) -> str:
-    """Returns the first line of an error's ``text`` that is not blank, or "failed" if all lines are blank."""
     said = (line.strip() for line in text.splitlines())
     return next((line.removeprefix("error: ")[:300] for line in said if line), "failed")

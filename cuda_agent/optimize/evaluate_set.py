@@ -5,9 +5,8 @@
     scores.json      the scores, in the form of `cuda-agent benchmark`
     report.html      a page about the results
 
-A verdict is stored under a key made of everything on which it depends.  So a changed solution, task or setting is
-judged anew, and two equal records are judged once.  After a fault of the sandbox a record is judged again, by the same
-run and by the next.  ``solution_set`` reads the input; ``pages.judged_set`` makes the page and the CSV file."""
+The key of a verdict depends on solution, task and settings.  So a changed record is judged anew, and two equal records
+are judged once.  After a fault of the sandbox a record is judged again, by the same run and by the next."""
 
 import asyncio
 import json
@@ -44,7 +43,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class SetResult:
-    """The result: a row for each record, the scores of the judged records, and the divisor ``tasks`` of fast_p."""
+    """The result: a row for each record, the scores of the judged records, and ``tasks``, the divisor of fast_p."""
 
     rows: list[JudgedRow]
     scores: Scores
@@ -88,7 +87,6 @@ async def evaluate_set(
 
 
 def _opened(output: Path) -> Any:
-    """Makes the folder and returns the lock on it."""
     try:
         output.mkdir(parents=True, exist_ok=True)
         if any(output.iterdir()) and not (output / VERDICTS).exists():
@@ -179,10 +177,7 @@ class _Work:
 
 
 def _read_verdicts(file: Path) -> dict[str, Verdict]:
-    """Returns the verdicts in ``file`` by key.  Removes the file's last line if a killed process left it incomplete.
-
-    Raises:
-        OptimizeError: The file is damaged."""
+    """Returns the verdicts in ``file`` by key, and removes a last line that a killed process left incomplete."""
     data = file.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     try:
@@ -204,8 +199,8 @@ def _in_short(verdict: Verdict, claim: float | None) -> str:
 
 
 def _result(given: SolutionSet, rows: list[JudgedRow], settings: SandboxConfig) -> SetResult:
-    """Computes the scores.  A task's final score is the mean over its samples; its best score is that of its best
-    sample.  ``SetResult.tasks`` leaves out unscored tasks with a lost record, such as one that met a sandbox fault."""
+    """Computes the scores.  A task's final score is the mean over its samples; its best score is that of the best
+    sample. ``SetResult.tasks`` leaves out unscored tasks with a lost record."""
     judged = [row for row in rows if row.outcome in (*JUDGED, "infra")]
     best: dict[str, Verdict] = {}
     for row in judged:

@@ -1,5 +1,4 @@
-"""Implements the command `evaluate`, which judges one solution, and the command `benchmark`, which plays episodes of a
-policy or of a served model on a task set and scores them."""
+"""Implements the commands `evaluate` (judges one solution) and `benchmark` (scores a model on a task set)."""
 
 import asyncio
 import shutil
@@ -53,8 +52,7 @@ class Player:
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Returns ``asyncio.run(work)``.  SIGTERM acts like Ctrl-C: ``work`` is cancelled and cleans up, then the process
-    exits with 143."""
+    """Runs ``work`` and returns its result.  On SIGTERM, cancels ``work``, lets it clean up, and exits with 143."""
     stopped: list[int] = []
 
     async def whole() -> T:
@@ -77,8 +75,8 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 def policy_folder(text: str, store_uri: str) -> Path:
-    """Returns the folder of the policy that ``text`` names: a Hugging Face folder, or ``RUN/STAGE`` such as
-    ``last/agentic``.  For ``RUN/STAGE``, fetches the policy of that stage from the store."""
+    """Returns the folder of the policy ``text``: a Hugging Face folder, or ``RUN/STAGE`` such as ``last/agentic``.
+    Fetches the policy of ``RUN/STAGE`` from the store."""
     folder = Path(text)
     if folder.is_dir():
         return folder
@@ -132,14 +130,12 @@ def read_solution(folder: Path, format: Format) -> Solution:
 async def evaluate(
     settings: SandboxConfig, cache: Path, task: Path, solution: Path, mode: Mode, again: bool, shapes: Sequence[str]
 ) -> tuple[Verdict, list[ShapeResult]]:
-    """Returns the sandbox's verdict on the folder ``solution`` for the task in the file ``task``.  If ``again`` is set,
-    no cached verdict and no cached time of a baseline is used.  If the verdict is ``ok``, returns also one
-    result per variant of the task that ``shapes`` asks for (``optimize.shapes.variants``).
+    """Returns the verdict on the folder ``solution`` for the task file ``task``.  If the verdict is ``ok``, also judges
+    the task's variants in ``shapes`` (``optimize.shapes``).  With ``again``, uses no cached verdict or baseline.
 
     Raises:
         TaskError: The task or the solution folder cannot be read.
-        ConfigError: ``shapes`` is wrong. Or ``again`` is set, but the sandbox is on remote servers, which do not
-            support it."""
+        ConfigError: ``shapes`` is wrong, or ``again`` is set with remote servers."""
     from cuda_agent.sandbox.client import open_sandbox
     from cuda_agent.sandbox.remote import RemoteSandbox
 
@@ -159,9 +155,9 @@ async def evaluate(
 async def benchmark(
     config: Config, cache: Path, player: Player, tasks: Path, output: Path | None, say: Callable[[str], None]
 ) -> Any:
-    """Plays ``evaluate.samples`` episodes on each task of the set ``tasks``; reports each episode through ``say``.
-    Returns ``rl.scores.Scores``, including ``lets_through``.  Writes episodes.jsonl, scores.json and a policy's
-    tokenizer.json to ``output``, unless that is None.
+    """Plays ``evaluate.samples`` episodes per task of ``tasks`` and returns ``rl.scores.Scores``.  Writes
+    episodes.jsonl, scores.json and a policy's tokenizer.json to ``output`` (None: no files).  ``say`` gets a line per
+    episode.
 
     Raises:
         BenchmarkError: ``output`` cannot be made."""

@@ -1,9 +1,8 @@
 """Exports a solution as one file ``model_new.py``, which needs PyTorch and a compiler, but nothing of this package.
 
-The file holds the kernels as strings, and the code that runs them: the source of ``standalone_*`` modules, and the
-definitions that this source uses from other modules.  In the format ``plan`` the file also holds the task's source, so
-that ``ModelNew`` has the parameters and the constructor of ``Model``.  Kernels are built in the first call, or at
-import in the format ``extension``, and cached in the user's home.
+The file holds the kernels as strings, and the code that runs them: ``standalone_*`` modules and the definitions that
+they use.  In the format ``plan`` it also holds the task's source, because ``ModelNew`` inherits from ``Model``. Kernels
+are built in the first call (format ``extension``: at import) and cached in the user's home.
 
 The exported file is for inference, on one device, without CUDA graphs.  Inputs must have the same shapes, types and
 plain arguments as the task's inputs."""
@@ -52,8 +51,8 @@ class ModelNew(Model):
 
 
 def model_new(task_code: str, solution: Solution, spec: TaskSpec, device: str, about: str = "") -> str:
-    """Returns the source of ``model_new.py`` for ``solution``.  It begins with the text ``about`` as comments.  If the
-    solution's format has no exporter, the rest is the solution's entry file, which needs no other file.
+    """Returns the source of ``model_new.py`` for ``solution``, which begins with the text ``about`` as comments.  A
+    format without an exporter uses the solution's entry file.
 
     Raises:
         SolutionError: The files are not a valid solution."""
@@ -127,9 +126,8 @@ _BINDING = {
 
 
 def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
-    """Returns the sources of ``standalone_plan`` and of the file ``part``, without module docstrings and imports of
-    this package.  ``shared`` replaces these imports: variable -> (module, names).  Each variable becomes a module with
-    the definitions of these names."""
+    """Returns the sources of ``standalone_plan`` and of the file ``part``, without their imports of this package.
+    ``shared`` replaces these imports: variable -> (module, names of the used definitions)."""
     texts = [_source(f"optimize/{name}") for name in ("standalone_plan.py", part)]
     bodies = [_OURS.sub("", text.partition('"""\n\n')[2]).strip() for text in texts]
     modules = []
@@ -183,7 +181,6 @@ def _described(tensor: Tensor) -> list[Any]:
 
 
 def _joined(*sections: tuple[str, str]) -> str:
-    """Joins ``sections``, each a heading and a text, into one source text.  An empty heading is left out."""
     return "\n\n".join(f"{_RULE}\n# {title}\n\n{text}\n" if title else f"{text}\n" for title, text in sections)
 
 

@@ -1,11 +1,9 @@
 """Prepares and locks the folder of a search, new or resumed, and clears the folder if no turn was played.
 
-    model.py          the problem                          solution/     kernels, and plan.json or model_new.py
-    model_new.py      the solution for PyTorch alone       verdict.json  the solution's strict verdict
-    transcript.jsonl  the search's events                  report.html   a page about the search
-    run.json          what the user ordered, for --resume; holds no API key
-
-The search itself and the writing of its result are in ``search``."""
+model.py          the problem                          solution/     kernels, and plan.json or model_new.py
+model_new.py      the solution for PyTorch alone       verdict.json  the solution's strict verdict
+transcript.jsonl  the search's events                  report.html   a page about the search
+run.json          what the user ordered, for --resume; holds no API key"""
 
 import contextlib
 import fcntl
@@ -28,13 +26,12 @@ _PLAYED = ("spent", "files", "verdict")  # events that show that a turn was play
 
 
 class OptimizeError(UserError):
-    """The search that was ordered is not possible; the message says why."""
+    """The command cannot work with its folder or settings; the message says why."""
 
 
 @dataclass(frozen=True)
 class SearchOrder:
-    """The settings of a search that a user asks for.  ``tokens``, ``minutes`` and ``money`` are limits for all attempts
-    together (None: no limit)."""
+    """The settings of a search.  ``tokens``, ``minutes`` and ``money`` limit all attempts together (None: no limit)."""
 
     base_url: str  # OpenAI-compatible address
     model: str  # name of the model at the address
@@ -88,8 +85,7 @@ def so_far(path: Path) -> tuple[dict[int, State], Findings, Event]:
 
 @contextlib.contextmanager
 def opened(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path, resume: bool) -> Iterator[None]:
-    """Prepares ``folder`` for a search and locks it for this process.  If the ``with`` block fails before the first
-    turn of a new search, removes the files that were written to the folder.
+    """Prepares ``folder`` for a search and locks it.  If a new search fails before its first turn, removes its files.
 
     Raises:
         OptimizeError: The folder cannot be used; nothing of value in it was overwritten."""
@@ -130,8 +126,8 @@ def alone(folder: Path, command: str) -> Iterator[None]:
 
 
 def _prepare_folder(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path, resume: bool) -> None:
-    """Writes the problem and the order to ``folder``.  Raises OptimizeError if ``resume`` is set and the folder holds
-    no search of this problem, or if it is not set and the folder holds anything but a search without turns."""
+    """Writes problem and order to ``folder``.  Raises OptimizeError if the folder does not fit: with ``resume`` it must
+    hold a search of this problem, otherwise nothing or a search without turns."""
     if resume:
         if not (folder / "transcript.jsonl").is_file():
             raise OptimizeError(f"{folder}: nothing to go on with; leave out --resume to begin")
@@ -148,7 +144,7 @@ def _prepare_folder(order: SearchOrder, settings: SandboxConfig, task: Task, fol
 
 
 def _unplayed(folder: Path) -> bool:
-    """Returns whether ``folder`` holds nothing but a search in which no turn was played."""
+    """Returns whether ``folder`` holds only a search in which no turn was played."""
     paths = list(folder.iterdir())
     if not all(path.name in _BEGUN and path.is_file() and not path.is_symlink() for path in paths):
         return False

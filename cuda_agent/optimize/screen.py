@@ -1,7 +1,7 @@
 """Shows a running search: as a live view on a terminal, as plain lines elsewhere, as JSON lines for programs.
 
 The live view shows a ``View``, which is built from the search's events alone.  Text of models and tools is reduced to
-printable characters before it reaches a terminal.  The search itself is in ``search``."""
+printable characters before it reaches a terminal."""
 
 import json
 import shutil
@@ -168,9 +168,8 @@ def json_lines(write: Callable[[str], None]) -> Watch:
 
 
 def plain(write: Callable[[str], None], width: int = 0) -> Watch:
-    """Returns a function that writes a line for each tool call, diff, verdict, note and end of an attempt.  It writes a
-    tool call only at the attempt's next event, because the line also shows the tool's error.  A line with an error has
-    at most ``width`` characters; 0 stands for the width of the terminal."""
+    """Returns a function that writes a line per tool call, diff, verdict, note and end of an attempt.  The line of a
+    tool call includes its error, cut to ``width`` characters (0: the terminal's width)."""
     view = View()
     waiting: dict[int, str] = {}  # attempt -> pending line of a tool
     judged: set[int] = set()  # attempts whose last line was a verdict, which has the failure
@@ -231,8 +230,7 @@ def _live() -> Iterator[Watch]:
 
 
 def drawing(view: View, width: int, height: int) -> Any:
-    """Returns the picture of ``view`` for a terminal of ``width`` characters and ``height`` lines.  If there is room,
-    it includes the model's latest text and diff.  If ``height`` is 0, it leaves out both."""
+    """Returns the picture of ``view`` for a terminal of this size.  ``height`` 0 omits the model's text and diff."""
     from rich.console import Group
     from rich.text import Text
 

@@ -77,7 +77,7 @@ async def optimize(
 
     Raises:
         TaskError: The problem cannot be run, or its outputs cannot be checked.
-        SandboxUnready: A required wall or the compiler is missing.
+        SandboxUnready: A required protection or the compiler is missing.
         OptimizeError: The order cannot be carried out."""
     try:
         check_address(order.base_url, order.key_env)
@@ -122,7 +122,6 @@ async def optimize(
 
 
 async def _look_at(task: Task, sandbox: Any, transcript: Transcript) -> tuple[Probe, TaskSpec]:
-    """Runs the problem and measures its baselines.  Raises TaskError if the problem cannot be optimized."""
     transcript.tell("note", text="checking the problem and measuring its baselines", passing=True)
     probe = await sandbox.probe(task)
     if probe.error:
@@ -153,8 +152,8 @@ def _served(order: SearchOrder, states: dict[int, State]) -> ServedModel:
 
 
 async def _run_attempts(attempts: list[Attempt], transcript: Transcript, stop: asyncio.Event) -> str:
-    """Runs ``attempts`` side by side.  Returns "target" as soon as an attempt reaches the target, "stopped" if a person
-    sets ``stop``, otherwise the reason why the last running attempt ended."""
+    """Runs ``attempts`` side by side.  Returns "target" as soon as one reaches the target, "stopped" if ``stop`` is
+    set, else the reason why the last attempt ended."""
     running = {asyncio.create_task(attempt.run()): attempt.number for attempt in attempts}
     stopped = asyncio.create_task(stop.wait())
     why = ""
@@ -192,9 +191,8 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: 
 async def _confirm(
     task: Task, sandbox: Any, findings: Findings, transcript: Transcript, stop: asyncio.Event
 ) -> Find | None:
-    """Judges the best solution in strict mode.  If another solution is then the best, judges that one too, and so on.
-    Returns the best solution that passed, or None if none passes.  If ``stop`` is set meanwhile, returns the best
-    solution so far."""
+    """Judges the best solution in strict mode, and repeats this while another solution becomes the best.  Returns the
+    best confirmed solution, or None.  Returns the best solution so far if ``stop`` is set or the sandbox fails."""
     stop.clear()
     for _ in range(_CONFIRMED):
         best = findings.best
@@ -217,8 +215,7 @@ async def _confirm(
 def write_result(
     outcome: SearchOutcome, task: Task, spec: TaskSpec, probe: Probe, order: SearchOrder, settings: SandboxConfig
 ) -> None:
-    """Writes the result into the search's folder: solution, verdict, ``model_new.py`` and report.html.  Without a
-    correct solution it writes only report.html."""
+    """Writes report.html and, for a correct solution, the solution, its verdict and ``model_new.py`` to the folder."""
     from cuda_agent.pages.optimize import render
 
     folder, best = outcome.folder, outcome.best

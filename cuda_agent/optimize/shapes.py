@@ -1,7 +1,7 @@
 """Judges a solution at other shapes than the task's own, to tell a correct solution from a specialised one.
 
 A variant of a task is its source with other values of module-level constants, or with another size of the inputs' first
-dimension. The source says which variants there are (``SHAPES``), or the user does. Variants are checked, not timed."""
+dimension. ``SHAPES`` in the source lists variants, or the user does. Variants are checked, not timed."""
 
 import ast
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ get_inputs = _resized
 
 @dataclass(frozen=True)
 class Variant:
-    """A task at another shape. ``name`` says which: "batch_size=64" or "first dimension + 1"."""
+    """A task at another shape. ``name`` describes the shape: "batch_size=64" or "first dimension + 1"."""
 
     name: str
     task: Task
@@ -47,8 +47,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class ShapeResult:
-    """What the sandbox says of a solution at one other shape. The status ``no task`` means that the task's own model
-    does not run at this shape; ``message`` then says why."""
+    """The result at one other shape. Status ``no task``: the task's own model does not run at this shape."""
 
     name: str
     status: Status | Literal["no task"]
@@ -56,9 +55,9 @@ class ShapeResult:
 
 
 def variants(task: Task, asked: Sequence[str]) -> list[Variant]:
-    """Returns the variants of ``task`` that ``asked`` names, one text each: values of constants
-    (``"batch_size=64, dim=100"``), or ``"auto"``. The latter stands for the variants in the task's own ``SHAPES``; if
-    the task has none, for one more row and half of the rows in the inputs' first dimension. Raises ``ConfigError``."""
+    """Returns the variants of ``task`` that ``asked`` names. Each text holds values of constants (``"batch_size=64,
+    dim=100"``), or is ``"auto"``. This stands for the task's ``SHAPES`` or, without ``SHAPES``, for one more row and
+    for half of the rows in the inputs' first dimension. Raises ``ConfigError``."""
     found: list[Variant] = []
     for text in asked:
         if text != AUTO:
@@ -82,7 +81,7 @@ def _values(text: str) -> dict[str, Any]:
 
 
 def _constants(task: Task) -> dict[str, ast.expr]:
-    """Returns the last value that the module gives to each of its constants."""
+    """Returns the last value, as a syntax tree, that the module gives to each of its constants."""
     found: dict[str, ast.expr] = {}
     for node in ast.parse(task.code).body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
@@ -104,8 +103,7 @@ def _declared(task: Task) -> list[dict[str, Any]]:
 
 
 def _with_constants(task: Task, values: Mapping[str, Any]) -> Variant:
-    """Returns the task in whose source each constant in ``values`` has the given value where it is set, so that
-    constants computed from it follow."""
+    """Returns the task whose source sets constants to ``values``, so that constants computed from them follow."""
     name = ", ".join(f"{name}={value!r}" for name, value in values.items())
     known, lines = _constants(task), task.code.encode().splitlines(keepends=True)
     if missing := [name for name in values if name not in known]:

@@ -1,7 +1,7 @@
 """Reads a set of finished solutions that others wrote: JSON, JSON lines, or a folder, such as a run of KernelBench.
 
-Every record of the input becomes one ``SolutionRecord``, with the task that it belongs to, or with the reason why it
-cannot be judged.  Files are read as text; nothing is imported or run.  ``evaluate_set`` judges the records."""
+Every record of the input becomes one ``SolutionRecord``, with its task, or with the reason why it cannot be judged.
+Files are read as text; nothing is imported or run."""
 
 import json
 import math
@@ -43,8 +43,8 @@ _SUFFIX = re.compile(r"([-_]sample[-_]?\d+)?([-_]kernel)?$")
 
 @dataclass(frozen=True)
 class SolutionRecord:
-    """One record of the input.  If it cannot be judged, ``why`` is a key of ``pages.judged_set.OUTCOMES``, and
-    ``message`` gives details; otherwise ``why`` is empty.  ``claim_*`` are speed-ups that the author claims."""
+    """One record of the input.  If it cannot be judged, ``why`` is a key of ``pages.judged_set.OUTCOMES`` and
+    ``message`` gives details.  Otherwise ``why`` is empty.  ``claim_*`` are speed-ups that the author claims."""
 
     name: str
     solution: Solution | None = None
@@ -75,7 +75,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Found:
-    """A record as it was read, and what leads to its task: ``place``, and ``reference``, the task's source or ""."""
+    """A record whose task is not known yet.  ``place`` and ``reference`` (the task's source or "") lead to the task."""
 
     record: SolutionRecord
     place: _Place = _Place()
@@ -198,7 +198,6 @@ def _digits(value: Any) -> int | None:
 
 
 def _claim(value: Any) -> float | None:
-    """Returns a speed-up that a record claims; None if it is not a positive number."""
     try:
         claim = float(str(value).rstrip("x×"))
     except ValueError:
@@ -234,7 +233,6 @@ def _of_folder(source: Path, format: Format, skipped: list[str]) -> Iterator[_Fo
 
 
 def _of_path(path: Path, parts: tuple[str, ...], format: Format) -> _Found:
-    """Reads the solution at ``path``, a folder or a single file, and returns its record."""
     record = SolutionRecord("/".join(parts))
     if any(part.is_symlink() for part in (path, *(path.rglob("*") if path.is_dir() else ()))):
         return _Found(replace(record, why="unreadable", message="holds a symbolic link"), _place(parts))
@@ -252,8 +250,7 @@ def _of_path(path: Path, parts: tuple[str, ...], format: Format) -> _Found:
 
 
 def _place(parts: tuple[str, ...]) -> _Place:
-    """Finds level and number in the ``parts`` of a path.  ("level1", "3_relu") has level 1 and number 3; ("3_relu",)
-    has only number 3.  A file name of KernelBench's runs has both."""
+    """Finds level and number in a path: ("level1", "3_relu") has level 1 and number 3; ("3_relu",) only number 3."""
     if run := next((found for part in parts if (found := _RUN.search(part))), None):
         return _Place(parts, int(run[1]), int(run[2]))
     level = next((found for part in parts if (found := _LEVEL.fullmatch(part))), None)
@@ -306,8 +303,7 @@ class _Index:
         return record
 
     def _by_name(self, place: _Place) -> Task | None:
-        """Returns the task named by ``place.parts``: by as many of them in a row as possible, joined by "/".  Skips
-        tasks of another level."""
+        """Returns the task whose name is the longest part of ``place.parts``.  Skips tasks of another level."""
         parts = (*place.parts[:-1], _SUFFIX.sub("", place.parts[-1])) if place.parts else ()
         for length in range(len(parts), 0, -1):
             for start in range(len(parts) - length + 1):

@@ -47,7 +47,6 @@ def verdict_lines(verdict: Verdict) -> list[str]:
 
 
 def _spread(samples: Sequence[float]) -> str:
-    """Returns a text with the interquartile range of ``samples`` (seconds of single calls); "" for few samples."""
     if len(samples) < 4:
         return ""
     low, _, high = statistics.quantiles(samples, n=4)
@@ -75,8 +74,7 @@ def _row(name: str, seconds: float, factor: float | None = None, note: str = "")
 
 
 def _strict_times(verdict: Verdict, strict: dict[str, Any]) -> list[str]:
-    """Returns lines about ``strict``, the strict part of ``verdict``: the times of the baselines, and the precision
-    (such as tf32) that the solution's error suggests."""
+    """Returns lines about ``strict``: the times of baselines, and the precision that the solution's error suggests."""
     baselines, precision = strict["baselines"], strict["precision"]
     lines = []
     for label, seconds in baselines.items():

@@ -1,7 +1,7 @@
 """Retells an episode, or an attempt of ``optimize``, turn by turn, so that a page can show it.
 
-Changes of files are shown as diffs.  The transcript of an attempt contains them.  For an episode they are computed
-here, by applying its calls of Write, Edit and MultiEdit.  Changes by its shell commands remain unknown."""
+Changes of files are shown as diffs.  An attempt's transcript contains them.  An episode's diffs are computed here from
+its calls of Write, Edit and MultiEdit.  Changes by its shell commands remain unknown."""
 
 import posixpath
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from cuda_agent.policy.episode import Episode
 
 Kind = Literal["thought", "said", "call", "result", "diff", "verdict", "note", "sampled"]
 Token = tuple[str, float]
-"""Text and log-probability.  Tokens that make no character alone are one with those that end it."""
+"""Text and log-probability.  Tokens that make a character only together count as one."""
 
 MOST_TURNS, MOST_TOKENS, LONGEST = 80, 4000, 6000  # turns and sampled tokens of an episode, characters of a text
 _WRITERS = ("Write", "Edit", "MultiEdit")
@@ -51,8 +51,7 @@ class Story:
 
 
 def _change(call: Mapping[str, Any], known: dict[str, str]) -> Event | None:
-    """Applies a call of Write, Edit or MultiEdit to ``known`` (path -> text), and returns the diff.  Returns None if
-    the call does not fit the known text."""
+    """Applies a Write, Edit or MultiEdit to ``known`` (path -> text).  Returns the diff, or None if it does not fit."""
     arguments = call["arguments"]
     path = posixpath.normpath(str(arguments.get("path", "")))
     old = known.get(path, "")
@@ -202,8 +201,7 @@ def _result(text: str, kind: Kind = "result") -> StoryPart:
 
 
 def _answered(call: Mapping[str, Any] | None, result: str, known: dict[str, str]) -> Iterable[StoryPart]:
-    """Yields a tool call's diff, if it is known, and its ``result``.  After a diff, the result "ok" is left out.  The
-    call's change is also made in ``known`` (path -> text)."""
+    """Yields a tool call's diff, if known, and its ``result`` (not "ok" after a diff).  Updates ``known``."""
     if call is not None and call.get("name") in _WRITERS and isinstance(call.get("arguments"), dict):
         change = None if result.startswith("error") else _change(call, known)
         if change is not None:

@@ -1,8 +1,6 @@
-"""Renders episodes as one static page.  It shows turns, thoughts, tool calls with results, diffs of files, verdicts,
-and the sampled tokens shaded by their log-probability.
+"""Renders episodes as one static page: turns, thoughts, tool calls, diffs, verdicts, and tokens by log-probability.
 
-The page can be read without JavaScript; its one script (``episodes.js``) searches, filters and sorts the episodes.  The
-size of a page is bounded.  Episodes that do not fit are left out, and the page says how many are shown."""
+The page can be read without JavaScript; its one script searches, filters and sorts.  The size of a page is bounded."""
 
 from collections.abc import Sequence
 
@@ -19,7 +17,7 @@ SHADES = ((-0.0513, "95 %"), (-0.357, "70 %"), (-0.916, "40 %"), (-2.303, "10 %"
 
 
 def render(title: str, entries: Sequence[EpisodeEntry], found: int, asked: str, most: int = MOST) -> str:
-    """Renders at most ``most`` of ``entries``.  These were chosen from ``found`` episodes; ``asked`` tells how."""
+    """Renders at most ``most`` of ``entries``, chosen from ``found`` episodes.  ``asked`` describes the choice."""
     cards: list[str] = []
     rows: list[EpisodeRow] = []
     room = LARGEST

@@ -1,7 +1,6 @@
 """Renders the page and the CSV of `cuda-agent evaluate-set`: claims beside measurements, scores, rejections.
 
-The page is one static HTML file without scripts.  Its text is in ``judged_set.html.j2``; this module makes the tables
-and the chart.  Every record of the input is a ``JudgedRow`` with exactly one outcome, so the counts add up."""
+The page is one static HTML file without scripts.  Every record has exactly one outcome, so the counts add up."""
 
 import csv
 import io
@@ -94,7 +93,7 @@ def claims(rows: Sequence[JudgedRow]) -> dict[str, Any]:
 
 def fast_rows(scores: Scores, tasks: int) -> list[tuple[float, list[float | None]]]:
     """Returns (p, shares) for each threshold p.  A share is the part of the tasks that are solved more than p times as
-    fast as a baseline: of the scored tasks (for eager, for ``torch.compile``), then of ``tasks`` tasks (the same)."""
+    fast as a baseline: over eager and ``torch.compile`` among the scored tasks, then the same among ``tasks`` tasks."""
     return [
         (p, [fast_p(scores, p, baseline, count) for count in (None, tasks) for baseline in ("eager", "compile")])
         for p in THRESHOLDS
@@ -173,8 +172,8 @@ def _geometric_mean(values: Iterable[float]) -> float | None:
 
 
 def _chart(rows: Sequence[JudgedRow]) -> Markup | None:
-    """Draws measured speed-ups (vertical) against claimed ones (horizontal) on logarithmic axes, and the line where
-    they agree.  Rejected records are dots below the axis.  Returns None if there is no record to draw."""
+    """Draws measured over claimed speed-ups on logarithmic axes, and the line where they agree.  Rejected records are
+    dots below the axis.  Returns None if there is no record to draw."""
     points = [(row, row.claim_eager, row.speedup_eager) for row in rows if row.claim_eager and row.outcome in JUDGED]
     points = [point for point in points if point[2] or point[0].outcome != "ok"]  # without correct ones of no time
     if not points:

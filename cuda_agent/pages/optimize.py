@@ -1,7 +1,6 @@
 """Renders the page of `cuda-agent optimize`: the best solution, its measured speed-up, and how the attempts went.
 
-The page is one static HTML file without scripts, in the style of the workflow's report.  Its text is in
-``optimize.html.j2``; this module computes the numbers from the search's verdicts and draws the charts."""
+The page is one static HTML file without scripts.  Its text is in ``optimize.html.j2``."""
 
 import math
 import statistics
@@ -57,7 +56,6 @@ def render(
 
 
 def _times(verdict: Verdict | None, probe: Probe) -> list[Bar]:
-    """Returns a bar for each known time: that of the solution (if one was correct), and those of the baselines."""
     if verdict is None:
         known = [("eager", probe.eager_seconds), ("torch.compile", probe.compile_seconds)]
         return [(label, seconds, duration(seconds), "quiet") for label, seconds in known if seconds]
@@ -77,7 +75,7 @@ def _baselines(verdict: Verdict) -> dict[str, float]:
 
 
 def _ratios(verdict: Verdict | None) -> Markup | None:
-    """Draws the solution's speed-up over each baseline with its interval; returns None if the intervals are unknown."""
+    """Draws the solution's speed-up over each baseline with its interval; None if the intervals are unknown."""
     if not verdict or not verdict.seconds or not verdict.strict or "intervals" not in verdict.strict:
         return None
     rows = []

@@ -1,8 +1,7 @@
 """Renders templates as HTML pages.  The pages are safe to open, although they show untrusted text, such as kernels.
 
 A page loads nothing.  Its security policy allows at most one script: the page's own, known by its hash.  Templates
-escape every text, and show the names of characters that hide or reorder text.  Only ``Markup`` is inserted as HTML:
-charts, highlighted sources and diffs, which are made of escaped text."""
+escape every text, and name characters that hide or reorder text.  Only ``Markup`` (of escaped text) stays as it is."""
 
 import base64
 import hashlib

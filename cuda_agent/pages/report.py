@@ -1,7 +1,6 @@
 """Renders ``report.json`` as one self-contained HTML file.
 
-The page needs no script, network or fonts, is light or dark as the reader prefers, and can be printed.  Where data is
-missing, the page says so.  Its text is in ``report.html.j2``; this module computes the numbers and draws the curves."""
+The page needs no script, network or fonts, and can be printed.  Where data is missing, the page says so."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -72,7 +71,7 @@ def _devices(data: Data) -> list[str]:
 
 
 def _learning(stages: Sequence[Data]) -> list[Data]:
-    """Returns one grid of curves per heading: ``main`` has the curves that the stages list, ``rest`` the others, which
+    """Returns a grid of curves per heading: ``main`` has the curves that the stages list, ``rest`` the others, which
     the page folds away.  ``weak`` names the stages whose critic explains too little variance."""
     headings: dict[str, list[Data]] = {}
     for stage in stages:
@@ -95,7 +94,6 @@ def _learning(stages: Sequence[Data]) -> list[Data]:
 
 
 def _series(stage: Data) -> dict[str, list[tuple[float, float]]]:
-    """Returns a stage's metrics as key -> [(step, value), ...], in the order of steps."""
     series: dict[str, list[tuple[float, float]]] = {}
     for entry in stage["metrics"]:
         for key, value in entry["values"].items():
@@ -129,7 +127,6 @@ def _tokens(stage: Data) -> float:
 
 
 def _run(data: Data) -> list[tuple[str, Any]]:
-    """Returns (name, value) of facts about the run: devices, versions, seed, settings of PPO stages."""
     config = data.get("config") or {}
     facts = [*(("device", device) for device in _devices(data)), *data.get("versions", {}).items()]
     if "seed" in config:

@@ -1,6 +1,4 @@
-"""Prepares scores for the report: the paper's table and its charts, differences between policies, scores by operator.
-
-``rl.scores`` computes the scores.  This module turns parts of ``report.json`` into what the page's template shows."""
+"""Prepares tables and charts of scores for the report: by family of tasks, by operator, and between policies."""
 
 from collections import Counter
 from collections.abc import Sequence

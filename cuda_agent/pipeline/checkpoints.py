@@ -3,8 +3,7 @@
     checkpoints/<stage>/<key>/<step>-<nonce>/<path>   the files
     checkpoints/<stage>/<key>/<step>-<nonce>.json     {"step", "files": {path: {"sha256", "size"}}}, written last
 
-A checkpoint exists once its JSON file is written.  Its files include the stage's metrics and notes up to its step.  If
-the newest checkpoint is damaged, ``load`` removes it, writes a note, and takes the one before it."""
+A checkpoint exists once its JSON file is written.  Its files include the stage's metrics and notes up to its step."""
 
 import json
 import secrets
@@ -22,8 +21,7 @@ _OWN = ".stage"  # folder of metrics, notes and clock inside a checkpoint
 
 
 class StageCheckpoints:
-    """The checkpoints of one stage; implements ``context.Checkpoints``.  The attribute ``resumed`` lists the steps of
-    the checkpoints from which the stage resumed."""
+    """The checkpoints of one stage (``context.Checkpoints``).  ``resumed``: steps from which the stage resumed."""
 
     def __init__(self, store: Store, stage: str, key: str, scratch: Path, tracker: FileTracker) -> None:
         self._store, self._prefix, self._scratch, self._tracker = store, f"checkpoints/{stage}/{key}", scratch, tracker
@@ -32,8 +30,7 @@ class StageCheckpoints:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds of work in the stage's current state: those that the loaded checkpoint records, and those
-        since it was loaded."""
+        """Returns the seconds of work so far: the seconds in the loaded checkpoint, and those since it was loaded."""
         return self._before + time.monotonic() - self._began
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:
@@ -75,7 +72,7 @@ class StageCheckpoints:
         return None
 
     def clear(self) -> None:
-        """Removes all checkpoints of the stage.  Called when the stage is done."""
+        """Removes all checkpoints of the stage."""
         self._delete_below(self._prefix)
 
     def _entries(self) -> list[str]:
@@ -109,8 +106,7 @@ class StageCheckpoints:
                 self._store.delete(key)
 
     def _remove(self, entry: str) -> None:
-        """Removes the checkpoint named ``entry``.  The JSON file goes first, so that an interruption cannot leave a
-        checkpoint that lacks files."""
+        """Removes a checkpoint.  The JSON file goes first: an interruption leaves no checkpoint without files."""
         self._store.delete(f"{self._prefix}/{entry}.json")
         self._delete_below(f"{self._prefix}/{entry}")
 

@@ -7,7 +7,7 @@ The code version is a hash over the stage's import closure, which holds these fi
 - data files (templates, C++ sources) in the sub-packages of these modules.  A data file with the name of a module, such
   as ``check.cu`` beside ``check.py``, belongs to that module alone.
 
-The search reads syntax trees and imports nothing.  So it does not find a name that is put together at run time."""
+The search reads syntax trees and imports nothing.  It does not find a name that is put together at run time."""
 
 import ast
 import functools
@@ -56,8 +56,8 @@ def closure_files(module: str) -> dict[str, Path]:
 
 
 def closure_modules(module: str) -> set[str]:
-    """Returns the names of ``module`` and of all modules that it may import, directly or not.  Only modules of
-    ``cuda_agent`` and of the top-level package of ``module`` count."""
+    """Returns the names of ``module`` and of all modules that it may import, directly or not, from ``cuda_agent`` and
+    from the top-level package of ``module``."""
     tops = {module.split(".")[0], "cuda_agent"}
     seen: set[str] = set()
     front = [module]
@@ -75,7 +75,7 @@ def closure_modules(module: str) -> set[str]:
 
 @functools.cache
 def environment_digest() -> str:
-    """Returns the value of CUDA_AGENT_IMAGE_DIGEST if it is set.  Otherwise returns a hash of the machine type, the
+    """Returns the value of CUDA_AGENT_IMAGE_DIGEST, if set.  Otherwise returns a hash of the machine type, the
     operating system, and the versions of Python and of ``PACKAGES``."""
     if image := os.environ.get("CUDA_AGENT_IMAGE_DIGEST"):
         return image
@@ -123,8 +123,7 @@ def _imports(path: Path, module: str) -> tuple[str, ...]:
 
 
 def _imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
-    """Yields the names that ``module`` imports, and the strings in its source that look like ``a.b``.  A yielded name
-    need not be a module's.  ``tree`` is the syntax tree of the source."""
+    """Yields the names that ``module`` imports, and the strings in its source that look like ``a.b``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

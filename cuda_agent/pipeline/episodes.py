@@ -1,6 +1,6 @@
 """Lists, selects and opens the episodes of a run or of ``benchmark``, and the attempts of ``optimize``.
 
-A list of episodes keeps only a summary of each.  The full episode is read from its file when it is shown."""
+A list keeps only a summary of each episode.  The full episode is read from its file when it is shown."""
 
 import functools
 import gzip
@@ -28,8 +28,7 @@ Sort = Literal["newest", "oldest", "best", "worst", "turns", "tokens", "task"]
 
 @dataclass(frozen=True)
 class Left:
-    """A file that holds the episodes of one stage.  ``tokenizer`` is the file of the tokenizer that turns their token
-    ids into text (None: unknown)."""
+    """A file with the episodes of one stage.  ``tokenizer`` is the file to decode their token ids (None: unknown)."""
 
     stage: str  # name of the stage, or of a folder or file of ``benchmark``
     file: Path
@@ -43,8 +42,7 @@ def of_run(store: Store, run: Run, folder: Path) -> list[Left]:
 
 
 def packed(store: Store, manifest: Manifest, folder: Path) -> list[Path]:
-    """Writes files for MLflow into ``folder``: the stage's newest episodes, compressed, and their tokenizer if it has
-    one.  Returns the paths of these files, or an empty list if the stage has no episodes."""
+    """Writes the stage's newest episodes, compressed, and their tokenizer into ``folder``.  Returns the paths."""
     left = _fetched(store, manifest, folder)
     if left is None:
         return []
@@ -190,8 +188,8 @@ def chosen(
     min_reward: float | None = None,
     sort: Sort = "newest",
 ) -> list[EpisodeEntry]:
-    """Returns the entries that fit all given conditions, ordered by ``sort``.  ``task`` must be a part of the name of
-    an entry's task; ``stage`` and ``status`` must be equal to the entry's.
+    """Returns the entries that fit all given conditions, ordered by ``sort``.  ``task`` is a part of a task's name;
+    ``stage`` and ``status`` must be equal to the entry's.
 
     Raises:
         ConfigError: No entry has this stage or status; the message lists the stages or statuses that exist."""
@@ -213,7 +211,6 @@ def chosen(
 
 
 def _place(row: EpisodeRow, sort: Sort) -> tuple[Any, ...]:
-    """Returns the sort key of ``row`` for the order ``sort``.  Among equal rows the newest comes first."""
     reward, speedup = -2.0 if row.reward is None else row.reward, row.speedup or 0.0
     first: dict[Sort, tuple[Any, ...]] = {
         "newest": (),

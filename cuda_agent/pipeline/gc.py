@@ -3,7 +3,7 @@
 The newest runs of each pipeline are kept, with the artifacts that their manifests name, the cache entries of their
 results, and the checkpoints of their unfinished stages.  No object younger than an hour is removed.
 
-Garbage collection must not happen during a run.  On one machine a file lock prevents this.  On a cluster, the collector
+Garbage collection and runs exclude each other.  On one machine a file lock ensures this.  On a cluster, the collector
 takes a lock in the store (``alone``), then checks that no run is active.  A new run waits until the lock is gone."""
 
 import contextlib
@@ -26,7 +26,7 @@ _ORDER = ("cache", "runs", "sweeps", "checkpoints", "configs", "cas")  # the ord
 
 @dataclass
 class Plan:
-    """What a garbage collection is to remove: runs, and objects of the store."""
+    """The runs and the store's objects that a garbage collection removes."""
 
     runs: list[str] = field(default_factory=list)  # names of the runs
     keys: dict[str, int] = field(default_factory=dict)  # key of an object -> its size in bytes

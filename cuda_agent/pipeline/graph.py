@@ -1,8 +1,7 @@
 """Defines the workflow's graph as a table, ``ROWS``, with one row per stage.
 
-A row holds all facts about its stage: inputs and outputs, the sections of the configuration in its cache key, its share
-of a run's time, its work, and its curves in the report.  Executors, cache keys, schedules, screens, Argo's templates
-and the report read the table.  ``Config.graph`` selects a variant of the graph, which leaves out some rows."""
+A row holds all facts about its stage, such as its inputs, its outputs and the sections of the configuration in its
+cache key.  ``Config.graph`` selects a variant of the graph, which leaves out some rows."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -165,8 +164,8 @@ def ancestors(stages: Sequence[Stage], name: str) -> list[str]:
 
 
 def needs(stages: Sequence[Stage], stage: Stage) -> Sequence[str]:
-    """Returns the names of the stages that must be done before ``stage``: those that make its inputs.  If it has the
-    input ``STAGES_INPUT`` (metrics and manifests of its ancestors), these are all its ancestors."""
+    """Returns the names of the stages that must be done before ``stage``: the stages that make its inputs or, with the
+    input ``STAGES_INPUT`` (metrics and manifests of its ancestors), all its ancestors."""
     return ancestors(stages, stage.name) if STAGES_INPUT in stage.inputs.values() else stage.upstream
 
 
@@ -181,8 +180,7 @@ def up_to(stages: Sequence[Stage], name: str) -> tuple[Stage, ...]:
 
 
 def check(stages: Iterable[Stage]) -> None:
-    """Raises ValueError if ``stages`` cannot run in this order: two stages have the same name, or a stage reads an
-    artifact that no earlier stage makes."""
+    """Raises ValueError if two stages have the same name, or a stage reads an artifact that no earlier stage makes."""
     made: set[str] = {STAGES_INPUT}
     names: set[str] = set()
     for stage in stages:

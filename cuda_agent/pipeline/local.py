@@ -1,12 +1,11 @@
 """The local executor: runs the graph on one machine, one process per stage.
 
-The executor continues the newest unfinished run of the given configuration, or creates a run.  For each stage it takes
-the result from the cache, or starts a process.  If the process exits with 75 (try again), the executor waits and starts
-another one.  At the end it fetches the report and records how the run ended.
+The executor continues the newest unfinished run of the configuration, or creates a run.  It takes a stage's result from
+the cache, or starts a process.  If the process exits with 75 (try again), the executor waits and starts another one. At
+the end it fetches the report and records how the run ended.
 
-The executor or a stage may be killed at any moment.  A result counts only once it is complete, and the next call
-continues from the newest checkpoints.  Stages run one at a time.  With ``run.parallel_stages`` they run side by side,
-but a stage that measures times always runs alone."""
+Executor and stages may be killed at any moment.  A result counts only once it is complete, and the next call continues
+from the newest checkpoints.  With ``run.parallel_stages``, stages that measure no times run side by side."""
 
 import contextlib
 import json
@@ -252,7 +251,6 @@ class _Execution:
         view.notes = view.notes or notes
 
     def _stop(self, spawner: Spawner) -> None:
-        """Sends SIGTERM to all running stages, which then write a checkpoint and exit with 75."""
         if not self.stopping:
             self.stopping = True
             if self.outcome.code == EXIT_DONE:
@@ -288,8 +286,7 @@ class _Execution:
 
 
 def fetch_report(store: Store, home: Path, run: str, manifest: Manifest) -> Path:
-    """Copies a run's report to a folder below ``home`` and returns the folder.  ``manifest`` is that of the stage
-    ``report``."""
+    """Copies a run's report below ``home`` and returns its folder.  ``manifest`` belongs to the stage ``report``."""
     folder = home / "reports" / run
     shutil.rmtree(folder, ignore_errors=True)
     store.get_folder(next(iter(manifest.outputs.values())), folder)
@@ -297,7 +294,7 @@ def fetch_report(store: Store, home: Path, run: str, manifest: Manifest) -> Path
 
 
 def outcome_message(folder: Path, stage: str, code: int) -> str:
-    """Returns why a stage failed: the message in ``outcome.json`` in ``folder``, or else a text with its exit code."""
+    """Returns why a stage failed: the message in ``folder``'s ``outcome.json``, or else a text with its exit code."""
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         if message := json.loads((folder / "outcome.json").read_text())["message"]:
             return message

@@ -93,8 +93,7 @@ def identity_of(
 
 
 def placed(config: Config) -> Config:
-    """Returns ``config`` with the addresses of a cluster's sandbox servers, engines and Ray.  The cluster gives them in
-    environment variables; without these variables ``config`` stays as it is."""
+    """Returns ``config`` with the addresses of sandbox, engines and Ray from a cluster's environment variables."""
     given = os.environ.get
     changes: dict[str, Any] = {}
     if servers := given("CUDA_AGENT_SANDBOX_SERVERS"):
@@ -108,8 +107,7 @@ def placed(config: Config) -> Config:
 
 
 def _device(stage: Stage, config: Config) -> str:
-    """Returns the name of the device on which times are measured.  This is the variable CUDA_AGENT_DEVICE if a cluster
-    has set it.  Otherwise it is "servers" for remote sandboxes, "ray" for a remote Ray, or this machine's device."""
+    """Returns the name of the device that measures times.  CUDA_AGENT_DEVICE, which a cluster sets, comes first."""
     if named := os.environ.get("CUDA_AGENT_DEVICE"):
         return named
     if config.sandbox.servers:
@@ -154,7 +152,7 @@ def is_whole(store: Store, manifest: Manifest) -> bool:
 
 def find_result(store: Store, run: str, identity: Identity) -> Manifest | None:
     """Returns the manifest of a complete result with this identity, or None.  Looks in the cache, then in ``run``: a
-    process that was killed may have written the run's manifest but no cache entry."""
+    killed process may have written the run's manifest but no cache entry."""
     cached = _read(store, cache_entry(identity.stage, identity.key))
     if cached and is_whole(store, cached):
         return cached
@@ -172,8 +170,8 @@ def serve_from_cache(
 
 
 def publish(store: Store, run: str, manifest: Manifest) -> Manifest:
-    """Writes ``manifest`` to the run, and then to the cache.  If the cache already has another complete result with the
-    same key, the run gets the manifest of that result.  Returns the run's manifest."""
+    """Writes ``manifest`` to the run, and then to the cache.  If the cache has another complete result with the same
+    key, the run gets that result's manifest.  Returns the run's manifest."""
     entry = cache_entry(manifest.stage, manifest.key)
     store.put(manifest_entry(run, manifest.stage), manifest.to_bytes())
     if not store.create(entry, manifest.to_bytes()):
@@ -189,11 +187,9 @@ def publish(store: Store, run: str, manifest: Manifest) -> Manifest:
 def _make_stages_folder(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest], folder: Path
 ) -> None:
-    """Fills ``folder`` with the metrics, notes and manifests of the stages on which ``stage`` depends.  Adds
-    ``graph.json`` (what the report needs of these stages' rows) and ``config.json`` (all sections but ``run``).
-
-    With the simulated times of ``sandbox.clock=model``, leaves out durations, devices, software versions and notes, so
-    that two runs give the same bytes on any machine."""
+    """Fills ``folder`` with metrics, notes and manifests of the stages before ``stage``, ``graph.json`` and
+    ``config.json``. If ``sandbox.clock`` is model, leaves out what differs between two equal runs, such as
+    durations."""
     timeless = config.sandbox.clock == "model"
     left_out = {"run", "config", "finished", "resumed", "metrics"}
     left_out |= {"seconds", "key", "environment", "device"} if timeless else set()

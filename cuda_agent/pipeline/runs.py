@@ -57,9 +57,9 @@ class Run:
 
 
 def local_home(store_uri: str) -> Path:
-    """Returns the folder in which this machine keeps its own files for a store: caches, locks, scratch files, MLflow's
-    database.  CUDA_AGENT_HOME sets it.  The default is ``x`` for a store in the folder ``x/store``, ``x/y.local`` for
-    ``x/y``, and ``~/.cache/cuda-agent`` for a store that is not a folder."""
+    """Returns this machine's folder for caches, locks, scratch files and MLflow's database of a store: CUDA_AGENT_HOME,
+    or by default ``x`` for the store ``x/store``, ``x/y.local`` for ``x/y``, ``~/.cache/cuda-agent`` for S3 and
+    memory."""
     if home := os.environ.get("CUDA_AGENT_HOME"):
         return Path(home).absolute()
     folder = local_folder(store_uri)
@@ -69,7 +69,7 @@ def local_home(store_uri: str) -> Path:
 
 
 def create_run(store: Store, config: Config, sha256: str) -> Run:
-    """Creates a run in the store, named by ``run.name`` or else after the date; ``sha256`` is the hash of ``config``.
+    """Creates a run in the store, named by ``run.name`` or else after the date.  ``sha256`` is the hash of ``config``.
     Raises ConfigError if the name is taken."""
     base = config.run.name or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{sha256[:4]}"
     for attempt in range(1 if config.run.name else 100):
@@ -160,9 +160,8 @@ def facts(store: Store, run: Run, stages: Sequence[Stage]) -> Facts:
 
 
 def diff(one: Facts, other: Facts) -> dict[str, Any]:
-    """Compares two runs.  Returns the settings that differ, and an entry for each stage that only one run has or whose
-    cache keys differ.  The entry of a stage of both runs holds the parts of the key that differ, both durations, and
-    the names of outputs that are equal nevertheless."""
+    """Compares two runs.  Returns the settings that differ, and the stages that only one run has or whose cache keys
+    differ. For a stage of both runs: the differing parts of the key, both durations, and the names of equal outputs."""
     keys = [key for key in one.settings | other.settings if one.settings.get(key) != other.settings.get(key)]
     changes: dict[str, Any] = {}
     for name in one.manifests | other.manifests:
@@ -190,8 +189,7 @@ def lock_path(home: Path, store: Store, sha256: str) -> Path:
 
 @contextlib.contextmanager
 def try_lock(path: Path, shared: bool = False) -> Iterator[bool]:
-    """Tries to lock the file ``path`` for the ``with`` block, without waiting; yields whether this succeeded.  Several
-    processes can have a ``shared`` lock at once, but not beside an exclusive one."""
+    """Tries to lock the file ``path`` for the ``with`` block, without waiting, and yields whether this succeeded."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600)) as file:
         try:

@@ -13,12 +13,11 @@ from cuda_agent.training.memory import AUTO_TOKENS, MICROBATCH_TOKENS, SMALL, Sh
 
 
 def derived(config: Config) -> dict[str, Any]:
-    """Returns the schedule of a run.  For each stage it has the number of samples (tasks, examples or episodes), an
-    upper bound of their tokens, the optimizer steps and the estimated seconds.  For a stage that trains it also has
-    the most bytes that one training step needs, or None if ``policy.base`` is not on this machine.
-
-    Seconds are estimated only without ``policy.base``, for the small model on 2 CPU cores.  A model of
-    1.3M parameters trains on 7,000 tokens per second and samples 9,000; twice the parameters halve both rates."""
+    """Returns the schedule of a run: for each stage the number of samples (tasks, examples or episodes), an upper bound
+    of their tokens, the optimizer steps and the estimated seconds.  A stage that trains also has the most bytes that a
+    training step needs, or None if ``policy.base`` is not on this machine.  Seconds are estimated only without
+    ``policy.base``, for the small model on 2 CPU cores.  A model of 1.3M parameters trains on 7,000 tokens per second
+    and samples 9,000; twice the parameters halve both rates."""
     small = config.policy.base is None
     scale = parameter_count(config.policy) / 1.3e6 if small else 1.0
     rows: dict[str, dict[str, Any]] = {}
@@ -69,8 +68,8 @@ def _about(seconds: float | None) -> str:
 
 
 def training_memory(config: Config, work: Work) -> int | None:
-    """Returns the peak memory of one training step on a CPU, in bytes, summed over all training processes.  ``work`` is
-    the work of the stage that trains.  Returns None if the configuration of ``policy.base`` cannot be read here."""
+    """Returns the peak memory of one training step on a CPU, in bytes, summed over all training processes.  ``work``
+    belongs to the stage that trains.  Returns None if the configuration of ``policy.base`` cannot be read here."""
     shape = _shape(config.policy)
     if shape is None:
         return None

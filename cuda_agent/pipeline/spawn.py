@@ -4,8 +4,7 @@ A stage then does not wait for these imports.  The forked process works like a f
 tensor operation, and its only threads are those of OpenBLAS, which restarts them after a fork.
 
 No process is left behind.  The server ends with the executor, and each stage ends with the server.  When a stage ends,
-the server kills the stage's process group.  A process that leaves this group must itself end with its parent, as the
-sandbox's processes do.  Executor and server exchange JSON objects, one per packet of a socket."""
+the server kills the stage's process group.  Executor and server exchange JSON objects, one per packet of a socket."""
 
 import contextlib
 import importlib
@@ -38,7 +37,7 @@ class Spawner:
         self._running: set[str] = set()
 
     def open(self) -> None:
-        """Starts the fork server if it is not running (``start`` does this too).  Does not wait for its imports."""
+        """Starts the fork server if it is not running.  Does not wait for the server's imports."""
         if self._server is None:
             self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
@@ -51,8 +50,8 @@ class Spawner:
                 )
 
     def start(self, name: str, order: dict[str, Any], log: Path) -> None:
-        """Starts the process of stage ``name``.  ``order`` has the fields of ``stage_main.StageOrder``; the process
-        appends its stdout and stderr to the file ``log``."""
+        """Starts the process of stage ``name``, whose stdout and stderr go to the file ``log``.  ``order`` has the
+        fields of ``stage_main.StageOrder``."""
         self.open()
         self._running.add(name)
         self._tell({"start": name, "order": order, "log": str(log)})
@@ -64,8 +63,7 @@ class Spawner:
 
     def wait(self, seconds: float) -> dict[str, int]:
         """Waits at most ``seconds`` until a stage ends, and returns name -> exit code; empty if none ended.  The code
-        is 75 (try again) after SIGKILL or SIGTERM, and -N after another signal N.  If the server died, all running
-        stages have ended, with code 75."""
+        is 75 (try again) after SIGKILL, SIGTERM or a crash of the server, and -N after another signal N."""
         if self._server is None or not select.select([self._socket], [], [], seconds)[0]:
             return {}
         if packet := _receive(self._socket):
@@ -98,8 +96,8 @@ def _receive(channel: socket.socket) -> dict[str, Any] | None:
 
 
 def serve(parent: int, preload: list[str]) -> None:
-    """Runs the fork server until the executor closes their socket, which is the server's stdin.
-    ``parent`` is the executor's process id, and ``preload`` names the modules to import."""
+    """Runs the fork server until the executor closes their socket, which is the server's stdin.  ``parent`` is the
+    executor's process id, and ``preload`` names the modules to import."""
     die_with_parent(parent)
     for module in (*preload, "cuda_agent.pipeline.stage_main"):
         importlib.import_module(module)

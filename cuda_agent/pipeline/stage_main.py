@@ -1,8 +1,7 @@
 """Runs one stage of the workflow in a separate process, for the local executor or in a pod of a cluster.
 
 The process computes the stage's cache key and takes a lock on it.  If the store has no result for the key, the process
-fetches the inputs, runs the stage (from the newest checkpoint, if any), and stores outputs, manifest and cache
-entry."""
+fetches inputs, runs the stage (from the newest checkpoint, if any), and stores outputs, manifest and cache entry."""
 
 import contextlib
 import errno
@@ -46,8 +45,8 @@ Stop = Callable[[], bool]
 
 @dataclass(frozen=True)
 class StageOrder:
-    """The arguments of a process that runs one stage.  ``scratch`` is the folder of this attempt for metrics, notes,
-    progress and ``outcome.json``.  ``local`` is the machine's folder for locks and caches."""
+    """The arguments of a process that runs one stage.  ``scratch`` is the folder for metrics, notes, progress and
+    ``outcome.json`` of this attempt.  ``local`` is the machine's folder for locks and caches."""
 
     store: str  # URI of the store
     config: str  # sha256 of the configuration
@@ -59,8 +58,7 @@ class StageOrder:
 
 
 def graph_of(config: Config, table: str = "") -> Sequence[Stage]:
-    """Returns the stages of the configuration's graph.  If ``table`` (``package.module:NAME``) is given, returns its
-    stages instead."""
+    """Returns the stages of ``table`` (``package.module:NAME``) or, if that is empty, of the configuration's graph."""
     if not table:
         return stages_of(config)
     module, attribute = table.split(":")
@@ -167,7 +165,6 @@ def _make(
 
 
 def _say(text: str) -> None:
-    """Prints ``text`` with the current time, so that the log shows how long each phase of the process takes."""
     print(f"{datetime.now(UTC).isoformat(timespec='milliseconds')} {text}", flush=True)
 
 
@@ -183,8 +180,7 @@ def _manifests_above(store: Store, run: str, stages: Sequence[Stage], stage: Sta
 
 @contextlib.contextmanager
 def _lock(path: Path, tracker: FileTracker, should_stop: Stop) -> Iterator[None]:
-    """Waits for the file lock ``path`` and holds it for the ``with`` block, so that two runs on this machine do not
-    compute the same result at once."""
+    """Holds the file lock ``path``, so that two runs on this machine do not compute the same result at once."""
     while True:
         with try_lock(path) as free:
             if free:

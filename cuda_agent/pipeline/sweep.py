@@ -1,8 +1,7 @@
-"""Turns a sweep into a list of runs.  A sweep is a list of overrides, some with several values in Hydra's grammar:
+"""Turns a sweep into a list of runs.  A sweep is a list of overrides, some with several values in Hydra's grammar.
 
-    critic.lr=1e-5,3e-5 'seed=range(3)'  ->  6 runs: the cartesian product, the last key changing fastest
-
-The runs of sweep NAME are called NAME-1, NAME-2, and so on; the configuration of each run holds the sweep's name."""
+For example, ``critic.lr=1e-5,3e-5 'seed=range(3)'`` gives 6 runs: the cartesian product, in which the last key changes
+fastest.  The runs of the sweep NAME are called NAME-1, NAME-2, and so on."""
 
 import itertools
 import math
@@ -62,7 +61,7 @@ def points(overrides: Sequence[str]) -> tuple[str, list[Point]]:
 
 def run_here(points: Sequence[Point], execute: Callable[[Point], RunOutcome]) -> Iterator[tuple[Point, RunOutcome]]:
     """Runs ``points`` one after the other and yields each with its outcome.  A failed run does not end the sweep; a
-    stopped run does.  A run that is done already is yielded as done, without a call of ``execute``.
+    stopped run does.  Runs that are done already are not executed again.
 
     Raises:
         ConfigError: A point's name belongs to a run of another configuration; checked before any run begins."""
@@ -86,8 +85,8 @@ def _is_done(point: Point) -> bool:
 
 
 def _read(overrides: Sequence[str]) -> tuple[str, list[str], dict[str, list[str]]]:
-    """Splits ``overrides`` into the sweep's name (or an empty text), the overrides that all runs share, and the swept
-    keys.  ``critic.lr=1e-5,3e-5`` gives critic.lr -> ["critic.lr=1e-5", "critic.lr=3e-5"]."""
+    """Splits ``overrides`` into the sweep's name (or ""), the overrides that all runs share, and the swept keys:
+    ``critic.lr=1e-5,3e-5`` gives critic.lr -> ["critic.lr=1e-5", "critic.lr=3e-5"]."""
     from hydra.errors import HydraException
 
     name, fixed, swept = "", [], {}

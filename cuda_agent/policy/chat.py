@@ -1,8 +1,8 @@
-"""Converts conversations to token ids, and to the messages of chat servers.
+"""Converts conversations to token ids, and to messages for chat servers.
 
-A conversation has the same token ids in training, in rollouts and on every server, because sampled tokens are never
-tokenized again. Each new prompt is the previous prompt, the sampled tokens, and the tokens up to the next assistant
-turn. The chat template is saved with the tokenizer; policies trained from scratch use ``chat_template.jinja``."""
+Sampled tokens are never tokenized again: each new prompt is the previous prompt, the sampled tokens and the tokens of
+the tool results. A conversation therefore has the same token ids in training, in rollouts and on every server. The chat
+template is saved with the tokenizer. Policies trained from scratch use ``chat_template.jinja``."""
 
 import json
 import re
@@ -34,7 +34,7 @@ MARKUP = (
     "<tool_response>\n",
     "\n</tool_response>",
 )
-"""Markup that our own tokenizer spends one token on; the longest match wins, so the text alone decides the ids."""
+"""Strings that our own tokenizer encodes as one token each. The longest matching string wins."""
 
 Form = Literal["native", "text", "raw"]  # see ``on_the_wire``
 
@@ -66,16 +66,15 @@ _STRAY = re.compile(r"</?tool_call>|</?function\b|</?parameter\b")
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One tool call. If it was written in XML and parsed without the tools' schemas, all its arguments are strings."""
+    """One tool call. If a call in XML is parsed without the tools' schemas, all its arguments are strings."""
 
     name: str
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
 class Chat:
-    """Converts conversations to token ids of ``tokenizer``, and sampled token ids to text and tool calls. If ``style``
-    is "full", prompts contain the tools' schemas; if it is "compact", they do not, which saves tokens. Raises
-    ``ValueError`` if the tokenizer has no chat template."""
+    """Converts conversations to token ids of ``tokenizer``, and sampled token ids to text and tool calls. Prompts
+    contain the tools' schemas if ``style`` is "full". Raises ``ValueError`` if the tokenizer has no chat template."""
 
     def __init__(self, tokenizer: Any, style: Literal["compact", "full"] = "full") -> None:
         if not getattr(tokenizer, "chat_template", None):
@@ -102,17 +101,13 @@ class Chat:
         return self._encode(text)
 
     def delta_ids(self, tool_results: Sequence[str], closed: bool = True) -> list[int]:
-        """Returns the token ids between two assistant turns: the tool results, then the next assistant header.
-
-        ``closed`` says whether the sampled turn ended with a stop token. If not, the ids begin with a stop token."""
+        """Returns the token ids between two assistant turns: the tool results, then the next assistant header. If
+        ``closed`` is false, the sampled turn lacks its stop token, and the ids begin with this token."""
         return self._delta([{"role": "tool", "content": text} for text in tool_results], closed)
 
     def encode_dialogue(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[list[int], list[int]]:
-        """Returns the token ids of a whole written dialogue, and a mask that is 1 on the tokens that a policy would
-        have sampled (each assistant turn with its stop token).
-
-        The ids are put together as in a rollout: ``prompt_ids``, then ``turn_ids`` and ``delta_ids`` in alternation. If
-        the last message is not the assistant's, the ids end with the header of the next assistant turn."""
+        """Returns the token ids of a written dialogue, and a mask that is 1 on each assistant turn with its stop token.
+        If the last message is not the assistant's, the ids end with the header of the next assistant turn."""
         starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         ids = self.prompt_ids(messages[: starts[0] if starts else None], tools)
         mask = [0] * len(ids)
@@ -124,7 +119,7 @@ class Chat:
         return ids, mask
 
     def turn_ids(self, message: Message) -> list[int]:
-        """Returns the token ids of a written assistant message as a policy would sample them, stop token included."""
+        """Returns the token ids of a written assistant message, with its stop token, as a policy would sample them."""
         before = self._render([_user("?")], header=True)
         whole = self._render([_user("?"), message])
         if not whole.startswith(before):
@@ -132,11 +127,9 @@ class Chat:
         return [*self._encode(whole[len(before) : whole.rindex(self._end)]), self.end_id]
 
     def parse(self, ids: Sequence[int], tools: Tools | None = None) -> tuple[str, list[ToolCall], bool]:
-        """Parses one sampled turn. Returns its text without the tool calls, the calls, and whether the turn is
-        malformed.
-
-        Tool calls are read in XML or in Hermes' JSON form. A malformed call stays in the text; the other calls are
-        still returned. With ``tools``, string arguments are converted to the types of the tools' schemas."""
+        """Returns one sampled turn's text without tool calls, its tool calls, and whether the turn is malformed. Tool
+        calls may have XML form or Hermes' JSON form. A malformed call stays in the text; the other calls are still
+        returned. With ``tools``, string arguments are converted to the types of the tools' schemas."""
         ids = list(ids)
         while ids and ids[-1] in self.stop_ids:
             ids.pop()
@@ -161,8 +154,8 @@ class Chat:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _clean(self, message: Message) -> dict[str, Any]:
-        """Returns the message in the form of Hugging Face's templates. Inserts a space into each control token of its
-        text, such as ``<|im_end|>``: the text of a task or a tool can then neither end nor open a turn."""
+        """Returns the message in the form of Hugging Face's templates, with a space inside each control token of its
+        text, such as ``<|im_end|>``. The text of a task or a tool can therefore not end or open a turn."""
 
         def broken(value: Any) -> Any:
             if isinstance(value, str):
@@ -186,8 +179,8 @@ def function_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def read_calls(text: str, tools: Tools | None = None) -> tuple[str, list[ToolCall], bool]:
-    """Parses the text of one assistant turn. Returns the text without the tool calls, the tool calls, and whether there
-    is a malformed call. With ``tools``, string arguments are converted to the types of the tools' schemas."""
+    """Returns the text of an assistant turn without tool calls, its tool calls, and whether any call is malformed. With
+    ``tools``, string arguments are converted to the types of the tools' schemas."""
     thought, closed, said = text.rpartition("</think>")  # calls inside the thought are ignored
     calls: list[ToolCall] = []
 
@@ -238,8 +231,8 @@ def _parse_call(body: str) -> ToolCall | None:
 
 
 def _typed(call: ToolCall, properties: Mapping[str, Any]) -> ToolCall:
-    """Returns ``call`` with its string arguments parsed as JSON. An argument stays a string if its text is not valid
-    JSON, or if ``properties`` (the schemas of the tool's parameters) declares it as a string or does not declare it."""
+    """Parses as JSON each string argument that ``properties``, the schemas of the tool's parameters, declares as
+    another type than string. Text that is not valid JSON stays a string."""
 
     def typed(name: str, value: Any) -> Any:
         if not isinstance(value, str) or properties.get(name, {}).get("type", "string") == "string":

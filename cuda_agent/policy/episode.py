@@ -1,7 +1,6 @@
 """Defines episodes: the turns of one agent on one task, token by token, with the agent's reward.
 
-A file of episodes has one JSON object per line (``episodes.jsonl``). The package ``agent`` writes episodes and
-``training`` reads them, without importing each other."""
+A file of episodes (``episodes.jsonl``) has one JSON object per line. ``agent`` writes it, and ``training`` reads it."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -13,17 +12,16 @@ EPISODES = "episodes.jsonl"  # file name of a set of episodes
 
 
 def group_of(id: str) -> str:
-    """Returns the group of the episode ``id``: "warmup/3/relu_sum-0017" for "warmup/3/relu_sum-0017/2". The episodes of
-    a group are the samples of one draw of a task."""
+    """Returns the group of the episode ``id``, such as "warmup/3/relu-17" for "warmup/3/relu-17/2". A group holds the
+    samples of one draw of a task."""
     return id.rpartition("/")[0]
 
 
 @dataclass
 class Episode:
     """One episode. The lists ``ids`` to ``turns`` have one entry per token of the conversation, prompt included.
-
-    ``mask`` is 1 on tokens that the policy sampled, the only tokens trained on, and 0 on tokens of prompts and tools.
-    ``reward`` is None after a deadline or an infrastructure fault; training drops such an episode."""
+    ``mask`` is 1 on tokens that the policy sampled, and 0 on tokens of prompts and tools; only sampled tokens are
+    trained on. ``reward`` is None after a deadline or an infrastructure fault; training drops the episode."""
 
     id: str  # <group>/<sample>, unique within its set, e.g. "warmup/3/relu_sum-0017/2"
     task: str  # name

@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA, arXiv 2106.09685): the model is frozen, and some linear layers learn a low-rank change.
+"""Adds low-rank adapters (LoRA, arXiv 2106.09685) to linear layers of a frozen model.
 
-A layer with an adapter computes W x + scale B A x. Its attribute ``weight`` returns W + scale B A, so that code that
-reads weights, such as the decoder, sees the merged model. Adapters are saved in peft's format."""
+A layer with an adapter computes W x + scale B A x. Its attribute ``weight`` returns W + scale B A, so code that reads
+weights, such as the decoder, gets the merged model. Adapters are saved in peft's format."""
 
 import json
 import math
@@ -20,7 +20,7 @@ _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 
 class Adapted(nn.Module):
-    """The linear layer ``base`` with an adapter, which changes nothing at first: its matrix ``up`` begins as zero."""
+    """The linear layer ``base`` with an adapter. At first the adapter's matrix ``up`` is zero and changes nothing."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def adapters(model: Any) -> dict[str, Adapted]:
 
 
 def merged_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yields names and values of the model's parameters, with adapters merged in; a shared parameter only once."""
+    """Yields names and values of the model's parameters, with adapters merged in. A shared parameter appears once."""
     layers = adapters(model)
     for name, parameter in model.named_parameters():
         owner, _, leaf = name.rpartition(".")

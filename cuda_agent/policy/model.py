@@ -13,9 +13,9 @@ from cuda_agent.policy.chat import CONTROL, END, MARKUP, TEMPLATE
 PAD = "<|pad|>"
 
 PIECES = r" ?\d+|[^\n\d]*?\n+|[^\n\d]+?(?= ?\d)|[^\n\d]+"
-"""What a token may span: a line without its numbers.  Kernels of one author repeat whole lines, and a small model
-learns them better from a third of the tokens (measured in the lab notebook); numbers stay apart because they are the
-decisions, and are copied."""
+"""A pattern of the text that one token may span: at most a line, without its numbers. Kernels repeat whole lines, so
+they need a third of the tokens, and a small model learns them better (docs/lab-notebook.md). Numbers are separate
+tokens, because they are what a kernel's author decides or copies."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
@@ -105,7 +105,7 @@ def load_policy(folder: Path | str) -> tuple[Any, Any]:
 
 def load_model(folder: Path | str) -> Any:
     """Loads the causal model of a Hugging Face folder in float32 and eval mode. Raises ``PolicyError`` if a weight is
-    missing or has another shape, where transformers would use random numbers."""
+    missing or has the wrong shape; transformers would use random numbers."""
     from transformers import AutoModelForCausalLM
 
     with _named(f"{folder}: its weights cannot be loaded as a causal model"):
@@ -119,7 +119,6 @@ def load_model(folder: Path | str) -> Any:
 
 @contextmanager
 def _named(problem: str) -> Iterator[None]:
-    """Turns any exception inside the context into a ``PolicyError`` that begins with ``problem``."""
     try:
         yield
     except Exception as error:
@@ -127,7 +126,7 @@ def _named(problem: str) -> Iterator[None]:
 
 
 def _check_files(path: Path) -> None:
-    """Raises a ``PolicyError`` that names all missing files, if any. The errors of transformers would be vague."""
+    """Raises a ``PolicyError`` that names all missing files. The errors of transformers would be vague."""
     if not path.is_dir():
         raise PolicyError(f"{path} is not a folder")
     missing = [] if (path / "config.json").exists() else ["no config.json"]

@@ -1,9 +1,9 @@
-"""A client for an external model behind an OpenAI-compatible address, with text as input and output.
+"""Connects to an external model behind an OpenAI-compatible address, with text as input and output.
 
-Answers are streamed, so that a user sees them grow and an endless answer can be cut.  If the server refuses a feature
-(tool calls, a parameter), later requests do without it.  If the server is busy, breaks a stream or answers 5xx, the
-request is sent again after a pause.  The API key is read from the environment, sent to this address alone, and removed
-from all text that comes back.  The stages of a run use ``engines`` instead."""
+Answers are streamed: a user sees them grow, and an endless answer is cut. If the server refuses a feature, such as tool
+calls or a parameter, later requests leave it out. If the server is busy, breaks a stream or answers 5xx, the client
+sends the request again after a pause. The API key comes from the environment. It goes to this address alone, and is
+removed from all text that comes back. The stages of a run use ``engines`` instead."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,8 @@ from cuda_agent.errors import EXIT_RETRY, UserError
 from cuda_agent.policy.chat import Form, ToolCall, Tools, on_the_wire, read_calls
 
 Listener = Callable[[str, str], None]
-"""(what, text): ``text`` and ``thought`` as they come, ``again`` when what came is void, ``wait`` and ``form``, why."""
+"""Takes (what, text). "text" and "thought" are pieces of an answer; "again" cancels the pieces received so far; "wait"
+and "form" explain a pause or a change to tool calls as text."""
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -87,8 +88,8 @@ def check_address(url: str, key_env: str) -> None:
 
 
 class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
-    """The client of one model.  Use it as an async context manager.  ``url`` is the server's address, which ends in
-    ``/v1``.  ``lost`` counts the tokens of answers that broke off, because a vendor charges for these tokens too."""
+    """The client of one model, to be used as an async context manager. ``url`` is the server's address, which ends in
+    ``/v1``. ``lost`` counts the tokens of answers that broke off; vendors charge for these too."""
 
     def __init__(
         self,
@@ -123,9 +124,8 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         call: bool = True,
     ) -> Reply:
         """Returns the model's next turn. If ``call`` is false, the model may not call tools. ``listen`` gets each piece
-        of the turn as it arrives. If the server is busy or its answer breaks off, sends the request again, at most
-        ``RETRIES`` times. Raises ``ServedModelError`` if the server refuses the request or all retries fail, and
-        ``ContextTooLong`` if the conversation does not fit into the server's context."""
+        of the turn as it arrives. Repeats a failed request at most ``RETRIES`` times. Raises ``ServedModelError`` if
+        the server refuses the request or all retries fail, and ``ContextTooLong`` if the conversation is too long."""
         hear = listen or (lambda what, text: None)
         seed = None if seed is None else seed % 2**31
         sampling = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
@@ -164,8 +164,7 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         return {key: value for key, value in body.items() if key not in self._lacks and value is not None}
 
     def _adapted(self, refusal: str, body: dict[str, Any], hear: Listener) -> bool:
-        """Finds the feature of the request ``body`` that the server names in its ``refusal``; later requests do without
-        this feature. Returns whether there was such a feature."""
+        """Removes from later requests a feature of ``body`` that ``refusal`` mentions. Returns whether there is one."""
         text = refusal.lower()
         for named, left_out in _OPTIONAL.items():
             if named in text and left_out in body and left_out not in self._lacks:
@@ -206,12 +205,12 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         raise _Refused(problem)
 
     def _clean(self, text: str) -> str:
-        """Returns ``text`` with the API key replaced, because some servers repeat the key in their answers."""
+        """Returns ``text`` with the API key replaced. Some servers repeat the key in their answers."""
         return text.replace(self._key, "[key]") if len(self._key) >= 8 else text
 
 
 class _Refused(Exception):
-    """The server refuses a request; it may accept the request without some feature."""
+    """The server refuses a request, but may accept it without some feature."""
 
 
 class _Again(Exception):
@@ -288,7 +287,7 @@ class _Turn:
             self._hear(what, piece)
 
     def reply(self, tools: Tools, form: Form, prompt: int) -> Reply:
-        """Returns the turn that has been read. If the server did not count tokens, they are estimated from characters;
+        """Returns the turn that has been read. If the server did not count tokens, estimates them from characters;
         ``prompt`` is the number of characters in the request's messages."""
         raw = self._clean("".join(self._text))
         thought = self._clean("".join(self._thought))
@@ -350,7 +349,6 @@ def _arguments(value: str) -> dict[str, Any] | None:
 
 
 def _message(text: str) -> str:
-    """Returns the message in a server's error ``text``. If the text is not JSON, returns all of it on one line."""
     try:
         error = json.loads(text)
         error = error.get("error", error)

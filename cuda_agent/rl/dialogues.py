@@ -1,8 +1,8 @@
-"""Writes the corpus of ``bootstrap``: dialogues in which the scripted teacher, a program, solves tasks.
+"""Writes the corpus of the stage ``bootstrap``: dialogues in which the scripted teacher, a program, solves tasks.
 
-The dialogues look like the policy's episodes.  The program makes up the verdicts in tool results, so a corpus of
-thousands needs no compiler.  Tests and ``bootstrap`` check on a sample that the sandbox gives the same verdicts.  What
-the agent does after ``profile`` is random: only reinforcement learning teaches the policy to use measured speed-ups."""
+The dialogues look like the policy's episodes. The program makes up the verdicts in tool results, so the corpus needs no
+compiler. Tests and ``bootstrap`` check a sample of the verdicts in the sandbox. After ``profile`` the teacher acts at
+random: only reinforcement learning teaches the policy to use measured speed-ups."""
 
 import random
 from collections.abc import Collection
@@ -46,8 +46,8 @@ def texts(dialogues: Collection[Dialogue]) -> list[str]:
 
 
 def encode(dialogue: Dialogue, chat: Chat) -> tuple[list[int], list[int]]:
-    """Returns the token ids of ``dialogue`` and a mask, which is 1 on the tokens to imitate.  These are the tokens of
-    the assistant's turns, except turns marked "spoilt", which contain a mistake."""
+    """Returns the token ids of ``dialogue``, and a mask that is 1 on the tokens to imitate: the assistant's turns,
+    except turns marked "spoilt", which contain a mistake."""
     ids, mask = chat.encode_dialogue(dialogue, TOOLS)
     turns = [message for message in dialogue if message["role"] == "assistant"]
     starts = [i for i, one in enumerate(mask) if one and not mask[i - 1]]
@@ -63,8 +63,8 @@ def one_shot(task: Task, rng: random.Random) -> Dialogue:
 
 
 def episode(task: Task, rng: random.Random, repair: bool) -> Dialogue:
-    """Returns an episode with tools.  The agent writes and verifies a solution; if ``repair`` is set, it first makes a
-    mistake.  Then it sometimes profiles the solution, and sometimes tries another design."""
+    """Returns an episode with tools. The agent writes and verifies a solution, after a mistake if ``repair`` is set.
+    Then it sometimes profiles the solution, and sometimes tries another design."""
     worked, spec = solve(task, rng), parse(task)
     mistake = spoil(task, worked, rng) if repair else None
     written = _stripped(mistake.files if mistake else worked.files)
@@ -87,7 +87,7 @@ def episode(task: Task, rng: random.Random, repair: bool) -> Dialogue:
 
 
 def _another(task: Task, worked: Worked, rng: random.Random) -> tuple[Worked, list[dict[str, Any]]]:
-    """Returns a solution with another design than ``worked`` has, and the tool calls that write the changed files."""
+    """Returns a solution with another design than ``worked``, and the tool calls that write the changed files."""
     while True:
         other = solve(task, rng, redesign(worked, rng))
         before, after = _stripped(worked.files), _stripped(other.files)
@@ -96,8 +96,7 @@ def _another(task: Task, worked: Worked, rng: random.Random) -> tuple[Worked, li
 
 
 def _turn(calls: list[dict[str, Any]], verdict: Verdict, command: str) -> Dialogue:
-    """Returns an assistant turn with ``calls``, and the messages with their results.  The last call runs ``command``,
-    and its result shows ``verdict``."""
+    """Returns an assistant turn with ``calls``, and their results. The last call, ``command``, shows ``verdict``."""
     results = ["ok"] * (len(calls) - 1) + [describe(verdict, command, "compact")]
     return [
         {"role": "assistant", "content": "", "tool_calls": calls},
@@ -129,8 +128,8 @@ def _verdict(status: Status, message: str = "", ratios: tuple[float, float] | No
 
 
 def _ratios(spec: FamilySpec, choices: Choices, rng: random.Random) -> tuple[float, float]:
-    """Draws two random speed-ups for a solution with the design ``choices``: over eager and over ``torch.compile``.
-    Medians and spread were measured on idle machines.  Both speed-ups share one random factor per task."""
+    """Draws two speed-ups for a solution with the design ``choices``: over eager and over ``torch.compile``. Medians
+    and spread were measured on idle machines. Both speed-ups share one random factor."""
     slower = 1.0
     slower *= 1.9 if choices.number == "double" else 1
     slower *= {1: 1.7, 2: 1.0, 8: 1.0, ROWS: 1.5}[choices.grid]

@@ -1,5 +1,5 @@
-"""Runs PPO for the stages ``warmup`` and ``agentic`` (paper, section 3.3).  Each step plays a batch of episodes, learns
-from it, and serves the new weights.  The loop is the same for every runtime and every estimator of advantages."""
+"""Runs PPO for the stages ``warmup`` and ``agentic`` (paper, section 3.3). Each step plays a batch of episodes, learns
+from it, and serves the new weights. All runtimes and all estimators of advantages use the same loop."""
 
 import asyncio
 import math
@@ -26,8 +26,8 @@ LOSSES = 3  # the stage gives up when the trainer was lost this often in one ste
 async def train_ppo(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
 ) -> tuple[Any, Any, Critic | None]:
-    """Trains the policy in ``ctx.inputs`` on episodes of ``kind`` until step ``settings.steps``.  Begins at the newest
-    checkpoint, if there is one.  Returns (model, tokenizer, critic).  If ``settings.advantage`` needs a critic,
+    """Trains the policy in ``ctx.inputs`` on episodes of ``kind`` until step ``settings.steps``. Begins at the newest
+    checkpoint, if there is one. Returns (model, tokenizer, critic). If ``settings.advantage`` needs a critic,
     ``make_critic`` makes the initial one; otherwise the critic is None.
 
     Raises:
@@ -80,10 +80,9 @@ async def train_ppo(
 async def prefetch(
     play: Callable[[int], Awaitable[RolloutBatch]], steps: range, max_off_policy_steps: int
 ) -> AsyncGenerator[tuple[int, RolloutBatch], None]:
-    """Yields each of ``steps`` with its batch, in order.
-
-    While the caller learns from a batch, the next ``max_off_policy_steps`` batches are played, one after the other.  If
-    this is 1, batch 5 is played while the caller learns from batch 4.  If it is 0, playing and learning take turns."""
+    """Yields each of ``steps`` with its batch, in order. While the caller learns from a batch, plays the next
+    ``max_off_policy_steps`` batches, one after the other. If this number is 1, batch 5 is played while the caller
+    learns from batch 4. If it is 0, playing and learning take turns."""
     under_way: deque[asyncio.Task[RolloutBatch]] = deque()
 
     async def play_after(before: asyncio.Task[RolloutBatch] | None, step: int) -> RolloutBatch:
@@ -106,11 +105,8 @@ async def prefetch(
 async def _retried_after_losses(
     ctx: StageContext, runtime: Runtime, step: int, job: Callable[[], Awaitable[Result]]
 ) -> Result:
-    """Runs ``job`` and returns its result.  The job starts from the trainer's state at ``step``.  If the trainer is
-    lost during the job, restores the checkpoint of ``step`` and runs the job again.
-
-    Raises:
-        TryAgain: The trainer was lost ``LOSSES`` times, or the checkpoint of ``step`` cannot be restored."""
+    """Runs ``job``, which starts from the trainer's state at ``step``, and returns its result. If the trainer is lost,
+    restores the checkpoint of ``step`` and runs the job again. Raises TryAgain after ``LOSSES`` losses."""
     for attempt in range(LOSSES):
         try:
             if attempt and (found := await runtime.restore()) != step:
@@ -122,7 +118,7 @@ async def _retried_after_losses(
 
 
 def oldest(episode: Episode) -> float:
-    """Returns the version of the weights that sampled the episode's oldest token; infinity if nothing was sampled."""
+    """Returns the version of the weights that sampled the episode's oldest token, or infinity if there is none."""
     return min((v for v, mask in zip(episode.versions, episode.mask, strict=True) if mask), default=math.inf)
 
 

@@ -1,6 +1,6 @@
 """Opens a policy's engine and the sandbox, and plays batches of episodes.
 
-The seed of an episode depends only on the configured seed and on the episode's id."""
+An episode's seed depends only on the configured seed and the episode's id."""
 
 import random
 from collections import Counter
@@ -33,16 +33,16 @@ Job = tuple[Task, str]  # a task, and the id of the episode, which determines it
 
 
 class Players(Protocol):
-    """An object that plays episodes: ``Rollouts`` in this process, or ``RayPlayers`` in Ray's actors."""
+    """Plays episodes: ``Rollouts`` in this process, or ``RayPlayers`` in Ray's actors."""
 
     async def play(self, jobs: Sequence[Job], kind: Kind, on_done: OnDone = ...) -> list[Episode]:
-        """Plays an episode of ``kind`` for each of ``jobs``; returns the episodes in the order of ``jobs``."""
+        """Plays an episode of ``kind`` for each of ``jobs``. Returns the episodes in the order of ``jobs``."""
 
 
 @dataclass
 class Rollouts:
-    """Plays episodes in this process, with a policy's engine and a sandbox.  ``model`` is the model to train.  The
-    engine samples from a copy of the model's weights; ``engine.update_from(model, version)`` renews the copy."""
+    """Plays episodes in this process, with a policy's engine and a sandbox. ``model`` is the model to train. The engine
+    samples from a copy of ``model``; ``engine.update_from(model, version)`` renews the copy."""
 
     model: Any
     tokenizer: Any
@@ -67,9 +67,7 @@ class Rollouts:
 
 def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
     """Returns the jobs of ``samples`` episodes per task, in the order of ``tasks``, with the ids ``label/task/sample``.
-
-    If ``tasks`` holds a task twice, the ids of its second occurrence are ``label/task#2/sample``.  So the episodes of
-    the two occurrences have different seeds and are in different groups."""
+    The second occurrence of a task has the ids ``label/task#2/sample``, and so its own seeds and groups."""
     draws: Counter[str] = Counter()
     jobs: list[Job] = []
     for task in tasks:
@@ -86,7 +84,7 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
     Raises:
         PolicyError: The folder holds no usable policy.
         BadConfiguration: ``policy.device`` is cuda, and there is no GPU.
-        SandboxUnready: A required wall or the compiler is missing."""
+        SandboxUnready: A required wall of the sandbox or the compiler is missing."""
     import torch
 
     config = ctx.config
@@ -102,8 +100,8 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
 
 
 def servers_apart(config: Config, here: int) -> None:
-    """Raises BadConfiguration if a vLLM server of the stage would run on the GPU on which this machine's judge measures
-    times, and would disturb the measurements.  ``here`` is this machine's number of GPUs."""
+    """Checks that no vLLM server of the stage runs on the GPU on which this machine's judge measures times. Raises
+    BadConfiguration if one does. ``here`` is this machine's number of GPUs."""
     sandbox, vllm = config.sandbox, config.policy.vllm
     timed_here = sandbox.device == "cuda" and sandbox.clock == "real" and not sandbox.servers
     if timed_here and not vllm.servers and 0 < here <= vllm.replicas:
@@ -138,8 +136,7 @@ async def _open_engine(ctx: WorkerContext, folder: Path, model: Any, chat: Chat)
 def episode_settings(
     config: Config, *, turns: int, context: int, temperature: float, reward: str = "ladder", style: Style | None = None
 ) -> EpisodeSettings:
-    """Returns the settings of the agent loop.  If ``style`` is None, the prompt's style is "full" for a policy that was
-    made from ``policy.base``, otherwise "compact"."""
+    """Returns the settings of the agent loop. ``style`` defaults to "full" with ``policy.base``, else to "compact"."""
     style = style or ("compact" if config.policy.base is None else "full")
     return EpisodeSettings(
         format=config.sandbox.format,
@@ -156,8 +153,8 @@ def episode_settings(
 
 
 def draw(tasks: Sequence[Task], count: int, seed: int, step: int) -> list[Task]:
-    """Returns the ``count`` tasks of training step ``step``.  Each epoch holds every task once, in an order that
-    depends on ``seed``.  The steps take tasks from one epoch after the other; a step may reach into the next epoch."""
+    """Returns the ``count`` tasks of training step ``step``. Each epoch holds every task once, in an order that depends
+    on ``seed``. The steps go through the epochs one after the other; a step may reach into the next epoch."""
     drawn: list[Task] = []
     for position in range(step * count, (step + 1) * count):
         epoch, index = divmod(position, len(tasks))

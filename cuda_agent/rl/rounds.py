@@ -16,8 +16,8 @@ from cuda_agent.training.recipes import episode_metrics
 async def play_rounds(
     ctx: StageContext, split: str, rounds: int, kind: Kind = "agent", *, turns: int, temperature: float
 ) -> tuple[list[Task], list[Episode]]:
-    """Plays the stage's policy on its tasks of ``split`` ("train" or "heldout").  Each of the ``rounds`` rounds plays
-    one episode per task and then saves a checkpoint.  Returns the tasks and the episodes of all rounds."""
+    """Plays the stage's policy on its tasks of ``split`` ("train" or "heldout"). Each of the ``rounds`` rounds plays
+    one episode per task and saves a checkpoint. Returns the tasks and the episodes of all rounds."""
     tasks = [task for task in read_tasks(ctx.inputs["tasks"]) if task.split == split]
     episodes: list[Episode] = []
     start = ctx.checkpoints.load(lambda folder: episodes.extend(read_episodes(folder / EPISODES))) or 0

@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 class LearnerLost(TryAgain):
-    """The trainer's processes are gone, and with them everything learnt since the newest checkpoint."""
+    """The trainer's processes are gone. Everything learnt since the newest checkpoint is lost."""
 
 
 @dataclass
@@ -35,32 +35,31 @@ class RolloutBatch:
 
 
 class Runtime(Protocol):
-    """Plays episodes and trains on them.  Step N of the training begins with version N of the weights.
-
-    ``play`` may run at the same time as another method.  The other methods are called one after the other; they raise
-    ``LearnerLost`` if the trainer's processes are gone."""
+    """Plays episodes and trains on them. Step N of the training begins with version N of the weights. ``play`` may run
+    at the same time as another method. The other methods run one after the other, and raise ``LearnerLost`` if the
+    trainer's processes are gone."""
 
     async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
-        """Plays the episodes of training step ``step``: ``Ppo.samples_per_prompt`` on each task in ``tasks``."""
+        """Plays ``Ppo.samples_per_prompt`` episodes on each of ``tasks``, for training step ``step``."""
 
     async def learn(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
-        """Makes the update of training step ``step``: trains on ``episodes`` and returns metrics by name."""
+        """Trains on ``episodes``, as training step ``step``, and returns metrics by name."""
 
     async def serve(self, version: int) -> None:
-        """Gives the trainer's weights, as ``version``, to the engine; turns under way finish on the old weights."""
+        """Gives the trainer's weights to the engine, as ``version``. Turns under way finish on the old weights."""
 
     async def save(self, step: int) -> None:
         """Saves a checkpoint of the trainer under the number ``step``."""
 
     async def restore(self) -> int:
-        """Loads the newest checkpoint into the trainer and returns its step, or 0 if there is no checkpoint."""
+        """Loads the newest checkpoint into the trainer and returns its step. Without a checkpoint, returns 0."""
 
     async def result(self) -> tuple[Any, Any, Critic | None]:
         """Returns the trained (model, tokenizer, critic) in this process; the critic is None if none is trained."""
 
 
 class ActorCritic:
-    """The trainers of one stage: one for ``model``, the policy, and one for ``critic``, unless ``critic`` is None."""
+    """The trainers of one stage: one for the policy ``model``, and one for ``critic`` unless this is None."""
 
     def __init__(self, ctx: WorkerContext, settings: Ppo, model: Any, critic: Critic | None) -> None:
         self._ctx, self._settings = ctx, settings
@@ -70,7 +69,7 @@ class ActorCritic:
         self._trainers = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
     def update(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
-        """Trains on ``episodes`` and returns metrics.  The first ``critic_warmup`` steps train only the critic."""
+        """Trains on ``episodes`` and returns metrics. The first ``critic_warmup`` steps train only the critic."""
         return ppo_update(
             self.actor,
             self.critic,
@@ -88,14 +87,13 @@ class ActorCritic:
             trainer.save(folder / name)
 
     def load(self, folder: Path) -> None:
-        """Restores the state that ``save`` wrote to ``folder``.  Raises CorruptCheckpoint if the state is damaged or
-        belongs to another model."""
+        """Restores what ``save`` wrote to ``folder``. Raises CorruptCheckpoint if it is damaged or of another model."""
         for name, trainer in self._trainers.items():
             trainer.load(folder / name)
 
 
 class LocalRuntime:
-    """The runtime in the stage's own process.  It plays and trains in turn, never at the same time."""
+    """The runtime in the stage's own process. Playing and training take turns."""
 
     def __init__(self, ctx: StageContext, settings: Ppo, kind: Kind, rollouts: Rollouts, learner: ActorCritic) -> None:
         self._ctx, self._settings, self._kind = ctx, settings, kind
@@ -133,7 +131,7 @@ def settings_of(ctx: WorkerContext, settings: Ppo) -> EpisodeSettings:
 async def open_local(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
 ) -> AsyncIterator[LocalRuntime]:
-    """Opens the engine, the sandbox and the trainers in this process.  If ``make_critic`` is None, trains no critic."""
+    """Opens the engine, the sandbox and the trainers in this process. If ``make_critic`` is None, trains no critic."""
     with shared_training(ctx) as ctx:
         async with open_rollouts(ctx, ctx.inputs["policy"], settings_of(ctx, settings)) as rollouts:
 

@@ -1,10 +1,9 @@
 """Computes the scores of a policy from the verdicts of its episodes: the metrics of the paper's table, with intervals.
 
 Each metric is computed twice: for the final solution of every episode, and for the best solution judged in the episode.
-There are metrics over all tasks, per family of tasks and per operator.  ``compare`` compares two policies on the tasks
-that both have played.  Episodes lost by infrastructure faults are counted, but not scored.
-
-Intervals come from a bootstrap over tasks.  They cover the choice of tasks, but not timing noise or training seeds."""
+There are metrics over all tasks, per family of tasks and per operator. ``compare`` compares two policies on the tasks
+that both have played. Episodes lost by infrastructure faults are counted, but not scored. Intervals come from a
+bootstrap over tasks. They cover the choice of tasks, but not timing noise or training seeds."""
 
 import json
 import warnings
@@ -47,7 +46,7 @@ class Result:
 
 @dataclass
 class EpisodeScore:
-    """The score of one episode: the results of its final solution and of the best solution judged during it."""
+    """The score of one episode: the results of its final solution and of its best solution."""
 
     episode: str  # id
     task: str  # name
@@ -61,11 +60,10 @@ class EpisodeScore:
 
 @dataclass
 class ScoreRow:
-    """One row of a table of scores.
-
-    ``passed``, ``faster_eager`` and ``faster_compile`` are rates: shares of a task's episodes (0 to 1), averaged over
-    the tasks.  A speed-up is the geometric mean over the tasks with a correct solution, or None if no task has one.
-    ``intervals`` maps each metric to its 95 % interval (low, high), or to None if there are too few tasks."""
+    """One row of a table of scores. ``passed``, ``faster_eager`` and ``faster_compile`` are rates: shares of a task's
+    episodes (0 to 1), averaged over the tasks. A speed-up is the geometric mean over the tasks with a correct solution,
+    or None if no task has one. ``intervals`` maps each metric to its 95 % interval (low, high), or to None with too few
+    tasks."""
 
     group: str  # "overall", a family or an operator
     tasks: int
@@ -87,8 +85,8 @@ class Table:
 
 @dataclass
 class Scores:
-    """All scores of one policy on one task set: the content of the file ``scores.json``.  ``lets_through`` maps a task
-    to the wrong answers that its check accepts; it holds only linted tasks with such answers."""
+    """All scores of one policy on one task set: the content of ``scores.json``. ``lets_through`` maps each linted task
+    that accepts wrong answers to these answers."""
 
     policy: str
     clock: Literal["real", "model"]  # "model": times are a deterministic cost, not measured
@@ -114,8 +112,8 @@ class Scores:
 @dataclass
 class Difference:
     """The change of one metric between two policies on their common tasks: a difference for rates, a ratio for
-    speed-ups.  ``interval`` (95 %) comes from a bootstrap over tasks; it is None if there are too few tasks, or if both
-    policies have the same value on every task, because resampling then shows no spread."""
+    speed-ups. ``interval`` (95 %) comes from a bootstrap over tasks. It is None if there are too few tasks, or if both
+    policies have equal values on every task."""
 
     group: str  # "overall" or a family
     metric: str
@@ -132,8 +130,7 @@ def score(
     """Returns the scores of the policy named ``policy`` from its ``episodes`` on ``tasks``.
 
     Raises:
-        ValueError: An episode's task is not in ``tasks``, or a verdict's clock is not ``clock``.  (Times of different
-            clocks cannot be compared.)"""
+        ValueError: An episode's task is not in ``tasks``, or a verdict's clock is not ``clock``."""
     by_name = {task.name: task for task in tasks}
     outcomes: list[EpisodeScore] = []
     ended: Counter[str] = Counter()
@@ -212,9 +209,9 @@ def compare(
 
 def fast_p(scores: Scores, p: float, baseline: Literal["eager", "compile"], tasks: int | None = None) -> float | None:
     """Returns KernelBench's fast_p: the share of tasks whose final solution is correct and more than ``p`` times as
-    fast as the baseline.  If ``p`` is 0, any correct solution counts.  A task with several episodes counts with the
-    share of its successful episodes.  ``tasks`` is the divisor; None stands for the number of tasks with a scored
-    episode.  Returns None if the divisor is 0."""
+    fast as the baseline. If ``p`` is 0, any correct solution counts. A task counts with the share of its successful
+    episodes. ``tasks`` is the divisor, by default the number of tasks with a scored episode. Returns None if the
+    divisor is 0."""
     shares: dict[str, list[bool]] = {}
     for outcome in scores.outcomes:
         speedup = getattr(outcome.final, f"speedup_{baseline}") or 0.0
@@ -228,7 +225,7 @@ def write_scores(path: Path, scores: Scores) -> None:
 
 
 def read_scores(path: Path) -> Scores:
-    """Reads scores that ``write_scores`` wrote.  Raises ValueError if the file ``path`` does not hold scores."""
+    """Reads scores that ``write_scores`` wrote. Raises ValueError if the file holds no scores."""
     return TypeAdapter(Scores).validate_python(json.loads(path.read_text()))
 
 
@@ -275,9 +272,8 @@ def _row(group: str, outcomes: Sequence[EpisodeScore], which: str, seed: int) ->
 
 
 def _per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
-    """Returns for each metric an array float64 [len(names)]: one value for each task in ``names``.  A rate is the share
-    of the task's episodes.  A speed-up is the mean logarithm over the task's correct and timed episodes (nan if there
-    are none).  ``which`` is "final" or "best"."""
+    """Returns for each metric float64 [len(names)], one value per task. A rate is a share of the task's episodes. A
+    speed-up is the mean logarithm over correct and timed episodes, or nan. ``which`` is "final" or "best"."""
     results: dict[str, list[Result]] = {name: [] for name in names}
     for outcome in outcomes:
         if outcome.task in results:
@@ -293,7 +289,6 @@ def _per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]
 
 
 def _draws(n: int, seed: int) -> NDArray[np.int64]:
-    """Returns the task indices of all bootstrap resamples of ``n`` tasks, int64 [RESAMPLES, n]."""
     return np.random.default_rng(seed).integers(0, max(n, 1), size=(RESAMPLES, n))
 
 
@@ -307,7 +302,7 @@ def _mean(column: NDArray[np.float64], geometric: bool) -> float | None:
 
 def _means(column: NDArray[np.float64], draws: NDArray[np.int64], geometric: bool) -> NDArray[np.float64]:
     """Returns the mean of ``column`` [tasks] over each resample in ``draws`` [resamples, tasks]: float64 [resamples],
-    nan for a resample without a known value.  With ``geometric``, ``column`` holds logarithms."""
+    nan for a resample without a known value. With ``geometric``, ``column`` holds logarithms."""
     if not len(column):
         return np.full(len(draws), np.nan)
     with warnings.catch_warnings(action="ignore"):  # warnings about resamples without a known value
@@ -325,7 +320,7 @@ def _percentiles(values: NDArray[np.float64]) -> tuple[float, float] | None:
 
 
 def _unanimous(share: float, n: int) -> tuple[float, float]:
-    """Returns the exact binomial interval of a rate if all ``n`` tasks have the same ``share``, 0 or 1.  A bootstrap
-    would give width 0, but the true rate is uncertain: if 0 of 24 tasks are solved, it can be up to 12 %."""
+    """Returns the exact binomial interval of a rate if all ``n`` tasks have the same ``share``, 0 or 1. A bootstrap
+    would give width 0, but the true rate may differ: with 0 of 24 tasks solved, it can be up to 12 %."""
     reach = 1 - (1 - COVERAGE) ** (1 / n)
     return (0.0, reach) if share == 0 else (1 - reach, 1.0)

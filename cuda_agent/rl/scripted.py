@@ -1,5 +1,5 @@
-"""An engine for test runs (``policy.engine=scripted``).  The scripted teacher, a program, gives the answers; the policy
-gives their log-probabilities.  A run takes a minute and repeats bit for bit, but trains no useful policy."""
+"""Provides an engine for test runs (``policy.engine=scripted``). The scripted teacher, a program, gives the answers;
+the policy gives their log-probabilities. A run takes a minute and repeats bit for bit, but trains no useful policy."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ REPAIRED = 0.5  # share of the agent's episodes that begin with a mistake
 
 
 class ScriptedEngine:
-    """An ``Engine`` that answers as the scripted teacher would on ``tasks``.  An episode's seed decides its answers."""
+    """An ``Engine`` with the scripted teacher's answers on ``tasks``. An episode's seed decides its answers."""
 
     def __init__(self, chat: Chat, tasks: Sequence[Task], model: Any) -> None:
         self._chat, self._model, self._version = chat, model, 0

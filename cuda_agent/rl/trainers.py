@@ -1,4 +1,4 @@
-"""Makes trainers from the configuration, and trains a policy by imitation.  Imports neither the sandbox nor Ray."""
+"""Makes trainers from the configuration, and trains a policy by imitation. Imports neither the sandbox nor Ray."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -32,10 +32,9 @@ def make_trainer(
     precision: Literal["fp32", "auto"] = "fp32",
     scratch: bool = False,
 ) -> Trainer:
-    """Makes a trainer for ``model``.  ``longest`` is the length of the longest sequence in tokens.  Only imitation may
-    set ``precision`` to "auto": PPO needs exactly the engine's log-probabilities.  If ``scratch`` is set, the model is
-    new: its optimizer is Muon, which needs half as many training tokens as AdamW.  Other models use AdamW, with LoRA
-    adapters if ``lora.rank`` is set."""
+    """Makes a trainer for ``model``. ``longest`` is the length of the longest sequence in tokens. Only imitation may
+    set ``precision`` to "auto": PPO needs exactly the engine's log-probabilities. A new model (``scratch``) uses Muon,
+    which needs half as many tokens as AdamW. Other models use AdamW, with LoRA adapters if ``lora.rank`` is set."""
     import torch
 
     torch.set_num_threads(ctx.config.policy.threads)
@@ -66,8 +65,8 @@ Place = TypeVar("Place", bound=WorkerContext)
 
 @contextmanager
 def shared_training(ctx: Place) -> Iterator[Place]:
-    """Starts the trainer's processes (ranks) as the configuration's section ``training`` asks.  Yields a copy of
-    ``ctx`` with these ranks.  If the section asks for one process on a CPU, starts nothing and yields ``ctx`` itself.
+    """Starts the trainer's processes (ranks) that the configuration's section ``training`` asks for. Yields a copy of
+    ``ctx`` with these ranks. For one process on a CPU, starts nothing and yields ``ctx`` itself.
 
     Raises:
         BadConfiguration: The machine has too few GPUs.
@@ -89,8 +88,8 @@ def shared_training(ctx: Place) -> Iterator[Place]:
 def imitate(
     ctx: StageContext, trainer: Trainer, sequences: Sequence[Tokens], settings: Bootstrap | Sft, **limits: Any
 ) -> None:
-    """Trains on ``sequences``, starting at the newest checkpoint.  Logs metrics, shows progress and saves checkpoints.
-    Raises TryAgain when the stage is told to stop.  ``limits`` are further arguments of ``training.recipes.sft``."""
+    """Trains on ``sequences``, starting at the newest checkpoint. Logs metrics, shows progress and saves checkpoints.
+    ``limits`` are further arguments of ``training.recipes.sft``. Raises TryAgain when the stage is told to stop."""
     tokens, lr = settings.tokens_per_step, settings.lr
     ctx.checkpoints.load(trainer.load)
     saved = time.monotonic()

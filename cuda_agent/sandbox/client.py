@@ -1,4 +1,4 @@
-"""Defines the interface of the sandbox. It is the same for a sandbox on this machine and for one on servers."""
+"""Defines the sandbox's interface, which a sandbox on this machine and a sandbox on servers share."""
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
@@ -34,5 +34,5 @@ class Sandbox(Protocol):
 
 
 def open_sandbox(config: SandboxConfig, cache: Path) -> LocalSandbox | RemoteSandbox:
-    """Returns a sandbox on ``config.servers`` if there are any, else one on this machine that uses ``cache``."""
+    """Returns a sandbox on ``config.servers`` if there are any, else a sandbox on this machine that uses ``cache``."""
     return RemoteSandbox(config) if config.servers else LocalSandbox(config, cache)

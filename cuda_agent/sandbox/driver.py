@@ -1,7 +1,7 @@
 """Calls the CUDA driver through ctypes: the part of ``libcuda`` that the judge and its workers need.
 
-``python driver.py`` prints a device's architecture and identity as JSON, so that the calling process need not open the
-device. Handles and addresses are integers. Only the default stream is supported; textures and graphs are not."""
+``python driver.py`` prints the device's architecture and identity as JSON. A caller of this program need not open the
+device. Handles and addresses are integers. The module uses only the default stream, and neither textures nor graphs."""
 
 import ctypes
 import functools
@@ -36,8 +36,6 @@ class _Location(ctypes.Structure):
 
 
 class _Properties(ctypes.Structure):
-    """Mirrors the C structure ``CUmemAllocationProp``."""
-
     _fields_ = [
         ("type", ctypes.c_int), ("handle_types", ctypes.c_int), ("location", _Location),
         ("metadata", ctypes.c_void_p), ("flags", ctypes.c_ubyte * 8),
@@ -112,14 +110,14 @@ def l2_bytes() -> int:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Returns the bytes of the device's memory that are free, and all its bytes."""
+    """Returns the free bytes and the total bytes of the device's memory."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     _call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
     return free.value, total.value
 
 
 def identity() -> str:
-    """Returns the device's name and the driver's version, on which times depend."""
+    """Returns the device's name and the driver's version."""
     name, version = ctypes.create_string_buffer(100), ctypes.c_int()
     _call("cuDeviceGetName", name, 100, 0)
     _call("cuDriverGetVersion", ctypes.byref(version))
@@ -141,26 +139,25 @@ def allocate(size: int) -> int:
 
 
 def keep_freed() -> None:
-    """Makes the driver keep memory that ``give_back`` frees for the next ``take``, until ``trim``."""
+    """Makes the driver keep freed memory for later calls of ``take``. ``trim`` releases this memory."""
     forever = ctypes.c_uint64((1 << 64) - 1)
     _call("cuMemPoolSetAttribute", _pool(), ctypes.c_int(_RELEASE_THRESHOLD), ctypes.byref(forever))
 
 
 def take(size: int) -> int:
-    """Allocates ``size`` bytes of device memory, in the order of the default stream. Unlike ``allocate`` it does not
-    wait for the device."""
+    """Allocates ``size`` bytes of device memory in the order of the default stream, without waiting for the device."""
     address = ctypes.c_uint64()
     _call("cuMemAllocAsync", ctypes.byref(address), max(size, 1), None)
     return address.value
 
 
 def give_back(address: int) -> None:
-    """Frees memory of ``take``, in the order of the default stream."""
+    """Frees memory that ``take`` allocated, in the order of the default stream."""
     _call("cuMemFreeAsync", address, None)
 
 
 def trim() -> None:
-    """Gives the device all memory back that ``give_back`` has freed."""
+    """Releases to the device all memory that ``give_back`` has freed."""
     synchronize()
     _call("cuMemPoolTrimTo", _pool(), 0)
 
@@ -209,10 +206,10 @@ def forget_persisting_lines() -> None:
 
 
 class Shared:
-    """Device memory that this process has mapped. Other processes can map it through its ``descriptor``."""
+    """Device memory that this process has mapped. Other processes can map the same memory through ``descriptor``."""
 
     def __init__(self, size: int, descriptor: int | None = None, access: int = READ_WRITE) -> None:
-        """Allocates ``size`` bytes. If ``descriptor`` is given, maps memory of another process instead."""
+        """Allocates ``size`` bytes. If ``descriptor`` is given, maps the memory of another process instead."""
         properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, _Location(_ON_DEVICE, 0))
         granularity, self._handle = ctypes.c_size_t(), ctypes.c_uint64()
         _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(properties), 0)
@@ -255,8 +252,8 @@ class Module:
         _call("cuModuleUnload", self._module)
 
     def function(self, name: str, shared: int = 0, wide_cluster: bool = False) -> ctypes.c_void_p:
-        """Returns the kernel ``name``. Its launches may use ``shared`` bytes of dynamic shared memory. If
-        ``wide_cluster`` is true, they may also use clusters of more than 8 blocks."""
+        """Returns the kernel ``name`` and permits launches with ``shared`` bytes of dynamic shared memory.
+        ``wide_cluster`` also permits clusters of more than 8 blocks."""
         found = ctypes.c_void_p()
         _call("cuModuleGetFunction", ctypes.byref(found), self._module, name.encode())
         if shared > 48 << 10:
@@ -314,7 +311,7 @@ def explain(error: DriverError) -> str:
 
 
 def explain_code(code: int) -> str:
-    """Explains a ``CUresult`` to the author of a kernel. Returns an empty string if its name says enough."""
+    """Explains a ``CUresult`` to the author of a kernel. Returns an empty string if there is no explanation."""
     return {
         700: "a kernel accessed an illegal address (out of bounds, or a write to an input)",
         701: "a kernel needs more resources than a block can have (registers or shared memory)",

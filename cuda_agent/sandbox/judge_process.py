@@ -1,4 +1,4 @@
-"""Runs a judge as a process of this machine: starts it at the first request, and detects when it has ended."""
+"""Runs a judge in a separate process: starts it at the first request, and detects its end."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ class JudgeHandle:
         self._killed = False
 
     async def begin(self) -> None:
-        """Starts the judge if it does not run. Raises ``SandboxUnready``, or ``JudgeLost`` (faulty device)."""
+        """Starts the judge unless it runs. Raises ``SandboxUnready``, or ``JudgeLost`` if the device is faulty."""
         async with self._turn:
             await asyncio.shield(asyncio.to_thread(self._begin))
 
@@ -53,12 +53,12 @@ class JudgeHandle:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is being answered, so that the next one has to wait."""
+        """Whether the judge is answering a request."""
         return self._turn.locked()
 
     async def ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
         """Sends one request and returns its answer. Raises ``TaskError`` if the task does not run, ``SandboxUnready``
-        if a wall or the GPU is missing, ``JudgeLost`` if the judge or its device fails, or ``FrameTooLarge``."""
+        if the jail or the GPU does not work, ``JudgeLost`` if the judge or its device fails, or ``FrameTooLarge``."""
         async with self._turn:
             answer = asyncio.ensure_future(asyncio.to_thread(self._ask, operation, body))
             answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio would warn
@@ -129,7 +129,7 @@ class JudgeHandle:
             self._stop()
 
     def kill(self) -> None:
-        """Ends the judge for good, without waiting for the request that it is answering."""
+        """Kills the judge for good, without waiting for a running request."""
         self._killed = True
         if (process := self._process) is not None:
             process.kill()

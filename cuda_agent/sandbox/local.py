@@ -1,8 +1,7 @@
 """Runs the sandbox on this machine: builds solutions, sends them to judge processes, and caches verdicts by content.
 
-Builds run in parallel; calls are timed one after the other. If the sandbox itself fails, the evaluation is repeated
-once; a second failure yields the status ``infra``, which does not count against the solution. No code that a model
-wrote runs in this process."""
+Builds run in parallel; timed calls run one after the other. If the sandbox itself fails, it repeats the evaluation
+once. A second failure yields ``infra``, a status without a reward. This process runs no code that a model wrote."""
 
 import asyncio
 import contextlib
@@ -58,9 +57,9 @@ _THIS_ROOM = ("local.py", "judge_process.py", "messages.py", "wire.py", "driver.
 
 
 class LocalSandbox:
-    """Judges solutions on this machine, inside ``async with``. ``cache`` is a folder that outlives runs; all processes
-    of this machine share it. Entering the context raises ``SandboxUnready`` if the cache or a temporary folder cannot
-    be written, or if the GPU or its compiler does not work."""
+    """Judges solutions on this machine. Use it as an async context manager. ``cache`` is a permanent folder that all
+    processes of this machine may share. Entering the context raises ``SandboxUnready`` if the cache or a temporary
+    folder cannot be written, or if the GPU or its compiler does not work."""
 
     def __init__(self, config: SandboxConfig, cache: Path) -> None:
         self.config = config
@@ -113,8 +112,8 @@ class LocalSandbox:
         return self
 
     async def _device(self) -> tuple[str, str]:
-        """Returns the path of the judge's compiled kernels (``check.cu``), and the name of the GPU with its driver's
-        version. Asks the driver in a separate process, because a process that forks must not open the GPU."""
+        """Returns the path of the judge's compiled kernels (``check.cu``), and the names of the GPU and its driver.
+        Asks the driver in a separate process, because a process that forks must not open the GPU."""
         program = [sys.executable, "-P", "-m", "cuda_agent.sandbox.driver"]
         environment = os.environ | {"PYTHONPATH": str(_HERE.parents[1])}
         answer = await asyncio.to_thread(subprocess.run, program, capture_output=True, env=environment)
@@ -130,8 +129,7 @@ class LocalSandbox:
         return str(image), found["identity"]
 
     async def ready(self) -> None:
-        """Proves that the walls, the device and the compiler work. Raises ``SandboxUnready``, which names the missing
-        part."""
+        """Proves that the jail, the device and the compiler work. Raises ``SandboxUnready`` with the faulty part."""
         try:
             await asyncio.gather(*(judge.begin() for judge in self._judges))
         except JudgeLost as faulty:  # its device failed the health probe
@@ -139,7 +137,7 @@ class LocalSandbox:
         await self.prove_compiler()
 
     async def prove_compiler(self) -> None:
-        """Proves that the compiler works: builds a source that is not in the cache. Raises ``SandboxUnready``."""
+        """Proves that the compiler works by building a source that is not cached. Raises ``SandboxUnready``."""
         proof = secrets.token_hex(16)
         try:
             if self.config.device == "cuda":
@@ -162,7 +160,6 @@ class LocalSandbox:
             raise
 
     async def _end(self) -> None:
-        """Ends all processes of the sandbox and removes its folder."""
         await self._workspaces.close()
         for judge in self._judges:
             await asyncio.to_thread(judge.close)
@@ -239,8 +236,8 @@ class LocalSandbox:
     async def _load(
         self, task: Task, solution: Solution, spec: TaskSpec, first_pass_time: FirstPassTime
     ) -> tuple[dict[str, Any], float]:
-        """Builds the solution, and runs its first pass if that comes before the judge. Returns the request from which a
-        worker loads the solution, and the seconds that this took. Raises what ``_prepare`` and ``_place`` raise."""
+        """Builds the solution, and runs its first pass if the format needs that before judging. Returns the request
+        that makes a worker load the solution, and the seconds spent."""
         begin = time.monotonic()
         if self.config.device == "cpu":
             await plan.runtime(self._builder)
@@ -271,25 +268,22 @@ class LocalSandbox:
         return source
 
     def _timed(self, task: Task) -> bool:
-        """Returns whether the times of the baselines of ``task`` are in the cache."""
         file = baselines_file(self._settings, task.digest, importlib.metadata.version("torch"))
         return read_baselines(file).compile_tried
 
     async def _prepare(self, solution: Solution, spec: TaskSpec) -> dict[str, Any]:
-        """Builds the solution. Returns the request from which a worker loads it. Raises ``SolutionError``,
-        ``BuildError``, ``CompilerMissing`` or ``SandboxUnready``."""
+        """Builds the solution. Returns the request that makes a worker load the solution."""
         format = FORMATS[solution.format]
         load = await format.build(solution.files, spec, Toolchain(self._builder, self._architecture))
         return load | {"environment": dict(format.environment.get(self.config.device, {}))}
 
     async def _place(self, task: Task, solution: Solution, own_headers: bool = False) -> dict[str, Any]:
-        """Returns the folder and the environment variables of the first pass's results. Runs the first pass if they are
-        missing. Raises ``FirstPassFailed`` or ``OSError``."""
+        """Runs the first pass if its results are missing. Returns their folder and environment variables."""
         more = FORMATS[solution.format].environment.get(self.config.device, {})
         return await self._first_pass(task, solution.files, self._architecture, more, own_headers)
 
     async def spec(self, task: Task) -> TaskSpec:
-        """Returns shapes, dtypes and plain values of a task. Raises ``TaskError`` if the task cannot be run."""
+        """Returns the shapes, dtypes and plain values of ``task``. Raises ``TaskError`` if the task cannot be run."""
         if task.digest not in self._specs:
             spec = TaskSpec.from_json(await self._judge(task).ask(JudgeRequest.SPEC, {"task": _source(task)}))
             if len(self._specs) >= _MOST_SPECS:
@@ -298,7 +292,7 @@ class LocalSandbox:
         return self._specs[task.digest]
 
     async def build(self, solution: Solution, spec: TaskSpec) -> str:
-        """Builds a solution into the cache; no judge takes part. Returns the compiler's message, empty on success."""
+        """Builds a solution into the cache, without a judge. Returns the compiler's error message, empty on success."""
         try:
             await self._prepare(solution, spec)
         except (SolutionError, builder.BuildError) as error:
@@ -311,7 +305,7 @@ class LocalSandbox:
             judge.kill()
 
     async def probe(self, task: Task, compile: bool = True) -> Probe:
-        """Runs a task without a solution. In the result, ``error`` describes a fault of the task."""
+        """Runs a task without a solution. The result's ``error`` says why the task did not run."""
         for _ in (1, 2):
             try:
                 request = {"task": await self._source(task, compile), "compile": compile}
@@ -333,7 +327,7 @@ class LocalSandbox:
         return len(self._judges)
 
     def judge_of(self, task: Task) -> int:
-        """Returns the index of the judge for ``task``. It stays the same, since the judge keeps the task prepared."""
+        """Returns the index of the judge for ``task``, always the same one because judges keep prepared tasks."""
         return int(task.digest, 16) % len(self._judges)
 
     def _judge(self, task: Task) -> JudgeHandle:
@@ -350,7 +344,6 @@ class LocalSandbox:
 
     @cached_property
     def _software(self) -> list[str]:
-        """The versions of torch and of the compilers, on which a verdict depends."""
         found = [importlib.metadata.version("torch")]
         finders = (toolchain.find_nvrtc, toolchain.find_nvcc) if self.config.device == "cuda" else ()
         for find in (toolchain.find_toolchain, *finders):

@@ -1,8 +1,7 @@
 """Defines the messages between client, judge, workers and workspaces: operations, their bodies, and frames.
 
-The comment beside each operation shows the body of the request, an arrow, and the body of the answer. A call runs on
-one set of buffers (inputs and outputs); its slot is the number of that set. This module imports only the standard
-library and ``wire``, because workers import it."""
+The comment beside each operation shows the request's body, an arrow, and the answer's body. A call's slot is the number
+of its set of buffers. Workers import this module, so it imports only the standard library and ``wire``."""
 
 import json
 import socket
@@ -56,7 +55,7 @@ class WorkerOperation(StrEnum):
     COMPILE_TASK = "compile_task"  # {"known": a warm-up's folder, empty in the warm-up, "mode": of torch.compile}
     MAP_EXACT = "map_exact"  # ``Buffers.places`` and {"spec"}
     RUN_EXACT = "run_exact"  # -> whether all outputs are finite
-    RUN_MUTANT = "run_mutant"  # how to be wrong: {"kind"} and more (``values.mutants``) -> whether the task can be
+    RUN_MUTANT = "run_mutant"  # {"kind"} of wrong answer, and more (``values.mutants``) -> whether the task has one
     COUNT_OPERATORS = "count_operators"  # -> {"operators", "bytes"}
     ACCOUNT = "account"  # -> {"flops": 0 if not known, "written": bytes, "views": strides or null of each output}
     # to a candidate worker
@@ -144,7 +143,7 @@ class FrameTooLarge(ValueError):
 
 
 class Frame(NamedTuple):
-    """One message: a head of 8 bytes, then the body as JSON. ``fds`` are the file descriptors that came with it."""
+    """One message: a head of 8 bytes, then the body as JSON. ``fds`` are the file descriptors sent with the message."""
 
     operation: Operation
     slot: int  # number of the set of buffers of a call; some operations put another number here
@@ -179,8 +178,8 @@ def send_frame(
 
 
 def receive_frame(sock: socket.socket, max_fds: int = 0) -> Frame:
-    """Returns the next frame. Its body must arrive within the socket's timeout. Raises ``ConnectionError`` if the
-    stream has ended, ``TimeoutError``, or ``ValueError`` for an invalid frame."""
+    """Returns the next frame, whose body must arrive within the socket's timeout. Raises ``ConnectionError`` at the end
+    of the stream, ``TimeoutError``, or ``ValueError`` for an invalid frame."""
     fds: list[int] = []
     if max_fds:
         head, fds, _, _ = socket.recv_fds(sock, HEAD.size, max_fds)

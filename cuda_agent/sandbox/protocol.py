@@ -1,8 +1,7 @@
 """Defines the requests of the sandbox's HTTP service, their limits, and the form of a refusal.
 
-Unknown keys, wrong types, invalid Unicode, unsafe file names and deep nesting are refused before any other code reads
-them. Within the limits, a request fits into one message to the judge (``messages.FRAME_LIMIT``) even if JSON escapes
-every character. The content of a solution or a task is not checked here."""
+Validation refuses unknown keys, wrong types, invalid Unicode, unsafe file names and deep nesting. A valid request fits
+into one message to the judge, even if JSON escapes every character. Solutions and tasks are not checked here."""
 
 import hashlib
 import json
@@ -45,7 +44,7 @@ AGREED = (
 
 
 class ServiceError(Exception):
-    """A refusal by the service. Programs read its ``kind``; ``where`` names the refused part of the request."""
+    """A refusal by the service. ``kind`` is for programs; ``where`` names the refused part of the request."""
 
     def __init__(self, status: int, kind: str, message: str, where: str = "", retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -99,7 +98,6 @@ _SPEC = TypeAdapter(TaskSpec)
 
 
 def _spec(given: Any) -> TaskSpec:
-    """Converts ``given`` to a spec. Raises ``ValueError`` if it cannot come from a spec request."""
     try:
         spec = _SPEC.validate_python(shallow(given))
     except ValidationError as error:
@@ -140,7 +138,7 @@ class SolutionBody(Body):
 
 
 class Request(Body):
-    """The fields of every job.  The server refuses a job unless the server's own settings equal ``settings``."""
+    """The fields of every job. The server refuses a job whose ``settings`` differ from the server's settings."""
 
     priority: int = Field(0, ge=-PRIORITIES, le=PRIORITIES, description="jobs with a higher priority start first")
     settings: dict[str, str | bool | int | float] = Field(
@@ -150,7 +148,7 @@ class Request(Body):
     )
 
     def key(self) -> str:
-        """Returns a digest of the request's content. Priority, settings and the task's name do not change it."""
+        """Returns a digest of the request's content, without priority, settings and the task's name."""
         content = self.model_dump(exclude={"priority", "settings"})
         content.get("task", {}).pop("name", None)
         text = json.dumps([type(self).__name__, content], sort_keys=True)
@@ -167,7 +165,7 @@ class EvaluateRequest(Request):
 
 
 class ProbeRequest(Request):
-    """A request to run a task without a solution, and with ``compile`` also under torch.compile."""
+    """A request to run a task without a solution. ``compile`` also runs the task under torch.compile."""
 
     kind: Literal["probe"] = "probe"
     task: TaskBody
@@ -182,7 +180,7 @@ class SpecRequest(Request):
 
 
 class Build(Request):
-    """A request to build a solution for a task of which only the ``spec`` (from a spec request) is known."""
+    """A request to build a solution. Only the ``spec`` of the task is given, as a spec request returns it."""
 
     kind: Literal["build"] = "build"
     solution: SolutionBody
@@ -204,7 +202,7 @@ Submission = Annotated[
 
 
 class OpenWorkspace(Body):
-    """A new work folder with ``files`` (path -> text).  ``protected`` names files at its top that cannot be changed."""
+    """A new work folder with ``files`` (path -> text). ``protected`` names top-level files that cannot be changed."""
 
     files: Files
     protected: Annotated[list[Annotated[str, AfterValidator(_at_the_top)]], Field(max_length=MOST_FILES)] = []
@@ -225,8 +223,7 @@ class Answer(Body):
 
 
 def dumps(value: Any) -> bytes:
-    """Encodes ``value`` as JSON that every parser accepts. NaN and infinities become null. Characters other than ASCII
-    are escaped, because a solution may contain an unpaired surrogate."""
+    """Encodes ``value`` as ASCII JSON, since texts may hold unpaired surrogates. NaN and infinities become null."""
     try:
         return json.dumps(value, allow_nan=False).encode()
     except ValueError:
@@ -260,8 +257,8 @@ def malformed(error: Any) -> ServiceError:
 
 
 def read_token(config: SandboxConfig, environment: Mapping[str, str]) -> str | None:
-    """Returns the token in the file ``config.token_file``, else in the environment variable ``config.token_env``;
-    ``None`` if neither is set. Raises ``ConfigError`` if the file cannot be read or the token is too weak."""
+    """Returns the token from the file ``config.token_file``, else from the environment variable ``config.token_env``.
+    Returns ``None`` if neither is set. Raises ``ConfigError`` for an unreadable file or a weak token."""
     if config.token_file is not None:
         try:
             token = Path(config.token_file).read_text().strip()

@@ -1,8 +1,8 @@
-"""Runs the sandbox on any number of servers (``cuda-agent sandbox serve``). Its interface is that of ``LocalSandbox``.
+"""Runs the sandbox on any number of servers (``cuda-agent sandbox serve``), with the interface of ``LocalSandbox``.
 
-Each task has a preferred server, because a server keeps tasks prepared and measures baselines for its own machine. A
-server that is full or gone is skipped for a while. Work that is lost or ends with ``infra`` (a fault of the sandbox) is
-tried again on other servers. A workspace cannot move: it is lost with its server (``WorkspaceLost``)."""
+Each task has a preferred server, because servers keep prepared tasks and their baseline times. The client skips a full
+or unreachable server for a while. It repeats a job on other servers if the job is lost or ends with ``infra`` (a fault
+of the sandbox). A workspace cannot move: it is lost with its server (``WorkspaceLost``)."""
 
 import asyncio
 import contextlib
@@ -50,8 +50,7 @@ class Server:
 
 
 class _Away(Exception):
-    """This server cannot take the work: it is full, gone, draining or not ready, or it lacks the role. The client asks
-    this server again after the monotonic time ``until``."""
+    """A server cannot take a request before the monotonic time ``until``, because it is full, gone or not ready."""
 
     def __init__(self, message: str, until: float) -> None:
         super().__init__(message)
@@ -59,7 +58,7 @@ class _Away(Exception):
 
 
 class _Lost(Exception):
-    """A request has no result: its ``server`` was lost or failed (``kind``), or no server took the request."""
+    """A request has no result: ``server`` was lost or failed, or no server took the request."""
 
     def __init__(self, message: str, server: Server | None = None, kind: str = "lost") -> None:
         super().__init__(message)
@@ -99,8 +98,8 @@ class RemoteSandbox:
         await self._client.aclose()
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick") -> Verdict:
-        """Returns the verdict on ``solution``. Raises ``TaskError`` if the task itself cannot be run, and
-        ``SandboxUnready`` if no server is ready or the servers' settings differ from the client's."""
+        """Returns the verdict on ``solution``. Raises ``TaskError`` if the task itself cannot be run. Raises
+        ``SandboxUnready`` if no server is ready, or if the servers' settings differ from the client's."""
         request = {
             "kind": "evaluate", "task": _task(task), "solution": {"format": solution.format, "files": solution.files},
             "mode": mode,
@@ -117,13 +116,12 @@ class RemoteSandbox:
             return self._refusal("infra", solution, mode, str(lost))
 
     def verdict_key(self, task: Task, solution: Solution, mode: Mode) -> str:
-        """Returns the sha256 of what determines a verdict, as far as the client knows it: task, solution, mode and
-        settings, but not the servers' machines."""
+        """Returns the sha256 of task, solution, mode and settings. The servers' hardware does not count."""
         key = json.dumps([task.digest, solution.digest, mode, self._settings], sort_keys=True)
         return hashlib.sha256(key.encode()).hexdigest()
 
     async def probe(self, task: Task, compile: bool = True) -> Probe:
-        """Runs a task without a solution. In the result, ``error`` describes a fault of the task."""
+        """Runs a task without a solution. The result's ``error`` says why the task did not run."""
         try:
             return Probe.from_json(await self._ask({"kind": "probe", "task": _task(task), "compile": compile}, task))
         except _Refused as refusal:
@@ -132,7 +130,7 @@ class RemoteSandbox:
             return Probe(error=f"infrastructure: {lost}")
 
     async def spec(self, task: Task) -> TaskSpec:
-        """Returns shapes, dtypes and plain values of a task. Raises ``TaskError`` or ``SandboxUnready``."""
+        """Returns the shapes, dtypes and plain values of ``task``. Raises ``TaskError`` or ``SandboxUnready``."""
         try:
             return TaskSpec.from_json(await self._ask({"kind": "spec", "task": _task(task)}, task))
         except _Refused as refusal:
@@ -165,8 +163,7 @@ class RemoteSandbox:
                 await self._client.delete(path, headers=headers)
 
     async def _ask(self, request: dict[str, Any], task: Task) -> dict[str, Any]:
-        """Returns the result of the job ``request`` from the first server that completes it. Raises ``_Refused``,
-        ``_Lost``, ``TaskError`` or ``SandboxUnready``."""
+        """Returns the result of the job ``request`` from the first server that completes the job."""
 
         def weight(server: Server) -> bytes:
             return hashlib.sha256(f"{server.address} {task.digest}".encode()).digest()
@@ -218,9 +215,8 @@ class RemoteSandbox:
         failed: Sequence[Server] = (),
         needs: frozenset[str] = _JOB,
     ) -> tuple[Server, dict[str, Any]]:
-        """Posts ``body`` to the first available server of ``order()``. Returns this server and its answer, which must
-        have the keys ``needs``. Uses servers in ``failed`` only if there are no others. Waits while all are full.
-        Raises ``_Refused``, ``_Lost``, or ``SandboxUnready`` if all servers answer but none is usable."""
+        """Posts ``body`` to the first available server of ``order()``, and waits while all are full. Avoids servers in
+        ``failed``. Returns the server and its answer, which must have the keys ``needs``."""
         content = json.dumps(body).encode()
         begun = hope = time.monotonic()  # hope: last time that a server was at least full
         told: dict[str, float] = {}  # the time that each server named for another attempt
@@ -247,8 +243,9 @@ class RemoteSandbox:
     async def _send(
         self, server: Server, method: str, url: str, content: bytes | None = None, needs: frozenset[str] = _JOB
     ) -> dict[str, Any]:
-        """Sends a request and returns the server's answer, which must have the keys ``needs``. Raises ``_Away`` (and
-        marks the server as resting), ``_Refused``, or ``SandboxUnready`` if the token or the settings differ."""
+        """Sends a request and returns the answer, which must have the keys ``needs``. Raises ``_Away`` if this server
+        cannot take the request, ``_Refused`` if no server would, or ``SandboxUnready`` for a wrong token or
+        settings."""
         try:
             headers = {"Content-Type": "application/json"}
             response = await self._client.request(method, url, headers=headers, content=content)
@@ -296,8 +293,8 @@ class RemoteWorkspace:
         self._timeout = httpx.Timeout(_SILENCE_SECONDS, pool=None)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs a tool and returns its result. If the tool runs compile, verify or profile, the function ``commands``
-        answers, and its exceptions pass through. Raises ``WorkspaceLost``."""
+        """Runs a tool and returns its result. The commands compile, verify and profile call the function ``commands``,
+        whose exceptions pass through. Raises ``WorkspaceLost``."""
         try:
             body = checked_call(tool[:100], arguments)
         except ToolRefused as refused:
@@ -315,8 +312,7 @@ class RemoteWorkspace:
         raise WorkspaceLost("the workspace is gone: its stream ended")
 
     async def _lines(self, body: bytes) -> AsyncGenerator[ToolResult | tuple[int, str, list[str], dict[str, str]]]:
-        """Sends a tool call. Yields each command that the client must run (number, name, arguments, files), and finally
-        the result of the tool call."""
+        """Sends a tool call. Yields the commands that the client must run, and at last the result of the tool call."""
         headers, url = self._headers | {"Content-Type": "application/json"}, f"{self._path}/calls"
         sending = self._client.stream("POST", url, content=body, headers=headers, timeout=self._timeout)
         with _losing():
@@ -346,7 +342,6 @@ class RemoteWorkspace:
 
 @contextlib.contextmanager
 def _losing() -> Iterator[None]:
-    """Turns HTTP errors and errors from invalid answers inside the context into ``WorkspaceLost``."""
     try:
         yield
     except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
@@ -358,7 +353,7 @@ def _task(task: Task) -> dict[str, str]:
 
 
 def _stretched(header: str) -> float:
-    """Returns the seconds of a ``Retry-After`` header, extended at random so that clients do not return together."""
+    """Returns the seconds in a ``Retry-After`` header, extended at random so that clients do not retry together."""
     try:
         seconds = max(0.0, float(header))
     except ValueError:

@@ -1,7 +1,7 @@
-"""Defines the sandbox's data types, with their JSON: solutions, task specifications, verdicts and probes.
+"""Defines the sandbox's data types and their JSON: solutions, task specifications, verdicts and probes.
 
-``messages`` defines the frames that carry these types between processes; ``protocol`` defines the service's
-requests. This module imports only the standard library and ``format_names``, because workers import it."""
+``messages`` defines the frames that carry these types between processes; ``protocol`` defines the service's requests.
+This module imports only the standard library and ``format_names``, because workers import it."""
 
 import hashlib
 import json
@@ -30,7 +30,7 @@ _MOST_ELEMENTS = 1 << 48  # of one tensor
 DELAY_UNIT = 16e-6  # seconds: unit of the delay of a timed chain
 # Kinds of inputs in strict mode, made by ``worker.values.input_kinds``.
 KINDS = ("normal", "shifted", "ramp", "negative", "large", "sparse", "boundary")
-# Mutants of a task that differ by rounding or by 1 %: a tolerance of 1e-2 is there to let them through.
+# Mutants (wrong answers) with errors of rounding or of 1 %. A tolerance of 1e-2 should accept them.
 ROUNDING = ("bf16", "1.01x")
 # Baselines of strict mode and their names in reports. ``baseline`` adds the precision.
 BASELINES = {"eager": "eager", "compile": "torch.compile", "max_autotune": "max-autotune"}
@@ -42,7 +42,7 @@ def baseline(name: str, precision: str) -> str:
 
 
 def baseline_parts(label: str) -> tuple[str, str]:
-    """Splits a label that ``baseline`` made into name and precision."""
+    """Splits a label such as ``compile_tf32`` into name and precision."""
     name, _, precision = label.rpartition("_")
     return name, precision
 
@@ -62,7 +62,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class FormatTraits:
-    """Properties of a solution format. The judge's requests carry them: judge and workers import no format."""
+    """Properties of a solution format. Requests carry them, because judge and workers import no format."""
 
     host_is_ours: bool = False  # the sandbox's own code launches the kernels, so device times and ``ran`` are exact
     rule: str = ""  # name of the rule for ``ModelNew.forward`` (``worker.candidate.RULES``); empty: none
@@ -92,9 +92,9 @@ class Ran:
 class Verdict:
     """The judge's verdict on one solution.
 
-    Times are median seconds per call, ``None`` if the solution was not timed. ``reward`` is the paper's Eq. 1: -1 if
+    Times are median seconds per call, or ``None`` if the solution was not timed. ``reward`` is the paper's Eq. 1: -1 if
     not correct, 1 if correct, 2 if also more than 5 % faster than eager, 3 if also more than 5 % faster than
-    ``torch.compile``; ``None`` if the sandbox failed (``infra``)."""
+    ``torch.compile``. It is ``None`` if the sandbox failed (``infra``)."""
 
     status: Status
     format: Format
@@ -143,14 +143,14 @@ class Verdict:
 
     @property
     def roofline_seconds(self) -> float | None:
-        """The least seconds for ``bytes`` and ``flops`` at the device's peak rates; ``None`` if no peak is known."""
+        """The least seconds for ``bytes`` and ``flops`` at the device's peak rates; ``None`` if both are unknown."""
         known = ((self.bytes, self.peak_bytes_per_second), (self.flops, self.peak_flops))
         return max((count / peak for count, peak in known if count and peak), default=None)
 
     @property
     def speed_of_light(self) -> float | None:
         """The share of the device's limit that the solution reaches: ``roofline_seconds`` divided by ``seconds``.
-        ``None`` if one of them is unknown, or if times are simulated."""
+        ``None`` if either is unknown or times are simulated."""
         least = self.roofline_seconds
         return least / self.seconds if self.seconds and least and self.clock == "real" else None
 
@@ -161,13 +161,13 @@ class Verdict:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Verdict":
-        """Returns the verdict from ``data``, which ``to_json`` made; ignores the derived values."""
+        """Returns the verdict in ``data``, a result of ``to_json``."""
         fields = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
         return cls(**(fields | {"ran": [Ran(**item) for item in data.get("ran", ())]}))
 
 
 def _faster(seconds: float | None, baseline: float | None) -> bool:
-    """Returns whether (baseline - seconds) / baseline > 0.05: more than 5 % faster (paper, Eq. 1)."""
+    """Returns whether ``seconds`` is more than 5 % below ``baseline`` (paper, Eq. 1)."""
     return seconds is not None and baseline is not None and seconds < 0.95 * baseline
 
 
@@ -208,8 +208,8 @@ class TaskSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "TaskSpec":
-        """Returns the spec in ``data``, a worker's report on its task. Raises ``AttributeError``, ``KeyError``,
-        ``TypeError`` or ``ValueError`` if the report is invalid."""
+        """Returns the spec in a worker's report ``data``. Raises ``AttributeError``, ``KeyError``, ``TypeError`` or
+        ``ValueError`` if the report is invalid."""
         tuples = {name: tuple(data[name]) for name in ("arguments", "init")}
         weights = dict(zip(data["weights"], _tensors(data["weights"].values()), strict=True))
         inputs, outputs = tuple(_tensors(data["inputs"])), tuple(_tensors(data["outputs"]))
@@ -247,8 +247,8 @@ class Probe:
 
     error: str = ""
     deterministic: bool = False  # the same inputs give the same outputs, within the tolerance
-    # None: no tolerance up to the sandbox's own accepts this wrong answer.
-    mutants: dict[str, float | None] = field(default_factory=dict)  # wrong answer -> least tolerance that accepts it
+    # wrong answer -> least tolerance that accepts it; None: the sandbox's tolerance rejects it
+    mutants: dict[str, float | None] = field(default_factory=dict)
     eager_seconds: float | None = None
     compile_seconds: float | None = None
     inputs: list[Tensor] = field(default_factory=list)
@@ -257,8 +257,8 @@ class Probe:
 
     @property
     def lets_through(self) -> dict[str, float]:
-        """The mutants (wrong answers) that the sandbox's tolerance accepts, with the least tolerance that accepts each.
-        Leaves out those in ``ROUNDING``, whose small errors a tolerance is meant to accept."""
+        """The wrong answers (mutants) that the sandbox's tolerance accepts, each with the least tolerance that accepts
+        it. Leaves out ``ROUNDING``, because a tolerance should accept such small errors."""
         return {name: least for name, least in self.mutants.items() if least is not None and name not in ROUNDING}
 
     def to_json(self) -> dict[str, Any]:
@@ -283,5 +283,5 @@ def shallow(value: Any, depth: int = NESTING) -> Any:
 
 
 def printable(text: str) -> str:
-    """Returns ``text`` as one line that cannot clear a terminal, so that untrusted text is safe to print."""
+    """Returns ``text`` as one line without control characters, so that untrusted text is safe to print."""
     return "".join(c if c.isprintable() else " " for c in text)

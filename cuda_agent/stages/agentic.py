@@ -1,8 +1,8 @@
 """Stage ``agentic``: trains the policy by multi-turn reinforcement learning in the sandbox (paper, section 3.3, stage
-4).  Inputs: tasks, policy, critic; outputs: ``policy``, ``critic``.
+4). Inputs: tasks, policy, critic; outputs: ``policy``, ``critic``.
 
-The input ``critic`` is optional: without it, the first critic is made from the policy.  If ``agentic.advantage`` needs
-a critic, the stage trains it.  The output ``critic`` is the trained critic; without training, the first critic."""
+Without the optional input ``critic``, the first critic is made from the policy. If ``agentic.advantage`` needs a
+critic, the stage trains it. The output ``critic`` is the trained critic or, without training, the first one."""
 
 import asyncio
 from collections.abc import Mapping
@@ -22,5 +22,5 @@ def run(ctx: StageContext) -> None:
 
 
 def first_critic(inputs: Mapping[str, Path]) -> Critic:
-    """Returns the initial critic: the pretrained critic in ``inputs``, or else one made from the policy."""
+    """Returns the initial critic: the pretrained critic in ``inputs`` or, without it, one made from the policy."""
     return load_critic(inputs["critic"]) if "critic" in inputs else critic_from_policy(inputs["policy"])

@@ -1,8 +1,8 @@
-"""Stage ``bootstrap``: makes the base policy of all later stages.  Input: tasks; output: ``policy``.
+"""Stage ``bootstrap``: makes the base policy of all later stages. Input: tasks; output: ``policy``.
 
-With ``policy.base`` (a Hugging Face folder or name) it only checks and copies that model.  Without a base it trains a
-small model from scratch, on worked examples by the scripted teacher (``synthesis.teacher``).  No example has the
-operator combination of a held-out task.  The sandbox verifies a sample of the teacher's solutions."""
+With ``policy.base`` (a Hugging Face folder or name), the stage only checks and copies that model. Otherwise it trains a
+small model from scratch on examples by the scripted teacher (``synthesis.teacher``). No example has the operator
+combination of a held-out task. The sandbox verifies a sample of the teacher's solutions."""
 
 import asyncio
 import random
@@ -44,7 +44,7 @@ def run(ctx: StageContext) -> None:
 
 
 async def verify_teacher(ctx: StageContext, tasks: Sequence[Task]) -> None:
-    """Evaluates a sample of the teacher's solutions in the sandbox, on some of ``tasks``, and logs their rewards."""
+    """Evaluates a sample of the teacher's solutions for ``tasks`` in the sandbox, and logs their rewards."""
     count = ctx.config.bootstrap.verify if tasks else 0
     if not count:
         return
@@ -64,7 +64,7 @@ async def verify_teacher(ctx: StageContext, tasks: Sequence[Task]) -> None:
 
 
 def pretrain(ctx: StageContext, dialogues: Sequence[Dialogue]) -> tuple[object, object]:
-    """Trains a tokenizer on ``dialogues`` and a new model to imitate them; returns (model, tokenizer)."""
+    """Trains a tokenizer on ``dialogues`` and a new model to imitate them. Returns (model, tokenizer)."""
     settings, policy = ctx.config.bootstrap, ctx.config.policy
     tokenizer = train_tokenizer(texts(dialogues[:TOKENIZER]), policy.vocab)
     chat = Chat(tokenizer, "compact")

@@ -1,5 +1,5 @@
 """Stage ``critic``: pretrains the critic on all episodes, good and bad, with a terminal reward and gamma 1 (paper,
-section 3.3, stage 3).  Inputs: episodes, policy; output: ``critic``.  If the critic explains too little of the rewards'
+section 3.3, stage 3). Inputs: episodes, policy; output: ``critic``. If the critic explains too little of the rewards'
 variance on held-out episodes, the stage leaves a note or stops (``critic.gate``, docs/decisions.md)."""
 
 import hashlib
@@ -47,8 +47,8 @@ def pretrain(ctx: StageContext) -> None:
 
 
 def hold_out(episodes: list[Episode], share: float, seed: int) -> tuple[list[Episode], list[Episode]]:
-    """Splits ``episodes`` into (training, held-out).  Holds out the fraction ``share``: at least one, never all.
-    If there is only one episode, it is in both lists."""
+    """Splits ``episodes`` into (training, held-out). Holds out the fraction ``share``, but at least one episode and
+    never all. A single episode is in both lists."""
     ranked = sorted(episodes, key=lambda episode: hashlib.sha256(f"{seed}/{episode.id}".encode()).digest())
     count = min(max(1, round(share * len(ranked))), len(ranked) - 1)
     if not count:  # a single episode serves for both, and the gate has no meaning

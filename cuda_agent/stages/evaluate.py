@@ -1,8 +1,8 @@
 """Stages ``evaluate-base``, ``-warmup``, ``-rft``, ``-agentic``, ``-one-shot``: score a policy on the held-out tasks.
 Inputs: tasks, policy; output: ``scores``.
 
-The graph has one such stage for each policy.  All these stages play the same tasks with the same budget and seeds.
-In ``-one-shot`` the policy gives one answer without tools; in the others it works in the agent loop."""
+All these stages play the same tasks with the same budget and seeds. In ``-one-shot`` the policy gives one answer
+without tools; in the others it works in the agent loop."""
 
 import asyncio
 

@@ -1,8 +1,8 @@
-"""Stage ``report``: writes the report of a run.  Inputs: tasks, the scores of every policy, and the metrics, notes and
+"""Stage ``report``: writes the report of a run. Inputs: tasks, the scores of every policy, and the metrics, notes and
 manifests of all stages; output: ``report`` (``index.html`` and ``report.json``).
 
-This module gathers the data; ``pages.report`` draws the page.  The two files hold no date.  With the simulated times of
-``sandbox.clock=model`` they also hold no versions, durations, devices and notes, so equal inputs give equal bytes."""
+This module gathers the data; ``pages.report`` draws the page. The two files hold no date. With ``sandbox.clock=model``
+they also hold no versions, durations, devices and notes, so equal inputs give equal bytes."""
 
 import json
 from collections.abc import Iterable
@@ -77,7 +77,7 @@ def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path,
 
 def fastest_kernels(episodes: Iterable[tuple[str, Episode]], tasks: list[Task]) -> list[dict[str, Any]]:
     """Returns the ``KERNELS`` correct final solutions with the highest speed-up over ``torch.compile``, best first, at
-    most one per task.  ``episodes`` holds pairs of a policy's name and an episode."""
+    most one per task. ``episodes`` holds pairs of a policy's name and an episode."""
     by_name = {task.name: task for task in tasks}
     best: dict[str, tuple[tuple[float, float], str, Episode, Verdict]] = {}
     for policy, episode in episodes:
@@ -134,5 +134,4 @@ def _stage(folder: Path, row: dict[str, Any], timeless: bool) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> Any:
-    """Returns the content of a JSON file, or {} if there is no such file."""
     return json.loads(path.read_text()) if path.exists() else {}

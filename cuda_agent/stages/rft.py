@@ -1,7 +1,7 @@
-"""Stage ``rft``: rejection fine-tuning (paper, section 3.3, stage 2).  Inputs: episodes, policy; output: ``policy``.
+"""Stage ``rft``: rejection fine-tuning (paper, section 3.3, stage 2). Inputs: episodes, policy; output: ``policy``.
 
 The stage trains the policy to imitate its sampled tokens in the episodes that have a positive reward and no bad pattern
-(loops, malformed or invented tool calls).  Without such an episode it passes the policy on unchanged."""
+(loops, malformed or invented tool calls). Without such episodes the policy stays unchanged."""
 
 from cuda_agent.context import StageContext
 from cuda_agent.policy.episode import EPISODES, read_episodes

@@ -1,7 +1,7 @@
-"""Stage ``synthesis``: makes the tasks.  Output: ``tasks`` (training and held-out) with a data card that sums them up.
+"""Stage ``synthesis``: makes the tasks. Output: ``tasks`` (training and held-out) with a data card that sums them up.
 
-A candidate task runs only in the sandbox; such a run is called a probe.  The results of probes are cached, so a killed
-stage loses only unfinished probes.  If a language model writes the candidates, the checkpoint keeps its answers."""
+A candidate task runs only in the sandbox; such a run is called a probe. Results of probes are cached, so a killed stage
+loses only unfinished probes. If a language model writes the candidates, the checkpoint keeps its answers."""
 
 import asyncio
 import json

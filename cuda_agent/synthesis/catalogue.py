@@ -1,8 +1,8 @@
 """Lists the operators that can be stacked in a chain: the operator catalogue.
 
-Each row has the operator's source text, its cost, and the shapes and the ranges of values that it takes and gives (a
-logarithm takes positive values).  There are no random, in-place or backward operators, and none like ``floor`` or
-``argmax``: a rounding error can change their results so much that a correct kernel is rejected."""
+Each row has the operator's source text, its cost, and the shapes and ranges of values that it takes and gives (a
+logarithm takes positive values). There are no random, in-place or backward operators. Operators like ``floor`` and
+``argmax`` are left out too: a rounding error can change their results so much that a correct kernel fails."""
 
 import math
 from functools import partial
@@ -223,7 +223,6 @@ _INDEX = "torch.randint(0, {last}, ({shape},))"
 def _shape(
     name: str, ranks: tuple[int, ...], form: str, *shape: Any, gives: Interval | None = None, **more: Any
 ) -> Operator:
-    """Returns an operator of kind "shape", such as ``torch.flatten``, with the rule ``fixed(form, *shape, **more)``."""
     return Operator("shape", name, ranks, fixed(form, *shape, **more), gives=gives)
 
 

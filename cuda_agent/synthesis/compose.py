@@ -1,9 +1,8 @@
 """Composes tasks with one of two writers: a program that samples operators and shapes, or a language model.
 
-The program stacks operators of the catalogue, or takes one layer of ``transformers``.  It chooses a batch size for
-which a cost model predicts an eager time within the limits; later, the filters check the measured time.  A language
-model's answer is text: this module checks its form, and only the sandbox executes it.  Chains have no branches or
-residual connections, and compute in float32."""
+The program stacks operators of the catalogue, or takes one layer of ``transformers``. It chooses a batch size for which
+a cost model predicts an eager time within the limits; later, the filters check the measured time. A language model's
+answer is only checked here; the sandbox executes it. Chains are float32, without branches or residual connections."""
 
 import math
 import re
@@ -34,7 +33,7 @@ class ComposeError(Exception):
 
 
 class Composer(Protocol):
-    """A writer of candidate tasks.  If it is ``repeatable``, ``rng`` alone decides the task, so none is stored."""
+    """A writer of candidate tasks. If it is ``repeatable``, ``rng`` alone decides the task, so no task is stored."""
 
     @property
     def repeatable(self) -> bool: ...
@@ -45,7 +44,7 @@ class Composer(Protocol):
 
 @dataclass(frozen=True)
 class Speed:
-    """A rough cost model of eager on a device, with the rates that eager reaches on medium shapes, not peak rates."""
+    """A rough cost model of eager on a device. Its rates are those that eager reaches on medium shapes."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -65,7 +64,7 @@ def speed_of(device: str, threads: int) -> Speed:
 
 @dataclass(frozen=True)
 class ProgrammaticWriter:
-    """A writer that samples operators and shapes.  ``window`` is the allowed range of eager times, in seconds."""
+    """A writer that samples operators and shapes. ``window`` is the allowed range of eager times, in seconds."""
 
     speed: Speed
     window: tuple[float, float]
@@ -108,7 +107,7 @@ class ProgrammaticWriter:
 
 
 def as_task(code: str, data_source: str = "") -> Task:
-    """Returns the task with the source ``code``.  Its ``ops`` are computed from the code.  Its name consists of ``ops``
+    """Returns the task with the source ``code``. Its ``ops`` are computed from the code. Its name consists of ``ops``
     and the code's digest, so equal codes give equal names."""
     ops = recompute_ops(code)
     task = Task("", code, ops, data_source or f"torch#{len(ops)}")
@@ -122,8 +121,8 @@ def draw_count(most: int, rng: Random) -> int:
 
 
 def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> list[Operator] | None:
-    """Draws ``count`` different operators for a chain.  Each accepts the range of values that the operator before it
-    gives.  Returns None if no operator fits a position.  ``build`` checks the shapes later."""
+    """Draws ``count`` different operators for a chain. Each accepts the range of values that the previous operator
+    gives. Returns None if no operator fits a position. ``build`` checks the shapes later."""
     chosen: list[Operator] = []
     values: Interval | None = None
     for place in range(count):
@@ -146,7 +145,7 @@ def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> li
 
 
 def first_shape(operator: Operator, wide: bool, rng: Random) -> Shape:
-    """Draws an input shape with batch size 1 for a task that begins with ``operator``; sizes suit a GPU if ``wide``."""
+    """Draws an input shape of batch size 1 for a task that begins with ``operator``; ``wide`` shapes suit a GPU."""
     rank = rng.choice([rank for rank in operator.ranks if rank > 1])
     if rank == 2:
         return (1, rng.choice((1024, 2048, 4096, 8192) if wide else (64, 128, 256, 512, 1000, 2048)))
@@ -190,7 +189,7 @@ def batch_for(cost: Callable[[int], float], window: tuple[float, float], rng: Ra
 
 @dataclass(frozen=True)
 class Chain:
-    """A chain of operators: its source text in parts, and each operator's ``work``: (elements moved, operations)."""
+    """A chain of operators: its source text in parts, and each operator's ``work`` (elements moved, operations)."""
 
     arguments: tuple[tuple[str, int], ...]  # name and value of each argument of __init__
     init: tuple[str, ...]  # lines of __init__
@@ -277,7 +276,7 @@ class ModelWriter:
     repeatable: bool = False
 
     async def compose(self, rng: Random) -> Task:
-        """Asks the model for a task.  Raises ComposeError or, if the address does not answer, ServedModelError."""
+        """Asks the model for a task. Raises ComposeError or, if the address does not answer, ServedModelError."""
         chosen = pick_operators(CATALOGUE, draw_count(self.max_ops, rng), rng)
         if chosen is None:
             raise ComposeError("no operators fit together")
@@ -293,7 +292,7 @@ class ModelWriter:
 
 
 def task_from_answer(answer: str, max_ops: int = 5) -> Task:
-    """Returns the task in a model's ``answer``, which may have any format.  Raises ComposeError if there is no task."""
+    """Returns the task in a model's ``answer``, a text of any form. Raises ComposeError if there is no task."""
     blocks = re.findall(r"```[ \t]*(?:python|py)?[ \t]*\r?\n(.*?)```", answer, re.S | re.I)
     candidates = [block for block in blocks if "class Model" in block] or blocks or [answer]
     code = candidates[-1].replace("\r\n", "\n").strip() + "\n"

@@ -1,8 +1,8 @@
 """Defines the tasks of the scripted teacher: one to three element-wise operators and, in some tasks, a row-wise ending.
 
-A table gives the name, the PyTorch code and the C++ code of each operator.  ``sample_task`` draws a task, and ``parse``
-reads a task's specification back from its code.  Training tasks and held-out tasks never share a ``combination``.
-Shapes are drawn so that eager takes roughly 0.05-5 ms on two cores; the filters later enforce the exact time limits."""
+A table gives the name, the PyTorch code and the C++ code of each operator. ``sample_task`` draws a task, and ``parse``
+reads a task's specification back from its code. Training tasks and held-out tasks never share a ``combination``. Shapes
+are drawn so that eager takes roughly 0.05-5 ms on two cores; the filters later enforce the exact time limits."""
 
 import hashlib
 import math
@@ -18,8 +18,8 @@ from cuda_agent.tasks.task import Task
 
 @dataclass(frozen=True)
 class FamilyOperator:
-    """An element-wise operator of one or two inputs, in three forms.  In ``torch`` and ``cpp``, ``{c}`` stands for the
-    operator's constant.  It has one digit, so a policy can copy it as one token."""
+    """An element-wise operator of one or two inputs, in three forms. In ``torch`` and ``cpp``, ``{c}`` stands for the
+    operator's constant: one digit, which a policy can copy as one token."""
 
     torch: str  # expression for the tensor ``x`` (and the second input ``y``)
     cpp: str  # expression for one element ``v`` of ``x`` (and ``w``, the same element of ``y``)
@@ -94,9 +94,9 @@ CONSTANTS = ("2", "3", "4", "5", "6", "7", "8", "9")
 
 @dataclass(frozen=True)
 class Ending:
-    """A row-wise operator after an element-wise chain.  Different inputs must give outputs that differ by more than the
-    judge's tolerance of 1e-2; the limits ``columns`` and ``spread`` ensure this.  For example, the values of a softmax
-    over 1,024 columns are all too small."""
+    """A row-wise operator after an element-wise chain. ``columns`` and ``spread`` ensure that different inputs give
+    outputs that differ by more than the judge's tolerance of 1e-2. A softmax over 1,024 columns gives too small
+    values."""
 
     torch: str  # its form in PyTorch
     maps: bool  # whether the output has the shape of the input
@@ -142,7 +142,7 @@ class FamilySpec:
 
 
 def sample_task(rng: random.Random) -> Task:
-    """Draws a task of the family with at most five torch operators; equal states of ``rng`` give equal tasks."""
+    """Draws a task of the family with at most five torch operators. Equal states of ``rng`` give equal tasks."""
     while len((task := make_task(sample_spec(rng))).ops) > 5:
         pass
     return task
@@ -163,7 +163,7 @@ def sample_spec(rng: random.Random) -> FamilySpec:
 
 
 def make_task(spec: FamilySpec) -> Task:
-    """Returns the task with the specification ``spec``.  Its name is made of its operators and its code's digest."""
+    """Returns the task with the specification ``spec``. Its name consists of its operators and its code's digest."""
     arguments = "x, y" if spec.binary else "x"
     steps = "".join(f"        x = {_fill(OPERATORS[name].torch, constant)}\n" for name, constant in spec.chain)
     shape = f"torch.randn({spec.rows}, {spec.columns})"
@@ -180,15 +180,14 @@ def make_task(spec: FamilySpec) -> Task:
 
 
 def combination(task: Task) -> str:
-    """Returns the combination of a task's operators: in order, without constants (``relu>mul_y>sum``)."""
+    """Returns the combination of a task's operators: their names in order, without constants (``relu>mul_y>sum``)."""
     return ">".join(parse(task).names)
 
 
 def is_heldout(combination: str, seed: int, share: float) -> bool:
-    """Returns whether tasks with this ``combination`` of operators are held out.  A hash of ``combination`` and
-    ``seed`` selects ``share`` (0 to 1) of all combinations, so that a resumed run decides in the same way.
-
-    The split is by combination, because tasks that differ only in shapes are the same problem for a policy."""
+    """Returns whether tasks with this ``combination`` of operators are held out. A hash of ``combination`` and ``seed``
+    selects ``share`` (0 to 1) of all combinations, so a resumed run decides in the same way. The split is by
+    combination, because tasks that differ only in shapes are the same problem for a policy."""
     digest = hashlib.sha256(f"{seed}/{combination}".encode()).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
 
@@ -205,7 +204,7 @@ def ops_combination(task: Task) -> str:
 
 @lru_cache(maxsize=256)
 def parse(task: Task) -> FamilySpec:
-    """Returns the specification from which ``make_task`` made ``task``, read from the task's code.
+    """Reads from the code of ``task`` the specification from which ``make_task`` made it.
 
     Raises:
         ValueError: ``make_task`` did not make this code."""
@@ -237,7 +236,7 @@ _OTHERS = (5.2, -0.7, 1.1, -1.8, 0.2, -0.4, 2.1, 0.9, -0.2, -2.4, 1.6, -1.2, 0.4
 
 
 def chain_values(chain: tuple[tuple[str, str | None], ...]) -> list[float]:
-    """Returns the results of ``chain`` for a fixed list of inputs from -5.2 to 5.2.  Second inputs are fixed, too."""
+    """Returns the results of ``chain`` for fixed inputs from -5.2 to 5.2. Second inputs are fixed, too."""
     values = list(_POINTS)
     for name, constant in chain:
         others = [float(constant)] * len(values) if constant else _OTHERS

@@ -1,10 +1,9 @@
 """Filters candidate tasks by their source and by their probe: a run of the task in the sandbox, without a solution.
 
-The paper has five filters.  A task must run in eager and compiled; be deterministic; have outputs that are not constant
-and that differ between inputs; take an eager time within limits; and be unlike the evaluation set.  Here the third
-filter is stricter: the judge's comparison must reject each wrong answer of ``sandbox.judge.mutants``.  This module also
-checks the form of the source, and refuses tasks with the bytes or the structure of an earlier task.  Cheap filters come
-first; the compilation comes last."""
+The paper has five filters. A task must run in eager and compiled; be deterministic; have outputs that vary, also
+between inputs; take an eager time within limits; and be unlike the evaluation set. Here the third filter is stricter:
+the judge must reject each wrong answer of ``sandbox.judge.mutants``. This module also checks the form of the source,
+and refuses tasks with the bytes or the structure of an earlier task. Cheap filters come first."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -31,13 +30,13 @@ FILTERS = (
 
 
 class Prober(Protocol):
-    """A sandbox, of which the filters use only ``probe``."""
+    """The part of a sandbox that the filters use."""
 
     async def probe(self, task: Task, compile: bool = True) -> Probe: ...
 
 
 class TaskRefused(Exception):
-    """A filter refused a candidate task.  The data card counts refusals by ``filter`` and by the error's text."""
+    """A filter refused a candidate task. The data card counts refusals by ``filter`` and by the error's text."""
 
     def __init__(self, filter: str, reason: str = "") -> None:
         super().__init__(f"{filter}: {reason}" if reason else filter)
@@ -45,8 +44,8 @@ class TaskRefused(Exception):
 
 
 class SourceFilter:
-    """The filters that need only a candidate's source.  To find copies, they remember each checked candidate.
-    ``references`` are (name, subtrees) of the evaluation set's tasks; ``shingles`` makes the subtrees."""
+    """The filters that need only a candidate's source. To find copies, they remember each checked candidate.
+    ``references`` are the tasks of the evaluation set as (name, subtrees); ``shingles`` makes the subtrees."""
 
     def __init__(self, references: Sequence[tuple[str, Shingles]], max_similarity: float) -> None:
         self.references, self.max_similarity = references, max_similarity
@@ -75,7 +74,7 @@ class SourceFilter:
 
 
 def check_eager(probe: Probe, window: tuple[float, float]) -> None:
-    """Raises TaskRefused if a filter refuses the eager ``probe``.  ``window`` is (least, most) accepted seconds."""
+    """Raises TaskRefused if a filter refuses the eager ``probe``. ``window`` is (least, most) accepted seconds."""
     if probe.error or probe.eager_seconds is None:
         raise TaskRefused("runs in eager", last_line(probe.error))
     if not probe.deterministic:
@@ -99,7 +98,7 @@ def last_line(text: str) -> str:
 
 
 def yields(refused: Counter[str], passed: int) -> list[dict[str, Any]]:
-    """Returns one row per filter: how many candidates reached it, passed it and were refused by it.  ``refused`` counts
+    """Returns one row per filter: how many candidates reached it, passed it and were refused by it. ``refused`` counts
     refused candidates by filter; ``passed`` is the number of candidates that passed all filters."""
     rows, entered = [], refused.total() + passed
     for name in FILTERS:

@@ -1,6 +1,6 @@
 """Makes tasks from single layers of ``transformers``: activations, norms, MLPs, attention, blocks.
 
-Each task imports a layer from transformers and gives it a small random configuration.  There are no whole models,
+Each task imports a layer from transformers and gives it a small random configuration. There are no whole models,
 caches, masks or dropout (layers run in ``eval``)."""
 
 import math
@@ -21,8 +21,8 @@ def render(
     inputs: Sequence[tuple[str, str]],
     imports: Sequence[str] = (),
 ) -> str:
-    """Returns the source of a task.  ``init`` and ``forward`` are the lines of these methods.  ``arguments`` holds
-    (name, value) for each argument of ``__init__``; ``inputs``, (name, expression) for each argument of ``forward``."""
+    """Returns the source of a task. ``init`` and ``forward`` are the lines of these methods. ``arguments`` holds (name,
+    value) for each argument of ``__init__``; ``inputs`` holds (name, expression) for each argument of ``forward``."""
     names = "".join(f", {name}" for name, _ in arguments)
     body = "".join(f"        {line}\n" for line in ("super().__init__()", *init))
     uses_functional = any("F." in line for line in (*init, *forward))
@@ -42,8 +42,7 @@ def render(
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of transformers, with templates for the source of its task.  Words such as ``hidden`` in a template are
-    names of sizes; ``_sizes`` draws their values."""
+    """A layer of transformers, with templates for its task's source. Words such as ``hidden`` stand for sizes."""
 
     name: str  # name of the class
     module: str  # its module, a path below transformers
@@ -132,7 +131,6 @@ def _rotary(name: str, model: str, config: str) -> Layer:
 
 
 def _image(name: str, model: str, init: str, work: tuple[str, ...], config: str = "") -> Layer:
-    """Returns a layer on images.  Its operations per element are the sum of the terms in ``work``, such as "60"."""
     flops = " + ".join(f"{term} * batch * area * channels" for term in work)
     return Layer(name, _module(model), init, config, ("channels",), inputs=(("x", IMAGE),), flops=flops)
 

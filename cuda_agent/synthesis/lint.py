@@ -1,7 +1,6 @@
-"""Lints task sets: names the wrong answers that each task lets through, as tables for people and for programs.
+"""Lints task sets: finds the wrong answers that each task accepts, and lists them for people and for programs.
 
-The wrong answers (mutants) are made and compared in the sandbox (``sandbox.judge.mutants``); this module requests
-them and formats the results."""
+The sandbox makes and compares the wrong answers, called mutants (``sandbox.judge.mutants``)."""
 
 import asyncio
 import csv
@@ -21,8 +20,7 @@ _AT_ONCE = 64  # tasks that servers may have in their queues
 async def lint(
     tasks: Sequence[Task], sandbox: Prober, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Probe]:
-    """Probes ``tasks``.  Returns task name -> probe; the probe of a task that does not run has an ``error``.  Calls
-    ``say`` with one line for each task."""
+    """Probes ``tasks``, calls ``say`` with one line for each task, and returns task name -> probe."""
     done, turns = 0, asyncio.Semaphore(_AT_ONCE)
 
     async def one(task: Task) -> Probe:
@@ -38,7 +36,7 @@ async def lint(
 
 
 def names(probe: Probe) -> list[str]:
-    """Returns "NAME (TOLERANCE)" for each mutant that a task lets through.  TOLERANCE is the least that accepts it."""
+    """Returns "NAME (TOLERANCE)" for each mutant that a task accepts. TOLERANCE is the least that accepts it."""
     return [f"{name} ({least:g})" for name, least in probe.lets_through.items()]
 
 
@@ -71,7 +69,7 @@ def lint_lines(probes: Mapping[str, Probe], tolerance: float) -> list[str]:
 
 
 def to_json(probes: Mapping[str, Probe]) -> list[dict[str, Any]]:
-    """Returns one object per task.  ``mutants``: mutant -> least tolerance that accepts it, or None if none does."""
+    """Returns one object per task. ``mutants`` maps each mutant to the least tolerance that accepts it, or to None."""
     return [
         {"task": name, "error": probe.error, "deterministic": probe.deterministic, "mutants": probe.mutants,
          "lets_through": probe.lets_through}
@@ -80,7 +78,7 @@ def to_json(probes: Mapping[str, Probe]) -> list[dict[str, Any]]:
 
 
 def write_csv(path: Path, probes: Mapping[str, Probe]) -> None:
-    """Writes one row for each mutant of each task.  A task that does not run has one row, with its error.
+    """Writes one row for each mutant of each task. A task that does not run has one row, with its error.
 
     Raises:
         TaskError: The file cannot be written."""

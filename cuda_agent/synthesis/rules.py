@@ -1,7 +1,7 @@
 """Defines rules, which describe how an operator continues a chain.
 
-A ``Rule`` is a function of the shape of the operator's incoming tensor.  It returns a ``Use``: the source text, the
-output shape and the cost of the operator for this shape.  ``catalogue`` lists the operators with their rules.  All
+A ``Rule`` is a function of the shape of the operator's incoming tensor. It returns a ``Use``: the source text, the
+output shape and the cost of the operator for this shape. ``catalogue`` lists the operators with their rules. All
 tensors are float32, except indices and masks."""
 
 import math
@@ -20,8 +20,8 @@ RANDN = "torch.randn({shape})"  # template of an input (see ``fixed``)
 
 @dataclass(frozen=True)
 class Use:
-    """An operator at one position of a chain.  Its source texts are templates: ``{x}`` stands for the incoming tensor,
-    ``{m}`` for the attribute of ``self`` that holds the layer, other words in braces for arguments and inputs."""
+    """An operator at one position of a chain. Its source texts are templates: ``{x}`` stands for the incoming tensor,
+    ``{m}`` for the attribute of ``self`` that holds the layer. Other words in braces stand for arguments and inputs."""
 
     forward: str  # expression in ``forward``
     shape: Shape  # shape of the output
@@ -84,7 +84,7 @@ def fixed(
 
 
 def same(*forms: str, work: float = 0.0, **inputs: str) -> Rule:
-    """Returns a rule for an operator that keeps the shape.  Its source text is drawn from ``forms``."""
+    """Returns a rule for an operator that keeps the shape. Its source text is drawn from ``forms``."""
     return lambda rng, x: fixed(rng.choice(forms), lambda x: x, work, None, **inputs)(rng, x)
 
 
@@ -98,9 +98,9 @@ def layer(
     work: float | Callable[[Shape], float],
     form: str = "self.{m}({x})",
 ) -> Rule:
-    """Returns a rule for an operator that keeps the shape and has a module or parameter.  ``init`` is the expression
-    that makes it.  ``sizes`` draws its arguments; if one is None, the operator does not fit.  ``work`` is the number of
-    operations per element of the incoming tensor, or a function that returns their total number."""
+    """Returns a rule for an operator that keeps the shape and has a module or parameter, made by the expression
+    ``init``. ``sizes`` draws the expression's arguments; if one is None, the operator does not fit. ``work`` is the
+    number of operations per element of the incoming tensor, or a function that returns their total number."""
 
     def use(rng: Random, x: Shape) -> Use | None:
         wanted = sizes(rng, x)
@@ -191,7 +191,7 @@ def convolution(constructor: str, transposed: bool = False) -> Rule:
 
 
 def _product(rng: Random, x: Shape, form: str, init: str, name: str = "features") -> Use:
-    """Returns the ``Use`` of a product of a tensor of shape ``x`` with a learnt matrix.  ``name`` is the argument that
+    """Returns the ``Use`` of a product of a tensor of shape ``x`` with a learnt matrix. The argument called ``name``
     holds the length of the tensor's last dimension."""
     out = rng.choice((x[-1], 2 * x[-1], max(8, x[-1] // 2)))
     return Use(form, (*x[:-1], out), init, ((name, x[-1]), ("out_features", out)), flops=2.0 * size(x) * out)
@@ -203,7 +203,7 @@ def linear(rng: Random, x: Shape) -> Use:
 
 
 def matmul(form: str, weight: str = "{features}, {out_features}") -> Rule:
-    """Returns a rule for a product with a learnt matrix of the shape ``weight``.  ``form`` is the source text."""
+    """Returns a rule for a product with a learnt matrix of the shape ``weight``. ``form`` is the source text."""
     init = f"nn.Parameter(torch.randn({weight}) / {{features}} ** 0.5)"
     return lambda rng, x: _product(rng, x, form, init)
 

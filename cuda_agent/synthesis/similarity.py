@@ -1,10 +1,8 @@
 """Computes how similar two tasks are, by the subtrees of their syntax trees (Baxter, 1998).
 
-Each task's class ``Model`` gives a multiset of subtrees; the similarity is Dice's coefficient of the two multisets.
-The subtrees ignore local names, docstrings, and the values (not the types) of constants.  Different code for the same
-function is not similar (``x * x`` and ``torch.square(x)``).
-
-``duplicate_key`` is stricter: it covers the whole file, and also compares constants and shapes."""
+Each task's class ``Model`` gives a multiset of subtrees; the similarity is Dice's coefficient of two multisets. The
+subtrees ignore local names, docstrings and the values of constants. Different code for the same function, such as
+``x**2`` and ``torch.square(x)``, is not similar. ``duplicate_key`` also compares constants and the rest of the file."""
 
 import ast
 import hashlib
@@ -18,7 +16,7 @@ Shingles = Counter[int]
 
 
 def shingles(code: str) -> Shingles:
-    """Returns the multiset of hashed subtrees of class ``Model``, else of the file; empty if ``code`` is not Python."""
+    """Returns the multiset of hashed subtrees of class ``Model``, else of the file. For invalid Python it is empty."""
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError):
@@ -35,15 +33,15 @@ def similarity(left: Shingles, right: Shingles) -> float:
 
 
 def nearest(code: str, references: Sequence[tuple[str, Shingles]]) -> tuple[str, float]:
-    """Returns (name, similarity) of the reference that is most similar to ``code``; ("", 0.0) without references."""
+    """Returns (name, similarity) of the reference most similar to ``code``, or ("", 0.0) without references."""
     mine = shingles(code)
     scores = [(name, similarity(mine, theirs)) for name, theirs in references]
     return max(scores, key=lambda score: score[1], default=("", 0.0))
 
 
 def duplicate_key(code: str) -> str:
-    """Returns a sha256 of the source, without local names, formatting, comments and docstrings.  A named top-level
-    constant counts by its value.  Tasks with equal keys have equal structures and shapes."""
+    """Returns a sha256 of the source, without local names, formatting, comments and docstrings. A named top-level
+    constant counts by its value. Tasks with equal keys have equal structures and shapes."""
     tree = ast.parse(code)
     aliases = import_aliases(tree)
     constants: dict[str, ast.expr] = {
@@ -65,7 +63,7 @@ def duplicate_key(code: str) -> str:
 
 
 def _fold(node: ast.AST, aliases: Aliases, found: Shingles) -> tuple[int, int]:
-    """Returns (hash, height) of ``node``, ignoring local names.  Counts its subtrees, except leaves, in ``found``."""
+    """Returns (hash, height) of ``node``, ignoring local names. Counts its subtrees, except leaves, in ``found``."""
     if isinstance(node, ast.Name | ast.Attribute) and (path := dotted(node, aliases)):
         return _hash(path), 0
     label, height, parts = type(node).__name__, 0, []
@@ -96,7 +94,7 @@ def _is_method(node: ast.AST) -> TypeGuard[ast.Attribute]:
 
 
 def _canonical(node: ast.AST, aliases: Aliases, constants: dict[str, ast.expr], names: dict[str, str]) -> str:
-    """Returns the subtree ``node`` as text.  Names that were not imported become n0, n1, ... as they first appear."""
+    """Returns the subtree ``node`` as text. Names that were not imported become n0, n1, ... as they first appear."""
     if isinstance(node, ast.Name | ast.Attribute) and (path := dotted(node, aliases)):
         return path
     if isinstance(node, ast.Name) and node.id in constants:

@@ -1,11 +1,9 @@
 """Drives synthesis: proposes, filters and splits candidates until enough tasks of each kind pass.
 
-The kinds are training tasks, held-out tasks of the teacher's family, and held-out tasks of the catalogue.  No training
-task has the combination of operators of a held-out task.  Candidate number i of a family depends only on (seed, family,
-i), unless a language model writes it.  So equal configurations, seeds and probes give equal tasks.
-
-Candidates are accepted in order of their numbers, but the next ones are probed ahead.  Each finished probe is passed to
-``report``.  A later call can get these probes in ``known``, and then does not repeat them."""
+The kinds are training tasks, held-out tasks of the teacher's family, and held-out tasks of the catalogue. No training
+task has the operator combination of a held-out task. Candidate number i of a family depends only on (seed, family, i),
+unless a language model writes it. So equal configurations, seeds and probes give equal tasks. Candidates are accepted
+in order of their numbers, but the next ones are probed ahead."""
 
 import asyncio
 import contextlib
@@ -82,11 +80,12 @@ async def synthesize(
     report: Callable[[str, Any], None] | None = None,
     composer: Composer | None = None,
 ) -> tuple[list[Task], dict[str, Any]]:
-    """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks, and their data card.  If the limit of
-    candidates or probes is reached, makes fewer; ``card["short"]`` says how many of each kind are missing.
+    """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks, and their data card. At the limit of
+    candidates or probes, makes fewer; ``card["short"]`` says how many of each kind are missing.
 
-    ``known`` holds what earlier calls passed to ``report(key, JSON value)``: probes, and the tasks of a composer that
-    is not repeatable.  ``progress(done, total)`` counts accepted tasks.  ``composer`` replaces the configured writer.
+    Each result is passed to ``report(key, JSON value)``: probes, and the tasks of a composer that is not repeatable. A
+    later call with these results as ``known`` does not repeat them. ``progress(done, total)`` counts accepted tasks.
+    ``composer`` replaces the configured writer.
 
     Raises:
         TaskError: The evaluation set cannot be read.
@@ -153,7 +152,7 @@ def _counts(tasks: Sequence[Task], key: Callable[[Task], str]) -> dict[str, int]
 
 
 def _log_histogram(values: Sequence[float], low: float, high: float) -> dict[str, list[float]]:
-    """Counts ``values`` in bins of equal ratio from ``low`` to ``high``.  A value outside counts in the nearest bin."""
+    """Counts ``values`` in bins of equal ratio from ``low`` to ``high``. A value outside counts in the nearest bin."""
     edges = [low * (high / low) ** (step / BINS) for step in range(BINS + 1)]
     found = [0.0] * BINS
     for value in values:
@@ -189,8 +188,7 @@ def _key(code: str) -> str | None:
 
 @dataclass
 class _Work:
-    """Takes candidates through the filters, until the allowed number of probes is used up.  Also probes later
-    candidates ahead, if the writer is repeatable."""
+    """Takes candidates through the filters until the allowed probes are used up, and probes later candidates ahead."""
 
     config: Synthesis
     seed: int
@@ -275,8 +273,7 @@ class _Work:
         await asyncio.gather(*left, return_exceptions=True)
 
     def _side(self, stream: Stream, task: Task) -> str | None:
-        """Returns the split of ``task`` ("train" or "heldout"), or None if the split is full or a held-out task has the
-        same combination of operators.  So each held-out combination has one task."""
+        """Returns the split of ``task``, or None if the split is full or a held-out task has the same combination."""
         drawn, share = stream.combination(task), stream.wanted["heldout"] / sum(stream.wanted.values())
         split = "heldout" if is_heldout(drawn, self.seed, share) else "train"
         return split if stream.wants(split) and drawn not in stream.heldout else None

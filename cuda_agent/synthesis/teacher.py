@@ -1,8 +1,8 @@
-"""The scripted teacher: writes correct kernels for the tasks of ``family``, with randomly drawn designs.
+"""Writes correct kernels for the tasks of ``family``, with randomly drawn designs: the scripted teacher.
 
-``bootstrap`` trains a small model on the teacher's solutions; no later stage uses the teacher.  Each choice of a design
+``bootstrap`` trains a small model on the teacher's solutions; no later stage uses the teacher. Each choice of a design
 is drawn uniformly, so kernels range from ten times slower than eager to several times faster than ``torch.compile``.
-``spoil`` puts one realistic mistake into a solution, for episodes in which the mistake is repaired."""
+``spoil`` puts one realistic mistake into a solution, for episodes in which the agent repairs the mistake."""
 
 import json
 import random
@@ -26,7 +26,7 @@ DESIGNS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Choices:
-    """The design of a kernel.  In brackets: how many times as long the slow choice takes (quartiles, two idle cores).
+    """The design of a kernel. Brackets hold how many times as long the slow choice takes (quartiles, two idle cores).
 
     ``number``  arithmetic type; "double" is slow (1.5-2; up to 4.5 in transcendental functions)
     ``order``   the elements of block b; "chunk": neighbours; "stride": b, b + grid, ..., which cannot be vectorised
@@ -44,7 +44,7 @@ class Choices:
 
 @dataclass(frozen=True)
 class Worked:
-    """A correct solution in the ``plan`` format: its files (path -> text), and the design that it follows."""
+    """A correct solution in the ``plan`` format: its files (path -> text), and its design."""
 
     files: dict[str, str]
     choices: Choices
@@ -52,8 +52,8 @@ class Worked:
 
 @dataclass(frozen=True)
 class Mistake:
-    """A solution with one mistake.  In the file ``path``, the text ``wrong`` occurs exactly once; replacing it by
-    ``right`` repairs the solution.  ``status`` is the judge's status, ``message`` the compiler's first error."""
+    """A solution with one mistake. The text ``wrong`` occurs exactly once in the file ``path``; replacing it by
+    ``right`` repairs the solution. ``status`` is the judge's status, ``message`` the compiler's first error."""
 
     files: dict[str, str]
     path: str
@@ -68,7 +68,7 @@ def draw_choices(rng: random.Random) -> Choices:
 
 
 def solve(task: Task, rng: random.Random, choices: Choices | None = None) -> Worked:
-    """Returns a correct solution of ``task`` with the design ``choices`` or, if that is None, with a random design.
+    """Returns a correct solution of ``task`` with the design ``choices``, by default a random design.
 
     Raises:
         ValueError: The task is not of the teacher's family."""
@@ -79,7 +79,7 @@ def solve(task: Task, rng: random.Random, choices: Choices | None = None) -> Wor
 
 
 def redesign(worked: Worked, rng: random.Random) -> Choices:
-    """Returns the design of ``worked`` with one of its choices, other than ``moments``, drawn anew."""
+    """Returns the design of ``worked`` with one choice, other than ``moments``, drawn anew."""
     field = rng.choice(("number", "order", "grid", "passes"))
     return replace(worked.choices, **{field: getattr(draw_choices(rng), field)})
 
@@ -197,7 +197,6 @@ _Change = tuple[str, str, Literal["wrong", "build_error"], str]  # wrong, right,
 
 
 def _another_step(spec: FamilySpec, code: str, rng: random.Random) -> _Change:
-    """Draws another constant or operator for one step of the chain, so that the results differ clearly."""
     while True:
         k = rng.randrange(len(spec.chain))
         name, constant = spec.chain[k]
@@ -212,7 +211,6 @@ def _another_step(spec: FamilySpec, code: str, rng: random.Random) -> _Change:
 
 
 def _differs(spec: FamilySpec, other: FamilySpec) -> bool:
-    """Returns whether two specifications with different chains give clearly different results."""
     if any(OPERATORS[name].has_constant and not constant for name, constant in other.chain):
         return False
     try:

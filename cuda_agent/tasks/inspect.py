@@ -1,7 +1,7 @@
 """Analyses a task's source without running it: ``problems`` checks its form, ``recompute_ops`` finds its operators.
 
-Both functions only read the syntax tree, so both are safe on untrusted source.  They do not see names made at run time
-(``getattr(torch, name)``), nor operators inside layers of other packages."""
+Both functions only read the syntax tree, so they are safe on untrusted source. They miss names made at run time
+(``getattr(torch, name)``) and operators inside layers of other packages."""
 
 import ast
 import builtins
@@ -37,7 +37,7 @@ _OPERATORS: dict[type, str] = {
 
 
 def problems(code: str) -> list[str]:
-    """Returns the reasons why ``code`` is not a task, with line numbers; an empty list if it has the form of a task."""
+    """Returns the reasons why ``code`` is not a task, with line numbers. The list is empty for a task."""
     try:
         tree = ast.parse(code)
     except SyntaxError as error:
@@ -77,7 +77,7 @@ def import_aliases(tree: ast.AST) -> Aliases:
 
 
 def dotted(node: ast.AST, aliases: Aliases) -> str | None:
-    """Returns the dotted path of an imported name (``F.relu`` -> ``torch.nn.functional.relu``); None for other code."""
+    """Returns the dotted path of an imported name (``F.relu`` -> ``torch.nn.functional.relu``), or None."""
     if isinstance(node, ast.Name):
         return aliases.get(node.id)
     if isinstance(node, ast.Attribute) and (base := dotted(node.value, aliases)):
@@ -90,7 +90,7 @@ def is_docstring(node: ast.AST) -> bool:
 
 
 def op_name(path: str) -> str | None:
-    """Returns an operator's name in ``Task.ops`` (``torch.nn.functional.relu`` -> ``F.relu``); None for other paths."""
+    """Returns an operator's name in ``Task.ops`` (``torch.nn.functional.relu`` -> ``F.relu``), or None."""
     parts = path.split(".")
     if parts[0] != "torch" or len(parts) < 2:
         return None
@@ -110,9 +110,9 @@ def op_name(path: str) -> str | None:
 def recompute_ops(code: str) -> tuple[str, ...]:
     """Returns the torch operators that ``Model.forward`` reaches, each one once, in order of use.
 
-    Names are those of CUDA-Agent-Ops-6K: ``nn.Linear``, ``F.gelu``, ``torch.sum``, ``Tensor.view``.  A layer made in
-    ``__init__`` counts only if ``forward`` uses it.  A Python operator or a tensor method counts only if an operand
-    certainly is a tensor (an argument of ``forward``, a parameter, the result of an operator).  Layers of
+    Names are those of CUDA-Agent-Ops-6K: ``nn.Linear``, ``F.gelu``, ``torch.sum``, ``Tensor.view``. A layer made in
+    ``__init__`` counts only if ``forward`` uses it. A Python operator or a tensor method counts only if an operand
+    certainly is a tensor (an argument of ``forward``, a parameter, the result of an operator). Layers of
     ``transformers`` appear by class name: ``transformers.LlamaRMSNorm``."""
     tree = ast.parse(code)
     reader = _Reader(import_aliases(tree), _definitions(tree))
@@ -123,7 +123,7 @@ def recompute_ops(code: str) -> tuple[str, ...]:
 
 
 def _depth(tree: ast.AST) -> int:
-    """Returns the height of ``tree``, but at most ``DEEPEST`` + 1.  Uses no recursion, so deep trees are safe."""
+    """Returns the height of ``tree``, at most ``DEEPEST`` + 1. Deep trees are safe, because there is no recursion."""
     level, depth = [tree], 0
     while level and depth <= DEEPEST:
         level = [child for node in level for child in ast.iter_child_nodes(node)]
@@ -180,7 +180,7 @@ class _Reader:
         self.under_way.discard(key)
 
     def note(self, node: ast.AST) -> bool:
-        """Adds the operator that ``node`` names, or all of a class of the file.  Returns whether it names either."""
+        """Adds the operator, or the operators of the class, that ``node`` names. Returns whether there is one."""
         if isinstance(node, ast.Name) and isinstance(local := self.definitions.get(node.id), ast.ClassDef):
             self.read_class(local)
             return True
@@ -203,7 +203,7 @@ class _Reader:
 
 
 class _Scope:
-    """Adds the operators of a function body to ``reader``.  ``tensors`` are local names that certainly are tensors."""
+    """Adds the operators of a function body to ``reader``. ``tensors`` are local names that certainly are tensors."""
 
     def __init__(self, reader: _Reader, attributes: dict, methods: dict, tensors: set[str]) -> None:
         self.reader, self.attributes, self.methods, self.tensors = reader, attributes, methods, tensors
@@ -235,7 +235,7 @@ class _Scope:
             self.reader.ops.append(f"torch.{name}")
 
     def value(self, node: ast.expr) -> bool:
-        """Adds the operators of an expression, operands first.  Returns whether its value is certainly a tensor."""
+        """Adds the operators of an expression, operands first. Returns whether the expression is certainly a tensor."""
         match node:
             case ast.Name():
                 return node.id in self.tensors

@@ -1,6 +1,6 @@
 """Reads and writes task sets: parquet folders of this project, KernelBench folders, Ops-6K parquet files.
 
-A set is read from a local path.  The source of its tasks is handled as text, and never executed here."""
+A set is read from a local path. This module handles the source of tasks as text, and never executes it."""
 
 import json
 import re
@@ -50,7 +50,7 @@ def read_tasks(folder: Path) -> list[Task]:
 
 
 def read_ops6k(path: Path) -> list[Task]:
-    """Returns the tasks in a parquet file of the form of CUDA-Agent-Ops-6K.  Their ``ops`` are those in the file.
+    """Returns the tasks in a parquet file in the form of CUDA-Agent-Ops-6K. Takes their ``ops`` from the file.
 
     Raises:
         TaskError: The file cannot be read, or holds an invalid row."""
@@ -64,9 +64,8 @@ def read_ops6k(path: Path) -> list[Task]:
 
 def _read_kernelbench(folder: Path) -> tuple[list[Task], list[TaskError]]:
     """Returns the tasks in a KernelBench folder, in KernelBench's order, and an error for each file that is not a task.
-
     The tasks are the ``*.py`` files in the sub-folders ``level1``, ``level2``, ... or, without these, in ``folder``.
-    Their family is the level, else ``kernelbench``.  A name is like ``level1/19_ReLU``, the split is ``heldout``."""
+    Their family is the level, or ``kernelbench``. A name is like ``level1/19_ReLU``; the split is ``heldout``."""
     levels = sorted((p for p in folder.iterdir() if p.is_dir() and re.fullmatch(r"level\d+", p.name)), key=natural)
     found, refused = list[Task](), list[TaskError]()
     for place in levels or [folder]:
@@ -107,7 +106,7 @@ def read_any(source: Path) -> list[Task]:
     """Returns the tasks in ``source``: a folder of ``write_tasks``, an Ops-6K parquet, a KernelBench folder or a file.
 
     Raises:
-        TaskError: ``source`` cannot be read, or one of its files is not a task: none is silently left out."""
+        TaskError: ``source`` cannot be read, or one of its files is not a task."""
     if not source.exists():
         raise TaskError(f"{source}: no such file or folder")
     if source.is_dir():
@@ -135,8 +134,8 @@ class Imported:
 
 
 def import_tasks(source: Path, folder: Path) -> Imported:
-    """Imports the task set ``source``, in any form that ``read_any`` accepts, to ``folder``.  Recomputes ``ops`` from
-    the tasks' code.  Leaves out rows and files that are not tasks, and duplicates.
+    """Imports the task set ``source``, in any form that ``read_any`` accepts, to ``folder``. Recomputes ``ops`` from
+    the code. Leaves out duplicates, and rows and files that are not tasks.
 
     Raises:
         TaskError: No task is left, or ``source`` cannot be read."""
@@ -193,6 +192,6 @@ def _ops_list(value: Any, path: Path, row: int) -> tuple[str, ...]:
 
 
 def natural(path: Path | str) -> list[Any]:
-    """Returns a sort key for the file name that compares numbers by value, so ``2_b`` comes before ``10_a``."""
+    """Returns a sort key for the file name that compares numbers by value: ``2_b`` comes before ``10_a``."""
     parts = re.split(r"(\d+)", Path(path).name)
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]

@@ -1,7 +1,7 @@
-"""A task: a PyTorch problem in the form of KernelBench and CUDA-Agent-Ops-6K.
+"""Defines a task: a PyTorch problem in the form of KernelBench and CUDA-Agent-Ops-6K.
 
-A task is Python source that defines ``Model`` (an ``nn.Module``), ``get_inputs()`` and ``get_init_inputs()``.  Nothing
-here imports or runs that source: tasks are untrusted, and only the sandbox's workers may execute them."""
+A task is Python source that defines ``Model`` (an ``nn.Module``), ``get_inputs()`` and ``get_init_inputs()``. This
+module does not run the source: tasks are untrusted, and only the sandbox's workers may execute them."""
 
 import hashlib
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Task:
-    """One task.  ``split`` is ``train`` or ``heldout``.  ``family`` names the task's origin, such as ``teacher`` (the
-    family of the scripted teacher), ``catalogue`` (the operator catalogue) or ``level1`` (of KernelBench)."""
+    """One task. ``split`` is ``train`` or ``heldout``. ``family`` names the task's origin, such as ``teacher`` (the
+    scripted teacher), ``catalogue`` (the operator catalogue) or ``level1`` (of KernelBench)."""
 
     name: str
     code: str  # source

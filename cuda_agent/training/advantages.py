@@ -1,7 +1,6 @@
-"""Estimates the advantages of sampled tokens, by the estimators in the table ``ADVANTAGES``.
+"""Computes the advantages of sampled tokens with the estimators in the table ``ADVANTAGES``.
 
-A sequence gets its reward once, on its last sampled token (paper, Eq. 1). Only sampled tokens are steps of the decision
-process: estimators skip prompt and tool tokens. All functions are pure and take only tensors."""
+A sequence gets one reward, on its last sampled token (paper, Eq. 1). Estimators skip prompt and tool tokens."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """The data of a batch of sequences, from which an estimator computes advantages."""
+    """The input of an estimator: the data of a batch of sequences."""
 
     rewards: Tensor  # float [sequences], each for a whole sequence
     mask: Tensor  # bool [sequences, length], true at sampled tokens
@@ -26,7 +25,7 @@ class AdvantageInputs:
 @dataclass(frozen=True)
 class Estimator:
     """A row of ``ADVANTAGES``. ``estimate`` returns the advantages of the sampled tokens, float [mask.sum()], sequence
-    after sequence. ``critic`` says whether ``estimate`` reads the critic's ``values``; if not, no critic is trained."""
+    after sequence. If ``critic`` is false, ``estimate`` ignores ``values``, and no critic is trained."""
 
     estimate: Callable[[AdvantageInputs], Tensor]
     critic: bool
@@ -35,9 +34,9 @@ class Estimator:
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: Tensor | float) -> Tensor:
     """Returns generalised advantages (GAE, arXiv 1506.02438) of the tokens where ``mask`` is true, and zeros elsewhere.
 
-    ``rewards`` (of each token), ``values`` (of the state before each token), ``mask`` and the result are [sequences,
-    length]. ``lam`` is a number or [sequences]. Tokens where ``mask`` is false are skipped, as if the sampled tokens
-    around them were neighbours. The value after the last sampled token is 0."""
+    ``rewards`` (of each token), ``values`` (of the state before each token), ``mask`` and the result are
+    [sequences, length]. ``lam`` is a number or [sequences]. Tokens where ``mask`` is false are skipped. The value after
+    the last sampled token is 0."""
     next_value = torch.zeros_like(values[:, 0])
     running = torch.zeros_like(next_value)
     advantages = torch.zeros_like(values)
@@ -58,19 +57,15 @@ def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def adaptive_lambda(counts: Tensor, alpha: float = 0.05) -> Tensor:
-    """Returns the length-adaptive lambda 1 - 1/(alpha n), at least 0 (VAPO, arXiv 2504.05118), float32 [sequences].
-
-    n is ``counts``, int64 [sequences], the number of sampled tokens. The weight of a terminal reward decays over about
+    """Returns the length-adaptive lambda 1 - 1/(alpha n), at least 0 (VAPO, arXiv 2504.05118), float32 [sequences]. n
+    is ``counts``, int64 [sequences], the number of sampled tokens. The weight of a terminal reward decays over about
     alpha n sampled tokens, so the reward reaches further back in a longer sequence."""
     return (1 - 1 / (alpha * counts.clamp(min=1))).clamp(min=0.0)
 
 
 def whiten(advantages: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """Returns the advantages of a whole batch, float [sampled tokens], shifted and scaled to mean 0 and (biased)
-    standard deviation 1.
-
-    If all advantages are equal, they become zeros. Sums are in double precision, so that a rounding error of the mean
-    does not look like an advantage."""
+    """Returns a batch's advantages, float [sampled tokens], scaled to mean 0 and (biased) standard deviation 1. Equal
+    advantages become zeros, because sums are in double precision."""
     wide = advantages.double()
     centred = wide - wide.mean()
     return (centred / (centred.square().mean().sqrt() + epsilon)).to(advantages.dtype)
@@ -84,10 +79,9 @@ def explained_variance(values: Tensor, targets: Tensor) -> float:
 
 
 def group(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """Returns the rewards, normalised within each group: GRPO (arXiv 2402.03300).
-
-    ``rewards`` (float), ``groups`` (int64, equal within a group) and the result are [sequences]. The result is (reward
-    - mean of the group) / ((biased) standard deviation of the group + epsilon), or 0 in a group of one."""
+    """Returns the rewards, normalised within each group: GRPO (arXiv 2402.03300). The result is (reward - mean) /
+    (biased standard deviation + epsilon), both of the group, or 0 in a group of one. ``rewards`` (float), ``groups``
+    (int64, equal within a group) and the result are [sequences]."""
     centred, sizes = _centred(rewards, groups)
     spread = (_group_sums(centred.square(), groups) / sizes).sqrt()
     return (centred / (spread + epsilon)).to(rewards.dtype)
@@ -95,29 +89,25 @@ def group(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6) -> Tensor:
 
 def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
     """Returns each reward minus the mean of the other rewards in its group, or 0 in a group of one: REINFORCE
-    leave-one-out (arXiv 2402.14740). ``rewards`` (float), ``groups`` (int64) and the result are [sequences].
-
-    The baseline of a sequence does not depend on that sequence, so the gradient estimate is unbiased."""
+    leave-one-out (arXiv 2402.14740). A sequence's baseline does not depend on the sequence, so the gradient estimate is
+    unbiased. ``rewards`` (float), ``groups`` (int64) and the result are [sequences]."""
     centred, sizes = _centred(rewards, groups)
     return (centred * sizes / (sizes - 1).clamp(min=1)).to(rewards.dtype)
 
 
 def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns, for each sequence, its reward minus the mean of its group, and the size of the group; both float64."""
     wide = rewards.double()
     sizes = _group_sums(torch.ones_like(wide), groups)
     return wide - _group_sums(wide, groups) / sizes, sizes
 
 
 def _group_sums(numbers: Tensor, groups: Tensor) -> Tensor:
-    """Returns, for each sequence, the sum of ``numbers`` (float [sequences]) over its group: float [sequences]."""
     _, members = groups.unique(return_inverse=True)
     return torch.zeros_like(numbers).index_add(0, members, numbers)[members]
 
 
 def _on_all_tokens(of_groups: Callable[[Tensor, Tensor], Tensor], given: AdvantageInputs) -> Tensor:
-    """Returns the advantages of the sampled tokens, float [mask.sum()]. Every token of a sequence gets the sequence's
-    advantage, which ``of_groups`` computes from the rewards and groups of all sequences."""
+    """Gives each sampled token its sequence's advantage from ``of_groups``. Returns float [mask.sum()]."""
     return of_groups(given.rewards, given.groups)[:, None].expand(given.mask.shape)[given.mask]
 
 

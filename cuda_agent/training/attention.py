@@ -6,10 +6,9 @@ computed by blocked matrix products, which keep the attention probabilities for 
 precision, one flash attention computes the whole row. In all other cases ``scaled_dot_product_attention`` computes one
 sequence after the other, in memory linear in the length.
 
-With ``training.parallelism=context`` the ranks share each row. A row is cut into two blocks per rank. Rank r computes
-the r-th block from the front and the r-th from the back. This balances the work, because later tokens attend to more
-keys. Each rank gathers the keys and values of all ranks. On CPUs, where it needs large masks, this serves only
-tests."""
+With ``training.parallelism=context`` the trainer's processes (ranks) share each row. A row is cut into two blocks per
+rank. Rank r computes the r-th block from the front and the r-th from the back. This balances the work, because later
+tokens attend to more keys. Each rank gathers the keys and values of all ranks. On CPUs this is for tests only."""
 
 import functools
 import itertools
@@ -31,7 +30,7 @@ BLOCK = 128  # query rows of one blocked product
 
 class Segments:
     """The ``lengths`` of a row's sequences. ``part`` is the part of the row that this process has, or None for the
-    whole row. This is not a dataclass, because ``torch.compile`` would then recompile for the numbers of every row."""
+    whole row. If this were a dataclass, ``torch.compile`` would recompile for the lengths of every row."""
 
     def __init__(self, lengths: tuple[int, ...], part: PackedPart | None = None) -> None:
         self.lengths, self.part = lengths, part
@@ -177,7 +176,7 @@ def _blocks(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
 
 def part_of(row: PackedRow, ranks: int, rank: int) -> PackedRow:
     """Returns the part of ``row`` that ``rank`` computes. The row is padded first, so that all blocks are equally long.
-    The part's ``lengths`` are those of the whole row; padding counts as one more sequence."""
+    The part's ``lengths`` describe the whole row; padding counts as one more sequence."""
     padding = -len(row.ids) % (2 * ranks)
     ids = torch.cat([row.ids, row.ids.new_zeros(padding)])
     positions = torch.cat([row.positions, torch.arange(padding)])
@@ -199,8 +198,7 @@ def _shared_attention(
     lengths: Sequence[int],
     part: PackedPart,
 ) -> Tensor:
-    """Returns the causal attention of this rank's queries to the keys of all ranks, within each sequence:
-    [1, heads, tokens of this rank, size]."""
+    """Returns causal attention of this rank's queries to all ranks' keys: [1, heads, tokens of this rank, size]."""
     keys, values = (cast(Tensor, _Gathered.apply(tensor, part.ranks)) for tensor in (key, value))  # type: ignore[no-untyped-call]
     shared = query.shape[1] != keys.shape[1]
     size = query.shape[2] // 2

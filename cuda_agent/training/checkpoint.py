@@ -68,8 +68,8 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def write(table: Table, folder: Path) -> None:
-    """Writes the table into the existing, empty ``folder``. All ranks call this function; each writes its part. Ranks
-    on different machines use different folders; the driver then collects the files."""
+    """Writes the table into the existing, empty ``folder``. All ranks call this function, and each writes its part.
+    Ranks on different machines write into different folders."""
     if dist.is_initialized():
         import torch.distributed.checkpoint as dcp
 

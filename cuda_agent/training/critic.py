@@ -1,7 +1,7 @@
 """Defines the critic, which estimates the value (expected reward) of each state of an episode.
 
-A critic is a trunk, which starts as a copy of the policy's, and a value head. On disk it is a folder: the trunk in
-Hugging Face format and ``value_head.safetensors``. The head always computes in float32, even with a bfloat16 trunk."""
+A critic consists of a value head and a trunk, which starts as a copy of the policy's trunk. On disk it is a folder: the
+trunk in Hugging Face format and ``value_head.safetensors``. The head always computes in float32."""
 
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,9 @@ HEAD = "value_head.safetensors"
 
 
 class Critic(nn.Module):
-    """A transformer trunk with a linear value head.  At first the head returns zero for every state."""
+    """A transformer ``trunk``, without a language-model head, and a linear value head, which at first returns zero."""
 
     def __init__(self, trunk: Any) -> None:
-        """Adds a head to ``trunk``, a Hugging Face model without a language-model head."""
         super().__init__()
         self.trunk = trunk
         self.head = nn.Linear(trunk.config.get_text_config().hidden_size, 1)

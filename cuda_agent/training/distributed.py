@@ -1,8 +1,8 @@
 """Controls, from the driver's process, a trainer that runs in other processes (its ranks).
 
-In the driver, a ``DistributedTrainer`` takes the place of a ``Trainer``. A recipe (an algorithm in ``recipes``) marked
-``over_ranks`` runs on all ranks at once with the same arguments; the caller gets the first rank's result. A
-``RankGroup`` sends calls to the ranks. The ranks run on this machine (``ranks``) or on several (``rl.ray.ranks``)."""
+In the driver, a ``DistributedTrainer`` takes the place of a ``Trainer``. A training algorithm (``recipes``) marked
+``over_ranks`` runs on all ranks with the same arguments, and returns the first rank's result. A ``RankGroup`` sends
+calls to ranks on this machine (``ranks``) or on several machines (``rl.ray.ranks``)."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -22,14 +22,13 @@ TRAINERS: dict[str, Trainer] = {}  # the trainers in this process, by name, if i
 
 
 class TrainerLost(RuntimeError):
-    """A rank died, or only some of the ranks failed. Training since the last checkpoint is lost; new ranks may resume
-    from this checkpoint."""
+    """Some of the trainer's ranks died or failed. All training since the last checkpoint is lost."""
 
 
 class RankGroup(Protocol):
     """The interface to the ranks of a trainer, on one machine or on several. Each method acts on all ranks. ``place``
     makes a trainer called ``name`` from a copy of ``model``. ``call`` calls a method of ``Rank`` and returns the first
-    rank's result. ``save`` writes a checkpoint into ``folder`` on the caller's machine. ``load`` restores a checkpoint,
+    rank's result. ``save`` writes a checkpoint into ``folder`` on the caller's machine. ``load`` restores a checkpoint
     and returns the trainer's ``step`` and ``seconds``."""
 
     def place(self, name: str, model: Any, options: dict[str, Any]) -> None: ...
@@ -61,9 +60,8 @@ def _errors(calls: Sequence[Future[Any]]) -> list[BaseException]:
 
 
 class DistributedTrainer:
-    """Represents, in the driver, the trainer that every rank has under ``name``. ``model`` is the driver's copy;
-    reading it fetches the ranks' weights if they have changed. If this object is an argument of a call to the ranks,
-    each rank gets its own ``Trainer`` instead."""
+    """The driver's handle of the trainers that the ranks hold under ``name``. ``model`` is the driver's copy; reading
+    it fetches changed weights from the ranks. In a call to the ranks, each rank receives its own ``Trainer``."""
 
     def __init__(self, ranks: RankGroup, name: str, model: Any, **options: Any) -> None:
         self.step, self.seconds = 0, 0.0
@@ -102,7 +100,7 @@ def _of_rank(name: str) -> Trainer:
 
 
 def over_ranks(recipe: Callable[P, R]) -> Callable[P, R]:
-    """Makes a recipe run on the ranks if any of the trainers among its arguments is a ``DistributedTrainer``."""
+    """Makes a recipe run on the ranks if one of its arguments is a ``DistributedTrainer``."""
 
     @functools.wraps(recipe)
     def spread(*args: P.args, **kwargs: P.kwargs) -> R:

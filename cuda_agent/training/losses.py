@@ -1,8 +1,8 @@
 """Computes losses over sampled tokens, and the log-probabilities that the losses need.
 
 A loss function takes flat tensors (one entry per sampled token of one row) and ``total``, the number of sampled tokens
-of the whole minibatch. It returns the row's share of the minibatch's mean loss: the shares of all rows add up to the
-mean. Its metrics are shares too, except maxima (``added``)."""
+of the whole minibatch. It returns the row's share of the minibatch's mean loss; the shares of all rows add up to the
+mean. Metrics are shares too, except maxima (``added``)."""
 
 from collections.abc import Callable
 
@@ -24,12 +24,12 @@ def added(known: dict[str, float], more: dict[str, float]) -> dict[str, float]:
 def token_logprobs(
     states: Tensor, ids: Tensor, project: Callable[[Tensor], Tensor], chunk: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Returns natural log-probabilities of the tokens ``ids``, int64 [n], and the entropies (in nats, without gradient)
-    of the distributions that the model predicts for these tokens; both float32 [n].
+    """Returns log-probabilities of the tokens ``ids``, int64 [n], and entropies of the predicted distributions, without
+    gradient. Both are float32 [n], in nats.
 
     ``states``, float [n, hidden], are the states before these tokens (``packing.before_sampled``). ``project`` maps m
-    states to logits [m, vocabulary]. To save memory, at most ``chunk`` rows of logits exist at a time; if there are
-    several chunks, the backward pass recomputes them."""
+    states to logits [m, vocabulary]. At most ``chunk`` rows of logits exist at a time. If there are several chunks, the
+    backward pass recomputes them."""
 
     def one(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = project(states).float()
@@ -96,11 +96,10 @@ def ppo_loss(
 def value_loss(
     values: Tensor, targets: Tensor, total: int, old: Tensor | None = None, clip: float | None = None
 ) -> Tensor:
-    """Returns a row's share of half the mean squared error of ``values`` (float32 [n], with gradient).
-
-    With ``clip`` (as in PPO), the larger of two errors counts for each token: that of its value, and that of its value
-    limited to the range ``old`` - ``clip`` to ``old`` + ``clip``. ``old`` are the values before the update, float32
-    [n]. ``clip`` without ``old`` raises ``ValueError``."""
+    """Returns a row's share of half the mean squared error of ``values`` (float32 [n], with gradient). With ``clip``
+    (as in PPO), each token contributes the larger of two errors: the error of its value, and the error of its value
+    clipped to ``old`` ± ``clip``. ``old`` are the values before the update, float32 [n]. Raises ``ValueError`` if
+    ``clip`` is given without ``old``."""
     error = (values - targets).square()
     if clip is not None:
         if old is None:

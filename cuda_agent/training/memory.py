@@ -1,9 +1,8 @@
 """Estimates the peak memory of a training step from the model's shape and the length of a row of tokens.
 
-The estimate adds up the tensors that the layers of Llama, Qwen2 and Qwen3 keep for the backward pass. It does not count
-memory that the allocator holds unused, a GPU's context (0.5 GB) or an engine in the same process. Tests compare it
-with measured steps, except for mixtures of experts. This module does not import PyTorch, so that a command can print an
-estimate at once."""
+The estimate adds up the tensors that the layers of Llama, Qwen2 and Qwen3 keep for the backward pass. It excludes
+memory that the allocator holds unused, a GPU's context (0.5 GB) and an engine in the same process. Tests compare it
+with measured steps, except for mixtures of experts. To load fast, this module does not import PyTorch."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -45,7 +44,7 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Returns the number of parameters, except those of the norms of q and k (``q_norm``, ``k_norm``)."""
+        """Returns the number of parameters, without the norms of q and k (``q_norm``, ``k_norm``)."""
         return self.layers * self.layer_parameters + self.end_parameters + self.hidden
 
     @property
@@ -53,7 +52,7 @@ class Shape:
         return self.intermediate * max(self.active, 1)
 
     def adapter_parameters(self, rank: int) -> int:
-        """Returns the number of adapter parameters, with adapters of this ``rank`` on all 7 matrices of each layer."""
+        """Returns the number of parameters of adapters of this ``rank`` on all 7 matrices of each layer."""
         h, a, k, i = self.hidden, self.heads * self.head, self.kv_heads * self.head, self.intermediate
         return self.layers * rank * ((h + a) * 2 + (h + k) * 2 + (h + i) * 3)
 
@@ -95,9 +94,8 @@ def peak(
     """Estimates the peak memory of one rank for a row of ``tokens``, all of them trained on, with AdamW and master
     weights in float32. The ``ranks`` share weights and rows.
 
-    ``segment`` is the length of the row's longest sequence, by default ``tokens``. ``at_once`` is the number of rows
-    that are computed at the same time. ``parallelism`` says whether a rank computes whole rows ("data") or a part of
-    each row ("context")."""
+    ``segment`` is the length of the row's longest sequence, by default ``tokens``. ``at_once`` rows are computed at the
+    same time. A rank computes whole rows if ``parallelism`` is "data", or a part of each row if it is "context"."""
     low = precision == "bf16"
     every, layer, ends = shape.parameters, shape.layer_parameters, shape.end_parameters
     trained = shape.adapter_parameters(lora_rank) if lora_rank else every
@@ -130,12 +128,11 @@ def peak(
 
 
 def _kept(shape: Shape, low: bool, device: str, segment: int, lora_rank: int) -> int:
-    """Returns the bytes per token that one layer keeps for its backward pass.
-
-    In float32 a layer keeps 6 tensors of the hidden size (input, normalised input and output of its two norms), 5 of
-    the queries' size, 4 of the keys' size, and 4 of the feed-forward layer's inner size. In bfloat16, results of matrix
-    products take half the bytes, but each projection also keeps a rounded copy of its input. With adapters, norms are
-    frozen and do not keep the normalised input, but each adapter keeps the states between its two matrices."""
+    """Returns the bytes per token that one layer keeps for its backward pass. In float32 a layer keeps 6 tensors of the
+    hidden size (input, normalised input and output of its two norms), 5 of the queries' size, 4 of the keys' size, and
+    4 of the feed-forward layer's inner size. In bfloat16, results of matrix products take half the bytes, but each
+    projection also keeps a rounded copy of its input. With adapters, the frozen norms do not keep the normalised input,
+    but each adapter keeps the states between its two matrices."""
     h, queries, keys = shape.hidden, shape.heads * shape.head, shape.kv_heads * shape.head
     if low:
         kept = 26 * h + 12 * queries + 10 * keys + 8 * shape.wide

@@ -1,9 +1,8 @@
 """Converts episodes to tensors, and packs sequences side by side into rows of at most a fixed number of tokens.
 
-Log-probabilities, advantages and values of sampled tokens are stored in flat tensors, with one entry per sampled token
-of a ``Batch``, sequence after sequence. A ``PackedRow`` lists its sampled tokens (``targets``), their indices in the
-flat tensors (``tokens``) and the states that predict them (``before``). The state at position t - 1 predicts the token
-at t."""
+Log-probabilities, advantages and values are stored in flat tensors, with one entry per sampled token of a ``Batch``,
+sequence after sequence. A ``PackedRow`` lists its sampled tokens (``targets``), their indices in the flat tensors
+(``tokens``) and the states that predict them (``before``). The state at position t - 1 predicts the token at t."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ class Tokens:
 
 
 def tokens_of(ids: Sequence[int], mask: Sequence[int]) -> Tokens:
-    """Returns a sequence to imitate: its tokens are trained on where ``mask`` is 1, except for the first token."""
+    """Returns a sequence to imitate. Training uses the tokens where ``mask`` is 1, except the first token."""
     chosen = torch.tensor(mask, dtype=torch.bool)
     if len(ids) != len(mask) or not len(ids):
         raise ValueError(f"a sequence of {len(ids)} tokens with a mask of {len(mask)}")
@@ -56,7 +55,7 @@ def trainable(episodes: Iterable[Episode]) -> list[Episode]:
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Marks a row as a part of a longer row, which ``ranks`` processes share. The part belongs to number ``rank``."""
+    """Marks a row as the part of rank ``rank`` in a longer row, which ``ranks`` processes share."""
 
     ranks: int
     rank: int
@@ -144,10 +143,8 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 def pack_evenly(lengths: Sequence[int], row_tokens: int, multiple: int) -> list[list[int]]:
     """Packs sequences into rows of similar length, and returns the indices of each row's sequences. Aims at a number of
-    rows divisible by ``multiple``, for callers that compute so many rows side by side, but may return fewer rows. Ranks
-    that need equally many rows get empty ones in their place (``sharding.rows_of_rank``).
-
-    Calls ``pack`` with ever longer rows, up to ``row_tokens``, until there are few enough rows (MULTIFIT)."""
+    rows divisible by ``multiple``, the number of rows computed side by side, but may return fewer rows. Calls ``pack``
+    with ever longer rows, up to ``row_tokens``, until there are few enough rows (MULTIFIT)."""
     rows = pack(lengths, row_tokens)
     wanted = -(-len(rows) // multiple) * multiple
     budget = max(-(-sum(lengths) // max(wanted, 1)), *lengths, 1)
@@ -170,8 +167,8 @@ def _row(sequences: Sequence[tuple[Tokens, int]]) -> PackedRow:
 
 
 def before_sampled(states: Tensor, row: PackedRow) -> Tensor:
-    """Returns, out of the row's ``states`` [length, size], the state before each sampled token: [n, size]. From this
-    state the model predicts the token, and the critic its value."""
+    """Selects from ``states`` [length, size] the state before each sampled token: [n, size]. The model predicts the
+    token, and the critic its value, from this state."""
     return states[row.before]
 
 

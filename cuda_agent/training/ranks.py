@@ -1,4 +1,4 @@
-"""Runs the trainer's processes (ranks) on one machine; the driver process starts them and sends them calls.
+"""Runs the trainer's processes (ranks) on one machine. The driver process starts them and sends them calls.
 
 All ranks must receive the same calls in the same order. A dead rank is not replaced. ``sharding`` and ``attention``
 divide the computation among the ranks. ``rl.ray.ranks`` runs ranks on several machines."""
@@ -111,7 +111,7 @@ def _failure(error: Exception) -> bytes:
 
 
 class Ranks(contextlib.AbstractContextManager["Ranks"]):
-    """Runs ``count`` rank processes on this machine; each has its own GPU if ``device`` is "cuda". Use it as a context
+    """Runs ``count`` rank processes on this machine, each with its own GPU if ``device`` is "cuda". Use it as a context
     manager; its exit ends the processes.
 
     ``threads`` is the number of threads of each rank on a CPU. ``lease`` is the folder of the timing lease, which rank
@@ -162,12 +162,12 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         return cast(tuple[int, float], self.call("load", name, folder))
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of every rank and returns the first rank's result. Raises ``TrainerLost`` if a rank is gone;
-        the other ranks are then ended, because they would wait forever."""
+        """Calls a method of every rank and returns the first rank's result. If a rank is gone, ends the other ranks,
+        which would wait forever, and raises ``TrainerLost``."""
         return self.send(pickle.dumps((method, arguments)))
 
     def send(self, message: bytes) -> Any:
-        """Does the same as ``call`` for ``message``, the pickled pair (method, arguments)."""
+        """Does the same as ``call``. ``message`` is the pickled pair (method, arguments)."""
         if not self._pipes:
             raise TrainerLost("the ranks are closed")
         try:

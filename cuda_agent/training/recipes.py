@@ -1,7 +1,7 @@
-"""The training algorithms: imitation, value pretraining, and policy optimization with PPO's clipped loss.
+"""Defines the training algorithms (recipes): imitation, value pretraining and policy optimization with PPO's loss.
 
-These algorithms are called recipes.  The caller provides the data and saves checkpoints.  Recipes marked ``over_ranks``
-run on all processes (ranks) of a trainer.  The seed and the number of the epoch alone decide every random order."""
+The caller provides the data and saves checkpoints. Recipes marked ``over_ranks`` run on all processes (ranks) of a
+trainer. Every random order depends only on the seed and the number of the epoch."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,6 @@ def learning_rate(fraction: float, peak: float) -> float:
 
 def sft_batches(lengths: Sequence[int], tokens_per_step: int, seed: int, epoch: int) -> list[list[int]]:
     """Splits an epoch into optimizer steps of at most ``tokens_per_step`` tokens; a longer sequence is its own step.
-
     Returns the indices of the sequences in each step. ``seed`` and ``epoch`` decide the order of the sequences."""
     batches: list[list[int]] = []
     room = 0
@@ -65,10 +64,9 @@ def sft(
     """Trains on the tokens of ``sequences`` whose mask is true (supervised; paper, section 3.3, stage 2).
 
     Yields the metrics of each optimizer step (``sft_batches``). ``seed`` decides the order of the sequences. A restored
-    trainer continues after the steps that it has taken. Give either ``steps`` or ``epochs``. Training also ends when
-    ``trainer.seconds`` reaches ``max_seconds``. The learning rate, at most ``lr``, follows the progress: the fraction
-    of the steps or, if larger, of ``max_seconds``. Raises ``ValueError`` if both or neither of ``steps`` and ``epochs``
-    are given, or if there are no sequences."""
+    trainer continues after its last step. Training also ends when ``trainer.seconds`` reaches ``max_seconds``. The
+    learning rate, at most ``lr``, follows the fraction of the steps or, if larger, of ``max_seconds``. Give either
+    ``steps`` or ``epochs``. Raises ``ValueError`` for both or neither, or without sequences."""
     if (steps is None) == (epochs is None):
         raise ValueError("give either steps or epochs")
     if not sequences:
@@ -127,8 +125,8 @@ def value_epoch(
     reward. Each step has at most ``settings.tokens_per_step`` tokens. ``seed`` and ``epoch`` decide the order.
 
     With ``settings.gae_lambda`` 1 the targets are the episodes' rewards. Below 1 they are V + advantage, where V are
-    the critic's values when the epoch begins. In the result, ``explained_variance`` compares the predictions of each
-    step, made before its update, with the rewards."""
+    the critic's values when the epoch begins. The metric ``explained_variance`` compares the rewards with the values
+    that the critic predicted before each update."""
     start = time.monotonic()
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
     lam = settings.gae_lambda
@@ -173,10 +171,10 @@ def ppo_update(
     ``settings.epochs`` times, in ``settings.minibatches`` steps each (paper, section 3.3). Each step updates the critic
     before the actor.
 
-    Episodes without a reward or without sampled tokens are dropped; if none is left, nothing is trained. ``seed``
-    decides how episodes are shuffled into minibatches. The episodes were sampled at ``temperature``. Returns metrics of
-    the episodes, and the mean of each training metric over the steps (of ``*_max``, the maximum); names of the critic's
-    metrics begin with ``critic_``. Raises ``ValueError`` if ``settings.advantage`` needs a critic and there is none."""
+    Drops episodes without a reward or without sampled tokens; if none is left, trains nothing. ``seed`` decides how
+    episodes are shuffled into minibatches. The episodes were sampled at ``temperature``. Returns metrics of the
+    episodes, and means of the training metrics over the steps (maxima of ``*_max``). Names of the critic's metrics
+    begin with ``critic_``. Raises ``ValueError`` if ``settings.advantage`` needs a critic and there is none."""
     start = time.monotonic()
     kept = trainable(episodes)
     summary = episode_metrics(episodes)
@@ -221,10 +219,8 @@ def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Returns metrics of ``episodes``. Rates are shares of those episodes that have a reward and sampled tokens.
-
-    ``faster_than_eager`` and ``faster_than_compile`` use the verdict's grade (-1, 1, 2, 3; paper, Eq. 1), even if
-    episodes have another form of reward."""
+    """Returns metrics of ``episodes``. Rates are shares of the episodes that have a reward and sampled tokens.
+    ``faster_than_eager`` and ``faster_than_compile`` use the verdict's grade (paper, Eq. 1), not the reward."""
     kept = trainable(episodes)
     metrics = {"episodes": float(len(kept)), "dropped": float(len(episodes) - len(kept))}
     if not kept:
@@ -247,9 +243,8 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def targets(batch: Batch, values: Tensor | None, gamma: float, lam: float) -> Tensor:
-    """Returns the critic's targets for a batch, V + GAE's advantage: float32 [sampled tokens].
-
-    ``values`` are V, float32 [sampled tokens]. If ``lam`` is 1, V cancels out, and ``values`` may be None."""
+    """Returns the critic's targets for a batch, V + GAE's advantage: float32 [sampled tokens]. ``values`` are V,
+    float32 [sampled tokens]. If ``lam`` is 1, V cancels out, and ``values`` may be None."""
     known = torch.zeros(len(batch)) if values is None or lam == 1 else values
     padded, mask = batch.padded(known)
     return known + gae(terminal_rewards(batch.rewards, mask), padded, mask, gamma, lam)[mask]
@@ -270,8 +265,8 @@ def _value_step(
     clip: float | None = None,
 ) -> dict[str, float]:
     """Takes one critic step towards the targets ``goals`` on the ``chosen`` sequences. Writes the critic's predictions
-    for them, made before the step, into ``seen``. With ``clip``, ``value_loss`` clips around ``old``, the values before
-    the first step. ``goals``, ``seen`` and ``old`` are flat tensors of the batch."""
+    before the step into ``seen``. With ``clip``, ``value_loss`` clips around ``old``, the values before the first step.
+    ``goals``, ``seen`` and ``old`` are flat tensors of the batch."""
     total = sum(batch.counts[index] for index in chosen)
 
     def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:
@@ -301,6 +296,5 @@ def _actor_step(
 
 
 def _merged(steps: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the means of metrics over optimizer steps; the maxima for metrics named ``*_max``."""
     total: dict[str, float] = reduce(added, steps, {})
     return {name: value if name.endswith("_max") else value / len(steps) for name, value in total.items()}

@@ -2,8 +2,7 @@
 
 Each rank keeps a part of every parameter, of its gradient and of the optimizer's state. A layer's weights are gathered
 from all ranks when the layer computes. ``FsdpRoot`` gathers all other weights, so code that reads weights must run
-inside it. Gradients are summed over the ranks, not averaged: each rank's loss is its part of the mean over the whole
-batch."""
+inside it. Gradients are summed over the ranks, because each rank's loss is its share of the mean over the batch."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -48,9 +47,8 @@ def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
 
 
 def rows_of_rank(rows: Sequence[PackedRow], ranks: int, rank: int) -> list[PackedRow]:
-    """Returns the rows of ``rank``. Rows are dealt out from the longest to the shortest, one to each rank per round, so
-    that the ranks compute rows of similar length at the same time. Every second round begins with the last rank. Empty
-    rows fill up the last round."""
+    """Returns the rows of ``rank``. Rows are dealt out from the longest to the shortest, one to each rank per round.
+    Every second round begins with the last rank. Empty rows fill up the last round."""
     order = sorted(range(len(rows)), key=lambda number: (-len(rows[number].ids), number))
     mine = []
     for turn, start in enumerate(range(0, len(order), ranks)):
@@ -60,7 +58,7 @@ def rows_of_rank(rows: Sequence[PackedRow], ranks: int, rank: int) -> list[Packe
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Returns the whole of a sharded parameter. All ranks must call this function."""
+    """Returns a sharded parameter as one whole tensor. All ranks must call this function."""
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full.detach()
 

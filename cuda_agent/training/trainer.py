@@ -1,8 +1,8 @@
-"""One trainer for imitation, value pretraining and PPO. It trains a model on rows of packed sequences.
+"""Trains a model on rows of packed sequences: one trainer for imitation, value pretraining and PPO.
 
 The algorithms (``recipes``) define the losses. Weights are float32. With ``precision="bf16"`` the trunk computes in
 bfloat16, so log-probabilities differ from those of a float32 engine; "auto" chooses bf16 if the device has bfloat16
-instructions. The same seed, threads and data give the same weights. Checkpoints do not contain frozen parameters.
+instructions. The same seed, threads and data give the same weights. Checkpoints exclude frozen parameters.
 
 With a ``mesh``, one trainer runs in each of several processes (ranks). All ranks get the same batches and return the
 same results. They share the weights (``sharding``), and divide the rows, or each row's tokens (``attention``)."""
@@ -32,9 +32,8 @@ RowLoss = Callable[[PackedRow], tuple[Tensor, Metrics]]
 
 
 class Trainer:
-    """Trains one model on rows of at most ``row_tokens`` tokens; no sequence may be longer than a row.
-
-    On a CPU, without a ``mesh``, a small model computes as many rows at the same time as torch has threads."""
+    """Trains one model on rows of at most ``row_tokens`` tokens; no sequence may be longer than a row. On a CPU,
+    without a ``mesh``, a small model computes as many rows at the same time as torch has threads."""
 
     def __init__(
         self,
@@ -87,8 +86,8 @@ class Trainer:
 
     @contextmanager
     def leased(self) -> Iterator[None]:
-        """Holds the timing lease during the context's body, and until the GPU has finished the body's work. Ranks enter
-        and leave the context together; the first rank holds the lease for all."""
+        """Holds the timing lease (``cuda_agent.lease``) during the context's body, and until the GPU has finished the
+        body's work. Ranks enter and leave the context together; the first rank holds the lease for all."""
         with self.lease.working() if self.lease else nullcontext():
             if self._root is not None:
                 sharding.wait()
@@ -102,8 +101,7 @@ class Trainer:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Wraps a short piece of work with the model: during the context's body, holds the lease (``leased``) and makes
-        the model use packed attention, if it can."""
+        """Holds the lease (``leased``) during the context, and lets the model use packed attention if possible."""
         with self.leased():
             usual = self.trunk.config._attn_implementation
             if self._packed:
@@ -115,7 +113,7 @@ class Trainer:
                     self.trunk.set_attn_implementation(usual)
 
     def within(self, job: Callable[[], Result]) -> Result:
-        """Runs ``job``, which computes with the model. Sharded weights are gathered for it as needed."""
+        """Runs ``job``, a function that computes with the model. Gathers sharded weights as needed."""
         if self._root is None:
             return job()
         result = cast(Result, self._root(job))
@@ -143,8 +141,8 @@ class Trainer:
         return self.model.values(self.states(row))
 
     def flat(self, batch: Batch, of_row: Callable[[PackedRow], Tensor]) -> Tensor:
-        """Applies ``of_row`` to all rows of a batch, without gradients. ``of_row`` gives one number per sampled token
-        of a row. Returns these numbers in batch order: float32 [sampled tokens], on the CPU."""
+        """Applies ``of_row``, which returns one number per sampled token of a row, to all rows of a batch, without
+        gradients. Returns these numbers in batch order: float32 [sampled tokens], on the CPU."""
         out = torch.zeros(len(batch))
 
         def fill(row: PackedRow) -> None:
@@ -169,9 +167,8 @@ class Trainer:
 
     def update(self, batch: Batch, chosen: Sequence[int] | None, lr: float, loss_of: RowLoss) -> dict[str, float]:
         """Takes one optimizer step on the sum of ``loss_of`` over the rows of the ``chosen`` sequences, or of all
-        sequences if None. Returns the loss, the metrics of ``loss_of`` and the gradient norm.
-
-        If the gradient is not finite, the weights stay as they are, and the metric ``skipped`` is 1."""
+        sequences if None. Returns the loss, the metrics of ``loss_of`` and the gradient norm. If the gradient is not
+        finite, the weights stay as they are, and the metric ``skipped`` is 1."""
 
         def backward(row: PackedRow) -> tuple[Metrics, Sequence[Tensor | None]]:
             loss, metrics = self.within(lambda: loss_of(row.to(self.device)))
@@ -204,8 +201,7 @@ class Trainer:
         return metrics | {"grad_norm": norm if math.isfinite(norm) else 0.0, "skipped": float(not math.isfinite(norm))}
 
     def _side_by_side(self, job: Callable[[PackedRow], Result], rows: Sequence[PackedRow]) -> Iterator[Result]:
-        """Yields the result of ``job`` for each row, in order. Runs ``workers`` rows at a time, each group of them in
-        the context ``working``, in which no kernel is timed."""
+        """Yields the result of ``job`` for each row, in order. Runs ``workers`` rows at a time, inside ``working``."""
         if self.workers == 1:
             for row in rows:
                 with self.working():
@@ -257,9 +253,8 @@ def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:
 
 
 def _optimizers(model: Any, name: Literal["adamw", "muon"], weight_decay: float) -> list[torch.optim.Optimizer]:
-    """Makes the optimizers: AdamW for all parameters, or Muon for all matrices except the embeddings and AdamW for the
-    rest. Muon's steps are scaled to the size of AdamW's, so that one learning rate serves both. Weight decay applies to
-    matrices only."""
+    """Makes AdamW for all parameters or, if ``name`` is "muon", Muon for all matrices except the embeddings and AdamW
+    for the rest. Muon's steps are scaled to AdamW's, so that one learning rate serves both."""
     ends = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     inner = [p for p in trained if p.ndim == 2 and min(p.shape) > 1 and id(p) not in ends] if name == "muon" else []

@@ -2,7 +2,7 @@
 
 ``DenseDecoder`` is fast and decodes dense Llama, Qwen2 and Qwen3 models. ``GenericDecoder`` runs any other causal
 model, one sequence after the other. Each row of the cache holds one sequence. The n active sequences fill the first n
-rows: when a sequence ends, ``move`` puts the last one into its row."""
+rows: when a sequence ends, ``move`` puts the last sequence into the free row."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -23,11 +23,10 @@ Job = tuple[int, int, Sequence[int]]  # row, position of the first new token, th
 
 
 class DenseDecoder:
-    """A fast decoder of dense models, with a rearranged copy of the weights. q, k and v are one matrix, gate and up are
-    another. A matrix after a norm contains the norm's weights (``_fold``). In q and k, the two numbers that rotary
-    embedding rotates together are adjacent.
-
-    Shapes in this class: n rows or tokens, H query heads, K key-value heads, G = H / K, head size D."""
+    """A fast decoder of dense models, with a rearranged copy of the weights. The matrices q, k and v are joined into
+    one, and so are gate and up. ``_fold`` multiplies a norm's weights into the matrix after the norm. In q and k, the
+    two numbers that rotary embedding rotates together are adjacent. Shapes in this class: n rows or tokens, H query
+    heads, K key-value heads, G = H / K, head size D."""
 
     partial = True  # whether ``restore`` can restore a part of what ``keep`` returned
 
@@ -48,8 +47,8 @@ class DenseDecoder:
 
     @staticmethod
     def knows(model: Any) -> bool:
-        """Returns whether this class can decode the model. It must be dense, with full attention, silu, and static
-        rotary frequencies. Only q, k and v may have biases."""
+        """Returns whether this class can decode the model. The model must be dense, with full attention, silu, and
+        static rotary frequencies. Only q, k and v may have biases."""
         config = model.config
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -72,8 +71,8 @@ class DenseDecoder:
 
     @torch.inference_mode()
     def take(self, model: Any) -> bool:
-        """Copies the weights of ``model`` into this decoder, which makes the cached keys and values invalid. Returns
-        False, and changes nothing, if the architecture, a shape, the element type or the device differs."""
+        """Copies the weights of ``model`` into this decoder. Cached keys and values become invalid. Returns False, and
+        changes nothing, if the architecture, a shape, the element type or the device differs."""
         config = model.config
         numbers = config.max_position_embeddings, config.rms_norm_eps, config.num_attention_heads
         if not self.knows(model) or numbers != (self.context, self.eps, self.heads):
@@ -111,7 +110,7 @@ class DenseDecoder:
         }
 
     def _new_cache(self, rows: int, length: int) -> Tensor:
-        """Returns an empty cache [layers, rows, 2 K, length, D]. In its third dimension K keys precede K values."""
+        """Returns an empty cache [layers, rows, 2 K, length, D]. The third dimension holds K keys, then K values."""
         return self.embed.new_zeros(len(self.layers), rows, 2 * self.kv_heads, length, self.head)
 
     def _reserve(self, length: int) -> None:
@@ -142,8 +141,8 @@ class DenseDecoder:
         return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype)
 
     def _rest(self, layer: dict[str, Any], x: Tensor, attended: Tensor) -> Tensor:
-        """Computes what follows attention in a layer (output projection, feed-forward part), and adds it to the states
-        ``x`` [n, hidden] in place. ``attended`` [n, H * D] is the attention's result."""
+        """Adds a layer's output projection and feed-forward part to the states ``x`` [n, hidden], in place.
+        ``attended`` [n, H * D] is the result of attention."""
         x.addmm_(attended, layer["out"])
         gate_up = F.linear(self._norm(x), layer["gate_up"])
         if self.native:
@@ -206,7 +205,7 @@ class DenseDecoder:
 
     def step(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         """Appends one token to each of the first n rows. ``ids`` and ``positions`` are int64 [n]; ``longest`` is the
-        greatest of the positions. Returns the logits, float32 [n, vocab]."""
+        largest position. Returns the logits, float32 [n, vocab]."""
         self._reserve(longest + 1)
         if self.native:
             return self._native_step(self.native, ids, positions)
@@ -236,7 +235,6 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed).float()
 
     def _native_step(self, lib: Any, ids: Tensor, positions: Tensor) -> Tensor:
-        """Does the work of ``step``: embedding and matrix products in torch, all the rest in C++ (``lib``)."""
         n = len(ids)
         x = self.embed[ids]
         attended = x.new_empty(n, self.heads * self.head)
@@ -248,7 +246,6 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed)
 
     def _threads(self, rows: int) -> int:
-        """Returns the number of C++ threads for ``rows`` rows: 1 for few rows, where more would be slower."""
         return torch.get_num_threads() if rows >= THREADED_ROWS else 1
 
     def keep(self, row: int, length: int) -> Tensor:
@@ -331,14 +328,14 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _fold(weight: Tensor, norm: Tensor) -> Tensor:
-    """Returns ``weight`` [out, in], each row times ``norm`` [in], the weights of the norm before this linear layer."""
+    """Multiplies each row of ``weight`` [out, in] by ``norm`` [in], the weights of the norm before this layer."""
     return (weight.float() * norm.float()).to(weight.dtype)
 
 
 def verify(decoder: Decoder, model: Any) -> float:
-    """Compares the log-probabilities of ``decoder`` and ``model`` at four positions of a fixed prompt, and returns the
-    largest difference. The difference at a position is a mean over the vocabulary, weighted by the model's
-    probabilities. Overwrites rows 0 and 1 of the cache."""
+    """Returns the largest difference between the log-probabilities of ``decoder`` and ``model`` at four positions. Each
+    position's difference is a mean over the vocabulary, weighted by the model's probabilities. Overwrites rows 0 and 1
+    of the cache."""
     ids, device = probe_prompt(model, 20), model.device
     with torch.inference_mode():
         wanted = torch.log_softmax(model(input_ids=torch.tensor([ids], device=device)).logits[0].float(), -1)

@@ -1,4 +1,4 @@
-"""Defines the interface of engines. An engine serves a policy: it gets a prompt and samples a completion of it.
+"""Defines the interface of engines. An engine serves a policy: it samples completions of prompts.
 
 Prompts and completions are token ids, so that sampled text is never tokenized again. A completion also holds the
 log-probabilities of its tokens and the version of the weights."""
@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 
 class EngineError(RuntimeError):
-    """The engine cannot serve the requested policy or prompt correctly, and therefore refuses."""
+    """The engine refuses a policy or a prompt that it cannot serve correctly."""
 
 
 class EngineLost(EngineError):
@@ -18,11 +18,9 @@ class EngineLost(EngineError):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The parameters of one completion.
-
-    Up to rounding, a completion depends only on the weights, the prompt and these parameters. At ``temperature`` 0 the
-    likeliest token is taken. ``key`` names the episode: an engine sends all requests with the same key to one server,
-    which caches their common beginning."""
+    """The parameters of one completion. Up to rounding, a completion depends only on the weights, the prompt and these
+    parameters. At ``temperature`` 0 the engine takes the likeliest token. ``key`` names the episode. An engine sends
+    all requests with the same key to one server, which caches their common beginning."""
 
     max_tokens: int
     seed: int
@@ -49,7 +47,7 @@ class Engine(Protocol):
         until this call returns. Raises ``EngineError`` on failure; the engine then refuses all requests."""
 
     async def compute(self, job: Callable[[], Any]) -> Any:
-        """Runs ``job`` in the engine's worker thread, and returns the result of ``job``."""
+        """Runs ``job`` in the engine's worker thread, and returns its result."""
 
     async def close(self) -> None: ...
 
@@ -61,8 +59,8 @@ def probe_prompt(model: Any, count: int) -> list[int]:
 
 
 def fitted(params: SamplingParams, prompt: Sequence[int], context: int) -> SamplingParams:
-    """Returns ``params`` with ``max_tokens`` limited to what is left of ``context`` after ``prompt``. Raises
-    ``ValueError`` if ``prompt`` is empty or fills the context."""
+    """Returns ``params`` with ``max_tokens`` limited to the room after ``prompt`` in a context of ``context`` tokens.
+    Raises ``ValueError`` if ``prompt`` is empty or fills the context."""
     limit = min(params.max_tokens, context - len(prompt))
     if not prompt or limit < 1:
         raise ValueError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {context}")

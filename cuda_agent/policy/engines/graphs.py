@@ -1,7 +1,7 @@
-"""Runs decoding steps as CUDA graphs: one launch replaces the launches of a step's hundreds of small kernels.
+"""Runs decoding steps as CUDA graphs: one launch replaces the launches of hundreds of small kernels.
 
-Each graph has a fixed number of rows and of cache positions. A step rounds its own numbers up to those of a graph, so
-that a whole batch needs only about a dozen graphs. The results of the extra rows are dropped."""
+Each graph has a fixed number of rows and of cache positions. Each step rounds both numbers up, so about a dozen graphs
+serve a whole batch. The results of the extra rows are dropped."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +16,8 @@ Step = Callable[[Tensor, Tensor, int], Tensor]
 
 class StepGraphs:
     """Records the function ``step`` as CUDA graphs and replays them. ``step`` gets token ids (int64 [n]), their
-    positions (int64 [n]) and the number of cache positions to read; it returns logits [n, vocab]. n is at most
-    ``rows``. ``step`` may be run twice; the second run must return the same logits."""
+    positions (int64 [n]) and the number of cache positions to read. It returns logits [n, vocab]. n is at most
+    ``rows``. ``step`` may run twice with the same arguments; it must then return the same logits."""
 
     def __init__(self, step: Step, rows: int, device: torch.device) -> None:
         self._step, self._rows = step, rows
@@ -39,7 +39,7 @@ class StepGraphs:
         return logits[:n].clone()  # the next replay overwrites the buffer
 
     def forget(self) -> None:
-        """Drops all graphs.  Must be called when ``step`` reads or writes other tensors than before."""
+        """Drops all graphs. Call it when ``step`` reads or writes other tensors than before."""
         self._recorded: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be used again
 

@@ -1,10 +1,9 @@
 """Serves a policy inside this process: ``LocalEngine``, with continuous batching, prefix reuse and one worker thread.
 
-Weights, prompt and seed alone decide a completion up to rounding: each token is drawn with noise derived from the seed
-and the token's position. Rounding depends on which requests share the batch. Waiting requests join the batch in order
-of submission, as soon as ``QUIET_PASSES`` passes of the event loop have brought no new request. If callers wait only
-for completions, not for tools or timers, the batches, and therefore the bits, are the same in every run. There is no
-top-p or similar sampling, because it would bias PPO's ratio."""
+Up to rounding, a completion depends only on weights, prompt and seed: the seed and a token's position give the noise
+that draws the token. Rounding depends on the other requests in the batch. Waiting requests join the batch in order of
+submission, after ``QUIET_PASSES`` passes of the event loop without a new request. If callers wait only for completions,
+every run has the same batches and the same bits. There is no top-p sampling, because it would bias PPO's ratio."""
 
 import asyncio
 import copy
@@ -51,7 +50,7 @@ class Counts:
 class LocalEngine:
     """An engine that computes in this process. It copies ``model``, a causal model of transformers, to ``device`` and
     ``dtype``. CPU operators use up to ``threads`` threads. At most ``batch`` requests are decoded at once. ``lease`` is
-    the timing lease, as a ``Lease`` object for this engine alone. The constructor and ``update_from`` raise
+    this engine's own handle of the timing lease (``cuda_agent.lease``). The constructor and ``update_from`` raise
     ``EngineError`` if the decoder does not reproduce the model's log-probabilities."""
 
     def __init__(
@@ -117,9 +116,8 @@ class LocalEngine:
             self._wake()
 
     async def compute(self, job: Callable[[], Any]) -> Any:
-        """Runs ``job`` in the worker thread, while no decoding runs there, and returns the result of ``job``.
-
-        A second thread would slow both: OpenMP would have more threads than processors (docs/lab-notebook.md)."""
+        """Runs ``job`` in the worker thread, while no decoding runs there, and returns its result. A second thread
+        would slow down ``job`` and decoding, because OpenMP would have more threads than processors."""
         return await asyncio.get_running_loop().run_in_executor(self._worker, job)
 
     async def close(self) -> None:
@@ -169,7 +167,6 @@ class LocalEngine:
                 raise
 
     async def _wait_until_quiet(self) -> None:
-        """Returns after ``QUIET_PASSES`` consecutive passes of the event loop without a new request."""
         quiet = 0
         while quiet < QUIET_PASSES:
             before = len(self._waiting)
@@ -192,7 +189,6 @@ class LocalEngine:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
-        """Holds the timing lease during the context's body, and until the GPU has finished the body's work."""
         with self._lease.working() if self._lease else nullcontext():
             try:
                 yield
@@ -226,8 +222,8 @@ class LocalEngine:
             longest += 1
 
     def _join(self, joining: list[_Request]) -> list[tuple[_Request, Any]]:
-        """Adds ``joining`` to the batch: runs their prompts in new rows, and samples the first token of each. Returns
-        the requests that ended with this token, with their finish reasons."""
+        """Runs the prompts of ``joining`` in new rows of the batch, and samples the first token of each. Returns the
+        requests that ended with this token, with their finish reasons."""
         kept: dict[int, Any] = {}  # snapshots to restore, by row
         leaders: dict[tuple[int, ...], int] = {}
         twins: list[tuple[int, int, int]] = []  # source row, row, length
@@ -260,9 +256,8 @@ class LocalEngine:
             return self._sample(logits[torch.tensor(picks, device=logits.device)], len(self._active) - len(joining))
 
     def _take_kept(self, prompt: list[int]) -> tuple[int, Any]:
-        """Finds the finished and kept sequence that shares the longest prefix with ``prompt[:-1]``. Returns the length
-        of this prefix and the decoder's copy of the sequence, or 0 and None if no sequence can be used. If the prompt
-        continues the whole sequence, the sequence is removed from the kept ones."""
+        """Finds the kept sequence that shares the longest prefix with ``prompt[:-1]``. Returns the prefix's length and
+        the decoder's copy, or 0 and None. Removes the sequence from ``_kept`` if the prompt continues all of it."""
         best, best_length = None, 0
         wanted = np.array(prompt[:-1])
         for index in reversed(range(len(self._kept))):
@@ -280,8 +275,8 @@ class LocalEngine:
         return best_length, kept
 
     def _sample(self, logits: Tensor, first: int) -> list[tuple[_Request, Any]]:
-        """Draws the next token of each active row from row ``first`` on; ``logits`` belong to these rows. Requests that
-        end leave the batch and are returned with their finish reasons."""
+        """Draws the next token of each active row from row ``first`` on; ``logits`` belong to these rows. Removes the
+        requests that end, and returns them with their finish reasons."""
         requests = self._active[first:]
         noise = torch.tensor([r.noise[len(r.ids)] for r in requests], dtype=torch.float64, device=logits.device)
         temperatures = [r.params.temperature for r in requests]
@@ -307,7 +302,6 @@ class LocalEngine:
             del self._kept[0]
 
     def _leave(self, row: int) -> None:
-        """Removes the request in ``row`` from the batch; the last row moves into the free row."""
         last = self._active.pop()
         if row < len(self._active):
             self._decoder.move(len(self._active), row, len(last.prompt) + len(last.ids))
@@ -345,8 +339,7 @@ def uniforms(seed: int, position: int, count: int) -> np.ndarray:
 
 
 def draw(logits: Tensor, noise: Tensor, temperatures: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Draws one token for each of the n rows of ``logits``; returns the ids and log-probabilities of the n tokens.
-
+    """Draws one token for each of the n rows of ``logits``. Returns the ids and log-probabilities of the tokens.
     ``logits`` are float32 [n, vocab]. ``noise``, float64 [n] in [0, 1), picks a token from each row's cumulative
     distribution. At temperature 0 the likeliest token is taken, with its log-probability at temperature 1."""
     if any(t != 1.0 for t in temperatures):

@@ -1,8 +1,7 @@
 """Compiles ``step.cpp``, which holds some of the decoder's operations in C++, for one model shape.
 
-Each process compiles its own library, in about a second, in a temporary folder, and loads it.  Nothing stays on disk,
-so that no stale or foreign library can be loaded.  Without a C++ compiler the decoder uses torch's operators and is
-slower."""
+Each process compiles and loads its own library, in about a second. The library does not stay on disk, so no stale or
+foreign one can be loaded. Without a C++ compiler the decoder uses torch's slower operators."""
 
 import ctypes
 import functools

@@ -1,9 +1,8 @@
 """Serves a policy by one or many vLLM servers over HTTP: ``VllmEngine`` (docs/engines.md).
 
-All turns of an episode go to one server, which caches the episode's tokens. If a server dies, the other servers answer
-its requests. Their completions are the same up to rounding, because weights, prompt and seed alone decide a completion.
-A dead server is not restarted. Weights are replaced while no request runs; a probe then checks that every server uses
-the new weights. There is no top-p or similar sampling, because it would bias PPO's ratio."""
+All turns of an episode go to one server, which caches the episode's tokens. If a server dies, it is not restarted, and
+other servers answer its requests. Completions are the same up to rounding, because they depend only on weights, prompt
+and seed. Weights are replaced while no request runs; a probe then checks that every server uses them."""
 
 import asyncio
 import contextlib
@@ -45,8 +44,8 @@ PROBE_TOLERANCE_LOW = 0.05  # the same for servers in bfloat16 and float16
 
 
 class VllmEngine:
-    """An engine that sends requests to the vLLM servers ``replicas``. Call ``greet`` on each of them first. Unless new
-    weights are broadcast, they are written to the folder ``work``, which every server must be able to read."""
+    """An engine that sends requests to the vLLM servers ``replicas``. Call ``greet`` on each of them first. New weights
+    are broadcast, or written to the folder ``work``, which every server must be able to read."""
 
     def __init__(self, replicas: Sequence[Replica], work: Path, config: PolicyConfig) -> None:
         import torch
@@ -108,7 +107,7 @@ class VllmEngine:
                 self._open.set()
 
     async def verify(self, model: Any) -> None:
-        """Raises EngineError unless every server serves the weights of ``model``."""
+        """Checks that every server serves the weights of ``model``. Raises EngineError otherwise."""
         await self._each(lambda replica: self._prove(replica, model, []))
         self._old = await self.compute(lambda: _fingerprint(model))
 
@@ -116,7 +115,7 @@ class VllmEngine:
         return await asyncio.get_running_loop().run_in_executor(self._worker, job)
 
     async def close(self) -> None:
-        """Closes the connections, and removes the engine's adapter from external servers. Ends no server."""
+        """Closes the connections, and removes the engine's adapter from external servers. The servers keep running."""
         self._failure = self._failure or EngineError("the engine is closed")
         if self._adapter:
             for replica in self._replicas:
@@ -229,8 +228,8 @@ class VllmEngine:
             self._adapter = name
 
     async def _prove(self, replica: Replica, model: Any, before: list[Any]) -> None:
-        """Raises EngineError unless ``replica`` computes with the weights of ``model``. ``before`` holds what
-        ``cuda_agent_weights`` returned for each of the server's workers before the weights changed; it may be empty."""
+        """Checks that ``replica`` computes with the weights of ``model``. Raises EngineError otherwise. ``before``
+        holds the workers' answers to ``cuda_agent_weights`` before the weights changed; it may be empty."""
         prompt = probe_prompt(model, PROBE_TOKENS)
         params = SamplingParams(PROBE_SAMPLED, seed=1, temperature=PROBE_TEMPERATURE)
         served_name = self._adapter or replica.model
@@ -275,8 +274,7 @@ class VllmEngine:
 
 
 def _put_first(policy: Path, shared: Path) -> None:
-    """Copies ``policy`` to ``shared``/policy, if that does not exist yet. The servers of a pool (``vllm_pool``) start
-    as soon as this folder exists."""
+    """Copies ``policy`` to ``shared``/policy if that is missing. A pool's servers (``vllm_pool``) wait for it."""
     if (shared / FIRST).exists():
         return
     shared.mkdir(parents=True, exist_ok=True)
@@ -304,9 +302,9 @@ async def open_vllm(
     """Opens an engine that serves the policy in ``folder``. ``model`` is the same policy in memory.
 
     If ``config.vllm.servers`` is empty, starts ``config.vllm.replicas`` servers and spreads them over the GPUs. Without
-    a GPU they run on the CPU in float32, and pause while a judge holds the timing ``lease``. If servers are listed,
-    sends them the weights; with ``sync=lora`` they must serve this policy already. New weights are written below
-    ``work``, or, for listed servers, below ``$CUDA_AGENT_ENGINE_FOLDER`` if it is set."""
+    a GPU the servers run on the CPU in float32, and pause while a judge holds the timing ``lease``. If servers are
+    listed, sends them the weights; with ``sync=lora`` they must already serve this policy. New weights are written
+    below ``work``. For listed servers, ``$CUDA_AGENT_ENGINE_FOLDER`` replaces ``work`` if it is set."""
     settings = config.vllm
     own: list[VllmServer] = []
     found = [Replica(url) for url in settings.servers]

@@ -1,9 +1,9 @@
 """Runs inside vLLM's processes: a plugin for vLLM, and methods that vLLM adds to its workers.
 
 vLLM calls ``register`` in each process, through the entry point ``vllm.general_plugins``. It also adds the methods of
-``WeightSync`` to its workers; the engine calls these methods through vLLM's route ``/collective_rpc``. A server must be
-able to import this package, but not the package's requirements; therefore ``torch`` is imported inside functions. With
-``python -m`` this module runs a vLLM server."""
+``WeightSync`` to its workers; the engine calls them through vLLM's route ``/collective_rpc``. A server must be able to
+import this package, but its environment may lack the package's requirements. Functions therefore import ``torch``
+themselves. With ``python -m`` this module runs a vLLM server."""
 
 import ctypes
 import functools
@@ -42,8 +42,7 @@ def register() -> None:
 
 
 def _keep_plain_weights() -> None:
-    """Makes vLLM multiply with the weights themselves. On a CPU it would otherwise use packed copies of the weights,
-    which do not change when new weights are loaded."""
+    """Turns off packed copies of the weights on a CPU, because loading new weights does not change them."""
     from vllm import _custom_ops  # type: ignore[import-not-found, unused-ignore]
     from vllm.model_executor.layers import utils  # type: ignore[import-not-found, unused-ignore]
 
@@ -113,8 +112,8 @@ class WeightSync:
 
 
 def transfer_store(host: str, port: int, size: int, master: bool) -> Any:
-    """Opens the TCP store through which the members of a broadcast group meet. The trainer runs the store: it sets
-    ``master``, and its ``port`` may be 0 for any free port."""
+    """Opens the TCP store through which the members of a broadcast group meet. The trainer sets ``master`` and thereby
+    runs the store; its ``port`` may be 0 for any free port."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=TRANSFER_SECONDS)
@@ -140,8 +139,8 @@ def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> 
 
 
 def digest(parameters: Iterable[tuple[str, Any]]) -> str:
-    """Returns a digest of the names and weights in ``parameters``. It is computed from exact sums of the weights' bits
-    as integers, so it is the same on every processor."""
+    """Returns a hash of the names and weights in ``parameters``. It is the same on every processor, because it uses
+    exact integer sums of the weights' bits."""
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -185,8 +184,7 @@ def served(policy: Path, name: str, context: int, batch: int, memory: float | No
 
 
 def on_processor(environment: dict[str, str], lib: Path, threads: int) -> dict[str, str]:
-    """Returns ``environment``, changed for a vLLM server on the CPU. ``lib`` is the folder ``lib`` of the Python
-    environment in which vLLM is installed."""
+    """Returns ``environment``, changed for vLLM on the CPU. ``lib`` is the ``lib`` folder of vLLM's environment."""
     made = environment | {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     made.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the arguments of ``served``
     openmp = lib / "libiomp5.so"  # vLLM's operators are linked to it

@@ -1,8 +1,8 @@
 """Starts vLLM servers, sends HTTP requests to them or to external vLLM servers, and checks the answers.
 
 A server started here listens on a Unix socket in a private folder, because vLLM's interface for replacing weights has
-no password. vLLM requires its own PyTorch version, so the variable ``CUDA_AGENT_VLLM_PYTHON`` may name the Python
-interpreter of vLLM's own environment. This package need not be installed in that environment."""
+no password. vLLM requires its own PyTorch version. The variable ``CUDA_AGENT_VLLM_PYTHON`` may therefore name the
+Python interpreter of vLLM's own environment. This package need not be installed there."""
 
 import asyncio
 import math
@@ -121,8 +121,8 @@ class Busy(Fault):
 
 
 class Replica:
-    """One vLLM server of an engine, and the connections to it. ``url`` is ``http://host:port``, or ``unix:/path`` for a
-    Unix socket. ``server`` is None if this process did not start the server."""
+    """One vLLM server of an engine, and the connections to it. ``url`` is ``http://host:port`` or, for a Unix socket,
+    ``unix:/path``. ``server`` is None if this process did not start the server."""
 
     def __init__(self, url: str, server: VllmServer | None = None) -> None:
         self.url, self.server = url, server
@@ -160,7 +160,7 @@ class Replica:
             return False
 
     async def ready(self) -> None:
-        """Waits until the server answers. Raises EngineLost if it ends or does not answer within ``START_SECONDS``."""
+        """Waits until the server answers. Raises EngineLost if the server ends or is silent for ``START_SECONDS``."""
         end, server = time.monotonic() + START_SECONDS, self.server
         while not await self.healthy():
             log = f":\n{server.tail()}" if server else ""
@@ -178,7 +178,7 @@ class Replica:
             try:
                 answer = await self._client.request(method, path, json=body)
             except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
-                # The server may have closed kept connections without a fault, after a pause even hundreds.
+                # The server closes idle connections. After a pause, even hundreds of kept connections may be closed.
                 answer = await self._anew.request(method, path, json=body)
         except httpx.HTTPError as error:
             raise Fault(f"{type(error).__name__} {error}".strip()) from error

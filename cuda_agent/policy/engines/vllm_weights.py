@@ -1,6 +1,6 @@
 """Broadcasts new weights into the memory of vLLM's workers, by NCCL between GPUs and by Gloo between CPUs.
 
-The module ``vllm`` calls this module; it pauses the servers, notices dead servers and verifies the weights."""
+``vllm.py`` does the rest: it pauses the servers, notices dead servers and verifies the weights."""
 
 import asyncio
 import socket
@@ -17,8 +17,7 @@ from cuda_agent.policy.lora import merged_parameters
 
 
 class Broadcast:
-    """The trainer's end of a process group that broadcasts weights to vLLM servers. ``send`` reuses the group as long
-    as the servers stay the same."""
+    """The trainer's end of the process group that broadcasts weights to vLLM servers."""
 
     def __init__(self) -> None:
         self._group: Any = None
@@ -75,8 +74,8 @@ def _address_towards(hosts: Sequence[str | None]) -> str:
 
 
 async def _collective(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) -> Any:
-    """Runs a collective operation: ``work``, the trainer's part, in a thread, and ``calls``, requests that make servers
-    take part. Returns the result of ``work``. If a request fails, the thread may never end."""
+    """Runs a collective operation. The trainer's part, ``work``, runs in a thread; the requests ``calls`` make the
+    servers take part. Returns the result of ``work``. If a request fails, the thread may never end."""
     result: Future[Any] = Future()
     result.set_running_or_notify_cancel()
 

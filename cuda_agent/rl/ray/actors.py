@@ -1,8 +1,7 @@
-"""Defines the classes of Ray's actors: a rollout worker, which plays episodes with its own engine and sandbox, and a
-host of trainer processes.
+"""Defines the classes of Ray's actors: a rollout worker, which plays episodes, and a host of trainer processes.
 
-The actors and the stage need no common folder.  Inputs and checkpoints are sent as parts of files, episodes as lines of
-JSON, and weights as arrays.  A digest is sent with the weights; the receiver checks it after it has loaded them."""
+The actors and the stage share no folder. Inputs and checkpoints are sent as parts of files, episodes as lines of JSON,
+and weights as arrays. A digest accompanies the weights; the receiver checks it after loading them."""
 
 import asyncio
 import shutil
@@ -24,8 +23,8 @@ from cuda_agent.training.ranks import Ranks, open_store
 
 
 class RolloutWorker:
-    """An actor that plays episodes.  ``inputs`` holds the stage's input folders (name -> parts of the folder's files);
-    the actor writes them to a private folder.  ``context.cache`` is a folder on the actor's machine."""
+    """An actor that plays episodes with its own engine and sandbox. ``inputs`` holds the stage's input folders (name ->
+    parts of files); the actor writes them to a private folder. ``context.cache`` is a folder on the actor's machine."""
 
     def __init__(self, context: WorkerContext, episodes: EpisodeSettings, inputs: Mapping[str, Sequence[Part]]) -> None:
         die_with_parent()  # Ray's workers run on for seconds after their node's raylet was killed
@@ -66,7 +65,7 @@ class RolloutWorker:
             playing.cancel()
 
     async def serve(self, version: int, weights: Weights, expected: str) -> None:
-        """Plays with ``weights`` from now on; turns that are being sampled finish on the old weights.  Raises
+        """Loads ``weights``, from which later turns are sampled. Turns under way finish on the old weights. Raises
         EngineError if the digest of the loaded weights is not ``expected``."""
         assert self._rollouts is not None, "open comes first"
         rollouts = self._rollouts
@@ -88,7 +87,7 @@ class RankHost:
         self._coming, self._going = home / "coming", home / "going"
 
     def meet(self) -> str:
-        """Opens torch's TCP store on this machine, to which all ranks connect.  Returns its address, host:port."""
+        """Opens torch's TCP store on this machine, to which all ranks connect. Returns its address, host:port."""
         import ray
 
         self._store, address = open_store(ray.util.get_node_ip_address())
@@ -106,7 +105,7 @@ class RankHost:
         return self._ranks.send(message)
 
     def save(self, name: str) -> None:
-        """Writes this machine's checkpoint files of the model called ``name``.  ``saved`` then yields the files."""
+        """Writes this machine's checkpoint files of the model called ``name``. ``saved`` then yields these files."""
         shutil.rmtree(self._going, ignore_errors=True)
         self._going.mkdir()
         self._ranks.save(name, self._going)
@@ -116,7 +115,7 @@ class RankHost:
         shutil.rmtree(self._going)
 
     def keep(self, part: Part) -> None:
-        """Writes one part of a checkpoint's files to a folder, which ``load`` then reads."""
+        """Writes one part of a checkpoint's files to a folder, from which ``load`` reads."""
         keep(part, self._coming)
 
     def load(self, name: str) -> tuple[int, float]:

@@ -1,7 +1,7 @@
 """Distributes episodes over rollout workers, which are actors of Ray, and collects the finished episodes.
 
-When a worker or its engine is lost, the living workers play its unfinished episodes from the beginning, with the same
-seeds.  A new worker replaces the lost worker; it gets the newest weights before it plays."""
+If a worker or its engine is lost, the living workers replay its unfinished episodes from the beginning with the same
+seeds. A new worker replaces the lost one; it gets the newest weights before it plays."""
 
 import asyncio
 import math
@@ -44,7 +44,7 @@ class WorkerLost(Exception):
 
 @dataclass
 class WorkerSlot:
-    """A rollout worker with a fixed number.  If its actor is lost, a new actor continues under this number."""
+    """A rollout worker with a fixed number. If its actor is lost, a new actor takes over the number."""
 
     number: int
     actor: Any = None  # None: lost, or not opened yet
@@ -53,9 +53,9 @@ class WorkerSlot:
 
 
 class EpisodeCollector:
-    """Collects the episodes of one round.  The episodes on one draw of a task form a group.  From each group the
-    collector keeps ``samples`` episodes: the first ones with a reward or, if these are too few, also others.  It is
-    ``full`` when every group has ``samples`` episodes with a reward, or has no unfinished episode."""
+    """Collects the episodes of one round. The episodes on one draw of a task form a group. The collector keeps
+    ``samples`` episodes of each group: first those with a reward, then others. It is ``full`` when every group has
+    ``samples`` episodes with a reward, or no unfinished episode."""
 
     def __init__(self, jobs: Sequence[Job], samples: int) -> None:
         self._order = {name: index for index, (_, name) in enumerate(jobs)}
@@ -73,7 +73,7 @@ class EpisodeCollector:
 
     @property
     def cut(self) -> int:
-        """Returns the number of unfinished episodes, which are given up once the collector is full."""
+        """Returns the number of unfinished episodes. Once the collector is full, these are given up."""
         return self._open.total()
 
     def episodes(self) -> list[Episode]:
@@ -89,7 +89,7 @@ class EpisodeCollector:
 
 
 class RayPlayers:
-    """The rollout workers of one stage.  They play the stage's input policy, until ``serve`` gives them another."""
+    """The rollout workers of one stage. They play the stage's input policy until ``serve`` gives them another one."""
 
     def __init__(self, ctx: StageContext, episodes: EpisodeSettings, group: Any, first: int) -> None:
         """Assigns the workers to bundles of the placement group ``group``, from bundle number ``first`` on."""
@@ -112,7 +112,7 @@ class RayPlayers:
     async def collect(
         self, collector: EpisodeCollector, jobs: Sequence[Job], kind: Kind, on_done: OnDone = lambda episode: None
     ) -> int:
-        """Plays ``jobs`` until ``collector`` is full.  Returns how many workers were lost since the previous round."""
+        """Plays ``jobs`` until ``collector`` is full. Returns the number of workers lost since the previous round."""
         for worker in self.workers:
             if worker.actor is None and worker.opening is None:  # all replacements failed since the last round
                 worker.opening = asyncio.create_task(self._open(worker))
@@ -158,7 +158,7 @@ class RayPlayers:
         return lost
 
     def _patience(self, episodes: int) -> float | None:
-        """Returns the seconds after which a worker that plays ``episodes`` episodes counts as lost (None: never)."""
+        """Returns the seconds after which a worker with ``episodes`` episodes counts as lost, or None for no limit."""
         agent = self._ctx.config.agent
         if self._ctx.config.sandbox.clock == "model":
             return None  # lockstep has no deadline
@@ -169,7 +169,6 @@ class RayPlayers:
         return [worker for worker in self.workers if worker.actor is not None]
 
     async def _able(self) -> list[WorkerSlot]:
-        """Returns the workers that can play; if there is none, first waits for one."""
         while not self.living:
             opening = [worker.opening for worker in self.workers if worker.opening is not None]
             if not opening:
@@ -180,7 +179,7 @@ class RayPlayers:
         return self.living
 
     async def _of_all(self, call: Callable[[WorkerSlot, Any], Awaitable[Any]]) -> None:
-        """Awaits ``call`` for all living workers at once, and replaces the workers that are lost in the call."""
+        """Awaits ``call`` for all living workers at once, and replaces the workers that are lost meanwhile."""
 
         async def one(worker: WorkerSlot, actor: Any) -> None:
             try:
@@ -222,7 +221,7 @@ class RayPlayers:
         worker.actor, worker.opening = actor, None
 
     async def serve(self, served: ServedPolicy) -> None:
-        """Makes all workers play ``served`` from now on; turns that are being sampled finish on the old weights."""
+        """Makes all workers play ``served``. Turns under way finish on the old weights."""
         self._served = served
         await self._of_all(lambda worker, actor: self._give(worker, actor, served))
 
@@ -232,8 +231,8 @@ class RayPlayers:
 
     @asynccontextmanager
     async def _losses(self, seconds: float | None) -> AsyncIterator[None]:
-        """Raises WorkerLost if the ``with`` block takes more than ``seconds``, or if the actor dies or fails for a
-        reason that may pass, such as EngineError.  Raises the actor's other errors unchanged."""
+        """Raises WorkerLost if the ``with`` block takes more than ``seconds``, if the actor dies, or if it fails for a
+        reason that may pass, such as EngineError. Raises the actor's other errors unchanged."""
         try:
             async with asyncio.timeout(seconds):
                 yield
@@ -248,7 +247,7 @@ class RayPlayers:
             raise WorkerLost(f"{type(error).__name__} {error}") from error
 
     async def open(self) -> None:
-        """Opens all workers at once; returns when they can play."""
+        """Opens all workers at once, and waits until they can play."""
         for worker in self.workers:
             worker.opening = asyncio.create_task(self._open(worker))
         await asyncio.gather(*(worker.opening for worker in self.workers if worker.opening is not None))
@@ -261,7 +260,7 @@ class RayPlayers:
 
 
 async def end_actors(actors: Sequence[Any]) -> None:
-    """Asks all ``actors`` to close, waits for them for at most ``CLOSING_SECONDS``, and then kills all of them."""
+    """Asks all ``actors`` to close, waits for at most ``CLOSING_SECONDS``, and then kills all of them."""
     import ray
 
     closing = [asyncio.ensure_future(actor.close.remote()) for actor in actors]
@@ -309,8 +308,8 @@ async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterato
 
 @asynccontextmanager
 async def open_players(ctx: StageContext, episodes: EpisodeSettings) -> AsyncIterator[RayPlayers]:
-    """Opens Ray and rollout workers that play the stage's input policy.  Raises BadConfiguration or TryAgain if this
-    machine or Ray lacks resources for them."""
+    """Opens Ray and rollout workers that play the stage's input policy. Raises BadConfiguration or TryAgain if
+    resources are missing."""
     async with open_placement_group(ctx, 0) as group:
         players = RayPlayers(ctx, episodes, group, 0)
         try:
@@ -321,7 +320,7 @@ async def open_players(ctx: StageContext, episodes: EpisodeSettings) -> AsyncIte
 
 
 def _context(ctx: StageContext, worker: int) -> WorkerContext:
-    """Returns the context of rollout worker number ``worker``.  No other worker uses the vLLM servers in it."""
+    """Returns the context of rollout worker number ``worker``, with vLLM servers that no other worker uses."""
     vllm = ctx.config.policy.vllm
     vllm = vllm.model_copy(update={"servers": vllm.servers[worker :: ctx.config.ray.workers]})
     config = ctx.config.model_copy(update={"policy": ctx.config.policy.model_copy(update={"vllm": vllm})})

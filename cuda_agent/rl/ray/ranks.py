@@ -1,6 +1,6 @@
-"""Runs a trainer's processes (ranks) on Ray.  An actor on each machine holds the machine's ranks; the stage calls it.
+"""Runs a trainer's processes (ranks) on Ray. On each machine an actor holds the machine's ranks; the stage calls it.
 
-To save a checkpoint, each machine sends its files to the stage.  To load it, the stage sends all files to all machines.
+To save a checkpoint, each machine sends its files to the stage. To load it, the stage sends all files to all machines.
 Files are sent in parts, so that no process holds more than a few parts in memory."""
 
 import pickle
@@ -55,8 +55,8 @@ class SpreadRanks:
         return cast(tuple[int, float], self._all([host.load.remote(name) for host in self._hosts])[0])
 
     def _all(self, calls: Sequence[Any]) -> list[Any]:
-        """Waits for ``calls`` to hosts and returns their results.  Raises TrainerLost if a host is gone, or if some
-        calls fail and others do not.  If all calls fail, raises the first call's error."""
+        """Waits for ``calls`` to hosts and returns their results. Raises TrainerLost if a host is gone or only some
+        calls fail. If all calls fail, raises the first call's error."""
         try:
             return joint_results([call.future() for call in calls], self._ray.exceptions.RayActorError)
         except self._ray.exceptions.RayTaskError as error:

@@ -1,7 +1,7 @@
-"""The Ray runtime of PPO: rollout workers, and a trainer whose processes are on one machine or on several.
+"""Runs PPO on Ray: rollout workers, and a trainer whose processes are on one machine or on several.
 
-The stage's process controls both.  A lost trainer restarts from the newest checkpoint, on the machines reserved for it.
-PPO's loop is in ``rl.ppo``; ``players`` controls the rollout workers; the actors' classes are in ``actors``."""
+The stage's process controls both. A lost trainer restarts from the newest checkpoint, on the same machines. PPO's loop
+is in ``rl.ppo``; ``players`` controls the rollout workers; the actors' classes are in ``actors``."""
 
 import asyncio
 import math
@@ -33,9 +33,9 @@ from cuda_agent.training.distributed import TrainerLost
 
 
 class RayRuntime:
-    """The ``rl.runtime.Runtime`` on Ray.  ``group`` is a placement group: bundles of resources that Ray has reserved on
-    machines.  The trainer's processes run on the first bundles, one bundle per machine.  ``open`` starts the trainer;
-    if it is lost, ``restore`` starts a new one."""
+    """The ``rl.runtime.Runtime`` on Ray. ``group`` is a placement group: bundles of resources that Ray has reserved on
+    machines. The trainer's processes run on the first bundles, one bundle per machine. ``open`` starts the trainer;
+    ``restore`` starts a new one after a loss."""
 
     def __init__(
         self, ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None, group: Any
@@ -89,7 +89,7 @@ class RayRuntime:
         return model, self._tokenizer, critic
 
     async def open(self) -> None:
-        """Opens the trainer and all rollout workers at once; returns when all of them are ready."""
+        """Opens the trainer and all rollout workers at once, and waits until all are ready."""
         await asyncio.gather(self._open_trainer(), self._players.open())
 
     async def _open_trainer(self) -> None:
@@ -109,8 +109,8 @@ class RayRuntime:
         await asyncio.gather(self._players.close(), end_actors(self._hosts))
 
     async def _of(self, job: Callable[[], Result]) -> Result:
-        """Runs ``job``, a function that uses the trainer's processes, in a thread, and returns its result.  If one of
-        the processes is gone, ends the others and raises LearnerLost."""
+        """Runs ``job``, which uses the trainer's processes, in a thread, and returns its result. If a process is gone,
+        ends the others and raises LearnerLost."""
         try:
             return await asyncio.to_thread(job)
         except TrainerLost as error:

@@ -1,5 +1,5 @@
-"""Turns folders and weights into messages between Ray's actors.  A folder is sent as parts of its files, so that memory
-holds only a few parts at a time.  A model's weights are sent as arrays."""
+"""Turns folders and weights into messages between Ray's actors. A folder is sent as parts of its files, so that memory
+holds only a few parts at a time. A model's weights are sent as arrays."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ PART_BYTES = 64 << 20
 
 
 def parts(folder: Path) -> Iterator[Part]:
-    """Yields the files in ``folder`` in parts of at most ``PART_BYTES`` bytes.  ``keep`` writes a part to a folder."""
+    """Yields the files in ``folder`` in parts of at most ``PART_BYTES`` bytes. ``keep`` writes a part to a folder."""
     for path in files_below(folder):
         name = path.relative_to(folder).as_posix()
         with open(path, "rb") as file:
@@ -34,7 +34,7 @@ def keep(part: Part, folder: Path) -> None:
 
 
 def arrays(parameters: Iterable[tuple[str, Any]]) -> Weights:
-    """Returns a model's ``parameters``, pairs of name and tensor, as arrays by name."""
+    """Returns a model's ``parameters`` (pairs of name and tensor) as arrays by name."""
     return {name: parameter.detach().cpu().numpy() for name, parameter in parameters}
 
 

@@ -1,9 +1,8 @@
-"""Compiles C++ sources to a shared library, and CUDA sources to a cubin or a library. Compilers run in the jail.
-Results are cached under a hash of the sources, the compiler and its options. No build needs a GPU.
+"""Compiles C++ and CUDA sources in the jail, and caches the results under a hash of sources, compiler and options.
 
-A plan's CPU kernels are first built the fast way: by a compiler that was started in advance (module ``compiler``),
-without the C++ library and without the special functions of ``<cmath>``. Few kernels need either. If the compiler
-reports an error, a full build follows; only errors of the full build are reported."""
+No build needs a GPU. CPU kernels of a plan (a solution format) are first built the fast way: by a compiler that was
+started in advance (module ``compiler``), without the C++ library and the special functions of ``<cmath>``. Few kernels
+need either. If the fast build fails, a full build follows and reports the errors."""
 
 import asyncio
 import contextlib
@@ -55,8 +54,8 @@ _OUR_SECONDS = 120.0  # limit for the project's own code: precompiled headers, t
 
 @dataclass(frozen=True)
 class _Order:
-    """What one build does: ``command`` compiles ``files`` (texts by name) within ``seconds``, and its ``products``
-    are copied to the folder ``target``. The jail lets the compiler read the paths in ``read``."""
+    """One build: ``command`` compiles ``files`` (text by name) within ``seconds``. The compiler may read the paths
+    ``read``. The builder copies the ``products`` to the folder ``target``."""
 
     command: list[str]
     files: Mapping[str, str]
@@ -68,9 +67,9 @@ class _Order:
 
 class Builder:
     """Runs builds, at most ``parallel`` at a time, and caches their products in ``folder``. Compilers work below
-    ``scratch``, a folder that jailed users can reach. ``lease`` is the folder of the timing lease. A build holds this
-    lease, so that no kernel is timed meanwhile; ``lease`` is ``None`` on a GPU, whose timings builds do not disturb.
-    ``seconds`` and ``memory_mb`` limit one build."""
+    ``scratch``, a folder that jailed users can reach. A build holds the timing lease in the folder ``lease``, so that
+    no kernel is timed meanwhile. ``None`` means no lease: on a GPU, builds do not disturb timings. ``seconds`` and
+    ``memory_mb`` limit one build."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path | None, seconds: float, memory_mb: int, parallel: int = 2
@@ -84,12 +83,12 @@ class Builder:
         self._ahead: CompilerPool | None = CompilerPool(self._start_ahead)
 
     def close(self) -> None:
-        """Kills the compiler that was started in advance and has not been used."""
+        """Kills the unused compiler that was started in advance."""
         if self._ahead:
             self._ahead.close()
 
     async def toolchain(self) -> Toolchain:
-        """Returns the C++ compiler with the folders of its precompiled headers; precompiles them at the first call."""
+        """Returns the C++ compiler and the folders of its precompiled headers, which the first call makes."""
         async with self._preparing:
             if self._toolchain is None:
                 found = await asyncio.to_thread(find_toolchain)
@@ -109,9 +108,9 @@ class Builder:
     async def library(
         self, files: Mapping[str, str], units: Sequence[str], extra: Sequence[str] = (), ours: bool = False
     ) -> Path:
-        """Compiles the sources named in ``units`` to a shared library. ``files`` holds the texts of all sources and
-        included files by name. ``extra`` holds compiler options. If ``ours`` is true, the sources are the project's own
-        and get a longer time limit. Raises ``BuildError`` or ``CompilerMissing``."""
+        """Compiles the sources ``units`` to a shared library and returns its path. ``files`` holds all sources and
+        included files (text by name), and ``extra`` compiler options. ``ours`` marks the project's own sources, which
+        get a longer time limit. Raises ``BuildError`` or ``CompilerMissing``."""
         tools = await self.toolchain()
         command = [
             tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, *units,
@@ -173,9 +172,8 @@ class Builder:
         unit: str = "",
         seconds: float = 0.0,
     ) -> Path:
-        """Returns the folder that holds ``products``. Takes it from the cache (key: ``parts`` and ``files``), waits for
-        an equal build that is running, or runs ``command``, which may read the paths in ``read``. If ``unit`` is given,
-        it is the only source, and a compiler that was started in advance tries to build it before ``command``."""
+        """Returns the folder with ``products``: from the cache (key: ``parts`` and ``files``), from an equal build
+        under way, or from ``command``. A waiting compiler first tries ``unit``, if that is the only source."""
         content = [*parts, *(f"{name}\0{files[name]}" for name in sorted(files))]
         key = hashlib.sha256("\0\0".join(content).encode(errors="surrogatepass")).hexdigest()
         done, failed = self._folder / key[:2] / key, self._folder / key[:2] / f"{key}.error"
@@ -219,7 +217,7 @@ class Builder:
 
     @contextlib.contextmanager
     def _beside_timing(self) -> Iterator[None]:
-        """If the builder has a timing lease, holds it inside the context, so that no kernel is timed meanwhile."""
+        """Holds the timing lease, if there is one, so that no kernel is timed meanwhile."""
         with contextlib.ExitStack() as held:
             if self._lease is not None:
                 held.enter_context(held.enter_context(contextlib.closing(Lease(self._lease))).working())
@@ -231,7 +229,6 @@ class Builder:
             self._finish(compiler, work, order.seconds)
 
     async def _compiled_ahead(self, unit: str, order: _Order) -> bool:
-        """Builds ``unit`` with the compiler that was started in advance. Returns whether that worked."""
         if not self._ahead:
             return False
         async with self._slots:
@@ -291,7 +288,7 @@ class Builder:
 
 
 def _keep(work: Path, order: _Order) -> None:
-    """Copies the products from ``work``, then puts the copies into the build's target folder atomically."""
+    """Copies the products from ``work`` to the target folder, which appears atomically."""
     target = order.target
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(dir=target.parent))
@@ -324,7 +321,7 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def _take(source: Path, target: Path) -> None:
-    """Copies a product of the jailed compiler to ``target``; never follows a link."""
+    """Copies a product of the jailed compiler without following a link."""
     try:
         descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

@@ -1,9 +1,8 @@
 """Runs a compiler in the jail. A compiler may be started in advance, before its source exists.
 
-Most of the work of g++ on a small kernel does not depend on the kernel: the start in the jail, and reading the
-precompiled standard headers. A ``Waiting`` compiler has already done that work. The last line of its main file includes
-a named pipe, and the compiler waits until something is written to it. To start the compilation, the builder writes an
-``#include`` of the kernel's source to the pipe."""
+For a small kernel, g++ spends most of its time on the start in the jail and on the precompiled standard headers. A
+``Waiting`` compiler has already done this work. It now waits for the content of a named pipe, which the last line of
+its main file includes. Writing an ``#include`` of the kernel's source to the pipe starts the compilation."""
 
 import contextlib
 import errno
@@ -47,8 +46,8 @@ class Compiler:
         return self._process.poll() is None
 
     def finish(self, seconds: float) -> tuple[int, str]:
-        """Waits for the compiler, at most ``seconds``, then kills all processes that it left. Returns its exit status
-        and messages. Raises ``TimeoutError`` if it took too long."""
+        """Waits at most ``seconds`` for the compiler, then kills its remaining processes. Returns the exit status and
+        the messages. Raises ``TimeoutError``."""
         with self._log:
             try:
                 ended = _ends(self._process, seconds)
@@ -70,8 +69,7 @@ class Compiler:
 
 
 def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Returns whether ``process`` ends within ``seconds``. Uses ``pidfd_open`` where the system has it, because
-    ``Popen.wait`` polls and so notices the end late."""
+    """Returns whether ``process`` ends within ``seconds``. Prefers ``pidfd_open``: ``Popen.wait`` polls and is late."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except OSError:  # some kernels lack this call
@@ -87,9 +85,9 @@ def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
 
 
 class Waiting(Compiler):
-    """A running compiler that has read the file ``header`` and waits for the rest of its source. It runs in the folder
-    ``work``. ``command`` is the compiler with its flags; ``last`` holds arguments that follow the source file, such as
-    libraries. The constructor raises ``OSError`` if the compiler ends early or takes too long."""
+    """A running compiler that has read the file ``header`` and waits for the rest of its source. ``command`` is the
+    compiler with its flags; ``last`` holds arguments that follow the source file, such as libraries. The constructor
+    raises ``OSError`` if the compiler ends early or takes too long."""
 
     def __init__(
         self, policy: jail.JailPolicy, command: Sequence[str], work: Path, header: str, last: Sequence[str] = ()
@@ -106,7 +104,7 @@ class Waiting(Compiler):
             raise
 
     def _opened(self) -> int:
-        """Waits until the compiler reads the pipe. Returns a descriptor for writing; closing it ends the source."""
+        """Waits until the compiler opens the pipe. Returns a descriptor for writing; closing it ends the source."""
         deadline = time.monotonic() + _START_SECONDS
         while self.alive and time.monotonic() < deadline:
             try:
@@ -137,7 +135,7 @@ class Waiting(Compiler):
 
 
 class CompilerPool:
-    """Keeps one ``Waiting`` compiler ready. All compilers start from one thread, because a jailed process ends with the
+    """Keeps one ``Waiting`` compiler ready. One thread starts all compilers, because a jailed process ends with the
     thread that started it."""
 
     def __init__(self, start: Callable[[], Waiting]) -> None:

@@ -67,8 +67,7 @@ class Nvcc:
     identity: str
 
     def libraries(self, name: str) -> list[str]:
-        """Returns a list that holds the path of the NVIDIA library ``name`` (such as ``cublas``). Raises
-        ``CompilerMissing``."""
+        """Returns a list with the path of the NVIDIA library ``name``. Raises ``CompilerMissing``."""
         places = [*_packages(), Path("/usr/local/cuda/lib64"), Path("/usr/lib/x86_64-linux-gnu")]
         found = [path for place in places for path in sorted(place.glob(f"**/lib{name}.so*"))]
         if not found:

@@ -1,8 +1,8 @@
 """Runs the first pass of a solution that starts compilers: a run in a jailed worker that may start programs.
 
-When the worker and its programs have ended, the regular files of its folder are copied to the cache. The second pass,
-which is judged, reads these files at the same path and starts no program (``worker.replay``). The files are untrusted:
-only the jailed candidate loads them. If a first pass leaves the GPU in a bad state, the sandbox does not notice."""
+After the run, the sandbox copies the regular files of the worker's folder to the cache. The second pass, which is
+judged, reads these files at the same path and starts no program (``worker.replay``). The files are untrusted, so only
+the jailed candidate loads them. The sandbox does not detect a first pass that leaves the GPU in a bad state."""
 
 import asyncio
 import contextlib
@@ -65,7 +65,7 @@ def ModelNew(*init):
 
 
 class FirstPassFailed(Exception):
-    """A solution failed in its first pass by its own fault. ``status`` becomes the status of its verdict."""
+    """A solution failed in its first pass by its own fault. ``status`` becomes the verdict's status."""
 
     def __init__(self, status: Status, message: str) -> None:
         super().__init__(message)
@@ -73,8 +73,8 @@ class FirstPassFailed(Exception):
 
 
 def time_for_python(files: Mapping[str, str], device: str) -> FirstPassTime:
-    """Returns ``before`` if the source names a compiler: the first pass runs before the solution is judged. Otherwise
-    returns ``when refused``: the first pass runs only after a judged run could not start a program."""
+    """Returns ``before`` if the source names a compiler: the first pass then runs before judging. Otherwise returns
+    ``when refused``: the first pass runs only after a judged run could not start a program."""
     return "before" if asks(files.get("model_new.py", "")) else "when refused"
 
 
@@ -89,14 +89,12 @@ def asks(code: str) -> bool:
 
 
 def was_refused(verdict: Verdict) -> bool:
-    """Returns whether the run behind ``verdict`` failed before its first check because it tried to start a program. The
-    jail of a judged run forbids that."""
+    """Returns whether the judged run failed before its first check because its jail forbids programs."""
     return verdict.status != "ok" and not verdict.checks and not verdict.samples and NO_PROGRAMS in verdict.message
 
 
 def is_in_doubt(verdict: Verdict, place: Mapping[str, Any] | None) -> bool:
-    """Returns whether the stand-ins for torch's headers may be the cause of ``verdict``. ``place`` is the first pass's
-    result, or None if there was no first pass."""
+    """Returns whether stand-ins for torch's headers in the first pass ``place`` may have caused ``verdict``."""
     return verdict.status in _DOUBTED and place is not None and _used_stand_ins(Path(place["folder"]))
 
 
@@ -105,9 +103,8 @@ def _used_stand_ins(folder: Path) -> bool:
 
 
 class FirstPass:
-    """Runs the first passes of solutions that start compilers: at most ``parallel`` at a time, each at most ``seconds``
-    long. Results are kept below ``folder``. ``scratch`` is a folder that jailed users can reach; ``lease`` is the
-    folder of the timing lease."""
+    """Runs first passes, at most ``parallel`` at a time and ``seconds`` long, and keeps their results below ``folder``.
+    ``scratch`` is a folder that jailed users can reach; ``lease`` is the folder of the timing lease."""
 
     def __init__(
         self,
@@ -268,8 +265,8 @@ class FirstPass:
 
 
 def stand_ins(files: Mapping[str, str]) -> dict[str, str]:
-    """Returns the stand-ins for the headers of torch that the solution's sources include, texts by path. They are
-    empty if the solution does not name ``load_inline`` or ``load`` of torch."""
+    """Returns stand-ins (text by path) for the torch headers that the solution's sources include. Returns none if no
+    source names ``load_inline`` or ``cpp_extension``."""
     text = "\n".join(files.values())
     if not re.search(r"\b(load_inline|cpp_extension)\b", text):
         return {}
@@ -281,7 +278,7 @@ def stand_ins(files: Mapping[str, str]) -> dict[str, str]:
 
 
 def _fill(folder: Path, files: Mapping[str, str]) -> None:
-    """Makes ``folder`` anew, with the solution's files but ``model_new.py``. Raises ``FirstPassFailed``."""
+    """Creates ``folder`` anew, with the solution's files except ``model_new.py``."""
     scratch.remove(folder)
     folder.mkdir()
     try:
@@ -291,8 +288,7 @@ def _fill(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def _folders(folder: Path) -> dict[str, str]:
-    """Returns environment variables that make compilers write below ``folder``. Both passes must use the same folder,
-    because compilers include its path in their cache keys."""
+    """Returns variables that make compilers write below ``folder``, whose path is part of their cache keys."""
     return {
         "HOME": str(folder), "TMPDIR": str(folder), "TORCH_EXTENSIONS_DIR": f"{folder}/extensions",
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_HOME": str(folder),
@@ -314,8 +310,7 @@ def _toolchain(architecture: str) -> dict[str, str]:
 
 
 class _Hold:
-    """Holds the timing lease in ``folder`` inside its context, except after ``release``, so that no kernel is timed
-    while a first pass may use what is timed."""
+    """Holds the timing lease in ``folder`` inside its context until ``release``: no kernel is timed meanwhile."""
 
     def __init__(self, folder: Path) -> None:
         self._lease = Lease(folder)
@@ -339,7 +334,7 @@ class _Hold:
         self.held = False
 
     def pause(self) -> None:
-        """Releases the lease for a moment, so that processes that wait to time a kernel can do so."""
+        """Releases the lease for a moment, so that waiting processes can time a kernel."""
         self.release()
         self._acquire()
 
@@ -378,7 +373,7 @@ def _watch(folders: Sequence[Path], hold: _Hold, device: str) -> Callable[[Jaile
 
 
 def _compiles(pid: int) -> bool:
-    """Returns whether a program that the process ``pid`` started runs just now."""
+    """Returns whether a program that the process ``pid`` started is running."""
     return any(state(f"/proc/{child}/stat") in "RD" for child in descendants(pid))
 
 

@@ -35,8 +35,8 @@ _FUNCTION = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*\s*(<[\w\s,:.+-]*>)?")
 
 
 def _refuse(words: str, fits: Callable[[Any], bool]) -> BeforeValidator:
-    """Returns a validator that refuses a value unless ``fits(value)``. ``words`` is the error message; its {0} stands
-    for the ``repr`` of the value, and its {1} for the value as JSON."""
+    """Returns a validator that refuses a value unless ``fits(value)``. In the error message ``words``, {0} stands for
+    the ``repr`` of the value, and {1} for the value as JSON."""
 
     def check(value: Any) -> Any:
         if not fits(value):
@@ -238,15 +238,15 @@ def _unknown(key: str, model: type[_Object], device: str) -> str:
 
 
 def _in_words(errors: list[ErrorDetails], device: str) -> str:
-    """Returns the most useful of pydantic's ``errors`` as text. Errors outside the nodes come first, then those of the
-    first faulty node: a missing field before an unknown field, and both before other errors."""
+    """Returns the most useful of pydantic's ``errors`` as text. Errors outside the nodes come first, then errors of the
+    first faulty node: missing fields, unknown fields, other errors."""
 
     def order(error: ErrorDetails) -> tuple[Any, ...]:
         place, rank = error["loc"], {"missing": 0, "extra_forbidden": 1}.get(error["type"], 2)
         node = place[1] if place[:1] == ("nodes",) and len(place) > 1 else -1
         return node, rank, str(place[-1]) if rank < 2 else ""
 
-    if device == "cpu":  # there, fields of cuda alone are as unknown as any other, whatever they hold
+    if device == "cpu":  # CUDA-only fields count as unknown on the CPU, whatever their values
         for error in errors:
             if error["loc"][2:3] == ("kernel",) and error["loc"][3:4] and error["loc"][3] in CUDA_ONLY:
                 error["loc"], error["type"] = error["loc"][:4], "extra_forbidden"

@@ -1,7 +1,7 @@
 """Checks the library nodes of a plan: matrix products and convolutions that a vendor's library computes.
 
-``describe`` is pure: it checks a node against the shapes of its buffers, and returns a description from which
-``worker.library_nodes`` makes the call. It treats all buffers as contiguous, with batch and channels first."""
+``describe`` checks a node against the shapes of its buffers, and returns a description from which
+``worker.library_nodes`` makes the call. All buffers count as contiguous, with batch and channels first."""
 
 import math
 from typing import Any
@@ -19,10 +19,9 @@ _COMPUTE = {
 
 
 def describe(node: Gemm | Convolution, where: str, names: dict[str, Any], device: str) -> dict[str, Any]:
-    """Returns a description of ``node``, from which the worker makes the call. In it, ``tensors`` maps each role (such
-    as ``a`` or ``bias``) to buffer, shape and dtype; ``writes`` is the buffer of the result; the other fields depend on
-    the kind of node. ``names`` maps the plan's names to buffers and numbers. Raises ``PlanError`` with a message that
-    begins with ``where``."""
+    """Returns a description of ``node`` for the worker. ``tensors`` maps each role (such as ``a`` or ``bias``) to
+    buffer, shape and dtype; ``writes`` is the buffer of the result. ``names`` maps the plan's names to buffers and
+    numbers. Raises ``PlanError`` with a message that begins with ``where``."""
     roles = ("a", "b", "c") if isinstance(node, Gemm) else ("input", "weight", "bias", "output")
     said: dict[str, str] = {role: name for role in roles if (name := getattr(node, role)) is not None}
     buffers: dict[str, Buffer] = {}
@@ -75,8 +74,7 @@ _Described = tuple[dict[str, list[int]], dict[str, Any]]  # shapes by role, and 
 
 
 def _gemm(node: Gemm, where: str, names: dict[str, Any]) -> _Described:
-    """Describes ``c = a @ b``. Returns the shapes in memory of ``a``, ``b`` and ``c`` ([batch, rows, columns]), and the
-    flags ``transpose_a`` and ``transpose_b``."""
+    """Returns the shapes in memory of ``a``, ``b`` and ``c`` ([batch, rows, columns]), and the transpose flags."""
     batch, m, n, k = (_extent(getattr(node, key), 1, names, f"{where}.{key}") for key in ("batch", "m", "n", "k"))
     shapes = {
         "a": [batch, k, m] if node.transpose_a else [batch, m, k],
@@ -87,9 +85,9 @@ def _gemm(node: Gemm, where: str, names: dict[str, Any]) -> _Described:
 
 
 def _convolution(node: Convolution, where: str, names: dict[str, Any], buffers: dict[str, Buffer]) -> _Described:
-    """Returns the shapes of a convolution's tensors, and its other settings, such as the stride. Shapes are torch's:
-    ``input`` is [batch, channels, extents] with one to three extents. ``weight`` is [out, in / groups, extents]; if
-    transposed, [in, out / groups, extents]. ``bias`` is [out]."""
+    """Returns the shapes of a convolution's tensors, and its settings such as the stride. Shapes are as in torch:
+    ``input`` is [batch, channels, extents], ``bias`` is [out], and ``weight`` is [out, in / groups, extents], or [in,
+    out / groups, extents] if transposed."""
     given = _shape(node.input_shape, "input", where, names, buffers)
     kernel = _shape(node.weight_shape, "weight", where, names, buffers)
     extents = len(given) - 2
@@ -140,7 +138,7 @@ def _convolution(node: Convolution, where: str, names: dict[str, Any], buffers: 
 def _shape(
     given: list[int | str] | None, role: str, where: str, names: dict[str, Any], buffers: dict[str, Buffer]
 ) -> list[int]:
-    """Returns the shape of the tensor ``role``: ``given``, if the node gives one, else the shape of its buffer."""
+    """Returns the shape of the tensor ``role``: ``given``, or by default the shape of its buffer."""
     place = f"{where}.{role}_shape"
     shape = list(buffers[role].tensor.shape) if given is None else [_extent(part, 1, names, place) for part in given]
     if not 3 <= len(shape) <= 5 or 0 in shape:

@@ -1,8 +1,8 @@
 """Builds the plan format: compiles ``plan.json`` into a program for the sandbox's executor, which runs in the worker.
 
-``grammar`` parses the fields of a plan. ``compile_plan`` is pure: it checks the plan against the task's shapes,
-evaluates every expression, and generates source code. On ``cpu``, this is C++ through which the executor calls the
-kernels. On ``cuda``, it includes the kernels' files and declares variables that tell the types of their arguments."""
+``grammar`` parses the fields of a plan. ``compile_plan`` checks the plan against the task's shapes, evaluates every
+expression, and generates source code. On the CPU, the executor calls the kernels through this C++ code. On a GPU, the
+code includes the kernels' files, and declares variables that hold the types of the kernels' arguments."""
 
 import re
 import struct
@@ -61,9 +61,8 @@ class Program:
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Builds the kernels and returns the request with which a worker loads the solution: the program, with the paths of
-    its libraries (CPU) or its cubin (GPU). Raises ``PlanError``, ``BuildError``, or ``SandboxUnready`` if the executor
-    of plans does not build."""
+    """Builds the kernels. Returns the request that makes a worker load the solution: the program, with the paths of its
+    libraries or cubin. Raises ``PlanError``, ``BuildError``, or ``SandboxUnready`` if the executor does not build."""
     program = compile_plan(files, spec, tools.device)
     sources = {name: text for name, text in files.items() if name != "plan.json"}
     load = program.to_json()
@@ -82,7 +81,7 @@ async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> d
 
 
 async def runtime(builder: Builder) -> Path:
-    """Builds the executor of plans for the CPU; returns its path. Raises ``SandboxUnready`` if the compiler fails."""
+    """Builds the CPU's executor of plans and returns its path. Raises ``SandboxUnready`` if the compiler fails."""
     try:
         return await builder.library({"runtime.cpp": _RUNTIME.read_text()}, ["runtime.cpp"], ours=True)
     except (BuildError, CompilerMissing) as error:
@@ -90,8 +89,7 @@ async def runtime(builder: Builder) -> Path:
 
 
 def compile_plan(files: Mapping[str, str], spec: TaskSpec, device: str = "cpu") -> Program:
-    """Compiles ``files["plan.json"]`` into the program for a task with the shapes of ``spec``. Raises ``PlanError``,
-    whose message names the node and the fault."""
+    """Compiles ``plan.json`` into a program for the shapes of ``spec``. Raises ``PlanError`` with node and fault."""
     if "plan.json" not in files:
         raise PlanError("there is no plan.json")
     plan = grammar.read(files["plan.json"], device)
@@ -141,7 +139,7 @@ def _buffers(node: dict[str, Any]) -> list[str]:
 
 
 def _names(spec: TaskSpec) -> dict[str, Any]:
-    """Returns the buffers and plain numbers of a task by the names that a plan gives them, such as ``in0``."""
+    """Returns the buffers and plain numbers of a task by their names in a plan, such as ``in0``."""
     names: dict[str, Any] = {}
 
     def leaves(arguments: Any) -> list[Any]:
@@ -227,8 +225,7 @@ def _kernel(node: Kernel, where: str, names: dict[str, Any], index: int) -> tupl
 
 
 def _extents(value: Any, names: dict[str, Any], where: str, most: tuple[int, int, int]) -> list[int]:
-    """Returns [x, y, z] from ``value``, an expression or a list of up to three. Missing extents are 1. Raises
-    ``PlanError`` if an extent is below 1 or exceeds its limit in ``most``."""
+    """Returns [x, y, z] from ``value``, an expression or a list of up to three; missing extents are 1."""
     parts = value if isinstance(value, list) else [value]
     extents = [evaluate(part, names, where) for part in parts] + [1] * (3 - len(parts))
     if not all(0 < extent <= limit for extent, limit in zip(extents, most, strict=True)):

@@ -11,7 +11,7 @@ from cuda_agent.sandbox.wire import TaskSpec
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Checks ``model_new.py`` and returns the request with which a worker loads it. Raises ``SolutionError``."""
+    """Checks ``model_new.py`` and returns the request that makes a worker load it. Raises ``SolutionError``."""
     check_module(files, spec)
     return {"code": files["model_new.py"]}
 

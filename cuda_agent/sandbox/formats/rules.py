@@ -1,8 +1,8 @@
 """Finds suspicious code in a solution's text by static rules: uses of torch, streams, threads, monkey patches.
 
 ``ast`` reads Python; a small tokenizer reads C++ and CUDA, also inside Python strings. Findings are advice for the
-author and for an audit, never a verdict: a name can be spelled in ways that the rules miss (``getattr``, macros), and a
-finding may be harmless. No code of a solution is executed."""
+author and for an audit, never a verdict: the rules miss some spellings of a name (``getattr``, macros), and a finding
+may be harmless. The rules execute no code of a solution."""
 
 import ast
 import re
@@ -141,7 +141,7 @@ class _Reader(ast.NodeVisitor):
         return ".".join([self._names[node.id], *reversed(parts)])
 
     def _named(self, node: ast.AST, full: str) -> None:
-        """Adds the findings for a use of the full name ``full`` (such as ``time.sleep``), even if it is not called."""
+        """Adds the findings for a use of the full name ``full``, such as ``time.sleep``, even without a call."""
         if full.startswith(_STREAMS):
             self._add(node, "stream", full)
         for rule, names in _BY_NAME.items():

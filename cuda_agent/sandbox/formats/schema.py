@@ -1,7 +1,7 @@
 """Makes the JSON schemas of the two public formats: a verdict, and ``plan.json``.
 
-The verdict's schema comes from its dataclass, the plan's schema from ``grammar``. A plan that fits the schema may still
-be refused because of a name that does not exist, the value of an expression, or a shape."""
+The verdict's schema comes from its dataclass, the plan's schema from ``grammar``. A plan that fits its schema may still
+contain unknown names, and wrong values or shapes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def verdict() -> dict[str, Any]:
-    """Returns the schema of what ``Verdict.to_json`` returns. All fields are required, including the derived ones."""
+    """Returns the schema of a verdict as JSON. All fields are required, including the derived fields."""
     schema = TypeAdapter(Verdict).json_schema()
     derived = {
         "reward": {

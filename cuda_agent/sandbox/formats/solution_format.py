@@ -1,4 +1,4 @@
-"""Defines the class of the solution formats. Each format is one frozen object, which holds what sets it apart.
+"""Defines the class of the solution formats. Each format is one frozen object with the format's properties.
 
 ``table`` lists the formats. Prompt texts and exported files also depend on the format; ``agent.skill`` and
 ``optimize.export`` hold them in tables, by the format's name."""
@@ -15,7 +15,7 @@ FirstPassTime = Literal["never", "before", "when refused"]
 
 
 class SolutionError(ValueError):
-    """The error of a solution that cannot be built; the message is for the solution's author."""
+    """A solution cannot be built; the message is for the solution's author."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ ENVIRONMENT = {"cpu": {"TRITON_INTERPRET": "1"}, "cuda": {"TRITON_CACHE_AUTOTUNI
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Checks the solution and returns the request with which a worker loads it. Raises ``SolutionError``, or
+    """Checks the solution and returns the request that makes a worker load it. Raises ``SolutionError``, or
     ``SandboxUnready`` if the package triton is missing."""
     if importlib.util.find_spec("triton") is None:
         raise SandboxUnready("sandbox.format=triton needs the package triton: pip install triton")
@@ -29,7 +29,7 @@ async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> d
 
 
 def kernels(tree: ast.Module) -> Iterator[str]:
-    """Yields the names of the functions that ``triton.jit`` decorates, also if it is imported under another name."""
+    """Yields the names of functions that ``triton.jit`` decorates, even if it is imported under another name."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,9 +1,9 @@
-"""Limits a worker's memory and number of tasks with a control group, if this process may create one.
+"""Limits a worker's memory and number of tasks with control groups, if this process may create them.
 
-In version 1 of control groups, a worker has two groups, for memory and for pids; each is a child of this process's
-group. In version 2, it has one group, a child or a sibling of this process's group: a group that holds processes cannot
-have children with limits (systemd: ``Delegate=yes`` with ``DelegateSubgroup=``). If this process can create no group
-(in a restricted pod, say), only the watchdog (``processes``) limits the worker."""
+In version 1 of control groups, a worker has two groups, for memory and for pids. Both are children of this process's
+group. In version 2, a worker has one group, a child or a sibling of this process's group. It is a sibling if this
+process's group holds processes: such a group cannot have children with limits (systemd: ``Delegate=yes`` with
+``DelegateSubgroup=``). Without groups, as in a restricted pod, only the watchdog (``processes``) limits the worker."""
 
 import contextlib
 import itertools
@@ -69,7 +69,7 @@ class Groups:
 
 
 def find(root: Path = _ROOT, own: Path = _OWN) -> Groups | None:
-    """Returns a ``Groups`` with limits of memory and tasks, or ``None`` if this process may create no such groups."""
+    """Returns a ``Groups``, or ``None`` if this process may not create groups with limits of memory and tasks."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
@@ -124,8 +124,7 @@ def _removed(folder: Path) -> bool:
 
 
 def _sweep(place: Path) -> None:
-    """Removes the groups in ``place`` that killed judges left behind. They are empty, because workers end with their
-    judge."""
+    """Removes the empty groups in ``place`` that ended judges left behind."""
     for folder in place.glob(f"{PREFIX}*"):
         pid = folder.name.removeprefix(PREFIX).split("-")[1]
         if not Path(f"/proc/{pid}").exists():

@@ -1,6 +1,6 @@
 """Reads the descendants of a process, and the memory of processes, from ``/proc``. Uses only the standard library.
 
-Not covered: a descendant whose parent has ended, if a process outside of the tree has adopted it."""
+A descendant whose parent has ended is not found if a process outside of the tree has adopted it."""
 
 import contextlib
 import os
@@ -20,8 +20,7 @@ def children(pid: int) -> set[int]:
 
 
 def state(stat: str) -> str:
-    """Returns the letter for the state of a process or thread, read from ``stat``, its file in /proc: R, S, D, T
-    (stopped), Z (zombie), X (ended) and others."""
+    """Returns the state in a ``/proc`` file ``stat``: R, S, D, T (stopped), Z (zombie), X (ended) or another letter."""
     try:
         with open(stat, "rb", 0) as file:
             return chr(file.read(512).rpartition(b") ")[2][0])
@@ -30,7 +29,7 @@ def state(stat: str) -> str:
 
 
 def memory_bytes(pid: int) -> tuple[int, int]:
-    """Returns the resident bytes of ``pid``, and how many of them are private to it; 0 and 0 after its end."""
+    """Returns the resident bytes of ``pid`` and the private bytes among them; zeros after its end."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             _, resident, shared, *_ = map(int, file.read().split())
@@ -48,8 +47,8 @@ def shared_bytes(pid: int) -> int:
 
 
 def deleted_bytes(pid: int, devices: Set[int]) -> int:
-    """Returns the bytes of deleted files that ``pid`` and its descendants still hold open, on file systems with the
-    device numbers ``devices``. A process that this process may not inspect counts as 0."""
+    """Returns the bytes of deleted files that ``pid`` and its descendants hold open. Counts only file systems with the
+    device numbers ``devices``, and skips processes that this process may not inspect."""
     found: dict[tuple[int, int], int] = {}
     for folder in (f"/proc/{one}/fd" for one in (pid, *descendants(pid))):
         with contextlib.suppress(OSError):
@@ -62,8 +61,7 @@ def deleted_bytes(pid: int, devices: Set[int]) -> int:
 
 
 def descendants(pid: int, without: Set[int] = frozenset(), most: int = 1 << 22) -> set[int]:
-    """Returns all descendants of ``pid``, zombies included, except those in ``without`` and their descendants. The
-    search stops soon after ``most`` are found."""
+    """Returns the descendants of ``pid``, except ``without`` and their descendants. Stops soon after ``most``."""
     found: set[int] = set()
     unread = [pid]
     while unread and len(found) <= most:

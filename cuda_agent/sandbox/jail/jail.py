@@ -1,13 +1,11 @@
 """Puts a process into a jail before it runs untrusted code. Each protection of the jail is called a wall.
 
-``enter`` sets up the walls: no_new_privs, Landlock, a seccomp filter and resource limits. It needs no privilege. As
-root it also changes to a separate user. Landlock restricts files and TCP; in newer versions of Linux also device
-ioctls, signals and abstract sockets. The process will end when its parent ends. ``prove`` attacks every wall from
-inside a jailed child. As a script, the module starts compilers and shells in the jail: ``python jail.py POLICY
-PROGRAM ...``.
+``enter`` sets up the walls: no_new_privs, Landlock, a seccomp filter and resource limits. It needs no privilege; as
+root it also changes to a separate user. Landlock restricts files and TCP, and in newer versions of Linux also device
+ioctls, signals and abstract sockets. The jailed process ends with its parent. ``prove`` attacks every wall from inside
+a jailed child. ``python jail.py POLICY PROGRAM ...`` runs a program in the jail.
 
-The module uses only the standard library. It needs no namespaces, because restricted pods grant none. Watchdogs in
-``processes`` also limit the memory and the threads of workers."""
+The module uses only the standard library, and no namespaces, because restricted pods grant none."""
 
 import ctypes
 import errno
@@ -37,14 +35,14 @@ _FIRST_UID = 1_000_000
 
 
 class JailError(RuntimeError):
-    """A wall could not be closed or did not hold; the message names the wall."""
+    """A wall could not be set up or did not hold; the message names the wall."""
 
     exit_code = 78  # as in ``errors``, which this stand-alone program does not import
 
 
 @dataclass(frozen=True)
 class JailPolicy:
-    """The access that the jail leaves open. Paths that do not exist are skipped; a folder includes its contents."""
+    """The access that a jail allows. The jail ignores paths that do not exist; a folder includes its contents."""
 
     read: Sequence[str] = SYSTEM_READ
     write: Sequence[str] = ()  # also readable; the separate user, if there is one, becomes the owner
@@ -60,8 +58,8 @@ class JailPolicy:
 
 
 def enter(policy: JailPolicy) -> None:
-    """Closes the walls around the calling process. They never open again. Threads that exist already (the CUDA
-    driver's) get the separate user and the seccomp filter, but not Landlock. Raises ``JailError``."""
+    """Sets up the walls around the calling process for good. Threads that exist already (the CUDA driver's) get the
+    separate user and the seccomp filter, but not Landlock. Raises ``JailError``."""
     parent = os.getppid()
     _limits(policy)
     if policy.own_user and os.geteuid() == 0:
@@ -75,8 +73,8 @@ def enter(policy: JailPolicy) -> None:
 
 
 def narrow(policy: JailPolicy) -> None:
-    """Puts the calling process, which is already in a jail, into a smaller jail. The smaller jail leaves fewer paths
-    open and forbids signals to processes outside of it. The other walls stay as they are. Raises ``JailError``."""
+    """Puts the calling process, which is already in a jail, into a smaller jail. The smaller jail allows fewer paths
+    and forbids signals to processes outside of it. The other walls stay as they are. Raises ``JailError``."""
     _landlock(policy)
 
 
@@ -86,9 +84,8 @@ def command(policy: JailPolicy, program: Iterable[str]) -> list[str]:
 
 
 def prove(required: Iterable[str], folder: "Path") -> dict[str, str]:
-    """Starts a jailed child that attacks every wall; for Landlock it tries to read a file in ``folder``. Raises
-    ``JailError`` if a wall in ``required`` failed. Otherwise returns the other walls that failed, each with what the
-    child could do."""
+    """Starts a jailed child that attacks every wall; one attack reads a file in ``folder``. Returns the walls that
+    failed, each with what the child could do. Raises ``JailError`` if a wall in ``required`` failed."""
     import subprocess  # imported here, because every import slows down each jailed start
 
     if unknown := set(required) - set(WALLS):
@@ -112,7 +109,7 @@ def prove(required: Iterable[str], folder: "Path") -> dict[str, str]:
 
 
 def require(breaches: dict[str, str], required: Iterable[str]) -> None:
-    """Raises ``JailError`` for the first required wall that is in ``breaches``, the walls that failed."""
+    """Raises ``JailError`` if a wall in ``required`` is in ``breaches``, the walls that failed."""
     for wall in required:
         if wall in breaches:
             raise JailError(f"the wall {wall!r} is missing: a jailed process {breaches[wall]}")
@@ -294,9 +291,8 @@ _Instruction = tuple[int, int, int, int]  # opcode, jump if true, jump if false,
 def filter_program(
     machine: str, processes: bool, pid: int, one_group: bool = False, shared_memory: bool = False
 ) -> list[_Instruction]:
-    """Returns a seccomp filter that refuses or restricts the system calls in ``_NUMBERS`` and allows all others. If
-    ``processes``, the process may fork and run programs (a shell, a compiler); otherwise it may only start threads and
-    signal itself (``pid``)."""
+    """Returns a seccomp filter that refuses or restricts the system calls in ``_NUMBERS`` and allows all others. With
+    ``processes``, the process may fork and run programs; otherwise it may only start threads and signal itself."""
     numbers = _NUMBERS[machine]
     refuse = (_RETURN, 0, 0, _REFUSE | errno.EPERM)
     program: list[_Instruction] = [
@@ -366,7 +362,6 @@ def _seccomp(policy: JailPolicy) -> None:
 
 
 def _attacks(canary: str, parent: int) -> dict[str, str]:
-    """Runs the attacks inside the jail. Returns the walls that failed, each with what an attack could do."""
     import socket
 
     breaches: dict[str, str] = {}

@@ -1,7 +1,6 @@
 """Starts an untrusted process, sends it requests, and kills it if it exceeds its limits.
 
-While a caller waits for an answer, the watchdog checks time, memory and threads of the process every 20 ms. This module
-does not interpret requests and answers."""
+While a caller waits for an answer, the watchdog checks time, memory and threads of the process every 20 ms."""
 
 import contextlib
 import os
@@ -36,9 +35,8 @@ _IDLE_NS = 200_000  # a thread with less processor time has not worked yet
 
 
 class WorkerDied(Exception):
-    """The worker has ended. ``reason`` names the exceeded limit (timeout, memory, threads, processes or disk), or is
-    one of: crash; protocol (an invalid or unrequested answer); running (the worker ran on after it was stopped); killed
-    (by a SIGKILL that this process did not send)."""
+    """The worker has ended. ``reason`` is the exceeded limit (timeout, memory, threads, processes or disk), ``crash``,
+    ``protocol`` (invalid answer), ``running`` (it ran on after a stop) or ``killed`` (by a SIGKILL from elsewhere)."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -46,7 +44,7 @@ class WorkerDied(Exception):
 
 
 class NotStarted(RuntimeError):
-    """A worker ended before it closed its walls. No untrusted code had run, so the infrastructure is at fault."""
+    """A worker ended before its jail was complete. It had run no untrusted code, so the infrastructure is at fault."""
 
 
 class WorkerError(Exception):
@@ -56,9 +54,9 @@ class WorkerError(Exception):
 
 
 class JailedProcess:
-    """A jailed process with a private folder. It takes requests once ``wait_started`` has returned. ``seconds`` says
-    how long callers may still wait for its answers; callers set it before each request. ``verified`` says whether
-    ``stop`` waits until no thread runs; a caller may set it to false if the process gains nothing from running on."""
+    """A jailed process with a private folder. It takes requests after ``wait_started``. Before each request, callers
+    set ``seconds``, the time limit for answers. If ``verified`` is true, ``stop`` waits until no thread runs. Callers
+    may set it to false for a process that gains nothing from running on."""
 
     def __init__(
         self,
@@ -70,9 +68,9 @@ class JailedProcess:
         groups: Groups | None = None,
         overrun: "Callable[[JailedProcess], str] | None" = None,
     ) -> None:
-        """Forks the process. ``memory_mb`` limits its private memory beyond its size at the start. ``home`` is its
-        private folder, which ``kill`` removes. Without ``groups``, only the watchdog limits the process. ``overrun`` is
-        an additional check of the watchdog: it returns the reason to kill the process, or an empty string."""
+        """Forks the process. ``memory_mb`` limits its private memory beyond its size at the start. ``kill`` removes its
+        private folder ``home``. Without ``groups``, only the watchdog limits the process. ``overrun`` is a further
+        check of the watchdog: it returns the reason to kill the process, or an empty string."""
         self._overrun = overrun
         self._parent = parent
         self._memory_mb = memory_mb
@@ -103,8 +101,7 @@ class JailedProcess:
                 raise
 
     def wait_started(self) -> "JailedProcess":
-        """Waits until the walls are closed. Returns this object; no untrusted code has run yet. Raises
-        ``NotStarted``."""
+        """Waits until the jail is complete, and returns this object. Raises ``NotStarted``."""
         self.seconds = _START_SECONDS
         try:
             self._answer()
@@ -138,12 +135,9 @@ class JailedProcess:
     def timed(self, operation: WorkerOperation, slot: int, extra: int = 0) -> tuple[float, Any]:
         """Sends one request. Returns the seconds from request to answer by the judge's clock, and the answer's body.
 
-        The worker runs only between the two readings of the clock. Callers stop it before they fill its buffers, and it
-        stays stopped while its outputs are copied. So it cannot gain time by reading inputs early or by answering too
-        early.
-
-        Raises ``WorkerError`` if untrusted code fails. Raises ``WorkerDied`` if the worker ends, exceeds a limit or
-        sends an invalid answer."""
+        The worker runs only between the two readings of the clock. It is stopped while callers fill its inputs and copy
+        its outputs. So it cannot gain time by reading inputs early or by answering early. Raises ``WorkerError`` if
+        untrusted code fails. Raises ``WorkerDied`` if the worker ends, exceeds a limit or sends an invalid answer."""
         self._stand()
         with contextlib.suppress(OSError):  # threads with precedence could keep this process from ending them
             limit = round(1e6 * max(self.seconds + 1, 1))
@@ -165,9 +159,9 @@ class JailedProcess:
         return end - start, answer
 
     def stop(self) -> float:
-        """Stops the process until the next request and, if ``verified``, waits until no thread runs. Returns the time
-        at which all threads stood still (``time.perf_counter``). A thread inside a system call runs on until the call
-        returns. If a thread still runs after 5 s, kills the process; the next request raises ``WorkerDied``."""
+        """Stops the process until the next request. If ``verified``, waits until no thread runs; after 5 s, kills the
+        process, and the next request raises ``WorkerDied``. Returns the time of the standstill
+        (``time.perf_counter``)."""
         self._halt()
         end = time.perf_counter()
         deadline = end + _STOP_SECONDS
@@ -182,7 +176,6 @@ class JailedProcess:
         return end
 
     def _stand(self) -> float:
-        """Calls ``stop`` and returns its result. Raises ``WorkerDied`` if a thread ran on."""
         end = self.stop()
         if self._ran_on:
             raise self._ran_on
@@ -202,7 +195,6 @@ class JailedProcess:
             self._signal(signal.SIGCONT)
 
     def _all_stand(self) -> bool:
-        """Returns whether no thread of the process can run: each is stopped or has ended."""
         try:
             threads = os.listdir(f"/proc/{self.pid}/task")
         except OSError:
@@ -255,7 +247,7 @@ class JailedProcess:
                 raise self._died("timeout")
 
     def _watch(self) -> None:
-        """Checks the resources that the process uses. If it uses too much, kills it and raises ``WorkerDied``."""
+        """Kills the process and raises ``WorkerDied`` if the process uses too much of a resource."""
         if self._private_bytes() - self._private > self._memory_mb << 20:
             raise self._died("memory")
         if self._threads() > _MOST_THREADS:
@@ -299,13 +291,11 @@ class JailedProcess:
             os.kill(self.pid, number)
 
     def spread(self, apart: bool = True) -> None:
-        """Binds each thread that has worked to one processor. Unbound, a helper thread may stay on the busy main
-        thread's processor for whole calls, which then take twice as long. Binds none if only one thread has worked, or
-        if fewer threads have worked than there are processors.
+        """Binds each thread that has worked to one processor, if there are several and at least as many as processors.
+        Unbound helper threads may share the main thread's processor, and calls then take twice as long.
 
-        If this process has the right to, it also gives all threads precedence over other programs, with a higher rank
-        than its own: a thread woken by one of equal rank would move to another processor, away from its data. If
-        ``apart`` is false, undoes both."""
+        Also gives all threads precedence over other programs, if permitted. Their rank is above this process's rank,
+        because a woken thread of equal rank would move to another processor. If ``apart`` is false, undoes both."""
         processors = sorted(os.sched_getaffinity(self._parent.pid))
         busy: list[tuple[int, int]] = []  # nanoseconds of processor time, thread
         with contextlib.suppress(OSError):
@@ -351,14 +341,13 @@ class JailedProcess:
 
 
 def _name_of_signal(number: int) -> str:
-    """Returns a signal's name. Most real-time signals have none; their number is returned instead."""
+    """Returns a signal's name, or its number if it has no name."""
     return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
 
 
 def within(folder: Path, megabytes: int, files: int) -> Callable[[JailedProcess], str]:
-    """Returns a check for the watchdog. The check returns ``disk`` if ``folder`` is nested too deeply or holds more
-    than ``megabytes`` or ``files``, or if the worker holds more than ``megabytes`` in deleted files that are still
-    open. Otherwise it returns an empty string."""
+    """Returns a check for the watchdog. The check returns ``disk`` if the worker exceeds a limit, else an empty string.
+    Limits: depth, ``files`` and ``megabytes`` of ``folder``, and ``megabytes`` of deleted files that are still open."""
     pause, devices = 0.0, {folder.stat().st_dev}  # the judge's own shared memory has another device
 
     def overrun(worker: JailedProcess) -> str:
@@ -373,17 +362,15 @@ def within(folder: Path, megabytes: int, files: int) -> Callable[[JailedProcess]
 
 
 def _give_precedence(thread: int, rank: int) -> None:
-    """Gives ``thread`` (0: this one) a real-time ``rank``: it runs before ordinary programs and threads of a lower
-    rank. Rank 0 makes it ordinary again. Does nothing without the right to do so. A low nice value is not enough,
-    because another running program may still keep the processor for milliseconds."""
+    """Gives ``thread`` (0: this one) a real-time ``rank``, if this process has the right to; rank 0 makes it ordinary.
+    A low nice value is not enough: another running program could still keep the processor for milliseconds."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(thread, os.SCHED_RR if rank else os.SCHED_OTHER, os.sched_param(rank))
 
 
 @contextlib.contextmanager
 def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], None]]:
-    """Yields ``turn(worker)``, which stops all ``workers`` except ``worker``. Otherwise idle threads of a library would
-    spin for milliseconds, and threads that a candidate left behind would use processors."""
+    """Yields the function ``turn(worker)``, which stops all other ``workers`` to free their processors."""
     running: JailedProcess | None = None
 
     def turn(worker: JailedProcess) -> None:

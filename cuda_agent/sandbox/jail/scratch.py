@@ -1,5 +1,4 @@
-"""Creates temporary folders whose names contain the id of the owning process, so that a later process can find and
-remove leftovers. Also checks whether untrusted code has put too much into a folder."""
+"""Creates, checks and removes temporary folders. A folder's name contains the process id of its owner."""
 
 import contextlib
 import os
@@ -14,7 +13,7 @@ _MOST_DEPTH = 16
 
 
 def make_folder(kind: str) -> Path:
-    """Creates a temporary folder of this process. Other users can reach folders inside of it, but cannot list it."""
+    """Creates a temporary folder of this process. Other users can enter the folder, but cannot list it."""
     sweep()
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-{os.getpid()}-"))
     folder.chmod(0o711)

@@ -25,9 +25,8 @@ _PACKAGE = Path(__file__).resolve().parents[3]
 
 
 def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmParent":
-    """Starts a warm parent, which imports torch and the modules ``imports``; it is ready when ``wait_ready`` returns.
-    Each worker gets ``threads`` threads, and all workers share the same ``threads`` processors: with more, a candidate
-    would have an unfair advantage over the baselines."""
+    """Starts a warm parent, which imports torch and ``imports``, and is ready when ``wait_ready`` returns. Each worker
+    gets ``threads`` threads. All workers, also those of baselines, share the same ``threads`` processors."""
     ours, theirs = socket.socketpair()
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
@@ -52,8 +51,7 @@ def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmPa
 
 
 class WarmParent:
-    """A process that imports torch and forks workers. Its methods may be called from several threads. They raise
-    ``ConnectionError`` once the process has died."""
+    """A process that imports torch and forks workers. Thread-safe. Methods raise ``ConnectionError`` after its end."""
 
     def __init__(self, pid: int, channel: socket.socket, end: Callable[[], None]) -> None:
         self.pid = pid
@@ -80,8 +78,7 @@ class WarmParent:
         return int(self._ask(WorkerOperation.REAP_WORKER, {"pid": pid})["status"])
 
     def branch(self, imports: Sequence[str]) -> "WarmParent":
-        """Forks another warm parent, which also imports the modules ``imports`` and is ready when its ``wait_ready``
-        returns. It must be closed before this one."""
+        """Returns a forked warm parent, which also imports ``imports``. Close it before this one."""
         ours, theirs = socket.socketpair()
         with theirs:
             pid = int(self._ask(WorkerOperation.FORK_PARENT, {"imports": [*imports]}, [theirs.fileno()])["pid"])
@@ -108,7 +105,6 @@ class WarmParent:
 
 @contextlib.contextmanager
 def _processors(count: int) -> Iterator[None]:
-    """Binds processes that start in the context to the same ``count`` processors, chosen from this process's own."""
     all_of_them = sorted(os.sched_getaffinity(0))
     first = os.getpid() * count  # concurrent judges use different processors where there are enough
     os.sched_setaffinity(0, {all_of_them[(first + i) % len(all_of_them)] for i in range(count)})

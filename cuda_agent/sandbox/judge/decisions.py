@@ -1,4 +1,4 @@
-"""Makes two decisions of a trial: with which status a candidate is refused, and whether more calls must be timed."""
+"""Decides the status of a refused candidate, and whether a trial must time more calls."""
 
 import math
 import statistics
@@ -20,8 +20,8 @@ Spread = tuple[float, float, float]  # lower end of an interval, middle, upper e
 
 
 class CandidateRefused(Exception):
-    """Ends a trial because its candidate is refused. ``status`` becomes the verdict's status. If ``retryable``, the
-    cause may lie outside the candidate, and the candidate gets a second trial."""
+    """Ends a trial that refuses its candidate. ``status`` becomes the verdict's status. ``retryable`` grants a second
+    trial, because the cause may lie outside the candidate."""
 
     def __init__(self, status: Status, message: str, retryable: bool = False) -> None:
         super().__init__(message)
@@ -30,8 +30,8 @@ class CandidateRefused(Exception):
 
 
 def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> CandidateRefused:
-    """Converts a worker's death or error to a refusal of its candidate. If ``loaded`` is false, the solution had not
-    begun to load: no untrusted code had run, and the status is ``infra``. ``when`` ends the message ("in check 3")."""
+    """Converts a worker's death or error to a refusal. If ``loaded`` is false, no untrusted code had run, and the
+    status is ``infra``. ``when`` ends the message ("in check 3")."""
     if isinstance(error, WorkerDied):
         if not loaded:
             return CandidateRefused("infra", f"a worker {error} before the solution was loaded", retryable=True)
@@ -46,9 +46,8 @@ def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> Candida
 
 
 def spread(samples: Sequence[float]) -> Spread:
-    """Returns the median of ``samples`` with its 95 % confidence interval, as (lower end, median, upper end). The ends
-    are samples, chosen by the sign test, which assumes no distribution. With fewer than 6 samples the interval is their
-    whole range, with a lower confidence."""
+    """Returns the median of ``samples`` with its 95 % confidence interval: (lower end, median, upper end). The sign
+    test, which assumes no distribution, chooses the ends. Fewer than 6 samples yield their whole range."""
     ordered, count = sorted(samples), len(samples)
     left_out, tail = 0, 1  # samples below the interval; number of outcomes of the sign test with at most so many
     while 40 * (tail := tail + math.comb(count, left_out + 1)) <= 2**count:
@@ -57,8 +56,8 @@ def spread(samples: Sequence[float]) -> Spread:
 
 
 def quotient(*over: Spread, under: Spread = (1.0, 1.0, 1.0)) -> Interval:
-    """Returns an interval for the product of all values ``over``, divided by the value ``under``. Each argument is
-    (lower end, value, upper end). The errors count as independent: on a logarithmic scale, their squares are added."""
+    """Returns an interval for the product of ``over`` divided by ``under``; each argument is (lower end, value, upper
+    end). Adds the squares of the logarithmic errors, as for independent errors."""
     middle = math.prod(middle for _, middle, _ in over) / under[1]
     down = math.hypot(*(math.log(middle / low) for low, middle, _ in over), math.log(under[2] / under[1]))
     up = math.hypot(*(math.log(high / middle) for _, middle, high in over), math.log(under[1] / under[0]))
@@ -66,30 +65,28 @@ def quotient(*over: Spread, under: Spread = (1.0, 1.0, 1.0)) -> Interval:
 
 
 def share_of(part: Sequence[float], whole: Sequence[float]) -> Spread:
-    """Returns the median of ``part`` as a share of the median of ``whole``, with its interval."""
+    """Returns the median of ``part`` divided by the median of ``whole``, with an interval."""
     over, under = spread(part), spread(whole)
     low, high = quotient(over, under=under)
     return low, over[1] / under[1], high
 
 
 def speedups_of(samples: Sequence[float], anchors: Sequence[float], share: Spread | None) -> list[Interval]:
-    """Returns the interval of the speed-up over eager and, if ``share`` is given, also that over torch.compile.
-    ``samples`` are the seconds of the candidate's calls. ``anchors`` are the seconds of eager's calls, which were timed
-    between them. ``share`` is torch.compile's time as a share of eager's."""
+    """Returns the intervals of the speed-ups over eager and, if ``share`` is given, over torch.compile. ``samples`` and
+    ``anchors`` are seconds of the candidate's and of eager's calls. ``share`` is torch.compile's time over eager's."""
     mine, eager = spread(samples), spread(anchors)
     over = [quotient(eager, under=mine)]
     return [*over, quotient(eager, share, under=mine)] if share else over
 
 
 def is_clear(speedups: Sequence[Interval]) -> bool:
-    """Returns whether each interval in ``speedups`` lies clearly above or clearly below ``FASTER``, the speed-up above
-    which the reward grows. More timed calls would then hardly change the reward."""
+    """Returns whether each interval in ``speedups`` lies clearly on one side of ``FASTER``, the bound of the reward."""
     return all(low > _MARGIN * FASTER or _MARGIN * high < FASTER for low, high in speedups)
 
 
 def fewest_calls(device: str, elapsed: float, speedup: Interval) -> int:
-    """Returns the fewest timed calls of a candidate on ``device``. The number is smaller if the calls have already
-    taken long (``elapsed`` seconds), because slow calls differ by less, or if the interval ``speedup`` is narrow."""
+    """Returns the fewest timed calls of a candidate. Fewer suffice if ``speedup`` is narrow, or if the calls took long
+    (``elapsed`` seconds), because slow calls vary less."""
     if elapsed > _ENOUGH_SECONDS:
         return min(_FEWEST.values())
     low, high = speedup
@@ -97,14 +94,13 @@ def fewest_calls(device: str, elapsed: float, speedup: Interval) -> int:
 
 
 def is_undecided(speedups: Sequence[Interval], anchor: Spread) -> bool:
-    """Returns whether the machine is too busy to tell which reward is right. An interval is wide if its ends are more
-    than 20 % apart. The result is true if ``anchor``, the interval of eager's time, is wide, and an interval in
-    ``speedups`` is also wide and contains ``FASTER``, the speed-up above which the reward grows."""
+    """Returns whether the machine is too busy to tell the reward. True if eager's interval ``anchor`` is wide (ends
+    more than 20 % apart), and a wide interval in ``speedups`` contains ``FASTER``."""
     return disagree(anchor[0], anchor[2]) and any(low < FASTER < high and disagree(low, high) for low, high in speedups)
 
 
 def too_busy(speedups: Sequence[Interval]) -> CandidateRefused:
-    """Returns the refusal for the case that ``is_undecided`` is true. Its message shows an interval of ``speedups``."""
+    """Returns the refusal of a candidate whose reward is undecided. The message shows an interval of ``speedups``."""
     low, high = next(ends for ends in reversed(speedups) if ends[0] < FASTER < ends[1])
     what = f"this solution may be {low:.2f} or {high:.2f} times as fast as a baseline"
     return CandidateRefused("infra", f"{TOO_BUSY}: {what}")
@@ -116,8 +112,7 @@ def disagree(low: float, high: float) -> bool:
 
 
 def scale_baselines(verdict: Verdict, share: float) -> None:
-    """Multiplies the baseline times in ``verdict``, and the intervals of its speed-ups, by ``share``. This factor is
-    below 1 if eager was slower beside the candidate than it is alone."""
+    """Multiplies the baseline times and the speed-up intervals in ``verdict`` by ``share``."""
     if verdict.eager_seconds is not None:
         verdict.eager_seconds *= share
     if verdict.compile_seconds is not None:

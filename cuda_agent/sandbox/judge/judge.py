@@ -1,8 +1,7 @@
 """Runs the judge: the trusted process that owns seeds, buffers, clock and verdict. It imports no task and no solution.
 
 ``python -m cuda_agent.sandbox.judge.judge FD`` answers requests over the socket with the descriptor ``FD``, one at a
-time. A request asks for the spec of a task, for findings about a task (a probe), or for the verdict on a solution. If a
-worker dies from a SIGKILL that the judge did not send, the judge repeats the evaluation once."""
+time. A client requests the spec of a task, a probe of a task, or the verdict on a solution."""
 
 import ctypes
 import functools
@@ -55,9 +54,8 @@ def _short_of_memory(error: Exception) -> bool:
 
 
 def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
-    """Makes a method of ``Judge`` run a second time if the reference worker died from a SIGKILL that the judge did not
-    send, or if device memory was short and ``make_room`` freed some. If memory is still short, the method raises
-    ``TaskError``."""
+    """Repeats a method of ``Judge`` once if a foreign SIGKILL ended the reference worker, or if ``make_room`` freed
+    device memory. Raises ``TaskError`` if memory is still short."""
 
     def once_more(judge: "Judge", *arguments: Any) -> _Answer:
         try:
@@ -82,8 +80,8 @@ def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
 
 
 class Judge:
-    """Answers the requests of one client, one after the other, and keeps tasks prepared between requests. Its methods
-    raise ``TaskError`` if the task itself does not run; only ``probe`` reports this error in its answer instead."""
+    """Answers one client's requests, and keeps tasks prepared between requests. Methods raise ``TaskError`` if the task
+    itself does not run; ``probe`` reports this error in its answer instead."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -96,7 +94,7 @@ class Judge:
         self.memory = memory_of(settings.device)
 
     def prepared(self, task: TaskSource) -> PreparedTask:
-        """Returns ``task`` ready for candidates: kept from an earlier request, or newly prepared."""
+        """Returns ``task`` ready for candidates, either kept from an earlier request or newly prepared."""
         self._latest = digest = task["digest"]
         found = self._prepared.pop(digest, None)
         if found is not None and not found.oracle.alive:
@@ -117,7 +115,7 @@ class Judge:
         return found
 
     def make_room(self, error: Exception) -> bool:
-        """Drops all prepared tasks if ``error`` reports a lack of GPU memory and a task other than the requested one is
+        """Drops all prepared tasks if ``error`` reports a lack of GPU memory and tasks other than the requested one are
         prepared. Returns whether it dropped them."""
         short = self.settings.device == "cuda" and _short_of_memory(error)
         if not short or self._prepared.keys() <= {self._latest}:
@@ -167,12 +165,11 @@ class Judge:
         return verdict.to_json()
 
     def _tried(self, request: EvaluateRequest, verdict: Verdict, timed: bool, again: bool = False) -> bool:
-        """Runs one trial and fills in ``verdict``. Times calls only if ``timed``. If ``again``, uses no shared context.
-        Returns whether the candidate gets another trial. Raises ``TaskError`` if the task fails even without the
-        candidate."""
+        """Runs one trial and fills in ``verdict``. Times calls only if ``timed``; uses no shared context if ``again``.
+        Returns whether the candidate gets another trial."""
         self.cleanup()
-        # The samples stay: a candidate that ends its first trial must not get a second draw of its time. Only those of
-        # a used context go, because an earlier plan may have damaged it.
+        # The samples stay: a candidate that ends its first trial must not get a second draw of its time. Samples of a
+        # used context are dropped below, because an earlier plan may have damaged the context.
         verdict.status, verdict.message, verdict.checks, verdict.max_error = "ok", "", 0, None
         verdict.ran, verdict.advice, verdict.interval, verdict.compile_interval = [], [], None, None
         verdict.seconds = None
@@ -213,8 +210,7 @@ class Judge:
         return False
 
     def cleanup(self) -> None:
-        """Ends the last trial and starts a worker for the next candidate. This usually happens after an answer was
-        sent, so that no client waits for it."""
+        """Ends the last trial and starts a worker for the next candidate, usually while no client waits."""
         trial, self._trial = self._trial, None
         if trial:
             begin = time.perf_counter()
@@ -254,8 +250,7 @@ class Judge:
         )
 
     def healthy(self) -> bool:
-        """Returns whether the device still compares known arrays correctly. If this takes longer than
-        ``_PROBE_SECONDS``, SIGALRM ends this process."""
+        """Returns whether the device compares known arrays correctly. SIGALRM ends this process if the device hangs."""
         signal.alarm(_PROBE_SECONDS)
         try:
             return bool(self.memory.healthy())

@@ -1,8 +1,7 @@
 """Classifies the kernels that ran in one call as the solution's own, a library's or torch's.
 
-In the plan format the sandbox's own launcher runs the kernels, so their list is exact. In the other formats the
-candidate's process reports what ran (``observe``) and can forge it, so the result is only advice for the author. A
-solution can give its own kernel a cuBLAS name, so names in its built library are recognised first."""
+In the plan format the sandbox itself launches the kernels, so their list is exact. In other formats the worker reports
+what ran and can forge the report, so the result is only advice for the author."""
 
 import math
 import re
@@ -25,8 +24,8 @@ _SHOWN = 4
 
 
 def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran]:
-    """Returns the kernels that one call of a plan runs. ``nodes`` are the nodes of the plan. ``seconds`` lists the time
-    of each node as the worker reports it; if this list is invalid, the times count as unknown."""
+    """Returns the kernels that one call of a plan with these ``nodes`` runs. ``seconds`` lists the reported time of
+    each node; an invalid list counts as unknown."""
     times: list[Any] = [None] * len(nodes)
     if isinstance(seconds, list) and len(seconds) == len(nodes) and all(map(_is_time, seconds)):
         whole = sum(seconds)
@@ -43,9 +42,8 @@ def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran
 
 
 def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes = b"") -> list[Ran]:
-    """Returns the kernels that a worker reports for a call. ``told`` holds lists of records ``[name, kind, calls,
-    share]``; invalid records are dropped. A record without a known kind is classified by its name. ``sources`` are the
-    solution's source texts; ``library`` holds the bytes of the library built from them."""
+    """Returns the kernels of one call. ``told`` holds a worker's reports: lists of records ``[name, kind, calls,
+    share]``. Drops invalid records. Classifies records without a known kind from ``sources`` and ``library``."""
     text = "\n".join(sources)
     rows: list[tuple[str, RanKind, int, float | None]] = []
     for item in [item for part in told if isinstance(part, list) for item in part[:_MOST]]:
@@ -59,9 +57,8 @@ def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes 
 
 
 def kind_of(name: str, sources: str = "", library: bytes = b"") -> RanKind:
-    """Classifies a kernel by its demangled ``name``. If the built ``library`` contains the name, the kernel is the
-    solution's own. Otherwise patterns recognise torch's and vendors' kernels. ``sources`` are searched last, because a
-    comment may contain any name."""
+    """Classifies a kernel by its demangled ``name``. Names in the built ``library`` are the solution's own. Otherwise
+    patterns recognise kernels of torch and vendors. ``sources`` come last, because a comment may contain any name."""
     base = base_name(name)
     plain = base.encode(errors="replace")  # the worker may report half a character
     if base and (b"%d%b" % (len(plain), plain) in library or b"\0%b\0" % plain in library):  # C++ mangles; C does not
@@ -102,8 +99,8 @@ def short(name: str) -> str:
 
 
 def advice(ran: Sequence[Ran], own_work: str) -> list[str]:
-    """Returns lines of advice about work that may not be the solution's own. ``ran`` lists the kernels of a call.
-    ``own_work`` says what a call should run, such as "kernel of triton.jit"; empty means nothing in particular."""
+    """Returns advice about kernels in ``ran`` that may not be the solution's own. ``own_work`` is what a call should
+    run, such as "kernel of triton.jit", or empty."""
     if not ran:
         return []
     kinds = {r.kind for r in ran}

@@ -1,9 +1,9 @@
 """Prepares a task: starts its reference worker, keeps a secret pool of inputs, and measures baselines.
 
 All candidates of a task share its spec, baselines and pool. The pool holds inputs with the reference's outputs; every
-trial replaces the inputs that it used. Some weights (``worker.values.weights``) are drawn anew for every trial, and the
-pool's outputs are computed with them. The judge chooses every seed; the reference worker only turns seeds into values.
-With simulated times (``sandbox.clock=model``) seeds and pool are fixed, and two runs agree bit for bit."""
+trial replaces the inputs that it used. Every trial also draws some weights anew (``worker.values.weights``). The judge
+chooses every seed; the reference worker only turns seeds into values. With simulated times (``sandbox.clock=model``)
+seeds and pool are fixed, and two runs agree bit for bit."""
 
 import contextlib
 import hashlib
@@ -41,8 +41,8 @@ _CAREFUL_ROUNDS = 12  # most rounds if ``careful``
 
 @dataclass
 class PoolEntry:
-    """One set of inputs with the reference's outputs for them. Each list holds one array per tensor of the spec.
-    ``index`` is the entry's number in the pool, or -1 for inputs outside of the pool."""
+    """One set of inputs with the reference's outputs. Each list holds one array per tensor of the spec. ``index`` is
+    the entry's number in the pool, or -1 outside of the pool."""
 
     index: int
     inputs: list[Any]  # the judge's own copies: numpy arrays, or ``device.Array``
@@ -67,23 +67,21 @@ class Baselines:
 
     @property
     def compile_share(self) -> Spread | None:
-        """torch.compile's time as a share of eager's: lower end, middle, upper end. If no interval was measured, all
-        three are the ratio of the two times."""
+        """torch.compile's time divided by eager's, with an interval: lower end, value, upper end."""
         if self.compile is None or not self.eager:
             return None
         return self.share or (self.compile / self.eager,) * 3
 
 
 def baselines_file(settings: JudgeSettings, digest: str, torch: str) -> Path:
-    """Returns the path of a task's file of baselines. Its name is a hash of all that the baselines depend on; ``torch``
-    is torch's version."""
+    """Returns the path of a task's baselines, named by a hash of everything that they depend on."""
     identity = settings.identity + (", train()" if settings.train_mode else "")
     key = json.dumps([digest, _CLOCK, torch, processor(), settings.threads, identity])
     return Path(settings.cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
 
 def read_baselines(file: Path) -> Baselines:
-    """Returns the baselines in ``file``; baselines without values if there is no valid file."""
+    """Returns the baselines in ``file``, or empty ``Baselines`` without a valid file."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Baselines(**json.loads(file.read_text()))
     return Baselines()
@@ -126,8 +124,7 @@ class PreparedTask:
         self.peaks = roofline.Peaks()
 
     def draw_weights(self) -> None:
-        """Draws the weights of the next trial, unless they are drawn already. ``entry`` then computes outputs with the
-        new weights. With simulated times all trials have the same weights."""
+        """Draws the weights of the next trial if needed. With simulated times all trials share the same weights."""
         if self._plain:
             with self._lease.working():
                 changed = self.oracle.draw_weights(self._variation())
@@ -136,8 +133,8 @@ class PreparedTask:
             self._varies = changed and not self._fixed
 
     def candidate_buffers(self, host_is_ours: bool, areas: Callable[[int, int], Any] | None) -> Any:
-        """Makes the buffers of one candidate. They hold the weights of its trial. If ``host_is_ours`` is false, a GPU
-        candidate gets enough slots for a chain of calls. ``areas`` makes the areas of memory; ``None``: new ones."""
+        """Makes the buffers of one candidate, with the weights of its trial. Unless ``host_is_ours``, a GPU candidate
+        gets slots for a chain of calls. ``areas`` makes the areas of memory; ``None`` stands for new areas."""
         memory, chains = self.memory, self.settings.device == "cuda" and not host_is_ours
         slots = memory.chained_slots(self._call_bytes) if chains else memory.slots(self._call_bytes)
         areas = areas or (self._workers.areas.take if self.settings.device == "cpu" else None)
@@ -152,9 +149,8 @@ class PreparedTask:
         return self.weights_seed if self._fixed else secrets.randbits(56)
 
     def rotate(self, used: int) -> None:
-        """Replaces what the last trial used, because a candidate may leave traces of it: the weights, if they vary
-        between trials, and ``used`` pool entries (at least one). Also makes the entries that the next trial needs in
-        most cases. Does nothing with simulated times."""
+        """Replaces what the last trial has seen: the weights, if they vary, and ``used`` pool entries (at least one).
+        Also makes the entries that the next trial usually needs. Does nothing with simulated times."""
         if self._fixed:
             return
         self.base += max(1, used)
@@ -166,8 +162,8 @@ class PreparedTask:
                 self._make_ahead()
 
     def _make_ahead(self) -> None:
-        """Makes the pool entries that the next trial needs in most cases. Draws all inputs before it computes any
-        outputs, because torch's threads on the CPU spin for some milliseconds after each computation."""
+        """Makes the pool entries that the next trial usually needs. Draws all inputs first, because torch's CPU threads
+        spin for some milliseconds after each computation."""
         calls = self.settings.checks + _FEW_TIMED[self.settings.device]
         ahead = range(self.base, self.base + min(self.pool_size, calls))
         self._draw([index for index in ahead if self._drawn(index) is None])
@@ -175,11 +171,10 @@ class PreparedTask:
             self.entry(index)
 
     def _working(self, timing: bool) -> AbstractContextManager[None]:
-        """Holds the lease for work with the reference; does nothing if the caller holds it for ``timing``."""
+        """Holds the lease for work with the reference, unless the caller already holds it for ``timing``."""
         return contextlib.nullcontext() if timing else self._lease.working()
 
     def _drawn(self, index: int) -> PoolEntry | None:
-        """Returns the pool entry with the number ``index``, or ``None`` if it is not in the pool."""
         entry = self._pool.get(index % self.pool_size)
         return entry if entry and entry.index == index else None
 
@@ -195,9 +190,8 @@ class PreparedTask:
             self._pool[number % self.pool_size] = PoolEntry(number, *example, weights=weights)
 
     def entry(self, index: int, timing: bool = False) -> PoolEntry:
-        """Returns the pool entry with the number ``index``. If it is not in the pool, draws it and, on a GPU, the next
-        ones in the same request. Computes its outputs anew if the weights have changed. The first entry of a task has
-        the number 0. ``timing`` says whether the caller holds the timing lease."""
+        """Returns the pool entry with the number ``index`` (from 0), with outputs for the current weights. Draws a
+        missing entry and, on a GPU, the next ones, too. ``timing``: the caller holds the timing lease."""
         if (entry := self._drawn(index)) is None:
             self._draw(range(index, index + min(self.oracle.batch, self.pool_size)), timing)
             entry = self._pool[index % self.pool_size]
@@ -207,9 +201,8 @@ class PreparedTask:
         return entry
 
     def fresh(self, kind: str) -> PoolEntry | None:
-        """Draws new inputs of ``kind`` (one of ``wire.KINDS``). Returns them with eager's outputs and the exact outputs
-        (float64), or ``None`` if the task has no inputs of this kind. If there are no finite exact outputs, inputs of
-        the kind ``normal`` are returned without them; for other kinds the result is ``None``."""
+        """Draws new inputs of ``kind`` (``wire.KINDS``). Returns them with eager's outputs and exact outputs (float64),
+        or ``None`` if the task has no such inputs. Inputs without finite exact outputs count only if ``normal``."""
         self._fresh += 1
         with self._lease.working():
             inputs = self.oracle.inputs(self._seed(-1 - self._fresh), kind)
@@ -220,8 +213,8 @@ class PreparedTask:
         return PoolEntry(-1, inputs, outputs, exact) if exact is not None or kind == "normal" else None
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
-        """Returns the model's outputs in double precision, or ``None`` if an output is not finite or the model cannot
-        run in double precision. The reference's last call must have been ``outputs`` with the same ``inputs``."""
+        """Returns the model's outputs in double precision, or ``None`` if they are not finite. The reference's last
+        call must have been ``outputs`` with the same ``inputs``."""
         if not self._inexact:
             try:
                 return self.oracle.exact(inputs)
@@ -265,8 +258,7 @@ class PreparedTask:
         return self._fixed or (self.baselines.compile_tried and (mode != "strict" or bool(self.baselines.strict)))
 
     def measure(self, compile: bool) -> None:
-        """Measures missing baselines: eager and, if ``compile``, torch.compile. Simulated times are computed
-        instead."""
+        """Measures missing baselines: eager and, if ``compile``, torch.compile. Computes simulated times instead."""
         if self._fixed:
             counts = self.oracle.count(self.entry(0).inputs)
             self.baselines.eager = cost.eager(*counts, self.settings.threads)
@@ -308,21 +300,19 @@ class PreparedTask:
 
     @property
     def bytes(self) -> int:
-        """About how many bytes of the device the task holds: its pool, its areas, memory that torch keeps, its model,
-        and a worker's context."""
+        """The approximate bytes that the task holds on the device: pool, areas, torch's memory, model and context."""
         calls = max(len(self._pool), min(self.pool_size, self.settings.checks)) + _SLOTS + self.oracle.batch + 1
         return calls * self._call_bytes + 3 * self._weight_bytes + _CONTEXT_BYTES
 
     @property
     def candidate_bytes(self) -> int:
-        """About how many bytes of the device a candidate needs, with the judge's copies of what it computes."""
+        """The approximate bytes that a candidate needs on the device, with the judge's copies of its outputs."""
         calls = self.memory.slots(self._call_bytes) + 3
         return calls * self._call_bytes + 3 * self._weight_bytes + 2 * _CONTEXT_BYTES
 
     @property
     def views(self) -> Views:
-        """One item per output of the reference: the output's strides if it is a view (``reference_client.views``),
-        otherwise ``None``. Until the views are known, all items are ``None``."""
+        """For each output of the reference, its strides if it is known to be a view, else ``None``."""
         known, count = self.baselines.views, len(self.spec.outputs)
         return known if known and len(known) == count else [None] * count
 
@@ -345,8 +335,8 @@ class PreparedTask:
         base.compile_tried = True
 
     def empty_call(self, oracle: ReferenceClient, inputs: list[Any]) -> float:
-        """Returns the seconds of a reference call that computes nothing; 0 on a GPU. The result is the least value
-        measured so far: if too much were subtracted from a call's time, the call would look too fast."""
+        """Returns the least seconds so far of a reference call that computes nothing; 0 on a GPU. Subtracting more
+        would make calls look too fast."""
         if self.settings.device == "cuda":
             return 0.0  # the device's clock runs during the call only
         calls = _EMPTY_CALLS[self._empty < math.inf]
@@ -355,9 +345,9 @@ class PreparedTask:
 
     def samples(self, *oracles: ReferenceClient, careful: bool = False) -> list[list[float]]:
         """Times calls of the references in turn, in several rounds. Returns for each reference the seconds of the calls
-        in its best round, less the time of an empty call. The best round has the least median, because other work on
-        the machine only makes calls slower. The rounds end once the calls of one round vary little, or after 6 rounds.
-        If ``careful``, they end once the two best medians of each reference agree within 5 %, or after 12."""
+        in its best round, less an empty call's time. The best round has the least median, because other work on the
+        machine only slows calls down. The rounds end once one round's calls vary little, or after 6. If ``careful``,
+        they end once the two best medians of each reference agree within 5 %, or after 12."""
         entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
         rounds: list[list[tuple[float, ...]]] = []  # of each round, the calls' seconds by reference
 

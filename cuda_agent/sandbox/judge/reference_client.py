@@ -31,8 +31,8 @@ def memory_of(device: str) -> Any:
 
 def seconds_of_call(device: str, wall: float, told: Any) -> float:
     """Returns the seconds of one call. On the CPU this is ``wall``, the judge's seconds from request to answer. On a
-    GPU it is the first number of ``told``, the worker's list [seconds on the device, seconds on the host]. Raises
-    ``WorkerError`` if ``told`` is not such a list, or if a number in it exceeds ``wall``."""
+    GPU it is the first number of ``told``, the worker's [seconds on the device, seconds on the host]. Raises
+    ``WorkerError`` if ``told`` is invalid or exceeds ``wall``."""
     if device == "cpu":
         return wall
     match told:
@@ -42,19 +42,18 @@ def seconds_of_call(device: str, wall: float, told: Any) -> float:
 
 
 def net(seconds: float, empty: float) -> float:
-    """Subtracts an empty call's seconds. Returns at least ``seconds / 10``, so that noise cannot make a time (almost)
-    zero."""
+    """Subtracts an empty call's seconds, at most 90 % of ``seconds``: noise must not make a time almost zero."""
     return max(seconds - empty, seconds / 10)
 
 
 class TaskKilled(TaskError):
-    """The reference worker died from a SIGKILL that the judge did not send, such as that of the system's OOM killer."""
+    """The reference worker died from a SIGKILL that the judge did not send, for example by the system's OOM killer."""
 
 
 class ReferenceClient:
-    """Owns the reference worker of one task, and its buffers. Inputs, outputs and weights are lists with one array per
-    tensor of the spec: NumPy arrays on the CPU, ``device.Array`` on a GPU. Methods raise ``TaskError`` if the task
-    fails, and its subclass ``TaskKilled`` if the worker died from a SIGKILL that the judge did not send."""
+    """Owns the reference worker of one task, and the worker's buffers. Inputs, outputs and weights are lists with one
+    array per tensor of the spec: NumPy arrays on the CPU, ``device.Array`` on a GPU. Methods raise ``TaskError`` if the
+    task fails, or the subclass ``TaskKilled``."""
 
     def __init__(self, worker: JailedProcess, code: str, weights_seed: int, settings: JudgeSettings) -> None:
         self.worker = worker
@@ -105,9 +104,8 @@ class ReferenceClient:
         return self.worker.alive
 
     def draw_weights(self, seed: int | None) -> bool:
-        """Gives new values, drawn under ``seed``, to the weights that the model's constructor does not draw at random.
-        ``None`` restores the constructor's values. Returns whether the model has such weights; if so, outputs computed
-        earlier are no longer the expected ones."""
+        """Draws new values under ``seed`` for weights that the constructor does not draw at random; ``None`` restores
+        its values. Returns whether there are such weights, which make earlier outputs outdated."""
         if seed is not None:
             self._buffers.fill(0, self.inputs(seed) or [])
         answer = self._ask(WorkerOperation.DRAW_WEIGHTS, {"seed": seed})
@@ -130,15 +128,15 @@ class ReferenceClient:
         return self._buffers.values(self._buffers.examples[0][: len(inputs)], inputs)
 
     def outputs(self, inputs: list[Any]) -> list[Any]:
-        """Returns the model's outputs for ``inputs``. Short calls on the CPU get one thread: on a busy machine, several
-        mostly wait for each other. A compiled model keeps its threads, or it would be recompiled."""
+        """Returns the model's outputs for ``inputs``. Short calls on the CPU use one thread: on a busy machine, several
+        would mostly wait for each other. A compiled model keeps its threads, to avoid a recompilation."""
         short = self._device == "cpu" and not self._compiled and self._least * self._threads < _SHORT
         self._on(inputs, WorkerOperation.RUN, {"threads": 1} if short else None)
         return self._buffers.outputs(0)
 
     def examples(self, seeds: Sequence[int]) -> list[tuple[list[Any], list[Any]]]:
-        """Returns, for each of ``seeds``, inputs drawn under it and the model's outputs for them. One request for many
-        is faster than many requests, because the device changes between the judge and the worker only once."""
+        """Returns for each of ``seeds`` the drawn inputs and the model's outputs. One request for many seeds is faster
+        than many requests, because the device switches between judge and worker only once."""
         found: list[tuple[list[Any], list[Any]]] = []
         count, tensors = len(self.spec.inputs), (*self.spec.inputs, *self.spec.outputs)
         while rest := seeds[len(found) : len(found) + self.batch]:
@@ -155,8 +153,7 @@ class ReferenceClient:
         return len(self._buffers.examples)
 
     def seconds(self, inputs: list[Any], null: bool = False) -> float:
-        """Returns the seconds of one call of the model. If ``null``, returns those of an empty call, which computes
-        nothing. ``inputs`` are copied to the worker before the clock starts."""
+        """Times one call on ``inputs`` and returns the seconds. If ``null``, the call computes nothing."""
         slot = secrets.randbelow(len(self._buffers.slots))
         self.worker.stop()
         self._buffers.fill(slot, inputs)
@@ -172,8 +169,7 @@ class ReferenceClient:
         return seconds
 
     def host_seconds(self, inputs: list[Any]) -> float:
-        """Returns the fewest seconds that the host has needed so far to enqueue a call on the GPU. If no call was timed
-        yet, times three calls on ``inputs`` first."""
+        """Returns the fewest seconds in which the host enqueued a call. First times three calls if there were none."""
         for _ in range(3 if self._host == math.inf else 0):  # the first calls also start libraries
             self.seconds(inputs)
         return self._host
@@ -183,9 +179,8 @@ class ReferenceClient:
         self._ask(WorkerOperation.SET_PRECISION, {"precision": name})
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
-        """Returns the outputs in double precision (float64 in place of every floating dtype). The last call of
-        ``outputs`` must have had the same ``inputs``. Returns ``None`` if a value of either result is not finite.
-        Raises ``TaskError`` if the model cannot run in double precision."""
+        """Returns the outputs in double precision, or ``None`` if a value is not finite here or in the usual outputs.
+        Call ``outputs`` with the same ``inputs`` first. Raises ``TaskError`` if the model has no such precision."""
         if self._exact is None:
             wide = [replace(t, dtype="float64") if t.dtype in _FLOATING else t for t in self.spec.outputs]
             spec = replace(self.spec, inputs=(), outputs=tuple(wide), weights={})
@@ -194,17 +189,15 @@ class ReferenceClient:
         return self._exact.outputs(0) if self._on(inputs, WorkerOperation.RUN_EXACT) else None
 
     def mutant(self, inputs: list[Any], how: dict[str, Any]) -> list[Any] | None:
-        """Returns wrong outputs for ``inputs``, made as ``how`` says (see ``worker.values.mutants``), or ``None`` if
-        the task has no such outputs. The last call of ``outputs`` must have had the same inputs, because some kinds
-        change its result."""
+        """Returns wrong outputs for ``inputs``, made as ``how`` says (``worker.values.mutants``), or ``None`` if the
+        task has no such outputs. Call ``outputs`` with the same inputs first, because some kinds change its result."""
         self._buffers.fill(0, inputs)
         return self._buffers.outputs(0) if self._ask(WorkerOperation.RUN_MUTANT, how) else None
 
     def compile(self, inputs: list[Any], known: str, mode: str = "", graphs: str = "") -> None:
-        """Compiles the model with torch.compile's ``mode`` and runs it on ``inputs``. Later calls run the compiled
-        model. ``known`` is the folder of results that a warm-up has stored; it is empty in the warm-up itself.
-        ``graphs`` is the folder of a first pass that compiled the same model, or empty. Raises ``WorkerError`` if
-        compilation fails."""
+        """Compiles the model with torch.compile's ``mode`` for all later calls, and runs it on ``inputs``. ``known``
+        and ``graphs`` are folders with results of a warm-up and of a first pass of the same model, or empty. Raises
+        ``WorkerError`` if compilation fails."""
         self._compiled = True
         self._buffers.fill(0, inputs)
         self.worker.seconds = _COMPILE_SECONDS
@@ -245,10 +238,9 @@ class ReferenceClient:
 
 
 def views(answer: Any, spec: TaskSpec) -> Views:
-    """Checks and returns the strides that a worker reports in ``answer["views"]``, one item per output. The item is
-    ``None`` for an output that is not a view, or for a view that spans more memory than all inputs and weights
-    together. It is an empty list for a view whose elements share memory, as after ``expand``. Raises ``ValueError`` or
-    ``TypeError`` if the report is invalid."""
+    """Checks and returns the strides in ``answer["views"]``, a worker's report with one item per output. An item is
+    ``None`` unless the output is a view that spans no more memory than all inputs and weights. It is an empty list if
+    elements share memory, as after ``expand``. Raises ``ValueError`` or ``TypeError`` for an invalid report."""
     room = sum(byte_count(tensor) for tensor in (*spec.inputs, *spec.weights.values()))
     found: Views = []
     for strides, tensor in zip(answer["views"], spec.outputs, strict=True):

@@ -1,9 +1,8 @@
 """Lets one candidate worker serve many plans on a GPU, one after the other.
 
-A CUDA context takes longer to make and to release than a short plan takes to judge, and the driver makes one at a time
-on a device. A plan holds no host code, so between two plans the worker can unload all that belongs to a plan. Kernels
-may still damage the context. Therefore a used context decides little: a refusal there, and a new best time of a task,
-count only if a trial in a new context confirms them."""
+Making and releasing a CUDA context takes longer than judging a short plan, and a device makes one context at a time. A
+plan holds no host code, so the worker can unload it completely. But kernels may damage the context. So a refusal or a
+new best time in a used context counts only if a trial in a new context confirms it."""
 
 import contextlib
 from collections.abc import Callable
@@ -18,10 +17,9 @@ _SAME = 0.95  # a time is a new best only below this share of the best; rewards 
 
 
 def may_share(request: EvaluateRequest, settings: JudgeSettings, best: float | None, size: int) -> bool:
-    """Returns whether the solution in ``request`` may run in a used context. It must be a plan of kernels and memsets
-    that is judged in quick mode, because a library keeps memory in the context that kernels could damage. ``best`` is
-    the task's best time so far, in seconds: the first solution of a task gets a new context. So does each solution of a
-    task with very large inputs and outputs (``size`` bytes)."""
+    """Returns whether the solution in ``request`` may run in a used context: a plan of kernels and memsets in quick
+    mode. Kernels could damage the memory that a library keeps in the context. The first solution of a task (``best`` is
+    ``None``) gets a new context. So does a task with very large inputs and outputs (``size`` bytes)."""
     return (
         settings.device == "cuda"
         and settings.clock == "real"
@@ -39,8 +37,7 @@ def is_best(seconds: float | None, best: float | None) -> bool:
 
 
 class SharedContext:
-    """Keeps the worker whose context is shared, and its areas of memory, which stay mapped. ``start`` starts a
-    candidate worker."""
+    """Keeps the worker with the shared context, and its areas of memory. ``start`` starts a candidate worker."""
 
     def __init__(self, start: Callable[[], JailedProcess]) -> None:
         self._start = start
@@ -49,7 +46,7 @@ class SharedContext:
         self.served = 0  # plans that the context has run
 
     def areas(self, in_size: int, out_size: int) -> tuple[Area, Area]:
-        """Returns the input area and the output area, filled with zeros. They are replaced if one is too small."""
+        """Returns the input area and the output area, filled with zeros. Replaces both if one is too small."""
         before = [area.size for area in self._areas or ()] or [0, 0]
         if in_size > before[0] or out_size > before[1]:
             self._drop_areas()
@@ -65,8 +62,7 @@ class SharedContext:
         self._areas = None
 
     def take(self) -> JailedProcess:
-        """Returns the worker, or a new one if there is none. The caller gives it back or kills it. Raises
-        ``NotStarted`` if a new worker dies."""
+        """Returns the worker, or a new one. The caller gives it back or kills it. Raises ``NotStarted``."""
         worker, self._worker = self._worker, None
         if worker is None or not worker.alive:
             self.served = 0
@@ -74,8 +70,8 @@ class SharedContext:
         return worker
 
     def give_back(self, worker: JailedProcess, seconds: float) -> None:
-        """Takes ``worker`` back after a plan: it unloads the plan within ``seconds`` and proves that its context still
-        computes. Ends the worker if that fails, or if it has served enough plans."""
+        """Takes ``worker`` back after a plan, which the worker must unload within ``seconds``. Ends the worker if that
+        fails, or if it has served enough plans."""
         self.served += 1
         if worker.alive and self.served < _MOST_SERVED:
             worker.seconds = seconds

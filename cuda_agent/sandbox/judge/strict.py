@@ -1,8 +1,8 @@
 """Measures a solution in strict mode, for a report. Quick mode (``trial``) measures it for a training reward.
 
-Strict mode checks inputs of many kinds. It measures the errors of the solution and of eager against the model in
-float64. It times until the speed-up's confidence interval is narrow. It reports eager and ``torch.compile`` at every
-precision, to show gains from lower precision. Not covered: non-contiguous inputs, train mode, gradients."""
+Strict mode checks inputs of many kinds, and measures the errors of the solution and of eager against the float64 model.
+It times until the speed-up's confidence interval is narrow. It reports eager and ``torch.compile`` at every precision.
+It covers neither non-contiguous inputs, train mode nor gradients."""
 
 import itertools
 import math
@@ -31,10 +31,9 @@ _RESAMPLES = 400
 
 
 def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
-    """Returns the baselines of strict mode in four dictionaries: ``seconds`` of each baseline; ``shares``, each
-    compiled baseline's time as a share of eager's at the same precision (lower end, middle, upper end); ``errors``,
-    eager's relative error by precision; and ``failed``, the error messages of compiled baselines. Measures them once
-    per task; later calls read the task's file of baselines."""
+    """Returns the baselines of strict mode, measured once per task. ``seconds`` holds each baseline's time. ``shares``
+    holds each compiled baseline's time over eager's at the same precision (lower end, middle, upper end). ``errors``
+    holds eager's relative error by precision, and ``failed`` the error messages of compiled baselines."""
     if prepared.baselines.strict:
         return prepared.baselines.strict
     oracle, device = prepared.oracle, prepared.settings.device
@@ -113,9 +112,8 @@ def check(
 def _as_good_as_eager(
     prepared: PreparedTask, exact: list[Any], mine: float, outputs_at: Callable[[str], list[Any]]
 ) -> bool:
-    """Returns whether ``mine``, the candidate's error, is at most ``_AS_GOOD`` times eager's error at some precision in
-    ``_TIMED``. Errors are measured against ``exact``. ``outputs_at(precision)`` computes eager's outputs. The rule
-    helps where large terms cancel out, so that eager's rounding error alone exceeds the tolerance."""
+    """Returns whether the candidate's error ``mine`` is at most ``_AS_GOOD`` times eager's error at some precision.
+    This helps where large terms cancel out, so that eager's rounding error alone exceeds the tolerance."""
     return any(
         mine <= _AS_GOOD * error(prepared, outputs_at(precision), exact)
         for precision in _PRECISIONS[prepared.settings.device]
@@ -124,8 +122,8 @@ def _as_good_as_eager(
 
 
 def excused(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any]) -> bool:
-    """Returns whether ``outputs``, which exceed the tolerance in a timed call, are right nevertheless: their error is
-    at most a small multiple of eager's own. The caller holds the timing lease, and has set the reference to fp32."""
+    """Returns whether ``outputs`` beyond the tolerance are right nevertheless: their error is a small multiple of
+    eager's. The caller holds the timing lease, and has set the reference to fp32."""
     oracle = prepared.oracle
     oracle.outputs(entry.inputs)
     exact = prepared.exact(entry.inputs)
@@ -142,9 +140,9 @@ def excused(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any]) ->
 
 
 def precision_of(own: float, errors: dict[str, float]) -> str:
-    """Returns the most exact precision at which eager's error is at least half of ``own``, a solution's relative error
-    on normal inputs. ``errors`` maps precisions to eager's errors, the most exact precision first. If there is no such
-    precision, returns "below" with the last one ("below bf16"); if ``errors`` is empty, an empty string."""
+    """Returns the most exact precision at which eager's error is at least half of ``own``, a solution's relative error.
+    ``errors`` maps precisions to eager's errors, the most exact first. If every error is too small, returns "below"
+    with the last precision; without ``errors``, an empty string."""
     if not errors:
         return ""
     for name, eagers in errors.items():  # from the most exact one
@@ -180,9 +178,9 @@ def interval(mine: Sequence[float], eager: Sequence[float]) -> tuple[float, floa
 
 
 def report(verdict: Verdict, anchors: Sequence[float], yard: dict[str, dict[str, Any]]) -> None:
-    """Writes baselines, intervals and precision to the verdict. ``anchors`` are the seconds of eager's calls, timed
-    between the candidate's calls. ``yard`` is the result of ``strict_baselines``. The verdict gets the times of
-    ``yard``, scaled by one factor, so that eager's fp32 time is the median of ``anchors``."""
+    """Writes baselines, intervals and precision to the verdict. ``anchors`` are the seconds of eager's calls between
+    the candidate's calls. ``yard`` is the result of ``strict_baselines``. One factor scales its times, so that eager's
+    fp32 time is the median of ``anchors``."""
     assert verdict.strict is not None
     own = verdict.strict["kinds"].get("normal")
     eager, compiled = baseline("eager", "fp32"), baseline("compile", "fp32")
@@ -201,8 +199,8 @@ def report(verdict: Verdict, anchors: Sequence[float], yard: dict[str, dict[str,
 
 
 def _intervals(over_eager: Sequence[float], yard: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """Returns the interval of the speed-up over each baseline of ``yard`` (``strict_baselines``). ``over_eager`` is the
-    interval of the speed-up over eager in fp32."""
+    """Returns the speed-up's interval over each baseline in ``yard``. ``over_eager`` is the interval over fp32
+    eager."""
     seconds, shares = yard["seconds"], yard["shares"]
     low, high = over_eager
     middle, found = math.sqrt(low * high), {}

@@ -1,10 +1,9 @@
 """Runs one trial of a candidate: starts its worker, checks it on secret inputs, times it, and ends it.
 
-On the CPU the judge's own clock times each call from request to answer. The time of an empty call, measured before the
-candidate was loaded, is subtracted. On a GPU the worker reports times of the device's clock; if the worker runs host
-code of the solution, ``cross_check`` checks them. Between the timed calls the judge also times eager. Every call, timed
-or not, has different inputs, and its outputs are checked, so no call can skip its work unnoticed. A verdict's status is
-decided only here, in ``decisions`` and in ``judge``."""
+On the CPU the judge times each call from request to answer, and subtracts the time of an empty call. On a GPU the
+worker reports times of the device's clock; ``cross_check`` checks them if the worker runs the solution's host code.
+Between the timed calls the judge also times eager. Every call has different inputs, and the judge checks its outputs,
+so no call can skip its work unnoticed. Only this module, ``decisions`` and ``judge`` decide a verdict's status."""
 
 import contextlib
 import math
@@ -45,8 +44,7 @@ _FILES = ("runtime", "library", "image")  # files of a load request
 
 
 class Trial:
-    """One trial of one candidate worker, from its start to its end. If ``shared`` is given, the worker comes from
-    there, and returns there if the solution is ``ok``."""
+    """One trial of a candidate worker. ``shared`` provides the worker, and takes it back if the solution is ``ok``."""
 
     def __init__(
         self,
@@ -78,8 +76,7 @@ class Trial:
         self._seen: list[list[Any]] = []  # outputs of earlier calls: a later call must not give them again
 
     def run(self, timed: bool) -> None:
-        """Starts and checks the candidate and, if ``timed``, times it. Raises ``CandidateRefused`` if the candidate
-        fails, and ``TaskError`` if the reference fails."""
+        """Starts and checks the candidate and, if ``timed``, times it. Raises ``CandidateRefused`` or ``TaskError``."""
         strictly = self._verdict.mode == "strict"
         self.start()
         (self.strict if strictly else self.check)()
@@ -123,8 +120,7 @@ class Trial:
         self._verdict.phases["start"] = time.perf_counter() - begin
 
     def _open(self, profiler: bool = False) -> None:
-        """Starts a worker, without the solution, and maps its buffers. If ``profiler``, the worker runs torch's
-        profiler."""
+        """Starts a worker without the solution, and maps its buffers. ``profiler`` starts torch's profiler."""
         buffers, place = self._buffers, self._request["load"].get("place")
         start = partial(self._workers.candidate, place, profiler, self._verdict.mode == "strict")
         self._worker = worker = self._shared.take() if self._shared else start()
@@ -176,9 +172,8 @@ class Trial:
 
     @contextlib.contextmanager
     def _alternating(self) -> Iterator[tuple[Callable[[], tuple[list[Any], float]], Callable[[list[Any]], float], Any]]:
-        """Holds the timing lease in the context. Yields two functions, and inputs for eager. The first function times
-        the candidate on new inputs and checks its outputs; it returns these inputs and the seconds. The second function
-        takes inputs and returns eager's seconds on them."""
+        """Holds the timing lease. Yields a function that times the candidate on new inputs, checks the outputs, and
+        returns inputs and seconds; a function that returns eager's seconds on given inputs; and inputs for eager."""
         prepared, oracle, worker = self._prepared, self._prepared.oracle, self._worker
         assert worker
         workers = (worker, oracle.worker) if self._settings.device == "cpu" else ()
@@ -199,9 +194,8 @@ class Trial:
             yield candidate, lambda inputs: net(oracle.seconds(inputs), empty), first
 
     def _believed(self, told: float) -> float:
-        """Checks ``told``, the worker's median time of a call in seconds. Returns the seconds to report. Raises
-        ``CandidateRefused`` if the judge's clock or the device's bandwidth contradicts ``told``. The caller holds the
-        timing lease."""
+        """Returns the seconds per call to report. Raises ``CandidateRefused`` if the judge's clock or the device's
+        bandwidth contradicts ``told``, the worker's median seconds. The caller holds the timing lease."""
         seconds, doubt = told, ""
         if self._cross:
             with self._judged("in a timed call"):
@@ -215,9 +209,8 @@ class Trial:
         return seconds
 
     def _doubt(self, doubt: str) -> None:
-        """Ends the candidate and raises ``CandidateRefused``, because the judge's clock contradicts its times
-        (``doubt`` says how). If another process uses the device, no time is reliable, and the status is ``infra``.
-        Otherwise it is ``cheat``, and the candidate gets a second trial to confirm it."""
+        """Ends the candidate and raises ``CandidateRefused``, because the judge's clock contradicts its times. The
+        status is ``infra`` if another process uses the device, else ``cheat``, which a second trial must confirm."""
         self.end()
         self._verdict.samples.clear()
         if self._memory.shared(self._prepared.peaks.bytes_per_second):
@@ -225,9 +218,8 @@ class Trial:
         raise CandidateRefused("cheat", doubt, retryable=True)
 
     def observe(self) -> None:
-        """Records in the verdict which kernels run. Makes up to three extra calls after the timed ones, so that a
-        failure in them changes no result. In quick mode, a plan needs no call, because its kernels are known; other
-        formats are observed only if the request says so."""
+        """Records in the verdict which kernels run. Makes extra calls after the timed ones, so that a failure changes
+        no result. A plan in quick mode needs no call; other formats in quick mode are observed only on request."""
         request, verdict = self._request, self._verdict
         plan, strict_mode = self._traits.host_is_ours, verdict.mode == "strict"
         nodes = request["load"]["nodes"] if plan else []
@@ -258,7 +250,7 @@ class Trial:
 
     def _profiled(self) -> tuple[Any, str]:
         """Returns the kernels of one call and an empty string, or ``None`` and the reason why there are none. Starts a
-        new worker for this call, because the profiler must start before the jail closes."""
+        new worker, because the profiler must start before the jail."""
         self.end()
         try:
             with self._lease.working():
@@ -270,8 +262,8 @@ class Trial:
         return (None, missing) if missing else self._observed(WorkerOperation.OBSERVE_KERNELS)
 
     def _observed(self, operation: WorkerOperation, first: bool = False) -> tuple[Any, str]:
-        """Runs one more call, which the worker observes. Returns the worker's report and an empty string, or ``None``
-        and the reason why there is no report. If ``first``, the limit ``_OBSERVE_SECONDS`` does not apply."""
+        """Observes one more call. Returns the worker's report and an empty string, or ``None`` and the reason why there
+        is none. ``first`` lifts the limit ``_OBSERVE_SECONDS``."""
         worker = self._worker
         if worker is None or not worker.alive:
             return None, "the solution has ended"
@@ -299,8 +291,8 @@ class Trial:
 
     def time(self) -> None:
         """Times the candidate and eager in turn, up to the usual number of calls. Ends early once it is clear whether
-        the candidate is 5 % faster than the baselines. If the usual number does not tell which reward is right, times
-        more calls. If those do not tell either, raises ``CandidateRefused`` with the status ``infra``."""
+        the candidate is 5 % faster than the baselines. Times more calls while the reward is uncertain. Raises
+        ``CandidateRefused`` with the status ``infra`` if the reward stays uncertain."""
         begin = time.perf_counter()
         verdict, base, most = self._verdict, self._prepared.baselines, self._settings.timed_calls
         anchors: list[float] = []
@@ -335,9 +327,8 @@ class Trial:
 
     def eager_alone(self) -> None:
         """Ensures that a candidate gains nothing from slowing eager down. If the verdict uses eager's time beside the
-        candidate, ends the candidate and times eager alone. If that is clearly faster, scales the baselines down. This
-        is the last step, because it must kill the candidate: on a GPU, kernels of a stopped process keep running. Only
-        a plan in a shared context lives on: its kernels have ended, since its host code is the sandbox's."""
+        candidate, times eager alone, and scales the baselines down if eager alone is clearly faster. Ends the candidate
+        first, because kernels of a stopped process keep running. Only plans in a shared context live on."""
         if self._anchor is None:
             return
         if not self._shared:
@@ -355,8 +346,7 @@ class Trial:
     # ------------------------------------------------------------------------------------------------------------ calls
 
     def _take(self, timing: bool = False) -> PoolEntry:
-        """Returns the next pool entry, whose inputs the candidate has not seen. ``timing``: the caller holds the
-        lease."""
+        """Returns the next pool entry, which the candidate has not seen. ``timing``: the caller holds the lease."""
         entry = self._prepared.entry(self._next, timing)
         self._next += 1
         return entry
@@ -376,9 +366,8 @@ class Trial:
         return seconds_of_call(self._settings.device, wall, told), outputs
 
     def _chain(self, count: int, delay: int) -> tuple[float, float]:
-        """Runs a chain of ``count`` calls on different inputs, and checks their outputs. Before the calls the device
-        waits for ``delay`` times ``DELAY_UNIT``. Returns the wall seconds, and the seconds that the host took to
-        enqueue the chain."""
+        """Runs ``count`` calls on different inputs after a delay in units of ``DELAY_UNIT``, and checks their outputs.
+        Returns the wall seconds, and the host's seconds to enqueue the chain."""
         entries = [self._take(timing=True) for _ in range(count)]
         assert self._worker
         self._worker.stop()
@@ -390,8 +379,8 @@ class Trial:
         return wall, host
 
     def _chained(self, operation: WorkerOperation, count: int, delay: int) -> tuple[float, float, list[list[Any]]]:
-        """Runs a chain of ``count`` calls. Returns the wall seconds until all outputs are copied, the seconds in which
-        the host enqueued the chain, and the outputs."""
+        """Runs a chain of ``count`` calls. Returns the wall seconds until all outputs are copied, the host's seconds to
+        enqueue the chain, and the outputs."""
         assert self._worker
         self._worker.stop()
         self._memory.flush()
@@ -407,7 +396,7 @@ class Trial:
 
     @contextlib.contextmanager
     def _judged(self, when: str = "") -> Iterator[None]:
-        """Raises ``CandidateRefused``, with ``when`` in its message, if worker or solution fails in the context."""
+        """Raises ``CandidateRefused`` if worker or solution fails in the context. ``when`` ends the message."""
         try:
             yield
         except (WorkerDied, WorkerError) as error:

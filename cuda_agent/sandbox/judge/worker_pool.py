@@ -40,7 +40,7 @@ get_inputs, get_init_inputs = lambda: [torch.randn(64, 64)], lambda: []
 
 
 class WorkerPool:
-    """Starts jailed workers. Owns their private folders, and the warm parents from which they are forked."""
+    """Starts jailed workers. Owns their private folders, and the warm parents that fork them."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -61,10 +61,9 @@ class WorkerPool:
     def candidate(
         self, place: dict[str, Any] | None = None, profiler: bool = False, strictly: bool = False
     ) -> JailedProcess:
-        """Starts a worker for one solution. The worker can read its private folder and, if ``place`` is given, the
-        results of the solution's first pass; it can write only its output area. If ``profiler``, it runs torch's
-        profiler and must not be timed. If ``strictly``, its CUDA context has all hardware queues. Raises ``NotStarted``
-        if the worker dies."""
+        """Starts a worker for one solution. It can read its private folder and, if ``place`` is given, the results of
+        the solution's first pass; it can write only its output area. ``profiler`` starts torch's profiler, with which
+        no call is timed. ``strictly`` gives its CUDA context all hardware queues. Raises ``NotStarted``."""
         if place:
             return self._locked(place, profiler)
         queues = strictly and self.settings.device == "cuda"
@@ -75,8 +74,7 @@ class WorkerPool:
         return self._start_candidate(profiler=profiler, queues=queues).wait_started()
 
     def start_spare(self) -> None:
-        """Begins to start a worker for the next candidate, and returns at once. Does nothing if there is such a
-        worker."""
+        """Begins to start a worker for the next candidate, unless there is one, and returns at once."""
         if self._spare is None or not self._spare.alive:
             self._spare = self._start_candidate()
 
@@ -97,13 +95,13 @@ class WorkerPool:
 
     def compiler(self, graphs: str = "") -> tuple[JailedProcess, str]:
         """Starts a reference worker that may run compilers and read the folder ``graphs``. Returns the worker, and the
-        folder ``_known()`` with the results of earlier compilations."""
+        folder with the results of earlier compilations."""
         known = str(self._known())
         return self._start_compiler(self._home(), (known, graphs) if graphs else (known,)), known
 
     def _locked(self, place: dict[str, Any], profiler: bool) -> JailedProcess:
-        """Starts a candidate worker that may start no program. Its solution needs compilers, but they ran in an earlier
-        process, the first pass. The worker can read the folder ``place["folder"]`` of that pass."""
+        """Starts a candidate worker for a solution that needs compilers. They ran in the first pass, whose results the
+        worker can read. The worker itself may start no program."""
         home = self._home()
         policy = jail.JailPolicy(read=(str(home), place["folder"]), file_mb=0)
         parent, where = self._parent_that_compiles(), {name: place[name] for name in ("folder", "environment")}

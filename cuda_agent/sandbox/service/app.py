@@ -1,8 +1,8 @@
 """Serves the sandbox over HTTP: routes, the token, limits of size, and a server that drains on SIGTERM.
 
-Every refusal is JSON, ``{"error": {"kind", "message", "where"}}``, with Retry-After if waiting helps; ``where``
-may be missing.  The two health routes need no token, nor does /metrics if it is open.  Not covered: TLS, and users: one
-token is one trust domain."""
+Every refusal is JSON, ``{"error": {"kind", "message", "where"}}``; ``where`` may be missing. A refusal has the header
+Retry-After if waiting helps. The health routes need no token, nor does an open /metrics. The module provides neither
+TLS nor users: all clients share one token."""
 
 import asyncio
 import contextlib
@@ -68,8 +68,8 @@ _log = logging.getLogger("cuda_agent.sandbox")
 
 
 class Gate:
-    """Refuses a request if its length headers contradict each other, if it lacks the token that its route requires, or
-    if its body is too large (checked while the body arrives). Passes all other requests on to ``app``."""
+    """Refuses requests with contradictory length headers, without the required token, or with a body that is too large.
+    Passes all other requests to ``app``."""
 
     def __init__(self, app: ASGIApp, token: str | None, service: Service) -> None:
         self._app, self._service = app, service
@@ -167,8 +167,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> bool
 
 
 def make_app(service: Service, token: str | None) -> ASGIApp:
-    """Returns the HTTP application that serves ``service``. If ``token`` is not ``None``, every route requires it
-    except the two health routes and, if ``service.limits`` says so, ``/metrics``."""
+    """Returns the HTTP application for ``service``. If ``token`` is set, every route requires it, except the health
+    routes and, if ``service.limits`` opens it, ``/metrics``."""
     app = FastAPI(
         title="cuda-agent sandbox", description=_ABOUT, version="1", default_response_class=Json, redoc_url=None,
         swagger_ui_oauth2_redirect_url=None, responses=_REFUSALS,
@@ -267,7 +267,6 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
         @app.post(f"/v1/{name}", response_model=None, name=name, description=f"{says} {_WITHDRAWS}")
         async def at_once(http: HttpRequest, request: kind) -> dict[str, Any]:  # type: ignore[valid-type]
-            """Submits a job and waits for its result."""
             job = service.submit(request, http.scope["size"])
             if not await unless_gone(http.receive, service.wait(job, None)):
                 service.cancel(job)
@@ -316,7 +315,7 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
 
 class Connection(H11Protocol):
-    """An HTTP connection that is closed if a request does not arrive completely within ``ARRIVAL_SECONDS``."""
+    """An HTTP connection that closes if a request takes longer than ``ARRIVAL_SECONDS`` to arrive."""
 
     _arriving: asyncio.TimerHandle | None = None
 
@@ -372,9 +371,8 @@ class _Server(uvicorn.Server):
 async def serve(
     config: SandboxConfig, cache: Path, roles: tuple[Role, ...], limits: ServiceLimits, host: str, port: int
 ) -> None:
-    """Serves the sandbox over HTTP until SIGTERM, then drains the service. Removes the token from this process's
-    environment. Raises ``ConfigError`` if it cannot listen on ``host`` and ``port``, and ``SandboxUnready`` if the
-    sandbox cannot start."""
+    """Serves the sandbox over HTTP until SIGTERM, then drains the service. Removes the token from the environment.
+    Raises ``ConfigError`` if it cannot listen on ``host`` and ``port``, or ``SandboxUnready``."""
     token = protocol.read_token(config, os.environ)
     os.environ.pop(config.token_env, None)
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: other processes of this user cannot read the environment

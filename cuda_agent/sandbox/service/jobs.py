@@ -19,8 +19,8 @@ _LONGEST_WAIT = 10.0  # seconds: a longer estimate is unreliable, and asking aga
 
 @dataclass(eq=False)
 class Job:
-    """A request to the service and its state. ``place`` is the judge or the builder that it needs. ``interest`` is
-    the number of its submissions that were not withdrawn."""
+    """A request to the service and its state. ``place`` is the judge or the builder for the job. ``interest`` counts
+    the submissions that were not withdrawn."""
 
     id: str
     kind: Kind
@@ -47,9 +47,9 @@ class Job:
 
 
 class Queue:
-    """Queues jobs and keeps finished ones. ``places`` maps each judge and the builder to the number of jobs that it
-    takes at once. ``most_jobs`` and ``most_bytes`` limit the queued jobs; at most ``kept`` finished jobs are kept.
-    ``changed`` is called with each job whose state changes."""
+    """Queues jobs and keeps finished jobs. ``places`` maps each judge and the builder to its number of jobs at once.
+    ``most_jobs`` and ``most_bytes`` limit the queued jobs, ``kept`` limits the finished jobs. The queue calls
+    ``changed`` with each job whose state changes."""
 
     def __init__(
         self,
@@ -90,9 +90,9 @@ class Queue:
     def submit(
         self, id: str, kind: Kind, place: Hashable, priority: int, size: int, request: Any, now: float
     ) -> tuple[Job, bool]:
-        """Returns the job with this ``id`` (a digest of the request's content), and whether it is new. An existing job
-        is returned if it is queued, running, or finished with a valid verdict. Otherwise a new job is queued. Raises
-        ``ServiceError`` if the queue is full."""
+        """Returns the job ``id`` (a digest of the request), and whether it is new. Reuses a job that is queued,
+        running, or finished with a valid verdict; otherwise queues a new job. Raises ``ServiceError`` if the queue is
+        full."""
         if job := self._alive.get(id):
             job.interest += 1
             if job.state == "queued":
@@ -114,8 +114,7 @@ class Queue:
         return job, True
 
     def take(self, now: float) -> Job | None:
-        """Returns the first queued job whose judge or builder can take one more job, and marks it as running. Returns
-        ``None`` if there is no such job."""
+        """Marks the first queued job whose place is free as running. Returns this job, or ``None``."""
         job = next((job for job in self._waiting() if self._free[job.place] > 0), None)
         if job is not None:
             if not self.running:
@@ -138,8 +137,8 @@ class Queue:
             self._end(job, "done" if result is not None else "failed", now)
 
     def cancel(self, job: Job, now: float) -> None:
-        """Withdraws one submission of ``job``. If no submission is left, a queued job is dropped. A running job
-        continues, since a judge is not interrupted; its result is dropped unless the job is submitted again."""
+        """Withdraws one submission of ``job``. If it was the last, a queued job ends. A running job continues, because
+        a judge is not interrupted; its result is kept only if the job is submitted again."""
         if job.over or not job.interest:
             return
         job.interest -= 1
@@ -175,6 +174,6 @@ class Queue:
 
 
 def _stands(job: Job) -> bool:
-    """Returns whether the result of a finished job also answers later requests that are equal. A verdict does, unless
-    the sandbox failed. All other requests run again: probes and specs are cheap, and load can cause errors."""
+    """Returns whether a finished job's result answers later equal requests, as a valid verdict does. Other requests run
+    again, because probes and specs are cheap, and load can cause errors."""
     return job.kind == "evaluate" and job.result is not None and job.result.get("status") != "infra"

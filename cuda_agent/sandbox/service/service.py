@@ -1,4 +1,4 @@
-"""Runs a ``LocalSandbox`` as a service with a queue. It takes work once the sandbox's walls are proven to hold.
+"""Runs a ``LocalSandbox`` as a service with a queue. It takes work once it has proven that the sandbox's jail holds.
 
 ``Service`` does not depend on HTTP (``app`` does). It gives the sandbox only as many jobs as the sandbox can use at
 once, so that urgent jobs need not wait behind others. Servers share no queue, and no queue survives a restart."""
@@ -43,7 +43,7 @@ class ServiceLimits:
 
 
 class Service:
-    """Answers requests by means of ``sandbox``, which is already open. ``roles`` lists the kinds of work it accepts."""
+    """Answers requests with an open ``sandbox``. ``roles`` lists the kinds of work that the service accepts."""
 
     def __init__(self, sandbox: LocalSandbox, roles: tuple[Role, ...], limits: ServiceLimits) -> None:
         self.sandbox, self.roles, self.limits = sandbox, roles, limits
@@ -69,7 +69,7 @@ class Service:
         await self.rooms.close_all()
 
     async def _keep(self) -> None:
-        """Repeats until cancelled: calls ``prove`` if the service is not ready, and closes unused workspaces."""
+        """Regularly calls ``prove`` while the service is not ready, and closes unused workspaces."""
         while True:
             try:
                 if self.unready:
@@ -80,8 +80,8 @@ class Service:
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def prove(self) -> None:
-        """Attacks the jail's walls and, if the roles need them, tries the compiler and a workspace. Sets ``unready``
-        to the reason why the service cannot take work, or to an empty string."""
+        """Tests the jail and, if the roles need them, the compiler and a workspace. Sets ``unready`` to the reason why
+        the service cannot take work, or to an empty string."""
         try:
             if "evaluate" in self.roles:
                 await self.sandbox.ready()
@@ -226,8 +226,8 @@ class Service:
         return metrics.text()
 
     async def drain(self) -> None:
-        """Refuses new work, fails queued jobs, and waits until running jobs and workspaces have ended, at most
-        ``drain_seconds``. Then cancels jobs that still run."""
+        """Refuses new work, fails queued jobs, and waits at most ``drain_seconds`` for running jobs and workspaces.
+        Then cancels the remaining jobs."""
         self.draining = True
         self.queue.hand_back(time.time(), "draining", "the server is going away; bring it to another one")
         _log.info("draining: %d running, %d workspaces", self.queue.running, len(self.rooms))

@@ -39,8 +39,8 @@ class Room:
     questions: int = 0  # number of commands that the client was asked to run
 
     async def ask(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """Asks the client to run ``name`` (compile, verify or profile), which the workspace's shell called. The request
-        is a line in the answer to the current tool call. Returns the client's result."""
+        """Asks the client to run the shell's command ``name`` (compile, verify or profile), in a line of the current
+        tool call's stream. Returns the client's result."""
         self.questions += 1
         number, answer = self.questions, asyncio.get_running_loop().create_future()
         self.asked[number] = answer
@@ -62,7 +62,7 @@ class Rooms:
         return len(self._rooms)
 
     async def open(self, files: dict[str, str], protected: list[str]) -> Room:
-        """Opens a workspace with ``files``. Raises ``ServiceError`` if too many are open or this one does not open."""
+        """Opens a workspace with ``files``. Raises ``ServiceError`` if too many are open or if it does not open."""
         if len(self._rooms) >= self._most:
             raise ServiceError(429, "full", f"all {self._most} workspaces are taken", retry_after=_LOOK_AGAIN)
         room = Room(secrets.token_hex(12), secrets.token_urlsafe(24), time.monotonic())
@@ -78,8 +78,8 @@ class Rooms:
         return room
 
     def find(self, id: str, owner: str) -> Room:
-        """Returns the workspace ``id``. Raises ``ServiceError`` if it does not exist or has another owner; both errors
-        are equal, so that a stranger cannot find out whether it exists."""
+        """Returns the workspace ``id``. Raises the same ``ServiceError`` for a missing workspace and for a wrong owner,
+        so that a stranger cannot find workspaces."""
         room = self._rooms.get(id)
         mine = hmac.compare_digest((room.owner if room else "").encode(), owner.encode("utf-8", "replace"))
         if room is None or not mine or room.workspace is None:
@@ -116,8 +116,7 @@ class Rooms:
                 await self.close(room)
 
     def answer(self, room: Room, number: int, result: ToolResult) -> None:
-        """Passes the client's ``result`` on to the command ``number``, which ``ask`` sent to the client. Raises
-        ``ServiceError`` if no such command waits for a result."""
+        """Passes ``result`` to the waiting command ``number``. Raises ``ServiceError`` if no such command waits."""
         future = room.asked.get(number)
         if future is None or future.done():
             raise ServiceError(404, "unknown", f"there is no open question {number}")

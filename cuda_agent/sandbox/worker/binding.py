@@ -160,8 +160,8 @@ def _function(entry: _Entry, name: str, outputs: Outputs) -> Callable[..., Any]:
 def _complete(
     name: str, given: tuple[Any, ...], named: dict[str, Any], names: list[str], standard: dict[str, Any], count: int
 ) -> list[Any]:
-    """Returns the ``count`` arguments for a call of the function ``name``: the positional ones (``given``), then for
-    each remaining name in ``names`` its value from ``named`` (keyword arguments) or from ``standard`` (defaults)."""
+    """Returns the ``count`` arguments of a call: the positional arguments ``given``, then the remaining ``names`` from
+    the keyword arguments ``named`` or the defaults ``standard``."""
     arguments = list(given)
     for wanted in names[len(given) :]:
         if wanted not in named and wanted not in standard:

@@ -30,8 +30,7 @@ RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]]
 
 
 class Candidate(WorkerLoop):
-    """Runs one solution. Before the judge sends the solution, the process maps the shared buffers and answers calls
-    that compute nothing, whose time the judge measures."""
+    """Runs one solution. Before the solution arrives, maps the buffers and answers empty calls for timing."""
 
     def map_buffers(self, frame: Frame) -> None:
         self._options = options = self._options | frame.body
@@ -47,8 +46,7 @@ class Candidate(WorkerLoop):
             self._commands[WorkerOperation.RUN_EMPTY] = lambda frame: None
 
     def empty_chain(self, frame: Frame) -> Any:
-        """Times a chain of ``frame.slot`` empty calls, which only copy zeros to the outputs. If the reference returns
-        an output as a view, the zeros for this output have the view's strides."""
+        """Times ``frame.slot`` empty calls. They only copy zeros, with the strides of the reference's views."""
         slots = [self._slots.output_tensors(slot) for slot in range(frame.slot)]
         views = self._options["views"]
         results = [[zeros(*pair) for pair in zip(targets, views, strict=True)] for targets in slots]
@@ -60,7 +58,7 @@ class Candidate(WorkerLoop):
         return self._finished(enqueue, frame)
 
     def _finished(self, enqueue: Callable[[], None], frame: Frame) -> Any:
-        """Runs ``enqueue``, which enqueues a chain, and waits for the device. Returns seconds on device and host."""
+        """Runs ``enqueue``, which enqueues a chain, and waits for the device. Returns seconds of device and host."""
         times = self._clocked(enqueue, frame.extra)[1]
         torch.cuda.synchronize()
         return times
@@ -88,9 +86,9 @@ class Candidate(WorkerLoop):
         gpu.unload_plan(run)
 
     def load_model(self, frame: Frame) -> None:
-        """Builds ``ModelNew`` under the reference's random seed. If its weights have the reference's names, it gets the
-        reference's values; a format with a rule demands these names. Otherwise it keeps the constructor's values,
-        except that plain weights (``PlainWeights``) are drawn in the same way as the reference's."""
+        """Builds ``ModelNew`` under the reference's seed. If its weights have the reference's names, gives them the
+        reference's values; formats with a rule require these names. Otherwise keeps the constructor's values, but
+        redraws ``PlainWeights`` as the reference does."""
         spec, restricted = self._options["spec"], bool(self._options["rule"])
         os.environ.update(frame.body["environment"])
         numbers = range(len(self._slots.layout))
@@ -119,9 +117,8 @@ class Candidate(WorkerLoop):
             return times
 
         def answer(slot: int) -> Any:
-            """Runs one call and returns its outputs. On a GPU, outputs are copied to the judge's memory after the clock
-            has stopped, so a call that only makes a view would look too fast. Views are therefore copied inside the
-            timed call, except where the reference returns a view, too."""
+            """Runs one call and returns its outputs. On a GPU, copies views inside the timed call, because a call that
+            only makes a view would look too fast. Does not copy where the reference returns a view, too."""
             results = model(*given[slot])
             if self._options["device"] == "cpu":
                 return results
@@ -133,7 +130,7 @@ class Candidate(WorkerLoop):
                 ]
 
         def observed(call: Frame, watch: Callable[[Callable[..., Any]], Any]) -> Any:
-            """Makes one call through ``watch``, which runs and observes the call; returns what ``watch`` returns."""
+            """Runs one call inside ``watch``, and returns the report of ``watch``."""
             results: list[Any] = []
 
             def watched(seen: observe.Operators | None = None) -> None:
@@ -175,9 +172,9 @@ class _Node(ctypes.Structure):
 
 
 def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[int], None]:
-    """Loads a plan's libraries, and resolves the arguments of its kernels to addresses for each slot. ``program`` is
-    ``plan.Program`` as JSON. An argument is the address of a buffer, or of an 8-byte cell with a scalar. Returns a
-    function that runs the plan in one slot. Its attribute ``steps`` holds, for each slot, one function per node."""
+    """Loads a plan's libraries, and resolves the arguments of its kernels for each slot. An argument is the address of
+    a buffer, or of an 8-byte cell with a scalar. ``program`` is ``plan.Program`` as JSON. Returns a function that runs
+    the plan in one slot. Its attribute ``steps`` holds, for each slot, one function per node."""
     runtime = ctypes.CDLL(program["runtime"])
     library = ctypes.CDLL(program["library"]) if program["library"] else None
     keep: list[Any] = []
@@ -189,8 +186,7 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
             ctypes.memmove(workspaces[name], content, len(content))
 
     def bind(slot: int) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
-        """Returns two lists of functions for a slot: the steps of a call, and one function per node of the plan. Each
-        step runs either one library node, or a sequence of kernels and memsets."""
+        """Returns a slot's steps (a library node, or a run of kernels and memsets), and one function per node."""
         address = partial(slots.address, slot, workspaces)
         steps: list[Callable[[], Any]] = []
         each: list[Callable[[], Any]] = []

@@ -24,15 +24,14 @@ with contextlib.suppress(Exception):
     from triton.runtime.cache import triton_key
 
     triton_key()
-if not any(Path("/dev").glob("nvidia*")):  # else they query the driver, and no fork can use a device then
+if not any(Path("/dev").glob("nvidia*")):  # these imports query a GPU, and then no fork can use it
     import torch._inductor.compile_fx
     import torch.utils.cpp_extension  # noqa: F401
 
 
 def share(folder: Path, record: bool) -> None:
-    """Makes torch use results of instruction tests, and precompiled headers, from ``folder``. If ``record``, new
-    results are stored there; otherwise this process keeps them to itself. Raises ``AttributeError`` if torch's
-    internals differ."""
+    """Makes torch take results of instruction tests, and precompiled headers, from ``folder``. ``record`` stores new
+    results there. Raises ``AttributeError`` if torch's internals differ."""
     notes, home = folder / "facts.json", folder if record else Path(os.environ["TMPDIR"])
     home.mkdir(exist_ok=True)
     facts: dict[str, Any] = json.loads(notes.read_text()) if notes.exists() else {}
@@ -67,8 +66,7 @@ def share(folder: Path, record: bool) -> None:
 
 
 def take_graphs(place: Path) -> None:
-    """Makes torch.compile find the graphs that a first pass compiled in the folder ``place``. They are copied to this
-    process's own folders, because torch also writes there."""
+    """Copies a first pass's compiled graphs from ``place`` to the folders where torch.compile finds them."""
     settle()
     for name, variable in (("inductor", "TORCHINDUCTOR_CACHE_DIR"), ("triton", "TRITON_CACHE_DIR")):
         if (place / name).is_dir():

@@ -28,7 +28,7 @@ _CELLS = {
 
 
 def open_gpu() -> None:
-    """Creates this process's CUDA context and loads the clock's delay kernel, before the jail closes."""
+    """Creates the CUDA context and loads the clock's delay kernel. The process calls this before it enters the jail."""
     torch.cuda.init()
     torch.zeros(1, device="cuda")
     torch.cuda._sleep(1)
@@ -37,8 +37,7 @@ def open_gpu() -> None:
 
 class DeviceClock:
     """Times a call between two CUDA events. A delay kernel runs first while the host enqueues the call, so that the
-    device does not wait for the host between the events. The judge may set the delay (``extra``, in units of
-    ``wire.DELAY_UNIT``); otherwise the delay follows from earlier calls."""
+    device does not wait for the host between the events."""
 
     def __init__(self) -> None:
         self._start = torch.cuda.Event(enable_timing=True)
@@ -46,8 +45,8 @@ class DeviceClock:
         self._host = 0.0
 
     def __call__(self, call: Callable[[], Any], extra: int = 0) -> tuple[Any, tuple[float, float]]:
-        """Runs ``call`` after the delay ``extra`` (in ``DELAY_UNIT``; 0: chosen here). Returns its result, and two
-        times in seconds: how long the device ran the call, and how long the host took to enqueue it."""
+        """Runs ``call`` after the delay ``extra`` (in ``DELAY_UNIT``; 0: estimated from earlier calls). Returns the
+        result, and two times in seconds: the device's time for the call, and the host's time to enqueue it."""
         delay = extra * DELAY_UNIT or min(1.5 * self._host + _HEAD_START, _LONGEST_DELAY)
         torch.cuda._sleep(int(delay * _CYCLES))
         begin = time.perf_counter()
@@ -62,8 +61,7 @@ class DeviceClock:
 
 def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
     """Loads a plan's kernels, and resolves their arguments for each slot. Returns the function that runs a slot.
-    ``program`` is ``plan.Program`` as JSON. Its ``image`` is the path of the cubin, and its ``names`` maps the symbols
-    of kernels to mangled names."""
+    ``program`` is ``plan.Program`` as JSON, with the cubin's path (``image``) and the kernels' mangled ``names``."""
     module = driver.Module(Path(program["image"]).read_bytes()) if program["image"] else None
     workspaces: dict[str, torch.Tensor] = {}
     for name, workspace in program["workspaces"].items():
@@ -112,8 +110,8 @@ def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
 
 
 def unload_plan(run: Callable[[int], None]) -> None:
-    """Removes a plan and its workspaces from the context. ``run`` is the result of ``bind_plan``. Raises an error if
-    the context no longer computes correctly."""
+    """Removes a plan (``run`` is ``bind_plan``'s result) from the context. Raises an error if the context is
+    damaged."""
     torch.cuda.synchronize()
     if module := run.module:  # type: ignore[attr-defined]
         module.unload()
@@ -126,8 +124,7 @@ def unload_plan(run: Callable[[int], None]) -> None:
 
 
 def _arguments(node: dict[str, Any], codes: str, address: Callable[[str], int]) -> list[Any]:
-    """Returns the arguments of a kernel node as ctypes values. Each letter of ``codes`` stands for the type of one
-    argument, as the compiler recorded it."""
+    """Returns a kernel node's arguments as ctypes values. ``codes`` holds one letter per argument, for its type."""
     if len(codes) != len(node["args"]):
         raise TypeError(f"{node['symbol']} takes {len(codes)} arguments, the plan gives {len(node['args'])}")
     cells: list[Any] = []

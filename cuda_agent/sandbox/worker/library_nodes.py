@@ -36,8 +36,8 @@ def bind(node: dict[str, Any], tensor: Callable[[dict[str, Any]], _Tensor], devi
 
 
 def _operand(tensor: _Tensor, wanted: torch.dtype | None, constant: bool) -> tuple[_Tensor, _Step | None]:
-    """Returns ``tensor`` in the dtype ``wanted``, and a function that converts its current values again. A node needs
-    the function before each run, unless ``tensor`` is ``constant`` or has the dtype already; then it is ``None``."""
+    """Returns ``tensor`` in the dtype ``wanted``, and a function that converts it anew before each run. The function is
+    ``None`` if ``tensor`` is ``constant`` or has the dtype already."""
     if wanted is None or tensor.dtype == wanted:
         return tensor, None
     rounded = tensor.to(wanted)

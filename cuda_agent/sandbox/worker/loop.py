@@ -20,8 +20,7 @@ _SOURCES = ("model.py", "model_new.py")  # names under which untrusted Python ru
 
 
 class WorkerLoop:
-    """Answers each message (frame) of the judge with a result, or with an error and its message. Each method that has
-    the name of an operation serves this operation."""
+    """Answers each message (frame) of the judge. A method with the name of an operation serves this operation."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
         self._channel = channel
@@ -79,7 +78,7 @@ def explain(error: BaseException) -> str:
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields ``error``, the error that caused it, the cause of that error, and so on."""
+    """Yields ``error`` and the chain of its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
@@ -88,7 +87,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _wanted_compiler(error: BaseException) -> bool:
-    """Returns whether the error arose because the jail does not allow programs to start, or new files to be made."""
+    """Returns whether the error arose because the jail forbids new programs or new files."""
     for cause in causes(error):
         if isinstance(cause, PermissionError) and cause.filename and not os.path.exists(cause.filename):
             return True

@@ -1,9 +1,8 @@
 """Runs the untrusted side of the sandbox: the warm parent and the workers that it forks.
 
 ``python -m cuda_agent.sandbox.worker.main FD`` is the warm parent: it imports torch, starts no thread, and forks
-workers on request. A worker closes the jail around itself, then serves the judge over one socket. A *reference* worker
-runs the task, a *candidate* worker runs a solution, and a *first pass* (``replay``) runs a solution that starts
-compilers."""
+workers on request. A worker enters the jail, then serves the judge over one socket. A *reference* worker runs the task,
+a *candidate* worker runs a solution, and a *first pass* (``replay``) runs a solution that starts compilers."""
 
 # ruff: noqa: E402
 import gc
@@ -80,8 +79,8 @@ def _serve(control: socket.socket, imports: Sequence[str]) -> None:
 
 
 def _kill_orphans(living: set[int]) -> None:
-    """Kills processes that dead workers left behind (compiling workers may start some), but not the workers in
-    ``living`` and their descendants. Stops all before it kills any, because a fork bomb would otherwise go on."""
+    """Kills processes that dead workers left behind, except the workers in ``living`` and their descendants. Stops all
+    of them first, because a fork bomb would otherwise go on."""
     seen: set[int] = set()
     while found := descendants(os.getpid(), living):
         standing = found <= seen

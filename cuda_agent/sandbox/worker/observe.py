@@ -61,8 +61,7 @@ def told(ran: dict[tuple[str, str], list[float]], total: float | None) -> list[l
 
 
 def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
-    """Returns records (``told``) of torch's operators in ``call``. ``call`` gets the recorder, and may ``add`` calls of
-    the solution's own functions to it."""
+    """Returns records (``told``) of torch's operators in ``call``, which may ``add`` other functions."""
     with Operators() as seen:
         begin = time.perf_counter()
         call(seen)
@@ -71,8 +70,8 @@ def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
 
 
 def kernels(call: Callable[[], Any]) -> list[list[Any]]:
-    """Returns records (``told``) of the GPU kernels that run in ``call``. A record's kind is ``memset``, or empty: then
-    the judge classifies the kernel by its name. Raises ``RuntimeError`` if the profiler sees no kernel."""
+    """Returns records (``told``) of the GPU kernels in ``call``. The kind is ``memset``, or empty for the judge to
+    classify. Raises ``RuntimeError`` if the profiler sees no kernel."""
     from torch.autograd import DeviceType
     from torch.autograd.profiler import profile  # torch.profiler would import torch's compiler, which needs a folder
 
@@ -140,10 +139,9 @@ def flops(call: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def views(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[list[int] | None]:
-    """Returns one item per result of a call: ``None`` if the call wrote the result, otherwise the result's strides. A
-    call did not write a view of a tensor in ``given`` or of another result, or a result whose elements share memory. If
-    several results lie in the same memory, one of them counts as written: the largest contiguous one, or else the
-    largest."""
+    """Returns one item per result of a call: ``None`` if the call wrote the result, otherwise the result's strides.
+    Views of tensors in ``given``, and results whose elements share memory, count as not written. Of several results in
+    the same memory, one counts as written: the largest contiguous result, or else the largest."""
     seen = {tensor.untyped_storage().data_ptr() for tensor in given}
     found: dict[int, list[int] | None] = {}
     for index in sorted(range(len(results)), key=lambda i: (not results[i].is_contiguous(), -results[i].numel())):

@@ -85,9 +85,8 @@ class Reference(WorkerLoop):
         self.settle()
 
     def draw_weights(self, frame: Frame) -> dict[str, Any]:
-        """Draws new values for the weights that the constructor does not draw at random, and writes them for the judge.
-        If they give more infinite or NaN outputs than the constructor's values do (for the inputs of ``frame.slot``),
-        restores the latter and answers ``kept``."""
+        """Redraws the weights that the constructor does not draw at random, and writes them for the judge. If the new
+        values give more infinite or NaN outputs, restores the constructor's values and answers ``kept``."""
         changed = [i for i, t in enumerate(self._state.values()) if t.data_ptr() in self._plain.addresses]
         seed, kept = frame.body["seed"], False
         if changed:
@@ -105,9 +104,8 @@ class Reference(WorkerLoop):
         return sum(int((~torch.isfinite(tensor)).sum()) for tensor in outputs)
 
     def draw_inputs(self, frame: Frame) -> bool:
-        """Draws inputs under the judge's seed and writes them to the output area, from which the judge copies them.
-        Returns false if the task has no inputs of the requested kind. Uses one thread, because only one draws random
-        numbers and idle threads would spin."""
+        """Draws inputs under the judge's seed and writes them to the output area. Returns false if the task has no
+        inputs of the requested kind. Uses one thread, because idle threads would spin."""
         with _threads(1):
             found = self._draw_inputs(frame.body["seed"], frame.body["kind"], self._example(0)[0])
         self.settle()
@@ -163,8 +161,8 @@ class Reference(WorkerLoop):
         store(self._last, self._slots.output_tensors(frame.slot))
 
     def compile_task(self, frame: Frame) -> None:
-        """Makes ``run`` call the compiled model. The request may name a folder of a warm-up's results (``known``), and
-        the folder of a first pass that compiled the same model (``graphs``)."""
+        """Makes ``run`` call the compiled model. The request names the folders of results of a warm-up (``known``) and
+        of a first pass of the same model (``graphs``), or empty strings."""
         from cuda_agent.sandbox.worker import compiling
 
         known = frame.body["known"]
@@ -245,7 +243,6 @@ class Reference(WorkerLoop):
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Makes torch compute with ``count`` threads inside the context."""
     usual = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -60,7 +60,7 @@ class RecordingPass(WorkerLoop):
 
 
 def settle() -> None:
-    """Applies settings that are part of the keys of a first pass's caches. All processes that use them need these."""
+    """Applies the settings on which the cache keys of first passes depend, the same in all processes."""
     if (extensions := sys.modules.get("torch.utils.cpp_extension")) is not None:  # imported before CUDA_HOME was set
         extensions.CUDA_HOME = os.environ.get("CUDA_HOME")  # type: ignore[attr-defined]
     import torch._inductor.config as config
@@ -83,8 +83,7 @@ def _key(arguments: Any, folder: Any) -> str:
 
 
 def _note_programs(notes: dict[str, Any]) -> None:
-    """Records in ``notes`` every program that ``subprocess`` runs from now on: command, folder, exit code, standard
-    output and standard error."""
+    """Records in ``notes`` the command, folder, exit code and output of every program that ``subprocess`` runs."""
 
     class Noting(_RealPopen):  # type: ignore[type-arg]
         def __init__(self, args: Any, *more: Any, **options: Any) -> None:

@@ -1,7 +1,7 @@
-"""Lets a solution's second pass find the files of its first pass, although it makes them anew under other names.
+"""Makes a solution's second pass find the files of its first pass.
 
-A solution may write its sources when it is imported, or compile in a new temporary folder. In the second pass the
-folder of the first one can only be read. All of this runs in the solution's own process, and no wall depends on it."""
+A solution may write its sources when it is imported, or compile in a new temporary folder. In the second pass, the
+first pass's folder is read-only. The sandbox's security does not depend on this code."""
 
 import builtins
 import io
@@ -18,9 +18,9 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 def keep_files(place: Path, replayed: bool) -> None:
-    """Changes this process's functions for files, as far as files in the folder ``place`` are concerned. In both passes
-    the n-th temporary file with the same prefix, suffix and folder has the same name, and no file is removed. In the
-    second pass (``replayed``) writing to a file does nothing, because the file is there already."""
+    """Changes this process's file functions for the folder ``place``. In both passes the n-th temporary file with the
+    same prefix, suffix and folder has the same name, and no file is removed. In the second pass (``replayed``) writes
+    do nothing, because the files exist already."""
     counts: Counter[tuple[Any, ...]] = Counter()
     inside = _inside(place)
 

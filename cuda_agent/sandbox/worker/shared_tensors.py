@@ -15,15 +15,14 @@ from cuda_agent.sandbox.wire import span
 
 
 class Slots:
-    """The shared memory of all slots, mapped in a worker. A slot has room for the inputs and outputs of one call.
-    ``places`` comes from ``Buffers.places``. Its ``layout`` has one item per slot:
-    ``{"in": [offsets], "out": [offsets]}``, in bytes. The worker cannot write to inputs and weights."""
+    """The shared memory of all slots, mapped in a worker, which cannot write to inputs and weights. ``places`` comes
+    from ``Buffers.places``. Its ``layout`` has one item per slot: ``{"in": [offsets], "out": [offsets]}``, in bytes."""
 
     def __init__(
         self, spec: dict[str, Any], places: dict[str, Any], fds: list[int], device: str, before: "Slots | None" = None
     ) -> None:
-        """Maps the areas with the descriptors ``fds``. If ``before``, the slots of an earlier plan, has the same areas
-        of a GPU, takes its mappings; otherwise removes them."""
+        """Maps the areas with the descriptors ``fds``. If ``before``, the slots of an earlier plan, has the same GPU
+        areas, takes over its mappings; otherwise removes them."""
         layout, sizes = places["layout"], places["sizes"]
         self._numbers = places["areas"]
         self._areas: list[driver.Shared] = []
@@ -60,8 +59,7 @@ class Slots:
         return tensor_at(address, tensor, self.device)
 
     def tensor_of(self, address: Callable[[str], int], tensor: dict[str, Any]) -> torch.Tensor:
-        """Returns the tensor of a library node that ``tensor`` describes. It lies in the buffer that the description
-        names; ``address`` maps a buffer's name to its address."""
+        """Returns a library node's tensor, as ``tensor`` describes it; ``address`` maps buffers to addresses."""
         return self.tensor(address(tensor["buffer"]), tensor)
 
     def input_tensors(self, slot: int) -> list[torch.Tensor]:
@@ -76,8 +74,7 @@ class Slots:
 
 
 def map_memory(descriptor: int, size: int, writable: bool) -> int:
-    """Maps ``size`` bytes of shared memory (private memory for descriptor -1) and returns the address. Unlike
-    ``mmap.mmap`` this keeps no descriptor."""
+    """Maps ``size`` bytes of shared memory (descriptor -1: private memory) and returns the address."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     kind = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     kind |= mmap.MAP_POPULATE  # so that no first touch of a page is timed
@@ -93,8 +90,7 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 
 
 def tensor_at(address: int, tensor: dict[str, Any], device: str) -> torch.Tensor:
-    """Returns a tensor over the memory at ``address``, with the shape and dtype in ``tensor``. The caller keeps the
-    memory mapped while the tensor is used."""
+    """Returns a tensor with the shape and dtype of ``tensor`` over memory at ``address``, which must stay mapped."""
     dtype: torch.dtype = getattr(torch, tensor["dtype"])
     count = math.prod(tensor["shape"])
     if count == 0:
@@ -158,8 +154,7 @@ def is_plain(value: Any) -> bool:
 
 
 def argument_of(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Returns an argument as JSON, in which each tensor is replaced by an index into ``tensors``. Appends the tensor to
-    this list."""
+    """Returns an argument as JSON. Appends its tensors to ``tensors``, and replaces them by their indices."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}

@@ -1,10 +1,8 @@
-"""Lets ``load_inline`` and ``load`` of ``torch.utils.cpp_extension`` compile in seconds, against stand-ins for torch's
-headers.
+"""Makes ``torch.utils.cpp_extension`` compile in seconds, against stand-ins for torch's headers.
 
-Torch writes and runs its build as always, with its own flags; only the folder of torch's headers is another one. If
-that build fails, or its library is not a module, torch builds with its own headers, unless that is bound to fail too.
-The second pass takes the same way, because it replays the same builds. The stand-ins are the headers in
-``cuda_agent/sandbox/formats/stand_ins``."""
+Torch runs its usual build with another folder of headers (``cuda_agent/sandbox/formats/stand_ins``). If this build
+fails, or its library is not a module, torch builds with its own headers, unless that must fail, too. The second pass
+replays the same builds."""
 
 import contextlib
 import inspect
@@ -41,9 +39,9 @@ def write_headers(place: Path, headers: Mapping[str, str]) -> None:
 
 
 def _fails_anyway(said: str, folder: Path) -> bool:
-    """Returns whether a build with torch's own headers would fail like the build that ``said`` this. That is so if the
-    first error of a command is that the module is defined twice, or that a bound function is declared nowhere: neither
-    in the sources nor, as a word, in torch's headers. ``folder`` keeps what the search in the headers found."""
+    """Returns whether a build with torch's own headers would fail as well; ``said`` is the failed build's output. It
+    would if the module is defined twice, or if a command's first error is a bound function that neither the sources nor
+    torch's headers declare. ``folder`` caches the search in the headers."""
     for output in said.split(_FAILED)[1:]:
         if found := _TWICE.search(output) or _UNBOUND.search(output):
             first = output.find("error: ")
@@ -53,7 +51,7 @@ def _fails_anyway(said: str, folder: Path) -> bool:
 
 
 def _in_headers(name: str, folder: Path) -> bool:
-    """Returns whether a header of torch holds the word ``name``. A file in ``folder`` remembers that none does."""
+    """Returns whether a header of torch holds the word ``name``. A file in ``folder`` caches a negative result."""
     mark = folder / f"undeclared-{name}"
     if mark.exists():
         return False

@@ -1,8 +1,8 @@
 """Runs background commands of a workspace. Each command has a keeper: a child of the workspace's process.
 
 The keeper starts the command in the shell's jail and collects its output. It ends the command and all its processes on
-request, at a limit, or when the workspace has ended. It adopts orphaned processes of its command; otherwise the end of
-a foreground command would kill them. A background command gets no input and cannot run compile, verify or profile."""
+request, at a limit, or when the workspace has ended. It adopts orphaned processes, because the end of a foreground
+command would kill them. A background command gets no input and cannot run compile, verify or profile."""
 
 import contextlib
 import json
@@ -57,8 +57,7 @@ class Backgrounds:
         return name
 
     def tell(self, name: str, request: bytes) -> str:
-        """Returns the new output and the state of the command with the id ``name``. If ``request`` is ``KILL``, ends
-        the command first. Raises ``ToolRefused`` for an unknown id."""
+        """Returns new output and state of a command; the request ``KILL`` ends it first. Raises ``ToolRefused``."""
         if name not in self._channels:
             known = ", ".join(self._channels) or "none"
             raise ToolRefused(f"there is no background command {name[:20]!r} (there are: {known})")
@@ -106,9 +105,8 @@ class Backgrounds:
 
 
 def _keep(shell: Shell, requests: int, tells: int, others: list[int], command: str) -> NoReturn:
-    """Makes this process the keeper of ``command``; never returns. Each byte from the descriptor ``requests`` is a
-    request; the answer is a line of JSON to the descriptor ``tells``. Closes the descriptors ``others``, which only the
-    parent needs."""
+    """Makes this process the keeper of ``command``; never returns. Reads one-byte requests from the descriptor
+    ``requests``, and writes answers as lines of JSON to ``tells``. Closes the parent's descriptors ``others``."""
     for descriptor in others:
         os.close(descriptor)
     shell.client.close()

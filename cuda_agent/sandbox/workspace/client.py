@@ -39,13 +39,12 @@ _OPEN_SECONDS, _GRACE_SECONDS = 30.0, 20.0  # how long a start, or a call beyond
 
 
 class WorkspaceLost(Exception):
-    """The error of a workspace whose process died or hangs; this is an infrastructure fault."""
+    """The process of a workspace died or hangs; this is an infrastructure fault."""
 
 
 class Workspaces:
-    """Owns the warm parent, the process that forks workspaces. It starts with ``async with``, or else with the first
-    workspace. All work folders lie in one temporary folder. The warm parent removes this folder at its end, even if
-    this process was killed."""
+    """Owns the warm parent, which forks workspaces. It starts with ``async with``, or else with the first workspace. It
+    removes the temporary folder of all work folders at its end, even if this process was killed."""
 
     def __init__(self, limits: CommandLimits | None = None) -> None:
         self.limits = limits or CommandLimits()
@@ -158,8 +157,8 @@ class Workspace:
         self._broken = False
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs a tool and returns its result. If the tool runs compile, verify or profile, the function ``commands``
-        answers, and its exceptions pass through. Raises ``WorkspaceLost``."""
+        """Runs a tool and returns its result. The commands compile, verify and profile call the function ``commands``,
+        whose exceptions pass through. Raises ``WorkspaceLost``."""
         try:
             body = checked_call(tool, arguments)
         except ToolRefused as refused:

@@ -22,13 +22,12 @@ READ_LINES = 2000
 
 
 class ToolRefused(Exception):
-    """The refusal of a tool call; the agent gets the message as the result of the call."""
+    """A tool call is refused; the agent gets the message as the result of the call."""
 
 
 class Folder:
-    """The work folder ``root`` and its tools. ``protected`` maps each protected file name to the text that it must
-    have, or to ``None`` if it must not exist. The agent may change an existing file only after it has read or written
-    the file's current content."""
+    """The work folder ``root`` and its tools. ``protected`` maps each protected file name to its required text, or to
+    ``None`` if the file must not exist. The agent may change a file only if it knows the file's current content."""
 
     def __init__(self, root: str, protected: dict[str, str | None]) -> None:
         if any("/" in name for name in protected):
@@ -82,8 +81,8 @@ class Folder:
         return "ok"
 
     def glob(self, pattern: str, path: str = ".") -> str:
-        """Returns the sorted paths of the files below ``path`` that match ``pattern``, one per line. In ``pattern``,
-        ``**`` stands for any number of folders."""
+        """Returns the sorted paths below ``path`` that match ``pattern``, a line each; ``**`` stands for any
+        folders."""
         base = self.resolve(path)
         prefix = "" if base == "." else base + "/"
         parts = tuple(part for part in pattern.split("/") if part not in ("", "."))
@@ -94,7 +93,7 @@ class Folder:
         return "\n".join(found) or "(no matches)"
 
     def fill(self, files: dict[str, str]) -> None:
-        """Writes the initial files. They count as not yet read by the agent."""
+        """Writes the initial files, which count as not yet read by the agent."""
         for path, content in files.items():
             self._store(self.resolve(path), content)
         self._seen.clear()
@@ -183,7 +182,7 @@ class Folder:
             raise ToolRefused(f"{name} is not text") from None
 
     def _store(self, name: str, content: str) -> None:
-        """Writes a file atomically: a temporary file in the same folder is renamed to ``name``."""
+        """Writes a file atomically, through a temporary file in the same folder."""
         try:
             data = content.encode()
         except UnicodeEncodeError:
@@ -203,7 +202,7 @@ class Folder:
         self._seen[name] = _digest(content)
 
     def _discard(self, path: str) -> None:
-        """Removes the file at ``path``. Moves a folder out of the work folder instead: it may be too deep to remove."""
+        """Removes the file at ``path``. Moves a folder out of the work folder, since it may be too deep to remove."""
         if os.path.isdir(path) and not os.path.islink(path):
             self._discarded += 1
             os.rename(path, f"{self.root}.discarded{self._discarded}")
@@ -236,8 +235,7 @@ class Folder:
 
 
 def disk_use(root: str, limit: int) -> int:
-    """Returns the bytes on disk below ``root``; each file or folder counts at least 4 KiB. Stops once the sum exceeds
-    ``limit``."""
+    """Returns the bytes on disk below ``root``, at least 4 KiB per entry. Stops once the sum exceeds ``limit``."""
     total, pending = 0, [root]
     while pending and total <= limit:
         try:

@@ -1,9 +1,8 @@
 """Runs a workspace's shell commands one after the other, each in a jail inside the worker's jail, within limits.
 
 The current folder and the exported variables persist between commands. ``compile``, ``verify`` and ``profile`` are
-scripts on the shell's PATH. A script sends its request to the worker through a FIFO. The worker asks the client, which
-still waits for the result of its tool call, and the answer returns the same way. Data from a shell may be forged, so it
-is checked."""
+scripts on the shell's PATH. A script sends its request through a FIFO to the worker, which forwards it to the client;
+the answer returns the same way. Data from a shell may be forged, so the worker checks all data."""
 
 import contextlib
 import ctypes
@@ -51,8 +50,7 @@ exit "$status"
 
 @dataclass(frozen=True)
 class CommandLimits:
-    """The limits of a workspace. ``shell_seconds`` limits one shell command, without the time in which it waits for
-    compile, verify or profile."""
+    """The limits of a workspace. ``shell_seconds`` excludes the waiting for compile, verify or profile."""
 
     shell_seconds: float = 30.0
     output_chars: int = 30_000  # of one tool's text; the middle is cut
@@ -119,7 +117,7 @@ class Shell:
         self.paused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # while a time may be taken
 
     def run(self, program: list[str], seconds: float) -> CommandOutcome:
-        """Runs a program until it ends or exceeds a limit. Afterwards none of the program's processes is alive."""
+        """Runs a program until it ends or exceeds a limit, then kills its remaining processes."""
         requests = self._requests()
         out_read, out_write = os.pipe()
         state_read, state_write = os.pipe()
@@ -181,8 +179,8 @@ class Shell:
         return CommandOutcome(code if code is not None else -signal.SIGKILL, output.text(), killed)
 
     def become(self, program: list[str], out: int, state: int, environment: dict[str, str]) -> None:
-        """Turns this forked child into the jailed ``program``. The program's output goes to the descriptor ``out``. A
-        shell that exits writes its current folder and exported variables to the descriptor ``state``."""
+        """Turns this forked child into the jailed ``program``, with output to the descriptor ``out``. A shell that
+        exits writes its current folder and exported variables to the descriptor ``state``."""
         os.setsid()
         null = os.open("/dev/null", os.O_RDONLY)
         for descriptor, number in ((null, 0), (out, 1), (out, 2), (state, _STATE_FD)):
@@ -202,8 +200,8 @@ class Shell:
             os._exit(126)
 
     def overuse(self, used: float, seconds: float, disk: bool) -> str:
-        """Returns why a command that has run for ``used`` of its ``seconds`` must be killed, or an empty string if it
-        is within its limits. Disk use is measured only if ``disk`` is true."""
+        """Returns why to kill a command after ``used`` of ``seconds``, or an empty string. ``disk``: also checks the
+        disk."""
         if used > seconds:
             return f"killed after {seconds:g} s"
         pids = descendants(os.getpid())
@@ -229,8 +227,7 @@ class Shell:
             time.sleep(0.001)
 
     def _requests(self) -> int:
-        """Creates the FIFO for the scripts' requests and returns its descriptor. Every command gets a new FIFO, since
-        the previous command may have replaced the old one."""
+        """Returns the descriptor of a new FIFO for requests; the previous command may have replaced the old FIFO."""
         path = f"{self.pipes}/requests"
         for folder in (self.files.root, f"{self.folder}/tmp", self.pipes):
             os.chmod(folder, 0o700)
@@ -248,7 +245,7 @@ class Shell:
             send_frame(self.client, WorkspaceOperation.RUN_COMMAND, body, slot=self.asked % 256)
 
     def _answer(self, pid: str, result: ToolResult) -> None:
-        """Sends the result to the script with the process id ``pid``; drops the result if the script has ended."""
+        """Sends the result to the script with the process id ``pid``, if the script still runs."""
         path = f"{self.pipes}/{pid}"
         text = cut(result.text, _ANSWER_BYTES // 4).replace("\0", "").encode(errors="replace")
         with contextlib.suppress(OSError):
@@ -262,8 +259,8 @@ class Shell:
 
 
 def _records(pending: bytearray, data: bytes) -> Iterable[list[str]]:
-    """Yields each complete request of a script as [process id, command, *arguments]; drops malformed requests.
-    ``pending`` keeps the start of an incomplete request, to which the next ``data`` is appended."""
+    """Yields complete requests as [process id, command, *arguments], without malformed requests. ``pending`` keeps the
+    start of an incomplete request."""
     pending += data
     *records, rest = bytes(pending).split(b"\x1e")
     pending[:] = rest[-_REQUEST_BYTES:]

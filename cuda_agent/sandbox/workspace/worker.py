@@ -1,9 +1,8 @@
 """Runs the processes of workspaces: each holds the shell and the file tools of one agent, inside the jail.
 
-``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent. It imports no torch, so it starts fast,
-and it has one thread. It forks a worker for every workspace. After a workspace has ended, the warm parent removes its
-folder and kills its remaining processes. A worker closes the jail around itself, then serves its client over one
-socket, one tool call after the other."""
+``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent. It has one thread, and no torch. It
+forks a worker for every workspace. After a workspace has ended, it kills the remaining processes and removes the
+folder. A worker enters the jail, then serves its client over one socket, one tool call after the other."""
 
 import gc
 import os
@@ -197,9 +196,8 @@ _PARAMETERS: dict[str, dict[str, str]] = {  # a name that ends in "?" may be lef
 
 
 def checked(tool: str, arguments: Any, parameters: dict[str, str] | None = None) -> dict[str, Any]:
-    """Checks the arguments of a tool call and returns them, converted to the types in ``parameters`` (by default those
-    of ``tool``). Text such as "3" or "true" counts as a number or truth value, because calls in XML carry text only.
-    Raises ``ToolRefused``, whose message names the wrong argument."""
+    """Returns the arguments of a tool call, converted to the types in ``parameters`` (by default those of ``tool``).
+    Text such as "3" or "true" counts as a number or truth value. Raises ``ToolRefused`` with the wrong argument."""
     parameters = parameters or _PARAMETERS.get(tool)
     if parameters is None:
         raise ToolRefused(f"there is no tool {tool[:40]!r}")

@@ -1,11 +1,10 @@
 """Manages the memory that the judge shares with its workers.
 
-Each worker has an input area and an output area. The input area holds inputs and weights, which a worker can only read.
-The worker writes its outputs to the output area, and the judge copies them from there. The room for the inputs and
-outputs of one call is called a slot. Before every call the judge fills the outputs, and the gaps beside them, with
-poison (large numbers): an output that the worker does not write is wrong, and so is a gap that it writes. Writes that
-leap over a gap are not seen. ``Area`` is an area on the CPU, with NumPy arrays (bfloat16 as its 16 raw bits);
-``device.Area`` is an area on the GPU."""
+Each worker has an input area with inputs and weights, which it can only read, and an output area, from which the judge
+copies the outputs. A slot is the room for the inputs and outputs of one call. Before every call the judge fills the
+outputs, and the gaps beside them, with poison (large numbers). So the judge detects outputs that the worker did not
+write, and gaps that it did write, but not writes beyond a gap. ``Area`` lies on the CPU, with NumPy arrays (bfloat16 as
+its 16 raw bits); ``device.Area`` lies on the GPU."""
 
 import contextlib
 import fcntl
@@ -44,9 +43,8 @@ def call_bytes(spec: TaskSpec) -> int:
 
 
 class Area:
-    """An area of shared memory on the CPU. It has ``size`` bytes, but at least one page. A worker maps it through its
-    ``descriptor``, and cannot write to it if it is ``read_only``. If ``touched``, all pages are allocated at once, and
-    callers must call ``fit`` before they use the area."""
+    """An area of shared CPU memory, with ``size`` bytes but at least one page. A worker maps it through ``descriptor``,
+    and can write to it unless ``read_only``. ``touched`` allocates all pages at once; call ``fit`` before use then."""
 
     number = 0  # areas of a GPU have numbers
 
@@ -84,11 +82,11 @@ class Area:
         return self.bytes[offset : offset + size].tobytes()
 
     def poison(self, offset: int, size: int, pattern: bytes) -> None:
-        """Fills ``size`` bytes with the four of ``pattern``. ``offset`` and ``size`` are multiples of 4."""
+        """Fills ``size`` bytes with repeats of the 4-byte ``pattern``. ``offset`` and ``size`` are multiples of 4."""
         self.bytes[offset : offset + size].view(numpy.uint32)[...] = numpy.frombuffer(pattern, numpy.uint32)[0]
 
     def settle(self) -> None:
-        """Does nothing: on the CPU ``write``, ``read`` and ``poison`` have finished when they return."""
+        """Does nothing, because all methods finish before they return on the CPU."""
 
     def close(self) -> None:
         del self.bytes
@@ -99,7 +97,7 @@ class Area:
 
 class Spare:
     """Allocates both areas of the next candidate while the judge is idle, because allocation takes longer than the
-    checks of a small task. Each area is a little larger than any that the last eight candidates needed."""
+    checks of a small task. Their sizes cover all of the last eight candidates."""
 
     def __init__(self) -> None:
         self._asked: deque[tuple[int, int]] = deque(maxlen=8)
@@ -133,12 +131,10 @@ class Buffers:
 
     Args:
         slots: The number of slots. Each slot holds the inputs and outputs of one call.
-        examples: The number of sets of inputs and outputs that a reference worker can draw in one request. The output
-            area has room for them; the first set's outputs are those of the first slot. If there is one, the area also
-            has room for weights.
+        examples: The number of sets of inputs and outputs that a reference worker can draw in one request. If positive,
+            the output area holds these sets and the weights. The first set's outputs are the first slot's outputs.
         fixed: Whether the gaps between tensors have a fixed width, so that offsets are the same in every run.
-        areas: A function that makes both areas, given their sizes in bytes. By default they lie in CPU memory.
-    """
+        areas: A function from two sizes in bytes to the two areas. By default they lie in CPU memory."""
 
     def __init__(
         self,
@@ -174,16 +170,13 @@ class Buffers:
         }  # fmt: skip
 
     def _place(self, area: int, tensor: Tensor) -> int:
-        """Reserves room for ``tensor`` in the input area (``area`` is 0) or the output area (1). Returns its offset in
-        bytes. There is a gap before it. Its random width makes addresses differ between candidates, unless the buffers
-        are ``fixed``."""
+        """Reserves room for ``tensor`` in the input area (0) or the output area (1). Returns the offset in bytes."""
         start = self._sizes[area] + _ALIGN * (1 if self._fixed else 1 + secrets.randbelow(16))
         self._sizes[area] = start + -(-byte_count(tensor) // _ALIGN) * _ALIGN
         return start
 
     def fill(self, slot: int, inputs: Sequence[Any]) -> None:
-        """Copies ``inputs`` into a slot, and fills the slot's outputs and gaps with poison (new large numbers each
-        time)."""
+        """Copies ``inputs`` into a slot, and fills the slot's outputs and gaps with new poison."""
         for offset, tensor, values in zip(self.slots[slot]["in"], self.spec.inputs, inputs, strict=True):
             self.input_area.write(offset, tensor, values)
         room = self._rooms[slot]
@@ -196,7 +189,7 @@ class Buffers:
         return self.values(self.slots[slot]["out"], self.spec.outputs)
 
     def written(self, slot: int) -> list[Any]:
-        """Returns what ``outputs`` returns. Raises ``WorkerError`` if the worker also wrote to a gap beside them."""
+        """Returns copies of a slot's outputs. Raises ``WorkerError`` if the worker also wrote to a gap."""
         room, pattern = self._rooms[slot], self._patterns.get(slot)
         begin = room.start
         for offset, tensor in zip([*self.slots[slot]["out"], room.stop], [*self.spec.outputs, _NOTHING], strict=True):

@@ -96,7 +96,7 @@ WHOLE(int16, short)
 WHOLE(int8, signed char)
 WHOLE(uint8, unsigned char)
 
-// Sums of squares of the difference from the exact values, and of these.
+// Two sums of squares: of the differences from the exact values, and of the exact values.
 template <class T>
 __device__ void distance(const T* have, const double* exact, long long n, double* sums) {
   double off = 0, norm = 0;

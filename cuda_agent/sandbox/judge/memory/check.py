@@ -1,8 +1,8 @@
 """Compares a candidate's outputs with the reference's outputs, in pure functions on NumPy arrays.
 
-The tolerance has an absolute and a relative part, as in ``torch.allclose``. Unlike there, the absolute part shrinks
-with the magnitude of the expected values: an output of zeros must not pass where values of about 1e-6 are expected.
-Integers and booleans must be equal. Shapes and dtypes need no check, because the task's spec determines them."""
+The tolerance has an absolute and a relative part, as in ``torch.allclose``. Here the absolute part shrinks with the
+magnitude of the expected values: zeros must not pass where values of about 1e-6 are expected. Integers and booleans
+must be equal. Shapes and dtypes need no check, because the task's spec determines them."""
 
 from collections.abc import Sequence
 
@@ -18,9 +18,9 @@ def mismatch(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> tuple[str, float]:
     """Compares the outputs ``actual`` with ``expected``. Returns a message about the first output that differs (empty
-    if they agree), and the largest absolute difference of finite values. ``tensors`` holds each output's shape and
-    dtype. A value may differ by ``tolerance * (magnitude + scale)``. Here ``magnitude`` is the absolute expected value;
-    ``scale`` is the root mean square of the output's expected values, but at most ``cap``. Integers must be equal."""
+    if they agree), and the largest absolute difference of finite values. ``tensors`` holds shapes and dtypes. A value
+    may differ by ``tolerance * (magnitude + scale)``. ``magnitude`` is the absolute expected value; ``scale`` is the
+    root mean square of the output's expected values, at most ``cap``. Integers must be equal."""
     largest = 0.0
     for index, (want, have, tensor) in enumerate(zip(expected, actual, tensors, strict=True)):
         wanted, given = (real(values, tensor.dtype).ravel() for values in (want, have))
@@ -32,7 +32,7 @@ def mismatch(
 
 
 def agree(expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float) -> bool:
-    """Returns whether ``mismatch`` finds no difference. The search ends soon after the first one."""
+    """Returns whether ``mismatch`` finds no difference. Stops soon after the first difference."""
     for want, have, tensor in zip(expected, actual, tensors, strict=True):
         wanted, given = (real(values, tensor.dtype).ravel() for values in (want, have))
         if _compare(wanted, given, tolerance, cap=1.0, whole=False)[2]:
@@ -60,9 +60,8 @@ def real(values: Array, dtype: str) -> Array:
 
 
 def _compare(want: Array, have: Array, tolerance: float, cap: float, whole: bool = True) -> tuple[str, float, int]:
-    """Compares the output ``have`` with the expected output ``want``, by the rule of ``mismatch``. Returns a message
-    (empty if they agree), the largest absolute difference, and the number of values that differ too much. Unless
-    ``whole``, stops soon after the first such value."""
+    """Compares one output by the rule of ``mismatch``. Returns a message (empty if they agree), the largest absolute
+    difference, and the number of wrong values. Unless ``whole``, stops soon after the first wrong value."""
     if want.dtype.kind in "iu":
         wrong = numpy.flatnonzero(want != have)
         if not wrong.size:

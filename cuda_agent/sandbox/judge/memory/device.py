@@ -1,9 +1,8 @@
 """Provides buffers and comparisons on the GPU, in the judge's CUDA context; ``host`` provides the same on the CPU.
 
-The judge allocates the areas of memory that it shares with a worker, and exports them by file descriptor. A worker maps
-inputs and weights read-only: if it writes to them, it crashes, and the judge's context stays intact. The judge copies
-outputs to its own memory before it compares them. Comparisons run on the device (``check.cu``) by the rules of
-``check``. Callers must call ``open_judge`` before any other function."""
+The judge allocates the areas that it shares with a worker, and exports them by file descriptor. A worker maps inputs
+and weights read-only: a write crashes the worker, but not the judge's context. The judge copies outputs to private
+memory and compares them on the device (``check.cu``), by the rules of ``check``. Call ``open_judge`` first."""
 
 import contextlib
 import ctypes
@@ -39,7 +38,7 @@ _FAR_ABOVE = 8  # a fill that takes so many times its floor has waited for other
 
 class Array:
     """A buffer of ``size`` bytes in the judge's device memory. The driver keeps freed memory for other arrays, because
-    memory that is new to the process makes it wait for the device."""
+    new memory makes the process wait for the device."""
 
     def __init__(self, size: int) -> None:
         self.size, self.address = size, 0
@@ -52,8 +51,8 @@ class Array:
 
 
 class Area(driver.Shared):
-    """An area of GPU memory, shared with a worker. Copies that its methods start are finished only after ``settle``.
-    A closed area is kept for a later worker, because the driver takes long to make one."""
+    """An area of GPU memory, shared with a worker. Its copies are finished only after ``settle``. Closed areas are kept
+    for later workers, because the driver takes long to make an area."""
 
     _idle: ClassVar[dict[int, list["Area"]]] = {}  # closed areas by size; no process but this one maps them
     _numbers: ClassVar[Iterator[int]] = itertools.count(1)
@@ -64,7 +63,7 @@ class Area(driver.Shared):
 
     @classmethod
     def of(cls, size: int) -> "Area":
-        """Returns an area of at least ``size`` bytes, and at most an eighth more above 16 MB."""
+        """Returns an area of at least ``size`` bytes. Above 16 MB, the surplus is at most an eighth."""
         step = max(_LEAST_AREA, 1 << max(0, size.bit_length() - 4))
         size = -(-max(size, 1) // step) * step
         idle = cls._idle.get(size)
@@ -130,8 +129,7 @@ _judge: _Judge | None = None
 
 
 def open_judge(kernels: Path) -> None:
-    """Opens the GPU in this process, and loads the cubin of ``check.cu`` from the file ``kernels``. Raises
-    ``driver.NoDevice`` if the machine has no GPU."""
+    """Opens the GPU and loads ``kernels``, the cubin of ``check.cu``. Raises ``driver.NoDevice`` without a GPU."""
     global _judge
     driver.open_device()
     driver.keep_freed()
@@ -159,20 +157,20 @@ def prepared_bytes() -> int:
 
 
 def free_bytes() -> int:
-    """Returns the bytes of the device that no process holds. What ``trim`` would free is not among them."""
+    """Returns the free bytes of the device, without those that ``trim`` would free."""
     return driver.memory_bytes()[0]
 
 
 def chained_slots(size: int) -> int:
-    """Returns the number of slots for a candidate that runs chains of calls, for a task whose inputs and outputs take
-    ``size`` bytes. A second slot of the largest tasks would not fit on the device beside the judge's own copies."""
+    """Returns the number of slots of a candidate that runs chains of calls, with ``size`` bytes of inputs and outputs.
+    The largest tasks get one slot, because the device also holds the judge's copies."""
     if size > driver.memory_bytes()[1] // 12:
         return 1
     return min(max(2, 3 * SLOTS_BYTES // max(1, size)), LONGEST_CHAIN)
 
 
 def trim() -> None:
-    """Gives memory that no array and no area uses back to the device."""
+    """Releases to the device all memory that no array and no area uses."""
     while Area._idle:
         for area in Area._idle.popitem()[1]:
             super(Area, area).close()
@@ -187,9 +185,8 @@ def flush() -> None:
 
 
 def shared(peak: float | None) -> bool:
-    """Returns whether another process uses the device now. The device then runs the processes in turns of some
-    milliseconds, so one long piece of work takes longer than the sum of its parts. ``peak`` is the peak rate of the
-    device's memory in bytes per second, or ``None`` if unknown."""
+    """Returns whether another process uses the device now. The processes then take turns of some milliseconds, so a
+    long piece of work takes longer than the sum of its parts. ``peak`` is the memory's peak rate in bytes/s."""
 
     def wall(fills: int) -> float:
         begin = time.perf_counter()
@@ -208,15 +205,14 @@ def takes_turns(part: float, of_whole: float, floor: float) -> bool:
     """Returns whether a device seems to run other processes in turn with this one.
 
     Args:
-        part: Shortest seconds in which one buffer was filled (H100: 45 us; beside another process 45 to 1,000 us).
-        of_whole: Shortest seconds per buffer when many were filled in a row (35 us; beside it 58 to 230 us).
+        part: Shortest seconds to fill one buffer (H100: 45 us; beside another process 45 to 1,000 us).
+        of_whole: Shortest seconds per buffer to fill many in a row (35 us; beside another process 58 to 230 us).
         floor: Seconds that one buffer takes at the memory's peak rate (31 us)."""
     return of_whole > part or part > _FAR_ABOVE * floor
 
 
 def healthy() -> bool:
-    """Returns whether known arrays compare as they should. This tests the memory, a kernel launch and a copy to the
-    host."""
+    """Returns whether known arrays compare correctly. This tests memory, a kernel launch and a copy to the host."""
     ones, twos, tensors = Array(4096), Array(4096), [Tensor((1024,), "float32")]
     for array, word in ((ones, 0x3F800000), (twos, 0x40000000)):
         driver.fill_words(array.address, word, 1024)
@@ -227,8 +223,7 @@ def healthy() -> bool:
 def mismatch(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> tuple[str, float]:
-    """Compares ``actual`` with ``expected`` on the device, by the rule of ``check.mismatch``. Returns a message that
-    says how they differ (empty if they agree), and the largest absolute difference among finite values."""
+    """Compares ``actual`` with ``expected`` on the device, with the rule and the results of ``check.mismatch``."""
     largest = 0.0
     for index, (want, have, tensor) in enumerate(zip(expected, actual, tensors, strict=True)):
         message, difference, _ = _compare(want, have, tensor, tolerance, cap)
@@ -287,7 +282,7 @@ def same(first: Sequence[Array], second: Sequence[Array]) -> bool:
 
 
 def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
-    """Returns sum((have - exact) ** 2) and sum(exact ** 2). Both are 0 unless the dtype is floating-point."""
+    """Returns sum((have - exact) ** 2) and sum(exact ** 2) for floating dtypes, else zeros."""
     if not tensor.dtype.startswith(("float", "bfloat")) or not have.size:
         return 0.0, 0.0
     judge, (dtype, count) = _ours(), _real(tensor)

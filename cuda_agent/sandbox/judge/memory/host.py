@@ -34,12 +34,12 @@ def pool_bytes() -> int:
 
 
 def prepared_bytes() -> int:
-    """Returns the most bytes that prepared tasks may hold together. The CPU has no such limit, only one per worker."""
+    """Returns a number that prepared tasks never reach, because the CPU's memory is limited per worker."""
     return 1 << 62
 
 
 def free_bytes() -> int:
-    """Returns a number that no task reaches: the CPU's memory is bounded for each worker."""
+    """Returns a number that no task reaches, because the CPU's memory is limited per worker."""
     return 1 << 62
 
 
@@ -48,11 +48,11 @@ def trim() -> None:
 
 
 def flush() -> None:
-    """Does nothing: filling buffers and comparing outputs already evicts older data from the CPU's caches."""
+    """Does nothing, because filling and comparing buffers already evicts older data from the CPU's caches."""
 
 
 def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
-    """Returns sum((have - exact) ** 2) and sum(exact ** 2). Both are 0 unless the dtype is floating-point."""
+    """Returns sum((have - exact) ** 2) and sum(exact ** 2) for floating dtypes, else zeros."""
     if not tensor.dtype.startswith(("float", "bfloat")):
         return 0.0, 0.0
     off = real(have, tensor.dtype).astype(numpy.float64).ravel() - exact.ravel()
@@ -60,6 +60,6 @@ def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
 
 
 def healthy() -> bool:
-    """Returns whether known arrays compare as they should."""
+    """Returns whether known arrays compare correctly."""
     ones, tensors = numpy.ones(1024, numpy.float32), [Tensor((1024,), "float32")]
     return not mismatch([ones], [ones], tensors, 0.1)[0] and bool(mismatch([ones], [2 * ones], tensors, 0.1)[0])

@@ -13,22 +13,20 @@ _CALL, _BYTES_PER_SECOND = 2e-6, 1e10  # seconds of one operator; bytes/s of one
 
 
 def eager(operators: int, touched: int, threads: int) -> float:
-    """Returns the seconds of ``operators`` operators that together read and write ``touched`` bytes."""
+    """Returns the seconds of a call with ``operators`` operators that read and write ``touched`` bytes."""
     return _CALL * operators + touched / (_BYTES_PER_SECOND * threads)
 
 
 def compiled(spec: TaskSpec, operators: int, touched: int, threads: int) -> float:
-    """Returns the seconds of one call of the compiled model, if eager runs ``operators`` operators, which read and
-    write ``touched`` bytes in total. The compiled model counts as one operator and a quarter of eager's; it moves the
-    inputs, the outputs and a quarter of the other bytes."""
+    """Returns the seconds of one call of the compiled model. Eager runs ``operators`` operators on ``touched`` bytes.
+    The compiled model runs 1 + ``operators`` / 4, on the inputs, the outputs and a quarter of the other bytes."""
     least = call_bytes(spec)
     return _CALL * (1 + operators / 4) + (least + max(0, touched - least) / 4) / (_BYTES_PER_SECOND * threads)
 
 
 def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads: int) -> float:
-    """Returns the seconds of one call of a plan. They depend on the number of its nodes, on the bytes of the buffers
-    that the nodes use, on the number of blocks of its kernels, and on whether ``files`` contain a vector hint
-    (``restrict``, say)."""
+    """Returns the seconds of one call of a plan. They depend on its nodes, the bytes of their buffers, the blocks of
+    its kernels, and on vector hints (such as ``restrict``) in ``files``."""
     sizes = {f"in:{i}": byte_count(t) for i, t in enumerate(spec.inputs)}
     sizes |= {f"out:{i}": byte_count(t) for i, t in enumerate(spec.outputs)}
     sizes |= {f"w:{i}": byte_count(t) for i, t in enumerate(spec.weights.values())}
@@ -49,8 +47,8 @@ def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads
 
 
 def extension(spec: TaskSpec, files: dict[str, str], threads: int) -> float:
-    """Returns the seconds of one call of a solution that is not a plan. They grow with the bytes of its inputs, outputs
-    and weights, and with the number of functions that its files export."""
+    """Returns the seconds of one call of a solution that is not a plan. They grow with the bytes of inputs, outputs and
+    weights, and with the number of exported functions."""
     least = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs, *spec.weights.values()))
     calls = sum(len(re.findall(r"REGISTER_BINDING", text)) for text in files.values())
     return _CALL * (2 + calls) + least / (_BYTES_PER_SECOND * threads)

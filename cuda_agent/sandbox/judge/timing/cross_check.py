@@ -1,21 +1,20 @@
 """Checks the times that a worker reports from the device's clock against the judge's own clock.
 
-If a solution has host code, this code can forge the CUDA events that time a call. It can also run work on a stream that
-the events do not cover. The judge therefore measures a lower bound of the time of a call.
+A solution with host code can forge the CUDA events that time a call, or run work on a stream that the events do not
+cover. The judge therefore measures a lower bound of a call's time.
 
 The judge times requests for one call, and requests for a chain: several calls on different inputs. The wall time of a
 request ends when the judge holds a copy of all outputs. The judge divides the difference of the two wall times by the
-number of additional calls, so the fixed cost of a request cancels out. It subtracts the time of an empty call, which it
-measured in the same way before untrusted code was loaded. The result is the lower bound. If the device has room for one
-slot only, there is no chain: the bound is the wall time of one call, less its delay and the time of an empty request.
+number of additional calls, so the fixed cost of a request cancels out. It subtracts the time of an empty call, measured
+in the same way before untrusted code was loaded. The result is the lower bound. If the device has room for one slot
+only, there is no chain: the bound is the wall time of one call, less its delay and the time of an empty request.
 
-While the host enqueues the calls of a request, the device waits in a kernel of known length: the delay. The judge does
-not see work on another stream during the delay. A chain's delay is therefore at most about twice the time in which the
-host would enqueue the same number of calls of eager.
+The delay is a kernel of known length, in which the device waits while the host enqueues the calls. The judge does not
+see work on another stream during the delay. A chain's delay is therefore at most about twice the time in which the host
+would enqueue the same number of calls of eager.
 
-Each wall time is measured several times, and the shortest counts: stopping processes can lengthen it by tenths of a
-millisecond (H200) but never shortens it. A reported time passes if it is at least 80 % of the bound, less an allowance
-for noise."""
+Each wall time is the shortest of several, because stopping processes can only lengthen it (by tenths of a millisecond
+on H200). A reported time passes if it is at least 80 % of the bound, less an allowance for noise."""
 
 import math
 from collections.abc import Callable
@@ -33,17 +32,15 @@ _SHARE = 0.8
 
 
 def longest(host: float) -> float:
-    """Returns the longest delay for one call of a chain, in seconds. ``host`` is how many seconds the host needs to
-    enqueue a call of eager."""
+    """Returns the longest delay of a call in a chain; ``host`` is the seconds to enqueue a call of eager."""
     return 2 * host
 
 
 class CrossCheck:
     def __init__(self, slots: int, empty: Callable[[int, int], float], host: float) -> None:
-        """Measures an empty call's time, and limits the delay of the candidate's calls. ``slots`` is the number of
-        calls in the longest chain. ``empty(calls, delay)`` runs a chain of empty calls after a delay in
-        units of ``DELAY_UNIT``, and returns its wall seconds. ``host`` is how many seconds the host needs to enqueue a
-        call of eager."""
+        """Measures an empty call's time. ``slots`` is the number of calls in the longest chain. ``empty(calls, delay)``
+        runs a chain of empty calls after a delay in units of ``DELAY_UNIT``, and returns its wall seconds. ``host`` is
+        the host's seconds to enqueue a call of eager; it limits later delays."""
         self.delay = _SHORTEST
         self._allowed = longest(host)
         self._enqueues = 0.0
@@ -54,16 +51,14 @@ class CrossCheck:
         self._empty = max(0.0, walls.slope(_EMPTY_DELAY))
 
     def heard(self, host: float) -> None:
-        """Sets the delay of later calls to 1.5 times ``host``, the seconds that the host needed to enqueue the last
-        call. The delay has a lower and an upper limit."""
+        """Sets the delay of later calls to 1.5 times ``host``, the seconds to enqueue the last call, within limits."""
         self._enqueues = min(1.5 * host, self._allowed)
         self.delay = max(_units(self._enqueues), min(_units(1.5 * host), _ENOUGH))
 
     def believe(self, told: float, chain: Callable[[int, int], tuple[float, float]]) -> tuple[float, str]:
-        """Checks ``told``, the worker's median time of a call in seconds. Returns the seconds per call to report, and
-        the reason to refuse the candidate (empty if there is none). ``chain(calls, delay)`` runs a chain of calls after
-        a delay in units of ``DELAY_UNIT``. It returns the chain's wall seconds by the judge's clock, and the seconds
-        that the host took to enqueue it."""
+        """Checks ``told``, the worker's median seconds of a call. Returns the seconds to report, and the reason for a
+        refusal (or an empty string). ``chain(calls, delay)`` runs a chain after a delay in units of ``DELAY_UNIT``. It
+        returns the wall seconds by the judge's clock, and the host's seconds to enqueue the chain."""
         count = min(max(2, math.ceil(_LONG_ENOUGH / max(told, 1e-6))), self._slots)
         delay = _units(count * self._enqueues)
         late: list[float] = []
@@ -89,8 +84,7 @@ def _units(seconds: float) -> int:
 
 
 class _Walls:
-    """The shortest wall times so far, in seconds, of two requests: for one call, and for a chain of ``count`` calls. If
-    ``count`` is 1, there is only the former."""
+    """The shortest wall seconds so far of requests for one call and, if ``count`` exceeds 1, for ``count`` calls."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -102,8 +96,8 @@ class _Walls:
             self._long = min(self._long, wall(self._count))
 
     def slope(self, delay: int) -> float:
-        """Returns the wall seconds that each further call adds to a chain. If there is no chain, returns the wall
-        seconds of a request for one call after its ``delay`` (in units of ``DELAY_UNIT``)."""
+        """Returns the wall seconds that each further call adds to a chain. Without a chain, returns the wall seconds of
+        one call after its ``delay`` (in units of ``DELAY_UNIT``)."""
         if self._count == 1:
             return self._short - delay * DELAY_UNIT
         return (self._long - self._short) / (self._count - 1)

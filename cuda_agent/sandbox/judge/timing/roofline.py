@@ -1,9 +1,8 @@
-"""Determines the peak rates of a device, and the lower bound of a call's time that follows from them.
+"""Determines a device's peak rates, and the lower bound of a call's time that follows from them.
 
-A GPU's rates come from the driver. A CPU's rate of memory copies is measured, because virtual machines do not report
-it. The bound counts the bytes of the outputs: they are poisoned before each call, so a call must write them. It counts
-no inputs, because a call need not read all of an input (one that is multiplied by 0, say). It subtracts the size of the
-last-level cache, because outputs may still lie there at the end of the call."""
+The driver reports a GPU's rates. A CPU's rate of memory copies is measured, because virtual machines do not report it.
+The bound counts the bytes of the outputs, which a call must write because they are poisoned before. It counts no
+inputs, which a call need not read entirely. It subtracts the last-level cache, which may still hold outputs."""
 
 import json
 import os
@@ -43,7 +42,7 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Peaks:
-    """The peak rates of one device: ``bytes_per_second`` of its memory, and operations per second by type, such as
+    """The peak rates of a device: ``bytes_per_second`` of its memory, and ``operations`` per second by type, such as
     ``tf32``. ``cache_bytes`` is the size of the last-level cache. A real rate is at most ``slack`` times its peak."""
 
     bytes_per_second: float | None = None
@@ -68,8 +67,8 @@ class Peaks:
 
 
 def below_physical_floor(seconds: float, eager: float, written: int, peaks: Peaks) -> str:
-    """Returns why a call cannot write ``written`` bytes of outputs in ``seconds``; an empty string if it can. If
-    eager's own time ``eager`` is too short as well, the bound must be wrong, and the string is empty, too."""
+    """Returns why a call cannot write ``written`` bytes of outputs in ``seconds``, or an empty string if it can.
+    Ignores a bound above eager's own time ``eager``, which must be wrong."""
     floor = peaks.floor(written)
     if not seconds < floor <= eager:
         return ""
@@ -90,9 +89,8 @@ def of_gpu() -> Peaks:
 
 
 def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[None]], again: bool = False) -> Peaks:
-    """Returns the CPU's peaks from ``file``. If there is no such file, measures them in the context ``quiet()`` and
-    writes the file. If ``again``, measures in any case and keeps the higher rate of copies: other programs can only
-    slow a copy down."""
+    """Returns the CPU's peaks from ``file``. Without the file, or if ``again``, measures them in the context
+    ``quiet()`` and writes the file. The higher copy rate counts, because other programs can only slow a copy down."""
     known = 0.0
     with suppress(OSError, ValueError, TypeError):
         kept = Peaks(**json.loads(file.read_text()))
@@ -134,8 +132,8 @@ def copy_bytes_per_second(threads: int, cache: int = 0) -> float:
 
 
 def cache_bytes(folder: Path, processors: Sequence[int]) -> int | None:
-    """Returns the total bytes of the last-level caches of ``processors``; a shared cache counts once. Returns ``None``
-    if unknown. ``folder`` is ``/sys/devices/system/cpu``."""
+    """Returns the bytes of the last-level caches of ``processors``, if known. ``folder`` is the kernel's ``cpu``
+    folder."""
     found: dict[tuple[int, str], int] = {}
     for processor in processors:
         for index in folder.glob(f"cpu{processor}/cache/index*"):

@@ -1,5 +1,4 @@
-"""Makes wrong answers to a task, which the judge's comparison should reject (``judge.mutants``). Runs in the reference
-worker, because only this process has the task's model."""
+"""Makes wrong answers to a task (``judge.mutants``) in the reference worker, which alone has the task's model."""
 
 import copy
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from cuda_agent.sandbox.worker.values.weights import PlainWeights
 def spoil(how: dict[str, Any], right: list[torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
     """Returns wrong outputs in place of ``right``. ``how["kind"]`` says how: ``zeros``; ``constant`` fills each output
     with its mean; ``scale`` multiplies floating outputs by ``how["factor"]``; ``copy`` replaces each output by the
-    input ``given[how["input"]]`` if that has as many values."""
+    input ``given[how["input"]]`` if both have the same number of values."""
     match how["kind"]:
         case "zeros":
             return [torch.zeros_like(tensor) for tensor in right]
@@ -38,9 +37,8 @@ def _mean(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def redraw(model: torch.nn.Module, build: Callable[[], torch.nn.Module], how: dict[str, Any]) -> torch.nn.Module | None:
-    """Builds and returns a second model under the seed ``how["seed"]``. If ``how["plain"]``, also draws its plain
-    weights (``PlainWeights``) anew. Returns ``None`` if the model has no parameters and both models have equal buffers:
-    such buffers, masks for example, are part of the architecture."""
+    """Returns a second model under the seed ``how["seed"]``. If ``how["plain"]``, also redraws its ``PlainWeights``.
+    Returns ``None`` if the model has no parameters, and both models have equal buffers, which are then constants."""
     torch.manual_seed(how["seed"])
     other = build()
     if how["plain"]:

@@ -1,8 +1,8 @@
 """Draws new values for weights that a constructor sets to one value, so that a solution cannot ignore them.
 
 LayerNorm's weight, for example, starts with 1 and its bias with 0. A solution that ignores them is right until they
-have other values. Weights that the constructor draws at random are kept: they follow from the judge's secret seed. The
-module is used in the reference worker, and in the worker of a candidate whose weights have other names."""
+have other values. Weights that the constructor draws at random stay, because they follow from the judge's secret seed.
+The reference worker uses this module, and so does a candidate worker whose weights have other names."""
 
 import hashlib
 from collections import Counter
