@@ -1,4 +1,4 @@
-"""Defines the classes of Ray's actors: a rollout worker, which plays episodes, and a host of trainer processes.
+"""Defines two classes of Ray actors: one plays episodes, and one runs trainer processes.
 
 The actors and the stage share no folder. Inputs and checkpoints are sent as parts of files, episodes as lines of JSON,
 and weights as arrays. A digest accompanies the weights; the receiver checks it after loading them."""
