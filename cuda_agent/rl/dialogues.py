@@ -19,6 +19,7 @@ from cuda_agent.synthesis.family import FamilySpec, combination, parse, sample_t
 from cuda_agent.synthesis.teacher import Worked, redesign, solve, spoil
 from cuda_agent.tasks.task import Task
 
+REFUSED = 3  # most solutions of an episode that the judge refuses for their design
 # Messages: role, content, an assistant's tool_calls; "spoilt": True on a turn that is shown but must not be imitated.
 Dialogue = list[dict[str, Any]]
 
@@ -67,8 +68,8 @@ def one_shot(task: Task, rng: random.Random, device: str = "cpu") -> Dialogue:
 
 def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu") -> Dialogue:
     """Returns an episode with tools. The agent writes and verifies a solution, after a mistake if ``repair`` is set. It
-    tries other designs until one is correct. Then it sometimes profiles the solution, and sometimes tries another
-    design."""
+    tries up to ``REFUSED`` wrong designs before a correct one. Then it sometimes profiles the solution, and sometimes
+    tries another design."""
     worked, spec = solve(task, rng, device), parse(task)
     mistake = spoil(task, worked, rng) if repair and worked.status == "ok" else None
     written = _stripped(mistake.files if mistake else worked.files)
@@ -79,24 +80,26 @@ def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu") -
         next(message for message in dialogue if message["role"] == "assistant")["spoilt"] = True
         calls = [_call("Edit", path=mistake.path, old_string=mistake.wrong, new_string=mistake.right), _bash("verify")]
     dialogue += _turn(calls, _judged(worked), "verify")
+    shown = 1  # solutions that the judge refuses
     while worked.status != "ok":
-        worked, calls = _another(task, worked, rng)
+        other, shown = worked, shown + 1
+        while other.files == worked.files or (shown > REFUSED and other.status != "ok"):
+            other = solve(task, rng, device)
+        worked, calls = _rewritten(worked, other)
         dialogue += _turn([*calls, _bash("verify")], _judged(worked), "verify")
     for _ in range(rng.choice((0, 1, 1, 2))):
         dialogue += _turn([_bash("profile")], _verdict(device, "ok", ratios=_ratios(spec, worked, rng)), "profile")
         if rng.random() < 0.5:
             break
-        other, calls = _another(task, worked, rng)
-        while other.status != "ok":
-            other, calls = _another(task, worked, rng)
-        worked = other
+        while (other := redesign(task, worked, rng)).status != "ok":
+            pass
+        worked, calls = _rewritten(worked, other)
         dialogue += _turn([*calls, _bash("verify")], _judged(worked), "verify")
     return [*dialogue, _says("done")]
 
 
-def _another(task: Task, worked: Worked, rng: random.Random) -> tuple[Worked, list[dict[str, Any]]]:
-    """Returns a solution with another design than ``worked``, and the tool calls that write the changed files."""
-    other = redesign(task, worked, rng)
+def _rewritten(worked: Worked, other: Worked) -> tuple[Worked, list[dict[str, Any]]]:
+    """Returns ``other``, and the tool calls that write those of its files that differ from ``worked``."""
     before, after = _stripped(worked.files), _stripped(other.files)
     return other, [_call("Write", path=path, content=after[path]) for path in after if after[path] != before[path]]
 
