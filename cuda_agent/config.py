@@ -280,7 +280,7 @@ class Agent(Section):
     tool_tokens: Positive = key(96, "limit of tokens in one tool output; a longer one loses its middle")
     concurrency: Positive = key(32, "limit of episodes under way at the same time")
     deadline_seconds: float = key(
-        120.0, "time limit for one episode, in seconds, including the sandbox's start and scoring", gt=0
+        120.0, "time limit for one episode, in seconds; waiting for the judge does not count", gt=0
     )
     temperature: float = key(1.0, "sampling temperature in training", ge=0)
 

@@ -11,9 +11,11 @@ files are judged. An infrastructure fault or the deadline cuts an episode, which
 import asyncio
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from cuda_agent.agent.environment import KernelEnvironment, Sandbox, SandboxFault
@@ -43,7 +45,7 @@ class EpisodeSettings:
     turn_tokens: int  # maximum number of tokens sampled in one turn
     tool_tokens: int  # maximum number of tokens of one tool result; the middle of a longer one is cut
     context: int  # maximum number of tokens of the whole episode
-    deadline_seconds: float  # time limit of the whole episode
+    deadline_seconds: float  # time limit of the episode, without the time in which it waits for the judge
     temperature: float = 1.0
     format: Format = "plan"
     style: Style = "full"
@@ -73,9 +75,8 @@ async def play(player: Player, environment: KernelEnvironment, turns: Iterable[i
     return "turns"
 
 
-async def within(seconds: float | None, work: Awaitable[str], late: str) -> str:
-    """Returns the result of ``work``. After ``seconds`` (None: never), cancels ``work`` and returns ``late``."""
-    limit = asyncio.timeout(seconds)
+async def within(limit: asyncio.Timeout, work: Awaitable[str], late: str) -> str:
+    """Returns the result of ``work``. When the time of ``limit`` is over, cancels ``work`` and returns ``late``."""
     try:
         async with limit:
             return await work
@@ -83,6 +84,18 @@ async def within(seconds: float | None, work: Awaitable[str], late: str) -> str:
         if not limit.expired():
             raise
         return late
+
+
+@contextmanager
+def stopped(limit: asyncio.Timeout) -> Iterator[None]:
+    """Stops the clock of ``limit``, which is running, during the ``with`` block."""
+    time = asyncio.get_running_loop().time
+    end, began = limit.when(), time()
+    limit.reschedule(None)
+    try:
+        yield
+    finally:
+        limit.reschedule(None if end is None else end + time() - began)
 
 
 async def run_episode(
@@ -146,9 +159,10 @@ class EpisodePlayer(ABC):
             episode.verdict, episode.reward = verdict.to_json(), REWARDS[self.settings.reward](verdict)
             return ended
 
+        limit = asyncio.timeout(None if _ROUND.get() else self.settings.deadline_seconds)
+        environment.waiting = partial(stopped, limit)
         try:
-            seconds = None if _ROUND.get() else self.settings.deadline_seconds
-            episode.ended = cast(Ended, await within(seconds, whole(), "deadline"))
+            episode.ended = cast(Ended, await within(limit, whole(), "deadline"))
         except (SandboxFault, WorkspaceLost, TaskError) as error:
             episode.messages.append({"role": "tool", "content": f"[ended by a fault of ours: {error}]"})
         episode.best = environment.best.to_json() if environment.best else None

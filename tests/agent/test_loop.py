@@ -177,7 +177,7 @@ class Faulty:
         if fault == "infra":
             return Verdict("infra", solution.format, mode, "cpu", "model", "the device was lost")
         if fault == "slow":
-            await asyncio.sleep(60)
+            await asyncio.sleep(4)
         if isinstance(fault, Exception):
             raise fault
         return await self.sandbox.evaluate(task, solution, mode)
@@ -197,8 +197,20 @@ def test_a_fault_of_ours_is_dropped_and_never_charged(loop, chat, sandbox, turns
 
 
 def test_an_episode_beyond_the_deadline_is_dropped(loop, chat, sandbox):
-    episode = play(loop, chat, Faulty(sandbox, ["slow"]), GOOD, deadline_seconds=0.5)
+    episode = play(loop, chat, sandbox, [call("Bash", command="sleep 20")], deadline_seconds=0.5)
     assert (episode.ended, episode.reward) == ("deadline", None)
+
+
+@pytest.mark.parametrize("turns", [[VERIFY, "done"], ["done"]], ids=["in a command", "at the end"])
+def test_waiting_for_the_judge_is_no_part_of_the_deadline(loop, chat, sandbox, turns):
+    episode = play(loop, chat, Faulty(sandbox, ["slow", "slow"]), turns, deadline_seconds=3.0)
+    assert (episode.ended, episode.reward) == ("answer", -1.0)
+
+
+def test_after_the_judge_the_clock_of_the_deadline_goes_on(loop, chat, sandbox):
+    turns = [VERIFY, call("Bash", command="sleep 20")]
+    episode = play(loop, chat, Faulty(sandbox, ["slow"]), turns, deadline_seconds=3.0)
+    assert len(tool_texts(episode)) == 1 and episode.ended == "deadline"
 
 
 def test_an_engine_that_fails_is_no_episode(loop, chat, sandbox):
