@@ -99,19 +99,35 @@ def stopped(limit: asyncio.Timeout) -> Iterator[None]:
 
 
 async def run_episode(
-    task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
+    task: Task,
+    engine: Engine,
+    chat: Chat,
+    sandbox: Sandbox,
+    settings: EpisodeSettings,
+    seed: int,
+    episode_id: str,
+    before: Episode | None = None,
 ) -> Episode:
-    """Plays one episode with tools.  ``seed`` and a turn's number determine the sampling noise of the turn."""
-    player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat)
+    """Plays one episode with tools.  ``seed`` and a turn's number determine the sampling noise of the turn. ``before``
+    is the same episode, cut by a fault of ours: as long as all tokens are the same, its turns are not sampled again."""
+    player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat, before)
     player.add(chat.prompt_ids(player.episode.messages, TOOLS), 0)
     return await player.run()
 
 
 async def run_single(
-    task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
+    task: Task,
+    engine: Engine,
+    chat: Chat,
+    sandbox: Sandbox,
+    settings: EpisodeSettings,
+    seed: int,
+    episode_id: str,
+    before: Episode | None = None,
 ) -> Episode:
-    """Plays one episode without tools. The fenced blocks of the policy's answer are the files of the solution."""
-    player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat)
+    """Plays one episode without tools. The fenced blocks of the policy's answer are the files of the solution. The
+    answer in ``before``, the same episode, cut by a fault of ours, is not sampled again."""
+    player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat, before)
     player.episode.messages = one_shot_messages(task, settings.style, settings.format, settings.device)
     player.add(chat.prompt_ids(player.episode.messages), 0)
     return await player.run(player.answer)
@@ -207,6 +223,7 @@ class EpisodePlayer(ABC):
 class TokenPlayer(EpisodePlayer):
     engine: Engine
     chat: Chat
+    before: Episode | None = None  # see ``run_episode``
     _closed: bool = True  # whether the last turn ended with its stop token
 
     async def answer(self) -> Ended:
@@ -239,6 +256,9 @@ class TokenPlayer(EpisodePlayer):
         room, chat = self.room, self.chat
         if room <= 0:
             return None
+        if known := self._known():
+            self.add(known.ids, turn, known)
+            return known
         params = SamplingParams(room, seed_of(self.seed, turn), self.settings.temperature, chat.stop_ids, self.id)
         if current := _ROUND.get():
             await current[0].turn(current[1])
@@ -248,6 +268,15 @@ class TokenPlayer(EpisodePlayer):
             raise ValueError(f"the engine gave {got}")
         self.add(completion.ids, turn, completion)
         return completion
+
+    def _known(self) -> Completion | None:
+        """Returns the next turn of ``before``, or None if there is none or the tokens before it are not the same."""
+        here, old = len(self.episode.ids), self.before
+        if old is None or old.ids[:here] != self.episode.ids or not any(old.mask[here : here + 1]):
+            return None
+        end = old.mask.index(0, here) if 0 in old.mask[here:] else len(old.mask)
+        finish: Literal["stop", "length"] = "stop" if old.ids[end - 1] in self.chat.stop_ids else "length"
+        return Completion(old.ids[here:end], old.logprobs[here:end], old.versions[here], finish)
 
     def _cut(self, text: str) -> str:
         tokenizer, limit = self.chat.tokenizer, self.settings.tool_tokens

@@ -14,7 +14,7 @@ from cuda_agent.config import Ppo
 from cuda_agent.context import StageContext
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import Episode
-from cuda_agent.rl.rollouts import Kind, draw
+from cuda_agent.rl.rollouts import Kind, check_losses, draw
 from cuda_agent.rl.runtime import LearnerLost, MakeCritic, Result, RolloutBatch, Runtime, open_local
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.training.advantages import ADVANTAGES
@@ -31,7 +31,7 @@ async def train_ppo(
     ``make_critic`` makes the initial one; otherwise the critic is None.
 
     Raises:
-        TryAgain: The stage was told to stop, or the trainer was lost too often."""
+        TryAgain: The stage was told to stop, the trainer was lost too often, or a step has no episode to learn from."""
     config = ctx.config
     max_off_policy_steps = config.ray.max_off_policy_steps if config.runtime == "ray" else 0
     tasks = [task for task in read_tasks(ctx.inputs["tasks"]) if task.split == "train"]
@@ -51,6 +51,7 @@ async def train_ppo(
 
         async def learn(step: int, played: RolloutBatch, began: float) -> None:
             episodes = [episode for episode in played.episodes if oldest(episode) >= step - max_off_policy_steps]
+            check_losses(ctx, episodes, f"step {step + 1}")
             metrics = await runtime.learn(step, episodes) | played.metrics
             metrics["stale"] = float(len(played.episodes) - len(episodes))
             await runtime.serve(step + 1)
