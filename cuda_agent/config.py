@@ -247,9 +247,7 @@ class Ppo(Section):
     clip_low: float = key(0.2, "lower limit of PPO's ratio is 1 - clip_low", gt=0, lt=1)
     clip_high: float = key(0.28, "upper limit of PPO's ratio is 1 + clip_high", gt=0)
     gamma: float = key(1.0, "discount factor per token", gt=0, le=1)
-    actor_lambda: float | None = key(
-        None, "lambda of GAE for the policy; none: 1 - 1/(0.05 n) for n sampled tokens", ge=0, le=1
-    )
+    actor_lambda: Share = key(1.0, "lambda of GAE for the policy")
     critic_lambda: Share = key(1.0, "lambda of GAE for the critic's targets")
     critic_warmup: int = key(0, "number of first steps that train only the critic", ge=0)
     behavior_logprobs: Literal["engine", "trainer"] = key(
