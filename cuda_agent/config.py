@@ -246,6 +246,9 @@ class Ppo(Section):
     critic_lr: Rate = key(1e-3, "learning rate of the critic")
     clip_low: float = key(0.2, "lower limit of PPO's ratio is 1 - clip_low", gt=0, lt=1)
     clip_high: float = key(0.28, "upper limit of PPO's ratio is 1 + clip_high", gt=0)
+    dual_clip: float | None = key(
+        None, "upper limit of PPO's ratio at negative advantages, such as 3; none: no limit", gt=1
+    )
     gamma: float = key(1.0, "discount factor per token", gt=0, le=1)
     actor_lambda: Share = key(1.0, "lambda of GAE for the policy")
     critic_lambda: Share = key(1.0, "lambda of GAE for the critic's targets")

@@ -286,7 +286,7 @@ def _actor_step(
         logprobs, entropy = actor.logprobs(row, temperature)
         own = row.tokens.cpu()
         before, engine, gain = (flat[own].to(logprobs.device) for flat in (old, batch.logprobs, advantages))
-        limits = settings.clip_low, settings.clip_high, settings.tis_cap
+        limits = settings.clip_low, settings.clip_high, settings.tis_cap, settings.dual_clip
         loss, metrics = ppo_loss(logprobs, before, engine, gain, total, *limits)
         return loss, metrics | {"entropy": entropy.sum() / total}
 
