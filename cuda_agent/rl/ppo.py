@@ -14,6 +14,7 @@ from cuda_agent.config import Ppo
 from cuda_agent.context import StageContext
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import Episode
+from cuda_agent.rl.alarms import alarms
 from cuda_agent.rl.rollouts import Kind, check_losses, draw
 from cuda_agent.rl.runtime import LearnerLost, MakeCritic, Result, RolloutBatch, Runtime, open_local
 from cuda_agent.tasks.io import read_tasks
@@ -53,6 +54,8 @@ async def train_ppo(
             episodes = [episode for episode in played.episodes if oldest(episode) >= step - max_off_policy_steps]
             check_losses(ctx, episodes, f"step {step + 1}")
             metrics = await runtime.learn(step, episodes) | played.metrics
+            for alarm in alarms(metrics):
+                ctx.tracker.note(f"{ctx.name}: {alarm}")  # an equal note is kept once
             metrics["stale"] = float(len(played.episodes) - len(episodes))
             await runtime.serve(step + 1)
             sampled = sum(sum(episode.mask) for episode in episodes)

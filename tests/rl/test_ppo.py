@@ -24,8 +24,8 @@ def episode(name: str, reward: float | None, version: int) -> Episode:
 class Pretended:
     """Plays episodes with the rewards that ``rewards`` gives for a step, and remembers what happens."""
 
-    def __init__(self, rewards):
-        self.rewards, self.done = rewards, []
+    def __init__(self, rewards, metrics=None):
+        self.rewards, self.metrics, self.done = rewards, metrics or {}, []
 
     async def play(self, step, tasks):
         episodes = [episode(f"s/{n}/0", reward, step) for n, reward in enumerate(self.rewards(step))]
@@ -33,7 +33,7 @@ class Pretended:
 
     async def learn(self, step, episodes):
         self.done.append(("learn", step))
-        return episode_metrics(episodes)
+        return episode_metrics(episodes) | self.metrics
 
     async def serve(self, version):
         self.done.append(("serve", version))
@@ -48,9 +48,9 @@ class Pretended:
         return None, None, None
 
 
-def train(monkeypatch, folder, inputs, rewards, **settings):
+def train(monkeypatch, folder, inputs, rewards, metrics=None, **settings):
     """Runs PPO; what happened, and the stage's context."""
-    runtime, ctx = Pretended(rewards), context(folder, config(warmup=SETTINGS | settings), inputs)
+    runtime, ctx = Pretended(rewards, metrics), context(folder, config(warmup=SETTINGS | settings), inputs)
 
     @asynccontextmanager
     async def opened(*arguments):
@@ -85,3 +85,9 @@ def test_a_stage_that_lost_episodes_says_so_once(tmp_path, monkeypatch, inputs, 
     assert ctx.tracker.notes() == said * lost
     assert [metrics["dropped"] for metrics in ctx.metrics.values()] == [float(lost)] * 2
     assert ("learn", 1) in ctx.done
+
+
+def test_each_alarm_is_noted_once_a_stage(tmp_path, monkeypatch, inputs):
+    ctx = train(monkeypatch, tmp_path, inputs, lambda step: [1.0, 2.0], {"entropy": 1e-4, "ratio_mean": 2.0})
+    entropy, ratio = ctx.tracker.notes()
+    assert entropy.startswith("warmup: entropy left its limits") and ratio.startswith("warmup: ratio_mean left")
