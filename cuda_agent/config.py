@@ -253,6 +253,9 @@ class Ppo(Section):
     actor_lambda: Share = key(1.0, "lambda of GAE for the policy")
     critic_lambda: Share = key(1.0, "lambda of GAE for the critic's targets")
     critic_warmup: int = key(0, "number of first steps that train only the critic", ge=0)
+    eval_every: int = key(
+        0, "before every so many steps held-out tasks are played, for the curves only; 0: never", ge=0
+    )
     behavior_logprobs: Literal["engine", "trainer"] = key(
         "engine",
         "what computes the log-probabilities in the denominator of PPO's ratio; trainer needs at least two "

@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from cuda_agent.errors import EXIT_RETRY, TryAgain
 from cuda_agent.policy.episode import Episode
 from cuda_agent.rl import ppo
 from cuda_agent.rl.runtime import RolloutBatch
+from cuda_agent.tasks.io import read_tasks, write_tasks
 from cuda_agent.tracking import read_metrics
 from cuda_agent.training.recipes import episode_metrics
 from tests.rl.ray.ray_cases import config, context
@@ -28,6 +30,7 @@ class Pretended:
         self.rewards, self.metrics, self.done = rewards, metrics or {}, []
 
     async def play(self, step, tasks):
+        self.done.append((tasks[0].split, step))
         episodes = [episode(f"s/{n}/0", reward, step) for n, reward in enumerate(self.rewards(step))]
         return RolloutBatch(episodes, 1.0, {})
 
@@ -91,3 +94,24 @@ def test_each_alarm_is_noted_once_a_stage(tmp_path, monkeypatch, inputs):
     ctx = train(monkeypatch, tmp_path, inputs, lambda step: [1.0, 2.0], {"entropy": 1e-4, "ratio_mean": 2.0})
     entropy, ratio = ctx.tracker.notes()
     assert entropy.startswith("warmup: entropy left its limits") and ratio.startswith("warmup: ratio_mean left")
+
+
+@pytest.mark.parametrize(("every", "shown"), [(0, []), (1, [0, 1, 2]), (2, [0, 2])])
+def test_heldout_tasks_are_played_every_few_steps_and_only_shown(tmp_path, monkeypatch, inputs, every, shown):
+    first, second = read_tasks(inputs["tasks"])
+    (tmp_path / "tasks").mkdir()
+    write_tasks(tmp_path / "tasks", [first, replace(second, split="heldout")])
+    given = inputs | {"tasks": tmp_path / "tasks"}
+    ctx = train(monkeypatch, tmp_path / "stage", given, lambda step: [1.0, 2.0], eval_every=every, steps=3)
+    assert [step for what, step in ctx.done if what == "heldout"] == shown
+    assert [step for what, step in ctx.done if what == "train"] == [0, 1, 2]
+    assert [step for step, metrics in ctx.metrics.items() if "heldout_pass_rate" in metrics] == shown
+    assert [metrics["episodes"] for metrics in ctx.metrics.values()] == [2.0] * 3, "none is trained on"
+
+
+def test_the_shown_speedup_is_that_of_the_solutions_that_passed():
+    episodes = [episode(f"s/{n}/0", 1.0, 0) for n in range(4)]
+    for one, (status, speedup) in zip(episodes, [("ok", 2.0), ("ok", 0.5), ("wrong", None), ("ok", 8.0)], strict=True):
+        one.verdict = {"status": status, "speedup_compile": speedup}
+    assert ppo.heldout_metrics(episodes) == pytest.approx({"heldout_pass_rate": 0.75, "heldout_speedup": 2.0})
+    assert ppo.heldout_metrics(episodes[2:3]) == {"heldout_pass_rate": 0.0}
