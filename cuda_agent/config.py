@@ -246,12 +246,16 @@ class Ppo(Section):
     critic_lr: Rate = key(1e-3, "learning rate of the critic")
     clip_low: float = key(0.2, "lower limit of PPO's ratio is 1 - clip_low", gt=0, lt=1)
     clip_high: float = key(0.28, "upper limit of PPO's ratio is 1 + clip_high", gt=0)
-    gamma: float = key(1.0, "discount factor per token", gt=0, le=1)
-    actor_lambda: float | None = key(
-        None, "lambda of GAE for the policy; none: 1 - 1/(0.05 n) for n sampled tokens", ge=0, le=1
+    dual_clip: float | None = key(
+        None, "upper limit of PPO's ratio at negative advantages, such as 3; none: no limit", gt=1
     )
+    gamma: float = key(1.0, "discount factor per token", gt=0, le=1)
+    actor_lambda: Share = key(1.0, "lambda of GAE for the policy")
     critic_lambda: Share = key(1.0, "lambda of GAE for the critic's targets")
     critic_warmup: int = key(0, "number of first steps that train only the critic", ge=0)
+    eval_every: int = key(
+        0, "before every so many steps held-out tasks are played, for the curves only; 0: never", ge=0
+    )
     behavior_logprobs: Literal["engine", "trainer"] = key(
         "engine",
         "what computes the log-probabilities in the denominator of PPO's ratio; trainer needs at least two "
@@ -280,7 +284,7 @@ class Agent(Section):
     tool_tokens: Positive = key(96, "limit of tokens in one tool output; a longer one loses its middle")
     concurrency: Positive = key(32, "limit of episodes under way at the same time")
     deadline_seconds: float = key(
-        120.0, "time limit for one episode, in seconds, including the sandbox's start and scoring", gt=0
+        120.0, "time limit for one episode, in seconds; waiting for the judge does not count", gt=0
     )
     temperature: float = key(1.0, "sampling temperature in training", ge=0)
 

@@ -20,6 +20,12 @@ def test_every_experiment_composes_validates_and_survives_freezing(name):
     assert derived(config)["stages"]["agentic"]["optimizer_steps"] > 0
 
 
+def test_by_default_the_actors_advantages_reach_back_to_the_first_token():
+    for name in ("smoke", "demo", "single_gpu"):
+        config = compose([f"experiment={name}"])
+        assert (config.warmup.actor_lambda, config.agentic.actor_lambda) == (1.0, 1.0)
+
+
 def test_paper_carries_the_published_hyper_parameters():
     c = compose(["experiment=paper"])
     for ppo, context in ((c.warmup, 32768), (c.agentic, 131072)):

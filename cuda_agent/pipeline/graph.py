@@ -53,7 +53,7 @@ _PLAY = ("sandbox", "policy", "agent")  # sections that every stage reads in whi
 _PLACE = ("runtime", "ray")  # sections that every stage reads which can run on Ray's actors
 _PPO_CURVES = (
     "reward", "pass_rate", "faster_than_eager", "faster_than_compile", "explained_variance",
-    "heldout_explained_variance", "entropy", "kl", "response_length",
+    "heldout_explained_variance", "heldout_pass_rate", "heldout_speedup", "entropy", "kl", "response_length",
 )  # fmt: skip
 _SUPERVISED: dict[str, Any] = {
     "chart": "Supervised stages",

@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from cuda_agent.agent.loop import EpisodeSettings, Sandbox, Style, run_episode, run_many, run_single, seed_of
 from cuda_agent.config import Config
-from cuda_agent.context import WorkerContext
+from cuda_agent.context import StageContext, WorkerContext
 from cuda_agent.errors import BadConfiguration, TryAgain
 from cuda_agent.machine import gpus
 from cuda_agent.policy.chat import Chat
@@ -30,6 +30,7 @@ from cuda_agent.tasks.task import Task
 Kind = Literal["single", "agent"]
 OnDone = Callable[[Episode], None]  # receives each episode when it ends
 Job = tuple[Task, str]  # a task, and the id of the episode, which determines its seed
+PLAYS = 3  # an episode that faults of ours cut this often has no reward
 
 
 class Players(Protocol):
@@ -57,7 +58,12 @@ class Rollouts:
 
         async def play_one(task: Task, name: str) -> Episode:
             seed = seed_of(self.config.seed, name)
-            episode = await run(task, self.engine, self.chat, self.sandbox, self.settings, seed, name)
+            before: Episode | None = None
+            for _ in range(PLAYS):
+                episode = await run(task, self.engine, self.chat, self.sandbox, self.settings, seed, name, before)
+                if episode.ended != "infra":
+                    break
+                before = max(episode, before or episode, key=lambda cut: len(cut.ids))
             on_done(episode)
             return episode
 
@@ -75,6 +81,18 @@ def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
         draw = f"#{draws[task.name]}" if draws[task.name] > 1 else ""
         jobs += [(task, f"{label}/{task.name}{draw}/{sample}") for sample in range(samples)]
     return jobs
+
+
+def check_losses(ctx: StageContext, episodes: Sequence[Episode], where: str) -> None:
+    """Adds a note if some of ``episodes`` were cut by faults of ours or by the deadline. ``where`` names the step.
+
+    Raises:
+        TryAgain: No episode has a reward."""
+    lost = [episode.ended for episode in episodes if episode.reward is None]
+    if len(lost) == len(episodes):
+        raise TryAgain(f"{where}: no episode has a reward; {len(lost)} were lost ({', '.join(sorted(set(lost)))})")
+    if lost:
+        ctx.tracker.note(f"{ctx.name} lost episodes to faults or to the deadline; its metric dropped counts them")
 
 
 @asynccontextmanager

@@ -154,6 +154,28 @@ def test_rejection_keeps_what_was_rewarded_and_shows_no_bad_pattern(tmp_path, po
     assert weights(ctx.outputs["policy"]) != weights(policy)
 
 
+def test_a_turn_that_was_cut_off_is_not_imitated_and_the_turns_before_it_are(tmp_path, policy, monkeypatch):
+    chat = Chat(load_policy(policy)[1], "compact")
+    whole, cut, two = (played(chat, task, 0, 1.0) for task in "xyz")
+    del cut.ids[-1], cut.mask[-1], cut.logprobs[-1], cut.versions[-1], cut.turns[-1]
+    answer = cut.ids[-sum(cut.mask) :]
+    before, length = list(two.mask), len(answer)
+    for name, more in (("ids", [7, *answer]), ("mask", [0] + [1] * length), ("logprobs", [0.0] * (length + 1))):
+        getattr(two, name).extend(more)
+    two.versions += [0] * (length + 1)
+    two.turns += [1] * (length + 1)
+    (tmp_path / "episodes").mkdir()
+    write_episodes(tmp_path / "episodes" / "episodes.jsonl", [whole, cut, two])
+    inputs = {"episodes": tmp_path / "episodes", "policy": policy}
+    ctx = context(tmp_path / "stage", "rft", config(), inputs, "policy")
+    seen = []
+    monkeypatch.setattr(rft, "imitate", lambda ctx, trainer, sequences, *_, **__: seen.extend(sequences))
+    rft.run(ctx)
+    assert [sequence.mask.int().tolist() for sequence in seen] == [whole.mask, before + [0] * (length + 1)]
+    assert [len(sequence.logprobs) for sequence in seen] == [sum(whole.mask), sum(before)]
+    assert ctx.tracker.notes() == ["rft imitates 2 of 3 episodes"]
+
+
 def test_without_anything_to_imitate_the_policy_is_passed_on(tmp_path, policy):
     episodes = collected(tmp_path / "episodes", policy, [("x", 0, -1.0), ("y", 0, None)])
     ctx = context(tmp_path / "stage", "rft", config(), {"episodes": episodes, "policy": policy}, "policy")
