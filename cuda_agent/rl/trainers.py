@@ -32,16 +32,19 @@ def make_trainer(
     precision: Literal["fp32", "auto"] = "fp32",
     scratch: bool = False,
 ) -> Trainer:
-    """Makes a trainer for ``model``. ``longest`` is the length of the longest sequence in tokens. Only imitation may
-    set ``precision`` to "auto": PPO needs exactly the engine's log-probabilities. A new model (``scratch``) uses Muon,
-    which needs half as many tokens as AdamW. Other models use AdamW, with LoRA adapters if ``lora.rank`` is set."""
+    """Makes a trainer for ``model``: in this process on ``training.device``, or over the ranks of ``ctx``.
+
+    ``longest`` is the length of the longest sequence in tokens. Only imitation may set ``precision`` to "auto": PPO
+    needs exactly the engine's log-probabilities. A new model (``scratch``) uses Muon, which needs half as many tokens
+    as AdamW. Other models use AdamW, with LoRA adapters if ``lora.rank`` is set. Raises BadConfiguration if the GPU is
+    missing."""
     import torch
 
-    torch.set_num_threads(ctx.config.policy.threads)
-    if not scratch and (lora := ctx.config.lora).rank:
+    config, training = ctx.config, ctx.config.training
+    torch.set_num_threads(config.policy.threads)
+    if not scratch and (lora := config.lora).rank:
         trunk = model.trunk if isinstance(model, Critic) else model
-        attach(trunk, lora.rank, lora.alpha, lora.targets, ctx.config.seed)
-    training = ctx.config.training
+        attach(trunk, lora.rank, lora.alpha, lora.targets, config.seed)
     row_tokens = max(training.microbatch_tokens or MICROBATCH_TOKENS[training.device], longest)
     checkpointing = training.checkpointing
     options: dict[str, Any] = {
@@ -57,7 +60,14 @@ def make_trainer(
         name = "critic" if isinstance(model, Critic) else "policy"
         options["parallelism"] = training.parallelism
         return cast(Trainer, DistributedTrainer(ctx.ranks, name, model, **options))
-    return Trainer(model, lease=Lease(ctx.cache / "lease"), **options)
+    require_gpus(training.device, 1)
+    return Trainer(model, device=training.device, lease=Lease(ctx.cache / "lease"), **options)
+
+
+def require_gpus(device: str, count: int) -> None:
+    """Raises BadConfiguration if ``device`` is cuda and this machine has fewer than ``count`` GPUs."""
+    if device == "cuda" and (here := gpus()) < count:
+        raise BadConfiguration(f"training.device is cuda: expected at least {count} GPUs, and this machine has {here}")
 
 
 Place = TypeVar("Place", bound=WorkerContext)
@@ -65,18 +75,17 @@ Place = TypeVar("Place", bound=WorkerContext)
 
 @contextmanager
 def shared_training(ctx: Place) -> Iterator[Place]:
-    """Starts the trainer's processes (ranks) that the configuration's section ``training`` asks for. Yields a copy of
-    ``ctx`` with these ranks. For one process on a CPU, starts nothing and yields ``ctx`` itself.
+    """Starts ``training.num_processes`` trainer processes (ranks). Yields a copy of ``ctx`` with these ranks. For one
+    process starts nothing and yields ``ctx`` itself: the stage's own process trains.
 
     Raises:
         BadConfiguration: The machine has too few GPUs.
         TryAgain: A rank died."""
     settings, threads = ctx.config.training, ctx.config.policy.threads
-    if settings.num_processes == 1 and settings.device == "cpu":
+    require_gpus(settings.device, settings.num_processes)
+    if settings.num_processes == 1:
         yield ctx
         return
-    if settings.device == "cuda" and (here := gpus()) < settings.num_processes:
-        raise BadConfiguration(f"training.num_processes: {settings.num_processes} on GPUs, and this machine has {here}")
     each = max(1, threads // settings.num_processes)
     with Ranks(settings.num_processes, device=settings.device, threads=each, lease=ctx.cache / "lease") as ranks:
         try:
