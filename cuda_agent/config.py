@@ -164,8 +164,9 @@ class PolicyConfig(Section):
     device: Literal["cpu", "cuda"] = key("cpu", "device on which engine=local computes")
     dtype: Literal["float32", "bfloat16"] = key(
         "float32",
-        "number type of engine=local; bfloat16 is twice as fast on a GPU, but its log-probabilities differ "
-        "from the trainer's: use behavior_logprobs=trainer with it",
+        "number type in which engine=local, PPO and critic compute (trained weights stay float32); bfloat16 is "
+        "several times faster on a GPU; it needs behavior_logprobs=trainer, as the log-probabilities of engine and "
+        "trainer differ",
     )
     threads: Positive = key(2, "threads of engine and trainer on a CPU")
 
@@ -374,6 +375,11 @@ class Config(Section):
                 estimator = f"{name}.advantage={ppo.advantage}, which compares the samples of a task"
                 got = ppo.samples_per_prompt
                 raise ValueError(f"{name}.samples_per_prompt: expected at least 2 with {estimator}, got {got}.")
+            steps = ppo.minibatches * ppo.epochs
+            if self.policy.dtype == "bfloat16" and ppo.behavior_logprobs == "engine" and steps > 1:
+                why = "the engine's differ from the trainer's by rounding, and PPO would clip the difference"
+                expected = f"expected trainer with policy.dtype=bfloat16 and {steps} optimizer steps a batch"
+                raise ValueError(f"{name}.behavior_logprobs: {expected}, got engine: {why}.")
         if self.runtime == "ray" and self.training.num_processes % self.ray.trainers:
             expected = f"expected a multiple of ray.trainers ({self.ray.trainers})"
             raise ValueError(f"training.num_processes: {expected}, got {self.training.num_processes}.")

@@ -93,6 +93,10 @@ def test_overrides_win_over_the_experiment():
         ("synthesis.window_ms=[5,1]", ["synthesis", "window_ms"]),
         ("run.name=../x", ["run.name"]),
         ("policy={engine: vllm, vllm: {sync: lora}}", ["policy.vllm.sync=lora", "lora.rank from 1 to 64", "0"]),
+        (
+            "policy.dtype=bfloat16",
+            ["warmup.behavior_logprobs: expected trainer", "policy.dtype=bfloat16 and 2 optimizer steps", "rounding"],
+        ),
         ("sandbox.threads=true", ["sandbox.threads"]),
     ],
 )
@@ -124,6 +128,21 @@ def test_ranks_are_dealt_out_to_machines_evenly():
     with pytest.raises(ConfigError, match=r"a multiple of ray.trainers \(2\), got 3"):
         compose(["runtime=ray", "ray.trainers=2", "training.num_processes=3"])
     assert compose(["runtime=local", "ray.trainers=2", "training.num_processes=3"]).training.num_processes == 3
+
+
+def test_a_bfloat16_policy_learns_from_the_trainers_own_denominators_or_in_one_step_a_batch():
+    ours, once = "{behavior_logprobs: trainer}", "{minibatches: 1}"
+    for warmup, agentic in ((ours, ours), (once, once), (ours, once)):
+        compose(["policy.dtype=bfloat16", f"warmup={warmup}", f"agentic={agentic}"])
+    with pytest.raises(ConfigError, match=r"agentic\.behavior_logprobs: expected trainer .* 4 optimizer steps"):
+        compose(["policy.dtype=bfloat16", f"warmup={ours}", "agentic={minibatches: 2, epochs: 2}"])
+
+
+def test_the_number_type_is_part_of_the_key_of_every_stage_that_learns():
+    other = compose(["policy.dtype=bfloat16", *(f"{s}.behavior_logprobs=trainer" for s in ("warmup", "agentic"))])
+    learning = [stage for stage in STAGES if "training" in stage.config]
+    assert len(learning) == 5 and all("policy" in stage.config for stage in learning)
+    assert section_values(Config(), ("policy",)) != section_values(other, ("policy",))
 
 
 def test_adapters_do_not_travel_from_rays_trainer_to_vllm():

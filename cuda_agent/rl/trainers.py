@@ -14,7 +14,7 @@ from cuda_agent.machine import gpus
 from cuda_agent.policy.lora import attach
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.distributed import DistributedTrainer, TrainerLost
-from cuda_agent.training.memory import AUTO_TOKENS, MICROBATCH_TOKENS
+from cuda_agent.training.memory import AUTO_TOKENS, MICROBATCH_TOKENS, PRECISION
 from cuda_agent.training.packing import Tokens
 from cuda_agent.training.ranks import Ranks
 from cuda_agent.training.recipes import sft
@@ -29,15 +29,15 @@ def make_trainer(
     *,
     longest: int,
     max_grad_norm: float = 1.0,
-    precision: Literal["fp32", "auto"] = "fp32",
+    precision: Literal["auto"] | None = None,
     scratch: bool = False,
 ) -> Trainer:
     """Makes a trainer for ``model``: in this process on ``training.device``, or over the ranks of ``ctx``.
 
-    ``longest`` is the length of the longest sequence in tokens. Only imitation may set ``precision`` to "auto": PPO
-    needs exactly the engine's log-probabilities. A new model (``scratch``) uses Muon, which needs half as many tokens
-    as AdamW. Other models use AdamW, with LoRA adapters if ``lora.rank`` is set. Raises BadConfiguration if the GPU is
-    missing."""
+    ``longest`` is the length of the longest sequence in tokens. ``precision`` defaults to that of ``policy.dtype``.
+    Only imitation may set it to "auto": PPO needs log-probabilities that are near the engine's. A new model
+    (``scratch``) uses Muon, which needs half as many tokens as AdamW. Other models use AdamW, with LoRA adapters if
+    ``lora.rank`` is set. Raises BadConfiguration if the GPU is missing."""
     import torch
 
     config, training = ctx.config, ctx.config.training
@@ -52,7 +52,7 @@ def make_trainer(
         "max_grad_norm": max_grad_norm,
         "weight_decay": 0.1 if scratch else 0.0,
         "optimizer": "muon" if scratch else "adamw",
-        "precision": precision,
+        "precision": precision or PRECISION[config.policy.dtype],
         "gradient_checkpointing": checkpointing == "on" or (checkpointing == "auto" and row_tokens > AUTO_TOKENS),
         "compile": training.compile,
     }

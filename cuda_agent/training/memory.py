@@ -11,6 +11,7 @@ from cuda_agent.config import PolicyConfig
 
 LOGITS = {"cpu": 2**24, "cuda": 2**27}  # largest number of logits in one chunk
 MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 32768}  # tokens of one forward pass: more are slower on a cpu
+PRECISION: dict[str, Literal["fp32", "bf16"]] = {"float32": "fp32", "bfloat16": "bf16"}  # by policy.dtype
 LONGEST = 2048  # most tokens of a sequence whose attention keeps its probabilities on a cpu
 AUTO_TOKENS = 8192  # activations of longer rows are recomputed, not kept (training.checkpointing=auto)
 SMALL = 2**24  # most parameters of a model whose gradients may be held once per thread

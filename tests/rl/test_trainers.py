@@ -10,6 +10,7 @@ from cuda_agent.errors import BadConfiguration
 from cuda_agent.policy.model import new_policy, train_tokenizer
 from cuda_agent.rl import trainers
 from cuda_agent.rl.trainers import make_trainer, shared_training
+from cuda_agent.training.critic import Critic
 
 POLICY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 32, "vocab": 320, "threads": 1}
 
@@ -69,3 +70,17 @@ def test_a_missing_gpu_is_a_wrong_configuration(tmp_path, monkeypatch, processes
     ctx = site(tmp_path, training={"device": "cuda", "num_processes": processes})
     with pytest.raises(BadConfiguration, match=f"at least {processes} GPUs, and this machine has {processes - 1}"):
         shared_training(ctx).__enter__()
+
+
+BF16 = {"policy": {"dtype": "bfloat16"}, "warmup": {"minibatches": 1}, "agentic": {"behavior_logprobs": "trainer"}}
+
+
+@pytest.mark.parametrize(("sections", "wanted"), [({}, "fp32"), (BF16, "bf16")], ids=["float32", "bfloat16"])
+def test_ppo_and_critic_compute_in_the_policys_number_type_and_imitation_in_the_devices(
+    tmp_path, made, sections, wanted
+):
+    ctx = site(tmp_path, training={"device": "cuda"}, **sections)
+    make_trainer(ctx, model_of(ctx), longest=64)
+    make_trainer(ctx, Critic(model_of(ctx).model), longest=64)
+    make_trainer(ctx, model_of(ctx), longest=64, precision="auto", scratch=True)
+    assert [options["precision"] for options in made] == [wanted, wanted, "auto"]
