@@ -196,7 +196,9 @@ class Training(Section):
     leave them out.  A stage can resume from a checkpoint that was made with other values."""
 
     checkpointing: Literal["auto", "on", "off"] = key(
-        "auto", "whether activations are computed twice to save memory; auto: if rows have more than 8,192 tokens"
+        "auto",
+        "whether activations are computed twice to save memory; auto: if keeping them would make a step take over "
+        "half of the device's memory",
     )
     compile: bool = key(
         False, "use torch.compile for the layers, which halves the time on GPUs and takes a minute at the start"

@@ -9,7 +9,7 @@ from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline.graph import stages_of
 from cuda_agent.pipeline.screen import duration
 from cuda_agent.pipeline.work import Work
-from cuda_agent.training.memory import AUTO_TOKENS, MICROBATCH_TOKENS, SMALL, Shape, peak, shape_of, shape_of_policy
+from cuda_agent.training.memory import Shape, layout, shape_of, shape_of_policy
 
 
 def derived(config: Config) -> dict[str, Any]:
@@ -68,25 +68,12 @@ def _about(seconds: float | None) -> str:
 
 
 def training_memory(config: Config, work: Work) -> int | None:
-    """Returns the peak memory of one training step on a CPU, in bytes, summed over all training processes.  ``work``
-    belongs to the stage that trains.  Returns None if the configuration of ``policy.base`` cannot be read here."""
-    shape = _shape(config.policy)
-    if shape is None:
+    """Returns the peak memory of one training step, in bytes, summed over all training processes.  ``work`` belongs to
+    the stage that trains.  Returns None if the configuration of ``policy.base`` cannot be read here."""
+    step = layout(config, _shape(config.policy), work.longest, scratch=work.from_scratch).peak
+    if step is None:
         return None
-    tokens = max(config.training.microbatch_tokens or MICROBATCH_TOKENS["cpu"], work.longest)
-    setting, ranks = config.training.checkpointing, 1 if work.from_scratch else config.training.num_processes
-    step = peak(
-        shape,
-        tokens,
-        precision="fp32",
-        checkpointing=setting == "on" or (setting == "auto" and tokens > AUTO_TOKENS),
-        ranks=ranks,
-        parallelism=config.training.parallelism,
-        lora_rank=0 if work.from_scratch else config.lora.rank,
-        segment=work.longest,
-        device="cpu",
-        at_once=config.policy.threads if ranks == 1 and shape.parameters <= SMALL else 1,
-    )
+    ranks = 1 if work.from_scratch else config.training.num_processes
     return ranks * (step.total + (work.models - 1) * step.fixed)  # the models take turns
 
 

@@ -14,7 +14,7 @@ from cuda_agent.machine import gpus
 from cuda_agent.policy.lora import attach
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.distributed import DistributedTrainer, TrainerLost
-from cuda_agent.training.memory import AUTO_TOKENS, MICROBATCH_TOKENS, PRECISION
+from cuda_agent.training.memory import PRECISION, Shape, layout, shape_of
 from cuda_agent.training.packing import Tokens
 from cuda_agent.training.ranks import Ranks
 from cuda_agent.training.recipes import sft
@@ -42,18 +42,17 @@ def make_trainer(
 
     config, training = ctx.config, ctx.config.training
     torch.set_num_threads(config.policy.threads)
+    trunk = model.trunk if isinstance(model, Critic) else model
     if not scratch and (lora := config.lora).rank:
-        trunk = model.trunk if isinstance(model, Critic) else model
         attach(trunk, lora.rank, lora.alpha, lora.targets, config.seed)
-    row_tokens = max(training.microbatch_tokens or MICROBATCH_TOKENS[training.device], longest)
-    checkpointing = training.checkpointing
+    rows = layout(config, _shape(trunk), longest, scratch=scratch)
     options: dict[str, Any] = {
-        "row_tokens": row_tokens,
+        "row_tokens": rows.row_tokens,
         "max_grad_norm": max_grad_norm,
         "weight_decay": 0.1 if scratch else 0.0,
         "optimizer": "muon" if scratch else "adamw",
         "precision": precision or PRECISION[config.policy.dtype],
-        "gradient_checkpointing": checkpointing == "on" or (checkpointing == "auto" and row_tokens > AUTO_TOKENS),
+        "gradient_checkpointing": rows.recompute,
         "compile": training.compile,
     }
     if ctx.ranks is not None:
@@ -62,6 +61,13 @@ def make_trainer(
         return cast(Trainer, DistributedTrainer(ctx.ranks, name, model, **options))
     require_gpus(training.device, 1)
     return Trainer(model, device=training.device, lease=Lease(ctx.cache / "lease"), **options)
+
+
+def _shape(model: Any) -> Shape | None:
+    try:
+        return shape_of(model.config.get_text_config().to_dict())
+    except (KeyError, TypeError):  # a size is missing
+        return None
 
 
 def require_gpus(device: str, count: int) -> None:

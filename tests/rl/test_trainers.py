@@ -10,7 +10,9 @@ from cuda_agent.errors import BadConfiguration
 from cuda_agent.policy.model import new_policy, train_tokenizer
 from cuda_agent.rl import trainers
 from cuda_agent.rl.trainers import make_trainer, shared_training
+from cuda_agent.training import memory
 from cuda_agent.training.critic import Critic
+from cuda_agent.training.memory import layout, shape_of_policy
 
 POLICY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 32, "vocab": 320, "threads": 1}
 
@@ -84,3 +86,13 @@ def test_ppo_and_critic_compute_in_the_policys_number_type_and_imitation_in_the_
     make_trainer(ctx, Critic(model_of(ctx).model), longest=64)
     make_trainer(ctx, model_of(ctx), longest=64, precision="auto", scratch=True)
     assert [options["precision"] for options in made] == [wanted, wanted, "auto"]
+
+
+def test_the_trainer_recomputes_what_the_schedule_says(tmp_path, monkeypatch, made):
+    for room, recompute in ((10**12, False), (10**6, True)):
+        monkeypatch.setattr(memory, "memory_bytes", lambda device, room=room: room)
+        ctx = site(tmp_path, training={"microbatch_tokens": 32768})
+        make_trainer(ctx, model_of(ctx), longest=64)
+        assert (made[-1]["row_tokens"], made[-1]["gradient_checkpointing"]) == (32768, recompute)
+        planned = layout(ctx.config, shape_of_policy(ctx.config.policy), 64)
+        assert (planned.row_tokens, planned.recompute) == (32768, recompute)
