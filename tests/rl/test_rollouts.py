@@ -30,3 +30,11 @@ def test_a_server_on_the_gpu_of_the_judge_is_a_wrong_configuration(replicas: int
 def test_servers_and_judges_that_share_no_gpu_are_fine(given: Config) -> None:
     servers_apart(given, 1)
     servers_apart(config(1), 2)
+
+
+def test_a_server_on_the_gpu_that_broadcasts_weights_is_a_wrong_configuration() -> None:
+    judges_elsewhere = {"servers": ["http://elsewhere:8001"]}
+    with pytest.raises(BadConfiguration, match="from which the stage broadcasts weights"):
+        servers_apart(config(1, judges_elsewhere, sync="nccl"), 1)
+    for here in (0, 2):
+        servers_apart(config(1, judges_elsewhere, sync="nccl"), here)
