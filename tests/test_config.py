@@ -10,10 +10,11 @@ from cuda_agent.compose import compose, flat, freeze, key_paths, load, restricte
 from cuda_agent.config import RENAMED, Config
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline.graph import STAGES, check
-from cuda_agent.pipeline.schedule import derived, parameter_count
+from cuda_agent.pipeline.schedule import derived, parameter_count, schedule_lines
+from cuda_agent.training.memory import layout, shape_of_policy
 
 
-@pytest.mark.parametrize("name", ["smoke", "demo", "single_gpu", "paper", "benchmark"])
+@pytest.mark.parametrize("name", ["smoke", "demo", "cuda", "single_gpu", "paper", "benchmark"])
 def test_every_experiment_composes_validates_and_survives_freezing(name):
     config = compose([f"experiment={name}"])
     assert load(*freeze(config)) == config
@@ -42,6 +43,35 @@ def test_paper_carries_the_published_hyper_parameters():
     assert (c.critic.gate, c.critic.gae_lambda) == ("stop", 0.95)
     assert (c.sandbox.device, c.sandbox.format, c.sandbox.checks, c.sandbox.tolerance) == ("cuda", "extension", 5, 1e-2)
     assert (c.synthesis.window_ms, c.synthesis.max_ops, c.synthesis.max_similarity) == ((1, 100), 5, 0.9)
+
+
+@pytest.mark.parametrize("name", ["cuda", "single_gpu", "paper"])
+def test_a_recipe_for_gpus_uses_them_for_everything_in_half_precision(name):
+    c = compose([f"experiment={name}"])
+    assert {c.sandbox.device, c.policy.device, c.training.device} == {"cuda"} and c.policy.dtype == "bfloat16"
+    for ppo in (c.warmup, c.agentic):
+        assert ppo.behavior_logprobs == ("engine" if name == "paper" else "trainer"), "paper: one update a batch"
+    if name != "cuda":
+        assert c.synthesis.catalogue_share == 1, "the published tasks are of the full catalogue"
+
+
+def test_a_policy_from_nothing_fits_one_gpu_with_its_activations_kept():
+    c = compose(["experiment=cuda"])
+    assert c.policy.base is None and parameter_count(c.policy) == pytest.approx(27.3e6, rel=0.01)
+    rows = layout(c, shape_of_policy(c.policy), c.policy.context)
+    assert (rows.row_tokens, rows.recompute, rows.peak.total < 16e9) == (32_768, False, True)
+    lines = schedule_lines(derived(c))
+    assert any(line.startswith("agentic ") and "GiB" in line for line in lines) and "on one GPU" in lines[-2]
+
+
+def test_a_gpu_shortens_the_schedule_and_its_verdicts_take_turns():
+    cpu, gpu = (
+        derived(compose(["experiment=cuda", f"policy.device={place}", f"training.device={place}"]))["stages"]
+        for place in ("cpu", "cuda")
+    )
+    assert cpu["bootstrap"]["seconds"] == gpu["bootstrap"]["seconds"] == 250, "max_seconds, and ten more"
+    assert cpu["agentic"]["seconds"] > 10 * gpu["agentic"]["seconds"]
+    assert gpu["evaluate-base"]["seconds"] > 0.3 * gpu["evaluate-base"]["samples"]
 
 
 def test_smoke_is_repeatable_and_tiny():
