@@ -227,10 +227,10 @@ class Bootstrap(Section):
 class Ppo(Section):
     """Settings of PPO (paper, section 3.3).  The stages ``warmup`` and ``agentic`` have one section each."""
 
-    reward: Literal["ladder", "speedup"] = key(
+    reward: Literal["ladder", "speedup", "raw"] = key(
         "ladder",
         "reward of a verdict; ladder: -1, 1, 2 or 3 (Eq. 1); speedup: -1, or 3 s/(1 + s) for a correct "
-        "solution that is s times as fast as the faster of eager and torch.compile",
+        "solution that is s times as fast as the faster of eager and torch.compile; raw: -1, or s itself",
     )
     advantage: Literal["gae", "group", "rloo"] = key(
         "gae",

@@ -74,6 +74,23 @@ def test_a_gpu_shortens_the_schedule_and_its_verdicts_take_turns():
     assert gpu["evaluate-base"]["seconds"] > 0.3 * gpu["evaluate-base"]["samples"]
 
 
+@pytest.mark.parametrize(
+    ("name", "graph", "reward"),
+    [
+        ("no_agent_loop", "one_shot", "speedup"), ("no_rft", "no_rft", "speedup"),
+        ("no_critic", "no_critic", "speedup"), ("raw_reward", "full", "raw"), ("none", "full", "speedup"),
+    ],
+)  # fmt: skip
+def test_an_ablation_changes_one_thing_of_an_experiment(name, graph, reward):
+    """The experiment's own values stay, also where the ablation is named first."""
+    given = ["experiment=smoke", "warmup.reward=speedup", "agentic.reward=speedup"]
+    chosen = [f"ablation={name}", given[0], *(given[1:] if reward == "speedup" else [])]
+    ablated, whole = (compose(overrides).model_dump() for overrides in (chosen, given))
+    assert ablated["graph"] == graph and {ablated[stage]["reward"] for stage in ("warmup", "agentic")} == {reward}
+    changed = {"graph"} if reward == "speedup" else {"warmup", "agentic"}
+    assert {key for key in whole if whole[key] != ablated[key]} <= changed
+
+
 def test_smoke_is_repeatable_and_tiny():
     config = compose(["experiment=smoke"])
     assert config.sandbox.clock == "model" and parameter_count(config.policy) < 200_000
@@ -100,6 +117,8 @@ def test_overrides_win_over_the_experiment():
         ("policy={base: 3}", ["policy.base", "text or null"]),
         ("experiment=demmo", ["demmo", "Did you mean demo?"]),
         ("experimnt=demo", ["experimnt", "Did you mean experiment?"]),
+        ("experiment=null", ["experiment=None", "demo"]),
+        ("ablation=no_rtf", ["ablation=no_rtf", "no_agent_loop, no_critic, no_rft, none, raw_reward", "no_rft?"]),
         ("critic.lr=1e-4,1e-3", ["critic.lr", "sweep"]),
         ("critic.lr", ["critic.lr", "key=value"]),
         ("critic=3", ["critic", "critic.epochs"]),
