@@ -164,8 +164,9 @@ class PolicyConfig(Section):
     device: Literal["cpu", "cuda"] = key("cpu", "device on which engine=local computes")
     dtype: Literal["float32", "bfloat16"] = key(
         "float32",
-        "number type of engine=local; bfloat16 is twice as fast on a GPU, but its log-probabilities differ "
-        "from the trainer's: use behavior_logprobs=trainer with it",
+        "number type in which engine=local, PPO and critic compute (trained weights stay float32); bfloat16 is "
+        "several times faster on a GPU; it needs behavior_logprobs=trainer, as the log-probabilities of engine and "
+        "trainer differ",
     )
     threads: Positive = key(2, "threads of engine and trainer on a CPU")
 
@@ -195,7 +196,9 @@ class Training(Section):
     leave them out.  A stage can resume from a checkpoint that was made with other values."""
 
     checkpointing: Literal["auto", "on", "off"] = key(
-        "auto", "whether activations are computed twice to save memory; auto: if rows have more than 8,192 tokens"
+        "auto",
+        "whether activations are computed twice to save memory; auto: if keeping them would make a step take over "
+        "half of the device's memory",
     )
     compile: bool = key(
         False, "use torch.compile for the layers, which halves the time on GPUs and takes a minute at the start"
@@ -224,10 +227,10 @@ class Bootstrap(Section):
 class Ppo(Section):
     """Settings of PPO (paper, section 3.3).  The stages ``warmup`` and ``agentic`` have one section each."""
 
-    reward: Literal["ladder", "speedup"] = key(
+    reward: Literal["ladder", "speedup", "raw"] = key(
         "ladder",
         "reward of a verdict; ladder: -1, 1, 2 or 3 (Eq. 1); speedup: -1, or 3 s/(1 + s) for a correct "
-        "solution that is s times as fast as the faster of eager and torch.compile",
+        "solution that is s times as fast as the faster of eager and torch.compile; raw: -1, or s itself",
     )
     advantage: Literal["gae", "group", "rloo"] = key(
         "gae",
@@ -378,6 +381,11 @@ class Config(Section):
                 estimator = f"{name}.advantage={ppo.advantage}, which compares the samples of a task"
                 got = ppo.samples_per_prompt
                 raise ValueError(f"{name}.samples_per_prompt: expected at least 2 with {estimator}, got {got}.")
+            steps = ppo.minibatches * ppo.epochs
+            if self.policy.dtype == "bfloat16" and ppo.behavior_logprobs == "engine" and steps > 1:
+                why = "the engine's differ from the trainer's by rounding, and PPO would clip the difference"
+                expected = f"expected trainer with policy.dtype=bfloat16 and {steps} optimizer steps a batch"
+                raise ValueError(f"{name}.behavior_logprobs: {expected}, got engine: {why}.")
         if self.runtime == "ray" and self.training.num_processes % self.ray.trainers:
             expected = f"expected a multiple of ray.trainers ({self.ray.trainers})"
             raise ValueError(f"training.num_processes: {expected}, got {self.training.num_processes}.")

@@ -86,7 +86,7 @@ ROWS: tuple[Stage, ...] = (
     _stage(
         "warmup", inputs={"tasks": "synthesis.tasks", "policy": "bootstrap.policy"}, outputs=("policy",),
         config=(*_PLAY, *_PLACE, "lora", "training", "warmup"), timing=True, weight=2.0,
-        work=lambda config: work.ppo(config.warmup, config.agent.turn_tokens),
+        work=lambda config: work.ppo(config, config.warmup, config.agent.turn_tokens),
         chart="One-shot PPO (warmup)", curves=_PPO_CURVES,
     ),
     _stage(
@@ -108,7 +108,7 @@ ROWS: tuple[Stage, ...] = (
         inputs={"tasks": "synthesis.tasks", "policy": "rft.policy | warmup.policy", "critic": "critic.critic?"},
         outputs=("policy", "critic"),
         config=(*_PLAY, *_PLACE, "lora", "training", "agentic"), timing=True, weight=4.0,
-        work=lambda config: work.ppo(config.agentic, work.agent_tokens(config, config.agent.turns)),
+        work=lambda config: work.ppo(config, config.agentic, work.agent_tokens(config, config.agent.turns)),
         chart="Multi-turn PPO (agentic)", curves=_PPO_CURVES,
     ),
     _evaluate("base", "before reinforcement learning", policy="bootstrap.policy"),

@@ -118,14 +118,21 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
 
 
 def servers_apart(config: Config, here: int) -> None:
-    """Checks that no vLLM server of the stage runs on the GPU on which this machine's judge measures times. Raises
-    BadConfiguration if one does. ``here`` is this machine's number of GPUs."""
+    """Checks that no vLLM server of the stage runs on the first GPU, if this machine's judge measures times there or
+    the stage broadcasts weights from there. Raises BadConfiguration if one does. ``here`` is this machine's number of
+    GPUs."""
     sandbox, vllm = config.sandbox, config.policy.vllm
-    timed_here = sandbox.device == "cuda" and sandbox.clock == "real" and not sandbox.servers
-    if timed_here and not vllm.servers and 0 < here <= vllm.replicas:
+    if vllm.servers or not 0 < here <= vllm.replicas:
+        return
+    use = f"policy.vllm.replicas: {vllm.replicas} on {here} GPUs would decode on the first GPU"
+    if sandbox.device == "cuda" and sandbox.clock == "real" and not sandbox.servers:
         raise BadConfiguration(
-            f"policy.vllm.replicas: {vllm.replicas} on {here} GPUs would decode on the first GPU, on which the sandbox"
-            f" takes times. Expected at most {here - 1}, or policy.engine=local, or judges elsewhere (sandbox.servers)."
+            f"{use}, on which the sandbox takes times. Expected at most {here - 1}, or policy.engine=local, or judges"
+            f" elsewhere (sandbox.servers)."
+        )
+    if vllm.sync == "nccl":
+        raise BadConfiguration(
+            f"{use}, from which the stage broadcasts weights. Expected at most {here - 1}, or policy.vllm.sync=disk."
         )
 
 

@@ -13,7 +13,7 @@ from cuda_agent.errors import BadConfiguration, PolicyError
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.model import load_policy, new_policy, save_policy, train_tokenizer
 from cuda_agent.rl.dialogues import Dialogue, corpus, encode, texts
-from cuda_agent.rl.trainers import imitate, make_trainer
+from cuda_agent.rl.trainers import imitate, make_trainer, require_gpus
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.sandbox.wire import Solution
 from cuda_agent.synthesis.family import combination, heldout_combinations
@@ -37,6 +37,7 @@ def run(ctx: StageContext) -> None:
             raise BadConfiguration(f"policy.base cannot be used: {error}") from error
         save_policy(model, tokenizer, ctx.outputs["policy"])
         return
+    require_gpus(config.training.device, 1)
     family = [task for task in read_tasks(ctx.inputs["tasks"]) if task.family == "teacher"]
     asyncio.run(verify_teacher(ctx, [task for task in family if task.split == "train"]))
     heldout, device = heldout_combinations(family, combination), config.sandbox.device

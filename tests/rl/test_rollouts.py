@@ -65,3 +65,11 @@ def test_an_episode_beyond_its_deadline_is_not_played_again(monkeypatch) -> None
     monkeypatch.setattr(rollouts, "run_episode", play)
     player = Rollouts(None, None, None, None, None, None, Config())
     assert asyncio.run(player.play([(Task("a", "", (), "torch#1"), "s/a/0")], "agent"))[0].ended == "deadline"
+
+
+def test_a_server_on_the_gpu_that_broadcasts_weights_is_a_wrong_configuration() -> None:
+    judges_elsewhere = {"servers": ["http://elsewhere:8001"]}
+    with pytest.raises(BadConfiguration, match="from which the stage broadcasts weights"):
+        servers_apart(config(1, judges_elsewhere, sync="nccl"), 1)
+    for here in (0, 2):
+        servers_apart(config(1, judges_elsewhere, sync="nccl"), here)

@@ -17,6 +17,7 @@ from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.episode import Episode, write_episodes
 from cuda_agent.policy.lora import ADAPTER
 from cuda_agent.policy.model import load_model, load_policy, new_policy, save_policy, train_tokenizer
+from cuda_agent.rl import trainers
 from cuda_agent.rl.rollouts import draw, episode_settings, open_rollouts
 from cuda_agent.stages import bootstrap, critic, rft
 from cuda_agent.storage import open_store
@@ -110,6 +111,15 @@ def test_values_are_held_out_by_episode():
     assert len(heldout) == 4 and len(training) + len(heldout) == 10
     assert critic.hold_out(chat_free[::-1], 0.4, 0) == (training, heldout), "the order of the episodes does not matter"
     assert critic.hold_out(chat_free[:1], 0.4, 0) == (chat_free[:1], chat_free[:1])
+
+
+@pytest.mark.parametrize("processes", [1, 2], ids=["one process", "ranks, of which bootstrap starts none"])
+def test_bootstrap_on_a_machine_without_a_gpu_is_a_wrong_configuration(tmp_path, monkeypatch, processes):
+    monkeypatch.setattr(trainers, "gpus", lambda: 0)
+    settings = config(training={"device": "cuda", "num_processes": processes})
+    ctx = context(tmp_path / "stage", "bootstrap", settings, {}, "policy")
+    with pytest.raises(BadConfiguration, match=r"training\.device is cuda: expected at least 1 GPU"):
+        bootstrap.run(ctx)
 
 
 def test_a_base_without_a_tokenizer_is_a_wrong_configuration(tmp_path, policy):
@@ -286,5 +296,5 @@ def test_more_gpus_than_there_are_is_a_wrong_configuration(tmp_path, policy):
     episodes = collected(tmp_path / "episodes", policy, [("t", 0, 3.0)])
     settings = config(training={"num_processes": 64, "device": "cuda"})
     ctx = context(tmp_path / "stage", "rft", settings, {"episodes": episodes, "policy": policy}, "policy")
-    with pytest.raises(BadConfiguration, match="64 on GPUs"):
+    with pytest.raises(BadConfiguration, match="at least 64 GPUs"):
         rft.run(ctx)
