@@ -2,6 +2,7 @@
 
 import pytest
 
+from cuda_agent.sandbox.workspace.client import Workspace, WorkspaceLost
 from cuda_agent.stages import agentic
 from cuda_agent.training.critic import critic_from_policy, load_critic, save_critic
 from tests.rl.ray.ray_cases import config, context, make_inputs, read_metrics
@@ -38,3 +39,19 @@ def test_a_declared_critic_that_nothing_trained_is_passed_on(tmp_path, inputs):
     metrics = run(tmp_path / "stage", given, ["policy", "critic"], advantage="rloo", reward="speedup")
     assert load_critic(tmp_path / "stage" / "critic").head.bias.tolist() == [0.75]
     assert "critic_loss" not in metrics and -1 <= metrics["reward"] < 3
+
+
+def test_work_folders_that_are_lost_change_no_byte_of_the_result(tmp_path, inputs, monkeypatch):
+    run(tmp_path / "peace", inputs, ["policy"])
+    call, calls = Workspace.call, []
+
+    async def lost_at_times(folder, tool, arguments):
+        calls.append(tool)
+        if len(calls) in (2, 5):
+            raise WorkspaceLost("its pod is gone")
+        return await call(folder, tool, arguments)
+
+    monkeypatch.setattr(Workspace, "call", lost_at_times)
+    assert run(tmp_path / "lost", inputs, ["policy"])["dropped"] == 0
+    first, second = ((tmp_path / name / "policy" / "model.safetensors").read_bytes() for name in ("peace", "lost"))
+    assert first == second and len(calls) > 5
