@@ -127,6 +127,10 @@ def test_a_build_error_in_few_words_is_the_first_one():
     assert describe(verdict("build_error", column), "verify", "compact").endswith(
         ".cpp:3: 'u' was not declared in this scope"
     )
+    nvrtc = 'kernels/fused.cu(2): error: identifier "u" is undefined\n    u = tanh(v);'
+    assert describe(verdict("build_error", nvrtc), "verify", "compact") == (
+        'build error: kernels/fused.cu:2: identifier "u" is undefined'
+    )
 
 
 def test_commands_fail_where_they_should():
