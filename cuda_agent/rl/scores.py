@@ -1,9 +1,10 @@
 """Computes the scores of a policy from the verdicts of its episodes: the metrics of the paper's table, with intervals.
 
 Each metric is computed twice: for the final solution of every episode, and for the best solution judged in the episode.
-There are metrics over all tasks, per family of tasks and per operator. ``compare`` compares two policies on the tasks
-that both have played. Episodes lost by infrastructure faults are counted, but not scored. Intervals come from a
-bootstrap over tasks. They cover the choice of tasks, but not timing noise or training seeds."""
+There are metrics over all tasks, per family of tasks and per operator. ``compare`` compares two policies task by task:
+rates on the tasks that both have played, speed-ups on those that both have solved. Episodes lost by infrastructure
+faults are counted, but not scored. Intervals come from a bootstrap over tasks. They cover the choice of tasks, but not
+timing noise or training seeds."""
 
 import json
 import warnings
@@ -112,14 +113,15 @@ class Scores:
 @dataclass
 class Difference:
     """The change of one metric between two policies on their common tasks: a difference for rates, a ratio for
-    speed-ups. ``interval`` (95 %) comes from a bootstrap over tasks. It is None if there are too few tasks, or if both
-    policies have equal values on every task."""
+    speed-ups. Common are the tasks that both have played; for a speed-up, those that both have solved. ``interval``
+    (95 %) comes from a bootstrap over tasks. It is None if there are too few tasks, or if both policies have equal
+    values on every task."""
 
     group: str  # "overall" or a family
     metric: str
     tasks: int  # number of common tasks
-    before: float | None  # value of the first policy
-    after: float | None  # value of the second policy
+    before: float | None  # value of the first policy on them
+    after: float | None  # value of the second policy on them
     change: float | None
     interval: tuple[float, float] | None  # (low, high) of ``change``
 
@@ -193,17 +195,15 @@ def compare(
         of_family = {o.task for o in after.outcomes if o.family == family}
         common = [task for task in common if task in of_family]
     a, b = (_per_task(scores.outcomes, which, common) for scores in (before, after))
-    draws = _draws(len(common), seed)
     found = []
     for metric in METRICS:
         ratio = metric in SPEEDUPS
-        old, new = (_mean(x[metric], ratio) for x in (a, b))
-        sampled = [_means(x[metric], draws, ratio) for x in (a, b)]
-        change = None if old is None or new is None else new / old if ratio else new - old
-        changes = sampled[1] / sampled[0] if ratio else sampled[1] - sampled[0]
-        agree = np.array_equal(a[metric], b[metric], equal_nan=True)
-        interval = None if change is None or agree or len(common) < FEWEST_TASKS else _percentiles(changes)
-        found.append(Difference(family or "overall", metric, len(common), old, new, change, interval))
+        both = ~np.isnan(a[metric]) & ~np.isnan(b[metric])
+        old, new = a[metric][both], b[metric][both]
+        told = len(old) >= FEWEST_TASKS and not np.array_equal(old, new)
+        interval = _percentiles(_means(new - old, _draws(len(old), seed), ratio)) if told else None
+        first, second, change = (_mean(column, ratio) for column in (old, new, new - old))
+        found.append(Difference(family or "overall", metric, len(old), first, second, change, interval))
     return found
 
 
