@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from cuda_agent.policy.episode import Episode
-from cuda_agent.sandbox.wire import Verdict
+from cuda_agent.sandbox.wire import Mode, Verdict
 from cuda_agent.tasks.task import Task
 
 RATES = ("passed", "faster_eager", "faster_compile")
@@ -91,12 +91,13 @@ class Scores:
 
     policy: str
     clock: Literal["real", "model"]  # "model": times are a deterministic cost, not measured
+    mode: Mode | None  # of the final solutions' verdicts; None without one
     tasks: int  # number of tasks in the set
     unscored: list[str]  # tasks without a single scored episode
     episodes: int  # number of scored episodes
     infra: int  # number of episodes lost by infrastructure faults or the deadline: not scored
     final: Table  # of the episodes' final solutions
-    best: Table  # of the best solutions judged during the episodes
+    best: Table  # of the best solutions judged during the episodes, which the agent loop judges in quick mode
     statuses: dict[str, int]  # status -> number of final solutions with this status
     ended: dict[str, int]  # reason why an episode ended -> number of scored episodes
     mean_turns: float | None  # turns per episode
@@ -132,10 +133,12 @@ def score(
     """Returns the scores of the policy named ``policy`` from its ``episodes`` on ``tasks``.
 
     Raises:
-        ValueError: An episode's task is not in ``tasks``, or a verdict's clock is not ``clock``."""
+        ValueError: An episode's task is not in ``tasks``, a verdict's clock is not ``clock``, or the final verdicts are
+            of several modes."""
     by_name = {task.name: task for task in tasks}
     outcomes: list[EpisodeScore] = []
     ended: Counter[str] = Counter()
+    modes: set[Mode] = set()
     infra = 0
     for episode in episodes:
         if episode.task not in by_name:
@@ -148,6 +151,9 @@ def score(
         if episode.reward is None or (final is not None and final.status == "infra"):
             infra += 1
             continue
+        if final:
+            modes.add(final.mode)
+        apart = final is not None and best is not None and final.mode != best.mode
         task = by_name[episode.task]
         ended[episode.ended] += 1
         outcome = EpisodeScore(
@@ -156,15 +162,18 @@ def score(
             family=task.family,
             ops=list(task.ops),
             final=_result(final),
-            best=_better(_result(final), _result(best)),
+            best=_result(best) if apart else _better(_result(final), _result(best)),
             turns=max(episode.turns, default=-1) + 1,
             tokens=sum(episode.mask),
         )
         outcomes.append(outcome)
+    if len(modes) > 1:
+        raise ValueError(f"{policy}: final verdicts of several modes: {', '.join(sorted(modes))}")
     scored = {outcome.task for outcome in outcomes}
     return Scores(
         policy=policy,
         clock=clock,
+        mode=next(iter(modes), None),
         tasks=len(by_name),
         unscored=sorted(set(by_name) - scored),
         episodes=len(outcomes),
@@ -187,9 +196,11 @@ def compare(
     """Returns the change of each metric from ``before`` to ``after`` on their common tasks (of ``family``, if given).
 
     Raises:
-        ValueError: ``before`` and ``after`` were scored under different clocks."""
+        ValueError: ``before`` and ``after`` were scored under different clocks, or judged in different modes."""
     if before.clock != after.clock:
         raise ValueError(f"{before.policy} is under the {before.clock} clock, {after.policy} under {after.clock}")
+    if before.mode and after.mode and before.mode != after.mode:
+        raise ValueError(f"{before.policy} was judged in {before.mode} mode, {after.policy} in {after.mode} mode")
     common = sorted({o.task for o in before.outcomes} & {o.task for o in after.outcomes})
     if family is not None:
         of_family = {o.task for o in after.outcomes if o.family == family}

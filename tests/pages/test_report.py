@@ -127,6 +127,15 @@ def test_each_paired_difference_says_over_how_many_tasks_it_is(tmp_path):
         assert shown[0] > shown[-1], "not every task was solved by both"
 
 
+def test_strict_final_answers_beside_quick_best_states_are_called_so(tmp_path):
+    data, text = make_report(tmp_path, make_inputs(tmp_path))
+    assert "strict mode" not in text
+    for policy in data["policies"]:
+        policy["mode"] = "strict"
+    text = render(data)
+    assert "Final answer, strict mode" in text and "Best of the trajectory, quick mode" in text
+
+
 def test_the_same_inputs_give_the_same_bytes(tmp_path):
     pages = []
     for name in ("a", "b"):

@@ -15,12 +15,12 @@ def task(i: int, family: str = "teacher", ops: tuple[str, ...] = ("relu",)) -> T
     return Task(f"t{i}", f"# {i}", ops, "torch#1", family, "heldout")
 
 
-def verdict(status="ok", seconds=1.0, eager=2.0, compiled=1.5, clock="model") -> dict:
+def verdict(status="ok", seconds=1.0, eager=2.0, compiled=1.5, clock="model", mode="quick") -> dict:
     ok = status == "ok"
     return Verdict(
         status,
         "plan",
-        "quick",
+        mode,
         "cpu",
         clock,
         seconds=seconds if ok else None,
@@ -179,6 +179,29 @@ def test_two_clocks_never_meet():
     model = score("b", [episode(0, verdict())], [task(0)], "model")
     with pytest.raises(ValueError, match="clock"):
         compare(real, model)
+
+
+def test_strict_final_answers_and_quick_best_states_are_scored_apart():
+    tasks = [task(i) for i in range(3)]
+    episodes = [
+        episode(0, verdict(seconds=0.5, mode="strict"), verdict(seconds=1.0)),  # quick mode took a longer time
+        episode(1, verdict(seconds=1.0, mode="strict"), verdict("wrong")),
+        episode(2, verdict("wrong", mode="strict"), verdict(seconds=0.25)),
+    ]
+    scores = score("p", episodes, tasks, "model")
+    assert scores.mode == "strict"
+    assert scores.final.overall.passed == scores.best.overall.passed == pytest.approx(2 / 3)
+    assert [o.best.speedup_eager for o in scores.outcomes] == [2.0, None, 8.0]
+
+
+def test_two_modes_never_meet():
+    strict = score("a", [episode(0, verdict(mode="strict"))], [task(0)], "model")
+    quick = score("b", [episode(0, verdict())], [task(0)], "model")
+    with pytest.raises(ValueError, match="a was judged in strict mode, b in quick mode"):
+        compare(strict, quick)
+    with pytest.raises(ValueError, match="quick, strict"):
+        score("p", [episode(0, verdict()), episode(1, verdict(mode="strict"))], [task(0), task(1)], "model")
+    assert compare(strict, score("c", [episode(0, None, reward=-1.0)], [task(0)], "model"))[0].change == -1.0
 
 
 def test_an_unknown_task_is_an_error():
