@@ -205,7 +205,7 @@ def compare(
     if family is not None:
         of_family = {o.task for o in after.outcomes if o.family == family}
         common = [task for task in common if task in of_family]
-    a, b = (_per_task(scores.outcomes, which, common) for scores in (before, after))
+    a, b = (per_task(scores.outcomes, which, common) for scores in (before, after))
     found = []
     for metric in METRICS:
         ratio = metric in SPEEDUPS
@@ -267,7 +267,7 @@ def _table(outcomes: Sequence[EpisodeScore], which: str, seed: int) -> Table:
 
 def _row(group: str, outcomes: Sequence[EpisodeScore], which: str, seed: int) -> ScoreRow:
     names = sorted({outcome.task for outcome in outcomes})
-    columns = _per_task(outcomes, which, names)
+    columns = per_task(outcomes, which, names)
     draws = _draws(len(names), seed)
     values = {metric: _mean(columns[metric], metric in SPEEDUPS) for metric in METRICS}
     intervals: dict[str, tuple[float, float] | None] = {}
@@ -282,7 +282,7 @@ def _row(group: str, outcomes: Sequence[EpisodeScore], which: str, seed: int) ->
     return ScoreRow(group, len(names), int(np.sum(columns["passed"] > 0)), **values, intervals=intervals)  # type: ignore[arg-type]
 
 
-def _per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
+def per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
     """Returns for each metric float64 [len(names)], one value per task. A rate is a share of the task's episodes. A
     speed-up is the mean logarithm over correct and timed episodes, or nan. ``which`` is "final" or "best"."""
     results: dict[str, list[Result]] = {name: [] for name in names}
