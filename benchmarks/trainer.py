@@ -1,8 +1,10 @@
 """Tokens a second of the trainer: imitation, value pretraining and PPO on a small Qwen3 trained from random episodes.
 
     OMP_NUM_THREADS=2 python benchmarks/trainer.py [--json FILE]
-    python benchmarks/trainer.py --size 27m --device cuda --row-tokens 32768 --episodes 256
+    python benchmarks/trainer.py --size 27m --device cuda --episodes 256 --precision bf16 --compile
 
+All but ``plain`` is the stage's own path: ``ActorCritic`` makes the trainers from a configuration, with the timing
+lease, and PPO is its ``update``: two optimizer steps of both models, with the trainer's own denominators in bf16.
 ``plain`` is the same model through transformers alone, forward and backward: padded batches of 8 episodes (on a
 GPU 32), logits at every position, cross-entropy; ``bf16`` there is autocast too.
 Lengths are those of the demo: 300 to 600 tokens, a third of them sampled.  The best and the median of the repeats.
@@ -12,19 +14,25 @@ import argparse
 import json
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
 from shapes import SIZES, model_of
 
-from cuda_agent.config import CriticConfig, Ppo
+from cuda_agent.config import Config, CriticConfig
+from cuda_agent.context import WorkerContext
 from cuda_agent.policy.episode import Episode
+from cuda_agent.rl.runtime import ActorCritic
 from cuda_agent.training import recipes
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.packing import batch_of, tokens_of_episode
-from cuda_agent.training.trainer import Trainer
+
+WARM = 2  # steps before the clock: layers are compiled, then compiled again for rows of any length
 
 
 def episodes(count: int, vocab: int) -> list[Episode]:
@@ -52,7 +60,8 @@ def episodes(count: int, vocab: int) -> list[Episode]:
 
 
 def measure(tokens: int, repeats: int, step: Callable[[], Any], device: str) -> dict[str, float]:
-    step()
+    for _ in range(WARM):
+        step()
     rates = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -76,13 +85,32 @@ def plain_step(model: Any, data: list[Episode], device: str, precision: str) -> 
         loss.backward()
 
 
+def learner(options: Any, precision: str, folder: Path) -> ActorCritic:
+    """Returns the trainers that the stage ``agentic`` makes."""
+    denominators = {"behavior_logprobs": "trainer" if precision == "bf16" else "engine"}
+    batch = {"episodes_per_step": options.episodes, "samples_per_prompt": 1, "minibatches": 2}
+    values = {
+        "policy": {"dtype": "bfloat16" if precision == "bf16" else "float32", "threads": torch.get_num_threads()},
+        "training": {
+            "device": options.device, "compile": options.compile, "microbatch_tokens": options.row_tokens,
+            "checkpointing": options.checkpointing,
+        },
+        "warmup": denominators,
+        "agentic": batch | denominators,
+    }  # fmt: skip
+    config = Config.model_validate(values)
+    ctx = WorkerContext("agentic", config, {}, folder, folder)
+    return ActorCritic(ctx, config.agentic, model_of(options.size), Critic(model_of(options.size).model))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="also write the figures here")
     parser.add_argument("--size", default="tiny", choices=sorted(SIZES))
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--precision", default=None, choices=["fp32", "bf16"], help="default: both")
-    parser.add_argument("--row-tokens", type=int, default=4096)
+    parser.add_argument("--row-tokens", type=int, help="default: training.microbatch_tokens")
+    parser.add_argument("--checkpointing", default="auto", choices=["auto", "on", "off"])
     parser.add_argument("--compile", action="store_true", help="torch.compile for the trainer's layers")
     parser.add_argument("--episodes", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=3)
@@ -91,7 +119,6 @@ def main() -> None:
     data = episodes(options.episodes, SIZES[options.size]["vocab_size"])
     tokens = sum(len(episode.ids) for episode in data)
     batch = batch_of(tokens_of_episode(episode) for episode in data)
-    settings = Ppo(episodes_per_step=options.episodes, samples=1, minibatches=2)
 
     def timed(step: Callable[[], Any]) -> dict[str, float]:
         return measure(tokens, options.repeats, step, options.device)
@@ -103,19 +130,16 @@ def main() -> None:
             figures[f"plain {precision}"] = timed(
                 lambda precision=precision: plain_step(model, data, options.device, precision)
             )
-        common = {"row_tokens": options.row_tokens, "device": options.device, "precision": precision}
-        common["compile"] = options.compile
-        actor, critic = (
-            Trainer(model_of(options.size), **common),
-            Trainer(Critic(model_of(options.size).model), **common),
-        )
-        figures[f"sft {precision}"] = timed(lambda actor=actor: recipes.sft_step(actor, batch, 1e-4))
-        figures[f"value {precision}"] = timed(
-            lambda critic=critic: recipes.value_epoch(critic, data, CriticConfig(lr=1e-4), seed=0, epoch=0)
-        )
-        figures[f"ppo {precision}"] = timed(
-            lambda actor=actor, critic=critic: recipes.ppo_update(actor, critic, data, settings, seed=0)
-        )
+        with tempfile.TemporaryDirectory() as folder:
+            trainers = learner(options, precision, Path(folder))
+            actor, critic, numbers = trainers.actor, trainers.critic, count()
+            figures[f"sft {precision}"] = timed(lambda actor=actor: recipes.sft_step(actor, batch, 1e-4))
+            figures[f"value {precision}"] = timed(
+                lambda critic=critic: recipes.value_epoch(critic, data, CriticConfig(lr=1e-4), seed=0, epoch=0)
+            )
+            figures[f"ppo {precision}"] = timed(
+                lambda trainers=trainers, numbers=numbers: trainers.update(next(numbers), data)
+            )
 
     parameters = sum(parameter.numel() for parameter in model.parameters())
     print(f"{parameters / 1e6:.2f}M parameters, {tokens} tokens, {torch.get_num_threads()} threads, {options.device}")

@@ -25,6 +25,7 @@ _NOT_IN_KEYS: dict[str, Any] = {
     "ray": {"address", "trainers", "trainer_cpus", "trainer_gpus", "worker_cpus", "worker_gpus"},
     "training": True,
 }
+GROUPS = ("experiment", "ablation")  # folders of ``conf/``; the ablation is merged last
 _ONLY_IN_TRAINING = ("max_off_policy_steps", "oversample")  # keys of ``ray`` that only training stages read
 
 
@@ -161,13 +162,13 @@ def _check_overrides(overrides: Sequence[str]) -> None:
         key = override.key_or_group
         if override.is_sweep_override():
             raise ConfigError(f"{key}: expected one value, not a sweep. A list is written [a,b].")
-        if key == "experiment":
-            choices = sorted(path.stem for path in (conf_folder() / "experiment").glob("*.yaml"))
-            if (name := override.value()) not in [*choices, None]:
+        if key in GROUPS:
+            choices = sorted(path.stem for path in (conf_folder() / key).glob("*.yaml"))
+            if (name := override.value()) not in choices:  # not null either: Hydra refuses it
                 expected = f"expected one of {', '.join(choices)}."
-                raise ConfigError(f"experiment={name}: {expected}" + _nearest(str(name), choices))
+                raise ConfigError(f"{key}={name}: {expected}" + _nearest(str(name), choices))
         elif key not in known:
-            raise ConfigError(f"{key}: there is no such key." + _nearest(key, ["experiment", *known]))
+            raise ConfigError(f"{key}: there is no such key." + _nearest(key, [*GROUPS, *known]))
         elif _is_section(known[key]) and not isinstance(override.value(), dict):
             first = next(path for path in known if path.startswith(f"{key}."))
             raise ConfigError(f"{key}: expected a key of this section, as in {first}=…")

@@ -164,8 +164,9 @@ class PolicyConfig(Section):
     device: Literal["cpu", "cuda"] = key("cpu", "device on which engine=local computes")
     dtype: Literal["float32", "bfloat16"] = key(
         "float32",
-        "number type of engine=local; bfloat16 is twice as fast on a GPU, but its log-probabilities differ "
-        "from the trainer's: use behavior_logprobs=trainer with it",
+        "number type in which engine=local, PPO and critic compute (trained weights stay float32); bfloat16 is "
+        "several times faster on a GPU; it needs behavior_logprobs=trainer, as the log-probabilities of engine and "
+        "trainer differ",
     )
     threads: Positive = key(2, "threads of engine and trainer on a CPU")
 
@@ -195,7 +196,9 @@ class Training(Section):
     leave them out.  A stage can resume from a checkpoint that was made with other values."""
 
     checkpointing: Literal["auto", "on", "off"] = key(
-        "auto", "whether activations are computed twice to save memory; auto: if rows have more than 8,192 tokens"
+        "auto",
+        "whether activations are computed twice to save memory; auto: if keeping them would make a step take over "
+        "half of the device's memory",
     )
     compile: bool = key(
         False, "use torch.compile for the layers, which halves the time on GPUs and takes a minute at the start"
@@ -224,10 +227,10 @@ class Bootstrap(Section):
 class Ppo(Section):
     """Settings of PPO (paper, section 3.3).  The stages ``warmup`` and ``agentic`` have one section each."""
 
-    reward: Literal["ladder", "speedup"] = key(
+    reward: Literal["ladder", "speedup", "raw"] = key(
         "ladder",
         "reward of a verdict; ladder: -1, 1, 2 or 3 (Eq. 1); speedup: -1, or 3 s/(1 + s) for a correct "
-        "solution that is s times as fast as the faster of eager and torch.compile",
+        "solution that is s times as fast as the faster of eager and torch.compile; raw: -1, or s itself",
     )
     advantage: Literal["gae", "group", "rloo"] = key(
         "gae",
@@ -246,12 +249,16 @@ class Ppo(Section):
     critic_lr: Rate = key(1e-3, "learning rate of the critic")
     clip_low: float = key(0.2, "lower limit of PPO's ratio is 1 - clip_low", gt=0, lt=1)
     clip_high: float = key(0.28, "upper limit of PPO's ratio is 1 + clip_high", gt=0)
-    gamma: float = key(1.0, "discount factor per token", gt=0, le=1)
-    actor_lambda: float | None = key(
-        None, "lambda of GAE for the policy; none: 1 - 1/(0.05 n) for n sampled tokens", ge=0, le=1
+    dual_clip: float | None = key(
+        None, "upper limit of PPO's ratio at negative advantages, such as 3; none: no limit", gt=1
     )
+    gamma: float = key(1.0, "discount factor per token", gt=0, le=1)
+    actor_lambda: Share = key(1.0, "lambda of GAE for the policy")
     critic_lambda: Share = key(1.0, "lambda of GAE for the critic's targets")
     critic_warmup: int = key(0, "number of first steps that train only the critic", ge=0)
+    eval_every: int = key(
+        0, "before every so many steps held-out tasks are played, for the curves only; 0: never", ge=0
+    )
     behavior_logprobs: Literal["engine", "trainer"] = key(
         "engine",
         "what computes the log-probabilities in the denominator of PPO's ratio; trainer needs at least two "
@@ -280,7 +287,7 @@ class Agent(Section):
     tool_tokens: Positive = key(96, "limit of tokens in one tool output; a longer one loses its middle")
     concurrency: Positive = key(32, "limit of episodes under way at the same time")
     deadline_seconds: float = key(
-        120.0, "time limit for one episode, in seconds, including the sandbox's start and scoring", gt=0
+        120.0, "time limit for one episode, in seconds; waiting for the judge does not count", gt=0
     )
     temperature: float = key(1.0, "sampling temperature in training", ge=0)
 
@@ -375,6 +382,11 @@ class Config(Section):
                 estimator = f"{name}.advantage={ppo.advantage}, which compares the samples of a task"
                 got = ppo.samples_per_prompt
                 raise ValueError(f"{name}.samples_per_prompt: expected at least 2 with {estimator}, got {got}.")
+            steps = ppo.minibatches * ppo.epochs
+            if self.policy.dtype == "bfloat16" and ppo.behavior_logprobs == "engine" and steps > 1:
+                why = "the engine's differ from the trainer's by rounding, and PPO would clip the difference"
+                expected = f"expected trainer with policy.dtype=bfloat16 and {steps} optimizer steps a batch"
+                raise ValueError(f"{name}.behavior_logprobs: {expected}, got engine: {why}.")
         if self.runtime == "ray" and self.training.num_processes % self.ray.trainers:
             expected = f"expected a multiple of ray.trainers ({self.ray.trainers})"
             raise ValueError(f"training.num_processes: {expected}, got {self.training.num_processes}.")

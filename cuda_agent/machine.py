@@ -1,4 +1,4 @@
-"""Describes this machine's processor and GPUs.  ``die_with_parent`` makes this process end with its parent."""
+"""Describes this machine's processor, GPUs and memory.  ``die_with_parent`` makes this process end with its parent."""
 
 import contextlib
 import ctypes
@@ -33,6 +33,19 @@ def gpus() -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def memory_bytes(device: str) -> int:
+    """Returns the bytes of memory of ``device``: "cuda" is the first GPU, or 80 GB on a machine without one; "cpu" is
+    this machine, or its container if that has less."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.get_device_properties(0).total_memory if gpus() else 80 * 10**9
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    with contextlib.suppress(OSError, ValueError):  # no control groups, or no limit ("max")
+        return min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return whole
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -10,14 +10,21 @@ from cuda_agent.compose import compose, flat, freeze, key_paths, load, restricte
 from cuda_agent.config import RENAMED, Config
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline.graph import STAGES, check
-from cuda_agent.pipeline.schedule import derived, parameter_count
+from cuda_agent.pipeline.schedule import derived, parameter_count, schedule_lines
+from cuda_agent.training.memory import layout, shape_of_policy
 
 
-@pytest.mark.parametrize("name", ["smoke", "demo", "single_gpu", "paper", "benchmark"])
+@pytest.mark.parametrize("name", ["smoke", "demo", "cuda", "single_gpu", "paper", "benchmark"])
 def test_every_experiment_composes_validates_and_survives_freezing(name):
     config = compose([f"experiment={name}"])
     assert load(*freeze(config)) == config
     assert derived(config)["stages"]["agentic"]["optimizer_steps"] > 0
+
+
+def test_by_default_the_actors_advantages_reach_back_to_the_first_token():
+    for name in ("smoke", "demo", "single_gpu"):
+        config = compose([f"experiment={name}"])
+        assert (config.warmup.actor_lambda, config.agentic.actor_lambda) == (1.0, 1.0)
 
 
 def test_paper_carries_the_published_hyper_parameters():
@@ -42,6 +49,52 @@ def test_paper_carries_the_published_hyper_parameters():
     assert (c.critic.gate, c.critic.gae_lambda) == ("stop", 0.95)
     assert (c.sandbox.device, c.sandbox.format, c.sandbox.checks, c.sandbox.tolerance) == ("cuda", "extension", 5, 1e-2)
     assert (c.synthesis.window_ms, c.synthesis.max_ops, c.synthesis.max_similarity) == ((1, 100), 5, 0.9)
+
+
+@pytest.mark.parametrize("name", ["cuda", "single_gpu", "paper"])
+def test_a_recipe_for_gpus_uses_them_for_everything_in_half_precision(name):
+    c = compose([f"experiment={name}"])
+    assert {c.sandbox.device, c.policy.device, c.training.device} == {"cuda"} and c.policy.dtype == "bfloat16"
+    for ppo in (c.warmup, c.agentic):
+        assert ppo.behavior_logprobs == ("engine" if name == "paper" else "trainer"), "paper: one update a batch"
+    if name != "cuda":
+        assert c.synthesis.catalogue_share == 1, "the published tasks are of the full catalogue"
+
+
+def test_a_policy_from_nothing_fits_one_gpu_with_its_activations_kept():
+    c = compose(["experiment=cuda"])
+    assert c.policy.base is None and parameter_count(c.policy) == pytest.approx(27.3e6, rel=0.01)
+    rows = layout(c, shape_of_policy(c.policy), c.policy.context)
+    assert (rows.row_tokens, rows.recompute, rows.peak.total < 16e9) == (32_768, False, True)
+    lines = schedule_lines(derived(c))
+    assert any(line.startswith("agentic ") and "GiB" in line for line in lines) and "on one GPU" in lines[-2]
+
+
+def test_a_gpu_shortens_the_schedule_and_its_verdicts_take_turns():
+    cpu, gpu = (
+        derived(compose(["experiment=cuda", f"policy.device={place}", f"training.device={place}"]))["stages"]
+        for place in ("cpu", "cuda")
+    )
+    assert cpu["bootstrap"]["seconds"] == gpu["bootstrap"]["seconds"] == 250, "max_seconds, and ten more"
+    assert cpu["agentic"]["seconds"] > 10 * gpu["agentic"]["seconds"]
+    assert gpu["evaluate-base"]["seconds"] > 0.3 * gpu["evaluate-base"]["samples"]
+
+
+@pytest.mark.parametrize(
+    ("name", "graph", "reward"),
+    [
+        ("no_agent_loop", "one_shot", "speedup"), ("no_rft", "no_rft", "speedup"),
+        ("no_critic", "no_critic", "speedup"), ("raw_reward", "full", "raw"), ("none", "full", "speedup"),
+    ],
+)  # fmt: skip
+def test_an_ablation_changes_one_thing_of_an_experiment(name, graph, reward):
+    """The experiment's own values stay, also where the ablation is named first."""
+    given = ["experiment=smoke", "warmup.reward=speedup", "agentic.reward=speedup"]
+    chosen = [f"ablation={name}", given[0], *(given[1:] if reward == "speedup" else [])]
+    ablated, whole = (compose(overrides).model_dump() for overrides in (chosen, given))
+    assert ablated["graph"] == graph and {ablated[stage]["reward"] for stage in ("warmup", "agentic")} == {reward}
+    changed = {"graph"} if reward == "speedup" else {"warmup", "agentic"}
+    assert {key for key in whole if whole[key] != ablated[key]} <= changed
 
 
 def test_smoke_is_repeatable_and_tiny():
@@ -70,6 +123,8 @@ def test_overrides_win_over_the_experiment():
         ("policy={base: 3}", ["policy.base", "text or null"]),
         ("experiment=demmo", ["demmo", "Did you mean demo?"]),
         ("experimnt=demo", ["experimnt", "Did you mean experiment?"]),
+        ("experiment=null", ["experiment=None", "demo"]),
+        ("ablation=no_rtf", ["ablation=no_rtf", "no_agent_loop, no_critic, no_rft, none, raw_reward", "no_rft?"]),
         ("critic.lr=1e-4,1e-3", ["critic.lr", "sweep"]),
         ("critic.lr", ["critic.lr", "key=value"]),
         ("critic=3", ["critic", "critic.epochs"]),
@@ -93,6 +148,10 @@ def test_overrides_win_over_the_experiment():
         ("synthesis.window_ms=[5,1]", ["synthesis", "window_ms"]),
         ("run.name=../x", ["run.name"]),
         ("policy={engine: vllm, vllm: {sync: lora}}", ["policy.vllm.sync=lora", "lora.rank from 1 to 64", "0"]),
+        (
+            "policy.dtype=bfloat16",
+            ["warmup.behavior_logprobs: expected trainer", "policy.dtype=bfloat16 and 2 optimizer steps", "rounding"],
+        ),
         ("sandbox.threads=true", ["sandbox.threads"]),
     ],
 )
@@ -124,6 +183,21 @@ def test_ranks_are_dealt_out_to_machines_evenly():
     with pytest.raises(ConfigError, match=r"a multiple of ray.trainers \(2\), got 3"):
         compose(["runtime=ray", "ray.trainers=2", "training.num_processes=3"])
     assert compose(["runtime=local", "ray.trainers=2", "training.num_processes=3"]).training.num_processes == 3
+
+
+def test_a_bfloat16_policy_learns_from_the_trainers_own_denominators_or_in_one_step_a_batch():
+    ours, once = "{behavior_logprobs: trainer}", "{minibatches: 1}"
+    for warmup, agentic in ((ours, ours), (once, once), (ours, once)):
+        compose(["policy.dtype=bfloat16", f"warmup={warmup}", f"agentic={agentic}"])
+    with pytest.raises(ConfigError, match=r"agentic\.behavior_logprobs: expected trainer .* 4 optimizer steps"):
+        compose(["policy.dtype=bfloat16", f"warmup={ours}", "agentic={minibatches: 2, epochs: 2}"])
+
+
+def test_the_number_type_is_part_of_the_key_of_every_stage_that_learns():
+    other = compose(["policy.dtype=bfloat16", *(f"{s}.behavior_logprobs=trainer" for s in ("warmup", "agentic"))])
+    learning = [stage for stage in STAGES if "training" in stage.config]
+    assert len(learning) == 5 and all("policy" in stage.config for stage in learning)
+    assert section_values(Config(), ("policy",)) != section_values(other, ("policy",))
 
 
 def test_adapters_do_not_travel_from_rays_trainer_to_vllm():

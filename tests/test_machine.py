@@ -1,9 +1,13 @@
-"""A process that asked for it ends with its parent."""
+"""A process that asked for it ends with its parent; a device has some memory."""
 
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import torch
+
+from cuda_agent import machine
 
 CHILD = "from cuda_agent.machine import die_with_parent; die_with_parent({}); print('ready', flush=True); input()"
 PARENT = """
@@ -38,3 +42,13 @@ def test_it_ends_when_its_parent_is_killed():
 def test_it_ends_at_once_when_its_parent_is_another_already():
     done = subprocess.run([sys.executable, "-c", CHILD.format(1)], capture_output=True, text=True, timeout=30)
     assert done.returncode == 75 and done.stdout == ""
+
+
+def test_the_memory_is_that_of_the_gpu_or_of_the_machine(monkeypatch):
+    properties = type("Properties", (), {"total_memory": 141})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    for here, bytes_ in ((0, 80 * 10**9), (2, 141)):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda here=here: here)
+        assert machine.memory_bytes("cuda") == bytes_
+    facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    assert 2**28 < machine.memory_bytes("cpu") <= 1024 * int(facts["MemTotal"].split()[0])

@@ -6,8 +6,8 @@ API (``chat_rollout``, ``optimize.attempt``), or an external trainer (``environm
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from typing import Any, Literal, Self
 
 from cuda_agent.agent.prompt import agent_messages
@@ -36,7 +36,8 @@ class KernelEnvironment:
         files: The player's files, as ``collect`` last read them. A new work folder starts with these files.
         best: The best verdict of quick mode so far.
         flags: The bad patterns seen so far ("malformed_call", "unknown_tool", "loop").
-        repeated: How many times the latest tool call was made since the work folder last changed."""
+        repeated: How many times the latest tool call was made since the work folder last changed.
+        waiting: Returns the context manager in which the judge is waited for."""
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class KernelEnvironment:
         self.best: Verdict | None = None
         self.flags: set[str] = set()
         self.repeated = 0
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._given = {"model.py": task.code, "SKILL.md": skill_text(format, device)}
         self._seen: Counter[str] = Counter()
         self._opened: AbstractAsyncContextManager[WorkFolder] | None = None
@@ -118,7 +120,8 @@ class KernelEnvironment:
             SandboxFault: The sandbox failed twice.
             TaskError: The task cannot be run."""
         for _ in range(2):
-            verdict = await self.sandbox.evaluate(self.task, solution, mode)
+            with self.waiting():
+                verdict = await self.sandbox.evaluate(self.task, solution, mode)
             if verdict.status != "infra":
                 break
         else:

@@ -11,9 +11,11 @@ files are judged. An infrastructure fault or the deadline cuts an episode, which
 import asyncio
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 from cuda_agent.agent.environment import KernelEnvironment, Sandbox, SandboxFault
@@ -43,7 +45,7 @@ class EpisodeSettings:
     turn_tokens: int  # maximum number of tokens sampled in one turn
     tool_tokens: int  # maximum number of tokens of one tool result; the middle of a longer one is cut
     context: int  # maximum number of tokens of the whole episode
-    deadline_seconds: float  # time limit of the whole episode
+    deadline_seconds: float  # time limit of the episode, without the time in which it waits for the judge
     temperature: float = 1.0
     format: Format = "plan"
     style: Style = "full"
@@ -74,9 +76,8 @@ async def play(player: Player, environment: KernelEnvironment, turns: Iterable[i
     return "turns"
 
 
-async def within(seconds: float | None, work: Awaitable[str], late: str) -> str:
-    """Returns the result of ``work``. After ``seconds`` (None: never), cancels ``work`` and returns ``late``."""
-    limit = asyncio.timeout(seconds)
+async def within(limit: asyncio.Timeout, work: Awaitable[str], late: str) -> str:
+    """Returns the result of ``work``. When the time of ``limit`` is over, cancels ``work`` and returns ``late``."""
     try:
         async with limit:
             return await work
@@ -86,20 +87,48 @@ async def within(seconds: float | None, work: Awaitable[str], late: str) -> str:
         return late
 
 
+@contextmanager
+def stopped(limit: asyncio.Timeout) -> Iterator[None]:
+    """Stops the clock of ``limit``, which is running, during the ``with`` block."""
+    time = asyncio.get_running_loop().time
+    end, began = limit.when(), time()
+    limit.reschedule(None)
+    try:
+        yield
+    finally:
+        limit.reschedule(None if end is None else end + time() - began)
+
+
 async def run_episode(
-    task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
+    task: Task,
+    engine: Engine,
+    chat: Chat,
+    sandbox: Sandbox,
+    settings: EpisodeSettings,
+    seed: int,
+    episode_id: str,
+    before: Episode | None = None,
 ) -> Episode:
-    """Plays one episode with tools.  ``seed`` and a turn's number determine the sampling noise of the turn."""
-    player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat)
+    """Plays one episode with tools.  ``seed`` and a turn's number determine the sampling noise of the turn. ``before``
+    is the same episode, cut by a fault of ours: as long as all tokens are the same, its turns are not sampled again."""
+    player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat, before)
     player.add(chat.prompt_ids(player.episode.messages, TOOLS), 0)
     return await player.run()
 
 
 async def run_single(
-    task: Task, engine: Engine, chat: Chat, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
+    task: Task,
+    engine: Engine,
+    chat: Chat,
+    sandbox: Sandbox,
+    settings: EpisodeSettings,
+    seed: int,
+    episode_id: str,
+    before: Episode | None = None,
 ) -> Episode:
-    """Plays one episode without tools. The fenced blocks of the policy's answer are the files of the solution."""
-    player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat)
+    """Plays one episode without tools. The fenced blocks of the policy's answer are the files of the solution. The
+    answer in ``before``, the same episode, cut by a fault of ours, is not sampled again."""
+    player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat, before)
     player.episode.messages = one_shot_messages(task, settings.style, settings.format, settings.device)
     player.add(chat.prompt_ids(player.episode.messages), 0)
     return await player.run(player.answer)
@@ -149,9 +178,10 @@ class EpisodePlayer(ABC):
             episode.verdict, episode.reward = verdict.to_json(), REWARDS[self.settings.reward](verdict)
             return ended
 
+        limit = asyncio.timeout(None if _ROUND.get() else self.settings.deadline_seconds)
+        environment.waiting = partial(stopped, limit)
         try:
-            seconds = None if _ROUND.get() else self.settings.deadline_seconds
-            episode.ended = cast(Ended, await within(seconds, whole(), "deadline"))
+            episode.ended = cast(Ended, await within(limit, whole(), "deadline"))
         except (SandboxFault, WorkspaceLost, TaskError) as error:
             episode.messages.append({"role": "tool", "content": f"[ended by a fault of ours: {error}]"})
         episode.best = environment.best.to_json() if environment.best else None
@@ -196,6 +226,7 @@ class EpisodePlayer(ABC):
 class TokenPlayer(EpisodePlayer):
     engine: Engine
     chat: Chat
+    before: Episode | None = None  # see ``run_episode``
     _closed: bool = True  # whether the last turn ended with its stop token
 
     async def answer(self) -> Ended:
@@ -228,6 +259,9 @@ class TokenPlayer(EpisodePlayer):
         room, chat = self.room, self.chat
         if room <= 0:
             return None
+        if known := self._known():
+            self.add(known.ids, turn, known)
+            return known
         params = SamplingParams(room, seed_of(self.seed, turn), self.settings.temperature, chat.stop_ids, self.id)
         if current := _ROUND.get():
             await current[0].turn(current[1])
@@ -237,6 +271,15 @@ class TokenPlayer(EpisodePlayer):
             raise ValueError(f"the engine gave {got}")
         self.add(completion.ids, turn, completion)
         return completion
+
+    def _known(self) -> Completion | None:
+        """Returns the next turn of ``before``, or None if there is none or the tokens before it are not the same."""
+        here, old = len(self.episode.ids), self.before
+        if old is None or old.ids[:here] != self.episode.ids or not any(old.mask[here : here + 1]):
+            return None
+        end = old.mask.index(0, here) if 0 in old.mask[here:] else len(old.mask)
+        finish: Literal["stop", "length"] = "stop" if old.ids[end - 1] in self.chat.stop_ids else "length"
+        return Completion(old.ids[here:end], old.logprobs[here:end], old.versions[here], finish)
 
     def _cut(self, text: str) -> str:
         tokenizer, limit = self.chat.tokenizer, self.settings.tool_tokens

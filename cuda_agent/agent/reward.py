@@ -23,4 +23,10 @@ def speedup(verdict: Verdict) -> float | None:
     return 3 * gain / (1 + gain)
 
 
-REWARDS: dict[str, Callable[[Verdict], float | None]] = {"ladder": ladder, "speedup": speedup}
+def raw(verdict: Verdict) -> float | None:
+    """Returns the speed-up itself over the faster of eager and ``torch.compile``: the reward that the paper's ladder is
+    compared with. It has no bound. An untimed correct solution gets 0, an incorrect one -1, and ``infra`` None."""
+    return factor(verdict) or 0.0 if verdict.status == "ok" else ladder(verdict)
+
+
+REWARDS: dict[str, Callable[[Verdict], float | None]] = {"ladder": ladder, "speedup": speedup, "raw": raw}

@@ -15,7 +15,8 @@ Style = Literal["compact", "full"]
 COMMANDS = ("compile", "verify", "profile")
 
 _COMPACT_MESSAGE = 100  # characters of a build error in compact style
-_COMPILER = re.compile(r"^(\S+?):(\d+):(?:\d+:)? (?:fatal )?error: (.+)$", re.M)
+# g++ writes "path:line:column: error: text", NVRTC and nvcc "path(line): error: text".
+_COMPILER = re.compile(r"^(\S+?)(?::(\d+):(?:\d+:)?|\((\d+)\):) (?:fatal )?error: (.+)$", re.M)
 
 
 def describe(verdict: Verdict, command: str, style: Style) -> str:
@@ -65,7 +66,7 @@ def failed(verdict: Verdict, command: str) -> bool:
 def first_error(message: str) -> str:
     """Returns the first error in a compiler's ``message`` as ``path:line: text``, or else the first line."""
     if found := _COMPILER.search(message):
-        message = f"{found[1]}:{found[2]}: {found[3]}"
+        message = f"{found[1]}:{found[2] or found[3]}: {found[4]}"
     return (message.splitlines() or [""])[0][:_COMPACT_MESSAGE]
 
 

@@ -4,6 +4,7 @@ The attempt ends when a solution reaches the target speed-up, the budget is used
 sends the conversation to the model, and ``SearchEnvironment`` answers the model's tool calls.  Tools run in the
 sandbox: this process executes nothing that the model writes.  ``progress.Findings`` keeps all correct solutions."""
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -190,7 +191,7 @@ class Attempt:
         for message in [_REOPENED] if state.messages else first_messages(self.task, self.terms, self.baselines):
             self._say(message)
         try:
-            ended = await within(self.budget.left, self._play(), "minutes")
+            ended = await within(asyncio.timeout(self.budget.left), self._play(), "minutes")
         except ServedModelError as error:
             self.tell("note", text=str(error))
             ended = "server"

@@ -191,14 +191,16 @@ def _chart(rows: Sequence[JudgedRow]) -> Markup | None:
     def y(value: float) -> float:
         return floor - (math.log10(value) - low) / (high - low) * (floor - top)
 
+    labelled = (1, 2, 5) if high - low <= 3 else (1,)  # more labels would overlap
     for exponent in range(low, high + 1):
-        for mark in (m * 10.0**exponent for m in (1, 2, 5)):
+        for mark, lead in ((m * 10.0**exponent, m) for m in (1, 2, 5)):
             if mark <= 10.0**high * 1.0001:
                 css = "grid one" if mark == 1 else "grid"
                 chart.line(css, left, y(mark), width - right, y(mark))
                 chart.line(css, x(mark), top, x(mark), floor)
-                chart.text("tick", left - 7, y(mark) + 4, f"{number(mark)}×", "end")
-                chart.text("tick", x(mark), height - 22, f"{number(mark)}×", "middle")
+                if lead in labelled:
+                    chart.text("tick", left - 7, y(mark) + 4, f"{number(mark)}×", "end")
+                    chart.text("tick", x(mark), height - 22, f"{number(mark)}×", "middle")
     chart.line("rule", x(10.0**low), y(10.0**low), x(10.0**high), y(10.0**high))
     chart.text("tick", left - 7, floor + 22, "rejected", "end")
     chart.text("tick", width - right, height - 5, "claimed", "end")

@@ -53,7 +53,7 @@ _PLAY = ("sandbox", "policy", "agent")  # sections that every stage reads in whi
 _PLACE = ("runtime", "ray")  # sections that every stage reads which can run on Ray's actors
 _PPO_CURVES = (
     "reward", "pass_rate", "faster_than_eager", "faster_than_compile", "explained_variance",
-    "heldout_explained_variance", "entropy", "kl", "response_length",
+    "heldout_explained_variance", "heldout_pass_rate", "heldout_speedup", "entropy", "kl", "response_length",
 )  # fmt: skip
 _SUPERVISED: dict[str, Any] = {
     "chart": "Supervised stages",
@@ -86,7 +86,7 @@ ROWS: tuple[Stage, ...] = (
     _stage(
         "warmup", inputs={"tasks": "synthesis.tasks", "policy": "bootstrap.policy"}, outputs=("policy",),
         config=(*_PLAY, *_PLACE, "lora", "training", "warmup"), timing=True, weight=2.0,
-        work=lambda config: work.ppo(config.warmup, config.agent.turn_tokens),
+        work=lambda config: work.ppo(config, config.warmup, config.agent.turn_tokens),
         chart="One-shot PPO (warmup)", curves=_PPO_CURVES,
     ),
     _stage(
@@ -108,7 +108,7 @@ ROWS: tuple[Stage, ...] = (
         inputs={"tasks": "synthesis.tasks", "policy": "rft.policy | warmup.policy", "critic": "critic.critic?"},
         outputs=("policy", "critic"),
         config=(*_PLAY, *_PLACE, "lora", "training", "agentic"), timing=True, weight=4.0,
-        work=lambda config: work.ppo(config.agentic, work.agent_tokens(config, config.agent.turns)),
+        work=lambda config: work.ppo(config, config.agentic, work.agent_tokens(config, config.agent.turns)),
         chart="Multi-turn PPO (agentic)", curves=_PPO_CURVES,
     ),
     _evaluate("base", "before reinforcement learning", policy="bootstrap.policy"),

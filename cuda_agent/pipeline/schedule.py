@@ -9,23 +9,26 @@ from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline.graph import stages_of
 from cuda_agent.pipeline.screen import duration
 from cuda_agent.pipeline.work import Work
-from cuda_agent.training.memory import AUTO_TOKENS, MICROBATCH_TOKENS, SMALL, Shape, peak, shape_of, shape_of_policy
+from cuda_agent.training.memory import Shape, layout, shape_of, shape_of_policy
+
+# Parameters of the measured model, tokens that it samples in a second, and tokens that it trains on.  Twice the
+# parameters halve both rates.  The GPU is an H200: bfloat16, compiled layers, 256 sequences decoded together.
+RATES = {"cpu": (1.3e6, 9_000, 7_000), "cuda": (27.3e6, 73_000, 300_000)}
 
 
 def derived(config: Config) -> dict[str, Any]:
     """Returns the schedule of a run: for each stage the number of samples (tasks, examples or episodes), an upper bound
     of their tokens, the optimizer steps and the estimated seconds.  A stage that trains also has the most bytes that a
     training step needs, or None if ``policy.base`` is not on this machine.  Seconds are estimated only without
-    ``policy.base``, for the small model on 2 CPU cores.  A model of 1.3M parameters trains on 7,000 tokens per second
-    and samples 9,000; twice the parameters halve both rates."""
+    ``policy.base``, for the small model on 2 CPU cores or on one GPU (``RATES``)."""
     small = config.policy.base is None
-    scale = parameter_count(config.policy) / 1.3e6 if small else 1.0
+    decoding, training = (_token_seconds(config, device) for device in (config.policy.device, config.training.device))
     rows: dict[str, dict[str, Any]] = {}
     for stage in stages_of(config):
         if stage.work is None:
             continue
         work = stage.work(config)
-        seconds = round(work.decoded * scale / 9000 + work.trained * scale / 7000 + work.overhead, 1)
+        seconds = round(work.decoded * decoding[0] + work.trained * training[1] + work.overhead, 1)
         if work.most_seconds:
             seconds = min(seconds, work.most_seconds + work.overhead)
         rows[stage.name] = {
@@ -41,7 +44,17 @@ def derived(config: Config) -> dict[str, Any]:
         "stages": rows,
         "optimizer_steps": sum(row["optimizer_steps"] for row in rows.values()),
         "seconds": sum(row["seconds"] for row in rows.values()) if small else None,
+        "device": config.training.device,
     }
+
+
+def _token_seconds(config: Config, device: str) -> tuple[float, float]:
+    """Returns the seconds that the model of ``config`` takes to sample a token, and to train on one."""
+    parameters, sampled, trained = RATES[device]
+    scale = parameter_count(config.policy) / parameters
+    if device == "cuda":  # a smaller model does not fill a GPU
+        scale = max(scale, 1.0)
+    return scale / sampled, scale / trained
 
 
 def schedule_lines(schedule: dict[str, Any]) -> list[str]:
@@ -52,8 +65,8 @@ def schedule_lines(schedule: dict[str, Any]) -> list[str]:
         memory = _size(row["memory"]) if "memory" in row else ""
         lines.append(f"{name:18} {numbers} {_about(row['seconds']):>8} {memory:>9}".rstrip())
     size = f"{schedule['parameters'] / 1e6:.2f}M parameters" if schedule["parameters"] else schedule["base"]
-    steps, time = f"{schedule['optimizer_steps']:,} optimizer steps", _about(schedule["seconds"])
-    lines.append(f"\n{size}; {steps}; on 2 CPU cores {time}")
+    place = "one GPU" if schedule["device"] == "cuda" else "2 CPU cores"
+    lines.append(f"\n{size}; {schedule['optimizer_steps']:,} optimizer steps; on {place} {_about(schedule['seconds'])}")
     return [*lines, "memory: of a training step at most, without PyTorch, engine and sandbox (docs/training.md)"]
 
 
@@ -68,25 +81,12 @@ def _about(seconds: float | None) -> str:
 
 
 def training_memory(config: Config, work: Work) -> int | None:
-    """Returns the peak memory of one training step on a CPU, in bytes, summed over all training processes.  ``work``
-    belongs to the stage that trains.  Returns None if the configuration of ``policy.base`` cannot be read here."""
-    shape = _shape(config.policy)
-    if shape is None:
+    """Returns the peak memory of one training step, in bytes, summed over all training processes.  ``work`` belongs to
+    the stage that trains.  Returns None if the configuration of ``policy.base`` cannot be read here."""
+    step = layout(config, _shape(config.policy), work.longest, scratch=work.from_scratch).peak
+    if step is None:
         return None
-    tokens = max(config.training.microbatch_tokens or MICROBATCH_TOKENS["cpu"], work.longest)
-    setting, ranks = config.training.checkpointing, 1 if work.from_scratch else config.training.num_processes
-    step = peak(
-        shape,
-        tokens,
-        precision="fp32",
-        checkpointing=setting == "on" or (setting == "auto" and tokens > AUTO_TOKENS),
-        ranks=ranks,
-        parallelism=config.training.parallelism,
-        lora_rank=0 if work.from_scratch else config.lora.rank,
-        segment=work.longest,
-        device="cpu",
-        at_once=config.policy.threads if ranks == 1 and shape.parameters <= SMALL else 1,
-    )
+    ranks = 1 if work.from_scratch else config.training.num_processes
     return ranks * (step.total + (work.models - 1) * step.fixed)  # the models take turns
 
 

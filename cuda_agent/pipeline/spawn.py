@@ -96,7 +96,7 @@ def _receive(channel: socket.socket) -> dict[str, Any] | None:
 
 
 def serve(parent: int, preload: list[str]) -> None:
-    """Runs the fork server until the executor closes their socket, which is the server's stdin.  ``parent`` is the
+    """Runs the fork server until the executor closes the socket that is this process's stdin.  ``parent`` is the
     executor's process id, and ``preload`` names the modules to import."""
     die_with_parent(parent)
     for module in (*preload, "cuda_agent.pipeline.stage_main"):

@@ -26,6 +26,7 @@ class Work:
 
 
 Estimate = Callable[[Config], Work]
+GPU_VERDICT = 0.33  # seconds of a verdict on a GPU; the judge gives one after the other
 
 
 def synthesis(config: Config) -> Work:
@@ -44,7 +45,7 @@ def bootstrap(config: Config) -> Work:
     return replace(trained, most_seconds=settings.max_seconds)
 
 
-def ppo(ppo: Ppo, answer_tokens: int) -> Work:
+def ppo(config: Config, ppo: Ppo, answer_tokens: int) -> Work:
     """Returns the work of a PPO stage in which the policy samples at most ``answer_tokens`` tokens in an episode."""
     episodes = ppo.steps * ppo.episodes_per_step
     tokens = episodes * min(answer_tokens, ppo.context)
@@ -54,7 +55,7 @@ def ppo(ppo: Ppo, answer_tokens: int) -> Work:
         optimizer_steps=ppo.steps * ppo.epochs * ppo.minibatches,
         decoded=tokens // 2,
         trained=tokens * ppo.epochs,  # half of the bound, twice: policy and critic
-        overhead=episodes * 0.05,
+        overhead=episodes * _verdict(config, 0.05),
         models=2,
         longest=ppo.context,
     )
@@ -84,7 +85,11 @@ def evaluate(config: Config) -> Work:
 
 def _play(config: Config, episodes: int, turns: int, seconds: float) -> Work:
     tokens = episodes * agent_tokens(config, turns)
-    return Work(samples=episodes, tokens=tokens, decoded=tokens // 2, overhead=episodes * seconds)
+    return Work(samples=episodes, tokens=tokens, decoded=tokens // 2, overhead=episodes * _verdict(config, seconds))
+
+
+def _verdict(config: Config, seconds: float) -> float:
+    return GPU_VERDICT if config.sandbox.device == "cuda" and config.sandbox.clock == "real" else seconds
 
 
 def agent_tokens(config: Config, turns: int) -> int:

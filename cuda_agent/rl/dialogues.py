@@ -1,8 +1,9 @@
 """Writes the corpus of the stage ``bootstrap``: dialogues in which the scripted teacher, a program, solves tasks.
 
 The dialogues look like the policy's episodes. The program makes up the verdicts in tool results, so the corpus needs no
-compiler. Tests and ``bootstrap`` check a sample of the verdicts in the sandbox. After ``profile`` the teacher acts at
-random: only reinforcement learning teaches the policy to use measured speed-ups."""
+compiler. Tests and ``bootstrap`` check a sample of the verdicts in the sandbox. The teacher draws its designs without
+regard to the task's shape, and after ``profile`` it acts at random: only reinforcement learning teaches the policy
+which designs are right and fast for which shape."""
 
 import random
 from collections.abc import Collection
@@ -13,26 +14,29 @@ from cuda_agent.agent.tools import TOOLS, describe
 from cuda_agent.config import Bootstrap
 from cuda_agent.policy.chat import Chat
 from cuda_agent.sandbox.wire import Status, Verdict
+from cuda_agent.synthesis.cpu_kernels import ROWS
 from cuda_agent.synthesis.family import FamilySpec, combination, parse, sample_task
-from cuda_agent.synthesis.teacher import KERNEL, PLAN, ROWS, Choices, Worked, redesign, solve, spoil
+from cuda_agent.synthesis.teacher import Worked, redesign, solve, spoil
 from cuda_agent.tasks.task import Task
 
+REFUSED = 3  # most solutions of an episode that the judge refuses for their design
 # Messages: role, content, an assistant's tool_calls; "spoilt": True on a turn that is shown but must not be imitated.
 Dialogue = list[dict[str, Any]]
 
 
-def corpus(settings: Bootstrap, seed: int, excluded: Collection[str]) -> list[Dialogue]:
-    """Returns ``settings.examples`` dialogues on new tasks whose operator combinations are not in ``excluded``."""
+def corpus(settings: Bootstrap, seed: int, excluded: Collection[str], device: str = "cpu") -> list[Dialogue]:
+    """Returns ``settings.examples`` dialogues on new tasks for ``device``. Operator combinations in ``excluded`` do not
+    occur."""
     rng = random.Random(f"corpus {seed}")
     dialogues: list[Dialogue] = []
     while len(dialogues) < settings.examples:
-        task = sample_task(rng)
+        task = sample_task(rng, device)
         if combination(task) in excluded:
             continue
         if rng.random() < settings.agent_share:
-            dialogues.append(episode(task, rng, rng.random() < settings.repair_share))
+            dialogues.append(episode(task, rng, rng.random() < settings.repair_share, device))
         else:
-            dialogues.append(one_shot(task, rng))
+            dialogues.append(one_shot(task, rng, device))
     return dialogues
 
 
@@ -58,41 +62,46 @@ def encode(dialogue: Dialogue, chat: Chat) -> tuple[list[int], list[int]]:
     return ids, mask
 
 
-def one_shot(task: Task, rng: random.Random) -> Dialogue:
-    return [*one_shot_messages(task, "compact"), _says(write_answer(_stripped(solve(task, rng).files)))]
+def one_shot(task: Task, rng: random.Random, device: str = "cpu") -> Dialogue:
+    return [*one_shot_messages(task, "compact"), _says(write_answer(_stripped(solve(task, rng, device).files)))]
 
 
-def episode(task: Task, rng: random.Random, repair: bool) -> Dialogue:
-    """Returns an episode with tools. The agent writes and verifies a solution, after a mistake if ``repair`` is set.
-    Then it sometimes profiles the solution, and sometimes tries another design."""
-    worked, spec = solve(task, rng), parse(task)
-    mistake = spoil(task, worked, rng) if repair else None
+def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu") -> Dialogue:
+    """Returns an episode with tools. The agent writes and verifies a solution, after a mistake if ``repair`` is set. It
+    tries up to ``REFUSED`` wrong designs before a correct one. Then it sometimes profiles the solution, and sometimes
+    tries another design."""
+    worked, spec = solve(task, rng, device), parse(task)
+    mistake = spoil(task, worked, rng) if repair and worked.status == "ok" else None
     written = _stripped(mistake.files if mistake else worked.files)
     dialogue = agent_messages(task, "compact")
     calls = [*(_call("Write", path=path, content=text) for path, text in written.items()), _bash("verify")]
-    if mistake is None:
-        dialogue += _turn(calls, _verdict("ok"), "verify")
-    else:
-        dialogue += _turn(calls, _verdict(mistake.status, mistake.message), "verify")
+    if mistake is not None:
+        dialogue += _turn(calls, _verdict(device, mistake.status, mistake.message), "verify")
         next(message for message in dialogue if message["role"] == "assistant")["spoilt"] = True
-        edit = _call("Edit", path=mistake.path, old_string=mistake.wrong, new_string=mistake.right)
-        dialogue += _turn([edit, _bash("verify")], _verdict("ok"), "verify")
+        calls = [_call("Edit", path=mistake.path, old_string=mistake.wrong, new_string=mistake.right), _bash("verify")]
+    dialogue += _turn(calls, _judged(worked), "verify")
+    shown = 1  # solutions that the judge refuses
+    while worked.status != "ok":
+        other, shown = worked, shown + 1
+        while other.files == worked.files or (shown > REFUSED and other.status != "ok"):
+            other = solve(task, rng, device)
+        worked, calls = _rewritten(worked, other)
+        dialogue += _turn([*calls, _bash("verify")], _judged(worked), "verify")
     for _ in range(rng.choice((0, 1, 1, 2))):
-        dialogue += _turn([_bash("profile")], _verdict("ok", ratios=_ratios(spec, worked.choices, rng)), "profile")
+        dialogue += _turn([_bash("profile")], _verdict(device, "ok", ratios=_ratios(spec, worked, rng)), "profile")
         if rng.random() < 0.5:
             break
-        worked, calls = _another(task, worked, rng)
-        dialogue += _turn([*calls, _bash("verify")], _verdict("ok"), "verify")
+        while (other := redesign(task, worked, rng)).status != "ok":
+            pass
+        worked, calls = _rewritten(worked, other)
+        dialogue += _turn([*calls, _bash("verify")], _judged(worked), "verify")
     return [*dialogue, _says("done")]
 
 
-def _another(task: Task, worked: Worked, rng: random.Random) -> tuple[Worked, list[dict[str, Any]]]:
-    """Returns a solution with another design than ``worked``, and the tool calls that write the changed files."""
-    while True:
-        other = solve(task, rng, redesign(worked, rng))
-        before, after = _stripped(worked.files), _stripped(other.files)
-        if changed := [path for path in (KERNEL, PLAN) if after[path] != before[path]]:
-            return other, [_call("Write", path=path, content=after[path]) for path in changed]
+def _rewritten(worked: Worked, other: Worked) -> tuple[Worked, list[dict[str, Any]]]:
+    """Returns ``other``, and the tool calls that write those of its files that differ from ``worked``."""
+    before, after = _stripped(worked.files), _stripped(other.files)
+    return other, [_call("Write", path=path, content=after[path]) for path in after if after[path] != before[path]]
 
 
 def _turn(calls: list[dict[str, Any]], verdict: Verdict, command: str) -> Dialogue:
@@ -120,21 +129,26 @@ def _stripped(files: dict[str, str]) -> dict[str, str]:
     return {path: text.rstrip() for path, text in files.items()}
 
 
-def _verdict(status: Status, message: str = "", ratios: tuple[float, float] | None = None) -> Verdict:
-    verdict = Verdict(status, format="plan", mode="quick", device="cpu", clock="real", message=message)
+def _judged(worked: Worked) -> Verdict:
+    return _verdict(worked.device, worked.status, worked.message)
+
+
+def _verdict(device: str, status: Status, message: str = "", ratios: tuple[float, float] | None = None) -> Verdict:
+    verdict = Verdict(status, format="plan", mode="quick", device=device, clock="real", message=message)  # type: ignore[arg-type]
     if ratios:
         verdict.seconds, verdict.eager_seconds, verdict.compile_seconds = 1e-3, ratios[0] * 1e-3, ratios[1] * 1e-3
     return verdict
 
 
-def _ratios(spec: FamilySpec, choices: Choices, rng: random.Random) -> tuple[float, float]:
-    """Draws two speed-ups for a solution with the design ``choices``: over eager and over ``torch.compile``. Medians
-    and spread were measured on idle machines. Both speed-ups share one random factor."""
-    slower = 1.0
-    slower *= 1.9 if choices.number == "double" else 1
-    slower *= {1: 1.7, 2: 1.0, 8: 1.0, ROWS: 1.5}[choices.grid]
-    slower *= (1.1 if spec.ending else 7.0) if choices.order == "stride" else 1
-    slower *= 1.1 if choices.passes == "split" and (spec.ending or len(spec.chain) > 1) else 1
-    slower *= 1.1 if choices.moments == "two" and spec.ending in ("var", "layer_norm") else 1
+def _ratios(spec: FamilySpec, worked: Worked, rng: random.Random) -> tuple[float, float]:
+    """Draws two speed-ups for ``worked``: over eager and over ``torch.compile``. Both share one random factor. On the
+    CPU medians and spread were measured on idle machines. On a GPU they do not depend on the design."""
+    slower, design = 1.0, worked.design
+    if worked.device == "cpu":
+        slower *= 1.9 if design.number == "double" else 1
+        slower *= {1: 1.7, 2: 1.0, 8: 1.0, ROWS: 1.5}[design.grid]
+        slower *= (1.1 if spec.ending else 7.0) if design.order == "stride" else 1
+        slower *= 1.1 if design.passes == "split" and (spec.ending or len(spec.chain) > 1) else 1
+        slower *= 1.1 if design.moments == "two" and spec.ending in ("var", "layer_norm") else 1
     luck = rng.lognormvariate(0, 0.35)
     return 2.6 * luck * rng.lognormvariate(0, 0.4) / slower, 2.0 * luck * rng.lognormvariate(0, 0.2) / slower

@@ -7,19 +7,24 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
+from dataclasses import replace
 from functools import partial
+from statistics import geometric_mean
 from typing import Any
 
 from cuda_agent.config import Ppo
 from cuda_agent.context import StageContext
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import Episode
-from cuda_agent.rl.rollouts import Kind, draw
+from cuda_agent.rl.alarms import alarms
+from cuda_agent.rl.rollouts import Kind, check_losses, draw
 from cuda_agent.rl.runtime import LearnerLost, MakeCritic, Result, RolloutBatch, Runtime, open_local
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.training.advantages import ADVANTAGES
 from cuda_agent.training.critic import Critic
+from cuda_agent.training.recipes import episode_metrics
 
+HELDOUT = 8  # most held-out tasks of an evaluation during the training
 LOSSES = 3  # the stage gives up when the trainer was lost this often in one step
 
 
@@ -31,10 +36,12 @@ async def train_ppo(
     ``make_critic`` makes the initial one; otherwise the critic is None.
 
     Raises:
-        TryAgain: The stage was told to stop, or the trainer was lost too often."""
+        TryAgain: The stage was told to stop, the trainer was lost too often, or a step has no episode to learn from."""
     config = ctx.config
     max_off_policy_steps = config.ray.max_off_policy_steps if config.runtime == "ray" else 0
-    tasks = [task for task in read_tasks(ctx.inputs["tasks"]) if task.split == "train"]
+    every = list(read_tasks(ctx.inputs["tasks"]))
+    tasks = [task for task in every if task.split == "train"]
+    heldout = [task for task in every if task.split == "heldout"][:HELDOUT]
     needed = make_critic if ADVANTAGES[settings.advantage].critic else None
     opened: AbstractAsyncContextManager[Runtime]
     if config.runtime == "local":
@@ -47,11 +54,18 @@ async def train_ppo(
 
         async def play(step: int) -> RolloutBatch:
             count = settings.episodes_per_step // settings.samples_per_prompt
-            return await runtime.play(step, draw(tasks, count, config.seed, step))
+            shown = {}
+            if settings.eval_every and step % settings.eval_every == 0 and heldout:
+                shown = heldout_metrics((await runtime.play(step, heldout)).episodes)
+            played = await runtime.play(step, draw(tasks, count, config.seed, step))
+            return replace(played, metrics=played.metrics | shown)
 
         async def learn(step: int, played: RolloutBatch, began: float) -> None:
             episodes = [episode for episode in played.episodes if oldest(episode) >= step - max_off_policy_steps]
+            check_losses(ctx, episodes, f"step {step + 1}")
             metrics = await runtime.learn(step, episodes) | played.metrics
+            for alarm in alarms(metrics):
+                ctx.tracker.note(f"{ctx.name}: {alarm}")  # an equal note is kept once
             metrics["stale"] = float(len(played.episodes) - len(episodes))
             await runtime.serve(step + 1)
             sampled = sum(sum(episode.mask) for episode in episodes)
@@ -115,6 +129,15 @@ async def _retried_after_losses(
         except LearnerLost as lost:
             ctx.tracker.note(f"step {step}: {lost}")
     raise TryAgain(f"the trainer was lost {LOSSES} times in step {step}")
+
+
+def heldout_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Returns the pass rate of ``episodes``, and the geometric mean of the speed-ups over torch.compile of those that
+    passed, if there are any. They only show the course of the training: nothing is selected by them."""
+    rates = {f"heldout_{name}": value for name, value in episode_metrics(episodes).items() if name == "pass_rate"}
+    verdicts = [episode.verdict for episode in episodes if episode.verdict and episode.verdict["status"] == "ok"]
+    speedups = [verdict["speedup_compile"] for verdict in verdicts if verdict.get("speedup_compile")]
+    return rates | ({"heldout_speedup": geometric_mean(speedups)} if speedups else {})
 
 
 def oldest(episode: Episode) -> float:

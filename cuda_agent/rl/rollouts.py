@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 
 from cuda_agent.agent.loop import EpisodeSettings, Sandbox, Style, run_episode, run_many, run_single, seed_of
 from cuda_agent.config import Config
-from cuda_agent.context import WorkerContext
+from cuda_agent.context import StageContext, WorkerContext
 from cuda_agent.errors import BadConfiguration, TryAgain
 from cuda_agent.machine import gpus
 from cuda_agent.policy.chat import Chat
@@ -31,6 +31,7 @@ from cuda_agent.tasks.task import Task
 Kind = Literal["single", "agent"]
 OnDone = Callable[[Episode], None]  # receives each episode when it ends
 Job = tuple[Task, str]  # a task, and the id of the episode, which determines its seed
+PLAYS = 3  # an episode that faults of ours cut this often has no reward
 
 
 class Players(Protocol):
@@ -58,7 +59,12 @@ class Rollouts:
 
         async def play_one(task: Task, name: str) -> Episode:
             seed = seed_of(self.config.seed, name)
-            episode = await run(task, self.engine, self.chat, self.sandbox, self.settings, seed, name)
+            before: Episode | None = None
+            for _ in range(PLAYS):
+                episode = await run(task, self.engine, self.chat, self.sandbox, self.settings, seed, name, before)
+                if episode.ended != "infra":
+                    break
+                before = max(episode, before or episode, key=lambda cut: len(cut.ids))
             on_done(episode)
             return episode
 
@@ -76,6 +82,18 @@ def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
         draw = f"#{draws[task.name]}" if draws[task.name] > 1 else ""
         jobs += [(task, f"{label}/{task.name}{draw}/{sample}") for sample in range(samples)]
     return jobs
+
+
+def check_losses(ctx: StageContext, episodes: Sequence[Episode], where: str) -> None:
+    """Adds a note if some of ``episodes`` were cut by faults of ours or by the deadline. ``where`` names the step.
+
+    Raises:
+        TryAgain: No episode has a reward."""
+    lost = [episode.ended for episode in episodes if episode.reward is None]
+    if len(lost) == len(episodes):
+        raise TryAgain(f"{where}: no episode has a reward; {len(lost)} were lost ({', '.join(sorted(set(lost)))})")
+    if lost:
+        ctx.tracker.note(f"{ctx.name} lost episodes to faults or to the deadline; its metric dropped counts them")
 
 
 @asynccontextmanager
@@ -101,14 +119,21 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
 
 
 def servers_apart(config: Config, here: int) -> None:
-    """Checks that no vLLM server of the stage runs on the GPU on which this machine's judge measures times. Raises
-    BadConfiguration if one does. ``here`` is this machine's number of GPUs."""
+    """Checks that no vLLM server of the stage runs on the first GPU, if this machine's judge measures times there or
+    the stage broadcasts weights from there. Raises BadConfiguration if one does. ``here`` is this machine's number of
+    GPUs."""
     sandbox, vllm = config.sandbox, config.policy.vllm
-    timed_here = sandbox.device == "cuda" and sandbox.clock == "real" and not sandbox.servers
-    if timed_here and not vllm.servers and 0 < here <= vllm.replicas:
+    if vllm.servers or not 0 < here <= vllm.replicas:
+        return
+    use = f"policy.vllm.replicas: {vllm.replicas} on {here} GPUs would decode on the first GPU"
+    if sandbox.device == "cuda" and sandbox.clock == "real" and not sandbox.servers:
         raise BadConfiguration(
-            f"policy.vllm.replicas: {vllm.replicas} on {here} GPUs would decode on the first GPU, on which the sandbox"
-            f" takes times. Expected at most {here - 1}, or policy.engine=local, or judges elsewhere (sandbox.servers)."
+            f"{use}, on which the sandbox takes times. Expected at most {here - 1}, or policy.engine=local, or judges"
+            f" elsewhere (sandbox.servers)."
+        )
+    if vllm.sync == "nccl":
+        raise BadConfiguration(
+            f"{use}, from which the stage broadcasts weights. Expected at most {here - 1}, or policy.vllm.sync=disk."
         )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from cuda_agent.context import StageContext
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import EPISODES, Episode, read_episodes, write_episodes
-from cuda_agent.rl.rollouts import Kind, Players, episode_settings, episodes_of, open_rollouts
+from cuda_agent.rl.rollouts import Kind, Players, check_losses, episode_settings, episodes_of, open_rollouts
 from cuda_agent.sandbox.wire import Mode
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
@@ -26,7 +26,10 @@ async def play_rounds(
 ) -> tuple[list[Task], list[Episode]]:
     """Plays the stage's policy on its tasks of ``split`` ("train" or "heldout"). Each of the ``rounds`` rounds plays
     one episode per task, and saves a checkpoint. The final solutions are judged in ``mode``. Returns the tasks and the
-    episodes of all rounds."""
+    episodes of all rounds.
+
+    Raises:
+        TryAgain: The stage was told to stop, or no episode of a round has a reward."""
     tasks = [task for task in read_tasks(ctx.inputs["tasks"]) if task.split == split]
     episodes: list[Episode] = []
     start = ctx.checkpoints.load(lambda folder: episodes.extend(read_episodes(folder / EPISODES))) or 0
@@ -54,6 +57,7 @@ async def play_rounds(
         for number in range(start, rounds):
             began = time.monotonic()
             played = await players.play(episodes_of(tasks, 1, f"{split}/{number}"), kind, show)
+            check_losses(ctx, played, f"round {number + 1}")
             episodes += played
             rate = len(played) / (time.monotonic() - began)
             ctx.tracker.log(number, episode_metrics(played) | {"episodes_per_second": rate})

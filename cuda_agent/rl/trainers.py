@@ -14,7 +14,7 @@ from cuda_agent.machine import gpus
 from cuda_agent.policy.lora import attach
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.distributed import DistributedTrainer, TrainerLost
-from cuda_agent.training.memory import AUTO_TOKENS, MICROBATCH_TOKENS
+from cuda_agent.training.memory import PRECISION, Shape, layout, shape_of
 from cuda_agent.training.packing import Tokens
 from cuda_agent.training.ranks import Ranks
 from cuda_agent.training.recipes import sft
@@ -29,35 +29,51 @@ def make_trainer(
     *,
     longest: int,
     max_grad_norm: float = 1.0,
-    precision: Literal["fp32", "auto"] = "fp32",
+    precision: Literal["auto"] | None = None,
     scratch: bool = False,
 ) -> Trainer:
-    """Makes a trainer for ``model``. ``longest`` is the length of the longest sequence in tokens. Only imitation may
-    set ``precision`` to "auto": PPO needs exactly the engine's log-probabilities. A new model (``scratch``) uses Muon,
-    which needs half as many tokens as AdamW. Other models use AdamW, with LoRA adapters if ``lora.rank`` is set."""
+    """Makes a trainer for ``model``: in this process on ``training.device``, or over the ranks of ``ctx``.
+
+    ``longest`` is the length of the longest sequence in tokens. ``precision`` defaults to that of ``policy.dtype``.
+    Only imitation may set it to "auto": PPO needs log-probabilities that are near the engine's. A new model
+    (``scratch``) uses Muon, which needs half as many tokens as AdamW. Other models use AdamW, with LoRA adapters if
+    ``lora.rank`` is set. Raises BadConfiguration if the GPU is missing."""
     import torch
 
-    torch.set_num_threads(ctx.config.policy.threads)
-    if not scratch and (lora := ctx.config.lora).rank:
-        trunk = model.trunk if isinstance(model, Critic) else model
-        attach(trunk, lora.rank, lora.alpha, lora.targets, ctx.config.seed)
-    training = ctx.config.training
-    row_tokens = max(training.microbatch_tokens or MICROBATCH_TOKENS[training.device], longest)
-    checkpointing = training.checkpointing
+    config, training = ctx.config, ctx.config.training
+    torch.set_num_threads(config.policy.threads)
+    trunk = model.trunk if isinstance(model, Critic) else model
+    if not scratch and (lora := config.lora).rank:
+        attach(trunk, lora.rank, lora.alpha, lora.targets, config.seed)
+    rows = layout(config, _shape(trunk), longest, scratch=scratch)
     options: dict[str, Any] = {
-        "row_tokens": row_tokens,
+        "row_tokens": rows.row_tokens,
         "max_grad_norm": max_grad_norm,
         "weight_decay": 0.1 if scratch else 0.0,
         "optimizer": "muon" if scratch else "adamw",
-        "precision": precision,
-        "gradient_checkpointing": checkpointing == "on" or (checkpointing == "auto" and row_tokens > AUTO_TOKENS),
+        "precision": precision or PRECISION[config.policy.dtype],
+        "gradient_checkpointing": rows.recompute,
         "compile": training.compile,
     }
     if ctx.ranks is not None:
         name = "critic" if isinstance(model, Critic) else "policy"
         options["parallelism"] = training.parallelism
         return cast(Trainer, DistributedTrainer(ctx.ranks, name, model, **options))
-    return Trainer(model, lease=Lease(ctx.cache / "lease"), **options)
+    require_gpus(training.device, 1)
+    return Trainer(model, device=training.device, lease=Lease(ctx.cache / "lease"), **options)
+
+
+def _shape(model: Any) -> Shape | None:
+    try:
+        return shape_of(model.config.get_text_config().to_dict())
+    except (KeyError, TypeError):  # a size is missing
+        return None
+
+
+def require_gpus(device: str, count: int) -> None:
+    """Raises BadConfiguration if ``device`` is cuda and this machine has fewer than ``count`` GPUs."""
+    if device == "cuda" and (here := gpus()) < count:
+        raise BadConfiguration(f"training.device is cuda: expected at least {count} GPUs, and this machine has {here}")
 
 
 Place = TypeVar("Place", bound=WorkerContext)
@@ -65,18 +81,17 @@ Place = TypeVar("Place", bound=WorkerContext)
 
 @contextmanager
 def shared_training(ctx: Place) -> Iterator[Place]:
-    """Starts the trainer's processes (ranks) that the configuration's section ``training`` asks for. Yields a copy of
-    ``ctx`` with these ranks. For one process on a CPU, starts nothing and yields ``ctx`` itself.
+    """Starts ``training.num_processes`` trainer processes (ranks). Yields a copy of ``ctx`` with these ranks. For one
+    process starts nothing and yields ``ctx`` itself: the stage's own process trains.
 
     Raises:
         BadConfiguration: The machine has too few GPUs.
         TryAgain: A rank died."""
     settings, threads = ctx.config.training, ctx.config.policy.threads
-    if settings.num_processes == 1 and settings.device == "cpu":
+    require_gpus(settings.device, settings.num_processes)
+    if settings.num_processes == 1:
         yield ctx
         return
-    if settings.device == "cuda" and (here := gpus()) < settings.num_processes:
-        raise BadConfiguration(f"training.num_processes: {settings.num_processes} on GPUs, and this machine has {here}")
     each = max(1, threads // settings.num_processes)
     with Ranks(settings.num_processes, device=settings.device, threads=each, lease=ctx.cache / "lease") as ranks:
         try:

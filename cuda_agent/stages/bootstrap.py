@@ -13,7 +13,7 @@ from cuda_agent.errors import BadConfiguration, PolicyError
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.model import load_policy, new_policy, save_policy, train_tokenizer
 from cuda_agent.rl.dialogues import Dialogue, corpus, encode, texts
-from cuda_agent.rl.trainers import imitate, make_trainer
+from cuda_agent.rl.trainers import imitate, make_trainer, require_gpus
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.sandbox.wire import Solution
 from cuda_agent.synthesis.family import combination, heldout_combinations
@@ -37,27 +37,31 @@ def run(ctx: StageContext) -> None:
             raise BadConfiguration(f"policy.base cannot be used: {error}") from error
         save_policy(model, tokenizer, ctx.outputs["policy"])
         return
+    require_gpus(config.training.device, 1)
     family = [task for task in read_tasks(ctx.inputs["tasks"]) if task.family == "teacher"]
     asyncio.run(verify_teacher(ctx, [task for task in family if task.split == "train"]))
-    model, tokenizer = pretrain(ctx, corpus(config.bootstrap, config.seed, heldout_combinations(family, combination)))
+    heldout, device = heldout_combinations(family, combination), config.sandbox.device
+    model, tokenizer = pretrain(ctx, corpus(config.bootstrap, config.seed, heldout, device))
     save_policy(model, tokenizer, ctx.outputs["policy"])
 
 
 async def verify_teacher(ctx: StageContext, tasks: Sequence[Task]) -> None:
-    """Evaluates a sample of the teacher's solutions for ``tasks`` in the sandbox, and logs their rewards."""
+    """Evaluates a sample of the teacher's solutions for ``tasks`` in the sandbox. Logs their rewards, and notes each
+    verdict that the teacher did not expect."""
     count = ctx.config.bootstrap.verify if tasks else 0
     if not count:
         return
     rng = random.Random(f"{ctx.config.seed}/verify")
     async with open_sandbox(ctx.config.sandbox, ctx.cache) as sandbox:
         drawn = [tasks[index % len(tasks)] for index in range(count)]
-        solutions = [(task, Solution("plan", solve(task, rng).files)) for task in drawn]
-        verdicts = await asyncio.gather(*(sandbox.evaluate(*solution) for solution in solutions))
+        solved = [solve(task, rng, ctx.config.sandbox.device) for task in drawn]
+        solutions = [Solution("plan", worked.files) for worked in solved]
+        verdicts = await asyncio.gather(*(sandbox.evaluate(*one) for one in zip(drawn, solutions, strict=True)))
     rewards = [verdict.reward for verdict in verdicts if verdict.reward is not None]
-    for task, verdict in zip(drawn, verdicts, strict=True):
-        if verdict.status != "ok":
-            reason = f"{verdict.status} {verdict.message}"
-            ctx.tracker.note(f"a solution of the teacher for {task.name} was refused: {reason}")
+    for task, worked, verdict in zip(drawn, solved, verdicts, strict=True):
+        if verdict.status != worked.status:
+            reason = f"{verdict.status} {verdict.message}, expected {worked.status}"
+            ctx.tracker.note(f"a solution of the teacher for {task.name} was judged otherwise: {reason}")
     if rewards:
         shares = {f"teacher_reward_{kind}": rewards.count(kind) / len(rewards) for kind in (-1, 1, 2, 3)}
         ctx.tracker.log(0, {"teacher_verified": float(len(rewards))} | shares)

@@ -1,23 +1,26 @@
 """Stage ``rft``: rejection fine-tuning (paper, section 3.3, stage 2). Inputs: episodes, policy; output: ``policy``.
 
 The stage trains the policy to imitate its sampled tokens in the episodes that have a positive reward and no bad pattern
-(loops, malformed or invented tool calls). Without such episodes the policy stays unchanged."""
+(loops, malformed or invented tool calls). It leaves out a last turn that was cut off. Without such episodes the policy
+stays unchanged."""
 
 from cuda_agent.context import StageContext
+from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.episode import EPISODES, read_episodes
 from cuda_agent.policy.model import load_policy, save_policy
 from cuda_agent.rl.trainers import imitate, make_trainer, shared_training
-from cuda_agent.training.packing import tokens_of_episode, trainable
+from cuda_agent.training.packing import tokens_to_imitate, trainable
 
 
 def run(ctx: StageContext) -> None:
     settings = ctx.config.rft
     episodes = list(read_episodes(ctx.inputs["episodes"] / EPISODES))
     kept = [e for e in trainable(episodes) if e.reward is not None and e.reward > 0 and not e.flags]
-    ctx.tracker.note(f"rft imitates {len(kept)} of {len(episodes)} episodes")
     model, tokenizer = load_policy(ctx.inputs["policy"])
-    if kept:
-        sequences = [tokens_of_episode(episode) for episode in kept]
+    stop_ids = Chat(tokenizer).stop_ids
+    sequences = [tokens for episode in kept if (tokens := tokens_to_imitate(episode, stop_ids)).mask.any()]
+    ctx.tracker.note(f"rft imitates {len(sequences)} of {len(episodes)} episodes")
+    if sequences:
         with shared_training(ctx) as shared:
             longest, norm = max(map(len, sequences)), settings.max_grad_norm
             trainer = make_trainer(shared, model, longest=longest, max_grad_norm=norm, precision="auto")

@@ -100,26 +100,39 @@ class Ending:
 
     torch: str  # its form in PyTorch
     maps: bool  # whether the output has the shape of the input
-    columns: tuple[int, ...]  # allowed lengths of a row
+    columns: str  # key of ``COLUMNS``
     spread: float = 1.0  # least allowed difference between the chain's high and low results
 
 
-_WIDE, _NARROW = (64, 128, 256, 512, 1024), (32, 64)
-ENDINGS: dict[str, Ending] = {
-    "sum": Ending("torch.sum(x, 1)", False, _WIDE),
-    "mean": Ending("torch.mean(x, 1)", False, (64, 128, 256)),
-    "amax": Ending("torch.amax(x, 1)", False, _WIDE),
-    "amin": Ending("torch.amin(x, 1)", False, _WIDE),
-    "var": Ending("torch.var(x, 1)", False, (64, 128, 256)),
-    "norm": Ending("torch.norm(x, dim=1)", False, _WIDE),
-    "softmax": Ending("torch.softmax(x, 1)", True, _NARROW, 2.0),
-    "log_softmax": Ending("torch.log_softmax(x, 1)", True, (64, 128, 256)),
-    "normalize": Ending("F.normalize(x, dim=1)", True, _NARROW),
-    "layer_norm": Ending("F.layer_norm(x, x.shape[1:])", True, _WIDE, 0.2),
-    "rms_norm": Ending("F.rms_norm(x, x.shape[1:])", True, _WIDE),
+# Lengths of a row, by device. On a GPU, lengths that 4 or 32 do not divide decide which designs are right.
+COLUMNS: dict[str, dict[str, tuple[int, ...]]] = {
+    "cpu": {
+        "narrow": (32, 64),
+        "medium": (64, 128, 256),
+        "wide": (64, 128, 256, 512, 1024),
+        "plain": (128, 256, 512, 1024, 2048),
+    },
+    "cuda": {
+        "narrow": (32, 40, 50, 63, 64),
+        "medium": (64, 100, 127, 128, 200, 250, 256),
+        "wide": (256, 500, 1000, 1023, 1024, 2000, 2048, 3000, 4096, 5000, 8192, 10000, 12000, 16384),
+        "plain": (250, 999, 1000, 1024, 2047, 2048, 3000, 4096, 5001, 8192),
+    },
 }
-PLAIN_COLUMNS = (128, 256, 512, 1024, 2048)
-SIZES = (17, 20)  # an input has 2**17 to 2**20 elements
+ELEMENTS = {"cpu": (17, 20), "cuda": (19, 25)}  # binary logarithms of the fewest and the most elements of an input
+ENDINGS: dict[str, Ending] = {
+    "sum": Ending("torch.sum(x, 1)", False, "wide"),
+    "mean": Ending("torch.mean(x, 1)", False, "medium"),
+    "amax": Ending("torch.amax(x, 1)", False, "wide"),
+    "amin": Ending("torch.amin(x, 1)", False, "wide"),
+    "var": Ending("torch.var(x, 1)", False, "medium"),
+    "norm": Ending("torch.norm(x, dim=1)", False, "wide"),
+    "softmax": Ending("torch.softmax(x, 1)", True, "narrow", 2.0),
+    "log_softmax": Ending("torch.log_softmax(x, 1)", True, "medium"),
+    "normalize": Ending("F.normalize(x, dim=1)", True, "narrow"),
+    "layer_norm": Ending("F.layer_norm(x, x.shape[1:])", True, "wide", 0.2),
+    "rms_norm": Ending("F.rms_norm(x, x.shape[1:])", True, "wide"),
+}
 
 
 @dataclass(frozen=True)
@@ -141,14 +154,20 @@ class FamilySpec:
         return (*(name for name, _ in self.chain), *([self.ending] if self.ending else []))
 
 
-def sample_task(rng: random.Random) -> Task:
-    """Draws a task of the family with at most five torch operators. Equal states of ``rng`` give equal tasks."""
-    while len((task := make_task(sample_spec(rng))).ops) > 5:
+def steps(spec: FamilySpec) -> list[str]:
+    """Returns the chain in C++ and CUDA: a statement for each operator, which changes ``v``."""
+    return [f"v = {_fill(OPERATORS[name].cpp, constant)};" for name, constant in spec.chain]
+
+
+def sample_task(rng: random.Random, device: str = "cpu") -> Task:
+    """Draws a task of the family, with a shape for ``device`` (cpu or cuda) and at most five torch operators. Equal
+    states of ``rng`` give equal tasks."""
+    while len((task := make_task(sample_spec(rng, device))).ops) > 5:
         pass
     return task
 
 
-def sample_spec(rng: random.Random) -> FamilySpec:
+def sample_spec(rng: random.Random, device: str = "cpu") -> FamilySpec:
     while True:
         names = rng.sample(UNARY, rng.choices((1, 2, 3), (1, 3, 4))[0])
         if rng.random() < 0.25:
@@ -157,8 +176,8 @@ def sample_spec(rng: random.Random) -> FamilySpec:
         ending = rng.choice(tuple(ENDINGS)) if rng.random() < 0.5 else None
         if _admissible(chain, ending):
             break
-    columns = rng.choice(ENDINGS[ending].columns if ending else PLAIN_COLUMNS)
-    numel = 1 << rng.randint(*SIZES)
+    columns = rng.choice(COLUMNS[device][ENDINGS[ending].columns if ending else "plain"])
+    numel = 1 << rng.randint(*ELEMENTS[device])
     return FamilySpec(chain, ending, numel // columns, columns)
 
 

@@ -64,8 +64,11 @@ class Stream:
 class FamilyWriter:
     repeatable = True
 
+    def __init__(self, device: str) -> None:
+        self._device = device
+
     async def compose(self, rng: Random) -> Task:
-        return sample_task(rng)
+        return sample_task(rng, self._device)
 
 
 async def synthesize(
@@ -98,7 +101,7 @@ async def synthesize(
     whole = {"train": from_catalogue, "heldout": config.catalogue}
     composer = composer or make_composer(config, window, device, threads)
     streams = [
-        Stream("teacher", FamilyWriter(), combination, family),
+        Stream("teacher", FamilyWriter(device), combination, family),
         Stream("catalogue", composer, ops_combination, whole),
     ]
     work = _Work(config, seed, sandbox, window, source, dict(known or {}), report or (lambda key, value: None))

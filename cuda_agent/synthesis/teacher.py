@@ -1,53 +1,36 @@
-"""Writes correct kernels for the tasks of ``family``, with randomly drawn designs: the scripted teacher.
+"""Solves the tasks of ``family`` with randomly drawn designs: the scripted teacher.
 
-``bootstrap`` trains a small model on the teacher's solutions; no later stage uses the teacher. Each choice of a design
-is drawn uniformly, so kernels range from ten times slower than eager to several times faster than ``torch.compile``.
-``spoil`` puts one realistic mistake into a solution, for episodes in which the agent repairs the mistake."""
+``bootstrap`` trains a small model on the teacher's solutions; no later stage uses the teacher. ``cpu_kernels`` and
+``cuda_kernels`` hold the designs of each device. ``spoil`` puts one realistic mistake into a solution, for episodes in
+which the agent repairs the mistake."""
 
-import json
 import random
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Literal
 
-from cuda_agent.synthesis.family import CONSTANTS, ENDINGS, OPERATORS, UNARY, FamilySpec, chain_values, parse
+from cuda_agent.sandbox.wire import Status
+from cuda_agent.synthesis import cpu_kernels, cuda_kernels
+from cuda_agent.synthesis.family import CONSTANTS, ENDINGS, OPERATORS, UNARY, FamilySpec, chain_values, parse, steps
 from cuda_agent.tasks.task import Task
 
-KERNEL, PLAN = "kernels/fused.cpp", "plan.json"
-ROWS = "in0.shape[0]"
-GRIDS: tuple[int | str, ...] = (1, 2, 8, ROWS)
-DESIGNS: dict[str, tuple[Any, ...]] = {
-    "number": ("float", "double"),
-    "order": ("chunk", "stride"),
-    "grid": GRIDS,
-    "passes": ("fused", "split"),
-    "moments": ("one", "two"),
-}
-
-
-@dataclass(frozen=True)
-class Choices:
-    """The design of a kernel. Brackets hold how many times as long the slow choice takes (quartiles, two idle cores).
-
-    ``number``  arithmetic type; "double" is slow (1.5-2; up to 4.5 in transcendental functions)
-    ``order``   the elements of block b; "chunk": neighbours; "stride": b, b + grid, ..., which cannot be vectorised
-                and lets threads share cache lines (5-30; near 1 if a block takes whole rows)
-    ``grid``    number of blocks; 1: only one thread works (2); one block per row: one call per row (1.1-2)
-    ``passes``  "fused": one loop over the elements; "split": one loop per operator, through memory (1.0-1.4)
-    ``moments`` how a variance is computed; "one" pass: from sums of v and v * v; "two": the mean first (1.05-1.15)"""
-
-    number: Literal["float", "double"]
-    order: Literal["chunk", "stride"]
-    grid: int | str
-    passes: Literal["fused", "split"]
-    moments: Literal["one", "two"]
+_KERNELS: dict[str, ModuleType] = {"cpu": cpu_kernels, "cuda": cuda_kernels}
 
 
 @dataclass(frozen=True)
 class Worked:
-    """A correct solution in the ``plan`` format: its files (path -> text), and its design."""
+    """A solution in the ``plan`` format: its files (path -> text), its device and design, and the judge's verdict."""
 
     files: dict[str, str]
-    choices: Choices
+    device: str
+    design: Any  # of ``cpu_kernels`` or ``cuda_kernels``
+    status: Status
+    message: str = ""  # of a ``build_error``
+
+    @property
+    def kernel(self) -> str:
+        """The path of the kernel's source."""
+        return str(_KERNELS[self.device].KERNEL)
 
 
 @dataclass(frozen=True)
@@ -63,134 +46,41 @@ class Mistake:
     message: str = ""
 
 
-def draw_choices(rng: random.Random) -> Choices:
-    return Choices(**{choice: rng.choice(values) for choice, values in DESIGNS.items()})
-
-
-def solve(task: Task, rng: random.Random, choices: Choices | None = None) -> Worked:
-    """Returns a correct solution of ``task`` with the design ``choices``, by default a random design.
+def solve(task: Task, rng: random.Random, device: str = "cpu") -> Worked:
+    """Returns a solution of ``task`` with a random design. On the CPU it is correct; on a GPU the design may not fit
+    the task's shape.
 
     Raises:
         ValueError: The task is not of the teacher's family."""
-    choices = choices or draw_choices(rng)
     spec = parse(task)
-    code = _rows(spec, choices) if spec.ending else _elements(spec, choices)
-    return Worked({KERNEL: code, PLAN: plan(spec, choices)}, choices)
+    return _worked(spec, device, _KERNELS[device].draw_design(spec, rng))
 
 
-def redesign(worked: Worked, rng: random.Random) -> Choices:
-    """Returns the design of ``worked`` with one choice, other than ``moments``, drawn anew."""
-    field = rng.choice(("number", "order", "grid", "passes"))
-    return replace(worked.choices, **{field: getattr(draw_choices(rng), field)})
+def redesign(task: Task, worked: Worked, rng: random.Random) -> Worked:
+    """Returns ``worked`` with one choice of its design drawn anew. At least one file changes."""
+    spec = parse(task)
+    return _worked(spec, worked.device, _KERNELS[worked.device].redraw(spec, worked.design, rng))
 
 
-def plan(spec: FamilySpec, choices: Choices) -> str:
-    arguments = ["in0", *(["in1"] if spec.binary else []), *(["tmp"] if _workspace(spec, choices) else []), "out0"]
-    arguments += ["in0.shape[0]", "in0.shape[1]"] if spec.ending else ["in0.numel"]
-    node = {"kernel": KERNEL, "function": "fused", "grid": choices.grid, "args": arguments}
-    workspaces = {"workspaces": {"tmp": {"size": "in0.numel"}}}
-    return json.dumps((workspaces if "tmp" in arguments else {}) | {"nodes": [node]}) + "\n"
-
-
-def _workspace(spec: FamilySpec, choices: Choices) -> bool:
-    """Returns whether the kernel keeps the chain's values in a workspace, for a second loop of a reduction."""
-    if spec.ending is None or ENDINGS[spec.ending].maps:
-        return False
-    return choices.passes == "split" or (spec.ending == "var" and choices.moments == "two")
-
-
-def _signature(spec: FamilySpec, choices: Choices) -> str:
-    inputs = "const float* x, const float* y" if spec.binary else "const float* x"
-    buffers = ", float* b, float* z" if _workspace(spec, choices) else ", float* z"
-    sizes = "long n, long m" if spec.ending else "long n"
-    return f"#include <math.h>\nvoid fused(long block, long grid, {inputs}{buffers}, {sizes})"
-
-
-def _steps(spec: FamilySpec) -> list[str]:
-    return [f"v = {OPERATORS[name].cpp.replace('{c}', constant or '')};" for name, constant in spec.chain]
-
-
-def _share(variable: str, choices: Choices) -> str:
-    if choices.order == "chunk":
-        return f"for (long {variable} = n * block / grid; {variable} < n * (block + 1) / grid; {variable}++)"
-    return f"for (long {variable} = block; {variable} < n; {variable} += grid)"
-
-
-def _load(source: str, step_names: list[str], choices: Choices) -> str:
-    second = ", w = y[i]" if any(OPERATORS[name].binary for name in step_names) else ""
-    return f"{choices.number} v = {source}[i]{second};"
-
-
-def _elements(spec: FamilySpec, choices: Choices) -> str:
-    steps, names = _steps(spec), [name for name, _ in spec.chain]
-    groups = [slice(0, None)] if choices.passes == "fused" else [slice(k, k + 1) for k in range(len(steps))]
-    lines = []
-    for k, group in enumerate(groups):
-        body = [_load("z" if k else "x", names[group], choices), *steps[group], "z[i] = v;"]
-        lines += [f"  {_share('i', choices)} {{", *(f"    {line}" for line in body), "  }"]
-    return f"{_signature(spec, choices)} {{\n" + "\n".join(lines) + "\n}\n"
-
-
-@dataclass(frozen=True)
-class _Reduction:
-    """The C++ code of a row-wise ending, in parts."""
-
-    start: str  # declares the sums
-    add: str  # adds the value ``v`` to the sums
-    then: tuple[str, ...] = ()  # further statements; "@" stands for the row's buffer, "loop:" for a loop over the row
-    result: str = ""  # the output, if it is one value per row
-
-
-_LARGEST = "s = -1e30f, t = 0", "s = v > s ? v : s;"
-_MOMENTS, _MEAN = ("s = 0, t = 0", "s += v; t += v * v;"), ("s = 0, t = 0", "s += v;")
-_VARIANCE = "s /= m;", "loop: t += (@[i] - s) * (@[i] - s);"
-_REDUCTIONS: dict[str, _Reduction] = {
-    "sum": _Reduction("s = 0", "s += v;", result="s"),
-    "mean": _Reduction("s = 0", "s += v;", result="s / m"),
-    "amax": _Reduction("s = -1e30f", "s = v > s ? v : s;", result="s"),
-    "amin": _Reduction("s = 1e30f", "s = v < s ? v : s;", result="s"),
-    "norm": _Reduction("s = 0", "s += v * v;", result="sqrt(s)"),
-    "var": _Reduction(*_MOMENTS, result="(t - s * s / m) / (m - 1)"),
-    "var two": _Reduction(*_MEAN, _VARIANCE, "t / (m - 1)"),
-    "softmax": _Reduction(*_LARGEST, ("loop: t += @[i] = exp(@[i] - s);", "loop: @[i] /= t;")),
-    "log_softmax": _Reduction(*_LARGEST, ("loop: t += exp(@[i] - s);", "s += log(t);", "loop: @[i] -= s;")),
-    "normalize": _Reduction("s = 0", "s += v * v;", ("s = 1 / (sqrt(s) + 1e-12f);", "loop: @[i] *= s;")),
-    "rms_norm": _Reduction("s = 0", "s += v * v;", ("s = 1 / sqrt(s / m + 1e-7f);", "loop: @[i] *= s;")),
-    "layer_norm": _Reduction(
-        *_MOMENTS, ("s /= m;", "t = 1 / sqrt(t / m - s * s + 1e-5f);", "loop: @[i] = (@[i] - s) * t;")
-    ),
-    "layer_norm two": _Reduction(*_MEAN, (*_VARIANCE, "t = 1 / sqrt(t / m + 1e-5f);", "loop: @[i] = (@[i] - s) * t;")),
-}
-_ROW = "for (long i = r * m; i < r * m + m; i++)"
-
-
-def _rows(spec: FamilySpec, choices: Choices) -> str:
-    assert spec.ending is not None
-    reduction = _REDUCTIONS.get(f"{spec.ending} {choices.moments}") or _REDUCTIONS[spec.ending]
-    buffer = "b" if _workspace(spec, choices) else "z"
-    kept = ENDINGS[spec.ending].maps or buffer == "b"
-    body = [_load("x", [name for name, _ in spec.chain], choices), *_steps(spec), *([f"{buffer}[i] = v;"] * kept)]
-    lines = [f"{choices.number} {reduction.start};", f"{_ROW} {{", *(f"  {line}" for line in body)]
-    if choices.passes == "split":
-        lines += ["}", f"{_ROW} {{", f"  {choices.number} v = {buffer}[i];"]
-    lines += [f"  {reduction.add}", "}"]
-    lines += [line.replace("loop:", _ROW).replace("@", buffer) for line in reduction.then]
-    lines += [f"z[r] = {reduction.result};"] * bool(reduction.result)
-    inner = "".join(f"    {line}\n" for line in lines)
-    return f"{_signature(spec, choices)} {{\n  {_share('r', choices)} {{\n{inner}  }}\n}}\n"
+def _worked(spec: FamilySpec, device: str, design: Any) -> Worked:
+    kernels = _KERNELS[device]
+    return Worked(kernels.files(spec, design), device, design, *kernels.fault(spec, design))
 
 
 def spoil(task: Task, worked: Worked, rng: random.Random) -> Mistake:
     """Returns ``worked`` with one mistake: a wrong operator or constant, a missing index, or an undeclared name."""
-    spec, code = parse(task), worked.files[KERNEL]
+    spec, path, code = parse(task), worked.kernel, worked.files[worked.kernel]
+    changes = (_another_step, _another_step, _undeclared, _unindexed if worked.device == "cpu" else _undeclared)
     while True:
-        change = rng.choice((_another_step, _another_step, _unindexed, _undeclared))
-        wrong, right, status, message = change(spec, code, rng)
+        wrong, right, status, message = rng.choice(changes)(spec, code, rng)
         spoilt = code.replace(right, wrong)
         if code.count(right) == 1 and spoilt.count(wrong) == 1:
-            files = worked.files | {KERNEL: spoilt}
+            files = worked.files | {path: spoilt}
             line = spoilt[: spoilt.index(wrong)].count("\n") + 1
-            return Mistake(files, KERNEL, wrong, right, status, f"{KERNEL}:{line}: error: {message}" if message else "")
+            if message:
+                place = f"{path}({line})" if worked.device == "cuda" else f"{path}:{line}"
+                message = f"{place}: error: {message}"
+            return Mistake(files, path, wrong, right, status, message)
 
 
 _Change = tuple[str, str, Literal["wrong", "build_error"], str]  # wrong, right, status, compiler's message
@@ -207,7 +97,7 @@ def _another_step(spec: FamilySpec, code: str, rng: random.Random) -> _Change:
             constant = constant if OPERATORS[name].has_constant else None
         other = replace(spec, chain=(*spec.chain[:k], (name, constant), *spec.chain[k + 1 :]))
         if _differs(spec, other):
-            return _steps(other)[k], _steps(spec)[k], "wrong", ""
+            return steps(other)[k], steps(spec)[k], "wrong", ""
 
 
 def _differs(spec: FamilySpec, other: FamilySpec) -> bool:
@@ -237,5 +127,6 @@ def _unindexed(spec: FamilySpec, code: str, rng: random.Random) -> _Change:
 
 
 def _undeclared(spec: FamilySpec, code: str, rng: random.Random) -> _Change:
-    right = rng.choice(_steps(spec))
-    return right.replace("v = ", "u = ", 1), right, "build_error", "'u' was not declared in this scope"
+    right = rng.choice(steps(spec))
+    message = 'identifier "u" is undefined' if "__global__" in code else "'u' was not declared in this scope"
+    return right.replace("v = ", "u = ", 1), right, "build_error", message

@@ -19,7 +19,7 @@ class AdvantageInputs:
     groups: Tensor  # int64 [sequences], equal for the samples of one draw of a task
     values: Tensor | None  # float [sequences, length], the critic's; None without a critic
     gamma: float  # discount per sampled token
-    lam: Tensor | float  # GAE's lambda: one number, or float [sequences]
+    lam: float  # GAE's lambda
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,11 @@ class Estimator:
     critic: bool
 
 
-def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: Tensor | float) -> Tensor:
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Tensor:
     """Returns generalised advantages (GAE, arXiv 1506.02438) of the tokens where ``mask`` is true, and zeros elsewhere.
 
     ``rewards`` (of each token), ``values`` (of the state before each token), ``mask`` and the result are
-    [sequences, length]. ``lam`` is a number or [sequences]. Tokens where ``mask`` is false are skipped. The value after
-    the last sampled token is 0."""
+    [sequences, length]. Tokens where ``mask`` is false are skipped. The value after the last sampled token is 0."""
     next_value = torch.zeros_like(values[:, 0])
     running = torch.zeros_like(next_value)
     advantages = torch.zeros_like(values)
@@ -54,13 +53,6 @@ def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
     ``rewards`` are float [sequences]; ``mask``, bool [sequences, length], is true at sampled tokens."""
     last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     return rewards[:, None] * last
-
-
-def adaptive_lambda(counts: Tensor, alpha: float = 0.05) -> Tensor:
-    """Returns the length-adaptive lambda 1 - 1/(alpha n), at least 0 (VAPO, arXiv 2504.05118), float32 [sequences]. n
-    is ``counts``, int64 [sequences], the number of sampled tokens. The weight of a terminal reward decays over about
-    alpha n sampled tokens, so the reward reaches further back in a longer sequence."""
-    return (1 - 1 / (alpha * counts.clamp(min=1))).clamp(min=0.0)
 
 
 def whiten(advantages: Tensor, epsilon: float = 1e-6) -> Tensor:

@@ -60,6 +60,7 @@ def ppo_loss(
     clip_low: float,
     clip_high: float,
     tis_cap: float,
+    dual_clip: float | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Returns a row's share of PPO's clipped loss with an asymmetric clipping range, averaged over tokens (paper,
     section 3.3; arXiv 1707.06347), and its metrics.
@@ -74,9 +75,12 @@ def ppo_loss(
         advantages: float32 [n].
         total: Number of sampled tokens of the minibatch.
         clip_low, clip_high: The ratio is clipped to the range from 1 - ``clip_low`` to 1 + ``clip_high``.
-        tis_cap: Largest importance weight."""
+        tis_cap: Largest importance weight.
+        dual_clip: At a negative advantage a token counts as if its ratio were at most this (arXiv 1912.09729)."""
     ratio = (logprobs - old).clamp(-20, 20).exp()  # a token that became e^20 times likelier must not overflow
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
+    if dual_clip is not None:
+        surrogate = torch.where(advantages < 0, surrogate.maximum(dual_clip * advantages), surrogate)
     weight = (old - engine).exp().clamp(max=tis_cap).detach()
     loss = -(weight * surrogate).sum() / total
     with torch.no_grad():

@@ -1,18 +1,23 @@
-"""Estimates the peak memory of a training step from the model's shape and the length of a row of tokens.
+"""Estimates the peak memory of a training step from the model's shape and the length of a row of tokens, and decides
+from it whether activations are kept or computed twice (``layout``).
 
 The estimate adds up the tensors that the layers of Llama, Qwen2 and Qwen3 keep for the backward pass. It excludes
 memory that the allocator holds unused, a GPU's context (0.5 GB) and an engine in the same process. Tests compare it
 with measured steps, except for mixtures of experts. To load fast, this module does not import PyTorch."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
-from cuda_agent.config import PolicyConfig
+from cuda_agent.config import Config, PolicyConfig
+from cuda_agent.machine import memory_bytes
 
 LOGITS = {"cpu": 2**24, "cuda": 2**27}  # largest number of logits in one chunk
 MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 32768}  # tokens of one forward pass: more are slower on a cpu
+PRECISION: dict[str, Literal["fp32", "bf16"]] = {"float32": "fp32", "bfloat16": "bf16"}  # by policy.dtype
 LONGEST = 2048  # most tokens of a sequence whose attention keeps its probabilities on a cpu
-AUTO_TOKENS = 8192  # activations of longer rows are recomputed, not kept (training.checkpointing=auto)
+UNKNOWN_TOKENS = 8192  # activations of longer rows are computed twice, if the model's shape is unknown
+SHARE = 0.5  # most of a device's memory that a step may take with kept activations; a second model and an engine follow
 SMALL = 2**24  # most parameters of a model whose gradients may be held once per thread
 _HEAD_COPIES = 6  # copies of a chunk of logits while its gradient is computed
 
@@ -125,6 +130,43 @@ def peak(
         activations=at_once * kept * tokens,
         working=at_once * max(head, layer_again * tokens),
     )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a trainer computes a step."""
+
+    row_tokens: int  # most tokens of one forward pass
+    recompute: bool  # activations are computed twice, not kept
+    peak: Peak | None  # memory of one rank, in the number type of ``policy.dtype``; None if the shape is unknown
+
+
+def layout(config: Config, shape: Shape | None, longest: int, *, scratch: bool = False) -> Layout:
+    """Decides how a model of ``shape`` is trained on sequences of at most ``longest`` tokens. A new model (``scratch``)
+    is trained in one process and has no adapters. With ``training.checkpointing=auto``, activations are kept if the
+    step then takes at most ``SHARE`` of the device's memory."""
+    training, device = config.training, config.training.device
+    tokens = max(training.microbatch_tokens or MICROBATCH_TOKENS[device], longest)
+    twice = training.checkpointing == "on"
+    if shape is None:
+        return Layout(tokens, twice or (training.checkpointing == "auto" and tokens > UNKNOWN_TOKENS), None)
+    ranks = 1 if scratch else training.num_processes
+    step = partial(
+        peak,
+        shape,
+        tokens,
+        precision=PRECISION[config.policy.dtype],
+        ranks=ranks,
+        parallelism=training.parallelism,
+        lora_rank=0 if scratch else config.lora.rank,
+        segment=longest,
+        device=device,
+        at_once=config.policy.threads if device == "cpu" and ranks == 1 and shape.parameters <= SMALL else 1,
+    )
+    if training.checkpointing == "auto":
+        together = ranks if device == "cpu" else 1  # ranks on a processor share its memory
+        twice = together * step(checkpointing=False).total > SHARE * memory_bytes(device)
+    return Layout(tokens, twice, step(checkpointing=twice))
 
 
 def _kept(shape: Shape, low: bool, device: str, segment: int, lora_rank: int) -> int:

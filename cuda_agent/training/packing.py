@@ -4,7 +4,7 @@ Log-probabilities, advantages and values are stored in flat tensors, with one en
 sequence after sequence. A ``PackedRow`` lists its sampled tokens (``targets``), their indices in the flat tensors
 (``tokens``) and the states that predict them (``before``). The state at position t - 1 predicts the token at t."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -46,6 +46,16 @@ def tokens_of_episode(episode: Episode) -> Tokens:
         raise ValueError(f"episode {episode.id} begins with a sampled token, which nothing predicts")
     logprobs = torch.tensor(episode.logprobs, dtype=torch.float32)[mask]
     return Tokens(torch.tensor(episode.ids, dtype=torch.int64), mask, logprobs, float(episode.reward), episode.group)
+
+
+def tokens_to_imitate(episode: Episode, stop_ids: Collection[int]) -> Tokens:
+    """Returns an episode as a sequence to imitate. If its last sampled turn was cut off, that is, does not end with one
+    of ``stop_ids``, the sequence's mask leaves this turn out. Raises ``ValueError`` if the episode has no token."""
+    sampled = [number for number, mask in enumerate(episode.mask) if mask]
+    cut = episode.turns[sampled[-1]] if sampled and episode.ids[sampled[-1]] not in stop_ids else None
+    return tokens_of(
+        episode.ids, [mask and turn != cut for mask, turn in zip(episode.mask, episode.turns, strict=True)]
+    )
 
 
 def trainable(episodes: Iterable[Episode]) -> list[Episode]:

@@ -16,7 +16,6 @@ from cuda_agent.policy.episode import Episode
 from cuda_agent.training.advantages import (
     ADVANTAGES,
     AdvantageInputs,
-    adaptive_lambda,
     explained_variance,
     gae,
     terminal_rewards,
@@ -210,10 +209,9 @@ def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor
     """Returns the advantages of ``batch`` and the critic's targets, both float32 [sampled tokens]. The targets are None
     without ``values``. ``settings.advantage`` names the estimator. The batch must consist of whole groups. Raises
     ``ValueError`` if the estimator needs ``values`` and they are None."""
-    counts = torch.tensor(batch.counts)
-    lam = adaptive_lambda(counts) if settings.actor_lambda is None else settings.actor_lambda
     padded, mask = batch.padded(torch.zeros(len(batch)) if values is None else values)
-    inputs = AdvantageInputs(batch.rewards, mask, batch.groups, None if values is None else padded, settings.gamma, lam)
+    known = None if values is None else padded
+    inputs = AdvantageInputs(batch.rewards, mask, batch.groups, known, settings.gamma, settings.actor_lambda)
     goals = None if values is None else targets(batch, values, settings.gamma, settings.critic_lambda)
     return ADVANTAGES[settings.advantage].estimate(inputs), goals
 
@@ -288,7 +286,7 @@ def _actor_step(
         logprobs, entropy = actor.logprobs(row, temperature)
         own = row.tokens.cpu()
         before, engine, gain = (flat[own].to(logprobs.device) for flat in (old, batch.logprobs, advantages))
-        limits = settings.clip_low, settings.clip_high, settings.tis_cap
+        limits = settings.clip_low, settings.clip_high, settings.tis_cap, settings.dual_clip
         loss, metrics = ppo_loss(logprobs, before, engine, gain, total, *limits)
         return loss, metrics | {"entropy": entropy.sum() / total}
 

@@ -1,8 +1,8 @@
 """Trains a model on rows of packed sequences: one trainer for imitation, value pretraining and PPO.
 
 The algorithms (``recipes``) define the losses. Weights are float32. With ``precision="bf16"`` the trunk computes in
-bfloat16, so log-probabilities differ from those of a float32 engine; "auto" chooses bf16 if the device has bfloat16
-instructions. The same seed, threads and data give the same weights. Checkpoints exclude frozen parameters.
+bfloat16, so log-probabilities differ from an engine's; "auto" chooses bf16 if the device has bfloat16 instructions. The
+same seed, threads and data give the same weights. Checkpoints exclude frozen parameters.
 
 With a ``mesh``, one trainer runs in each of several processes (ranks). All ranks get the same batches and return the
 same results. They share the weights (``sharding``), and divide the rows, or each row's tokens (``attention``)."""

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import hashlib
 import json
+from functools import partial
 
 import pytest
 from agent_cases import CODE, KERNEL, PLAN, PROFILE, TASK, VERIFY, WRITE_KERNEL, WRITE_PLAN, call, scripted, settings
@@ -185,7 +186,7 @@ class Faulty:
         if fault == "infra":
             return Verdict("infra", solution.format, mode, "cpu", "model", "the device was lost")
         if fault == "slow":
-            await asyncio.sleep(60)
+            await asyncio.sleep(4)
         if isinstance(fault, Exception):
             raise fault
         return await self.sandbox.evaluate(task, solution, mode)
@@ -205,8 +206,50 @@ def test_a_fault_of_ours_is_dropped_and_never_charged(loop, chat, sandbox, turns
 
 
 def test_an_episode_beyond_the_deadline_is_dropped(loop, chat, sandbox):
-    episode = play(loop, chat, Faulty(sandbox, ["slow"]), GOOD, deadline_seconds=0.5)
+    episode = play(loop, chat, sandbox, [call("Bash", command="sleep 20")], deadline_seconds=0.5)
     assert (episode.ended, episode.reward) == ("deadline", None)
+
+
+@pytest.mark.parametrize("run", [run_episode, run_single])
+def test_an_episode_that_was_cut_by_a_fault_is_played_again_to_the_same_end(loop, chat, sandbox, run):
+    def once(engine, sandbox, before=None):
+        return loop.run(run(TASK, engine, chat, sandbox, settings(), 7, "t/0", before))
+
+    engine, again = scripted(chat, GOOD), scripted(chat, GOOD)
+    whole = once(engine, sandbox)
+    cut = once(scripted(chat, GOOD), Faulty(sandbox, ["infra", "infra"]))
+    assert cut.ended == "infra" and len(cut.ids) <= len(whole.ids)
+    assert dataclasses.asdict(once(again, sandbox, cut)) == dataclasses.asdict(whole)
+    assert again.calls == engine.calls[3:], "turns before the fault are not sampled again"
+
+
+def test_where_a_tool_says_something_else_an_episode_goes_on_anew(loop, chat, sandbox):
+    cut = play(loop, chat, Faulty(sandbox, [TaskError("gone")]), [call("Bash", command="date +%N"), "done"])
+    engine = scripted(chat, [call("Bash", command="date +%N"), "other"])
+    again = loop.run(run_episode(TASK, engine, chat, sandbox, settings(), 7, "t/0", cut))
+    assert [message["content"] for message in cut.messages][-1:] != ["other"] == [again.messages[-1]["content"]]
+    assert len(engine.calls) == 1 and again.reward == -1.0
+
+
+@pytest.mark.parametrize("budget", [{"turn_tokens": 5}, {"context": 500}])
+def test_a_turn_that_was_cut_off_is_cut_off_again(loop, chat, sandbox, budget):
+    turns = [WRITE_KERNEL + WRITE_PLAN, *[call("Read", path="model.py")] * 20]
+    cut = play(loop, chat, Faulty(sandbox, [TaskError("gone")]), turns, turns=30, **budget)
+    engine = scripted(chat, [])
+    again = loop.run(run_episode(TASK, engine, chat, sandbox, settings(turns=30, **budget), 7, "t/0", cut))
+    assert (again.ended, again.ids, engine.calls) == ("tokens", cut.ids, [])
+
+
+@pytest.mark.parametrize("turns", [[VERIFY, "done"], ["done"]], ids=["in a command", "at the end"])
+def test_waiting_for_the_judge_is_no_part_of_the_deadline(loop, chat, sandbox, turns):
+    episode = play(loop, chat, Faulty(sandbox, ["slow", "slow"]), turns, deadline_seconds=3.0)
+    assert (episode.ended, episode.reward) == ("answer", -1.0)
+
+
+def test_after_the_judge_the_clock_of_the_deadline_goes_on(loop, chat, sandbox):
+    turns = [VERIFY, call("Bash", command="sleep 20")]
+    episode = play(loop, chat, Faulty(sandbox, ["slow"]), turns, deadline_seconds=3.0)
+    assert len(tool_texts(episode)) == 1 and episode.ended == "deadline"
 
 
 def test_an_engine_that_fails_is_no_episode(loop, chat, sandbox):
@@ -265,18 +308,22 @@ class Batches:
             future.set_result(Completion(ids, [-1.0] * len(ids), 0, "stop"))
 
 
-def many(loop, chat, sandbox, lockstep, count=7, concurrency=3):
-    """Episodes of different lengths, some with slow tools."""
+def many(loop, chat, sandbox, lockstep, count=7, concurrency=3, cut=()):
+    """Episodes of different lengths, some with slow tools. A fault cuts those numbered in ``cut`` at their end."""
 
     def turns_of(seed, prompt):
         return [call("Bash", command=f"sleep 0.0{len(prompt) % 4}; echo {len(prompt)}")] * (1 + prompt[-9] % 3)
 
     engine = Batches(chat, turns_of)
     tasks = [dataclasses.replace(TASK, code=CODE.replace("0.5", f"0.{n}")) for n in range(1, count + 1)]
-    jobs = [
-        lambda n=n, task=task: run_episode(task, engine, chat, sandbox, settings(), n, f"t/{n}")
-        for n, task in enumerate(tasks)
-    ]
+
+    async def job(n):
+        before, faulty = None, Faulty(sandbox, [TaskError("gone")])
+        if n in cut:
+            before = await run_episode(tasks[n], engine, chat, faulty, settings(), n, f"t/{n}")
+        return await run_episode(tasks[n], engine, chat, sandbox, settings(), n, f"t/{n}", before)
+
+    jobs = [partial(job, n) for n in range(count)]
     return loop.run(run_many(jobs, concurrency, lockstep=lockstep)), engine
 
 
@@ -294,6 +341,12 @@ def test_in_lockstep_two_runs_are_the_same_bit_for_bit(loop, chat, sandbox):
     assert [len(batch) for batch in engine.batches[:2]] == [3, 3]
     for one, two in zip(first, again, strict=True):
         assert json.dumps(dataclasses.asdict(one)) == json.dumps(dataclasses.asdict(two))
+
+
+def test_in_lockstep_episodes_that_are_played_again_leave_all_as_it_is(loop, chat, sandbox):
+    first, engine = many(loop, chat, sandbox, lockstep=True)
+    again, other = many(loop, chat, sandbox, lockstep=True, cut=(1, 4))
+    assert engine.batches == other.batches and first == again
 
 
 def test_a_job_that_raises_ends_all(loop):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuda_agent.agent.reward import REWARDS, ladder, speedup
+from cuda_agent.agent.reward import REWARDS, ladder, raw, speedup
 from cuda_agent.config import Ppo
 from cuda_agent.sandbox.wire import Verdict
 from cuda_agent.training.advantages import ADVANTAGES
@@ -41,6 +41,12 @@ def test_speedup_is_against_the_faster_baseline():
     assert speedup(verdict("ok", 1.0, 2.0, 4.0)) == 2.0
     assert speedup(verdict("ok", 1.0, 2.0)) == 2.0, "the only baseline"
     assert speedup(verdict("ok")) == 0.0, "correct, and not timed"
+
+
+def test_raw_is_the_speed_up_over_the_faster_baseline_without_a_bound():
+    assert raw(verdict("ok", 1.0, 1.0, 4.0)) == raw(verdict("ok", 1.0, 4.0, 1.0)) == 1.0
+    assert raw(verdict("ok", 0.01, 2.0, 1.0)) == 100.0
+    assert raw(verdict("ok")) == 0.0, "correct, and not timed"
 
 
 @given(SECONDS, SECONDS, SECONDS, st.floats(1.01, 100))

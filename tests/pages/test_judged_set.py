@@ -2,6 +2,7 @@
 
 import csv
 import io
+import re
 from dataclasses import replace
 
 from cuda_agent.pages.judged_set import OUTCOMES, JudgedRow, accounts, claims, fast_rows, render, to_csv
@@ -87,3 +88,12 @@ def test_claims_are_drawn_beside_what_was_measured():
     assert "a: claimed 4.00×, 2.00×" in page and "b: claimed 9.00×, wrong" in page
     assert "correct, but slower than claimed" in page and "Another reference" not in page
     assert "Another reference" in render("set", [replace(rows[0], other_reference=True)], scores(rows), 4, [], [])
+
+
+def test_labels_of_an_axis_over_many_decades_do_not_overlap():
+    def labels(claim: float) -> int:
+        page = render("set", [replace(row("a"), claim_eager=claim)], scores([row("a")]), 1, [], [])
+        return len(re.findall(r'class="tick"[^>]*text-anchor="middle"', page))
+
+    assert labels(3.0) == 4, "1, 2, 5, 10"
+    assert labels(9e3) == 5, "one for each decade"

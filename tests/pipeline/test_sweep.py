@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from drill import journal, table
 
-from cuda_agent.compose import compose
+from cuda_agent.compose import compose, section_values
 from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline import gc, runs, sweep
+from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.pipeline.local import RunOutcome, run_pipeline
 from cuda_agent.storage import open_store
 
@@ -43,6 +44,15 @@ def test_a_run_of_a_sweep_computes_what_the_same_run_alone_computes():
     _, points = sweep.points(["experiment=smoke", "seed=4,5"])
     alone = compose(["experiment=smoke", "seed=5"])
     assert points[1].config.model_dump(exclude={"run"}) == alone.model_dump(exclude={"run"})
+
+
+def test_the_ablations_are_one_sweep_whose_runs_share_their_first_stages():
+    names = ["none", "no_agent_loop", "no_rft", "no_critic", "raw_reward"]
+    _, points = sweep.points(["experiment=smoke", f"ablation={','.join(names)}"])
+    assert [point.overrides for point in points] == [[f"ablation={name}"] for name in names]
+    warm = next(stage for stage in STAGES if stage.name == "warmup")
+    keys = [json.dumps(section_values(point.config, warm.config)) for point in points]
+    assert len(set(keys[:4])) == 1 and keys[4] != keys[0], "only the reward changes the warm-up"
 
 
 @pytest.mark.parametrize(

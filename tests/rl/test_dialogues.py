@@ -7,9 +7,9 @@ from cuda_agent.agent.tools import TOOLS
 from cuda_agent.config import Bootstrap
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.model import train_tokenizer
-from cuda_agent.rl.dialogues import corpus, encode, episode, one_shot, texts
+from cuda_agent.rl.dialogues import REFUSED, corpus, encode, episode, one_shot, texts
+from cuda_agent.synthesis.cpu_kernels import KERNEL, PLAN
 from cuda_agent.synthesis.family import combination, sample_task
-from cuda_agent.synthesis.teacher import KERNEL, PLAN
 
 
 @pytest.fixture(scope="module")
@@ -116,3 +116,31 @@ def test_answers_and_episodes_are_short(chat, dialogues):
         assert len(ids) <= 600
         if dialogue[0]["content"] == "answer":
             assert sum(mask) <= 150
+
+
+def test_on_a_gpu_results_are_true_of_the_files_and_episodes_end_correct_and_short():
+    rng = random.Random(9)
+    dialogues = [episode(sample_task(rng, "cuda"), rng, number % 2 == 0, "cuda") for number in range(300)]
+    chat = Chat(train_tokenizer(texts(dialogues), 4096), "compact")
+    refused = 0
+    for dialogue in dialogues:
+        reports = [m["content"] for m in dialogue if m["role"] == "tool" and m["content"] != "ok"]
+        verified = [report for report in reports if not report.startswith("profile")]
+        assert verified[-1] == "verify: ok"
+        wrong = [report for report in verified if report != "verify: ok"]
+        refused += bool(wrong)
+        assert len(wrong) <= REFUSED + 1
+        assert len(encode(dialogue, chat)[0]) <= 2048
+    assert refused > 100, "designs are drawn without regard to the shape"
+
+
+def test_a_refused_design_is_followed_by_another_one():
+    rng = random.Random(10)
+    seen = set()
+    while len(seen) < 2:
+        dialogue = episode(sample_task(rng, "cuda"), rng, False, "cuda")
+        for position, message in enumerate(dialogue):
+            if message["content"].startswith(("verify: wrong", "build error")):
+                seen.add(message["content"][:11])
+                (first, *_) = dialogue[position + 1]["tool_calls"]
+                assert first["name"] == "Write"

@@ -15,10 +15,11 @@ from cuda_agent.training.critic import Critic
 POLICY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 32, "vocab": 320, "threads": 1}
 
 
-def learner(folder: Path, **ppo) -> ActorCritic:
+def learner(folder: Path, dtype: str = "float32", **ppo) -> ActorCritic:
     """With a critic where the advantage is gae."""
     small = {"episodes_per_step": 4, "samples_per_prompt": 2, "minibatches": 1}
-    config = Config.model_validate({"policy": POLICY, "agentic": small | ppo})
+    denominators = {"warmup": {"behavior_logprobs": "trainer"}}
+    config = Config.model_validate({"policy": POLICY | {"dtype": dtype}, "agentic": small | ppo} | denominators)
     site = WorkerContext("agentic", config, {}, folder, folder)
     tokenizer = train_tokenizer(["relu exp sum"] * 8, 320)
     model, other = (new_policy(config.policy, tokenizer, seed) for seed in (0, 1))
@@ -78,3 +79,15 @@ def test_with_a_critic_both_are_saved_and_the_first_steps_are_the_critics(tmp_pa
 def test_the_form_of_the_reward_is_part_of_what_episodes_are_played_with(tmp_path):
     site = WorkerContext("agentic", Config(), {}, tmp_path, tmp_path)
     assert [settings_of(site, Ppo(reward=form)).reward for form in ("ladder", "speedup")] == ["ladder", "speedup"]
+
+
+def test_a_bfloat16_policy_learns_from_its_own_denominators_with_float32_weights(tmp_path):
+    batch = episodes([3.0, -1.0, 1.0, 2.0])
+    exact, short = (
+        learner(tmp_path, dtype, minibatches=2, behavior_logprobs="trainer") for dtype in ("float32", "bfloat16")
+    )
+    wanted, got = (one.update(0, batch) for one in (exact, short))
+    assert got["critic_loss"] != wanted["critic_loss"] == pytest.approx(got["critic_loss"], rel=0.05)
+    assert got["train_inference_mismatch"] == pytest.approx(wanted["train_inference_mismatch"], rel=0.05)
+    for trainer in (short.actor, short.critic):
+        assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}

@@ -17,6 +17,7 @@ from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.episode import Episode, write_episodes
 from cuda_agent.policy.lora import ADAPTER
 from cuda_agent.policy.model import load_model, load_policy, new_policy, save_policy, train_tokenizer
+from cuda_agent.rl import trainers
 from cuda_agent.rl.rollouts import draw, episode_settings, open_rollouts
 from cuda_agent.stages import bootstrap, critic, rft
 from cuda_agent.storage import open_store
@@ -112,6 +113,15 @@ def test_values_are_held_out_by_episode():
     assert critic.hold_out(chat_free[:1], 0.4, 0) == (chat_free[:1], chat_free[:1])
 
 
+@pytest.mark.parametrize("processes", [1, 2], ids=["one process", "ranks, of which bootstrap starts none"])
+def test_bootstrap_on_a_machine_without_a_gpu_is_a_wrong_configuration(tmp_path, monkeypatch, processes):
+    monkeypatch.setattr(trainers, "gpus", lambda: 0)
+    settings = config(training={"device": "cuda", "num_processes": processes})
+    ctx = context(tmp_path / "stage", "bootstrap", settings, {}, "policy")
+    with pytest.raises(BadConfiguration, match=r"training\.device is cuda: expected at least 1 GPU"):
+        bootstrap.run(ctx)
+
+
 def test_a_base_without_a_tokenizer_is_a_wrong_configuration(tmp_path, policy):
     base = tmp_path / "base"
     base.mkdir()
@@ -152,6 +162,28 @@ def test_rejection_keeps_what_was_rewarded_and_shows_no_bad_pattern(tmp_path, po
     rft.run(ctx)
     assert ctx.tracker.notes() == ["rft imitates 2 of 5 episodes"]
     assert weights(ctx.outputs["policy"]) != weights(policy)
+
+
+def test_a_turn_that_was_cut_off_is_not_imitated_and_the_turns_before_it_are(tmp_path, policy, monkeypatch):
+    chat = Chat(load_policy(policy)[1], "compact")
+    whole, cut, two = (played(chat, task, 0, 1.0) for task in "xyz")
+    del cut.ids[-1], cut.mask[-1], cut.logprobs[-1], cut.versions[-1], cut.turns[-1]
+    answer = cut.ids[-sum(cut.mask) :]
+    before, length = list(two.mask), len(answer)
+    for name, more in (("ids", [7, *answer]), ("mask", [0] + [1] * length), ("logprobs", [0.0] * (length + 1))):
+        getattr(two, name).extend(more)
+    two.versions += [0] * (length + 1)
+    two.turns += [1] * (length + 1)
+    (tmp_path / "episodes").mkdir()
+    write_episodes(tmp_path / "episodes" / "episodes.jsonl", [whole, cut, two])
+    inputs = {"episodes": tmp_path / "episodes", "policy": policy}
+    ctx = context(tmp_path / "stage", "rft", config(), inputs, "policy")
+    seen = []
+    monkeypatch.setattr(rft, "imitate", lambda ctx, trainer, sequences, *_, **__: seen.extend(sequences))
+    rft.run(ctx)
+    assert [sequence.mask.int().tolist() for sequence in seen] == [whole.mask, before + [0] * (length + 1)]
+    assert [len(sequence.logprobs) for sequence in seen] == [sum(whole.mask), sum(before)]
+    assert ctx.tracker.notes() == ["rft imitates 2 of 3 episodes"]
 
 
 def test_without_anything_to_imitate_the_policy_is_passed_on(tmp_path, policy):
@@ -264,5 +296,5 @@ def test_more_gpus_than_there_are_is_a_wrong_configuration(tmp_path, policy):
     episodes = collected(tmp_path / "episodes", policy, [("t", 0, 3.0)])
     settings = config(training={"num_processes": 64, "device": "cuda"})
     ctx = context(tmp_path / "stage", "rft", settings, {"episodes": episodes, "policy": policy}, "policy")
-    with pytest.raises(BadConfiguration, match="64 on GPUs"):
+    with pytest.raises(BadConfiguration, match="at least 64 GPUs"):
         rft.run(ctx)

@@ -6,9 +6,10 @@ from kernels import reference
 
 from cuda_agent.synthesis.family import (
     BINARY,
+    COLUMNS,
+    ELEMENTS,
     ENDINGS,
     OPERATORS,
-    SIZES,
     UNARY,
     FamilySpec,
     chain_values,
@@ -68,13 +69,16 @@ def test_the_combination_ignores_constants_and_shapes_but_not_order():
     assert key((("mul_y", None),), "sum") == "mul_y>sum"
 
 
-def test_at_most_one_second_input_and_shapes_within_bounds():
+@pytest.mark.parametrize("device", COLUMNS)
+def test_at_most_one_second_input_and_shapes_within_bounds(device):
     rng = random.Random(2)
     for _ in range(300):
-        spec = sample_spec(rng)
+        spec = sample_spec(rng, device)
         assert sum(name in BINARY for name, _ in spec.chain) <= 1
-        assert 2 ** SIZES[0] <= spec.rows * spec.columns <= 2 ** SIZES[1]
-        assert spec.ending is None or spec.columns in ENDINGS[spec.ending].columns
+        least, most = ELEMENTS[device]
+        assert 2**least - spec.columns < spec.rows * spec.columns <= 2**most
+        assert spec.columns in COLUMNS[device][ENDINGS[spec.ending].columns if spec.ending else "plain"]
+        assert parse(sample_task(random.Random(0), device))
 
 
 def test_the_python_form_of_every_operator_is_what_torch_computes():

@@ -1,3 +1,4 @@
+import asyncio
 import itertools
 import json
 import os
@@ -9,19 +10,23 @@ import pytest
 import torch
 from kernels import FLAGS, build, call, reference
 
+from cuda_agent.agent.tools import first_error
+from cuda_agent.sandbox.build.builder import Builder, BuildError
+from cuda_agent.sandbox.build.toolchain import CompilerMissing
+from cuda_agent.synthesis.cpu_kernels import GRIDS, KERNEL, Design, files
 from cuda_agent.synthesis.family import ENDINGS, OPERATORS, FamilySpec, make_task, parse, sample_task
-from cuda_agent.synthesis.teacher import GRIDS, KERNEL, Choices, draw_choices, redesign, solve, spoil
+from cuda_agent.synthesis.teacher import redesign, solve, spoil
 
 # All designs, and few enough of them for one compilation: every operator and every ending meets every choice.
 DESIGNS = [
-    Choices(number, order, grid, passes, moments)
+    Design(number, order, grid, passes, moments)
     for number, order, grid, passes, moments in itertools.product(
         ("float", "double"), ("chunk", "stride"), GRIDS, ("fused", "split"), ("one", "two")
     )
 ]
 
 
-def _cover() -> list[tuple[FamilySpec, Choices]]:
+def _cover() -> list[tuple[FamilySpec, Design]]:
     rng = random.Random(7)
     cases = []
     names = list(OPERATORS)
@@ -49,7 +54,7 @@ def test_every_operator_ending_and_choice_computes_what_torch_computes(tmp_path)
     torch.manual_seed(0)
     cases = _cover()
     tasks = [make_task(spec) for spec, _ in cases]
-    library = build([solve(t, random.Random(0), c).files for t, (_, c) in zip(tasks, cases, strict=True)], tmp_path)
+    library = build([files(*case) for case in cases], tmp_path)
     for k, (task, (spec, design)) in enumerate(zip(tasks, cases, strict=True)):
         inputs = [torch.randn(spec.rows, spec.columns) for _ in range(1 + spec.binary)]
         expected = reference(task.code)(*inputs)
@@ -111,17 +116,45 @@ def test_choices_are_drawn_uniformly_and_show_in_the_files():
     rng = random.Random(6)
     task = make_task(FamilySpec((("tanh", None), ("mul", "5")), None, 64, 128))
     texts = [solve(task, rng).files for _ in range(400)]
-    doubles = sum("double v" in files[KERNEL] for files in texts)
-    strides = sum("i += grid" in files[KERNEL] for files in texts)
+    doubles = sum("double v" in text[KERNEL] for text in texts)
+    strides = sum("i += grid" in text[KERNEL] for text in texts)
     assert 150 < doubles < 250 and 150 < strides < 250
-    grids = [json.loads(files["plan.json"])["nodes"][0]["grid"] for files in texts]
+    grids = [json.loads(text["plan.json"])["nodes"][0]["grid"] for text in texts]
     assert all(60 < grids.count(grid) < 140 for grid in GRIDS)
 
 
-def test_a_redesign_changes_one_choice_at_most():
+def test_a_redesign_changes_one_choice_and_the_files():
     rng = random.Random(8)
     task = make_task(FamilySpec((("tanh", None),), "sum", 64, 128))
     for _ in range(50):
-        worked = solve(task, rng, draw_choices(rng))
-        before, after = worked.choices, redesign(worked, rng)
-        assert sum(getattr(before, f) != getattr(after, f) for f in Choices.__dataclass_fields__) <= 1
+        worked = solve(task, rng)
+        other = redesign(task, worked, rng)
+        before, after = worked.design, other.design
+        assert sum(getattr(before, f) != getattr(after, f) for f in Design.__dataclass_fields__) == 1
+        assert other.files != worked.files
+
+
+def test_on_a_gpu_build_errors_are_the_compilers_own_and_mistakes_are_mended(tmp_path):
+    rng = random.Random(6)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    builder = Builder(tmp_path / "builds", scratch, None, 60, 2048, 1)
+    statuses = set()
+    try:
+        while len(statuses) < 2:
+            task = sample_task(rng, "cuda")
+            worked = solve(task, rng, "cuda")
+            mistake = spoil(task, worked, rng)
+            assert mistake.files[mistake.path].replace(mistake.wrong, mistake.right) == worked.files[mistake.path]
+            if mistake.status == "build_error" and mistake.status not in statuses:
+                try:
+                    build = builder.kernels(mistake.files, mistake.path, ["fused"], "sm_90")
+                    asyncio.run(build)
+                    pytest.fail("it compiles")
+                except CompilerMissing as missing:
+                    pytest.skip(str(missing))
+                except BuildError as error:
+                    assert first_error(str(error)) == first_error(mistake.message)
+            statuses.add(mistake.status)
+    finally:
+        builder.close()

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuda_agent.training.advantages import adaptive_lambda, explained_variance, gae, terminal_rewards, whiten
+from cuda_agent.training.advantages import explained_variance, gae, terminal_rewards, whiten
 
 NUMBERS = st.floats(-3, 3, width=32)
 SEQUENCES = st.lists(
@@ -50,28 +50,10 @@ def test_with_lambda_one_value_plus_advantage_is_the_return_whatever_the_values(
     assert torch.allclose(returns[mask], expected[mask], atol=1e-5)
 
 
-def test_each_sequence_may_have_its_own_lambda():
-    mask = torch.ones(2, 4, dtype=torch.bool)
-    rewards, values = torch.randn(2, 4), torch.randn(2, 4)
-    both = gae(rewards, values, mask, 0.9, torch.tensor([0.3, 1.0]))
-    for row, lam in enumerate((0.3, 1.0)):
-        assert torch.equal(both[row], gae(rewards[row : row + 1], values[row : row + 1], mask[:1], 0.9, lam)[0])
-
-
 def test_the_terminal_reward_sits_on_the_last_sampled_token():
     mask = torch.tensor([[0, 1, 1, 0, 0], [1, 0, 0, 1, 0], [0, 0, 0, 0, 0]], dtype=torch.bool)
     placed = terminal_rewards(torch.tensor([2.0, -1.0, 3.0]), mask)
     assert placed.tolist() == [[0, 0, 2, 0, 0], [0, 0, 0, -1, 0], [0, 0, 0, 0, 0]]
-
-
-def test_lambda_grows_with_the_length_and_never_is_negative():
-    assert adaptive_lambda(torch.tensor([0, 1, 20, 40, 2000])).tolist() == [
-        0.0,
-        0.0,
-        0.0,
-        0.5,
-        torch.tensor(0.99).item(),
-    ]
 
 
 @settings(max_examples=80, deadline=None)

@@ -13,12 +13,15 @@ LOGPROB = st.floats(-4, 0, width=32)
 TOKENS = st.lists(st.tuples(LOGPROB, LOGPROB, LOGPROB, st.floats(-3, 3, width=32)), min_size=1, max_size=20)
 
 
-def slow_ppo(tokens, total, low, high, cap):
+def slow_ppo(tokens, total, low, high, cap, dual=None):
     loss = kl = clipped_low = clipped_high = 0.0
     for new, old, engine, advantage in tokens:
         ratio = math.exp(new - old)
         held = min(max(ratio, 1 - low), 1 + high)
-        loss -= min(math.exp(old - engine), cap) * min(ratio * advantage, held * advantage) / total
+        surrogate = min(ratio * advantage, held * advantage)
+        if dual is not None and advantage < 0:
+            surrogate = max(surrogate, dual * advantage)
+        loss -= min(math.exp(old - engine), cap) * surrogate / total
         kl += (math.exp(new - engine) - 1 - (new - engine)) / total
         clipped_low += (ratio < 1 - low and advantage < 0) / total
         clipped_high += (ratio > 1 + high and advantage > 0) / total
@@ -26,12 +29,12 @@ def slow_ppo(tokens, total, low, high, cap):
 
 
 @settings(max_examples=150, deadline=None)
-@given(TOKENS, st.integers(0, 9))
-def test_ppo_loss_is_the_sum_over_tokens(tokens, others):
+@given(TOKENS, st.integers(0, 9), st.one_of(st.none(), st.floats(1.1, 5)))
+def test_ppo_loss_is_the_sum_over_tokens(tokens, others, dual):
     total = len(tokens) + others
     new, old, engine, advantages = torch.tensor(tokens, dtype=torch.double).T
-    loss, metrics = ppo_loss(new, old, engine, advantages, total, 0.2, 0.28, 2.0)
-    expected = slow_ppo(tokens, total, 0.2, 0.28, 2.0)
+    loss, metrics = ppo_loss(new, old, engine, advantages, total, 0.2, 0.28, 2.0, dual)
+    expected = slow_ppo(tokens, total, 0.2, 0.28, 2.0, dual)
     got = [float(number) for number in (loss, metrics["kl"], metrics["clip_low"], metrics["clip_high"])]
     assert got == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert float(metrics["ratio_max"]) == pytest.approx(max(math.exp(t[0] - t[1]) for t in tokens), rel=1e-5)
@@ -54,11 +57,11 @@ def test_losses_of_parts_add_up_to_the_loss_of_the_whole(tokens, cut):
         assert float(whole) == pytest.approx(float(parts), abs=1e-6)
 
 
-def gradient(new, old, advantage, low, high, engine=None):
+def gradient(new, old, advantage, low, high, engine=None, dual=None):
     new = torch.tensor([new], requires_grad=True)
     old = torch.tensor([old])
     loss, _ = ppo_loss(
-        new, old, old if engine is None else torch.tensor([engine]), torch.tensor([advantage]), 1, low, high, 2.0
+        new, old, old if engine is None else torch.tensor([engine]), torch.tensor([advantage]), 1, low, high, 2.0, dual
     )
     loss.backward()
     return float(new.grad)
@@ -81,6 +84,16 @@ def test_off_policy_the_clip_takes_the_gradient_away_only_where_the_step_went_to
     free = gradient(-1.0 + drift, -1.0, advantage, 0.99, 1e6)
     assert free == pytest.approx(-math.exp(drift) * advantage, rel=1e-5)
     assert held == (0.0 if clipped else pytest.approx(free))
+
+
+@pytest.mark.parametrize(
+    ("drift", "advantage", "clipped"),
+    [(1.2, -1.0, True), (1.0, -1.0, False), (1.2, 1.0, False), (-0.1, -1.0, False)],
+)
+def test_the_dual_clip_takes_the_gradient_away_from_bad_tokens_that_became_too_likely(drift, advantage, clipped):
+    """3 = e^1.099"""
+    held = gradient(-2.0 + drift, -2.0, advantage, 0.99, 1e6, dual=3.0)
+    assert held == (0.0 if clipped else pytest.approx(gradient(-2.0 + drift, -2.0, advantage, 0.99, 1e6)))
 
 
 def test_the_importance_weight_is_truncated_and_carries_no_gradient():

@@ -8,9 +8,9 @@ import pytest
 import torch
 from live_memory import LiveMemory
 
-from cuda_agent.config import PolicyConfig
+from cuda_agent.config import Config, PolicyConfig
 from cuda_agent.training import losses, memory, recipes
-from cuda_agent.training.memory import Shape, peak, shape_of, shape_of_policy
+from cuda_agent.training.memory import Shape, layout, peak, shape_of, shape_of_policy
 from cuda_agent.training.packing import batch_of, tokens_of
 from cuda_agent.training.trainer import Trainer
 
@@ -132,6 +132,33 @@ def test_the_shapes_of_the_table_are_those_of_the_models():
     assert QWEN3_30B_A3B.parameters == pytest.approx(30.5e9, rel=0.005)
     inactive = QWEN3_30B_A3B.layers * 3 * 2048 * 768 * (128 - 8)
     assert QWEN3_30B_A3B.parameters - inactive == pytest.approx(3.3e9, rel=0.02)
+
+
+SMALL_27M = Shape(8, 512, 8, 4, 64, 1536, 4096, True)
+QWEN2_1_5B = Shape(28, 1536, 12, 2, 128, 8960, 151_936, True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "gigabytes", "recompute"),
+    [(SMALL_27M, 80, False), (SMALL_27M, 12, True), (QWEN2_1_5B, 80, True), (QWEN2_1_5B, 640, False), (None, 80, True)],
+)
+def test_activations_of_long_rows_are_kept_where_the_device_has_the_memory(monkeypatch, shape, gigabytes, recompute):
+    monkeypatch.setattr(memory, "memory_bytes", lambda device: gigabytes * 10**9 if device == "cuda" else 0)
+    sections = {"policy": {"dtype": "bfloat16"}, "training": {"device": "cuda"}}
+    sections |= {stage: {"behavior_logprobs": "trainer"} for stage in ("warmup", "agentic")}
+    rows = layout(Config.model_validate(sections), shape, 2048)
+    assert (rows.row_tokens, rows.recompute) == (32_768, recompute)
+    for setting, chosen in (("on", True), ("off", False)):
+        config = Config.model_validate(sections | {"training": {"device": "cuda", "checkpointing": setting}})
+        assert layout(config, shape, 2048).recompute is chosen
+
+
+def test_processes_on_a_processor_share_its_memory_and_a_new_model_takes_one(monkeypatch):
+    one, two = (Config.model_validate({"training": {"num_processes": count}}) for count in (1, 2))
+    kept = peak(SMALL_27M, 4096, precision="fp32", checkpointing=False, segment=1024, device="cpu").total
+    monkeypatch.setattr(memory, "memory_bytes", lambda device: 3 * kept)
+    assert [layout(one, SMALL_27M, 1024).recompute, layout(two, SMALL_27M, 1024).recompute] == [False, True]
+    assert not layout(two, SMALL_27M, 1024, scratch=True).recompute
 
 
 def test_a_shape_comes_from_configurations():

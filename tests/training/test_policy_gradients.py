@@ -188,7 +188,7 @@ def test_the_advantage_of_an_episode_is_on_all_of_its_sampled_tokens(name):
 def settings(name, count: int) -> Ppo:
     rates = {"actor_lr": 1e-12, "critic_lr": 1e-12}
     sizes = {"episodes_per_step": count, "samples_per_prompt": 2, "minibatches": 1}
-    return Ppo(advantage=name, actor_lambda=1.0, **rates, **sizes)
+    return Ppo(advantage=name, **rates, **sizes)
 
 
 def trainer(model) -> Trainer:

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 from urllib.parse import urlsplit
 
+from cuda_agent.machine import gpus
 from cuda_agent.policy.engines.engine import EngineError
 from cuda_agent.policy.engines.vllm_plugin import TRANSFER_SECONDS, transfer_group, transfer_store
 from cuda_agent.policy.engines.vllm_server import Replica
@@ -24,11 +25,15 @@ class Broadcast:
         self._members: list[Replica] = []
 
     async def send(self, replicas: Sequence[Replica], model: Any) -> None:
-        """Sends the parameters of ``model`` to all ``replicas``. If a server fails, the next call makes a new group."""
-        device = model.device.type
-        if others := sorted({replica.device for replica in replicas} - {device}):
-            there = ", ".join(others)
-            raise EngineError(f"a model on {device} cannot be broadcast to servers on {there}: sync=disk can")
+        """Sends the parameters of ``model`` to all ``replicas``. If a server fails, the next call makes a new group.
+
+        A model that is not on the servers' kind of device is copied there, one parameter at a time. Raises EngineError
+        if this process has no such device, or the servers have several kinds."""
+        device, *others = sorted({replica.device for replica in replicas})
+        if others or (device == "cuda" and not gpus()):
+            there = ", ".join([device, *others])
+            raise EngineError(f"weights cannot be broadcast from this process to servers on {there}: sync=disk can")
+        place = str(model.device) if model.device.type == device else device
         try:
             if self._members != list(replicas):
                 await self._join(replicas, device)
@@ -36,7 +41,7 @@ class Broadcast:
             dtype = replicas[0].dtype
             tensors = [[name, dtype, list(tensor.shape)] for name, tensor in parameters]
             await _collective(
-                lambda: _send(self._group, parameters, str(model.device), dtype),
+                lambda: _send(self._group, parameters, place, dtype),
                 [replica.call("cuda_agent_receive", tensors=tensors) for replica in replicas],
             )
         except BaseException:

@@ -1,4 +1,4 @@
-"""Defines the classes of Ray's actors: a rollout worker, which plays episodes, and a host of trainer processes.
+"""Defines two classes of Ray actors: one plays episodes, and one runs trainer processes.
 
 The actors and the stage share no folder. Inputs and checkpoints are sent as parts of files, episodes as lines of JSON,
 and weights as arrays. A digest accompanies the weights; the receiver checks it after loading them."""
@@ -20,6 +20,8 @@ from cuda_agent.rl.ray.transfer import Part, Weights, keep, load_weights, parts
 from cuda_agent.rl.rollouts import Job, Kind, Rollouts, open_rollouts
 from cuda_agent.sandbox.jail.scratch import make_folder, remove
 from cuda_agent.training.ranks import Ranks, open_store
+
+BEAT_SECONDS = 30.0
 
 
 class RolloutWorker:
@@ -44,7 +46,8 @@ class RolloutWorker:
         self._rollouts = await self._stack.enter_async_context(opening)
 
     async def play(self, jobs: Sequence[Job], kind: Kind) -> AsyncIterator[str]:
-        """Plays ``jobs`` and yields each finished episode as a line of JSON.  Ends early if ``stop`` is called."""
+        """Plays ``jobs`` and yields each finished episode as a line of JSON. Yields an empty line, as a sign of life,
+        after every ``BEAT_SECONDS`` without an episode. Ends early if ``stop`` is called."""
         assert self._rollouts is not None, "open comes first"
         finished: asyncio.Queue[str | None] = asyncio.Queue()
         work = self._rollouts.play(jobs, kind, lambda episode: finished.put_nowait(to_line(episode)))
@@ -52,7 +55,13 @@ class RolloutWorker:
         playing.add_done_callback(lambda task: finished.put_nowait(None))
         self._playing.add(playing)
         try:
-            while (line := await finished.get()) is not None:
+            while True:
+                try:
+                    line = await asyncio.wait_for(finished.get(), BEAT_SECONDS)
+                except TimeoutError:
+                    line = ""
+                if line is None:
+                    break
                 yield line
             if not playing.cancelled():
                 playing.result()  # raises its error

@@ -27,7 +27,7 @@ LOSSES = 3  # the stage gives up after this many losses per worker in one round
 PLACING_SECONDS = 900.0  # a cluster may have to add nodes
 OPENING_SECONDS = 1800.0  # a worker's engine may have to load a large model
 CLOSING_SECONDS = 20.0
-GRACE_SECONDS = 60.0  # a worker counts as lost this long after the deadlines of its episodes
+SILENCE_SECONDS = 600.0  # a worker without an episode or another sign of life for this long counts as lost
 
 
 class ServedPolicy(NamedTuple):
@@ -120,9 +120,13 @@ class RayPlayers:
         async def follow(worker: WorkerSlot, actor: Any, share: Sequence[Job]) -> None:
             left = list(share)
             try:
-                async with self._losses(self._patience(len(share))):
+                async with self._losses(SILENCE_SECONDS) as limit:
                     async for reference in actor.play.options(num_returns="streaming").remote(share, kind):
-                        episode = from_line(await reference)
+                        line = await reference
+                        limit.reschedule(asyncio.get_running_loop().time() + SILENCE_SECONDS)
+                        if not line:
+                            continue
+                        episode = from_line(line)
                         left.remove(next(job for job in left if job[1] == episode.id))
                         collector.add(episode)
                         on_done(episode)
@@ -156,13 +160,6 @@ class RayPlayers:
             await self._of_all(lambda worker, actor: actor.stop.remote())
         lost, self._lost = self._lost, 0
         return lost
-
-    def _patience(self, episodes: int) -> float | None:
-        """Returns the seconds after which a worker with ``episodes`` episodes counts as lost, or None for no limit."""
-        agent = self._ctx.config.agent
-        if self._ctx.config.sandbox.clock == "model":
-            return None  # lockstep has no deadline
-        return math.ceil(episodes / agent.concurrency) * agent.deadline_seconds + GRACE_SECONDS
 
     @property
     def living(self) -> list[WorkerSlot]:
@@ -230,12 +227,12 @@ class RayPlayers:
         worker.has = served
 
     @asynccontextmanager
-    async def _losses(self, seconds: float | None) -> AsyncIterator[None]:
+    async def _losses(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
         """Raises WorkerLost if the ``with`` block takes more than ``seconds``, if the actor dies, or if it fails for a
-        reason that may pass, such as EngineError. Raises the actor's other errors unchanged."""
+        reason that may pass, such as EngineError. Raises the actor's other errors unchanged. Yields the time limit."""
         try:
-            async with asyncio.timeout(seconds):
-                yield
+            async with asyncio.timeout(seconds) as limit:
+                yield limit
         except TimeoutError:
             raise WorkerLost("it took too long") from None
         except self._ray.exceptions.RayTaskError as error:

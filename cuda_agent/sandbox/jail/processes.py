@@ -36,7 +36,8 @@ _IDLE_NS = 200_000  # a thread with less processor time has not worked yet
 
 class WorkerDied(Exception):
     """The worker has ended. ``reason`` is the exceeded limit (timeout, memory, threads, processes or disk), ``crash``,
-    ``protocol`` (invalid answer), ``running`` (it ran on after a stop) or ``killed`` (by a SIGKILL from elsewhere)."""
+    ``protocol`` (invalid answer), ``running`` (it did not react to SIGSTOP) or ``killed`` (by a SIGKILL from
+    elsewhere)."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

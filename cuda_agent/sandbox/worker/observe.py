@@ -34,7 +34,8 @@ class _Mode(TorchDispatchMode):
 
 
 class Operators(_Mode):
-    """Records the operators that compute, and their seconds (valid on the CPU only: a GPU works asynchronously)."""
+    """Records which operators run, except views and allocations, and their seconds. The seconds are valid on the
+    CPU only, because a GPU works asynchronously."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -66,7 +66,7 @@ class Workspaces:
         self, files: Mapping[str, str], protected: frozenset[str], commands: Commands
     ) -> "AsyncIterator[Workspace]":
         """Opens a workspace that holds ``files``. The agent cannot change the top-level files in ``protected``.
-        ``commands`` answers compile, verify and profile. Raises ``WorkspaceLost``."""
+        ``commands`` runs the agent's compile, verify and profile. Raises ``WorkspaceLost``."""
         await self._start()
         number, control = next(self._numbers), self._control
         assert control is not None

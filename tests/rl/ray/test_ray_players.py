@@ -7,6 +7,7 @@ import pytest
 
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import Episode, to_line
+from cuda_agent.rl.ray.actors import RolloutWorker
 from cuda_agent.rl.ray.players import EpisodeCollector, RayPlayers, ServedPolicy, WorkerLost
 from cuda_agent.rl.rollouts import episode_settings, episodes_of
 from cuda_agent.tasks.task import Task
@@ -92,6 +93,46 @@ def test_what_a_lost_worker_had_not_given_back_is_played_by_others_and_the_rest_
     assert sorted(told) == sorted(2 * [name for _, name in jobs])
     assert sum(len(actor.played) for actor in actors) == 12 and actors[2].played
     assert [note for note in ctx.tracker.notes() if note.startswith("rollout worker 0 was lost: its pod is gone")]
+
+
+@pytest.mark.parametrize("living", [True, False])
+def test_a_worker_is_lost_when_it_gives_no_sign_of_life_and_not_when_its_episodes_take_long(
+    players, monkeypatch, living
+):
+    monkeypatch.setattr("cuda_agent.rl.ray.players.SILENCE_SECONDS", 0.4)
+
+    class Slow(Actor):
+        async def _play(self, jobs, kind):
+            for _ in range(10):
+                await asyncio.sleep(0.1)
+                if living:
+                    yield asyncio.sleep(0, "")
+            async for line in super()._play(jobs, kind):
+                yield line
+
+    jobs = episodes_of(TASKS, 2, "s")
+    made, ctx = players([Slow(), Actor(), Actor()])
+    assert run(made, jobs)[0] == [[name for _, name in jobs]]
+    assert ctx.tracker.notes() == ([] if living else ["rollout worker 0 was lost: it took too long"])
+
+
+def test_a_worker_gives_a_sign_of_life_while_an_episode_takes_long(monkeypatch):
+    monkeypatch.setattr("cuda_agent.rl.ray.actors.BEAT_SECONDS", 0.1)
+    worker = object.__new__(RolloutWorker)
+    worker._playing = set()
+
+    class Slow:
+        async def play(self, jobs, kind, on_done):
+            await asyncio.sleep(0.35)
+            on_done(Episode("s/a/0", "a", "agent", [1], [1], [0.0], [0], [0], 1.0, "answer"))
+
+    worker._rollouts = Slow()
+
+    async def script():
+        return [bool(line) async for line in worker.play([], "agent")]
+
+    lines = asyncio.run(script())
+    assert lines == [False] * (len(lines) - 1) + [True] and len(lines) >= 3
 
 
 def test_a_round_of_nothing_ends_at_once(players):

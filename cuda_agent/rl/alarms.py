@@ -1,0 +1,21 @@
+"""Finds signs of unstable training in the metrics of one PPO step. An alarm is a note: it changes no training."""
+
+from collections.abc import Mapping
+
+# Metric -> its least and greatest sound value, and what another value means.
+ALARMS = {
+    "entropy": (0.01, float("inf"), "the policy hardly explores any more"),
+    "ratio_mean": (0.9, 1.1, "the policy moves far in one step"),
+    "train_inference_mismatch": (0.0, 0.1, "engine and trainer give tokens different probabilities"),
+    "cut_short": (0.0, 0.5, "most episodes use up their turns or tokens"),
+    "explained_variance": (-0.1, 1.0, "the critic predicts rewards worse than a constant"),
+}
+
+
+def alarms(metrics: Mapping[str, float]) -> list[str]:
+    """Returns a line for each metric of the step that is beyond its limits, or not a number."""
+    return [
+        f"{name} left its limits, {low:g} to {high:g}: {meaning}"
+        for name, (low, high, meaning) in ALARMS.items()
+        if name in metrics and not low <= metrics[name] <= high
+    ]

@@ -1,0 +1,158 @@
+"""Writes C++ kernels for the tasks of ``family``: one source and one plan for each design.
+
+Every design is correct. Each choice is drawn uniformly, so kernels range from ten times slower than eager to several
+times faster than ``torch.compile``."""
+
+import json
+import random
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from cuda_agent.sandbox.wire import Status
+from cuda_agent.synthesis.family import ENDINGS, OPERATORS, FamilySpec, steps
+
+KERNEL, PLAN = "kernels/fused.cpp", "plan.json"
+ROWS = "in0.shape[0]"
+GRIDS: tuple[int | str, ...] = (1, 2, 8, ROWS)
+DESIGNS: dict[str, tuple[Any, ...]] = {
+    "number": ("float", "double"),
+    "order": ("chunk", "stride"),
+    "grid": GRIDS,
+    "passes": ("fused", "split"),
+    "moments": ("one", "two"),
+}
+
+
+@dataclass(frozen=True)
+class Design:
+    """The design of a kernel. Brackets hold how many times as long the slow choice takes (quartiles, two idle cores).
+
+    ``number``  arithmetic type; "double" is slow (1.5-2; up to 4.5 in transcendental functions)
+    ``order``   the elements of block b; "chunk": neighbours; "stride": b, b + grid, ..., which cannot be vectorised
+                and lets threads share cache lines (5-30; near 1 if a block takes whole rows)
+    ``grid``    number of blocks; 1: only one thread works (2); one block per row: one call per row (1.1-2)
+    ``passes``  "fused": one loop over the elements; "split": one loop per operator, through memory (1.0-1.4)
+    ``moments`` how a variance is computed; "one" pass: from sums of v and v * v; "two": the mean first (1.05-1.15)"""
+
+    number: Literal["float", "double"]
+    order: Literal["chunk", "stride"]
+    grid: int | str
+    passes: Literal["fused", "split"]
+    moments: Literal["one", "two"]
+
+
+def draw_design(spec: FamilySpec, rng: random.Random) -> Design:
+    """Draws each choice uniformly."""
+    return Design(**{choice: rng.choice(values) for choice, values in DESIGNS.items()})
+
+
+def redraw(spec: FamilySpec, design: Design, rng: random.Random) -> Design:
+    """Returns ``design`` with one choice drawn anew, so that a file changes. ``moments`` stays."""
+    while True:
+        field = rng.choice(("number", "order", "grid", "passes"))
+        other = replace(design, **{field: getattr(draw_design(spec, rng), field)})
+        if files(spec, other) != files(spec, design):
+            return other
+
+
+def fault(spec: FamilySpec, design: Design) -> tuple[Status, str]:
+    """Returns the judge's status and message for ``design``: always "ok"."""
+    return "ok", ""
+
+
+def files(spec: FamilySpec, design: Design) -> dict[str, str]:
+    """Returns the files of the solution: the kernel's source and the plan."""
+    source = _rows(spec, design) if spec.ending else _elements(spec, design)
+    return {KERNEL: source, PLAN: _plan(spec, design)}
+
+
+def _plan(spec: FamilySpec, design: Design) -> str:
+    arguments = ["in0", *(["in1"] if spec.binary else []), *(["tmp"] if _workspace(spec, design) else []), "out0"]
+    arguments += ["in0.shape[0]", "in0.shape[1]"] if spec.ending else ["in0.numel"]
+    node = {"kernel": KERNEL, "function": "fused", "grid": design.grid, "args": arguments}
+    workspaces = {"workspaces": {"tmp": {"size": "in0.numel"}}}
+    return json.dumps((workspaces if "tmp" in arguments else {}) | {"nodes": [node]}) + "\n"
+
+
+def _workspace(spec: FamilySpec, design: Design) -> bool:
+    """Returns whether the kernel keeps the chain's values in a workspace, for a second loop of a reduction."""
+    if spec.ending is None or ENDINGS[spec.ending].maps:
+        return False
+    return design.passes == "split" or (spec.ending == "var" and design.moments == "two")
+
+
+def _signature(spec: FamilySpec, design: Design) -> str:
+    inputs = "const float* x, const float* y" if spec.binary else "const float* x"
+    buffers = ", float* b, float* z" if _workspace(spec, design) else ", float* z"
+    sizes = "long n, long m" if spec.ending else "long n"
+    return f"#include <math.h>\nvoid fused(long block, long grid, {inputs}{buffers}, {sizes})"
+
+
+def _share(variable: str, design: Design) -> str:
+    if design.order == "chunk":
+        return f"for (long {variable} = n * block / grid; {variable} < n * (block + 1) / grid; {variable}++)"
+    return f"for (long {variable} = block; {variable} < n; {variable} += grid)"
+
+
+def _load(source: str, step_names: list[str], design: Design) -> str:
+    second = ", w = y[i]" if any(OPERATORS[name].binary for name in step_names) else ""
+    return f"{design.number} v = {source}[i]{second};"
+
+
+def _elements(spec: FamilySpec, design: Design) -> str:
+    statements, names = steps(spec), [name for name, _ in spec.chain]
+    groups = [slice(0, None)] if design.passes == "fused" else [slice(k, k + 1) for k in range(len(statements))]
+    lines = []
+    for k, group in enumerate(groups):
+        body = [_load("z" if k else "x", names[group], design), *statements[group], "z[i] = v;"]
+        lines += [f"  {_share('i', design)} {{", *(f"    {line}" for line in body), "  }"]
+    return f"{_signature(spec, design)} {{\n" + "\n".join(lines) + "\n}\n"
+
+
+@dataclass(frozen=True)
+class _Reduction:
+    """The C++ code of a row-wise ending, in parts."""
+
+    start: str  # declares the sums
+    add: str  # adds the value ``v`` to the sums
+    then: tuple[str, ...] = ()  # further statements; "@" stands for the row's buffer, "loop:" for a loop over the row
+    result: str = ""  # the output, if it is one value per row
+
+
+_LARGEST = "s = -1e30f, t = 0", "s = v > s ? v : s;"
+_MOMENTS, _MEAN = ("s = 0, t = 0", "s += v; t += v * v;"), ("s = 0, t = 0", "s += v;")
+_VARIANCE = "s /= m;", "loop: t += (@[i] - s) * (@[i] - s);"
+_REDUCTIONS: dict[str, _Reduction] = {
+    "sum": _Reduction("s = 0", "s += v;", result="s"),
+    "mean": _Reduction("s = 0", "s += v;", result="s / m"),
+    "amax": _Reduction("s = -1e30f", "s = v > s ? v : s;", result="s"),
+    "amin": _Reduction("s = 1e30f", "s = v < s ? v : s;", result="s"),
+    "norm": _Reduction("s = 0", "s += v * v;", result="sqrt(s)"),
+    "var": _Reduction(*_MOMENTS, result="(t - s * s / m) / (m - 1)"),
+    "var two": _Reduction(*_MEAN, _VARIANCE, "t / (m - 1)"),
+    "softmax": _Reduction(*_LARGEST, ("loop: t += @[i] = exp(@[i] - s);", "loop: @[i] /= t;")),
+    "log_softmax": _Reduction(*_LARGEST, ("loop: t += exp(@[i] - s);", "s += log(t);", "loop: @[i] -= s;")),
+    "normalize": _Reduction("s = 0", "s += v * v;", ("s = 1 / (sqrt(s) + 1e-12f);", "loop: @[i] *= s;")),
+    "rms_norm": _Reduction("s = 0", "s += v * v;", ("s = 1 / sqrt(s / m + 1e-7f);", "loop: @[i] *= s;")),
+    "layer_norm": _Reduction(
+        *_MOMENTS, ("s /= m;", "t = 1 / sqrt(t / m - s * s + 1e-5f);", "loop: @[i] = (@[i] - s) * t;")
+    ),
+    "layer_norm two": _Reduction(*_MEAN, (*_VARIANCE, "t = 1 / sqrt(t / m + 1e-5f);", "loop: @[i] = (@[i] - s) * t;")),
+}
+_ROW = "for (long i = r * m; i < r * m + m; i++)"
+
+
+def _rows(spec: FamilySpec, design: Design) -> str:
+    assert spec.ending is not None
+    reduction = _REDUCTIONS.get(f"{spec.ending} {design.moments}") or _REDUCTIONS[spec.ending]
+    buffer = "b" if _workspace(spec, design) else "z"
+    kept = ENDINGS[spec.ending].maps or buffer == "b"
+    body = [_load("x", [name for name, _ in spec.chain], design), *steps(spec), *([f"{buffer}[i] = v;"] * kept)]
+    lines = [f"{design.number} {reduction.start};", f"{_ROW} {{", *(f"  {line}" for line in body)]
+    if design.passes == "split":
+        lines += ["}", f"{_ROW} {{", f"  {design.number} v = {buffer}[i];"]
+    lines += [f"  {reduction.add}", "}"]
+    lines += [line.replace("loop:", _ROW).replace("@", buffer) for line in reduction.then]
+    lines += [f"z[r] = {reduction.result};"] * bool(reduction.result)
+    inner = "".join(f"    {line}\n" for line in lines)
+    return f"{_signature(spec, design)} {{\n  {_share('r', design)} {{\n{inner}  }}\n}}\n"

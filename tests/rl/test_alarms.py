@@ -1,0 +1,37 @@
+"""Alarms of a training step."""
+
+import math
+
+import pytest
+
+from cuda_agent.rl.alarms import ALARMS, alarms
+
+SOUND = {
+    "entropy": 0.4,
+    "ratio_mean": 1.01,
+    "train_inference_mismatch": 0.01,
+    "cut_short": 0.2,
+    "explained_variance": 0.5,
+}
+
+
+def test_a_sound_step_and_a_step_without_metrics_give_no_alarm():
+    assert SOUND.keys() == ALARMS.keys()
+    assert alarms(SOUND) == alarms({}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("entropy", 0.001),
+        ("ratio_mean", 1.3),
+        ("ratio_mean", 0.7),
+        ("train_inference_mismatch", 0.3),
+        ("cut_short", 0.8),
+        ("explained_variance", -0.5),
+        ("entropy", math.nan),
+    ],
+)
+def test_each_metric_beyond_its_limits_gives_its_alarm(name, value):
+    (line,) = alarms(SOUND | {name: value})
+    assert line.startswith(f"{name} left its limits") and line == alarms({name: value})[0]
