@@ -318,7 +318,8 @@ class CriticConfig(Section):
 class EvaluateConfig(Section):
     samples: Positive = key(1, "number of episodes per held-out task")
     turns: Positive = key(6, "limit of turns in an episode of an evaluation")
-    temperature: float = key(1.0, "sampling temperature in evaluations", ge=0)
+    temperature: float = key(1.0, "sampling temperature in evaluations; 0: the likeliest token", ge=0)
+    mode: Literal["quick", "strict"] = key("quick", "mode of the sandbox that judges the final solution of an episode")
 
 
 class Ray(Section):

@@ -1,34 +1,41 @@
-"""Whether reinforcement learning taught the demo's policy something: seeds, paired intervals, and a control row.
+"""Whether reinforcement learning taught the demo's policy something: seeds, intervals over them, and a control row.
 
     python benchmarks/claims/learning.py --seeds 0 1 2 --json learning.json
     python benchmarks/claims/learning.py --combine seed0.json seed1.json seed2.json
 
 For every seed: a whole run whose base is trained for ``--base-seconds`` (its held-out loss is printed beside the
 control's: they should be alike), and a control, a base trained for as long as base and reinforcement-learning stages
-together, evaluated on the same held-out tasks.  Intervals resample (seed, task) pairs, 95 %; speed-ups are geometric
-means over the pairs that both policies solved.  Takes about 25 minutes a seed on 2 cores; keep the machine idle.
+together, evaluated on the same held-out tasks.  ``seeds.difference`` makes the differences and their intervals.
+``--greedy`` also plays every policy at temperature 0, one episode a task, scored apart (``base, greedy``).  With
+``--set evaluate.mode=strict`` final answers are judged strictly.  Takes about 25 minutes a seed on 2 cores; keep the
+machine idle.
 """
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from seeds import Values, difference
 
 from cuda_agent.pipeline.manifest import read_manifest
-from cuda_agent.rl.scores import Scores, read_scores
+from cuda_agent.rl.scores import METRICS, SPEEDUPS, Scores, per_task, read_scores
 from cuda_agent.storage import open_store
 from cuda_agent.tracking import read_metrics
 
 LEARNING = ("warmup", "collect", "rft", "critic", "agentic")
 POLICIES = ("base", "warmup", "rft", "agentic")
-RATES = ("passed", "faster_eager", "faster_compile")
-RESAMPLES = 5000
-COMPARED = (("base", "agentic"), ("control", "agentic"), ("rft", "agentic"), ("base", "rft"))
+COMPARED = (
+    ("base", "agentic"), ("control", "agentic"), ("warmup", "agentic"), ("rft", "agentic"),
+    ("base", "warmup"), ("warmup", "rft"), ("base", "rft"),
+)  # fmt: skip
+GREEDY = ("evaluate.temperature=0", "evaluate.samples=1")
 
 
 def main() -> None:
@@ -38,6 +45,7 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=20000, help="of the base's corpus")
     parser.add_argument("--experiment", default="demo")
     parser.add_argument("--store", default=".cuda-agent/learning/store")
+    parser.add_argument("--greedy", action="store_true")
     parser.add_argument("--set", nargs="*", default=[], help="further overrides of every run")
     parser.add_argument("--combine", type=Path, nargs="+", help="results of earlier calls, seen as one")
     parser.add_argument("--json", type=Path)
@@ -46,12 +54,12 @@ def main() -> None:
         seeds = [seed for file in options.combine for seed in json.loads(file.read_text())["seeds"]]
     else:
         seeds = [measure(seed, options) for seed in options.seeds]
-    found = {policy: {(n, task): v for n, seed in enumerate(seeds) for task, v in seed["values"][policy].items()}
-             for policy in (*POLICIES, "control")}  # fmt: skip
+    found = {policy: [seed["values"][policy] for seed in seeds] for policy in seeds[0]["values"]}
+    compared = [(a + how, b + how) for how in ("", ", greedy") for a, b in COMPARED if a + how in found]
     answer: dict[str, Any] = {
         "rows": {policy: row(values) for policy, values in found.items()},
-        "rows_of_seeds": [{policy: row(seed["values"][policy]) for policy in found} for seed in seeds],
-        "differences": {f"{a} -> {b}": difference(found[a], found[b]) for a, b in COMPARED},
+        "rows_of_seeds": [{policy: row([of]) for policy, of in seed["values"].items()} for seed in seeds],
+        "differences": {f"{a} -> {b}": difference(found[a], found[b]) for a, b in compared},
     }
     print(json.dumps(answer, indent=1))
     if options.json:
@@ -59,15 +67,19 @@ def main() -> None:
 
 
 def measure(seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """A run and its control: where they are, what they took, and task -> what ``per_task`` says, for every policy."""
+    """A run and its control: where they are, what they took, and the values of every policy."""
     store = options.store
     overrides = [f"experiment={options.experiment}", f"seed={seed}", f"run.store={store}", "run.mlflow=off"]
     overrides += [f"bootstrap.examples={options.examples}", "bootstrap.steps=1000000", *options.set]
-    run = start([*overrides, f"bootstrap.max_seconds={options.base_seconds}"])
+    usual = [*overrides, f"bootstrap.max_seconds={options.base_seconds}"]
+    run = start(usual)
     spent = sum(manifest(store, run, stage).seconds for stage in LEARNING)
-    control = start([*overrides, f"bootstrap.max_seconds={options.base_seconds + spent:.0f}"], "--to", "evaluate-base")
-    values = {policy: per_task(scores_of(store, run, f"evaluate-{policy}")) for policy in POLICIES}
-    values["control"] = per_task(scores_of(store, control, "evaluate-base"))
+    longer = [*overrides, f"bootstrap.max_seconds={options.base_seconds + spent:.0f}"]
+    control = start(longer, "--to", "evaluate-base")
+    values = values_of(store, run, control)
+    if options.greedy:  # the cache has all other stages
+        greedy = values_of(store, start([*usual, *GREEDY]), start([*longer, *GREEDY], "--to", "evaluate-base"))
+        values |= {f"{policy}, greedy": of for policy, of in greedy.items()}
     losses = {"base": heldout_loss(store, run), "control": heldout_loss(store, control)}
     print(f"seed {seed}: {run}, control {control}; held-out loss {losses}; {spent:.0f} s of reinforcement learning",
           file=sys.stderr)  # fmt: skip
@@ -100,43 +112,27 @@ def heldout_loss(store: str, run: str) -> float:
         return next(values["heldout_loss"] for values in reversed(steps.values()) if "heldout_loss" in values)
 
 
-def per_task(scores: Scores, family: str = "teacher") -> dict[str, dict[str, float]]:
-    """task -> rates, and mean log speed-ups over the correct final answers (NaN without one)."""
-    values: dict[str, dict[str, list[float]]] = {}
-    for outcome in (o for o in scores.outcomes if o.family == family):
-        found = values.setdefault(outcome.task, {name: [] for name in (*RATES, "eager", "compile")})
-        eager, compiled = outcome.final.speedup_eager, outcome.final.speedup_compile
-        found["passed"].append(float(outcome.final.correct))
-        found["faster_eager"].append(float(outcome.final.correct and (eager or 0) > 1))
-        found["faster_compile"].append(float(outcome.final.correct and (compiled or 0) > 1))
-        for name, speedup in (("eager", eager), ("compile", compiled)):
-            if outcome.final.correct and speedup:
-                found[name].append(float(np.log(speedup)))
-    return {
-        task: {name: float(np.mean(of)) if of else float("nan") for name, of in found.items()}
-        for task, found in values.items()
-    }
+def values_of(store: str, run: str, control: str) -> dict[str, Values]:
+    found = {policy: task_values(scores_of(store, run, f"evaluate-{policy}")) for policy in POLICIES}
+    return found | {"control": task_values(scores_of(store, control, "evaluate-base"))}
 
 
-def row(values: dict[Any, dict[str, float]]) -> dict[str, float]:
-    columns = {name: np.array([found[name] for found in values.values()]) for name in (*RATES, "eager", "compile")}
-    rates = {name: round(float(columns[name].mean()), 4) for name in RATES}
-    return rates | {f"x_{name}": round(float(np.exp(np.nanmean(columns[name]))), 3) for name in ("eager", "compile")}
+def task_values(scores: Scores, family: str = "teacher") -> Values:
+    """Of the final answers on the tasks of ``family``."""
+    outcomes = [outcome for outcome in scores.outcomes if outcome.family == family]
+    names = sorted({outcome.task for outcome in outcomes})
+    rows = zip(*(per_task(outcomes, "final", names)[metric].tolist() for metric in METRICS), strict=True)
+    known = ([None if math.isnan(value) else value for value in row] for row in rows)
+    return {name: dict(zip(METRICS, row, strict=True)) for name, row in zip(names, known, strict=True)}
 
 
-def difference(before: dict[Any, dict[str, float]], after: dict[Any, dict[str, float]]) -> dict[str, Any]:
-    """Change with its paired interval: of rates in shares, of speed-ups as a ratio over pairs that both solved."""
-    pairs = sorted(set(before) & set(after))
-    draws = np.random.default_rng(0).integers(0, len(pairs), (RESAMPLES, len(pairs)))
-    found: dict[str, Any] = {"pairs": len(pairs)}
-    for name in (*RATES, "eager", "compile"):
-        change = np.array([after[pair][name] - before[pair][name] for pair in pairs])
-        means = np.nanmean(change[draws], axis=1)
-        numbers = np.array([np.nanmean(change), *np.percentile(means, (2.5, 97.5))])
-        numbers = numbers if name in RATES else np.exp(numbers)
-        label = name if name in RATES else f"x_{name}"
-        found[label] = {"change": round(float(numbers[0]), 4), "interval": [round(float(n), 4) for n in numbers[1:]]}
-    return found
+def row(seeds: Sequence[Values]) -> dict[str, float | None]:
+    """Means over all tasks of all seeds; of speed-ups, geometric ones over those that were solved."""
+    columns = {metric: [of[metric] for values in seeds for of in values.values()] for metric in METRICS}
+    known = {metric: [value for value in column if value is not None] for metric, column in columns.items()}
+    means = {metric: float(np.mean(column)) if column else None for metric, column in known.items()}
+    said = {metric: math.exp(means[metric]) for metric in SPEEDUPS if means[metric] is not None}
+    return {metric: None if mean is None else round(said.get(metric, mean), 4) for metric, mean in means.items()}
 
 
 if __name__ == "__main__":

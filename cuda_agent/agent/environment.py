@@ -34,7 +34,7 @@ class KernelEnvironment:
 
     Attributes:
         files: The player's files, as ``collect`` last read them. A new work folder starts with these files.
-        best: The best verdict so far.
+        best: The best verdict of quick mode so far.
         flags: The bad patterns seen so far ("malformed_call", "unknown_tool", "loop").
         repeated: How many times the latest tool call was made since the work folder last changed.
         waiting: Returns the context manager in which the judge is waited for."""
@@ -114,7 +114,7 @@ class KernelEnvironment:
         return await self.judge(await self.collect())
 
     async def judge(self, solution: Solution, mode: Mode = "quick") -> Verdict:
-        """Judges ``solution`` and updates ``best``.  After a fault of the sandbox, judges a second time.
+        """Judges ``solution``; in quick mode, also updates ``best``.  After a fault of the sandbox, judges again.
 
         Raises:
             SandboxFault: The sandbox failed twice.
@@ -126,7 +126,7 @@ class KernelEnvironment:
                 break
         else:
             raise SandboxFault(verdict)
-        if self.best is None or _merit(verdict) > _merit(self.best):
+        if mode == "quick" and (self.best is None or _merit(verdict) > _merit(self.best)):
             self.best = verdict
         return verdict
 

@@ -26,7 +26,7 @@ from cuda_agent.errors import TaskError
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.engines.engine import Completion, Engine, SamplingParams
 from cuda_agent.policy.episode import Episode
-from cuda_agent.sandbox.wire import Format, ToolResult
+from cuda_agent.sandbox.wire import Format, Mode, ToolResult
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from cuda_agent.tasks.task import Task
 
@@ -51,6 +51,7 @@ class EpisodeSettings:
     style: Style = "full"
     device: Literal["cpu", "cuda"] = "cpu"
     reward: str = "ladder"  # a name in ``agent.reward.REWARDS``
+    mode: Mode = "quick"  # of the final verdict
 
 
 class Player(Protocol):
@@ -172,6 +173,8 @@ class EpisodePlayer(ABC):
         async def whole() -> str:
             ended = await (answer or self._play_in_folder)()
             verdict = await environment.judge(environment.solution)
+            if self.settings.mode != "quick":  # besides quick mode, whose verdicts ``best`` compares
+                verdict = await environment.judge(environment.solution, self.settings.mode)
             episode.verdict, episode.reward = verdict.to_json(), REWARDS[self.settings.reward](verdict)
             return ended
 

@@ -209,7 +209,7 @@ async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) ->
 
     def settings(style: Literal["compact", "full"]) -> Any:
         return episode_settings(
-            config, turns=how.turns, context=policy.context, temperature=how.temperature, style=style
+            config, turns=how.turns, context=policy.context, temperature=how.temperature, mode=how.mode, style=style
         )
 
     if player.base_url and player.model:
@@ -237,6 +237,8 @@ def score_lines(scores: Any) -> list[str]:
     lines = [f"{scores.policy}: {played}, {scores.infra} lost to faults of ours"]
     if scores.clock == "model":
         lines.append("sandbox.clock=model: times are a deterministic cost, not measured")
+    if scores.mode == "strict":
+        lines.append("the final answer was judged in strict mode, the best of the trajectory in quick mode")
     lines += table_lines("final answer", scores.final) + table_lines("best of trajectory", scores.best)
     if scores.lets_through:
         lines += ["", f"{'tasks with a weak check':28} {'pass':>7}  lets through (from which tolerance)"]

@@ -30,6 +30,9 @@ def groups(data: Data) -> list[Data]:
     if not any(p["outcomes"] for p in policies):
         return []
     shown = [*families, "overall"] if len(families) > 1 else families
+    titles = {"final": "Final answer", "best": "Best of the trajectory"}
+    if any(p["mode"] == "strict" for p in policies):
+        titles = {"final": f"{titles['final']}, strict mode", "best": f"{titles['best']}, quick mode"}
     return [
         {
             "title": FAMILIES.get(group, group),
@@ -39,7 +42,7 @@ def groups(data: Data) -> list[Data]:
             "statuses": _statuses(policies, group) if i == 0 else None,
             "parts": [
                 (title, [(p["policy"], p.get("about", ""), _row(p, which, group)) for p in policies])
-                for which, title in (("final", "Final answer"), ("best", "Best of the trajectory"))
+                for which, title in titles.items()
             ],
             "changes": _changes(data, group),
         }

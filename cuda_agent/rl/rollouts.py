@@ -24,6 +24,7 @@ from cuda_agent.policy.episode import Episode
 from cuda_agent.policy.model import load_policy
 from cuda_agent.rl.scripted import ScriptedEngine
 from cuda_agent.sandbox.client import open_sandbox
+from cuda_agent.sandbox.wire import Mode
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
 
@@ -159,7 +160,14 @@ async def _open_engine(ctx: WorkerContext, folder: Path, model: Any, chat: Chat)
 
 
 def episode_settings(
-    config: Config, *, turns: int, context: int, temperature: float, reward: str = "ladder", style: Style | None = None
+    config: Config,
+    *,
+    turns: int,
+    context: int,
+    temperature: float,
+    reward: str = "ladder",
+    mode: Mode = "quick",
+    style: Style | None = None,
 ) -> EpisodeSettings:
     """Returns the settings of the agent loop. ``style`` defaults to "full" with ``policy.base``, else to "compact"."""
     style = style or ("compact" if config.policy.base is None else "full")
@@ -174,6 +182,7 @@ def episode_settings(
         temperature=temperature,
         deadline_seconds=config.agent.deadline_seconds,
         reward=reward,
+        mode=mode,
     )
 
 

@@ -8,16 +8,25 @@ from cuda_agent.context import StageContext
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import EPISODES, Episode, read_episodes, write_episodes
 from cuda_agent.rl.rollouts import Kind, Players, check_losses, episode_settings, episodes_of, open_rollouts
+from cuda_agent.sandbox.wire import Mode
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.recipes import episode_metrics
 
 
 async def play_rounds(
-    ctx: StageContext, split: str, rounds: int, kind: Kind = "agent", *, turns: int, temperature: float
+    ctx: StageContext,
+    split: str,
+    rounds: int,
+    kind: Kind = "agent",
+    *,
+    turns: int,
+    temperature: float,
+    mode: Mode = "quick",
 ) -> tuple[list[Task], list[Episode]]:
     """Plays the stage's policy on its tasks of ``split`` ("train" or "heldout"). Each of the ``rounds`` rounds plays
-    one episode per task and saves a checkpoint. Returns the tasks and the episodes of all rounds.
+    one episode per task, and saves a checkpoint. The final solutions are judged in ``mode``. Returns the tasks and the
+    episodes of all rounds.
 
     Raises:
         TryAgain: The stage was told to stop, or no episode of a round has a reward."""
@@ -35,7 +44,8 @@ async def play_rounds(
         done += 1
         ctx.tracker.progress(done, rounds * len(tasks), unit="episodes")
 
-    settings = episode_settings(ctx.config, turns=turns, context=ctx.config.policy.context, temperature=temperature)
+    context = ctx.config.policy.context
+    settings = episode_settings(ctx.config, turns=turns, context=context, temperature=temperature, mode=mode)
     opened: AbstractAsyncContextManager[Players]
     if ctx.config.runtime == "local":
         opened = open_rollouts(ctx, ctx.inputs["policy"], settings)

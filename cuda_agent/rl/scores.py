@@ -1,9 +1,10 @@
 """Computes the scores of a policy from the verdicts of its episodes: the metrics of the paper's table, with intervals.
 
 Each metric is computed twice: for the final solution of every episode, and for the best solution judged in the episode.
-There are metrics over all tasks, per family of tasks and per operator. ``compare`` compares two policies on the tasks
-that both have played. Episodes lost by infrastructure faults are counted, but not scored. Intervals come from a
-bootstrap over tasks. They cover the choice of tasks, but not timing noise or training seeds."""
+There are metrics over all tasks, per family of tasks and per operator. ``compare`` compares two policies task by task:
+rates on the tasks that both have played, speed-ups on those that both have solved. Episodes lost by infrastructure
+faults are counted, but not scored. Intervals come from a bootstrap over tasks. They cover the choice of tasks, but not
+timing noise or training seeds."""
 
 import json
 import warnings
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from cuda_agent.policy.episode import Episode
-from cuda_agent.sandbox.wire import Verdict
+from cuda_agent.sandbox.wire import Mode, Verdict
 from cuda_agent.tasks.task import Task
 
 RATES = ("passed", "faster_eager", "faster_compile")
@@ -90,12 +91,13 @@ class Scores:
 
     policy: str
     clock: Literal["real", "model"]  # "model": times are a deterministic cost, not measured
+    mode: Mode | None  # of the final solutions' verdicts; None without one
     tasks: int  # number of tasks in the set
     unscored: list[str]  # tasks without a single scored episode
     episodes: int  # number of scored episodes
     infra: int  # number of episodes lost by infrastructure faults or the deadline: not scored
     final: Table  # of the episodes' final solutions
-    best: Table  # of the best solutions judged during the episodes
+    best: Table  # of the best solutions judged during the episodes, which the agent loop judges in quick mode
     statuses: dict[str, int]  # status -> number of final solutions with this status
     ended: dict[str, int]  # reason why an episode ended -> number of scored episodes
     mean_turns: float | None  # turns per episode
@@ -112,14 +114,15 @@ class Scores:
 @dataclass
 class Difference:
     """The change of one metric between two policies on their common tasks: a difference for rates, a ratio for
-    speed-ups. ``interval`` (95 %) comes from a bootstrap over tasks. It is None if there are too few tasks, or if both
-    policies have equal values on every task."""
+    speed-ups. Common are the tasks that both have played; for a speed-up, those that both have solved. ``interval``
+    (95 %) comes from a bootstrap over tasks. It is None if there are too few tasks, or if both policies have equal
+    values on every task."""
 
     group: str  # "overall" or a family
     metric: str
     tasks: int  # number of common tasks
-    before: float | None  # value of the first policy
-    after: float | None  # value of the second policy
+    before: float | None  # value of the first policy on them
+    after: float | None  # value of the second policy on them
     change: float | None
     interval: tuple[float, float] | None  # (low, high) of ``change``
 
@@ -130,10 +133,12 @@ def score(
     """Returns the scores of the policy named ``policy`` from its ``episodes`` on ``tasks``.
 
     Raises:
-        ValueError: An episode's task is not in ``tasks``, or a verdict's clock is not ``clock``."""
+        ValueError: An episode's task is not in ``tasks``, a verdict's clock is not ``clock``, or the final verdicts are
+            of several modes."""
     by_name = {task.name: task for task in tasks}
     outcomes: list[EpisodeScore] = []
     ended: Counter[str] = Counter()
+    modes: set[Mode] = set()
     infra = 0
     for episode in episodes:
         if episode.task not in by_name:
@@ -146,6 +151,9 @@ def score(
         if episode.reward is None or (final is not None and final.status == "infra"):
             infra += 1
             continue
+        if final:
+            modes.add(final.mode)
+        apart = final is not None and best is not None and final.mode != best.mode
         task = by_name[episode.task]
         ended[episode.ended] += 1
         outcome = EpisodeScore(
@@ -154,15 +162,18 @@ def score(
             family=task.family,
             ops=list(task.ops),
             final=_result(final),
-            best=_better(_result(final), _result(best)),
+            best=_result(best) if apart else _better(_result(final), _result(best)),
             turns=max(episode.turns, default=-1) + 1,
             tokens=sum(episode.mask),
         )
         outcomes.append(outcome)
+    if len(modes) > 1:
+        raise ValueError(f"{policy}: final verdicts of several modes: {', '.join(sorted(modes))}")
     scored = {outcome.task for outcome in outcomes}
     return Scores(
         policy=policy,
         clock=clock,
+        mode=next(iter(modes), None),
         tasks=len(by_name),
         unscored=sorted(set(by_name) - scored),
         episodes=len(outcomes),
@@ -185,25 +196,25 @@ def compare(
     """Returns the change of each metric from ``before`` to ``after`` on their common tasks (of ``family``, if given).
 
     Raises:
-        ValueError: ``before`` and ``after`` were scored under different clocks."""
+        ValueError: ``before`` and ``after`` were scored under different clocks, or judged in different modes."""
     if before.clock != after.clock:
         raise ValueError(f"{before.policy} is under the {before.clock} clock, {after.policy} under {after.clock}")
+    if before.mode and after.mode and before.mode != after.mode:
+        raise ValueError(f"{before.policy} was judged in {before.mode} mode, {after.policy} in {after.mode} mode")
     common = sorted({o.task for o in before.outcomes} & {o.task for o in after.outcomes})
     if family is not None:
         of_family = {o.task for o in after.outcomes if o.family == family}
         common = [task for task in common if task in of_family]
-    a, b = (_per_task(scores.outcomes, which, common) for scores in (before, after))
-    draws = _draws(len(common), seed)
+    a, b = (per_task(scores.outcomes, which, common) for scores in (before, after))
     found = []
     for metric in METRICS:
         ratio = metric in SPEEDUPS
-        old, new = (_mean(x[metric], ratio) for x in (a, b))
-        sampled = [_means(x[metric], draws, ratio) for x in (a, b)]
-        change = None if old is None or new is None else new / old if ratio else new - old
-        changes = sampled[1] / sampled[0] if ratio else sampled[1] - sampled[0]
-        agree = np.array_equal(a[metric], b[metric], equal_nan=True)
-        interval = None if change is None or agree or len(common) < FEWEST_TASKS else _percentiles(changes)
-        found.append(Difference(family or "overall", metric, len(common), old, new, change, interval))
+        both = ~np.isnan(a[metric]) & ~np.isnan(b[metric])
+        old, new = a[metric][both], b[metric][both]
+        told = len(old) >= FEWEST_TASKS and not np.array_equal(old, new)
+        interval = _percentiles(_means(new - old, _draws(len(old), seed), ratio)) if told else None
+        first, second, change = (_mean(column, ratio) for column in (old, new, new - old))
+        found.append(Difference(family or "overall", metric, len(old), first, second, change, interval))
     return found
 
 
@@ -256,7 +267,7 @@ def _table(outcomes: Sequence[EpisodeScore], which: str, seed: int) -> Table:
 
 def _row(group: str, outcomes: Sequence[EpisodeScore], which: str, seed: int) -> ScoreRow:
     names = sorted({outcome.task for outcome in outcomes})
-    columns = _per_task(outcomes, which, names)
+    columns = per_task(outcomes, which, names)
     draws = _draws(len(names), seed)
     values = {metric: _mean(columns[metric], metric in SPEEDUPS) for metric in METRICS}
     intervals: dict[str, tuple[float, float] | None] = {}
@@ -271,7 +282,7 @@ def _row(group: str, outcomes: Sequence[EpisodeScore], which: str, seed: int) ->
     return ScoreRow(group, len(names), int(np.sum(columns["passed"] > 0)), **values, intervals=intervals)  # type: ignore[arg-type]
 
 
-def _per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
+def per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
     """Returns for each metric float64 [len(names)], one value per task. A rate is a share of the task's episodes. A
     speed-up is the mean logarithm over correct and timed episodes, or nan. ``which`` is "final" or "best"."""
     results: dict[str, list[Result]] = {name: [] for name in names}

@@ -2,7 +2,8 @@
 Inputs: tasks, policy; output: ``scores``.
 
 All these stages play the same tasks with the same budget and seeds. In ``-one-shot`` the policy gives one answer
-without tools; in the others it works in the agent loop."""
+without tools; in the others it works in the agent loop. The final solutions are judged in the mode ``evaluate.mode``,
+all others in quick mode."""
 
 import asyncio
 
@@ -17,7 +18,8 @@ def run(ctx: StageContext) -> None:
     settings = ctx.config.evaluate
     policy = ctx.name.removeprefix("evaluate-")
     kind: Kind = "single" if policy == "one-shot" else "agent"
-    play = play_rounds(ctx, "heldout", settings.samples, kind, turns=settings.turns, temperature=settings.temperature)
+    turns, temperature, mode = settings.turns, settings.temperature, settings.mode
+    play = play_rounds(ctx, "heldout", settings.samples, kind, turns=turns, temperature=temperature, mode=mode)
     tasks, episodes = asyncio.run(play)
     folder = ctx.outputs["scores"]
     write_episodes(folder / EPISODES, episodes)

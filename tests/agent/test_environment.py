@@ -32,6 +32,14 @@ def test_the_best_state_is_remembered_when_it_is_spoiled(loop, sandbox):
     assert environment.best.status == "ok"
 
 
+def test_a_verdict_of_strict_mode_is_not_compared_with_the_best_of_quick_mode(loop, sandbox):
+    environment = KernelEnvironment(TASK, sandbox)
+    assert loop.run(environment.judge(Solution("plan", FILES), "strict")).status == "ok" and environment.best is None
+    quick = loop.run(environment.judge(Solution("plan", FILES)))
+    loop.run(environment.judge(Solution("plan", FILES), "strict"))
+    assert environment.best == quick
+
+
 def test_mistakes_of_the_player_are_answers_and_are_noted(loop, sandbox):
     calls = [("Teleport", {"to": "mars"}), ("Write", {}), *[("Glob", {"pattern": "*"})] * 3]
     environment, said, verdict = loop.run(play(sandbox, calls))

@@ -116,6 +116,14 @@ def test_the_token_budget_ends_an_episode_whose_folder_is_judged(loop, chat, san
     assert len(episode.ids) <= budget.get("context", 8000) and episode.mask[-1] == 1
 
 
+@pytest.mark.parametrize("said", [GOOD, [WRITE_KERNEL, WRITE_PLAN]], ids=["verified before", "never judged before"])
+def test_the_final_answer_is_judged_in_the_mode_that_is_set_and_the_best_state_in_quick_mode(loop, chat, sandbox, said):
+    episode = play(loop, chat, sandbox, said, mode="strict")
+    assert (episode.verdict["status"], episode.verdict["mode"]) == ("ok", "strict") and episode.verdict["strict"]
+    assert (episode.best["status"], episode.best["mode"]) == ("ok", "quick")
+    assert episode.reward == episode.verdict["reward"]
+
+
 def test_a_prompt_without_room_for_an_answer_is_a_token_budget_used_up(loop, chat, sandbox):
     episode = play(loop, chat, sandbox, GOOD, context=10)
     assert (episode.ended, episode.reward, sum(episode.mask)) == ("tokens", -1.0, 0)

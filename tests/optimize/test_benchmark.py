@@ -99,6 +99,15 @@ def test_a_served_model_is_measured_on_a_kernelbench_folder(address, tmp_path, m
     assert (tmp_path / "out" / "scores.json").exists()
 
 
+def test_a_served_models_final_answers_may_be_judged_in_strict_mode(address, tmp_path):
+    (tmp_path / "model.py").write_text(TASK)
+    config = compose(["experiment=benchmark", "sandbox.clock=model", "evaluate.mode=strict"])
+    player = Player(base_url=address[0], model="some-model")
+    scores = asyncio.run(benchmark(config, tmp_path / "cache", player, tmp_path / "model.py", None, print))
+    assert scores.mode == "strict" and scores.final.overall.passed == scores.best.overall.passed == 1.0
+    assert "strict mode" in score_lines(scores)[2]
+
+
 def test_an_output_folder_that_cannot_be_made_is_found_out_before_anything_is_played(address, tmp_path):
     url, handler = address
     (tmp_path / "model.py").write_text(TASK)

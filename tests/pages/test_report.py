@@ -118,6 +118,24 @@ def test_the_page_says_what_the_scores_say(tmp_path):
     assert speeds == sorted(speeds, reverse=True)
 
 
+def test_each_paired_difference_says_over_how_many_tasks_it_is(tmp_path):
+    data, text = make_report(tmp_path, make_inputs(tmp_path))
+    rows = re.findall("<small>against base</small>.*?</tr>", text, re.DOTALL)
+    for row, change in zip(rows, data["changes"], strict=True):
+        shown = [int(count) for count in re.findall("<small>([0-9]+) tasks?</small>", row)]
+        assert shown == [difference["tasks"] for difference in change["differences"]]
+        assert shown[0] > shown[-1], "not every task was solved by both"
+
+
+def test_strict_final_answers_beside_quick_best_states_are_called_so(tmp_path):
+    data, text = make_report(tmp_path, make_inputs(tmp_path))
+    assert "strict mode" not in text
+    for policy in data["policies"]:
+        policy["mode"] = "strict"
+    text = render(data)
+    assert "Final answer, strict mode" in text and "Best of the trajectory, quick mode" in text
+
+
 def test_the_same_inputs_give_the_same_bytes(tmp_path):
     pages = []
     for name in ("a", "b"):

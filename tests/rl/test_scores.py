@@ -15,12 +15,12 @@ def task(i: int, family: str = "teacher", ops: tuple[str, ...] = ("relu",)) -> T
     return Task(f"t{i}", f"# {i}", ops, "torch#1", family, "heldout")
 
 
-def verdict(status="ok", seconds=1.0, eager=2.0, compiled=1.5, clock="model") -> dict:
+def verdict(status="ok", seconds=1.0, eager=2.0, compiled=1.5, clock="model", mode="quick") -> dict:
     ok = status == "ok"
     return Verdict(
         status,
         "plan",
-        "quick",
+        mode,
         "cpu",
         clock,
         seconds=seconds if ok else None,
@@ -148,6 +148,30 @@ def test_paired_differences_use_common_tasks_only():
     assert passed.interval is None
 
 
+def test_speed_ups_are_compared_over_the_tasks_that_both_solved():
+    """The second policy is twice as fast on what both solve, and also solves slow tasks that the first one does not."""
+    tasks = [task(i) for i in range(14)]
+    fast, faster, slow = (verdict(eager=speed, compiled=speed) for speed in (4.0, 8.0, 0.25))
+    a = score("a", [episode(i, fast if i < 7 else verdict("wrong")) for i in range(14)], tasks, "model")
+    b = score("b", [episode(i, faster if 1 <= i < 7 else slow) for i in range(14)], tasks, "model")
+    found = {row.metric: row for row in compare(a, b)}
+    assert (found["passed"].tasks, found["passed"].change) == (14, 0.5)
+    for metric in ("speedup_eager", "speedup_compile"):
+        row, ratios = found[metric], [1 / 16] + [2.0] * 6
+        assert (row.tasks, row.before) == (7, pytest.approx(4.0))
+        assert row.change == pytest.approx(math.prod(ratios) ** (1 / 7)) == pytest.approx(row.after / row.before)
+        assert row.interval[0] < row.change < row.interval[1] == pytest.approx(2.0)
+    few = score("c", [episode(i, faster if i < 4 else verdict("wrong")) for i in range(14)], tasks, "model")
+    assert [(row.tasks, row.interval) for row in compare(a, few)[3:]] == [(4, None)] * 2
+
+
+def test_without_a_task_that_both_solved_no_speed_is_compared():
+    tasks = [task(i) for i in range(12)]
+    a = score("a", [episode(i, verdict() if i < 6 else verdict("wrong")) for i in range(12)], tasks, "model")
+    b = score("b", [episode(i, verdict("wrong") if i < 6 else verdict()) for i in range(12)], tasks, "model")
+    assert [(row.tasks, row.before, row.after, row.change) for row in compare(a, b)[3:]] == [(0, None, None, None)] * 2
+
+
 def test_two_clocks_never_meet():
     with pytest.raises(ValueError, match="clock"):
         score("p", [episode(0, verdict(clock="real"))], [task(0)], "model")
@@ -155,6 +179,29 @@ def test_two_clocks_never_meet():
     model = score("b", [episode(0, verdict())], [task(0)], "model")
     with pytest.raises(ValueError, match="clock"):
         compare(real, model)
+
+
+def test_strict_final_answers_and_quick_best_states_are_scored_apart():
+    tasks = [task(i) for i in range(3)]
+    episodes = [
+        episode(0, verdict(seconds=0.5, mode="strict"), verdict(seconds=1.0)),  # quick mode took a longer time
+        episode(1, verdict(seconds=1.0, mode="strict"), verdict("wrong")),
+        episode(2, verdict("wrong", mode="strict"), verdict(seconds=0.25)),
+    ]
+    scores = score("p", episodes, tasks, "model")
+    assert scores.mode == "strict"
+    assert scores.final.overall.passed == scores.best.overall.passed == pytest.approx(2 / 3)
+    assert [o.best.speedup_eager for o in scores.outcomes] == [2.0, None, 8.0]
+
+
+def test_two_modes_never_meet():
+    strict = score("a", [episode(0, verdict(mode="strict"))], [task(0)], "model")
+    quick = score("b", [episode(0, verdict())], [task(0)], "model")
+    with pytest.raises(ValueError, match="a was judged in strict mode, b in quick mode"):
+        compare(strict, quick)
+    with pytest.raises(ValueError, match="quick, strict"):
+        score("p", [episode(0, verdict()), episode(1, verdict(mode="strict"))], [task(0), task(1)], "model")
+    assert compare(strict, score("c", [episode(0, None, reward=-1.0)], [task(0)], "model"))[0].change == -1.0
 
 
 def test_an_unknown_task_is_an_error():
