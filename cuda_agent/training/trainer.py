@@ -27,6 +27,8 @@ from cuda_agent.training.losses import Metrics
 from cuda_agent.training.memory import LOGITS, SMALL
 from cuda_agent.training.packing import Batch, PackedRow, batch_of, before_sampled, tokens_of
 
+COMPILATIONS = 64  # most of one layer; after torch's own 8, which actor, critic and engine reach, all would be eager
+
 Result = TypeVar("Result")
 RowLoss = Callable[[PackedRow], tuple[Tensor, Metrics]]
 
@@ -66,6 +68,7 @@ class Trainer:
         if gradient_checkpointing:
             trunk.gradient_checkpointing_enable({"use_reentrant": False})
         if compile:
+            torch._dynamo.config.recompile_limit = COMPILATIONS
             for layer in trunk.layers:  # equal layers: one compilation serves all
                 layer.compile()
         self._root = None if mesh is None else sharding.shard(model, trunk, mesh)
@@ -78,7 +81,8 @@ class Trainer:
         self._parallelism = parallelism
         if parallelism == "context" and not self._packed:
             raise ValueError("rows of a model whose attention is not plain and causal cannot be cut over ranks")
-        _check_rows(self)
+        with torch.compiler.set_stance("force_eager"):  # compiles nothing for the few tokens of the check
+            _check_rows(self)
 
     @property
     def trunk(self) -> Any:

@@ -441,6 +441,15 @@ def test_activations_computed_twice_give_the_same_steps():
 
 
 @pytest.mark.nightly
+def test_making_a_trainer_compiles_nothing_and_leaves_room_for_those_beside_it():
+    """Above the limit, which a policy, a critic and an engine's check reach together, torch computes eagerly."""
+    from torch._dynamo.utils import counters
+
+    before = counters["stats"]["unique_graphs"]
+    policy(compile=True)
+    assert counters["stats"]["unique_graphs"] == before and torch._dynamo.config.recompile_limit > 32
+
+
 def test_compiled_layers_give_the_same_steps_and_are_compiled_a_few_times_for_all_lengths():
     from torch._dynamo.utils import counters
 
