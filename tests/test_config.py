@@ -20,6 +20,14 @@ def test_every_experiment_composes_validates_and_survives_freezing(name):
     assert derived(config)["stages"]["agentic"]["optimizer_steps"] > 0
 
 
+def test_a_sweep_over_designs_needs_a_gpu_of_this_machine():
+    gpu = ["synthesis.headroom=1.15", "sandbox.device=cuda"]
+    assert compose(gpu).synthesis.headroom == 1.15
+    for other in ("sandbox.device=cpu", "sandbox.clock=model", "sandbox.servers=[http://one:80]"):
+        with pytest.raises(ConfigError, match=r"synthesis\.headroom"):
+            compose([*gpu, other])
+
+
 def test_paper_carries_the_published_hyper_parameters():
     c = compose(["experiment=paper"])
     for ppo, context in ((c.warmup, 32768), (c.agentic, 131072)):
