@@ -8,7 +8,7 @@ bootstrap over tasks. They cover the choice of tasks, but not timing noise or tr
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from cuda_agent.sandbox.wire import Verdict
 from cuda_agent.tasks.task import Task
 
 RATES = ("passed", "faster_eager", "faster_compile")
-SPEEDUPS = ("speedup_eager", "speedup_compile")
+SPEEDUPS = ("speedup_eager", "speedup_compile", "gap")  # and a ratio of them: what has a geometric mean
 METRICS = RATES + SPEEDUPS
 
 RESAMPLES = 2000
@@ -38,6 +38,7 @@ class Result:
     status: str  # the verdict's status, or ``no_answer`` if there was nothing to judge
     speedup_eager: float | None = None  # over PyTorch's eager mode
     speedup_compile: float | None = None  # over torch.compile
+    gap: float | None = None  # its time divided by that of the task's best known design
 
     @property
     def correct(self) -> bool:
@@ -62,8 +63,8 @@ class EpisodeScore:
 class ScoreRow:
     """One row of a table of scores. ``passed``, ``faster_eager`` and ``faster_compile`` are rates: shares of a task's
     episodes (0 to 1), averaged over the tasks. A speed-up is the geometric mean over the tasks with a correct solution,
-    or None if no task has one. ``intervals`` maps each metric to its 95 % interval (low, high), or to None with too few
-    tasks."""
+    or None if no task has one. So is the gap, over those whose best design is known. ``intervals`` maps each metric to
+    its 95 % interval (low, high), or to None with too few tasks."""
 
     group: str  # "overall", a family or an operator
     tasks: int
@@ -74,6 +75,7 @@ class ScoreRow:
     speedup_eager: float | None
     speedup_compile: float | None
     intervals: dict[str, tuple[float, float] | None] = field(default_factory=dict)
+    gap: float | None = None
 
 
 @dataclass
@@ -125,9 +127,15 @@ class Difference:
 
 
 def score(
-    policy: str, episodes: Iterable[Episode], tasks: Sequence[Task], clock: Literal["real", "model"], seed: int = 0
+    policy: str,
+    episodes: Iterable[Episode],
+    tasks: Sequence[Task],
+    clock: Literal["real", "model"],
+    seed: int = 0,
+    fastest: Mapping[str, float] | None = None,
 ) -> Scores:
-    """Returns the scores of the policy named ``policy`` from its ``episodes`` on ``tasks``.
+    """Returns the scores of the policy named ``policy`` from its ``episodes`` on ``tasks``. ``fastest`` maps a task's
+    name to the speed-up over eager of its best known design, if there is one.
 
     Raises:
         ValueError: An episode's task is not in ``tasks``, or a verdict's clock is not ``clock``."""
@@ -147,14 +155,15 @@ def score(
             infra += 1
             continue
         task = by_name[episode.task]
+        known = (fastest or {}).get(task.name)
         ended[episode.ended] += 1
         outcome = EpisodeScore(
             episode=episode.id,
             task=task.name,
             family=task.family,
             ops=list(task.ops),
-            final=_result(final),
-            best=_better(_result(final), _result(best)),
+            final=_result(final, known),
+            best=_better(_result(final, known), _result(best, known)),
             turns=max(episode.turns, default=-1) + 1,
             tokens=sum(episode.mask),
         )
@@ -229,10 +238,11 @@ def read_scores(path: Path) -> Scores:
     return TypeAdapter(Scores).validate_python(json.loads(path.read_text()))
 
 
-def _result(verdict: Verdict | None) -> Result:
+def _result(verdict: Verdict | None, fastest: float | None) -> Result:
     if verdict is None or verdict.status != "ok":
         return Result("no_answer" if verdict is None else verdict.status)
-    return Result("ok", verdict.speedup_eager, verdict.speedup_compile)
+    speedup = verdict.speedup_eager
+    return Result("ok", speedup, verdict.speedup_compile, fastest / speedup if fastest and speedup else None)
 
 
 def _better(final: Result, best: Result) -> Result:
@@ -285,6 +295,8 @@ def _per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]
         timed = [[ratio for ratio in row if ratio] for row in ratios]
         columns[f"faster_{baseline}"] = np.array([np.mean([ratio > 1 for ratio in row]) for row in ratios])
         columns[f"speedup_{baseline}"] = np.array([np.mean(np.log(row)) if row else np.nan for row in timed])
+    gaps = [[r.gap for r in row if r.correct and r.gap] for row in rows]
+    columns["gap"] = np.array([np.mean(np.log(row)) if row else np.nan for row in gaps])
     return columns
 
 
