@@ -116,6 +116,12 @@ class Synthesis(Section):
     window_ms: tuple[float, float] = key(
         (0.1, 5.0), "least and greatest time of a task in eager PyTorch, in milliseconds; other tasks are dropped"
     )
+    headroom: float = key(
+        0.0,
+        "how many times as fast as torch.compile the best design of a task of the teacher's family must be; a sweep "
+        "times the designs, which needs sandbox.device=cuda; 0: no sweep",
+        ge=0,
+    )
     max_similarity: Share = key(0.9, "a task that is more similar to a task of the evaluation set is dropped; 1: equal")
     evaluation_set: str | None = key(
         None, "task set that no task may resemble (max_similarity), such as a KernelBench folder"
@@ -387,6 +393,10 @@ class Config(Section):
                 why = "the engine's differ from the trainer's by rounding, and PPO would clip the difference"
                 expected = f"expected trainer with policy.dtype=bfloat16 and {steps} optimizer steps a batch"
                 raise ValueError(f"{name}.behavior_logprobs: {expected}, got engine: {why}.")
+        judged = self.sandbox
+        if self.synthesis.headroom and (judged.device == "cpu" or judged.servers or judged.clock == "model"):
+            needed = "sandbox.device=cuda and sandbox.clock=real, without sandbox.servers"
+            raise ValueError(f"synthesis.headroom: the sweep over designs needs {needed}.")
         if self.runtime == "ray" and self.training.num_processes % self.ray.trainers:
             expected = f"expected a multiple of ray.trainers ({self.ray.trainers})"
             raise ValueError(f"training.num_processes: {expected}, got {self.training.num_processes}.")

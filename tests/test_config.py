@@ -27,6 +27,14 @@ def test_by_default_the_actors_advantages_reach_back_to_the_first_token():
         assert (config.warmup.actor_lambda, config.agentic.actor_lambda) == (1.0, 1.0)
 
 
+def test_a_sweep_over_designs_needs_a_gpu_of_this_machine():
+    gpu = ["synthesis.headroom=1.15", "sandbox.device=cuda"]
+    assert compose(gpu).synthesis.headroom == 1.15
+    for other in ("sandbox.device=cpu", "sandbox.clock=model", "sandbox.servers=[http://one:80]"):
+        with pytest.raises(ConfigError, match=r"synthesis\.headroom"):
+            compose([*gpu, other])
+
+
 def test_paper_carries_the_published_hyper_parameters():
     c = compose(["experiment=paper"])
     for ppo, context in ((c.warmup, 32768), (c.agentic, 131072)):

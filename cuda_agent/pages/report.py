@@ -8,7 +8,7 @@ from typing import Any
 
 from cuda_agent.pages.charts import histogram, line_chart, number, share
 from cuda_agent.pages.page import page
-from cuda_agent.pages.tables import FAMILIES, METRICS, cell, change_cell, groups, headline, operators, points
+from cuda_agent.pages.tables import FAMILIES, cell, change_cell, groups, headline, operators, points, shown_metrics
 
 Data = dict[str, Any]
 
@@ -44,7 +44,7 @@ def render(data: Data) -> str:
         headline=headline(data),
         devices=_devices(data),
         versions=data.get("versions", {}),
-        metrics=METRICS,
+        metrics=shown_metrics(data),
         groups=groups(data),
         cell=cell,
         change_cell=change_cell,

@@ -19,8 +19,16 @@ METRICS: tuple[tuple[str, str, str], ...] = (
     ("speedup_eager", "× eager", "geometric mean speed-up over eager, correct solutions only"),
     ("speedup_compile", "× compile", "geometric mean speed-up over torch.compile, correct solutions only"),
 )
+GAP = ("gap", "Gap to best", "time divided by that of the best known design, geometric mean, correct solutions only")
 FAMILIES = {"teacher": "The teacher’s family", "catalogue": "The full operator catalogue", "overall": "All tasks"}
 STATUSES = ("ok", "wrong", "build_error", "no_answer", "crash", "timeout", "cheat")
+
+
+def shown_metrics(data: Data) -> tuple[tuple[str, str, str], ...]:
+    """Returns the metrics of the score tables. The gap is among them if the best designs of some tasks are known."""
+    tables = [policy[which] for policy in data.get("policies", []) for which in ("final", "best")]
+    known = any(table["overall"].get("gap") for table in tables)
+    return (*METRICS, GAP) if known else METRICS
 
 
 def groups(data: Data) -> list[Data]:
@@ -38,7 +46,7 @@ def groups(data: Data) -> list[Data]:
             "title": FAMILIES.get(group, group),
             "tasks": max((row["tasks"] for p in policies if (row := _row(p, "final", group))), default=0),
             "folded": i == len(families),
-            "charts": _charts(policies, group) if i == 0 else [],
+            "charts": _charts(policies, group, shown_metrics(data)) if i == 0 else [],
             "statuses": _statuses(policies, group) if i == 0 else None,
             "parts": [
                 (title, [(p["policy"], p.get("about", ""), _row(p, which, group)) for p in policies])
@@ -98,9 +106,9 @@ def _row(policy: Data, which: str, group: str) -> Data | None:
     return next((row for row in table["families"] if row["group"] == group), None)
 
 
-def _charts(policies: Sequence[Data], group: str) -> list[tuple[str, Markup]]:
+def _charts(policies: Sequence[Data], group: str, metrics: Sequence[tuple[str, str, str]]) -> list[tuple[str, Markup]]:
     figures = []
-    for key, title, _ in METRICS:
+    for key, title, _ in metrics:
         entries = []
         for p in policies:
             row = _row(p, "final", group)
@@ -122,7 +130,7 @@ def _statuses(policies: Sequence[Data], group: str) -> tuple[list[str], str]:
 
 
 def _is_ratio(key: str) -> bool:
-    return key.startswith("speedup")
+    return key.startswith("speedup") or key == "gap"
 
 
 def cell(key: str, value: float | None, interval: Sequence[float] | None) -> tuple[str, str]:

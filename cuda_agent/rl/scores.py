@@ -9,7 +9,7 @@ timing noise or training seeds."""
 import json
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from cuda_agent.sandbox.wire import Mode, Verdict
 from cuda_agent.tasks.task import Task
 
 RATES = ("passed", "faster_eager", "faster_compile")
-SPEEDUPS = ("speedup_eager", "speedup_compile")
+SPEEDUPS = ("speedup_eager", "speedup_compile", "gap")  # and a ratio of them: what has a geometric mean
 METRICS = RATES + SPEEDUPS
 
 RESAMPLES = 2000
@@ -39,6 +39,7 @@ class Result:
     status: str  # the verdict's status, or ``no_answer`` if there was nothing to judge
     speedup_eager: float | None = None  # over PyTorch's eager mode
     speedup_compile: float | None = None  # over torch.compile
+    gap: float | None = None  # its time divided by that of the task's best known design
 
     @property
     def correct(self) -> bool:
@@ -63,8 +64,8 @@ class EpisodeScore:
 class ScoreRow:
     """One row of a table of scores. ``passed``, ``faster_eager`` and ``faster_compile`` are rates: shares of a task's
     episodes (0 to 1), averaged over the tasks. A speed-up is the geometric mean over the tasks with a correct solution,
-    or None if no task has one. ``intervals`` maps each metric to its 95 % interval (low, high), or to None with too few
-    tasks."""
+    or None if no task has one. So is the gap, over those whose best design is known. ``intervals`` maps each metric to
+    its 95 % interval (low, high), or to None with too few tasks."""
 
     group: str  # "overall", a family or an operator
     tasks: int
@@ -75,6 +76,7 @@ class ScoreRow:
     speedup_eager: float | None
     speedup_compile: float | None
     intervals: dict[str, tuple[float, float] | None] = field(default_factory=dict)
+    gap: float | None = None
 
 
 @dataclass
@@ -128,9 +130,15 @@ class Difference:
 
 
 def score(
-    policy: str, episodes: Iterable[Episode], tasks: Sequence[Task], clock: Literal["real", "model"], seed: int = 0
+    policy: str,
+    episodes: Iterable[Episode],
+    tasks: Sequence[Task],
+    clock: Literal["real", "model"],
+    seed: int = 0,
+    fastest: Mapping[str, float] | None = None,
 ) -> Scores:
-    """Returns the scores of the policy named ``policy`` from its ``episodes`` on ``tasks``.
+    """Returns the scores of the policy named ``policy`` from its ``episodes`` on ``tasks``. ``fastest`` maps a task's
+    name to the speed-up over eager of its best known design, if there is one.
 
     Raises:
         ValueError: An episode's task is not in ``tasks``, a verdict's clock is not ``clock``, or the final verdicts are
@@ -155,14 +163,15 @@ def score(
             modes.add(final.mode)
         apart = final is not None and best is not None and final.mode != best.mode
         task = by_name[episode.task]
+        known = (fastest or {}).get(task.name)
         ended[episode.ended] += 1
         outcome = EpisodeScore(
             episode=episode.id,
             task=task.name,
             family=task.family,
             ops=list(task.ops),
-            final=_result(final),
-            best=_result(best) if apart else _better(_result(final), _result(best)),
+            final=_result(final, known),
+            best=_result(best, known) if apart else _better(_result(final, known), _result(best, known)),
             turns=max(episode.turns, default=-1) + 1,
             tokens=sum(episode.mask),
         )
@@ -240,10 +249,11 @@ def read_scores(path: Path) -> Scores:
     return TypeAdapter(Scores).validate_python(json.loads(path.read_text()))
 
 
-def _result(verdict: Verdict | None) -> Result:
+def _result(verdict: Verdict | None, fastest: float | None) -> Result:
     if verdict is None or verdict.status != "ok":
         return Result("no_answer" if verdict is None else verdict.status)
-    return Result("ok", verdict.speedup_eager, verdict.speedup_compile)
+    speedup = verdict.speedup_eager
+    return Result("ok", speedup, verdict.speedup_compile, fastest / speedup if fastest and speedup else None)
 
 
 def _better(final: Result, best: Result) -> Result:
@@ -296,6 +306,8 @@ def per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str])
         timed = [[ratio for ratio in row if ratio] for row in ratios]
         columns[f"faster_{baseline}"] = np.array([np.mean([ratio > 1 for ratio in row]) for row in ratios])
         columns[f"speedup_{baseline}"] = np.array([np.mean(np.log(row)) if row else np.nan for row in timed])
+    gaps = [[r.gap for r in row if r.correct and r.gap] for row in rows]
+    columns["gap"] = np.array([np.mean(np.log(row)) if row else np.nan for row in gaps])
     return columns
 
 

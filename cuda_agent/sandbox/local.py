@@ -241,7 +241,7 @@ class LocalSandbox:
         begin = time.monotonic()
         if self.config.device == "cpu":
             await plan.runtime(self._builder)
-        load = await self._prepare(solution, spec)
+        load = await self.prepare(solution, spec)
         if first_pass_time == "before":
             load["place"] = await self._place(task, solution)
         return load, time.monotonic() - begin
@@ -271,7 +271,7 @@ class LocalSandbox:
         file = baselines_file(self._settings, task.digest, importlib.metadata.version("torch"))
         return read_baselines(file).compile_tried
 
-    async def _prepare(self, solution: Solution, spec: TaskSpec) -> dict[str, Any]:
+    async def prepare(self, solution: Solution, spec: TaskSpec) -> dict[str, Any]:
         """Builds the solution. Returns the request that makes a worker load the solution."""
         format = FORMATS[solution.format]
         load = await format.build(solution.files, spec, Toolchain(self._builder, self._architecture))
@@ -294,7 +294,7 @@ class LocalSandbox:
     async def build(self, solution: Solution, spec: TaskSpec) -> str:
         """Builds a solution into the cache, without a judge. Returns the compiler's error message, empty on success."""
         try:
-            await self._prepare(solution, spec)
+            await self.prepare(solution, spec)
         except (SolutionError, builder.BuildError) as error:
             return str(error)
         return ""

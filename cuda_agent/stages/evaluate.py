@@ -3,7 +3,8 @@ Inputs: tasks, policy; output: ``scores``.
 
 All these stages play the same tasks with the same budget and seeds. In ``-one-shot`` the policy gives one answer
 without tools; in the others it works in the agent loop. The final solutions are judged in the mode ``evaluate.mode``,
-all others in quick mode."""
+all others in quick mode. Where synthesis knows the best design of a task, the scores say how far a solution is from
+it."""
 
 import asyncio
 
@@ -12,6 +13,7 @@ from cuda_agent.policy.episode import EPISODES, write_episodes
 from cuda_agent.rl.rollouts import Kind
 from cuda_agent.rl.rounds import play_rounds
 from cuda_agent.rl.scores import score, write_scores
+from cuda_agent.synthesis.optimum import read_optima
 
 
 def run(ctx: StageContext) -> None:
@@ -23,4 +25,7 @@ def run(ctx: StageContext) -> None:
     tasks, episodes = asyncio.run(play)
     folder = ctx.outputs["scores"]
     write_episodes(folder / EPISODES, episodes)
-    write_scores(folder / "scores.json", score(policy, episodes, tasks, ctx.config.sandbox.clock, ctx.config.seed))
+    optima = read_optima(ctx.inputs["tasks"])
+    fastest = {name: optimum.speedup for name, optimum in optima.items() if optimum.speedup}
+    scores = score(policy, episodes, tasks, ctx.config.sandbox.clock, ctx.config.seed, fastest)
+    write_scores(folder / "scores.json", scores)

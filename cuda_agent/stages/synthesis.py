@@ -1,9 +1,12 @@
-"""Stage ``synthesis``: makes the tasks. Output: ``tasks`` (training and held-out) with a data card that sums them up.
+"""Stage ``synthesis``: makes the tasks. Output: ``tasks`` (training and held-out) with a data card that sums them up,
+and with the best design of each task if ``synthesis.headroom`` asks for a sweep.
 
 A candidate task runs only in the sandbox; such a run is called a probe. Results of probes are cached, so a killed stage
-loses only unfinished probes. If a language model writes the candidates, the checkpoint keeps its answers."""
+loses only unfinished probes. The checkpoint keeps sweeps, and the answers of a language model that writes candidates.
+"""
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,14 @@ from cuda_agent.context import StageContext
 from cuda_agent.errors import BadConfiguration, TaskError, TryAgain
 from cuda_agent.policy.served import ServedModelError
 from cuda_agent.sandbox.client import open_sandbox
-from cuda_agent.synthesis.synthesize import synthesize
+from cuda_agent.sandbox.local import LocalSandbox
+from cuda_agent.synthesis.optimum import write_optima
+from cuda_agent.synthesis.sweep import Sweep
+from cuda_agent.synthesis.synthesize import optima, synthesize
 from cuda_agent.tasks.io import write_tasks
 
 KNOWN = "known.json"
+RESULTS = 200  # probes and sweeps between two checkpoints, if there are sweeps
 
 
 def run(ctx: StageContext) -> None:
@@ -34,12 +41,18 @@ async def _run(ctx: StageContext) -> None:
 
     def report(key: str, value: Any) -> None:
         known[key] = value
-        if key.startswith("candidate/"):
+        stop = ctx.should_stop()
+        due = config.synthesis.headroom and (stop or len(known) % RESULTS == 0)  # no cache keeps sweeps
+        if due or key.startswith("candidate/"):
             ctx.checkpoints.save(len(known), lambda folder: _write(folder / KNOWN, known))
-        if ctx.should_stop():
+        if stop:
             raise TryAgain(f"stopped after {len(known)} probes")
 
-    async with open_sandbox(config.sandbox, ctx.cache) as sandbox:
+    async with open_sandbox(config.sandbox, ctx.cache) as sandbox, contextlib.AsyncExitStack() as opened:
+        sweep = None
+        if config.synthesis.headroom:
+            assert isinstance(sandbox, LocalSandbox)  # by the schema
+            sweep = await opened.enter_async_context(Sweep(sandbox))
         tasks, card = await synthesize(
             config.synthesis,
             config.seed,
@@ -49,14 +62,19 @@ async def _run(ctx: StageContext) -> None:
             progress=lambda done, total: ctx.tracker.progress(done, total, unit="tasks"),
             known=known,
             report=report,
+            sweep=sweep,
         )
     if not any(task.split == "train" for task in tasks):
         raise BadConfiguration(f"No task passed the filters of synthesis. What they refused: {card['yield']}")
     for kind, missing in card["short"].items():
         ctx.tracker.note(f"synthesis is {missing} short of {kind} tasks: candidates or compilations ran out")
+    if surprises := card["surprises"]:
+        ctx.tracker.note(f"{len(surprises)} designs failed in a sweep, but should be right; first {surprises[0]}")
     folder = ctx.outputs["tasks"]
     write_tasks(folder, tasks)
     _write(folder / "card.json", card)
+    if sweep:
+        write_optima(folder, optima(tasks, known))
 
 
 def _write(path: Path, value: Any) -> None:

@@ -3,13 +3,16 @@
 The paper has five filters. A task must run in eager and compiled; be deterministic; have outputs that vary, also
 between inputs; take an eager time within limits; and be unlike the evaluation set. Here the third filter is stricter:
 the judge must reject each wrong answer of ``sandbox.judge.mutants``. This module also checks the form of the source,
-and refuses tasks with the bytes or the structure of an earlier task. Cheap filters come first."""
+and refuses tasks with the bytes or the structure of an earlier task. Two filters need a sweep over the designs of a
+task (``sweep``): the choice of a design must matter, and the best one must be ``headroom`` times as fast as
+torch.compile. Cheap filters come first."""
 
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 from cuda_agent.sandbox.wire import Probe
+from cuda_agent.synthesis.optimum import Optimum
 from cuda_agent.synthesis.similarity import Shingles, duplicate_key, nearest
 from cuda_agent.tasks.inspect import problems
 from cuda_agent.tasks.task import Task
@@ -25,8 +28,11 @@ FILTERS = (
     "deterministic",
     "rejects wrong answers",  # a constant, an input, the answer to other inputs or weights
     "time window",
+    "choice matters",  # to speed or to correctness; only with a sweep
     "compiles",
+    "headroom",  # of the best design over torch.compile; only with a sweep
 )
+SPREAD, RIGHT = 1.5, 0.7  # least ratio of the median design's time to the best one's, or the share of right designs
 
 
 class Prober(Protocol):
@@ -90,6 +96,22 @@ def check_eager(probe: Probe, window: tuple[float, float]) -> None:
 def check_compiled(probe: Probe) -> None:
     if probe.error or probe.compile_seconds is None:
         raise TaskRefused("compiles", last_line(probe.error))
+
+
+def check_choice(optimum: Optimum) -> None:
+    """Raises TaskRefused if most designs of a task are right and about as fast as the best one, or if none is right."""
+    if optimum.seconds is None or optimum.median_seconds is None:
+        raise TaskRefused("choice matters", "no design is right")
+    if optimum.median_seconds < SPREAD * optimum.seconds and optimum.right >= RIGHT:
+        raise TaskRefused("choice matters", "most designs are right and fast")
+
+
+def check_headroom(optimum: Optimum, eager_seconds: float, compile_seconds: float, headroom: float) -> None:
+    """Raises TaskRefused if the best design is not ``headroom`` times as fast as torch.compile. The judge's two times
+    and those of the sweep are compared by way of eager, which both have timed."""
+    assert optimum.speedup is not None  # else check_choice refused the task
+    if optimum.speedup < headroom * eager_seconds / compile_seconds:
+        raise TaskRefused("headroom", "torch.compile is too fast")
 
 
 def last_line(text: str) -> str:

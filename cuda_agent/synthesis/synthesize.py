@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from random import Random
@@ -21,8 +21,18 @@ from cuda_agent.sandbox.wire import Probe
 from cuda_agent.synthesis.catalogue import CATALOGUE
 from cuda_agent.synthesis.compose import ComposeError, Composer, ModelWriter, ProgrammaticWriter, speed_of
 from cuda_agent.synthesis.family import combination, is_heldout, ops_combination, sample_task
-from cuda_agent.synthesis.filters import Prober, SourceFilter, TaskRefused, check_compiled, check_eager, yields
+from cuda_agent.synthesis.filters import (
+    Prober,
+    SourceFilter,
+    TaskRefused,
+    check_choice,
+    check_compiled,
+    check_eager,
+    check_headroom,
+    yields,
+)
 from cuda_agent.synthesis.layers import LAYERS
+from cuda_agent.synthesis.optimum import Optimum, from_json
 from cuda_agent.synthesis.similarity import duplicate_key, shingles
 from cuda_agent.tasks.inspect import problems
 from cuda_agent.tasks.io import read_any
@@ -82,13 +92,15 @@ async def synthesize(
     known: Mapping[str, Any] | None = None,
     report: Callable[[str, Any], None] | None = None,
     composer: Composer | None = None,
+    sweep: Callable[[Task], Awaitable[Optimum]] | None = None,
 ) -> tuple[list[Task], dict[str, Any]]:
     """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks, and their data card. At the limit of
     candidates or probes, makes fewer; ``card["short"]`` says how many of each kind are missing.
 
-    Each result is passed to ``report(key, JSON value)``: probes, and the tasks of a composer that is not repeatable. A
-    later call with these results as ``known`` does not repeat them. ``progress(done, total)`` counts accepted tasks.
-    ``composer`` replaces the configured writer.
+    Each result is passed to ``report(key, JSON value)``: probes, sweeps, and the tasks of a composer that is not
+    repeatable. A later call with these results as ``known`` does not repeat them. ``progress(done, total)`` counts
+    accepted tasks. ``composer`` replaces the configured writer. ``sweep`` finds the best design of a task of the
+    teacher's family; without it, two filters pass every task.
 
     Raises:
         TaskError: The evaluation set cannot be read.
@@ -105,6 +117,7 @@ async def synthesize(
         Stream("catalogue", composer, ops_combination, whole),
     ]
     work = _Work(config, seed, sandbox, window, source, dict(known or {}), report or (lambda key, value: None))
+    work.sweep = sweep
     total = config.train + config.heldout + config.catalogue
 
     try:
@@ -137,9 +150,15 @@ async def synthesize(
         },
         "heldout_combinations": {stream.family: sorted(stream.heldout) for stream in streams},
         "probes": {"eager": work.eager, "compiled": work.compiled},
+        "surprises": work.surprises,
         "evaluation_set": {"tasks": len(references), "largest_similarity": max(source.scores, default=None)},
     }
     return tasks, data_card(tasks, work.times, (window[0] * 1e3, window[1] * 1e3), facts)
+
+
+def optima(tasks: Sequence[Task], known: Mapping[str, Any]) -> dict[str, Optimum]:
+    """Returns the optimum of each task that was swept. ``known`` holds what ``synthesize`` reported."""
+    return {task.name: from_json(known[key]) for task in tasks if (key := f"sweep/{task.digest}") in known}
 
 
 def make_composer(config: Synthesis, window: tuple[float, float], device: str, threads: int) -> Composer:
@@ -203,7 +222,9 @@ class _Work:
     times: Times = field(default_factory=dict)  # of the accepted tasks
     eager: int = 0  # number of eager probes
     compiled: int = 0  # number of compiled probes
-    probes: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # key -> probe under way
+    sweep: Callable[[Task], Awaitable[Optimum]] | None = None
+    surprises: list[str] = field(default_factory=list)  # of all sweeps, with the task's name
+    probes: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # key -> probe or sweep under way
     composed: dict[tuple[str, int], Task] = field(default_factory=dict)  # family, index -> candidate
     early: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)  # family, index -> its probes ahead
 
@@ -222,9 +243,16 @@ class _Work:
             self.eager += 1
             eager = await self._probe(task, compile=False)
             check_eager(eager, self.window)
+            optimum = await self._optimum(task)
+            if optimum:
+                self.surprises += [f"{task.name}: {what}" for what in optimum.surprises]
+                check_choice(optimum)
             self.compiled += 1
             compiled = await self._probe(task, compile=True)
             check_compiled(compiled)
+            if optimum:
+                assert eager.eager_seconds and compiled.compile_seconds
+                check_headroom(optimum, eager.eager_seconds, compiled.compile_seconds, self.config.headroom)
         except ComposeError as error:
             stream.refused["composed"] += 1
             stream.reasons[f"composed: {error}"] += 1
@@ -266,6 +294,8 @@ class _Work:
     async def _early(self, task: Task, compilations: int) -> None:
         with contextlib.suppress(TaskRefused):
             check_eager(await self._probe(task, compile=False), self.window)
+            if optimum := await self._optimum(task):
+                check_choice(optimum)
             if compilations <= self.config.max_candidates:
                 await self._probe(task, compile=True)
 
@@ -294,15 +324,34 @@ class _Work:
         return Task(**(self.known[key] | {"ops": tuple(self.known[key]["ops"])}))
 
     async def _probe(self, task: Task, compile: bool) -> Probe:
-        key = f"{'compiled' if compile else 'eager'}/{task.digest}"
+        async def probe() -> dict[str, Any]:
+            return (await self.sandbox.probe(task, compile=compile)).to_json()
+
+        return Probe.from_json(await self._once(f"{'compiled' if compile else 'eager'}/{task.digest}", probe))
+
+    async def _optimum(self, task: Task) -> Optimum | None:
+        """Returns the result of a sweep, if there are sweeps and ``task`` is of the teacher's family."""
+        if self.sweep is None or task.family != "teacher":
+            return None
+        sweep = self.sweep
+
+        async def swept() -> dict[str, Any]:
+            return asdict(await sweep(task))
+
+        return from_json(await self._once(f"sweep/{task.digest}", swept))
+
+    async def _once(self, key: str, work: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
+        """Returns the value for ``key``: known, or under way, or from ``work``."""
+
+        async def do() -> None:
+            self._keep(key, await work())
+
         if key not in self.known:
             if key not in self.probes:
-                self.probes[key] = asyncio.create_task(self._run_probe(key, task, compile))
+                self.probes[key] = asyncio.create_task(do())
             await self.probes[key]
-        return Probe.from_json(self.known[key])
-
-    async def _run_probe(self, key: str, task: Task, compile: bool) -> None:
-        self._keep(key, (await self.sandbox.probe(task, compile=compile)).to_json())
+        found: dict[str, Any] = self.known[key]
+        return found
 
     def _keep(self, key: str, value: Any) -> None:
         self.known[key] = value

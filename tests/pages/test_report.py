@@ -136,6 +136,20 @@ def test_strict_final_answers_beside_quick_best_states_are_called_so(tmp_path):
     assert "Final answer, strict mode" in text and "Best of the trajectory, quick mode" in text
 
 
+def test_the_gap_has_a_column_only_where_a_best_design_is_known(tmp_path):
+    inputs = make_inputs(tmp_path)
+    data, text = make_report(tmp_path, inputs)
+    assert "Gap to best" not in text and 'colspan="6" scope="rowgroup"' in text
+    for policy in data["policies"]:
+        for table in (policy["final"], policy["best"]):
+            for row in (table["overall"], *table["families"]):
+                row["gap"], row["intervals"]["gap"] = 1.23, (1.17, 1.34)
+    text = render(data)
+    page = safe(text)
+    assert "Gap to best" in page.text and 'colspan="7" scope="rowgroup"' in text
+    assert page.text.count("1.17–1.34") >= 2 * len(POLICIES) and "1.23×" in page.text
+
+
 def test_the_same_inputs_give_the_same_bytes(tmp_path):
     pages = []
     for name in ("a", "b"):

@@ -99,6 +99,31 @@ def test_correct_without_a_baseline_passes_but_is_not_faster():
     assert row.speedup_eager == pytest.approx(2.0)
 
 
+def test_the_gap_is_to_the_best_known_design_by_way_of_eager():
+    fastest = {"t0": 4.0, "t1": 3.0, "t2": 5.0}  # speed-ups over eager; the best design of t3 is unknown
+    episodes = [
+        episode(0, verdict(seconds=1.0, eager=2.0), verdict(seconds=0.5, eager=2.0)),  # 2x, and on the way 4x
+        episode(1, verdict(seconds=0.5, eager=2.0)),  # 4x: faster than the best design that the sweep drew
+        episode(2, verdict("wrong")),
+        episode(3, verdict(seconds=0.1, eager=2.0)),
+    ]
+    tasks = [task(i) for i in range(4)]
+    scores = score("p", episodes, tasks, "model", fastest=fastest)
+    assert [o.final.gap for o in scores.outcomes] == [2.0, 0.75, None, None]
+    assert scores.final.overall.gap == pytest.approx((2.0 * 0.75) ** 0.5)
+    assert scores.best.overall.gap == pytest.approx((1.0 * 0.75) ** 0.5)
+    plain = score("p", episodes, tasks, "model")
+    assert plain.final.overall.gap is None and plain.final.overall.speedup_eager == scores.final.overall.speedup_eager
+
+
+def test_scores_without_a_gap_can_still_be_read(tmp_path):
+    scores = score("p", [episode(0, verdict())], [task(0)], "model")
+    write_scores(tmp_path / "scores.json", scores)
+    older = json.loads((tmp_path / "scores.json").read_text(), object_hook=lambda o: {k: o[k] for k in o if k != "gap"})
+    (tmp_path / "scores.json").write_text(json.dumps(older))
+    assert read_scores(tmp_path / "scores.json").final.overall.gap is None
+
+
 def test_families_and_operators_have_their_own_rows():
     tasks = [task(0, ops=("relu", "sum")), task(1, family="catalogue", ops=("sum",))]
     table = score("p", [episode(0, verdict()), episode(1, verdict("wrong"))], tasks, "model").final
@@ -135,7 +160,7 @@ def test_paired_differences_are_sharper_than_unpaired_and_have_the_right_sign():
     assert passed.change == pytest.approx(4 / 30)
     assert passed.interval[0] >= 0.0, "no task got worse, so a paired resample cannot be negative"
     same = compare(base, base)
-    assert all(d.change == (1.0 if d.metric.startswith("speedup") else 0.0) for d in same)
+    assert [d.change for d in same] == [0.0, 0.0, 0.0, 1.0, 1.0, None], "no best design is known"
     assert all(d.interval is None for d in same), "no spread is not certainty"
 
 

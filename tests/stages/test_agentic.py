@@ -1,9 +1,15 @@
 """``agentic`` with and without a critic, on a scripted policy."""
 
+from pathlib import Path
+from shutil import copytree
+
 import pytest
 
+import cuda_agent
 from cuda_agent.sandbox.workspace.client import Workspace, WorkspaceLost
 from cuda_agent.stages import agentic
+from cuda_agent.synthesis.optimum import FILE, Optimum, write_optima
+from cuda_agent.tasks.io import read_tasks
 from cuda_agent.training.critic import critic_from_policy, load_critic, save_critic
 from tests.rl.ray.ray_cases import config, context, make_inputs, read_metrics
 
@@ -55,3 +61,19 @@ def test_work_folders_that_are_lost_change_no_byte_of_the_result(tmp_path, input
     assert run(tmp_path / "lost", inputs, ["policy"])["dropped"] == 0
     first, second = ((tmp_path / name / "policy" / "model.safetensors").read_bytes() for name in ("peace", "lost"))
     assert first == second and len(calls) > 5
+
+
+def test_rewards_and_training_are_the_same_without_the_best_designs(tmp_path, inputs):
+    known = inputs | {"tasks": copytree(inputs["tasks"], tmp_path / "tasks")}
+    write_optima(known["tasks"], {task.name: Optimum(1.0, 1e-9, 1.0, 0.5) for task in read_tasks(inputs["tasks"])})
+    found = []
+    for name, given in (("with", known), ("without", inputs)):
+        metrics = run(tmp_path / name, given, ["policy"], advantage="rloo", reward="speedup")
+        reward = {key: value for key, value in metrics.items() if "reward" in key}
+        found.append((reward, (tmp_path / name / "policy" / "model.safetensors").read_bytes()))
+    assert found[0] == found[1] and found[0][0]
+
+
+def test_no_module_reads_the_file_of_the_best_designs_by_itself():
+    package = Path(cuda_agent.__file__).parent
+    assert [path.name for path in package.rglob("*.py") if FILE in path.read_text()] == ["optimum.py"]

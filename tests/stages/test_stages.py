@@ -19,8 +19,11 @@ from cuda_agent.policy.lora import ADAPTER
 from cuda_agent.policy.model import load_model, load_policy, new_policy, save_policy, train_tokenizer
 from cuda_agent.rl import trainers
 from cuda_agent.rl.rollouts import draw, episode_settings, open_rollouts
-from cuda_agent.stages import bootstrap, critic, rft
+from cuda_agent.rl.scores import read_scores
+from cuda_agent.sandbox.wire import Verdict
+from cuda_agent.stages import bootstrap, critic, evaluate, rft
 from cuda_agent.storage import open_store
+from cuda_agent.synthesis.optimum import Optimum, write_optima
 from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import FileTracker, read_metrics
 from cuda_agent.training.critic import critic_from_policy, load_critic
@@ -298,3 +301,23 @@ def test_more_gpus_than_there_are_is_a_wrong_configuration(tmp_path, policy):
     ctx = context(tmp_path / "stage", "rft", settings, {"episodes": episodes, "policy": policy}, "policy")
     with pytest.raises(BadConfiguration, match="at least 64 GPUs"):
         rft.run(ctx)
+
+
+def test_an_evaluation_says_how_far_a_policy_is_from_the_best_known_designs(tmp_path, policy, monkeypatch):
+    tasks = [Task("t0", "", (), "torch#1"), Task("t1", "", (), "torch#1")]
+    verdict = Verdict("ok", "plan", "quick", "cuda", "real", seconds=1.0, eager_seconds=2.0, compile_seconds=3.0)
+    episodes = [played(Chat(load_policy(policy)[1], "compact"), task.name, 0, 1.0) for task in tasks]
+    for episode in episodes:
+        episode.verdict = verdict.to_json()
+
+    async def play(*_, **__):
+        return tasks, episodes
+
+    monkeypatch.setattr(evaluate, "play_rounds", play)
+    (tmp_path / "tasks").mkdir()
+    for name, known in (("without", {}), ("with", {"t1": Optimum(12.0, 4.0, 5.0, 0.5)})):
+        write_optima(tmp_path / "tasks", known)
+        evaluate.run(context(tmp_path / name, "evaluate-base", config(), {"tasks": tmp_path / "tasks"}, "scores"))
+        found = read_scores(tmp_path / name / "scores" / "scores.json")
+        assert [outcome.final.gap for outcome in found.outcomes] == [None, 1.5 if known else None]
+        assert found.final.overall.gap == (pytest.approx(1.5) if known else None)

@@ -20,8 +20,17 @@ from cuda_agent.sandbox.wire import Probe
 from cuda_agent.synthesis import filters
 from cuda_agent.synthesis.compose import as_task
 from cuda_agent.synthesis.family import combination, heldout_combinations, is_heldout, ops_combination, sample_task
-from cuda_agent.synthesis.filters import SourceFilter, TaskRefused, check_compiled, check_eager, yields
-from cuda_agent.synthesis.synthesize import AHEAD, synthesize
+from cuda_agent.synthesis.filters import (
+    SourceFilter,
+    TaskRefused,
+    check_choice,
+    check_compiled,
+    check_eager,
+    check_headroom,
+    yields,
+)
+from cuda_agent.synthesis.optimum import Optimum
+from cuda_agent.synthesis.synthesize import AHEAD, optima, synthesize
 from tests.synthesis.test_similarity import CODE, RENAMED
 
 GOOD = Probe(deterministic=True, eager_seconds=1e-3, compile_seconds=8e-4)
@@ -205,6 +214,66 @@ def test_what_does_not_compile_is_refused_with_its_last_line():
     check_compiled(GOOD)
     with pytest.raises(TaskRefused, match="compiles: Unsupported"):
         check_compiled(Probe(error="a\nUnsupported\n", deterministic=True, eager_seconds=1e-3))
+
+
+@pytest.mark.parametrize(
+    ("median", "right", "kept"),
+    [(1.4, 0.8, False), (1.5, 0.8, True), (1.0, 0.69, True), (1.0, 0.7, False), (None, 0.0, False)],
+)
+def test_the_choice_of_a_design_must_matter_to_speed_or_correctness(median, right, kept):
+    optimum = Optimum(2.0, median and 1.0, median, right)
+    if kept:
+        check_choice(optimum)
+    else:
+        with pytest.raises(TaskRefused, match="choice matters"):
+            check_choice(optimum)
+
+
+def test_headroom_compares_judge_and_sweep_by_way_of_eager():
+    optimum = Optimum(eager_seconds=6.0, seconds=2.0, median_seconds=4.0, right=0.5)  # 3 times as fast as eager
+    check_headroom(optimum, eager_seconds=20.0, compile_seconds=8.0, headroom=1.19)  # torch.compile: 2.5 times
+    with pytest.raises(TaskRefused, match="headroom: torch"):
+        check_headroom(optimum, eager_seconds=20.0, compile_seconds=8.0, headroom=1.21)
+
+
+class FakeSweep:
+    """Draws an optimum from the task's digest: of four tasks one is refused by each filter."""
+
+    def __init__(self):
+        self.tasks = []
+
+    async def __call__(self, task):
+        self.tasks.append(task)
+        kind = int(task.digest, 16) % 4
+        surprises = ("design: wrong",) if kind == 2 else ()
+        return Optimum(1.0, 0.25 if kind else 0.9, 0.5 if kind > 1 else 0.26, 0.9 if kind == 1 else 0.5, "d", surprises)
+
+
+def test_a_sweep_refuses_tasks_before_they_are_compiled_where_it_can():
+    config = Synthesis(train=8, heldout=6, catalogue=3, max_candidates=60, headroom=1.15)
+    prober, sweep, kept = InProcess(), FakeSweep(), {}
+    tasks, card = make(config, seed=1, prober=prober, sweep=sweep, report=kept.__setitem__)
+    family = [task for task in tasks if task.family == "teacher"]
+    assert len(tasks) == 17 and {int(task.digest, 16) % 4 for task in family} == {2, 3}
+    assert all(task.family == "teacher" for task in sweep.tasks)
+    compiled = {digest for digest, compile in prober.calls if compile}
+    assert not any(int(task.digest, 16) % 4 == 1 for task in sweep.tasks if task.digest in compiled)
+    dropped = {row["filter"]: row["dropped"] for row in card["yield"]["teacher"]}
+    assert dropped["choice matters"] > 0 and dropped["headroom"] > 0
+    assert card["surprises"] and all(": design: wrong" in line for line in card["surprises"])
+    found = optima(tasks, kept)
+    assert found.keys() == {task.name for task in family} and {one.seconds for one in found.values()} == {0.25}
+
+
+def test_known_sweeps_are_not_repeated_and_without_a_sweep_no_filter_changes():
+    config = Synthesis(train=4, heldout=4, catalogue=0, max_candidates=60, headroom=1.15)
+    sweep, kept = FakeSweep(), {}
+    expected = make(config, sweep=sweep, report=lambda key, value: kept.update({key: json.loads(json.dumps(value))}))
+    again = FakeSweep()
+    assert make(config, sweep=again, known=kept) == expected and not again.tasks
+    _, card = make(config)
+    dropped = {row["filter"]: row["dropped"] for row in card["yield"]["teacher"]}
+    assert dropped["choice matters"] == dropped["headroom"] == 0 and card["surprises"] == []
 
 
 def test_copies_and_renamed_copies_are_refused():

@@ -1,0 +1,44 @@
+"""The best known design of a task of the teacher's family, as ``sweep`` finds it, and its file beside the tasks.
+
+Filters of synthesis and scores of an evaluation use it. No episode, reward or training stage imports this module."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+FILE = "optimum.json"
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The result of a sweep over the designs of one task. Times are median seconds of a call with a cold L2 cache."""
+
+    eager_seconds: float
+    seconds: float | None  # of the best design; None if no design is right
+    median_seconds: float | None  # of all designs that are right
+    right: float  # share of the draws that are right (0 to 1)
+    design: str = ""  # the best design
+    surprises: tuple[str, ...] = ()  # designs that fail although the teacher says that they are right, and why
+
+    @property
+    def speedup(self) -> float | None:
+        """The speed-up of the best design over eager."""
+        return self.eager_seconds / self.seconds if self.seconds else None
+
+
+def write_optima(folder: Path, optima: Mapping[str, Optimum]) -> None:
+    """Writes ``optima`` (by the task's name) to ``folder/optimum.json``."""
+    rows = {name: asdict(optimum) for name, optimum in optima.items()}
+    (folder / FILE).write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+
+
+def read_optima(folder: Path) -> dict[str, Optimum]:
+    """Returns the optima that ``write_optima`` wrote to ``folder``; none if synthesis made no sweep."""
+    path = folder / FILE
+    rows = json.loads(path.read_text()) if path.exists() else {}
+    return {name: from_json(row) for name, row in rows.items()}
+
+
+def from_json(row: Mapping[str, object]) -> Optimum:
+    return Optimum(**row | {"surprises": tuple(row["surprises"])})  # type: ignore[arg-type, operator]

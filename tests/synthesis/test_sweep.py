@@ -1,0 +1,187 @@
+"""The sweep over designs: what is drawn, the talk with the child, and what follows from its answers.
+
+The child here is a script that gives the answers which the programs ask for."""
+
+import asyncio
+import json
+import random
+import statistics
+import sys
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cuda_agent.errors import SandboxUnready
+from cuda_agent.sandbox.build.builder import BuildError
+from cuda_agent.sandbox.judge.memory import check
+from cuda_agent.sandbox.wire import Tensor
+from cuda_agent.synthesis import sweep
+from cuda_agent.synthesis.cuda_kernels import fault
+from cuda_agent.synthesis.family import FamilySpec, make_task, parse
+from cuda_agent.synthesis.optimum import Optimum, read_optima, write_optima
+from cuda_agent.synthesis.sweep import Sweep, draw_designs, summary, values_off
+from cuda_agent.synthesis.teacher import solve
+from cuda_agent.tasks.task import Task
+
+CHAIN = make_task(FamilySpec((("mish", None), ("tanh", None)), None, 1000, 1000))
+ROWS = make_task(FamilySpec((("gelu", None),), "layer_norm", 1024, 1000))
+OTHER = make_task(FamilySpec((("exp", None),), "sum", 1024, 1000))
+
+CHILD = """
+import json, sys
+log = open(sys.argv[1], "a")
+print("start", file=log, flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    print("request", len(request["programs"]), request["tolerance"], file=log, flush=True)
+    for answer in [request["programs"][0].get("eager", 8.0) if request["programs"] else 8.0,
+                   *(program["answer"] for program in request["programs"])]:
+        if answer == "die":
+            sys.exit(3)
+        answer = {"seconds": answer} if isinstance(answer, float) else answer
+        print(json.dumps(answer), flush=True)
+        if "error" in answer:
+            sys.exit(1)
+"""
+
+
+class Fake:
+    """A sandbox that only builds.  The program of design number n holds the answer number n of the child."""
+
+    def __init__(self, *answers: Any) -> None:
+        self.answers, self.lease_folder = list(answers), Path("/lease")
+        self.config = SimpleNamespace(tolerance=0.01)
+
+    async def spec(self, task: Task) -> None: ...
+
+    async def prepare(self, solution: Any, spec: Any) -> dict[str, Any]:
+        assert solution.format == "plan"
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer if isinstance(answer, dict) and "answer" in answer else {"answer": answer}
+
+
+@pytest.fixture
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "child.py").write_text(CHILD)
+    monkeypatch.setattr(sweep, "COMMAND", [sys.executable, "-S", str(tmp_path / "child.py"), str(tmp_path / "log")])
+    return tmp_path / "log"
+
+
+def swept(sandbox: Fake, *tasks: Task) -> list[Optimum]:
+    async def run() -> list[Optimum]:
+        async with Sweep(sandbox, designs=4) as sweeps:  # type: ignore[arg-type]
+            return list(await asyncio.gather(*map(sweeps, tasks)))
+
+    return asyncio.run(run())
+
+
+def test_designs_are_distinct_right_and_the_same_each_time() -> None:
+    drawn, right = draw_designs(ROWS)
+    designs = [worked.design for worked in right]
+    assert len(designs) == len(set(designs)) == sweep.DESIGNS
+    assert all(fault(parse(ROWS), design)[0] == "ok" for design in designs)
+    assert set(designs) < set(drawn) and drawn.total() > len(designs)
+    assert draw_designs(ROWS) == (drawn, right)
+    few, some = draw_designs(CHAIN)  # there are not 48 right designs of a chain
+    assert len(some) < sweep.DESIGNS and few.total() == 4 * sweep.DESIGNS
+
+
+def test_only_tasks_of_the_family_are_swept(log: Path) -> None:
+    with pytest.raises(ValueError, match="not of the teacher's family"):
+        swept(Fake(), Task("own", CHAIN.code.replace("1000", "999 + 1"), family="teacher"))
+    assert not log.exists()
+
+
+def test_one_child_times_the_designs_of_many_tasks(log: Path) -> None:
+    first, second = swept(Fake(1.0, 2.0, 3.0, 4.0, 8.0, 7.0, 6.0, 5.0), ROWS, OTHER)
+    assert (first.eager_seconds, first.seconds, first.median_seconds, first.speedup) == (8.0, 1.0, 2.5, 8.0)
+    assert (second.seconds, second.median_seconds) == (5.0, 6.5)
+    assert first.design == str(draw_designs(ROWS, 4)[1][0].design) != second.design
+    assert first.surprises == second.surprises == ()
+    assert log.read_text().split("\n")[:-1] == ["start", "request 4 0.01", "request 4 0.01"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"), [("die", "the child ended with 3"), ({"error": "DriverError: 700"}, "DriverError: 700")]
+)
+def test_a_design_that_kills_the_child_is_named_and_a_new_child_goes_on(log: Path, answer: Any, said: str) -> None:
+    (optimum,) = swept(Fake(4.0, answer, 2.0, 3.0), ROWS)
+    drawn, right = draw_designs(ROWS, 4)
+    assert (optimum.seconds, optimum.median_seconds) == (2.0, 3.0)
+    assert optimum.surprises == (f"{right[1].design}: {said}",)
+    assert optimum.right == 3 / drawn.total()
+    assert log.read_text().split("\n")[:-1] == ["start", "request 4 0.01", "start", "request 2 0.01"]
+
+
+def test_a_wrong_design_and_one_that_does_not_build_are_named(log: Path) -> None:
+    (optimum,) = swept(Fake(4.0, BuildError("no such thing"), {"wrong": "7 values are wrong"}, 3.0), ROWS)
+    designs = [worked.design for worked in draw_designs(ROWS, 4)[1]]
+    assert optimum.surprises == (f"{designs[1]}: does not build: no such thing", f"{designs[2]}: 7 values are wrong")
+    assert optimum.seconds == 3.0
+
+
+def test_a_child_that_cannot_run_the_task_itself_ends_the_sweep(log: Path) -> None:
+    with pytest.raises(SandboxUnready, match="no device"):
+        swept(Fake(*4 * [{"answer": 1.0, "eager": {"error": "no device"}}]), ROWS)
+    assert log.read_text().count("start") == 2
+
+
+def test_a_child_that_does_not_answer_is_replaced(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (log.parent / "child.py").write_text(CHILD.replace("sys.exit(3)", "__import__('time').sleep(60)"))
+    monkeypatch.setattr(sweep, "_ANSWER_SECONDS", 2.0)
+    (optimum,) = swept(Fake(4.0, 5.0, 6.0, "die"), ROWS)
+    assert optimum.seconds == 4.0 and "no answer in 2 s" in optimum.surprises[0]
+
+
+def test_the_share_counts_every_draw() -> None:
+    drawn = Counter({"a": 3, "b": 1, "c": 4, "faulty": 2})
+    optimum = summary(8.0, drawn, {"a": 2.0, "b": 4.0, "c": "wrong"})
+    assert optimum == Optimum(8.0, 2.0, 3.0, 0.4, "a", ("c: wrong",))
+    assert summary(8.0, drawn, {}) == Optimum(8.0, None, None, 0.0)
+    assert summary(8.0, drawn, {}).speedup is None
+
+
+def test_optima_survive_their_file(tmp_path: Path) -> None:
+    assert read_optima(tmp_path) == {}
+    optima = {"t0": Optimum(8.0, 2.0, 3.0, 0.4, "a", ("c: wrong",)), "t1": Optimum(1e-3, 1e-4, 2e-4, 1.0, "b")}
+    write_optima(tmp_path, optima)
+    assert read_optima(tmp_path) == optima
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 50.0])
+def test_outputs_are_compared_as_the_judge_compares_them(scale: float) -> None:
+    torch.manual_seed(0)
+    want = torch.randn(64, 100) * scale
+    have = want * (1 + 0.02 * torch.randn(64, 100)) + 0.01 * scale * torch.randn(64, 100)
+    have[0, 0] = torch.nan
+    spec = [Tensor((64, 100), "float32")]
+    expected = check.values_off([want.numpy()], [have.numpy()], spec, 0.01)
+    assert 100 < expected < 5000 and values_off(want, have, 0.01) == expected
+    assert values_off(want, want, 0.01) == 0
+
+
+def test_the_program_ends_with_a_line_that_says_why_it_cannot_start() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+
+    async def run() -> tuple[bytes, int]:
+        child = await asyncio.create_subprocess_exec(*sweep.COMMAND, stdin=-1, stdout=-1)
+        said, _ = await child.communicate()
+        return said, child.returncode or 0
+
+    said, code = asyncio.run(run())
+    assert code == 1 and "error" in json.loads(said)
+
+
+def test_the_teacher_is_right_as_often_as_a_sweep_says() -> None:
+    drawn, right = draw_designs(ROWS, 100)
+    share = sum(drawn[worked.design] for worked in right) / drawn.total()
+    rng = random.Random(0)
+    asked = statistics.mean(solve(ROWS, rng, "cuda").status == "ok" for _ in range(500))
+    assert share == pytest.approx(asked, abs=0.1)

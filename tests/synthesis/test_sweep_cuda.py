@@ -1,0 +1,113 @@
+"""The sweep on a GPU: times of real designs, and what becomes of designs that are wrong or break the context."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cuda_agent.config import SandboxConfig
+from cuda_agent.lease import Lease
+from cuda_agent.sandbox import driver
+from cuda_agent.sandbox.wire import Solution, TaskSpec
+from cuda_agent.synthesis.cuda_kernels import KERNEL
+from cuda_agent.synthesis.family import FamilySpec, make_task
+from cuda_agent.synthesis.optimum import Optimum
+from cuda_agent.synthesis.sweep import Sweep, draw_designs
+from cuda_agent.tasks.task import Task
+from tests.sandbox.conftest import Running
+
+pytestmark = pytest.mark.gpu
+
+ROWS = make_task(FamilySpec((("tanh", None),), "layer_norm", 2048, 4096))
+CHAIN = make_task(FamilySpec((("mish", None), ("mul_y", None)), None, 1024, 999))
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    try:
+        driver.open_device()
+    except driver.NoDevice:
+        pytest.skip("no GPU")
+    running = Running(SandboxConfig(device="cuda", memory_mb=4096), tmp_path_factory.mktemp("cuda"))
+    yield running
+    running.close()
+
+
+class Spoiling:
+    """The sandbox, which changes the source of the second design."""
+
+    def __init__(self, gpu: Running, change: Callable[[str], str]) -> None:
+        self.sandbox, self.change, self.built = gpu.sandbox, change, 0
+        self.config, self.lease_folder, self.spec = self.sandbox.config, self.sandbox.lease_folder, self.sandbox.spec
+
+    async def prepare(self, solution: Solution, spec: TaskSpec) -> dict[str, Any]:
+        self.built += 1
+        if self.built == 2:
+            source = solution.files[KERNEL]
+            changed = self.change(source)
+            assert changed != source
+            solution = replace(solution, files=solution.files | {KERNEL: changed})
+        return await self.sandbox.prepare(solution, spec)
+
+
+def swept(gpu: Running, sandbox: Any, *tasks: Task, designs: int = 6) -> list[Optimum]:
+    async def run() -> list[Optimum]:
+        async with Sweep(sandbox, designs) as sweep:
+            return list(await asyncio.gather(*map(sweep, tasks)))
+
+    return gpu.wait(run())
+
+
+def test_designs_are_timed_and_the_judge_agrees_with_the_best_one(gpu: Running) -> None:
+    rows, chain = swept(gpu, gpu.sandbox, ROWS, CHAIN, designs=12)
+    print(rows, chain)
+    for task, optimum in ((ROWS, rows), (CHAIN, chain)):
+        assert optimum.surprises == ()
+        assert optimum.seconds and optimum.median_seconds and optimum.speedup
+        assert 1e-6 < optimum.seconds <= optimum.median_seconds < 1e-1
+        best = next(one for one in draw_designs(task, 12)[1] if str(one.design) == optimum.design)
+        gpu.know_compile_time(task)
+        verdict = gpu.evaluate(task, Solution("plan", best.files))
+        print(verdict)
+        assert verdict.status == "ok" and verdict.speedup_eager
+        assert 0.7 < optimum.speedup / verdict.speedup_eager < 1.4
+
+
+def _wrong(source: str) -> str:
+    return source.replace("v = tanh(v);", "v = 2 * tanh(v) + v * v;")
+
+
+def _stray(source: str) -> str:
+    return source.replace("z[i] = ", "z[i + (1L << 40)] = ")
+
+
+def test_a_wrong_design_is_named(gpu: Running) -> None:
+    (optimum,) = swept(gpu, Spoiling(gpu, _wrong), ROWS)
+    (surprise,) = optimum.surprises
+    assert surprise.endswith("values are wrong") and str(draw_designs(ROWS, 6)[1][1].design) in surprise
+    assert optimum.seconds
+
+
+def test_a_design_that_breaks_the_context_is_named_and_the_others_are_timed(gpu: Running) -> None:
+    broken, whole = swept(gpu, Spoiling(gpu, _stray), CHAIN, ROWS)
+    (surprise,) = broken.surprises
+    print(surprise)
+    assert str(draw_designs(CHAIN, 6)[1][1].design) in surprise and "rror" in surprise
+    assert broken.seconds and whole.seconds and whole.surprises == ()
+
+
+def test_the_timing_lease_is_held_while_a_design_is_timed(gpu: Running) -> None:
+    async def run() -> bool:
+        async with Sweep(gpu.sandbox, 2) as sweep:
+            await sweep(ROWS)  # the child has started
+            lease = Lease(gpu.sandbox.lease_folder)
+            with lease.working():
+                waiting = asyncio.ensure_future(sweep(CHAIN))
+                done, _ = await asyncio.wait([waiting], timeout=4)
+            await waiting
+            lease.close()
+            return not done
+
+    assert gpu.wait(run())
