@@ -4,7 +4,7 @@ The paper has five filters. A task must run in eager and compiled; be determinis
 between inputs; take an eager time within limits; and be unlike the evaluation set. Here the third filter is stricter:
 the judge must reject each wrong answer of ``sandbox.judge.mutants``. This module also checks the form of the source,
 and refuses tasks with the bytes or the structure of an earlier task. Two filters need a sweep over the designs of a
-task (``sweep``): the choice of a design must matter, and the best one must be ``headroom`` times as fast as
+task (``design_sweep``): the choice of a design must matter, and the best one must be ``headroom`` times as fast as
 torch.compile. Cheap filters come first."""
 
 from collections import Counter

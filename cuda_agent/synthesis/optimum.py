@@ -1,4 +1,4 @@
-"""The best known design of a task of the teacher's family, as ``sweep`` finds it, and its file beside the tasks.
+"""The best known design of a task of the teacher's family, as ``design_sweep`` finds it, and its file beside the tasks.
 
 Filters of synthesis and scores of an evaluation use it. No episode, reward or training stage imports this module."""
 

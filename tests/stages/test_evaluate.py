@@ -4,8 +4,10 @@ import random
 from dataclasses import replace
 
 from cuda_agent.compose import compose
+from cuda_agent.config import Bootstrap
 from cuda_agent.policy.episode import EPISODES, read_episodes
 from cuda_agent.policy.model import new_policy, save_policy, train_tokenizer
+from cuda_agent.rl.dialogues import corpus, texts
 from cuda_agent.rl.scores import read_scores
 from cuda_agent.stages import evaluate
 from cuda_agent.synthesis.family import sample_task
@@ -14,18 +16,10 @@ from tests.stages.test_stages import context
 
 
 def test_final_answers_are_judged_in_the_evaluations_mode(tmp_path):
-    settings = compose(
-        [
-            "experiment=smoke",
-            "evaluate.mode=strict",
-            "policy.context=8192",
-            "agent.turn_tokens=4000",
-            "evaluate.turns=9",
-        ]
-    )
+    settings = compose(["experiment=smoke", "evaluate.mode=strict", "evaluate.turns=9"])
     inputs = {"tasks": tmp_path / "tasks", "policy": tmp_path / "policy"}
     write_tasks(inputs["tasks"], [replace(sample_task(random.Random(0)), split="heldout")])
-    tokenizer = train_tokenizer(["float v = x[i];"] * 8, 320)
+    tokenizer = train_tokenizer(texts(corpus(Bootstrap(examples=100), 0, set())), settings.policy.vocab)
     inputs["policy"].mkdir()
     save_policy(new_policy(settings.policy, tokenizer, 0), tokenizer, inputs["policy"])
     ctx = context(tmp_path / "stage", "evaluate-base", settings, inputs, "scores")

@@ -37,7 +37,7 @@ DESIGNS = 48  # designs that are timed for a task, if there are so many
 _DRAWS = 4  # most draws for each of them
 _CALLS, _LONGEST = 12, 0.1  # timed calls of a design; seconds after which a slow design gets no more calls
 _ANSWER_SECONDS = 120.0  # for one answer of the child, its start included
-COMMAND = [sys.executable, "-P", "-m", "cuda_agent.synthesis.sweep"]
+COMMAND = [sys.executable, "-P", "-m", "cuda_agent.synthesis.design_sweep"]
 
 
 class Sweep:

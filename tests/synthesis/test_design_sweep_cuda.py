@@ -12,9 +12,9 @@ from cuda_agent.lease import Lease
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.wire import Solution, TaskSpec
 from cuda_agent.synthesis.cuda_kernels import KERNEL
+from cuda_agent.synthesis.design_sweep import Sweep, draw_designs
 from cuda_agent.synthesis.family import FamilySpec, make_task
 from cuda_agent.synthesis.optimum import Optimum
-from cuda_agent.synthesis.sweep import Sweep, draw_designs
 from cuda_agent.tasks.task import Task
 from tests.sandbox.conftest import Running
 

@@ -19,11 +19,11 @@ from cuda_agent.errors import SandboxUnready
 from cuda_agent.sandbox.build.builder import BuildError
 from cuda_agent.sandbox.judge.memory import check
 from cuda_agent.sandbox.wire import Tensor
-from cuda_agent.synthesis import sweep
+from cuda_agent.synthesis import design_sweep
 from cuda_agent.synthesis.cuda_kernels import fault
+from cuda_agent.synthesis.design_sweep import Sweep, draw_designs, summary, values_off
 from cuda_agent.synthesis.family import FamilySpec, make_task, parse
 from cuda_agent.synthesis.optimum import Optimum, read_optima, write_optima
-from cuda_agent.synthesis.sweep import Sweep, draw_designs, summary, values_off
 from cuda_agent.synthesis.teacher import solve
 from cuda_agent.tasks.task import Task
 
@@ -69,7 +69,9 @@ class Fake:
 @pytest.fixture
 def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "child.py").write_text(CHILD)
-    monkeypatch.setattr(sweep, "COMMAND", [sys.executable, "-S", str(tmp_path / "child.py"), str(tmp_path / "log")])
+    monkeypatch.setattr(
+        design_sweep, "COMMAND", [sys.executable, "-S", str(tmp_path / "child.py"), str(tmp_path / "log")]
+    )
     return tmp_path / "log"
 
 
@@ -84,12 +86,12 @@ def swept(sandbox: Fake, *tasks: Task) -> list[Optimum]:
 def test_designs_are_distinct_right_and_the_same_each_time() -> None:
     drawn, right = draw_designs(ROWS)
     designs = [worked.design for worked in right]
-    assert len(designs) == len(set(designs)) == sweep.DESIGNS
+    assert len(designs) == len(set(designs)) == design_sweep.DESIGNS
     assert all(fault(parse(ROWS), design)[0] == "ok" for design in designs)
     assert set(designs) < set(drawn) and drawn.total() > len(designs)
     assert draw_designs(ROWS) == (drawn, right)
     few, some = draw_designs(CHAIN)  # there are not 48 right designs of a chain
-    assert len(some) < sweep.DESIGNS and few.total() == 4 * sweep.DESIGNS
+    assert len(some) < design_sweep.DESIGNS and few.total() == 4 * design_sweep.DESIGNS
 
 
 def test_only_tasks_of_the_family_are_swept(log: Path) -> None:
@@ -134,7 +136,7 @@ def test_a_child_that_cannot_run_the_task_itself_ends_the_sweep(log: Path) -> No
 
 def test_a_child_that_does_not_answer_is_replaced(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (log.parent / "child.py").write_text(CHILD.replace("sys.exit(3)", "__import__('time').sleep(60)"))
-    monkeypatch.setattr(sweep, "_ANSWER_SECONDS", 2.0)
+    monkeypatch.setattr(design_sweep, "_ANSWER_SECONDS", 2.0)
     (optimum,) = swept(Fake(4.0, 5.0, 6.0, "die"), ROWS)
     assert optimum.seconds == 4.0 and "no answer in 2 s" in optimum.surprises[0]
 
@@ -171,7 +173,7 @@ def test_the_program_ends_with_a_line_that_says_why_it_cannot_start() -> None:
         pytest.skip("there is a GPU")
 
     async def run() -> tuple[bytes, int]:
-        child = await asyncio.create_subprocess_exec(*sweep.COMMAND, stdin=-1, stdout=-1)
+        child = await asyncio.create_subprocess_exec(*design_sweep.COMMAND, stdin=-1, stdout=-1)
         said, _ = await child.communicate()
         return said, child.returncode or 0
 
