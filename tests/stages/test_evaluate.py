@@ -3,6 +3,8 @@
 import random
 from dataclasses import replace
 
+import pytest
+
 from cuda_agent.compose import compose
 from cuda_agent.config import Bootstrap
 from cuda_agent.policy.episode import EPISODES, read_episodes
@@ -15,6 +17,7 @@ from cuda_agent.tasks.io import write_tasks
 from tests.stages.test_stages import context
 
 
+@pytest.mark.nightly  # strict mode compiles with torch.compile; tests/agent has the modes of an episode
 def test_final_answers_are_judged_in_the_evaluations_mode(tmp_path):
     settings = compose(["experiment=smoke", "evaluate.mode=strict", "evaluate.turns=9"])
     inputs = {"tasks": tmp_path / "tasks", "policy": tmp_path / "policy"}
