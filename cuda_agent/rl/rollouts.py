@@ -150,7 +150,7 @@ async def _open_engine(ctx: WorkerContext, folder: Path, model: Any, chat: Chat)
         return
     engine: Engine
     if policy.engine == "scripted":
-        engine = ScriptedEngine(chat, read_tasks(ctx.inputs["tasks"]), model)
+        engine = ScriptedEngine(chat, read_tasks(ctx.inputs["tasks"]), model, ctx.config.sandbox.device)
     else:
         engine = make_engine(model, policy, ctx.cache / "lease")
     try:

@@ -15,10 +15,11 @@ REPAIRED = 0.5  # share of the agent's episodes that begin with a mistake
 
 
 class ScriptedEngine:
-    """An ``Engine`` with the scripted teacher's answers on ``tasks``. An episode's seed decides its answers."""
+    """An ``Engine`` with the scripted teacher's answers on ``tasks``, for the sandbox's ``device``. An episode's seed
+    decides its answers."""
 
-    def __init__(self, chat: Chat, tasks: Sequence[Task], model: Any) -> None:
-        self._chat, self._model, self._version = chat, model, 0
+    def __init__(self, chat: Chat, tasks: Sequence[Task], model: Any, device: str = "cpu") -> None:
+        self._chat, self._model, self._version, self._device = chat, model, 0, device
         self._openings: dict[tuple[int, ...], tuple[Task, bool]] = {}
         for task in tasks:
             self._openings[tuple(chat.prompt_ids(agent_messages(task, "compact")))] = (task, True)
@@ -38,7 +39,9 @@ class ScriptedEngine:
             task, tools = self._openings[prompt]
             rng = random.Random(seed)
             try:
-                dialogue = episode(task, rng, rng.random() < REPAIRED) if tools else one_shot(task, rng)
+                repair = tools and rng.random() < REPAIRED
+                device = self._device
+                dialogue = episode(task, rng, repair, device) if tools else one_shot(task, rng, device)
             except ValueError:  # the task is not of the teacher's family
                 return []
             return [self._chat.turn_ids(message) for message in dialogue if message["role"] == "assistant"]

@@ -47,3 +47,12 @@ def test_logprobs_and_version_are_those_of_the_model(played):
         logits = engine._model(torch.tensor([[*prompt, *completion.ids]])).logits[0, len(prompt) - 1 : -1]
     wanted = torch.log_softmax(logits, -1).gather(-1, torch.tensor(completion.ids)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(completion.logprobs), wanted, atol=1e-5, rtol=0)
+
+
+def test_on_a_gpu_it_writes_cuda():
+    chat = Chat(train_tokenizer(["float v = x[i];"] * 8, 320), "compact")
+    task = sample_task(random.Random(0), "cuda")
+    engine = ScriptedEngine(chat, [task], new_policy(PolicyConfig(**SIZES), chat.tokenizer, 0), "cuda")
+    prompt = chat.prompt_ids(agent_messages(task, "compact"))
+    said = chat.tokenizer.decode(asyncio.run(engine.generate(prompt, SamplingParams(4000, seed=1))).ids)
+    assert "kernels/fused.cu" in said and "__global__" in said

@@ -178,7 +178,7 @@ class LocalEngine:
     def _load(self, model: Any, decoder: Decoder | None) -> Decoder:
         with torch.inference_mode(), self._working():
             if model.device != self._device or self._dtype not in (None, model.dtype):
-                model = copy.deepcopy(model).to(self._device, self._dtype)  # ``to`` would change the caller's model
+                model = copied(model, self._device, self._dtype)
             if decoder is None or not decoder.take(model):
                 decoder = make_decoder(model, max(self._batch, 2))
             difference = verify(decoder, model)
@@ -352,3 +352,12 @@ def draw(logits: Tensor, noise: Tensor, temperatures: Sequence[float]) -> tuple[
         greedy = torch.tensor([t == 0.0 for t in temperatures], device=logits.device)[:, None]
         ids = torch.where(greedy, logits.argmax(-1, keepdim=True), ids)
     return ids[:, 0].tolist(), probabilities.gather(-1, ids)[:, 0].log().tolist()
+
+
+def copied(model: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """Returns a copy of ``model`` on ``device`` whose parameters have ``dtype``; None: the model's own. Buffers keep
+    their types: rotary frequencies in bfloat16 would turn distant positions by radians."""
+    copy_of = copy.deepcopy(model).to(device)
+    for parameter in copy_of.parameters():
+        parameter.data = parameter.data.to(dtype or parameter.dtype)
+    return copy_of

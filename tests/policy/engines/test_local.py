@@ -14,7 +14,7 @@ from cuda_agent.lease import Lease
 from cuda_agent.policy.engines import native
 from cuda_agent.policy.engines.decoder import DenseDecoder, GenericDecoder, make_decoder, verify
 from cuda_agent.policy.engines.engine import SamplingParams
-from cuda_agent.policy.engines.local import EngineError, LocalEngine, draw, uniforms
+from cuda_agent.policy.engines.local import EngineError, LocalEngine, copied, draw, uniforms
 
 SMALL = {"vocab_size": 90, "max_position_embeddings": 128}
 DENSE = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -398,3 +398,10 @@ def test_a_closed_engine_refuses(policy):
             await engine.generate([1], SamplingParams(1, seed=0))
 
     asyncio.run(script())
+
+
+def test_an_engine_in_bfloat16_turns_positions_as_the_float32_model_does(policy):
+    half = copied(policy, policy.device, torch.bfloat16)
+    assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16} and policy.dtype == torch.float32
+    exact, rounded = (DenseDecoder(model, 2).rotations for model in (policy, half))
+    assert torch.equal(exact, rounded)
