@@ -251,8 +251,8 @@ class _Work:
             compiled = await self._probe(task, compile=True)
             check_compiled(compiled)
             if optimum:
-                assert eager.eager_seconds and compiled.compile_seconds
-                check_headroom(optimum, eager.eager_seconds, compiled.compile_seconds, self.config.headroom)
+                assert compiled.eager_seconds and compiled.compile_seconds  # timed in turn
+                check_headroom(optimum, compiled.eager_seconds, compiled.compile_seconds, self.config.headroom)
         except ComposeError as error:
             stream.refused["composed"] += 1
             stream.reasons[f"composed: {error}"] += 1
