@@ -51,6 +51,7 @@ _ONLY_CHECKED = "mode check only checks"
 _MOST_SPECS = 4096  # kept in memory
 _MOST_OF_A_TASK = FRAME_LIMIT // 4  # bytes as JSON
 _COMPILE_SECONDS = 600.0  # limit for torch.compile beside the judge; the largest models of KernelBench take minutes
+_TOO_LONG = f"it did not finish in {_COMPILE_SECONDS:g} s"
 _MOST_BESIDE = 1 << 30  # bytes of a call: larger models do not run on the GPU beside others that compile
 _JUDGING = ("build", "formats", "jail", "judge", "worker")  # folders whose code a verdict depends on, beside this one
 _THIS_ROOM = ("local.py", "judge_process.py", "messages.py", "wire.py", "driver.py")
@@ -70,6 +71,8 @@ class LocalSandbox:
         self._workspaces = Workspaces()
         self._specs: dict[str, TaskSpec] = {}
         self._asked: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()  # one per verdict asked for now
+        self._compiling: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by digest of a task
+        self._uncompiled: set[str] = set()  # digests of tasks whose model torch.compile took too long for
         self._architecture = self._identity = ""  # of the GPU; the latter with its driver
 
     async def __aenter__(self) -> "LocalSandbox":
@@ -254,22 +257,25 @@ class LocalSandbox:
         source = _source(task)
         if not timed or self.config.device == "cpu" or self.config.clock == "model":
             return source
-        if not self._judge(task).busy or call_bytes(await self.spec(task)) > _MOST_BESIDE or self._timed(task):
-            return source
-        files, seconds = first_pass.compiled_model(task), _COMPILE_SECONDS
-        try:
-            place = await self._first_pass(task, files, self._architecture, {}, False, seconds)
-            source["graphs"] = str(place["folder"])
-        except first_pass.FirstPassFailed as failure:
-            if failure.status == "timeout":
-                source["uncompiled"] = f"it did not finish in {seconds:g} s"
-        except OSError:
-            pass
-        return source
-
-    def _timed(self, task: Task) -> bool:
         file = baselines_file(self._settings, task.digest, importlib.metadata.version("torch"))
-        return read_baselines(file).compile_tried
+        async with self._compiling.setdefault(task.digest, asyncio.Lock()):  # one pass for all solutions of a task
+            base = read_baselines(file)
+            if task.digest in self._uncompiled or base.compile_error.endswith(_TOO_LONG):
+                source["uncompiled"] = _TOO_LONG
+            elif (
+                self._judge(task).busy and not base.compile_tried and call_bytes(await self.spec(task)) <= _MOST_BESIDE
+            ):
+                files, seconds = first_pass.compiled_model(task), _COMPILE_SECONDS
+                try:
+                    place = await self._first_pass(task, files, self._architecture, {}, False, seconds)
+                    source["graphs"] = str(place["folder"])
+                except first_pass.FirstPassFailed as failure:
+                    if failure.status == "timeout":
+                        self._uncompiled.add(task.digest)
+                        source["uncompiled"] = _TOO_LONG
+                except OSError:
+                    pass
+        return source
 
     async def prepare(self, solution: Solution, spec: TaskSpec) -> dict[str, Any]:
         """Builds the solution. Returns the request that makes a worker load the solution."""

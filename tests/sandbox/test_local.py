@@ -282,3 +282,10 @@ def test_the_judge_does_not_compile_a_model_for_minutes_once_more(passes: LocalS
     passes._first_pass = first_pass  # type: ignore[assignment]
     found = source(passes)
     assert "graphs" not in found and found["uncompiled"] == "it did not finish in 600 s"
+    passes._first_pass = None  # type: ignore[assignment]
+    assert source(passes) == found, "nor does a second pass, for another solution of the task"
+    passes._uncompiled.clear()
+    file = baselines_file(passes._settings, task().digest, importlib.metadata.version("torch"))
+    file.parent.mkdir()
+    file.write_text('{"compile_tried": true, "compile_error": "torch.compile: it did not finish in 600 s"}')
+    assert source(passes) == found, "strict mode does not compile it either"
