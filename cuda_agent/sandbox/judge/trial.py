@@ -194,8 +194,9 @@ class Trial:
             yield candidate, lambda inputs: net(oracle.seconds(inputs), empty), first
 
     def _believed(self, told: float) -> float:
-        """Returns the seconds per call to report. Raises ``CandidateRefused`` if the judge's clock or the device's
-        bandwidth contradicts ``told``, the worker's median seconds. The caller holds the timing lease."""
+        """Returns the seconds per call that count, and scales the samples to them. Raises ``CandidateRefused`` if the
+        judge's clock or the device's bandwidth contradicts ``told``, the worker's median seconds. The caller holds the
+        timing lease."""
         seconds, doubt = told, ""
         if self._cross:
             with self._judged("in a timed call"):
@@ -206,6 +207,7 @@ class Trial:
             doubt = self._prepared.below_physical_floor(seconds)
         if doubt:
             raise CandidateRefused("cheat", doubt)
+        self._verdict.samples = [sample * seconds / told for sample in self._verdict.samples]
         return seconds
 
     def _doubt(self, doubt: str) -> None:
@@ -312,6 +314,7 @@ class Trial:
                 if number >= most and (elapsed > _MORE_SECONDS or not undecided):
                     break
             verdict.seconds = self._believed(statistics.median(verdict.samples))
+            speedups = decisions.speedups_of(verdict.samples, anchors, base.compile_share)
             if base.eager and abs(statistics.median(anchors) / base.eager - 1) > _DRIFT:
                 self._anchor = statistics.median([*anchors, eager(first), eager(first)])
                 verdict.eager_seconds = self._anchor

@@ -218,3 +218,13 @@ def test_a_time_that_the_clock_contradicts_accuses_only_on_a_device_without_othe
     assert refusal.value.status == status and refusal.value.retryable == (not shared)
     assert str(refusal.value).startswith(TOO_BUSY) == shared
     assert not trial._verdict.samples, "a second trial takes new times"
+
+
+def test_samples_follow_the_time_that_counts(make: Make) -> None:
+    trial = make(clock="real")
+    trial._open()
+    cross: Any = SimpleNamespace(believe=lambda told, chain: (1.5 * told, ""))
+    trial._cross = cross
+    trial._verdict.samples = [0.2, 0.3, 0.4]
+    assert trial._believed(0.3) == pytest.approx(0.45)
+    assert trial._verdict.samples == pytest.approx([0.3, 0.45, 0.6])

@@ -40,13 +40,21 @@ def test_an_honest_time_is_believed_whatever_lengthens_the_walls() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "told", "slots"), [(2e-4, 2e-5, 8), (2e-3, 1e-3, 8), (2e-2, 1e-3, 8), (2e-3, 1e-3, 1), (2e-2, 1e-3, 1)]
+    ("device", "told", "slots"), [(2e-4, 2e-5, 8), (2e-3, 9e-4, 8), (2e-2, 1e-3, 8), (2e-3, 5e-4, 1), (2e-2, 1e-3, 1)]
 )
 def test_a_time_far_below_the_walls_is_doubted_with_both_figures(device: float, told: float, slots: int) -> None:
     check, chain = made(device, slots=slots)
     bound, doubt = check.believe(told, chain)
     assert bound == pytest.approx(device)
     assert f"{told * 1e6:.0f} us" in doubt and f"{device * 1e6:.0f} us" in doubt
+
+
+@pytest.mark.parametrize(("device", "told", "slots"), [(2e-4, 1e-4, 8), (2e-3, 1.2e-3, 8), (15.1e-3, 10.4e-3, 1)])
+def test_a_time_between_half_and_four_fifths_of_the_walls_gives_way_to_them(
+    device: float, told: float, slots: int
+) -> None:
+    check, chain = made(device, slots=slots)
+    assert check.believe(told, chain) == (pytest.approx(device), "")
 
 
 def test_what_a_host_takes_longer_than_any_delay_is_the_time_that_is_reported() -> None:
