@@ -13,10 +13,12 @@ from pathlib import Path
 
 
 class Lease:
-    """One thread's handle of the timing lease.  All processes that take part must use the same ``folder``."""
+    """One thread's handle of the timing lease.  All processes that take part must use the same ``folder``.  Inside a
+    context of the same handle, ``working`` does nothing: the lease is held already."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._held = ""  # the context that holds the lease: working, timing or none
         self._gate = os.open(folder / "lease.gate", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._lock = os.open(folder / "lease.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
@@ -27,22 +29,37 @@ class Lease:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Holds the lease shared, during one step of decoding or training (about a second)."""
-        with _held(self._gate, fcntl.LOCK_SH):
+        if self._held:
+            yield
+            return
+        with _locked(self._gate, fcntl.LOCK_SH):
             fcntl.flock(self._lock, fcntl.LOCK_SH)
+        self._held = "working"
         try:
             yield
         finally:
+            self._held = ""
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Holds the lease exclusively, while a kernel is timed."""
-        with _held(self._gate, fcntl.LOCK_EX), _held(self._lock, fcntl.LOCK_EX):
+        """Holds the lease exclusively, while a kernel is timed.  Raises ``RuntimeError`` inside ``working`` of the same
+        handle: two such processes would wait for each other."""
+        if self._held == "working":
+            raise RuntimeError("a timing may not begin inside work that holds the timing lease")
+        if self._held:
             yield
+            return
+        with _locked(self._gate, fcntl.LOCK_EX), _locked(self._lock, fcntl.LOCK_EX):
+            self._held = "timing"
+            try:
+                yield
+            finally:
+                self._held = ""
 
 
 @contextmanager
-def _held(descriptor: int, kind: int) -> Iterator[None]:
+def _locked(descriptor: int, kind: int) -> Iterator[None]:
     fcntl.flock(descriptor, kind)
     try:
         yield

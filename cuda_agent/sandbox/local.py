@@ -27,6 +27,8 @@ from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.machine import processor, processor_facts
 from cuda_agent.sandbox.build import builder, toolchain
 from cuda_agent.sandbox.formats import first_pass, plan, rules
+from cuda_agent.sandbox.formats.first_pass import FirstPass
+from cuda_agent.sandbox.formats.first_pass_runner import FirstPassFailed, FirstPassRunner
 from cuda_agent.sandbox.formats.solution_format import FirstPassTime, SolutionError, Toolchain
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.jail import scratch
@@ -89,10 +91,12 @@ class LocalSandbox:
             self.cache / "builds", self._scratch, self.lease_folder if on_cpu else None, config.build_seconds,
             config.memory_mb, parallel,
         )  # fmt: skip
-        self._first_pass = first_pass.FirstPass(
-            self.cache / "passes", self._scratch, self.lease_folder, config.device, config.threads,
-            config.first_pass_seconds, 2 if on_cpu else max(2, (os.cpu_count() or 2) // 2), config.train_mode,
+        self._passes = FirstPassRunner(
+            self._scratch, self.lease_folder, config.device, config.threads,
+            2 if on_cpu else max(2, (os.cpu_count() or 2) // 2), config.train_mode,
         )  # fmt: skip
+        self._first_pass = FirstPass(self.cache / "passes", self._passes, config.first_pass_seconds)
+        self._model_pass = FirstPass(self.cache / "passes", self._passes, _COMPILE_SECONDS)
         settings = JudgeSettings(
             threads=config.threads, checks=config.checks, tolerance=config.tolerance, timed_calls=config.timed_calls,
             train_mode=config.train_mode,
@@ -168,7 +172,7 @@ class LocalSandbox:
             await asyncio.to_thread(judge.close)
         await asyncio.to_thread(self._builder.close)
         if self._scratch:
-            await asyncio.to_thread(self._first_pass.close)
+            await asyncio.to_thread(self._passes.close)
             for _attempt in range(50):
                 await asyncio.to_thread(scratch.remove, self._scratch)
                 if not self._scratch.exists():
@@ -229,7 +233,7 @@ class LocalSandbox:
             return self._refusal(solution, mode, "build_error", f"the solution is {error}")
         except toolchain.CompilerMissing as error:
             raise SandboxUnready(str(error)) from None
-        except first_pass.FirstPassFailed as failure:
+        except FirstPassFailed as failure:
             return self._refusal(solution, mode, failure.status, str(failure))
         verdict.advice = [*advice, *verdict.advice]
         if self.config.clock == "real":
@@ -265,11 +269,11 @@ class LocalSandbox:
             elif (
                 self._judge(task).busy and not base.compile_tried and call_bytes(await self.spec(task)) <= _MOST_BESIDE
             ):
-                files, seconds = first_pass.compiled_model(task), _COMPILE_SECONDS
+                files = first_pass.compiled_model(task)
                 try:
-                    place = await self._first_pass(task, files, self._architecture, {}, False, seconds)
+                    place = await self._model_pass(task, files, self._architecture, {}, False)
                     source["graphs"] = str(place["folder"])
-                except first_pass.FirstPassFailed as failure:
+                except FirstPassFailed as failure:
                     if failure.status == "timeout":
                         self._uncompiled.add(task.digest)
                         source["uncompiled"] = _TOO_LONG

@@ -12,7 +12,7 @@ import pytest
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.sandbox.build import toolchain
-from cuda_agent.sandbox.formats.first_pass import FirstPassFailed
+from cuda_agent.sandbox.formats.first_pass_runner import FirstPassFailed
 from cuda_agent.sandbox.judge.prepared import baselines_file
 from cuda_agent.sandbox.judge_process import JudgeHandle, JudgeLost
 from cuda_agent.sandbox.local import LocalSandbox
@@ -228,7 +228,7 @@ def passes(make: Callable[[Any], LocalSandbox], tmp_path: Path) -> LocalSandbox:
         assert files["model_new.py"].count("torch.compile(model)") == 1
         return {"folder": str(tmp_path / "place"), "environment": {}}
 
-    sandbox._first_pass = first_pass  # type: ignore[assignment]
+    sandbox._model_pass = first_pass  # type: ignore[assignment]
     return sandbox
 
 
@@ -270,7 +270,7 @@ def test_a_model_that_does_not_compile_beside_the_judge_is_left_to_the_judge(
     async def first_pass(*_: Any) -> Any:
         raise failure
 
-    passes._first_pass = first_pass  # type: ignore[assignment]
+    passes._model_pass = first_pass  # type: ignore[assignment]
     assert source(passes).keys() == {"digest", "code"}
     assert asyncio.run(passes.probe(task())).error == ""
 
@@ -279,10 +279,10 @@ def test_the_judge_does_not_compile_a_model_for_minutes_once_more(passes: LocalS
     async def first_pass(*_: Any) -> Any:
         raise FirstPassFailed("timeout", "the solution, while it compiled, did not finish in time")
 
-    passes._first_pass = first_pass  # type: ignore[assignment]
+    passes._model_pass = first_pass  # type: ignore[assignment]
     found = source(passes)
     assert "graphs" not in found and found["uncompiled"] == "it did not finish in 600 s"
-    passes._first_pass = None  # type: ignore[assignment]
+    passes._model_pass = None  # type: ignore[assignment]
     assert source(passes) == found, "nor does a second pass, for another solution of the task"
     passes._uncompiled.clear()
     file = baselines_file(passes._settings, task().digest, importlib.metadata.version("torch"))

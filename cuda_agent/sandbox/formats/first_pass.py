@@ -13,40 +13,27 @@ import json
 import os
 import re
 import shutil
-import signal
 import stat
 import sys
 import tempfile
-import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.lease import Lease
 from cuda_agent.machine import processor
 from cuda_agent.sandbox.build import builder, toolchain
+from cuda_agent.sandbox.formats.first_pass_runner import FirstPassFailed, FirstPassRunner, too_much
 from cuda_agent.sandbox.formats.solution_format import FirstPassTime
-from cuda_agent.sandbox.jail import cgroups, jail, scratch
-from cuda_agent.sandbox.jail.descendants import deleted_bytes, descendants, memory_bytes, state
-from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError
-from cuda_agent.sandbox.jail.warm_parent import WarmParent, warm_parent
-from cuda_agent.sandbox.messages import FrameTooLarge, WorkerOperation
-from cuda_agent.sandbox.wire import NO_PROGRAMS, Status, Verdict, printable
+from cuda_agent.sandbox.jail import scratch
+from cuda_agent.sandbox.jail.processes import WorkerDied
+from cuda_agent.sandbox.wire import NO_PROGRAMS, Verdict
 from cuda_agent.tasks.task import Task
 
 _ASKS = re.compile(r"\b(load_inline|cpp_extension|triton|_inductor)\b|\btorch\s*\.\s*compile\b|\bimport\s+compile\b")
-# Limits for all its processes together. With torch's headers one compiler takes 2 GB, and a GPU's process as much.
-_MEMORY_MB = {"cpu": 4096, "cuda": 8192}
-_FILE_MB = 256
-_FOLDER = {"cpu": (512, 4096), "cuda": (2048, 32_768)}  # MB and files; Triton writes ten files for each kernel
-_LOOK = 0.3  # least seconds between checks of memory and folders; a check takes at most a twentieth of them
-_BREATH = {"cpu": 1.0, "cuda": 0.2}  # seconds between pauses for a timing
 _VERSION = 3
 _DOUBTED = ("wrong", "crash", "build_error")  # statuses that count only after a build with torch's own headers
 _STAND_INS = Path(__file__).parent / "stand_ins"
 _INCLUDE = re.compile(r"#\s*include\s*[<\"]((?:torch|ATen|c10|pybind11)(?!/headeronly|/dlpack)[\w/]*/\w+\.h)[>\"]")
-_IMPORTS = ("cuda_agent.sandbox.worker.compiling",)  # modules that the warm parent imports
 # Follows a task's code. A small model is compiled by one thread: passes run side by side, and TorchInductor's processes
 # take long to start. A large model has hundreds of kernels. Precisions are set as ``worker.reference`` sets them: a key
 # tells an implicit setting from an equal explicit one.
@@ -62,14 +49,6 @@ def ModelNew(*init):
     torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True
     return torch.compile(model)
 """
-
-
-class FirstPassFailed(Exception):
-    """A solution failed in its first pass by its own fault. ``status`` becomes the verdict's status."""
-
-    def __init__(self, status: Status, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def time_for_python(files: Mapping[str, str], device: str) -> FirstPassTime:
@@ -103,66 +82,29 @@ def _used_stand_ins(folder: Path) -> bool:
 
 
 class FirstPass:
-    """Runs first passes, at most ``parallel`` at a time and ``seconds`` long, and keeps their results below ``folder``.
-    ``scratch`` is a folder that jailed users can reach; ``lease`` is the folder of the timing lease."""
+    """Runs first passes, each at most ``seconds`` long, and keeps their results below ``folder``."""
 
-    def __init__(
-        self,
-        folder: Path,
-        scratch: Path,
-        lease: Path,
-        device: str,
-        threads: int,
-        seconds: float,
-        parallel: int = 2,
-        train_mode: bool = False,
-    ) -> None:
-        self._folder, self._scratch, self._lease = folder, scratch, lease
-        self._device, self._threads, self._seconds, self._train_mode = device, threads, seconds, train_mode
-        self._slots = asyncio.Semaphore(parallel)
-        self._parent: WarmParent | None = None
-        self._starting = threading.Lock()
+    def __init__(self, folder: Path, runner: FirstPassRunner, seconds: float) -> None:
+        self._folder, self._runner, self._seconds = folder, runner, seconds
 
     async def __call__(
-        self,
-        task: Task,
-        files: Mapping[str, str],
-        architecture: str,
-        more: Mapping[str, str],
-        own_headers: bool,
-        seconds: float | None = None,
+        self, task: Task, files: Mapping[str, str], architecture: str, more: Mapping[str, str], own_headers: bool
     ) -> dict[str, Any]:
         """Runs the first pass of a solution, unless the cache holds its results. Returns a dictionary of ``folder``,
         where the results are, and ``environment``, the variables with which the second pass (the judged run) finds
         them. ``more`` holds environment variables for both passes. With ``own_headers`` no stand-ins are offered, only
-        torch's own headers. ``seconds`` replaces the usual limit. Raises ``FirstPassFailed`` if the solution is at
-        fault, ``OSError`` if the machine is."""
-        async with self._slots:
-            limit = seconds or self._seconds
-            return await asyncio.to_thread(
-                self._cached, task, dict(files), architecture, dict(more), own_headers, limit
-            )
+        torch's own headers. Raises ``FirstPassFailed`` if the solution is at fault, ``OSError`` if the machine is."""
+        async with self._runner.slots:
+            return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more), own_headers)
 
     def _cached(
-        self,
-        task: Task,
-        files: dict[str, str],
-        architecture: str,
-        more: dict[str, str],
-        own_headers: bool,
-        seconds: float,
+        self, task: Task, files: dict[str, str], architecture: str, more: dict[str, str], own_headers: bool
     ) -> dict[str, Any]:
         environment = _toolchain(architecture) | more
         headers = {} if own_headers else stand_ins(files)
-        versions = [
-            _VERSION,
-            importlib.metadata.version("torch"),
-            sys.version,
-            processor(),
-            self._threads,
-            self._train_mode,
-        ]
-        parts = [versions, self._device, architecture, sorted(environment.items()), task.digest, sorted(files.items())]
+        runner, torch = self._runner, importlib.metadata.version("torch")
+        versions = [_VERSION, torch, sys.version, processor(), runner.threads, runner.train_mode]
+        parts = [versions, runner.device, architecture, sorted(environment.items()), task.digest, sorted(files.items())]
         parts += [sorted(headers.items())]
         name = hashlib.sha256(json.dumps([*parts, str(self._folder)]).encode(errors="surrogatepass")).hexdigest()
         folder = self._folder / name[:2] / name
@@ -173,95 +115,34 @@ class FirstPass:
             with open(folder.with_suffix(".lock"), "w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)  # another job or process may run the same solution
                 if not done.exists():
-                    self._make(folder, environment, task, files, headers, seconds)
+                    self._make(folder, environment, task, files, headers)
                     done.touch()
         return {"folder": str(folder), "environment": environment}
 
     def _make(
-        self,
-        folder: Path,
-        environment: dict[str, str],
-        task: Task,
-        files: dict[str, str],
-        headers: dict[str, str],
-        seconds: float,
+        self, folder: Path, environment: dict[str, str], task: Task, files: dict[str, str], headers: dict[str, str]
     ) -> None:
+        request = {"task": task.code, "code": files["model_new.py"], "headers": headers}
+
+        def run(**more: Any) -> None:
+            self._runner.run(folder, environment, request | more, self._seconds)
+
         try:
             _fill(folder, files)
-            request = {"task": task.code, "code": files["model_new.py"], "headers": headers}
             try:
-                self._run(folder, environment, request, seconds)
+                run()
             except FirstPassFailed as failure:
                 if _used_stand_ins(folder):  # only an error with torch's own headers counts
                     _fill(folder, files)
-                    self._run(folder, environment, request | {"headers": {}}, seconds)
+                    run(headers={})
                 elif isinstance(failure.__cause__, WorkerDied) and failure.__cause__.reason == "killed":
-                    self._run(
-                        folder, environment, request, seconds
-                    )  # the cause may be outside the solution: try once more
+                    run()  # the cause may be outside the solution: try once more
                 else:
                     raise
-            _freeze(folder, self._device)
+            _freeze(folder, self._runner.device)
         except BaseException:
             scratch.remove(folder)
             raise
-
-    def _run(self, folder: Path, environment: dict[str, str], request: dict[str, Any], seconds: float) -> None:
-        home = Path(tempfile.mkdtemp(prefix="worker-", dir=self._scratch))
-        python = sys.prefix, sys.base_prefix
-        policy = jail.JailPolicy(
-            read=(*jail.SYSTEM_READ, *python), write=(str(folder), str(home)), execute=(*jail.SYSTEM_EXECUTE, *python),
-            memory_mb=2 * _MEMORY_MB["cpu"] if self._device == "cpu" else 0,  # virtual memory of one process
-            processes=256, file_mb=_FILE_MB, cpu_seconds=int(seconds * self._threads) + 60, one_group=True,
-            shared_memory=self._device == "cuda", read_any=True,
-        )  # fmt: skip
-        options = {
-            "role": "first_pass", "threads": self._threads, "folder": str(folder), "device": self._device,
-            "train_mode": self._train_mode,
-            # gcc checks whether an unprivileged user can reach its temporary folder; a cache may lie in a private home
-            "environment": environment | {"TMPDIR": str(home)},
-        }  # fmt: skip
-        worker: JailedProcess | None = None
-        with _Hold(self._lease) as hold:
-            try:
-                watch = _watch((folder, home), hold, self._device)
-                worker = JailedProcess(
-                    self._warm(), options, policy, _MEMORY_MB[self._device], home, cgroups.find(), watch
-                )
-                worker.wait_started()
-                worker.seconds = seconds
-                answer = worker.call(WorkerOperation.RUN_FIRST_PASS, request)
-            except FrameTooLarge as error:
-                raise FirstPassFailed("build_error", f"the solution is {error}") from None
-            except (NotStarted, ConnectionError, ValueError) as lost:
-                self.close()
-                raise OSError(f"the first pass did not start: {lost}") from None
-            except WorkerDied as death:
-                status: Status = "timeout" if death.reason == "timeout" else "crash"
-                raise FirstPassFailed(status, f"the solution, while it compiled, {death}") from death
-            except WorkerError as error:
-                raise FirstPassFailed("build_error", str(error)) from None
-            finally:
-                if worker:
-                    with contextlib.suppress(ConnectionError):  # the warm parent has died, and the worker with it
-                        worker.kill()
-                scratch.remove(home)
-        if answer is not None:
-            raise FirstPassFailed("build_error", _explained(answer, folder))
-
-    def _warm(self) -> WarmParent:
-        with self._starting:
-            if self._parent is None:
-                parent = warm_parent(self._threads, self._scratch / "first-pass.log", _IMPORTS)
-                parent.wait_ready()
-                self._parent = parent
-            return self._parent
-
-    def close(self) -> None:
-        with self._starting:
-            if self._parent:
-                self._parent.close()
-            self._parent = None
 
 
 def stand_ins(files: Mapping[str, str]) -> dict[str, str]:
@@ -309,87 +190,10 @@ def _toolchain(architecture: str) -> dict[str, str]:
     return found
 
 
-class _Hold:
-    """Holds the timing lease in ``folder`` inside its context until ``release``: no kernel is timed meanwhile."""
-
-    def __init__(self, folder: Path) -> None:
-        self._lease = Lease(folder)
-        self._held = contextlib.ExitStack()
-        self.held = False
-
-    def __enter__(self) -> "_Hold":
-        self._acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-        self._lease.close()
-
-    def _acquire(self) -> None:
-        self._held.enter_context(self._lease.working())
-        self.held = True
-
-    def release(self) -> None:
-        self._held.close()
-        self.held = False
-
-    def pause(self) -> None:
-        """Releases the lease for a moment, so that waiting processes can time a kernel."""
-        self.release()
-        self._acquire()
-
-
-def _watch(folders: Sequence[Path], hold: _Hold, device: str) -> Callable[[JailedProcess], str]:
-    """Returns a function that the watchdog of a first pass calls again and again. The function returns ``memory`` or
-    ``disk`` if the worker exceeds that limit, otherwise an empty string. It also lets others time kernels. Every
-    ``_BREATH`` seconds it stops the worker while it calls ``hold.pause``. On a GPU it releases the lease for as long as
-    programs of the worker run: compilers do not use the device."""
-    breathed = time.monotonic()
-    look = breathed + _LOOK
-    devices = {folder.stat().st_dev for folder in folders}
-
-    def overrun(worker: JailedProcess) -> str:
-        nonlocal look, breathed
-        now = time.monotonic()
-        if device == "cuda" and _compiles(worker.pid):
-            hold.release()
-        elif not hold.held or now - breathed > _BREATH[device]:
-            _signal_group(worker, signal.SIGSTOP)
-            hold.pause()
-            _signal_group(worker, signal.SIGCONT)
-            breathed = time.monotonic()
-        if now > look:
-            begin = time.monotonic()
-            if sum(memory_bytes(pid)[1] for pid in descendants(worker.pid)) > _MEMORY_MB[device] << 20:
-                return "memory"
-            if any(_too_much(one, device) for one in folders):
-                return "disk"
-            if deleted_bytes(worker.pid, devices) > _FOLDER[device][0] << 20:
-                return "disk"
-            look = time.monotonic() + max(_LOOK, 20 * (time.monotonic() - begin))
-        return ""
-
-    return overrun
-
-
-def _compiles(pid: int) -> bool:
-    """Returns whether a program that the process ``pid`` started is running."""
-    return any(state(f"/proc/{child}/stat") in "RD" for child in descendants(pid))
-
-
-def _signal_group(worker: JailedProcess, number: int) -> None:
-    with contextlib.suppress(OSError):  # the worker joins its process group shortly after its start
-        os.killpg(worker.pid, number)
-
-
-def _too_much(folder: Path, device: str) -> str:
-    return scratch.too_much(folder, *_FOLDER[device])
-
-
 def _freeze(folder: Path, device: str) -> None:
     """Replaces ``folder`` by a copy that holds only its regular files and subfolders, owned by this process's user.
     Raises ``FirstPassFailed`` if ``folder`` exceeds its limit of bytes or files."""
-    if what := _too_much(folder, device):
+    if what := too_much(folder, device):
         raise FirstPassFailed("build_error", f"the solution left {what} where it compiled")
     staged = Path(tempfile.mkdtemp(dir=folder.parent))
     try:
@@ -414,10 +218,3 @@ def _copy(source: str, target: Path) -> None:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             shutil.copyfileobj(file, copy)
     target.chmod(0o644)
-
-
-def _explained(answer: Any, folder: Path) -> str:
-    """Returns the first compiler errors in the worker's ``answer``, or else the exception that the solution raised."""
-    said = answer if isinstance(answer, dict) else {}
-    log, error = (str(said.get(key, "")).replace(f"{folder}/", "") for key in ("log", "error"))
-    return builder.first_errors(log) if builder.has_errors(log) else printable(error)[:1200]

@@ -86,7 +86,6 @@ class Judge:
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
         self._workers = WorkerPool(settings)
-        self._lease = self._workers.lease
         self._prepared: OrderedDict[str, PreparedTask] = OrderedDict()
         self._latest = ""  # digest of the task that was asked for last
         self._trial: Trial | None = None
@@ -199,7 +198,8 @@ class Judge:
             if self.make_room(error):
                 return True
             prepared = self.prepared(request["task"])  # raises if the task or the device is at fault
-            prepared.oracle.outputs(prepared.entry(prepared.base).inputs)
+            with prepared.lease.working():
+                prepared.oracle.outputs(prepared.entry(prepared.base).inputs)
             verdict.status, verdict.message = "crash", f"beside the solution, and only there, the task fails: {error}"
             return True
         if is_best(verdict.seconds, prepared.best):
@@ -237,7 +237,7 @@ class Judge:
         deterministic = prepared.repeats()
         prepared.measure(compile)
         if prepared.mutants is None:
-            prepared.mutants = mutants.survey(prepared, self._lease)
+            prepared.mutants = mutants.survey(prepared)
         return Probe(
             error=prepared.baselines.compile_error if compile else "",
             deterministic=deterministic,

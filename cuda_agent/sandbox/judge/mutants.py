@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from cuda_agent.errors import TaskError
-from cuda_agent.lease import Lease
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
 from cuda_agent.sandbox.judge.reference_client import TaskKilled
 from cuda_agent.sandbox.wire import ROUNDING
@@ -65,7 +64,7 @@ def _with_one_of_another(prepared: PreparedTask, position: int) -> Callable[[Poo
     return make
 
 
-def survey(prepared: PreparedTask, lease: Lease) -> dict[str, float | None]:
+def survey(prepared: PreparedTask) -> dict[str, float | None]:
     """Returns for each mutant the least tolerance that accepts it on all inputs, or ``None`` if the sandbox's tolerance
     rejects it. Leaves out mutants that the reference cannot compute, and compares those in ``ROUNDING`` on one input
     only. Raises ``TaskError`` if the task itself fails."""
@@ -73,21 +72,21 @@ def survey(prepared: PreparedTask, lease: Lease) -> dict[str, float | None]:
     pending = list(_mutants(prepared))
     for number in range(prepared.base, prepared.base + prepared.settings.checks):
         entry, other = prepared.entry(number), prepared.entry(number + 1)
-        with lease.working():
+        with prepared.lease.working():
             prepared.oracle.outputs(entry.inputs)
         for mutant in pending:
-            try:
-                with lease.working():
+            with prepared.lease.working():
+                try:
                     outputs = mutant.make(entry, other)
-            except TaskKilled:
-                raise
-            except TaskError:
-                if not prepared.oracle.alive:
-                    return found  # the judge prepares the task anew when it is asked again
-                continue
-            if outputs is not None:
-                least = _least_tolerance(prepared, mutant.wrong, entry.outputs, outputs)
-                found[mutant.name] = None if least is None else max(least, found.get(mutant.name) or 0.0)
+                except TaskKilled:
+                    raise
+                except TaskError:
+                    if not prepared.oracle.alive:
+                        return found  # the judge prepares the task anew when it is asked again
+                    continue
+                if outputs is not None:
+                    least = _least_tolerance(prepared, mutant.wrong, entry.outputs, outputs)
+                    found[mutant.name] = None if least is None else max(least, found.get(mutant.name) or 0.0)
         pending = [mutant for mutant in pending if found.get(mutant.name) and mutant.name not in ROUNDING]
         if not pending:
             break

@@ -14,7 +14,6 @@ import secrets
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,7 +87,8 @@ def read_baselines(file: Path) -> Baselines:
 
 
 class PreparedTask:
-    """A task that is ready for candidates. Methods that run its reference raise ``TaskError`` if the task fails."""
+    """A task that is ready for candidates. Methods that run its reference raise ``TaskError`` if the task fails. They
+    hold ``lease``, the timing lease: nothing else is timed meanwhile."""
 
     def __init__(self, code: str, digest: str, workers: WorkerPool) -> None:
         settings = workers.settings
@@ -101,12 +101,12 @@ class PreparedTask:
         self._workers = workers
         self._code = code
         self._digest = digest
-        self._lease = workers.lease
+        self.lease = workers.lease
         self.weights_seed = self._seed(-1)  # no inputs are drawn from this seed
         self.best: float | None = None  # seconds of the fastest solution that a new context has confirmed
         self.mutants: dict[str, float | None] | None = None  # see ``mutants.survey``; None: not asked yet
         self.graphs = self.uncompiled = ""  # see ``TaskSource``
-        with self._lease.working():
+        with self.lease.working():
             self.oracle = ReferenceClient(workers.reference(), code, self.weights_seed, settings)
         self.spec = self.oracle.spec
         self._call_bytes = size = call_bytes(self.spec)
@@ -126,7 +126,7 @@ class PreparedTask:
     def draw_weights(self) -> None:
         """Draws the weights of the next trial if needed. With simulated times all trials share the same weights."""
         if self._plain:
-            with self._lease.working():
+            with self.lease.working():
                 changed = self.oracle.draw_weights(self._variation())
             self._weights += changed
             self._plain = False
@@ -139,9 +139,10 @@ class PreparedTask:
         slots = memory.chained_slots(self._call_bytes) if chains else memory.slots(self._call_bytes)
         areas = areas or (self._workers.areas.take if self.settings.device == "cpu" else None)
         made = {"areas": areas} if areas else {}
-        buffers = memory.Buffers(self.spec, slots=slots, fixed=self._fixed, **made)
-        self.draw_weights()
-        buffers.set_weights(self.oracle.weights)
+        with self.lease.working():
+            buffers = memory.Buffers(self.spec, slots=slots, fixed=self._fixed, **made)
+            self.draw_weights()
+            buffers.set_weights(self.oracle.weights)
         return buffers
 
     def _variation(self) -> int | None:
@@ -170,18 +171,14 @@ class PreparedTask:
         for index in ahead:
             self.entry(index)
 
-    def _working(self, timing: bool) -> AbstractContextManager[None]:
-        """Holds the lease for work with the reference, unless the caller already holds it for ``timing``."""
-        return contextlib.nullcontext() if timing else self._lease.working()
-
     def _drawn(self, index: int) -> PoolEntry | None:
         entry = self._pool.get(index % self.pool_size)
         return entry if entry and entry.index == index else None
 
-    def _draw(self, numbers: Sequence[int], timing: bool = False) -> None:
+    def _draw(self, numbers: Sequence[int]) -> None:
         """Draws the inputs of the pool entries with these ``numbers``. On a GPU also computes their outputs."""
         seeds = [self._seed(number) for number in numbers]
-        with self._working(timing or not seeds):
+        with self.lease.working():
             if self.settings.device == "cuda":
                 drawn, weights = self.oracle.examples(seeds), self._weights
             else:
@@ -189,14 +186,14 @@ class PreparedTask:
         for number, example in zip(numbers, drawn, strict=True):
             self._pool[number % self.pool_size] = PoolEntry(number, *example, weights=weights)
 
-    def entry(self, index: int, timing: bool = False) -> PoolEntry:
+    def entry(self, index: int) -> PoolEntry:
         """Returns the pool entry with the number ``index`` (from 0), with outputs for the current weights. Draws a
-        missing entry and, on a GPU, the next ones, too. ``timing``: the caller holds the timing lease."""
+        missing entry and, on a GPU, the next ones, too."""
         if (entry := self._drawn(index)) is None:
-            self._draw(range(index, index + min(self.oracle.batch, self.pool_size)), timing)
+            self._draw(range(index, index + min(self.oracle.batch, self.pool_size)))
             entry = self._pool[index % self.pool_size]
         if entry.weights != self._weights:
-            with self._working(timing):
+            with self.lease.working():
                 entry.outputs, entry.weights = self.oracle.outputs(entry.inputs), self._weights
         return entry
 
@@ -204,7 +201,7 @@ class PreparedTask:
         """Draws new inputs of ``kind`` (``wire.KINDS``). Returns them with eager's outputs and exact outputs (float64),
         or ``None`` if the task has no such inputs. Inputs without finite exact outputs count only if ``normal``."""
         self._fresh += 1
-        with self._lease.working():
+        with self.lease.working():
             inputs = self.oracle.inputs(self._seed(-1 - self._fresh), kind)
             if inputs is None:
                 return None
@@ -224,15 +221,15 @@ class PreparedTask:
 
     def outputs_at(self, inputs: list[Any], precision: str) -> list[Any]:
         """Returns eager's outputs for ``inputs`` at ``precision`` (default, fp32, tf32 or bf16)."""
-        with self._lease.working(), at_precision(self.oracle, precision):
+        with self.lease.working(), at_precision(self.oracle, precision):
             return self.oracle.outputs(inputs)
 
     def repeats(self) -> bool:
         """Returns whether the reference computes the same outputs again for the same inputs, within the tolerance."""
-        first = self.entry(self.base)
-        with self._lease.working():
+        with self.lease.working():
+            first = self.entry(self.base)
             again = self.oracle.outputs(first.inputs)
-        return not self.memory.mismatch(first.outputs, again, self.spec.outputs, self.settings.tolerance)[0]
+            return not self.memory.mismatch(first.outputs, again, self.spec.outputs, self.settings.tolerance)[0]
 
     def compiled(self, mode: str, precision: str) -> ReferenceClient:
         """Returns a new reference client that runs the model compiled with torch.compile's ``mode``; the caller closes
@@ -242,7 +239,7 @@ class PreparedTask:
         inputs = self.entry(self.base).inputs
         graphs = self.graphs if not mode and Path(self.graphs).is_dir() else ""
         worker, known = self._workers.compiler(graphs)
-        with self._lease.working(), contextlib.ExitStack() as failed:
+        with self.lease.working(), contextlib.ExitStack() as failed:
             oracle = ReferenceClient(worker, self._code, self.weights_seed, self.settings)
             failed.callback(oracle.close)
             oracle.precision(precision)
@@ -260,7 +257,8 @@ class PreparedTask:
     def measure(self, compile: bool) -> None:
         """Measures missing baselines: eager and, if ``compile``, torch.compile. Computes simulated times instead."""
         if self._fixed:
-            counts = self.oracle.count(self.entry(0).inputs)
+            with self.lease.working():
+                counts = self.oracle.count(self.entry(0).inputs)
             self.baselines.eager = cost.eager(*counts, self.settings.threads)
             self.baselines.compile = cost.compiled(self.spec, *counts, self.settings.threads)
             self.baselines.compile_tried = True
@@ -274,7 +272,8 @@ class PreparedTask:
             self.save()
         if compile and (base := self.baselines).views is None:
             try:
-                base.flops, base.written, base.views = self.oracle.account(self.entry(self.base).inputs)
+                with self.lease.working():
+                    base.flops, base.written, base.views = self.oracle.account(self.entry(self.base).inputs)
             except TaskError:
                 if not self.oracle.alive:
                     raise
@@ -288,7 +287,7 @@ class PreparedTask:
             return roofline.of_gpu()
         key = f"{processor()}-{self.settings.threads}"
         file = Path(self.settings.cache) / "peaks" / f"{key}.json"
-        return roofline.of_cpu(self.settings.threads, file, self._lease.timing, again)
+        return roofline.of_cpu(self.settings.threads, file, self.lease.timing, again)
 
     def below_physical_floor(self, seconds: float) -> str:
         """Returns why the device cannot write the reference's outputs in ``seconds``; an empty string if it can."""
@@ -356,7 +355,7 @@ class PreparedTask:
             return oracle.seconds(inputs)
 
         workers = [oracle.worker for oracle in oracles if self.settings.device == "cpu"]
-        with self._lease.timing(), taking_turns(*workers) as turn:
+        with self.lease.timing(), taking_turns(*workers) as turn:
             empty = float("inf")
             for oracle in oracles:
                 for inputs in entries[:2]:

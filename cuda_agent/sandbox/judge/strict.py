@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -43,7 +43,8 @@ def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
     for precision in _PRECISIONS[device]:
         oracle.precision(precision)
         if entry.exact is not None:
-            found["errors"][precision] = error(prepared, oracle.outputs(entry.inputs), entry.exact)
+            with prepared.lease.working():
+                found["errors"][precision] = error(prepared, oracle.outputs(entry.inputs), entry.exact)
             if precision != "fp32" and found["errors"][precision] == found["errors"]["fp32"]:
                 del found["errors"][precision]  # the task does not depend on the precision
                 continue
@@ -87,35 +88,34 @@ def check(
     for number, kind in enumerate(itertools.chain(KINDS, itertools.repeat("normal"))):
         if number >= len(KINDS) and count >= _INPUTS:
             break
-        entry = prepared.fresh(kind)
-        if entry is None:
-            said["skipped"].append(kind)
-            continue
-        count += 1
-        outputs = call(entry, f"on inputs of the kind {kind!r}")
-        message, _ = prepared.memory.mismatch(entry.outputs, outputs, prepared.spec.outputs, tolerance, math.inf)
-        mine = eagers = None
-        if entry.exact is not None:
-            mine, eagers = error(prepared, outputs, entry.exact), error(prepared, entry.outputs, entry.exact)
-            said["error"], said["eager_error"] = max(said["error"], mine), max(said["eager_error"], eagers)
-        eager_at = partial(prepared.outputs_at, entry.inputs)
-        if message and not (mine is not None and _as_good_as_eager(prepared, entry.exact or [], mine, eager_at)):
-            return said, f"inputs of the kind {kind!r}: {message}"
-        said["kinds"][kind] = mine
-        if kind == "normal" and number == 0:
-            again = call(entry, "a second time on the same inputs")
-            said["repeatable"] = prepared.memory.same(outputs, again)
+        with prepared.lease.working():
+            entry = prepared.fresh(kind)
+            if entry is None:
+                said["skipped"].append(kind)
+                continue
+            count += 1
+            outputs = call(entry, f"on inputs of the kind {kind!r}")
+            message, _ = prepared.memory.mismatch(entry.outputs, outputs, prepared.spec.outputs, tolerance, math.inf)
+            mine = eagers = None
+            if entry.exact is not None:
+                mine, eagers = error(prepared, outputs, entry.exact), error(prepared, entry.outputs, entry.exact)
+                said["error"], said["eager_error"] = max(said["error"], mine), max(said["eager_error"], eagers)
+            if message and (mine is None or not _as_good_as_eager(prepared, entry, mine)):
+                return said, f"inputs of the kind {kind!r}: {message}"
+            said["kinds"][kind] = mine
+            if kind == "normal" and number == 0:
+                again = call(entry, "a second time on the same inputs")
+                said["repeatable"] = prepared.memory.same(outputs, again)
     said["inputs"] = count
     return said, ""
 
 
-def _as_good_as_eager(
-    prepared: PreparedTask, exact: list[Any], mine: float, outputs_at: Callable[[str], list[Any]]
-) -> bool:
-    """Returns whether the candidate's error ``mine`` is at most ``_AS_GOOD`` times eager's error at some precision.
-    This helps where large terms cancel out, so that eager's rounding error alone exceeds the tolerance."""
+def _as_good_as_eager(prepared: PreparedTask, entry: PoolEntry, mine: float) -> bool:
+    """Returns whether the candidate's error ``mine`` on ``entry``, which has exact outputs, is at most ``_AS_GOOD``
+    times eager's error at some precision. This helps where large terms cancel out, so that eager's rounding error alone
+    exceeds the tolerance."""
     return any(
-        mine <= _AS_GOOD * error(prepared, outputs_at(precision), exact)
+        mine <= _AS_GOOD * error(prepared, prepared.outputs_at(entry.inputs, precision), entry.exact or [])
         for precision in _PRECISIONS[prepared.settings.device]
         if precision in _TIMED
     )
@@ -124,18 +124,12 @@ def _as_good_as_eager(
 def excused(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any]) -> bool:
     """Returns whether ``outputs`` beyond the tolerance are right nevertheless: their error is a small multiple of
     eager's. The caller holds the timing lease, and has set the reference to fp32."""
-    oracle = prepared.oracle
-    oracle.outputs(entry.inputs)
+    prepared.oracle.outputs(entry.inputs)
     exact = prepared.exact(entry.inputs)
     if exact is None:
         return False
-
-    def outputs_at(precision: str) -> list[Any]:
-        oracle.precision(precision)
-        return oracle.outputs(entry.inputs)
-
-    good = _as_good_as_eager(prepared, exact, error(prepared, outputs, exact), outputs_at)
-    oracle.precision("fp32")
+    good = _as_good_as_eager(prepared, replace(entry, exact=exact), error(prepared, outputs, exact))
+    prepared.oracle.precision("fp32")
     return good
 
 

@@ -179,11 +179,11 @@ class Trial:
         workers = (worker, oracle.worker) if self._settings.device == "cpu" else ()
         with self._lease.timing(), taking_turns(*workers) as turn:
             turn(oracle.worker)
-            first = prepared.entry(prepared.base, timing=True).inputs
+            first = prepared.entry(prepared.base).inputs
             empty = prepared.empty_call(oracle, first)
 
             def candidate() -> tuple[list[Any], float]:
-                entry = self._take(timing=True)
+                entry = self._take()
                 turn(worker)
                 with self._judged("in a timed call"):
                     seconds, outputs = self._timed(entry.inputs)
@@ -270,17 +270,16 @@ class Trial:
         if worker is None or not worker.alive:
             return None, "the solution has ended"
         try:
-            entry = self._take()
-            worker.stop()
-            slot = secrets.randbelow(len(self._buffers.slots))
-            self._buffers.fill(slot, entry.inputs)
-            if not first:
-                worker.seconds = min(self._settings.run_seconds, _OBSERVE_SECONDS)
             with self._lease.working():
+                entry = self._take()
+                worker.stop()
+                slot = secrets.randbelow(len(self._buffers.slots))
+                self._buffers.fill(slot, entry.inputs)
+                if not first:
+                    worker.seconds = min(self._settings.run_seconds, _OBSERVE_SECONDS)
                 told = worker.call(operation, slot=slot)
-                outputs = self._buffers.written(slot)
-            tensors = self._prepared.spec.outputs
-            wrong = self._memory.mismatch(entry.outputs, outputs, tensors, self._settings.tolerance)[0]
+                outputs, tensors = self._buffers.written(slot), self._prepared.spec.outputs
+                wrong = self._memory.mismatch(entry.outputs, outputs, tensors, self._settings.tolerance)[0]
         except (WorkerDied, WorkerError, TaskError, driver.DriverError) as error:
             return None, str(error)
         return (None, f"another answer while it was observed: {wrong}") if wrong else (told, "")
@@ -348,9 +347,9 @@ class Trial:
 
     # ------------------------------------------------------------------------------------------------------------ calls
 
-    def _take(self, timing: bool = False) -> PoolEntry:
-        """Returns the next pool entry, which the candidate has not seen. ``timing``: the caller holds the lease."""
-        entry = self._prepared.entry(self._next, timing)
+    def _take(self) -> PoolEntry:
+        """Returns the next pool entry, which the candidate has not seen."""
+        entry = self._prepared.entry(self._next)
         self._next += 1
         return entry
 
@@ -371,7 +370,7 @@ class Trial:
     def _chain(self, count: int, delay: int) -> tuple[float, float]:
         """Runs ``count`` calls on different inputs after a delay in units of ``DELAY_UNIT``, and checks their outputs.
         Returns the wall seconds, and the host's seconds to enqueue the chain."""
-        entries = [self._take(timing=True) for _ in range(count)]
+        entries = [self._take() for _ in range(count)]
         assert self._worker
         self._worker.stop()
         for slot, entry in enumerate(entries):

@@ -18,7 +18,7 @@ import pytest
 
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox.build import toolchain
-from cuda_agent.sandbox.formats import first_pass
+from cuda_agent.sandbox.formats import first_pass, first_pass_runner
 from cuda_agent.sandbox.jail.descendants import descendants
 from cuda_agent.sandbox.judge.prepared import PreparedTask
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
@@ -206,7 +206,7 @@ def test_a_first_pass_that_fails_costs_its_solution_only(
     running: Running, monkeypatch: pytest.MonkeyPatch, prepare: str, forward: str, status: str, said: str
 ) -> None:
     monkeypatch.setattr(running.sandbox._first_pass, "_seconds", 2.0 if status == "timeout" else 20.0)
-    monkeypatch.setitem(first_pass._MEMORY_MB, "cpu", 1000 if said == "processes" else 300)
+    monkeypatch.setitem(first_pass_runner._MEMORY_MB, "cpu", 1000 if said == "processes" else 300)
     before = kept(running)
     verdict = running.evaluate(task(), solution(ASKS + prepare, forward))
     assert verdict.status == status and said in verdict.message, verdict
@@ -365,8 +365,8 @@ def test_a_gpus_kernels_are_timed_while_a_first_pass_compiles(tmp_path: Path) ->
             time.sleep(0.01)
 
     try:
-        with first_pass._Hold(tmp_path) as hold:
-            overrun = first_pass._watch((tmp_path,), hold, "cuda")
+        with first_pass_runner._Hold(tmp_path) as hold:
+            overrun = first_pass_runner._watch((tmp_path,), hold, "cuda")
             look_until(lambda: not hold.held)
             thread = threading.Thread(target=time_a_kernel)
             thread.start()

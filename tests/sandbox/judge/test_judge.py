@@ -149,7 +149,7 @@ def test_what_lacks_memory_in_the_judge_is_tried_again_alone_and_is_then_the_tas
     judge.settings = replace(judge.settings, device="cuda")
     other, full = judge.prepared(source("other")), driver.DriverError(2, "cuMemAlloc_v2")
 
-    def no_room(self: Any, index: int, timing: bool = False) -> Any:
+    def no_room(self: Any, index: int) -> Any:
         raise full
 
     trials.script = [full]

@@ -1,0 +1,50 @@
+"""The timing lease: no process works while another times a kernel, and one handle may nest its contexts."""
+
+import fcntl
+from pathlib import Path
+
+import pytest
+
+from cuda_agent.lease import Lease
+
+
+def free_for(folder: Path, kind: int) -> bool:
+    """Whether another process could lock the lease now (``LOCK_SH`` to work, ``LOCK_EX`` to time)."""
+    with open(folder / "lease.lock") as lock:
+        try:
+            fcntl.flock(lock, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def test_others_may_work_beside_work_and_not_beside_a_timing(tmp_path: Path) -> None:
+    lease = Lease(tmp_path)
+    with lease.working():
+        assert free_for(tmp_path, fcntl.LOCK_SH) and not free_for(tmp_path, fcntl.LOCK_EX)
+    with lease.timing():
+        assert not free_for(tmp_path, fcntl.LOCK_SH)
+    assert free_for(tmp_path, fcntl.LOCK_EX)
+
+
+def test_work_inside_a_timing_leaves_the_timing_undisturbed(tmp_path: Path) -> None:
+    lease = Lease(tmp_path)
+    with lease.timing():
+        with lease.working(), lease.timing():
+            assert not free_for(tmp_path, fcntl.LOCK_SH)
+        assert not free_for(tmp_path, fcntl.LOCK_SH)
+    with lease.working():
+        with lease.working():
+            pass
+        assert not free_for(tmp_path, fcntl.LOCK_EX)
+    assert free_for(tmp_path, fcntl.LOCK_EX)
+
+
+def test_a_timing_inside_work_is_an_error_and_no_deadlock(tmp_path: Path) -> None:
+    lease = Lease(tmp_path)
+    with lease.working(), pytest.raises(RuntimeError, match="inside work"), lease.timing():
+        pass
+    with pytest.raises(ZeroDivisionError), lease.timing():
+        1 / 0  # noqa: B018
+    with lease.timing():
+        assert not free_for(tmp_path, fcntl.LOCK_SH)
