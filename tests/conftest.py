@@ -1,6 +1,8 @@
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -26,6 +28,22 @@ def pytest_collection_finish() -> None:
 def _made_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     own = tmp_path_factory.getbasetemp()
     made_once.keep_in((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "made-once")
+
+
+@pytest.fixture(scope="module")
+def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A running sandbox (``Running``) on the GPU. Skips the test without a GPU."""
+    from cuda_agent.config import SandboxConfig
+    from cuda_agent.sandbox import driver
+    from tests.sandbox.conftest import Running  # no other test needs these imports
+
+    try:
+        driver.open_device()
+    except driver.NoDevice:
+        pytest.skip("no GPU")
+    running = Running(SandboxConfig(device="cuda", memory_mb=4096), tmp_path_factory.mktemp("cuda"))
+    yield running
+    running.close()
 
 
 # What takes longest, in order.  `make test` gives a process whole files, so that the servers, sandboxes and control

@@ -1,14 +1,11 @@
 """The sandbox on a GPU: verdicts of plans and of Python, and what a kernel must not reach."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from cuda_agent.config import SandboxConfig
 from cuda_agent.optimize.verdict_text import verdict_lines
-from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.wire import Solution
 from tests.sandbox import published
 from tests.sandbox.conftest import CHAIN, Running, task
@@ -42,17 +39,6 @@ LARGE = CHAIN.replace("torch.randn(32, 128)", "torch.randn(4096, 4096)")
 
 def plan(kernel: str = KERNEL, nodes: Any = PLAN) -> Solution:
     return Solution("plan", {"plan.json": json.dumps(nodes), "kernels/chain.cu": kernel})
-
-
-@pytest.fixture(scope="module")
-def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    try:
-        driver.open_device()
-    except driver.NoDevice:
-        pytest.skip("no GPU")
-    running = Running(SandboxConfig(device="cuda", memory_mb=4096), tmp_path_factory.mktemp("cuda"))
-    yield running
-    running.close()
 
 
 @pytest.mark.parametrize("code", [CHAIN, LARGE], ids=["small", "large"])

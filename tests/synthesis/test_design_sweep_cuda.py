@@ -1,15 +1,13 @@
 """The sweep on a GPU: times of real designs, and what becomes of designs that are wrong or break the context."""
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from cuda_agent.config import SandboxConfig
 from cuda_agent.lease import Lease
-from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.wire import Solution, TaskSpec
 from cuda_agent.synthesis.cuda_kernels import KERNEL
 from cuda_agent.synthesis.design_sweep import Sweep, draw_designs
@@ -22,17 +20,6 @@ pytestmark = pytest.mark.gpu
 
 ROWS = make_task(FamilySpec((("tanh", None),), "layer_norm", 2048, 4096))
 CHAIN = make_task(FamilySpec((("mish", None), ("mul_y", None)), None, 1024, 999))
-
-
-@pytest.fixture(scope="module")
-def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    try:
-        driver.open_device()
-    except driver.NoDevice:
-        pytest.skip("no GPU")
-    running = Running(SandboxConfig(device="cuda", memory_mb=4096), tmp_path_factory.mktemp("cuda"))
-    yield running
-    running.close()
 
 
 class Spoiling:

@@ -30,7 +30,7 @@ from cuda_agent.sandbox.wire import NO_PROGRAMS, Verdict
 from cuda_agent.tasks.task import Task
 
 _ASKS = re.compile(r"\b(load_inline|cpp_extension|triton|_inductor)\b|\btorch\s*\.\s*compile\b|\bimport\s+compile\b")
-_VERSION = 3
+_VERSION = 4
 _DOUBTED = ("wrong", "crash", "build_error")  # statuses that count only after a build with torch's own headers
 _STAND_INS = Path(__file__).parent / "stand_ins"
 _INCLUDE = re.compile(r"#\s*include\s*[<\"]((?:torch|ATen|c10|pybind11)(?!/headeronly|/dlpack)[\w/]*/\w+\.h)[>\"]")

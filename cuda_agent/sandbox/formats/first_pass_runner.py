@@ -20,7 +20,7 @@ from cuda_agent.sandbox.build import builder
 from cuda_agent.sandbox.jail import cgroups, jail, scratch
 from cuda_agent.sandbox.jail.descendants import deleted_bytes, descendants, memory_bytes, state
 from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError
-from cuda_agent.sandbox.jail.warm_parent import WarmParent, warm_parent
+from cuda_agent.sandbox.jail.warm_parent import WarmParent, compiling_parent, warm_parent
 from cuda_agent.sandbox.messages import FrameTooLarge, WorkerOperation
 from cuda_agent.sandbox.wire import Status, printable
 
@@ -30,7 +30,6 @@ _FILE_MB = 256
 _FOLDER = {"cpu": (512, 4096), "cuda": (2048, 32_768)}  # MB and files; Triton writes ten files for each kernel
 _LOOK = 0.3  # least seconds between checks of memory and folders; a check takes at most a twentieth of them
 _BREATH = {"cpu": 1.0, "cuda": 0.2}  # seconds between pauses for a timing
-_IMPORTS = ("cuda_agent.sandbox.worker.compiling",)  # modules that the warm parent imports
 
 
 class FirstPassFailed(Exception):
@@ -102,9 +101,8 @@ class FirstPassRunner:
     def _warm(self) -> WarmParent:
         with self._starting:
             if self._parent is None:
-                parent = warm_parent(self.threads, self._scratch / "first-pass.log", _IMPORTS)
-                parent.wait_ready()
-                self._parent = parent
+                log = self._scratch / "first-pass.log"
+                self._parent = compiling_parent(lambda imports: warm_parent(self.threads, log, imports))
             return self._parent
 
     def close(self) -> None:

@@ -22,6 +22,9 @@ KEEPING_MEMORY = {
     "MALLOC_TOP_PAD_": str(16 << 20),
 }
 _PACKAGE = Path(__file__).resolve().parents[3]
+# Imported by warm parents of workers that compile. The second import takes most of the time of a small model's
+# compilation if its graph is cached.
+_COMPILING = ("cuda_agent.sandbox.worker.compiling", "torch._inductor.compile_fx")
 
 
 def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmParent":
@@ -50,6 +53,18 @@ def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmPa
     return WarmParent(process.pid, ours, end)
 
 
+def compiling_parent(start: Callable[[Sequence[str]], "WarmParent"]) -> "WarmParent":
+    """Returns a ready warm parent of workers that compile; ``start`` starts a warm parent with the given imports. Some
+    version of torch may open the GPU at an import: then workers import this module themselves."""
+    parent = start(_COMPILING)
+    parent.wait_ready()
+    if parent.opened_gpu:
+        parent.close()
+        parent = start(_COMPILING[:1])
+        parent.wait_ready()
+    return parent
+
+
 class WarmParent:
     """A process that imports torch and forks workers. Thread-safe. Methods raise ``ConnectionError`` after its end."""
 
@@ -59,6 +74,7 @@ class WarmParent:
         self._end = end
         self._turn = threading.Lock()
         self.torch = ""  # torch's version, once the parent is ready
+        self.opened_gpu = False  # whether it opened the GPU, so that its workers cannot use the GPU
 
     def wait_ready(self) -> None:
         """Blocks until the parent has imported torch. Raises ``RuntimeError`` if it then has more than one thread."""
@@ -67,7 +83,7 @@ class WarmParent:
         answer = receive_frame(self._socket).body
         if answer["threads"] != 1:
             raise RuntimeError(f"the warm parent has {answer['threads']} threads: its children could hang")
-        self.torch = answer["torch"]
+        self.torch, self.opened_gpu = answer["torch"], answer["opened_gpu"]
 
     def fork(self, options: Mapping[str, Any], fds: Sequence[int]) -> int:
         """Forks a worker, whose socket is the first of ``fds``. Returns its process id."""

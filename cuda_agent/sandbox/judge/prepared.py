@@ -232,7 +232,7 @@ class PreparedTask:
 
     def compiled(self, mode: str, precision: str) -> ReferenceClient:
         """Returns a new reference client that runs the model compiled with torch.compile's ``mode``; the caller closes
-        it. Raises ``WorkerError`` if torch.compile fails or once took too long, and ``WorkerDied`` if the worker dies."""
+        it. Raises ``WorkerError`` if torch.compile fails or took too long before, ``WorkerDied`` if the worker dies."""
         if self.baselines.compile_error.endswith(TOO_LONG):
             raise WorkerError(TOO_LONG)
         inputs = self.entry(self.base).inputs

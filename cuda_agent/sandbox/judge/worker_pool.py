@@ -18,13 +18,12 @@ from cuda_agent.lease import Lease
 from cuda_agent.machine import processor
 from cuda_agent.sandbox.jail import cgroups, jail
 from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError, within
-from cuda_agent.sandbox.jail.warm_parent import WarmParent, warm_parent
+from cuda_agent.sandbox.jail.warm_parent import WarmParent, compiling_parent, warm_parent
 from cuda_agent.sandbox.judge.memory import buffers
 from cuda_agent.sandbox.judge.reference_client import ReferenceClient
 from cuda_agent.sandbox.judge.shared_context import SharedContext
 from cuda_agent.sandbox.messages import JudgeSettings
 
-_COMPILING = "cuda_agent.sandbox.worker.compiling"  # imported by the warm parent of compiling workers, never here
 _KNOWN = 2  # version of the folder that compiling workers share
 # MB and number of files in the folders of reference workers, without and with the right to compile: on a GPU
 # max-autotune keeps some files of each of the dozens of kernels that it tries for a matrix product.
@@ -113,8 +112,7 @@ class WorkerPool:
     def _parent_that_compiles(self) -> WarmParent:
         if self._compiling is None:
             assert self.torch  # ready
-            self._compiling = self._plain.branch((_COMPILING,))
-            self._compiling.wait_ready()
+            self._compiling = compiling_parent(self._plain.branch)
         return self._compiling
 
     def _start_compiler(self, home: Path, read: tuple[str, ...] = ()) -> JailedProcess:

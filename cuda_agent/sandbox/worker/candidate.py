@@ -17,6 +17,7 @@ from cuda_agent.sandbox.worker import library_nodes, observe
 from cuda_agent.sandbox.worker.binding import OnlyTheExtension, Outputs, load_module
 from cuda_agent.sandbox.worker.loop import WorkerLoop, build_model
 from cuda_agent.sandbox.worker.replay import play_back
+from cuda_agent.sandbox.worker.same_files import with_own_tmp
 from cuda_agent.sandbox.worker.shared_tensors import Slots, flatten, map_memory, owned, rebuild, store, zeros
 from cuda_agent.sandbox.worker.triton_rule import only_triton
 from cuda_agent.sandbox.worker.values.weights import PlainWeights
@@ -96,10 +97,13 @@ class Candidate(WorkerLoop):
         outputs = Outputs([self._slots.output_tensors(slot) for slot in numbers], self._options["device"])
         if "library" in frame.body:
             sys.modules["cuda_extension"] = load_module(frame.body["library"], outputs)
+        code = frame.body["code"]
         if frame.body.get("place"):
-            play_back(Path(frame.body["place"]["folder"]))
+            place = Path(frame.body["place"]["folder"])
+            play_back(place)
+            code = with_own_tmp(code, place)
         torch.manual_seed(frame.body["seed"])
-        model = build_model(frame.body["code"], [item["value"] for item in spec["init"]], self._options)
+        model = build_model(code, [item["value"] for item in spec["init"]], self._options)
         weights = self._slots.weight_tensors()
         rule = RULES[self._options["rule"]](outputs)
         given_places, views = self._slots.given, self._options["views"]

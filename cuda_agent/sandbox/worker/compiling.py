@@ -21,8 +21,7 @@ with contextlib.suppress(Exception):
     from triton.runtime.cache import triton_key
 
     triton_key()
-if not any(Path("/dev").glob("nvidia*")):  # these imports query a GPU, and then no fork can use it
-    import torch._inductor.compile_fx
+if not any(Path("/dev").glob("nvidia*")):  # this import queries a GPU, and then no fork can use it
     import torch.utils.cpp_extension  # noqa: F401
 
 

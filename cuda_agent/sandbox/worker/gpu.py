@@ -3,8 +3,10 @@
 In the plan format all host code is the sandbox's, so the CUDA events that time a call can be trusted. In the other
 formats the solution shares this process, so the judge checks the event times against its own clock."""
 
+import contextlib
 import ctypes
 import math
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -33,6 +35,16 @@ def open_gpu() -> None:
     torch.zeros(1, device="cuda")
     torch.cuda._sleep(1)
     torch.cuda.synchronize()
+
+
+def is_open(devices: str = "/dev/nvidia") -> bool:
+    """Returns whether this process has opened a GPU, whose files begin with ``devices``: then its forks cannot use the
+    GPU."""
+    names: list[str] = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            names.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return any(name.startswith(devices) for name in names)
 
 
 class DeviceClock:

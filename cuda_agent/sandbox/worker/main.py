@@ -48,7 +48,8 @@ def _serve(control: socket.socket, imports: Sequence[str]) -> None:
     gc.freeze()
     gc.enable()
     threads = len(os.listdir("/proc/self/task"))
-    send_frame(control, Reply.RESULT, {"threads": threads, "torch": torch.__version__})
+    ready = {"threads": threads, "torch": torch.__version__, "opened_gpu": gpu.is_open()}
+    send_frame(control, Reply.RESULT, ready)
     children: set[int] = set()
     while True:
         try:

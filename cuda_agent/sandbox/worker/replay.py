@@ -20,7 +20,7 @@ from cuda_agent.sandbox.messages import Frame
 from cuda_agent.sandbox.wire import NO_PROGRAMS
 from cuda_agent.sandbox.worker import stand_ins
 from cuda_agent.sandbox.worker.loop import WorkerLoop, build_model, causes, explain, run_module
-from cuda_agent.sandbox.worker.same_files import keep_files
+from cuda_agent.sandbox.worker.same_files import keep_files, with_own_tmp
 from cuda_agent.sandbox.worker.shared_tensors import draw, flatten, rebuild
 
 _NOTES = "programs.json"
@@ -38,6 +38,8 @@ class RecordingPass(WorkerLoop):
         settle()
         _link_libraries(place / "links")
         keep_files(place, replayed=False)
+        with contextlib.suppress(FileExistsError):  # the solution may bring files in it
+            (place / "tmp").mkdir()
         stand_ins.write_headers(place, frame.body["headers"])
         notes: dict[str, Any] = {}
         _note_programs(notes)
@@ -46,7 +48,7 @@ class RecordingPass(WorkerLoop):
             task = run_module("task", frame.body["task"], "model.py")
             init = task.get_init_inputs()
             arguments, given = draw(task.get_inputs, device)
-            model = build_model(frame.body["code"], list(init), self._options)
+            model = build_model(with_own_tmp(frame.body["code"], place), list(init), self._options)
             flatten(model(*rebuild(arguments, given)))
             if device == "cuda":
                 torch.cuda.synchronize()

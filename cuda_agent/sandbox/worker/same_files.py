@@ -6,6 +6,7 @@ first pass's folder is read-only. The sandbox's security does not depend on this
 import builtins
 import io
 import os
+import re
 import shutil
 import tempfile
 from collections import Counter
@@ -14,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 _OF_COMPILERS = ("extensions", "inductor", "triton")  # subfolders in which compilers remove files
+_SYSTEM_TMP = re.compile(r"(?<![\w./])/tmp(?=[/\"'])")
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+def with_own_tmp(code: str, place: Path) -> str:
+    """Returns the source ``code`` with the folder ``tmp`` in ``place`` for the system's ``/tmp``, which solutions may
+    not write to."""
+    return _SYSTEM_TMP.sub(lambda _: f"{place}/tmp", code)
 
 
 def keep_files(place: Path, replayed: bool) -> None:

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from cuda_agent.errors import TaskError
-from cuda_agent.sandbox.jail.processes import WorkerDied
-from cuda_agent.sandbox.jail.processes import WorkerError
+from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError
 from cuda_agent.sandbox.judge import prepared
 from cuda_agent.sandbox.judge.memory import host
 from cuda_agent.sandbox.judge.prepared import PreparedTask

@@ -1,12 +1,9 @@
 """One CUDA context for many plans, on a GPU: verdicts are those of contexts of their own."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from cuda_agent.config import SandboxConfig
-from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail.descendants import descendants
 from cuda_agent.sandbox.wire import Verdict
 from tests.sandbox.conftest import Running, task
@@ -17,17 +14,10 @@ pytestmark = pytest.mark.gpu
 RIGHT = "y[i + j] = fmaxf(x[i + j], 0.0f) * scale;"
 
 
-@pytest.fixture(scope="module")
-def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    try:
-        driver.open_device()
-    except driver.NoDevice:
-        pytest.skip("no GPU")
-    running = Running(SandboxConfig(device="cuda", memory_mb=4096, run_seconds=4.0), tmp_path_factory.mktemp("cuda"))
+@pytest.fixture(scope="module", autouse=True)
+def _shared_context(gpu: Running) -> None:
     for number in range(3):  # a first best time, a first context, a first use of it
-        assert judged(running, f"// warm {number}").status == "ok"
-    yield running
-    running.close()
+        assert judged(gpu, f"// warm {number}").status == "ok"
 
 
 def judged(running: Running, note: str = "", mode: Any = "quick", line: str = RIGHT) -> Verdict:

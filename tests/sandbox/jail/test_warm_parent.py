@@ -1,0 +1,60 @@
+"""The warm parent: what workers that compile find imported already."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from cuda_agent.sandbox.jail import warm_parent
+from cuda_agent.sandbox.worker import gpu
+
+# Every function of torch that asks the driver raises; a build for CUDA has them without a GPU, too.
+ASKS_NOTHING = """
+import torch
+def refuse(*_, **__): raise SystemExit("the import asked the GPU")
+names = [name for name in dir(torch._C) if name.startswith("_cuda_") and callable(getattr(torch._C, name))]
+for name in names:
+    setattr(torch._C, name, refuse)
+torch.cuda.is_available = torch.cuda.device_count = torch.cuda._lazy_init = refuse
+import cuda_agent.sandbox.worker.gpu
+for name in {imports!r}:
+    __import__(name)
+"""
+
+
+def test_what_compiling_workers_find_imported_asks_no_gpu() -> None:
+    """A fork of a process that asked could not use the GPU."""
+    program = ASKS_NOTHING.format(imports=warm_parent._COMPILING[1:])
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"CUDA_HOME": "/nowhere"})
+
+
+class Parent:
+    def __init__(self, imports: Any, opens: bool) -> None:
+        self.imports, self.opened_gpu, self.closed = imports, opens, False
+
+    def wait_ready(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_an_import_that_opens_the_gpu_is_left_to_the_workers() -> None:
+    for opens in (False, True):
+        parents: list[Any] = []
+
+        def start(imports: Any, opens: bool = opens, parents: list[Any] = parents) -> Any:
+            parents.append(Parent(imports, opens and "torch._inductor.compile_fx" in imports))
+            return parents[-1]
+
+        assert warm_parent.compiling_parent(start) is parents[-1]
+        assert [parent.closed for parent in parents] == [True] * opens + [False]
+        assert "cuda_agent.sandbox.worker.compiling" in parents[-1].imports and not parents[-1].opened_gpu
+
+
+def test_an_open_file_of_the_device_shows_that_the_gpu_is_open(tmp_path: Path) -> None:
+    device = tmp_path / "nvidia0"
+    device.touch()
+    assert not gpu.is_open(f"{tmp_path}/nvidia")
+    with device.open():
+        assert gpu.is_open(f"{tmp_path}/nvidia")
