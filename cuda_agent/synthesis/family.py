@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from cuda_agent.sandbox.wire import TaskSpec, Tensor
 from cuda_agent.tasks.inspect import recompute_ops
 from cuda_agent.tasks.task import Task
 
@@ -196,6 +197,15 @@ def make_task(spec: FamilySpec) -> Task:
     ops = recompute_ops(code)
     task = Task("", code, ops, f"torch#{len(ops)}", family="teacher")
     return replace(task, name=f"{'_'.join(spec.names)}-{task.digest[:8]}")
+
+
+def task_spec(spec: FamilySpec) -> TaskSpec:
+    """Returns what the judge reports about the task with the specification ``spec``: shapes, dtypes and arguments."""
+    shape = Tensor((spec.rows, spec.columns), "float32")
+    mapped = spec.ending is None or ENDINGS[spec.ending].maps
+    inputs = (shape,) * (1 + spec.binary)
+    arguments = tuple({"tensor": index} for index in range(len(inputs)))
+    return TaskSpec(inputs, (shape if mapped else Tensor((spec.rows,), "float32"),), {}, arguments, ())
 
 
 def combination(task: Task) -> str:

@@ -11,7 +11,6 @@ from kernels import reference
 
 from cuda_agent.sandbox.formats.expressions import PlanError
 from cuda_agent.sandbox.formats.plan import compile_plan
-from cuda_agent.sandbox.wire import TaskSpec, Tensor
 from cuda_agent.synthesis.cuda_kernels import (
     CHAIN_DESIGNS,
     PLAN,
@@ -25,7 +24,7 @@ from cuda_agent.synthesis.cuda_kernels import (
     files,
     redraw,
 )
-from cuda_agent.synthesis.family import ENDINGS, OPERATORS, FamilySpec, make_task, sample_spec
+from cuda_agent.synthesis.family import ENDINGS, OPERATORS, FamilySpec, make_task, sample_spec, task_spec
 
 CHAIN = (("mul_y", None), ("tanh", None), ("add", "3"))
 
@@ -81,12 +80,7 @@ def test_plans_are_valid_and_ask_for_what_the_design_says() -> None:
     for _ in range(200):
         spec = sample_spec(rng, "cuda")
         design = draw_design(spec, rng)
-        shape = Tensor((spec.rows, spec.columns), "float32")
-        row = Tensor((spec.rows,), "float32")
-        out = shape if spec.ending is None or ENDINGS[spec.ending].maps else row
-        inputs = (shape,) * (1 + spec.binary)
-        arguments = [{"tensor": index} for index in range(len(inputs))]
-        made = files(spec, design), TaskSpec(inputs, (out,), {}, arguments, ()), "cuda"
+        made = files(spec, design), task_spec(spec), "cuda"
         _, message = fault(spec, design)
         if message.startswith("nodes[0]"):
             with pytest.raises(PlanError, match=re.escape(message)):

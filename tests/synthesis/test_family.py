@@ -4,6 +4,9 @@ import pytest
 import torch
 from kernels import reference
 
+from cuda_agent.sandbox.messages import Frame, WorkerOperation
+from cuda_agent.sandbox.wire import TaskSpec
+from cuda_agent.sandbox.worker.reference import Reference
 from cuda_agent.synthesis.family import (
     BINARY,
     COLUMNS,
@@ -18,6 +21,7 @@ from cuda_agent.synthesis.family import (
     parse,
     sample_spec,
     sample_task,
+    task_spec,
 )
 from cuda_agent.tasks.inspect import problems
 from cuda_agent.tasks.task import Task
@@ -51,6 +55,17 @@ def test_parse_inverts_make_task_for_every_operator_and_ending():
         for ending in (None, *ENDINGS):
             spec = FamilySpec(((name, "4" if operator.has_constant else None),), ending, 64, 128)
             assert parse(make_task(spec)) == spec
+
+
+def test_the_judges_worker_reports_the_same_specification():
+    for ending in (None, *ENDINGS):
+        for name in ("tanh", "mul_y"):
+            spec = FamilySpec(((name, None),), ending, 64, 128)
+            reference = Reference(None, {"device": "cpu", "train_mode": False}, [])
+            report = reference.open_task(
+                Frame(WorkerOperation.OPEN_TASK, 0, {"seed": 0, "code": make_task(spec).code}, [])
+            )
+            assert TaskSpec.from_json(report) == task_spec(spec)
 
 
 def test_foreign_code_is_refused(tasks):
