@@ -33,6 +33,8 @@ from cuda_agent.tasks.task import Task
 
 CHAIN = make_task(FamilySpec((("mish", None), ("tanh", None)), None, 1000, 1000))
 ROWS = make_task(FamilySpec((("gelu", None),), "layer_norm", 1024, 1000))
+COLUMNS = make_task(FamilySpec((("tanh", None), ("mul_y", None)), "column_var", 250, 8388))
+TRANSPOSED = make_task(FamilySpec((("gelu", None),), "transpose", 1048, 1000))
 OTHER = make_task(FamilySpec((("exp", None),), "sum", 1024, 1000))
 
 CHILD = """
@@ -74,7 +76,10 @@ class Fake:
         answers, self.answers = self.answers[:count], self.answers[count:]
         if broken:
             raise broken[0]
-        return {"nodes": [a if isinstance(a, dict) and "answer" in a else {"answer": a} for a in answers]}
+        return {
+            "workspaces": {},
+            "nodes": [a if isinstance(a, dict) and "answer" in a else {"answer": a} for a in answers],
+        }
 
 
 @pytest.fixture
@@ -176,16 +181,20 @@ def test_designs_that_are_built_together_keep_their_own_kernels_and_launches(tmp
     builder = Builder(tmp_path / "builds", tmp_path / "scratch", None, 60, 2048, 1)
     tools = Toolchain(builder, "sm_90")
     try:
-        for task in (ROWS, CHAIN):
-            spec, solutions = task_spec(parse(task)), [worked.files for worked in draw_designs(task, 8)[1]]
+        for task in (ROWS, CHAIN, COLUMNS, TRANSPOSED):
+            spec, solutions = task_spec(parse(task)), [worked.files for worked in draw_designs(task, 12)[1]]
             whole = asyncio.run(compile_files(unit(solutions), spec, tools))
             parts = list(programs(whole, solutions))
-            assert len(parts) == 8
+            assert len(parts) == 12
             for number, (part, files) in enumerate(zip(parts, solutions, strict=True)):
-                (node,), (alone,) = part["nodes"], compile_plan(files, spec, "cuda").nodes
-                assert f"d{number}" in part["names"][node["symbol"]] and part["names"][f"&{node['codes']}"]
-                same = node.keys() - {"symbol", "codes"}
-                assert {key: node[key] for key in same} == {key: alone[key] for key in same}
+                alone = compile_plan(files, spec, "cuda")
+                assert list(part["workspaces"].values()) == list(alone.workspaces.values())
+                for node, expected in zip(part["nodes"], alone.nodes, strict=True):
+                    assert f"d{number}" in part["names"][node["symbol"]] and part["names"][f"&{node['codes']}"]
+                    for argument in (*node["args"], *expected["args"]):
+                        argument["buffer"] = argument.get("buffer", "").replace(f"ws:d{number}_", "ws:")
+                    same = node.keys() - {"symbol", "codes"}
+                    assert {key: node[key] for key in same} == {key: expected[key] for key in same}
     except CompilerMissing as missing:
         pytest.skip(str(missing))
     finally:
