@@ -227,7 +227,12 @@ class Bootstrap(Section):
     steps: Positive = key(600, "number of optimizer steps")
     tokens_per_step: Positive = key(4096, "limit of tokens in one optimizer step")
     lr: Rate = key(6e-3, "learning rate")
-    max_seconds: float | None = key(None, "time limit for the training, in seconds; none: no limit besides steps", gt=0)
+    max_seconds: float | None = key(
+        None,
+        "time limit for the training, in seconds, without the steps in which torch.compile works; none: no limit "
+        "besides steps",
+        gt=0,
+    )
 
 
 class Ppo(Section):
