@@ -239,6 +239,16 @@ def test_a_stage_sees_only_its_sections():
         _ = part.agentic
 
 
+def test_a_stage_may_see_one_key_of_a_section_and_only_this_is_in_its_cache_key():
+    raw, faster = (Config.model_validate({"agentic": other}) for other in ({"reward": "raw"}, {"actor_lr": 0.5}))
+    part = restricted(raw, ("critic", "agentic.reward"))
+    assert part.agentic.reward == "raw" and part.critic.epochs
+    with pytest.raises(AttributeError):
+        _ = part.agentic.steps
+    ours, same, other = (section_values(one, ("agentic.reward",)) for one in (Config(), faster, raw))
+    assert ours == same != other
+
+
 @pytest.mark.parametrize("kind", ["folder", "downloaded"])
 def test_the_memory_of_a_base_that_is_here_is_worked_out(tmp_path, monkeypatch, kind):
     shape = {"num_hidden_layers": 36, "hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -286,5 +296,5 @@ def test_where_ray_is_decides_no_result_and_without_it_its_settings_do_not_eithe
 def test_the_graph_is_sound_and_names_sections_that_exist():
     check(STAGES)
     for stage in STAGES:
-        assert set(stage.config) <= set(Config.model_fields)
+        assert set(stage.config) <= set(key_paths())
         assert "run" not in stage.config
