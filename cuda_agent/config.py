@@ -35,6 +35,7 @@ for _stage in ("warmup", "agentic"):
         f"{_stage}.batch_tokens": "training.microbatch_tokens",
     }
 
+EVAL_TASKS = 8  # most held-out tasks of an evaluation during PPO (``Ppo.eval_every``)
 SERVED_RANK = 64  # largest adapter rank that the vLLM servers of a stage accept
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # the form of the name of a run or a sweep
 

@@ -9,6 +9,7 @@ import pytest
 from cuda_agent.compose import compose, flat, freeze, key_paths, load, restricted, section_values
 from cuda_agent.config import RENAMED, Config
 from cuda_agent.errors import ConfigError
+from cuda_agent.pipeline import work
 from cuda_agent.pipeline.graph import STAGES, check
 from cuda_agent.pipeline.schedule import derived, parameter_count, schedule_lines
 from cuda_agent.training.memory import layout, shape_of_policy
@@ -78,12 +79,21 @@ def test_a_policy_from_nothing_fits_one_gpu_with_its_activations_kept():
     assert any(line.startswith("agentic ") and "GiB" in line for line in lines) and "on one GPU" in lines[-2]
 
 
+def test_the_schedule_counts_held_out_rounds_as_played_and_not_as_trained():
+    sections = {"warmup": {"steps": 5, "samples_per_prompt": 4, "episodes_per_step": 8}, "synthesis": {"heldout": 3}}
+    config = Config.model_validate(sections)
+    plain, shown = (work.ppo(config, config.warmup.model_copy(update={"eval_every": every}), 100) for every in (0, 2))
+    assert (plain.samples, shown.samples) == (40, 40 + 3 * 8 * 4), "before steps 0, 2 and 4: 8 of 3 + 6 tasks"
+    assert shown.tokens == 100 * shown.samples and shown.decoded > plain.decoded and shown.overhead > plain.overhead
+    assert shown.trained == plain.trained
+
+
 def test_a_gpu_shortens_the_schedule_and_its_verdicts_take_turns():
     cpu, gpu = (
         derived(compose(["experiment=cuda", f"policy.device={place}", f"training.device={place}"]))["stages"]
         for place in ("cpu", "cuda")
     )
-    assert cpu["bootstrap"]["seconds"] == gpu["bootstrap"]["seconds"] == 250, "max_seconds, and ten more"
+    assert cpu["bootstrap"]["seconds"] == gpu["bootstrap"]["seconds"] == 310, "max_seconds, torch.compile, and ten more"
     assert cpu["agentic"]["seconds"] > 10 * gpu["agentic"]["seconds"]
     assert gpu["evaluate-base"]["seconds"] > 0.3 * gpu["evaluate-base"]["samples"]
 
