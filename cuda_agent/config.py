@@ -107,7 +107,7 @@ class SandboxConfig(Section):
 
 class Synthesis(Section):
     train: Positive = key(16, "number of training tasks")
-    heldout: Positive = key(24, "number of held-out tasks of the teacher's family")
+    heldout: int = key(24, "number of held-out tasks of the teacher's family", ge=0)
     catalogue: int = key(
         6, "number of held-out tasks from the full operator catalogue, which are scored separately", ge=0
     )
@@ -138,6 +138,8 @@ class Synthesis(Section):
     def _window_ascends(self) -> "Synthesis":
         if not 0 <= self.window_ms[0] < self.window_ms[1]:
             raise ValueError(f"window_ms must ascend from at least 0, got {list(self.window_ms)}")
+        if not self.heldout + self.catalogue:
+            raise ValueError("heldout and catalogue: expected a held-out task in one of them, got 0 and 0")
         if self.writer == "model" and not (self.writer_url and self.writer_model):
             raise ValueError("writer=model needs writer_url and writer_model")
         return self

@@ -11,7 +11,7 @@ from cuda_agent.config import RENAMED, Config
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline import work
 from cuda_agent.pipeline.graph import STAGES, check
-from cuda_agent.pipeline.schedule import derived, parameter_count, schedule_lines
+from cuda_agent.pipeline.schedule import derived, machines, parameter_count, schedule_lines
 from cuda_agent.training.memory import layout, shape_of_policy
 
 
@@ -70,13 +70,47 @@ def test_a_recipe_for_gpus_uses_them_for_everything_in_half_precision(name):
         assert c.synthesis.catalogue_share == 1, "the published tasks are of the full catalogue"
 
 
+@pytest.mark.parametrize("name", ["single_gpu", "paper"])
+def test_a_recipe_with_a_base_holds_out_tasks_of_the_catalogue_alone(name):
+    """Eager takes less than a millisecond for the teacher's tasks on a GPU, so the window would drop all of them."""
+    tasks = compose([f"experiment={name}"]).synthesis
+    assert tasks.heldout == 0 and tasks.catalogue >= 100 and tasks.window_ms[0] >= 1
+
+
+def test_without_any_held_out_task_there_is_no_evaluation():
+    with pytest.raises(ConfigError, match=r"heldout and catalogue"):
+        compose(["synthesis.heldout=0", "synthesis.catalogue=0"])
+
+
+def test_the_schedule_says_what_machines_a_run_needs():
+    def needed(*overrides):
+        return machines(compose(overrides))
+
+    assert needed("experiment=demo") == ["one machine, no GPU"]
+    assert needed("experiment=single_gpu") == ["one machine, 1 GPU: trainer 1, engine 1, judge 1"]
+    assert needed("experiment=single_gpu", "training.num_processes=4")[0].startswith("one machine, 4 GPUs: trainer 4")
+    apart = needed("experiment=single_gpu", "policy.engine=vllm", "policy.vllm.replicas=3")
+    assert apart == ["one machine, 4 GPUs: trainer 1, engine 3, judge 1"]
+    judged = needed("experiment=single_gpu", "sandbox.servers=['http://box:1']")
+    assert judged == ["one machine, 1 GPU: trainer 1, engine 1", "judges with GPUs: 1 server (sandbox.servers)"]
+    paper = needed("experiment=paper")
+    assert paper == [
+        "PPO: 8 machines of 8 GPUs each for the trainer",
+        "rollouts: 16 workers of 1 GPU each",
+        "judges with GPUs of their own: name them in sandbox.servers, as a worker's GPUs all serve the policy",
+        "rft, critic: one machine of 64 GPUs (training.num_processes, which may be lower for them)",
+    ]
+    assert "sandbox.servers" in "\n".join(schedule_lines(derived(compose(["experiment=paper"]))))
+
+
 def test_a_policy_from_nothing_fits_one_gpu_with_its_activations_kept():
     c = compose(["experiment=cuda"])
     assert c.policy.base is None and parameter_count(c.policy) == pytest.approx(27.3e6, rel=0.01)
     rows = layout(c, shape_of_policy(c.policy), c.policy.context)
     assert (rows.row_tokens, rows.recompute, rows.peak.total < 16e9) == (32_768, False, True)
     lines = schedule_lines(derived(c))
-    assert any(line.startswith("agentic ") and "GiB" in line for line in lines) and "on one GPU" in lines[-2]
+    assert any(line.startswith("agentic ") and "GiB" in line for line in lines)
+    assert any("on one GPU" in line for line in lines)
 
 
 def test_the_schedule_counts_held_out_rounds_as_played_and_not_as_trained():
