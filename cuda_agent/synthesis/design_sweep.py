@@ -41,7 +41,8 @@ from cuda_agent.tasks.task import Task
 
 DESIGNS = 48  # designs that are timed for a task, if there are so many
 _DRAWS = 4  # most draws for each of them
-_CALLS, _LONGEST = 12, 0.1  # timed calls of a design; seconds after which a slow design gets no more calls
+_CALLS, _FEW = 12, 3  # timed calls of a design, and of one that is clearly slower than the best so far
+_SLOWER, _LONGEST = 1.5, 0.1  # how much slower; seconds after which a slow design gets no more calls
 _ANSWER_SECONDS = 120.0  # limit for one line of the child; it may wait for the timing lease as long as it takes
 COMMAND = [sys.executable, "-P", "-m", "cuda_agent.synthesis.design_sweep"]
 
@@ -227,10 +228,12 @@ class _Bench:
         self._clock = DeviceClock()
         self._flushed = torch.zeros(2 * driver.l2_bytes(), dtype=torch.uint8, device="cuda")
 
-    def seconds(self, call: Callable[[], Any]) -> float:
-        """Returns the median seconds of ``call``."""
+    def seconds(self, call: Callable[[], Any], best: float = math.inf) -> float:
+        """Returns the median seconds of ``call``. ``best`` is the least of the others; a slower one gets few calls."""
         times: list[float] = []
         while len(times) < _CALLS and sum(times) < _LONGEST:
+            if len(times) == _FEW and statistics.median(times) > _SLOWER * best:
+                break
             self._flushed.zero_()
             torch.cuda.synchronize()
             times.append(self._clock(call)[1][0])
@@ -258,13 +261,15 @@ def _answers(request: Mapping[str, Any], bench: _Bench) -> Iterator[dict[str, An
         outputs = [tensor.new_empty(tensor.shape) for tensor in wanted]
         memory = _Memory(inputs, outputs)
         yield {"seconds": bench.seconds(partial(model, *inputs))}
+        best = math.inf
         for program in request["programs"]:
             for output in outputs:
                 output.fill_(math.nan)
             run = bind_plan(program, memory)
             run(0)
             off = [values_off(want, have, request["tolerance"]) for want, have in zip(wanted, outputs, strict=True)]
-            seconds = math.inf if any(off) else bench.seconds(partial(run, 0))
+            seconds = math.inf if any(off) else bench.seconds(partial(run, 0), best)
+            best = min(best, seconds)
             unload_plan(run)
             yield {"wrong": f"{sum(off)} values are wrong"} if any(off) else {"seconds": seconds}
 

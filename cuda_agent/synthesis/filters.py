@@ -5,8 +5,9 @@ between inputs; take an eager time within limits; and be unlike the evaluation s
 the judge must reject each wrong answer of ``sandbox.judge.mutants``. This module also checks the form of the source,
 and refuses tasks with the bytes or the structure of an earlier task. Two filters need a sweep over the designs of a
 task (``design_sweep``): the choice of a design must matter, and the best one must be ``headroom`` times as fast as
-torch.compile. Cheap filters come first."""
+torch.compile. Cheap filters come first: a task is not swept if torch.compile reaches the memory's peak rate."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -28,10 +29,12 @@ FILTERS = (
     "deterministic",
     "rejects wrong answers",  # a constant, an input, the answer to other inputs or weights
     "time window",
-    "choice matters",  # to speed or to correctness; only with a sweep
     "compiles",
+    "above the roofline",  # torch.compile leaves the memory room for ``headroom``; only with a sweep
+    "choice matters",  # to speed or to correctness; only with a sweep
     "headroom",  # of the best design over torch.compile; only with a sweep
 )
+REACHED = 0.9  # share of the memory's peak rate that the best kernels reach
 SPREAD, RIGHT = 1.5, 0.7  # least ratio of the median design's time to the best one's, or the share of right designs
 
 
@@ -98,6 +101,14 @@ def check_compiled(probe: Probe) -> None:
         raise TaskRefused("compiles", last_line(probe.error))
 
 
+def check_roofline(probe: Probe, headroom: float) -> None:
+    """Raises TaskRefused if no kernel can be ``headroom`` times as fast as torch.compile, because it must move the
+    inputs and outputs. With a headroom of 0, or without a known peak rate, passes every task."""
+    assert probe.compile_seconds is not None  # else check_compiled refused the task
+    if probe.compile_seconds * REACHED * (probe.peak_bytes_per_second or math.inf) < headroom * probe.bytes:
+        raise TaskRefused("above the roofline", "torch.compile is at the memory's peak rate")
+
+
 def check_choice(optimum: Optimum) -> None:
     """Raises TaskRefused if most designs of a task are right and about as fast as the best one, or if none is right."""
     if optimum.seconds is None or optimum.median_seconds is None:
@@ -106,11 +117,12 @@ def check_choice(optimum: Optimum) -> None:
         raise TaskRefused("choice matters", "most designs are right and fast")
 
 
-def check_headroom(optimum: Optimum, eager_seconds: float, compile_seconds: float, headroom: float) -> None:
+def check_headroom(optimum: Optimum, probe: Probe, headroom: float) -> None:
     """Raises TaskRefused if the best design is not ``headroom`` times as fast as torch.compile. The judge's two times
     and those of the sweep are compared by way of eager, which both have timed."""
     assert optimum.speedup is not None  # else check_choice refused the task
-    if optimum.speedup < headroom * eager_seconds / compile_seconds:
+    assert probe.eager_seconds and probe.compile_seconds  # timed in turn
+    if optimum.speedup < headroom * probe.eager_seconds / probe.compile_seconds:
         raise TaskRefused("headroom", "torch.compile is too fast")
 
 

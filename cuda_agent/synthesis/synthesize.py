@@ -29,6 +29,7 @@ from cuda_agent.synthesis.filters import (
     check_compiled,
     check_eager,
     check_headroom,
+    check_roofline,
     yields,
 )
 from cuda_agent.synthesis.layers import LAYERS
@@ -41,7 +42,7 @@ from cuda_agent.tasks.task import Task
 ATTEMPTS_A_TASK = 60  # most proposals per wanted task of a stream
 PROBES_A_COMPILE = 6  # eager probes per allowed compilation
 BINS = 12  # bins of the histogram of times in the data card
-AHEAD = 3  # candidates whose probes run before their turn: one compilation uses one core
+AHEAD = {"cpu": 3, "cuda": 12}  # candidates whose probes run before their turn: one compilation uses one core
 
 
 Times = dict[str, tuple[float, float | None]]  # task -> eager and compiled seconds
@@ -117,7 +118,7 @@ async def synthesize(
         Stream("catalogue", composer, ops_combination, whole),
     ]
     work = _Work(config, seed, sandbox, window, source, dict(known or {}), report or (lambda key, value: None))
-    work.sweep = sweep
+    work.sweep, work.ahead = sweep, AHEAD[device]
     total = config.train + config.heldout + config.catalogue
 
     try:
@@ -222,6 +223,7 @@ class _Work:
     times: Times = field(default_factory=dict)  # of the accepted tasks
     eager: int = 0  # number of eager probes
     compiled: int = 0  # number of compiled probes
+    ahead: int = AHEAD["cpu"]
     sweep: Callable[[Task], Awaitable[Optimum]] | None = None
     surprises: list[str] = field(default_factory=list)  # of all sweeps, with the task's name
     probes: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # key -> probe or sweep under way
@@ -243,16 +245,14 @@ class _Work:
             self.eager += 1
             eager = await self._probe(task, compile=False)
             check_eager(eager, self.window)
-            optimum = await self._optimum(task)
-            if optimum:
-                self.surprises += [f"{task.name}: {what}" for what in optimum.surprises]
-                check_choice(optimum)
             self.compiled += 1
             compiled = await self._probe(task, compile=True)
             check_compiled(compiled)
-            if optimum:
-                assert compiled.eager_seconds and compiled.compile_seconds  # timed in turn
-                check_headroom(optimum, compiled.eager_seconds, compiled.compile_seconds, self.config.headroom)
+            check_roofline(compiled, self.config.headroom)
+            if optimum := await self._optimum(task):
+                self.surprises += [f"{task.name}: {what}" for what in optimum.surprises]
+                check_choice(optimum)
+                check_headroom(optimum, compiled, self.config.headroom)
         except ComposeError as error:
             stream.refused["composed"] += 1
             stream.reasons[f"composed: {error}"] += 1
@@ -288,16 +288,16 @@ class _Work:
                 place = (stream.family, number)
                 if number > index and place not in self.early:
                     self.early[place] = asyncio.create_task(self._early(task, self.compiled + pending.total()))
-            if pending.total() > AHEAD:
+            if pending.total() > self.ahead:
                 return
 
     async def _early(self, task: Task, compilations: int) -> None:
         with contextlib.suppress(TaskRefused):
             check_eager(await self._probe(task, compile=False), self.window)
-            if optimum := await self._optimum(task):
-                check_choice(optimum)
             if compilations <= self.config.max_candidates:
-                await self._probe(task, compile=True)
+                check_compiled(compiled := await self._probe(task, compile=True))
+                check_roofline(compiled, self.config.headroom)
+                await self._optimum(task)
 
     async def close(self) -> None:
         left = [*self.early.values(), *self.probes.values()]
