@@ -9,12 +9,11 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from cuda_agent.sandbox.wire import Status
+from cuda_agent.sandbox.wire import MOST_SHARED, Status
 from cuda_agent.synthesis.family import ENDINGS, FamilySpec, steps
 
 KERNEL, PLAN = "kernels/fused.cu", "plan.json"
 SHARED_BYTES = 227 << 10  # most shared memory of a block (compute capability 9.0)
-MOST_SHARED = 1 << 20  # most that a plan may ask for
 CHAIN_DESIGNS: dict[str, tuple[Any, ...]] = {
     "threads": (64, 128, 256, 512, 1024),
     "items": (1, 2, 4, 8),
