@@ -8,9 +8,11 @@ import difflib
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -25,6 +27,7 @@ _NOT_IN_KEYS: dict[str, Any] = {
     "ray": {"address", "trainers", "trainer_cpus", "trainer_gpus", "worker_cpus", "worker_gpus"},
     "training": True,
 }
+Model = TypeVar("Model", bound=BaseModel)
 GROUPS = ("experiment", "ablation")  # folders of ``conf/``; the ablation is merged last
 _ONLY_IN_TRAINING = ("max_off_policy_steps", "oversample")  # keys of ``ray`` that only training stages read
 
@@ -95,23 +98,32 @@ def load(text: str, sha256: str) -> Config:
 
 def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
     """Returns the part of the configuration that decides the result of a stage, as JSON values: the seed and the named
-    sections, without addresses, resources and the section ``training``.  If ``runtime`` is local, it lacks the section
-    ``ray``.  If the stage does not train, it lacks the keys of ``ray`` about training."""
+    ``sections``, of which some are keys of a section, such as ``agentic.reward``.  It lacks addresses, resources and
+    the section ``training``.  If ``runtime`` is local, it lacks the section ``ray``.  If the stage does not
+    train, it lacks the keys of ``ray`` about training."""
     whole = config.model_dump(mode="json", exclude=_NOT_IN_KEYS)
     if "training" not in sections:
         whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in _ONLY_IN_TRAINING}
     if config.runtime == "local":
         del whole["ray"]
-    return {name: whole[name] for name in ("seed", *sections) if name in whole}
+    names = [name for name in ("seed", *sections) if name.split(".")[0] in whole]
+    return {name: reduce(getitem, name.split("."), whole) for name in names}
 
 
 def restricted(config: Config, sections: Sequence[str]) -> Config:
-    """Returns a copy of the configuration in which only the seed and the named sections can be read.  A stage gets this
-    copy, so its result cannot depend on a section that its cache key leaves out."""
-    part = config.model_copy()
-    for name in Config.model_fields:
-        if name not in ("seed", *sections):
-            del part.__dict__[name]
+    """Returns a copy of the configuration in which only the seed and the named sections and keys can be read.  A stage
+    gets this copy, so its result cannot depend on a section that its cache key leaves out."""
+    return _with_only(config, ("seed", *sections))
+
+
+def _with_only(model: Model, names: Sequence[str]) -> Model:
+    part = model.model_copy()
+    for field in type(model).model_fields:
+        keys = [name.partition(".")[2] for name in names if name.split(".")[0] == field]
+        if not keys:
+            del part.__dict__[field]
+        elif "" not in keys:
+            part.__dict__[field] = _with_only(part.__dict__[field], keys)
     return part
 
 

@@ -35,6 +35,7 @@ for _stage in ("warmup", "agentic"):
         f"{_stage}.batch_tokens": "training.microbatch_tokens",
     }
 
+EVAL_TASKS = 8  # most held-out tasks of an evaluation during PPO (``Ppo.eval_every``)
 SERVED_RANK = 64  # largest adapter rank that the vLLM servers of a stage accept
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # the form of the name of a run or a sweep
 
@@ -106,7 +107,7 @@ class SandboxConfig(Section):
 
 class Synthesis(Section):
     train: Positive = key(16, "number of training tasks")
-    heldout: Positive = key(24, "number of held-out tasks of the teacher's family")
+    heldout: int = key(24, "number of held-out tasks of the teacher's family", ge=0)
     catalogue: int = key(
         6, "number of held-out tasks from the full operator catalogue, which are scored separately", ge=0
     )
@@ -137,6 +138,8 @@ class Synthesis(Section):
     def _window_ascends(self) -> "Synthesis":
         if not 0 <= self.window_ms[0] < self.window_ms[1]:
             raise ValueError(f"window_ms must ascend from at least 0, got {list(self.window_ms)}")
+        if not self.heldout + self.catalogue:
+            raise ValueError("heldout and catalogue: expected a held-out task in one of them, got 0 and 0")
         if self.writer == "model" and not (self.writer_url and self.writer_model):
             raise ValueError("writer=model needs writer_url and writer_model")
         return self
@@ -227,7 +230,12 @@ class Bootstrap(Section):
     steps: Positive = key(600, "number of optimizer steps")
     tokens_per_step: Positive = key(4096, "limit of tokens in one optimizer step")
     lr: Rate = key(6e-3, "learning rate")
-    max_seconds: float | None = key(None, "time limit for the training, in seconds; none: no limit besides steps", gt=0)
+    max_seconds: float | None = key(
+        None,
+        "time limit for the training, in seconds, without the steps in which torch.compile works; none: no limit "
+        "besides steps",
+        gt=0,
+    )
 
 
 class Ppo(Section):

@@ -41,6 +41,23 @@ class Lease:
             self._held = ""
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
+    @property
+    def wanted(self) -> bool:
+        """Whether another process waits to time a kernel, or times one."""
+        try:
+            fcntl.flock(self._gate, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        fcntl.flock(self._gate, fcntl.LOCK_UN)
+        return False
+
+    def pause(self) -> None:
+        """Releases the lease for a moment inside ``working``, so that waiting processes can time a kernel."""
+        assert self._held == "working"
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+        with _locked(self._gate, fcntl.LOCK_SH):
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+
     @contextmanager
     def timing(self) -> Iterator[None]:
         """Holds the lease exclusively, while a kernel is timed.  Raises ``RuntimeError`` inside ``working`` of the same

@@ -9,8 +9,9 @@ import pytest
 from cuda_agent.compose import compose, flat, freeze, key_paths, load, restricted, section_values
 from cuda_agent.config import RENAMED, Config
 from cuda_agent.errors import ConfigError
+from cuda_agent.pipeline import work
 from cuda_agent.pipeline.graph import STAGES, check
-from cuda_agent.pipeline.schedule import derived, parameter_count, schedule_lines
+from cuda_agent.pipeline.schedule import derived, machines, parameter_count, schedule_lines
 from cuda_agent.training.memory import layout, shape_of_policy
 
 
@@ -69,13 +70,56 @@ def test_a_recipe_for_gpus_uses_them_for_everything_in_half_precision(name):
         assert c.synthesis.catalogue_share == 1, "the published tasks are of the full catalogue"
 
 
+@pytest.mark.parametrize("name", ["single_gpu", "paper"])
+def test_a_recipe_with_a_base_holds_out_tasks_of_the_catalogue_alone(name):
+    """Eager takes less than a millisecond for the teacher's tasks on a GPU, so the window would drop all of them."""
+    tasks = compose([f"experiment={name}"]).synthesis
+    assert tasks.heldout == 0 and tasks.catalogue >= 100 and tasks.window_ms[0] >= 1
+
+
+def test_without_any_held_out_task_there_is_no_evaluation():
+    with pytest.raises(ConfigError, match=r"heldout and catalogue"):
+        compose(["synthesis.heldout=0", "synthesis.catalogue=0"])
+
+
+def test_the_schedule_says_what_machines_a_run_needs():
+    def needed(*overrides):
+        return machines(compose(overrides))
+
+    assert needed("experiment=demo") == ["one machine, no GPU"]
+    assert needed("experiment=single_gpu") == ["one machine, 1 GPU: trainer 1, engine 1, judge 1"]
+    assert needed("experiment=single_gpu", "training.num_processes=4")[0].startswith("one machine, 4 GPUs: trainer 4")
+    apart = needed("experiment=single_gpu", "policy.engine=vllm", "policy.vllm.replicas=3")
+    assert apart == ["one machine, 4 GPUs: trainer 1, engine 3, judge 1"]
+    judged = needed("experiment=single_gpu", "sandbox.servers=['http://box:1']")
+    assert judged == ["one machine, 1 GPU: trainer 1, engine 1", "judges with GPUs: 1 server (sandbox.servers)"]
+    paper = needed("experiment=paper")
+    assert paper == [
+        "PPO: 8 machines of 8 GPUs each for the trainer",
+        "rollouts: 16 workers of 1 GPU each",
+        "judges with GPUs of their own: name them in sandbox.servers, as a worker's GPUs all serve the policy",
+        "rft, critic: one machine of 64 GPUs (training.num_processes, which may be lower for them)",
+    ]
+    assert "sandbox.servers" in "\n".join(schedule_lines(derived(compose(["experiment=paper"]))))
+
+
 def test_a_policy_from_nothing_fits_one_gpu_with_its_activations_kept():
     c = compose(["experiment=cuda"])
     assert c.policy.base is None and parameter_count(c.policy) == pytest.approx(27.3e6, rel=0.01)
     rows = layout(c, shape_of_policy(c.policy), c.policy.context)
     assert (rows.row_tokens, rows.recompute, rows.peak.total < 16e9) == (32_768, False, True)
     lines = schedule_lines(derived(c))
-    assert any(line.startswith("agentic ") and "GiB" in line for line in lines) and "on one GPU" in lines[-2]
+    assert any(line.startswith("agentic ") and "GiB" in line for line in lines)
+    assert any("on one GPU" in line for line in lines)
+
+
+def test_the_schedule_counts_held_out_rounds_as_played_and_not_as_trained():
+    sections = {"warmup": {"steps": 5, "samples_per_prompt": 4, "episodes_per_step": 8}, "synthesis": {"heldout": 3}}
+    config = Config.model_validate(sections)
+    plain, shown = (work.ppo(config, config.warmup.model_copy(update={"eval_every": every}), 100) for every in (0, 2))
+    assert (plain.samples, shown.samples) == (40, 40 + 3 * 8 * 4), "before steps 0, 2 and 4: 8 of 3 + 6 tasks"
+    assert shown.tokens == 100 * shown.samples and shown.decoded > plain.decoded and shown.overhead > plain.overhead
+    assert shown.trained == plain.trained
 
 
 def test_a_gpu_shortens_the_schedule_and_its_verdicts_take_turns():
@@ -83,7 +127,7 @@ def test_a_gpu_shortens_the_schedule_and_its_verdicts_take_turns():
         derived(compose(["experiment=cuda", f"policy.device={place}", f"training.device={place}"]))["stages"]
         for place in ("cpu", "cuda")
     )
-    assert cpu["bootstrap"]["seconds"] == gpu["bootstrap"]["seconds"] == 250, "max_seconds, and ten more"
+    assert cpu["bootstrap"]["seconds"] == gpu["bootstrap"]["seconds"] == 310, "max_seconds, torch.compile, and ten more"
     assert cpu["agentic"]["seconds"] > 10 * gpu["agentic"]["seconds"]
     assert gpu["evaluate-base"]["seconds"] > 0.3 * gpu["evaluate-base"]["samples"]
 
@@ -239,6 +283,16 @@ def test_a_stage_sees_only_its_sections():
         _ = part.agentic
 
 
+def test_a_stage_may_see_one_key_of_a_section_and_only_this_is_in_its_cache_key():
+    raw, faster = (Config.model_validate({"agentic": other}) for other in ({"reward": "raw"}, {"actor_lr": 0.5}))
+    part = restricted(raw, ("critic", "agentic.reward"))
+    assert part.agentic.reward == "raw" and part.critic.epochs
+    with pytest.raises(AttributeError):
+        _ = part.agentic.steps
+    ours, same, other = (section_values(one, ("agentic.reward",)) for one in (Config(), faster, raw))
+    assert ours == same != other
+
+
 @pytest.mark.parametrize("kind", ["folder", "downloaded"])
 def test_the_memory_of_a_base_that_is_here_is_worked_out(tmp_path, monkeypatch, kind):
     shape = {"num_hidden_layers": 36, "hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": 8}
@@ -286,5 +340,5 @@ def test_where_ray_is_decides_no_result_and_without_it_its_settings_do_not_eithe
 def test_the_graph_is_sound_and_names_sections_that_exist():
     check(STAGES)
     for stage in STAGES:
-        assert set(stage.config) <= set(Config.model_fields)
+        assert set(stage.config) <= set(key_paths())
         assert "run" not in stage.config

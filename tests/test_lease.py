@@ -1,6 +1,7 @@
 """The timing lease: no process works while another times a kernel, and one handle may nest its contexts."""
 
 import fcntl
+import threading
 from pathlib import Path
 
 import pytest
@@ -48,3 +49,24 @@ def test_a_timing_inside_work_is_an_error_and_no_deadlock(tmp_path: Path) -> Non
         1 / 0  # noqa: B018
     with lease.timing():
         assert not free_for(tmp_path, fcntl.LOCK_SH)
+
+
+def test_work_sees_that_another_process_wants_to_time_and_lets_it(tmp_path: Path) -> None:
+    lease, timed = Lease(tmp_path), threading.Event()
+
+    def time_a_kernel() -> None:
+        with Lease(tmp_path).timing():
+            assert lease.wanted
+            timed.set()
+
+    with lease.working():
+        assert not lease.wanted
+        other = threading.Thread(target=time_a_kernel)
+        other.start()
+        while not lease.wanted:
+            pass
+        assert not timed.is_set()
+        lease.pause()
+        assert timed.is_set() and not free_for(tmp_path, fcntl.LOCK_EX)
+        other.join()
+    assert not lease.wanted and free_for(tmp_path, fcntl.LOCK_EX)

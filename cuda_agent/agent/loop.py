@@ -20,12 +20,12 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 
 from cuda_agent.agent.environment import KernelEnvironment, Sandbox, SandboxFault
 from cuda_agent.agent.prompt import one_shot_messages, parse_answer
-from cuda_agent.agent.reward import REWARDS
 from cuda_agent.agent.tools import TOOLS, Style
 from cuda_agent.errors import TaskError
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.engines.engine import Completion, Engine, SamplingParams
 from cuda_agent.policy.episode import Episode
+from cuda_agent.policy.reward import REWARDS
 from cuda_agent.sandbox.wire import Format, Mode, ToolResult
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from cuda_agent.tasks.task import Task
@@ -50,7 +50,7 @@ class EpisodeSettings:
     format: Format = "plan"
     style: Style = "full"
     device: Literal["cpu", "cuda"] = "cpu"
-    reward: str = "ladder"  # a name in ``agent.reward.REWARDS``
+    reward: str = "ladder"  # a name in ``policy.reward.REWARDS``
     mode: Mode = "quick"  # of the final verdict
 
 
@@ -175,7 +175,8 @@ class EpisodePlayer(ABC):
             verdict = await environment.judge(environment.solution)
             if self.settings.mode != "quick":  # besides quick mode, whose verdicts ``best`` compares
                 verdict = await environment.judge(environment.solution, self.settings.mode)
-            episode.verdict, episode.reward = verdict.to_json(), REWARDS[self.settings.reward](verdict)
+            episode.verdict = verdict.to_json()
+            episode.reward = REWARDS[self.settings.reward](episode.verdict)
             return ended
 
         limit = asyncio.timeout(None if _ROUND.get() else self.settings.deadline_seconds)

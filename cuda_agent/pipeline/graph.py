@@ -34,7 +34,7 @@ class Stage:
     module: str
     inputs: dict[str, str] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()  # names of the artifacts that the stage makes
-    config: tuple[str, ...] = ()  # sections that the stage reads; the others are absent from ctx.config
+    config: tuple[str, ...] = ()  # sections, or keys of them, that the stage reads; ctx.config has no others
     timing: bool = False  # whether it measures times: the device is then part of its key, and it runs alone
     weight: float = 1.0  # share of a run's time, for the progress of the run
     work: Estimate | None = None  # for the schedule before a run; None: the schedule omits the stage
@@ -100,7 +100,7 @@ ROWS: tuple[Stage, ...] = (
     ),
     _stage(
         "critic", inputs={"episodes": "collect.episodes", "policy": "warmup.policy"}, outputs=("critic",),
-        config=("policy", "lora", "training", "critic"), weight=0.5,
+        config=("policy", "lora", "training", "critic", "agentic.reward"), weight=0.5,
         work=lambda config: work.supervised(config, config.critic), **_SUPERVISED,
     ),
     _stage(  # without the input critic the stage makes a critic from the policy

@@ -102,5 +102,5 @@ class Recorder:
     def _update(self, stage: str, **facts: Any) -> None:
         if self._mirror:
             sections = self._sections[stage]
-            settings = {key: value for key, value in flat(self._config).items() if key.split(".")[0] in sections}
+            settings = {k: value for k, value in flat(self._config).items() if {k, k.split(".")[0]} & set(sections)}
             self._mirror.update(stage, params=settings, **facts)

@@ -18,9 +18,9 @@ RATES = {"cpu": (1.3e6, 9_000, 7_000), "cuda": (27.3e6, 73_000, 300_000)}
 
 def derived(config: Config) -> dict[str, Any]:
     """Returns the schedule of a run: for each stage the number of samples (tasks, examples or episodes), an upper bound
-    of their tokens, the optimizer steps and the estimated seconds.  A stage that trains also has the most bytes that a
-    training step needs, or None if ``policy.base`` is not on this machine.  Seconds are estimated only without
-    ``policy.base``, for the small model on 2 CPU cores or on one GPU (``RATES``)."""
+    of their tokens, the optimizer steps and the estimated seconds; and the ``machines`` that the run needs.  A stage
+    that trains also has the most bytes that a training step needs, or None if ``policy.base`` is not on this machine.
+    Seconds are estimated only without ``policy.base``, for the small model on 2 CPU cores or on one GPU (``RATES``)."""
     small = config.policy.base is None
     decoding, training = (_token_seconds(config, device) for device in (config.policy.device, config.training.device))
     rows: dict[str, dict[str, Any]] = {}
@@ -39,6 +39,7 @@ def derived(config: Config) -> dict[str, Any]:
             **({"memory": training_memory(config, work)} if work.models else {}),
         }
     return {
+        "machines": machines(config),
         "parameters": parameter_count(config.policy) if small else None,
         "base": config.policy.base,
         "stages": rows,
@@ -46,6 +47,41 @@ def derived(config: Config) -> dict[str, Any]:
         "seconds": sum(row["seconds"] for row in rows.values()) if small else None,
         "device": config.training.device,
     }
+
+
+def machines(config: Config) -> list[str]:
+    """Returns the machines that a run needs, one line for each kind, by their numbers of GPUs."""
+    training, policy, sandbox, ray = config.training, config.policy, config.sandbox, config.ray
+    times = sandbox.device == "cuda" and sandbox.clock == "real"
+    judge = int(sandbox.device == "cuda" and not sandbox.servers)
+    trainer = training.num_processes if training.device == "cuda" else 0
+    servers = policy.vllm.replicas if policy.engine == "vllm" and not policy.vllm.servers else 0
+    lines = []
+    if config.runtime == "local":
+        engine = servers if policy.engine == "vllm" else 1
+        uses = {"trainer": trainer, "engine": engine * (policy.device == "cuda"), "judge": judge}
+        alone = judge if servers and times else 0  # no server decodes on the GPU on which the judge takes times
+        count = max(trainer, judge, uses["engine"] + alone)
+        said = ", ".join(f"{name} {gpus}" for name, gpus in uses.items() if gpus)
+        lines.append(f"one machine, {_gpus(count)}: {said}" if count else "one machine, no GPU")
+    else:
+        lines.append(f"PPO: {ray.trainers} machines of {_gpus(ray.trainer_gpus)} each for the trainer")
+        lines.append(f"rollouts: {ray.workers} workers of {_gpus(ray.worker_gpus)} each")
+    if sandbox.device == "cuda" and sandbox.servers:
+        count = len(sandbox.servers)
+        lines.append(f"judges with GPUs: {count} server{'s' * (count > 1)} (sandbox.servers)")
+    elif config.runtime == "ray" and times and servers >= ray.worker_gpus:
+        why = "as a worker's GPUs all serve the policy"
+        lines.append(f"judges with GPUs of their own: name them in sandbox.servers, {why}")
+    if config.runtime == "ray" and trainer > 1:
+        stages = ", ".join(stage.name for stage in stages_of(config) if stage.name in ("rft", "critic"))
+        may = "training.num_processes, which may be lower for them"
+        lines += [f"{stages}: one machine of {_gpus(trainer)} ({may})"] if stages else []
+    return lines
+
+
+def _gpus(count: float) -> str:
+    return f"{count:g} GPU{'s' * (count > 1)}" if count else "no GPU"
 
 
 def _token_seconds(config: Config, device: str) -> tuple[float, float]:
@@ -66,7 +102,9 @@ def schedule_lines(schedule: dict[str, Any]) -> list[str]:
         lines.append(f"{name:18} {numbers} {_about(row['seconds']):>8} {memory:>9}".rstrip())
     size = f"{schedule['parameters'] / 1e6:.2f}M parameters" if schedule["parameters"] else schedule["base"]
     place = "one GPU" if schedule["device"] == "cuda" else "2 CPU cores"
-    lines.append(f"\n{size}; {schedule['optimizer_steps']:,} optimizer steps; on {place} {_about(schedule['seconds'])}")
+    time = "" if schedule["seconds"] is None else f"; on {place} {_about(schedule['seconds'])}"
+    lines.append(f"\n{size}; {schedule['optimizer_steps']:,} optimizer steps{time}")
+    lines += [f"needs: {line}" for line in schedule["machines"]]
     return [*lines, "memory: of a training step at most, without PyTorch, engine and sandbox (docs/training.md)"]
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from cuda_agent.config import Config, CriticConfig, Ppo, Sft
+from cuda_agent.config import EVAL_TASKS, Config, CriticConfig, Ppo, Sft
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Work:
 
 
 Estimate = Callable[[Config], Work]
+COMPILATION = 60.0  # seconds in which torch.compile compiles a model
 GPU_VERDICT = 0.33  # seconds of a verdict on a GPU; the judge gives one after the other
 
 
@@ -42,19 +43,23 @@ def bootstrap(config: Config) -> Work:
         return work
     steps, tokens = settings.steps, settings.steps * settings.tokens_per_step
     trained = replace(work, samples=settings.examples, tokens=tokens, optimizer_steps=steps, trained=tokens)
-    return replace(trained, most_seconds=settings.max_seconds)
+    overhead = work.overhead + COMPILATION * config.training.compile  # which the limit of the time does not count
+    return replace(trained, most_seconds=settings.max_seconds, overhead=overhead)
 
 
 def ppo(config: Config, ppo: Ppo, answer_tokens: int) -> Work:
     """Returns the work of a PPO stage in which the policy samples at most ``answer_tokens`` tokens in an episode."""
-    episodes = ppo.steps * ppo.episodes_per_step
-    tokens = episodes * min(answer_tokens, ppo.context)
+    trained = ppo.steps * ppo.episodes_per_step
+    rounds = math.ceil(ppo.steps / ppo.eval_every) if ppo.eval_every else 0
+    episodes = trained + rounds * min(EVAL_TASKS, _heldout(config)) * ppo.samples_per_prompt
+    longest = min(answer_tokens, ppo.context)
+    tokens = episodes * longest
     return Work(
         samples=episodes,
         tokens=tokens,
         optimizer_steps=ppo.steps * ppo.epochs * ppo.minibatches,
         decoded=tokens // 2,
-        trained=tokens * ppo.epochs,  # half of the bound, twice: policy and critic
+        trained=trained * longest * ppo.epochs,  # half of the bound, twice: policy and critic
         overhead=episodes * _verdict(config, 0.05),
         models=2,
         longest=ppo.context,

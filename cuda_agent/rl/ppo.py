@@ -12,7 +12,7 @@ from functools import partial
 from statistics import geometric_mean
 from typing import Any
 
-from cuda_agent.config import Ppo
+from cuda_agent.config import EVAL_TASKS, Ppo
 from cuda_agent.context import StageContext
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import Episode
@@ -22,9 +22,9 @@ from cuda_agent.rl.runtime import LearnerLost, MakeCritic, Result, RolloutBatch,
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.training.advantages import ADVANTAGES
 from cuda_agent.training.critic import Critic
+from cuda_agent.training.losses import added
 from cuda_agent.training.recipes import episode_metrics
 
-HELDOUT = 8  # most held-out tasks of an evaluation during the training
 LOSSES = 3  # the stage gives up when the trainer was lost this often in one step
 
 
@@ -41,7 +41,7 @@ async def train_ppo(
     max_off_policy_steps = config.ray.max_off_policy_steps if config.runtime == "ray" else 0
     every = list(read_tasks(ctx.inputs["tasks"]))
     tasks = [task for task in every if task.split == "train"]
-    heldout = [task for task in every if task.split == "heldout"][:HELDOUT]
+    heldout = [task for task in every if task.split == "heldout"][:EVAL_TASKS]
     needed = make_critic if ADVANTAGES[settings.advantage].critic else None
     opened: AbstractAsyncContextManager[Runtime]
     if config.runtime == "local":
@@ -54,11 +54,13 @@ async def train_ppo(
 
         async def play(step: int) -> RolloutBatch:
             count = settings.episodes_per_step // settings.samples_per_prompt
-            shown = {}
-            if settings.eval_every and step % settings.eval_every == 0 and heldout:
-                shown = heldout_metrics((await runtime.play(step, heldout)).episodes)
+            due = heldout and settings.eval_every and step % settings.eval_every == 0
+            shown = await runtime.play(step, heldout) if due else None
             played = await runtime.play(step, draw(tasks, count, config.seed, step))
-            return replace(played, metrics=played.metrics | shown)
+            if shown is None:
+                return played
+            metrics = added(played.metrics, shown.metrics) | heldout_metrics(shown.episodes)
+            return replace(played, metrics=metrics)
 
         async def learn(step: int, played: RolloutBatch, began: float) -> None:
             episodes = [episode for episode in played.episodes if oldest(episode) >= step - max_off_policy_steps]

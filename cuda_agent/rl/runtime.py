@@ -31,7 +31,7 @@ class LearnerLost(TryAgain):
 class RolloutBatch:
     episodes: list[Episode]  # sorted by task: the samples of one task stand together
     seconds: float  # wall-clock time that playing took
-    metrics: dict[str, float]  # the runtime's metrics, for the step's log
+    metrics: dict[str, float]  # the runtime's counts, such as lost workers, for the step's log
 
 
 class Runtime(Protocol):

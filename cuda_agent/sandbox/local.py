@@ -52,9 +52,8 @@ _HERE = Path(__file__).parent
 _ONLY_CHECKED = "mode check only checks"
 _MOST_SPECS = 4096  # kept in memory
 _MOST_OF_A_TASK = FRAME_LIMIT // 4  # bytes as JSON
-_COMPILE_SECONDS = 600.0  # limit for torch.compile beside the judge; the largest models of KernelBench take minutes
-_TOO_LONG = f"it did not finish in {_COMPILE_SECONDS:g} s"
-_MOST_BESIDE = 1 << 30  # bytes of a call: larger models do not run on the GPU beside others that compile
+_MOST_PROBERS = 8  # on a GPU; each has a CUDA context, and uses one core
+_MOST_BESIDE = 512 << 20  # bytes of a call: larger tasks do not run on the GPU beside others
 _JUDGING = ("build", "formats", "jail", "judge", "worker")  # folders whose code a verdict depends on, beside this one
 _THIS_ROOM = ("local.py", "judge_process.py", "messages.py", "wire.py", "driver.py")
 
@@ -73,8 +72,8 @@ class LocalSandbox:
         self._workspaces = Workspaces()
         self._specs: dict[str, TaskSpec] = {}
         self._asked: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()  # one per verdict asked for now
-        self._compiling: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by digest of a task
-        self._uncompiled: set[str] = set()  # digests of tasks whose model torch.compile took too long for
+        self._probers: list[JudgeHandle] = []  # on a GPU: they run tasks without solutions beside each other
+        self._measuring: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by digest of a task
         self._architecture = self._identity = ""  # of the GPU; the latter with its driver
 
     async def __aenter__(self) -> "LocalSandbox":
@@ -96,7 +95,6 @@ class LocalSandbox:
             2 if on_cpu else max(2, (os.cpu_count() or 2) // 2), config.train_mode,
         )  # fmt: skip
         self._first_pass = FirstPass(self.cache / "passes", self._passes, config.first_pass_seconds)
-        self._model_pass = FirstPass(self.cache / "passes", self._passes, _COMPILE_SECONDS)
         settings = JudgeSettings(
             threads=config.threads, checks=config.checks, tolerance=config.tolerance, timed_calls=config.timed_calls,
             train_mode=config.train_mode,
@@ -106,17 +104,23 @@ class LocalSandbox:
         )  # fmt: skip
         count = min(2, os.cpu_count() or 1)
         if config.device == "cuda":
-            count = 1  # one exclusive judge per device
+            count = 1  # solutions are alone on their device
             kernels, self._identity = await self._device()
             settings = replace(settings, kernels=kernels, identity=self._identity)
         self._settings = settings
-        self._judges = []
-        for number in range(count):
-            folder = self._scratch / f"judge-{number}"  # one per judge: judges prove their walls at the same time
-            folder.mkdir()
-            folder.chmod(0o711)
-            self._judges.append(JudgeHandle(replace(settings, scratch=str(folder)), folder))
+        self._judges = [self._handle(settings, f"judge-{number}") for number in range(count)]
+        probers = min(_MOST_PROBERS, (os.cpu_count() or 2) // 2) if config.device == "cuda" else 0
+        prober = replace(settings, prober=True)
+        self._probers = [self._handle(prober, f"prober-{number}") for number in range(probers)]
         return self
+
+    def _handle(self, settings: JudgeSettings, name: str) -> JudgeHandle:
+        """Returns the handle of a judge with a folder of its own: judges prove their walls at the same time."""
+        assert self._scratch
+        folder = self._scratch / name
+        folder.mkdir()
+        folder.chmod(0o711)
+        return JudgeHandle(replace(settings, scratch=str(folder)), folder)
 
     async def _device(self) -> tuple[str, str]:
         """Returns the path of the judge's compiled kernels (``check.cu``), and the names of the GPU and its driver.
@@ -168,7 +172,7 @@ class LocalSandbox:
 
     async def _end(self) -> None:
         await self._workspaces.close()
-        for judge in self._judges:
+        for judge in (*self._judges, *self._probers):
             await asyncio.to_thread(judge.close)
         await asyncio.to_thread(self._builder.close)
         if self._scratch:
@@ -208,10 +212,10 @@ class LocalSandbox:
         untimed = format.untimed.get(device, "") or (_ONLY_CHECKED if mode == "check" else "")
         traits = replace(format.traits, untimed=untimed)
         try:
-            made = self._load(task, solution, spec, first_pass_time), self._source(task, not untimed)
-            (load, built), source = await asyncio.gather(*made)
+            made = self._load(task, solution, spec, first_pass_time), self._measure(task, not untimed and not again)
+            (load, built), _ = await asyncio.gather(*made)
             request: EvaluateRequest = {
-                "task": source, "format": solution.format, "traits": asdict(traits), "mode": mode,
+                "task": _source(task), "format": solution.format, "traits": asdict(traits), "mode": mode,
                 "load": load, "files": solution.files, "observe": bool(found), "again": again,
             }  # fmt: skip
             verdict = Verdict.from_json(await judge.ask(JudgeRequest.EVALUATE, request))
@@ -253,33 +257,20 @@ class LocalSandbox:
             load["place"] = await self._place(task, solution)
         return load, time.monotonic() - begin
 
-    async def _source(self, task: Task, timed: bool) -> TaskSource:
-        """Returns the request's description of ``task``. If the task is to be ``timed``, first compiles its model with
-        torch.compile, beside other work, so that the judge, which has one thread, need not. The judge compiles the
-        model itself if it has nothing else to do, if the model is large, or if compiling failed but did not take too
-        long. Raises ``TaskError`` if the code is too large to share a message with a solution."""
-        source = _source(task)
-        if not timed or self.config.device == "cpu" or self.config.clock == "model":
-            return source
+    async def _measure(self, task: Task, wanted: bool) -> None:
+        """Measures the baselines of ``task`` beside its judge, which has one thread, if they are ``wanted``, the judge
+        is busy and the task is small. Otherwise, or if that fails, the judge measures them."""
+        if not wanted or not self._probers:
+            return
         file = baselines_file(self._settings, task.digest, importlib.metadata.version("torch"))
-        async with self._compiling.setdefault(task.digest, asyncio.Lock()):  # one pass for all solutions of a task
-            base = read_baselines(file)
-            if task.digest in self._uncompiled or base.compile_error.endswith(_TOO_LONG):
-                source["uncompiled"] = _TOO_LONG
-            elif (
-                self._judge(task).busy and not base.compile_tried and call_bytes(await self.spec(task)) <= _MOST_BESIDE
+        async with self._measuring.setdefault(task.digest, asyncio.Lock()):  # once for all solutions of a task
+            if (
+                self._judge(task).busy
+                and not read_baselines(file).compile_tried
+                and call_bytes(await self.spec(task)) <= _MOST_BESIDE
             ):
-                files = first_pass.compiled_model(task)
-                try:
-                    place = await self._model_pass(task, files, self._architecture, {}, False)
-                    source["graphs"] = str(place["folder"])
-                except FirstPassFailed as failure:
-                    if failure.status == "timeout":
-                        self._uncompiled.add(task.digest)
-                        source["uncompiled"] = _TOO_LONG
-                except OSError:
-                    pass
-        return source
+                with contextlib.suppress(TaskError, JudgeLost):
+                    await self._prober(task).ask(JudgeRequest.MEASURE, {"task": _source(task)})
 
     async def prepare(self, solution: Solution, spec: TaskSpec) -> dict[str, Any]:
         """Builds the solution. Returns the request that makes a worker load the solution."""
@@ -311,19 +302,23 @@ class LocalSandbox:
 
     def kill(self) -> None:
         """Ends the judges at once and for good, without waiting for pending verdicts."""
-        for judge in self._judges:
+        for judge in (*self._judges, *self._probers):
             judge.kill()
 
     async def probe(self, task: Task, compile: bool = True) -> Probe:
         """Runs a task without a solution. The result's ``error`` says why the task did not run."""
-        for _ in (1, 2):
+        first, last = self._prober(task), self._judge(task)
+        for judge in (first, last):  # a prober may lack memory that the judge has
             try:
-                request = {"task": await self._source(task, compile), "compile": compile}
-                return Probe.from_json(await self._judge(task).ask(JudgeRequest.PROBE, request))
+                request = {"task": _source(task), "compile": compile}
+                probe = Probe.from_json(await judge.ask(JudgeRequest.PROBE, request))
             except TaskError as error:
-                return Probe(error=str(error))
+                probe = Probe(error=str(error))
             except JudgeLost as lost:
                 probe = Probe(error=f"infrastructure: {lost}")
+                continue
+            if judge is last or not probe.error:
+                break
         return probe
 
     def workspace(
@@ -342,6 +337,9 @@ class LocalSandbox:
 
     def _judge(self, task: Task) -> JudgeHandle:
         return self._judges[self.judge_of(task)]
+
+    def _prober(self, task: Task) -> JudgeHandle:
+        return self._probers[int(task.digest, 16) % len(self._probers)] if self._probers else self._judge(task)
 
     def _refusal(self, solution: Solution, mode: Mode, status: Any, message: str) -> Verdict:
         advisory = FORMATS[solution.format].traits.advisory

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from cuda_agent.sandbox.wire import Format, Mode
 
@@ -32,6 +32,7 @@ class JudgeRequest(StrEnum):
     CONFIGURE = "configure"  # JudgeSettings -> the proven walls; the first request
     SPEC = "spec"  # {"task": TaskSource} -> TaskSpec
     EVALUATE = "evaluate"  # EvaluateRequest -> Verdict
+    MEASURE = "measure"  # {"task": TaskSource}: measures the task's baselines, if they are not known
     PROBE = "probe"  # {"task": TaskSource, "compile": whether torch.compile is timed, too} -> Probe
 
 
@@ -109,13 +110,12 @@ class JudgeSettings:
     train_mode: bool = False  # models stay in train()
     kernels: str = ""  # cuda: path of the cubin that was built from check.cu
     identity: str = ""  # names of the GPU and its driver, on which times depend
+    prober: bool = False  # runs tasks without solutions only, and holds little memory
 
 
 class TaskSource(TypedDict):
     digest: str
     code: str
-    graphs: NotRequired[str]  # folder of the first pass in which torch.compile compiled the task's model
-    uncompiled: NotRequired[str]  # why the first pass did not compile the model and the judge should not try
 
 
 class EvaluateRequest(TypedDict):

@@ -1,12 +1,15 @@
 """Stage ``critic``: pretrains the critic on all episodes, good and bad, with a terminal reward and gamma 1 (paper,
-section 3.3, stage 3). Inputs: episodes, policy; output: ``critic``. If the critic explains too little of the rewards'
-variance on held-out episodes, the stage leaves a note or stops (``critic.gate``, docs/decisions.md)."""
+section 3.3, stage 3). Inputs: episodes, policy; output: ``critic``. The reward has the form ``agentic.reward``, in
+which the critic goes on to learn. If the critic explains too little of the rewards' variance on held-out episodes, the
+stage leaves a note or stops (``critic.gate``, docs/decisions.md)."""
 
 import hashlib
+from dataclasses import replace
 
 from cuda_agent.context import StageContext
 from cuda_agent.errors import NotGoodEnough, TryAgain
 from cuda_agent.policy.episode import EPISODES, Episode, read_episodes
+from cuda_agent.policy.reward import REWARDS
 from cuda_agent.rl.trainers import make_trainer, shared_training
 from cuda_agent.training.critic import critic_from_policy, save_critic
 from cuda_agent.training.packing import trainable
@@ -20,7 +23,9 @@ def run(ctx: StageContext) -> None:
 
 def pretrain(ctx: StageContext) -> None:
     settings = ctx.config.critic
-    episodes = trainable(read_episodes(ctx.inputs["episodes"] / EPISODES))
+    collected = (episode for episode in read_episodes(ctx.inputs["episodes"] / EPISODES) if episode.verdict)
+    reward = REWARDS[ctx.config.agentic.reward]
+    episodes = trainable(replace(episode, reward=reward(episode.verdict or {})) for episode in collected)
     if not episodes:
         raise NotGoodEnough("critic: no collected episode has a reward, so there is nothing to learn values from.")
     training, heldout = hold_out(episodes, settings.heldout, ctx.config.seed)

@@ -1,4 +1,6 @@
-"""Defines the tasks of the scripted teacher: one to three element-wise operators and, in some tasks, a row-wise ending.
+"""Defines the tasks of the scripted teacher: one to three element-wise operators and, in some tasks, an ending.
+
+An ending works along the rows of the input; on a GPU, it may also work along the columns or transpose the input.
 
 A table gives the name, the PyTorch code and the C++ code of each operator. ``sample_task`` draws a task, and ``parse``
 reads a task's specification back from its code. Training tasks and held-out tasks never share a ``combination``. Shapes
@@ -11,7 +13,9 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
+from cuda_agent.sandbox.wire import TaskSpec, Tensor
 from cuda_agent.tasks.inspect import recompute_ops
 from cuda_agent.tasks.task import Task
 
@@ -94,18 +98,18 @@ CONSTANTS = ("2", "3", "4", "5", "6", "7", "8", "9")
 
 @dataclass(frozen=True)
 class Ending:
-    """A row-wise operator after an element-wise chain. ``columns`` and ``spread`` ensure that different inputs give
-    outputs that differ by more than the judge's tolerance of 1e-2. A softmax over 1,024 columns gives too small
-    values."""
+    """An operator after an element-wise chain. ``length`` and ``spread`` ensure that different inputs give outputs that
+    differ by more than the judge's tolerance of 1e-2. A softmax over 1,024 values gives too small values."""
 
     torch: str  # its form in PyTorch
     maps: bool  # whether the output has the shape of the input
-    columns: str  # key of ``COLUMNS``
+    length: str  # key of ``LENGTHS``: of a column for the kind "column", else of a row
     spread: float = 1.0  # least allowed difference between the chain's high and low results
+    kind: Literal["row", "column", "transpose"] = "row"
 
 
-# Lengths of a row, by device. On a GPU, lengths that 4 or 32 do not divide decide which designs are right.
-COLUMNS: dict[str, dict[str, tuple[int, ...]]] = {
+# Lengths of a row or column, by device. On a GPU, lengths that 4 or 32 do not divide decide which designs are right.
+LENGTHS: dict[str, dict[str, tuple[int, ...]]] = {
     "cpu": {
         "narrow": (32, 64),
         "medium": (64, 128, 256),
@@ -132,7 +136,19 @@ ENDINGS: dict[str, Ending] = {
     "normalize": Ending("F.normalize(x, dim=1)", True, "narrow"),
     "layer_norm": Ending("F.layer_norm(x, x.shape[1:])", True, "wide", 0.2),
     "rms_norm": Ending("F.rms_norm(x, x.shape[1:])", True, "wide"),
+    "column_sum": Ending("torch.sum(x, 0)", False, "wide", kind="column"),
+    "column_mean": Ending("torch.mean(x, 0)", False, "medium", kind="column"),
+    "column_amax": Ending("torch.amax(x, 0)", False, "wide", kind="column"),
+    "column_amin": Ending("torch.amin(x, 0)", False, "wide", kind="column"),
+    "column_var": Ending("torch.var(x, 0)", False, "medium", kind="column"),
+    "column_norm": Ending("torch.norm(x, dim=0)", False, "wide", kind="column"),
+    "column_softmax": Ending("torch.softmax(x, 0)", True, "narrow", 2.0, "column"),
+    "transpose": Ending("x.t().contiguous()", False, "plain", 0.2, "transpose"),
 }
+_ROWS = tuple(name for name, ending in ENDINGS.items() if ending.kind == "row")
+# The endings from which a task's ending is drawn, by device. A transpose is drawn as often as two other endings.
+DRAWN = {"cpu": _ROWS, "cuda": (*ENDINGS, "transpose")}
+ENDED = {"cpu": 0.5, "cuda": 0.75}  # share of drawn tasks with an ending, before those that are not admissible
 
 
 @dataclass(frozen=True)
@@ -140,7 +156,7 @@ class FamilySpec:
     """The specification of a task of the teacher's family."""
 
     chain: tuple[tuple[str, str | None], ...]  # operators with their constants (None: the operator has none)
-    ending: str | None  # name of the row-wise operator, if there is one
+    ending: str | None  # name of the operator after the chain, if there is one
     rows: int  # with ``columns`` the shape of every input (float32, contiguous)
     columns: int
 
@@ -148,6 +164,22 @@ class FamilySpec:
     def binary(self) -> bool:
         """Returns whether the task has a second input."""
         return any(OPERATORS[name].binary for name, _ in self.chain)
+
+    @property
+    def kind(self) -> Literal["chain", "row", "column", "transpose"]:
+        return ENDINGS[self.ending].kind if self.ending else "chain"
+
+    @property
+    def operation(self) -> str:
+        """The name of the ending without its direction: "sum" for "column_sum"."""
+        return (self.ending or "").removeprefix("column_")
+
+    @property
+    def output(self) -> tuple[int, ...]:
+        """The shape of the output."""
+        if self.ending is None or ENDINGS[self.ending].maps:
+            return self.rows, self.columns
+        return {"row": (self.rows,), "column": (self.columns,)}.get(self.kind, (self.columns, self.rows))
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -173,12 +205,14 @@ def sample_spec(rng: random.Random, device: str = "cpu") -> FamilySpec:
         if rng.random() < 0.25:
             names[rng.randrange(len(names))] = rng.choice(BINARY)
         chain = tuple((name, rng.choice(CONSTANTS) if OPERATORS[name].has_constant else None) for name in names)
-        ending = rng.choice(tuple(ENDINGS)) if rng.random() < 0.5 else None
+        ending = rng.choice(DRAWN[device]) if rng.random() < ENDED[device] else None
         if _admissible(chain, ending):
             break
-    columns = rng.choice(COLUMNS[device][ENDINGS[ending].columns if ending else "plain"])
-    numel = 1 << rng.randint(*ELEMENTS[device])
-    return FamilySpec(chain, ending, numel // columns, columns)
+    length = rng.choice(LENGTHS[device][ENDINGS[ending].length if ending else "plain"])
+    other = (1 << rng.randint(*ELEMENTS[device])) // length
+    if ending and ENDINGS[ending].kind == "column":
+        return FamilySpec(chain, ending, length, other)
+    return FamilySpec(chain, ending, other, length)
 
 
 def make_task(spec: FamilySpec) -> Task:
@@ -196,6 +230,14 @@ def make_task(spec: FamilySpec) -> Task:
     ops = recompute_ops(code)
     task = Task("", code, ops, f"torch#{len(ops)}", family="teacher")
     return replace(task, name=f"{'_'.join(spec.names)}-{task.digest[:8]}")
+
+
+def task_spec(spec: FamilySpec) -> TaskSpec:
+    """Returns what the judge reports about the task with the specification ``spec``: shapes, dtypes and arguments."""
+    shape = Tensor((spec.rows, spec.columns), "float32")
+    inputs = (shape,) * (1 + spec.binary)
+    arguments = tuple({"tensor": index} for index in range(len(inputs)))
+    return TaskSpec(inputs, (Tensor(spec.output, "float32"),), {}, arguments, ())
 
 
 def combination(task: Task) -> str:
@@ -278,6 +320,7 @@ def _admissible(chain: tuple[tuple[str, str | None], ...], ending: str | None) -
     if max(-low, high) > 2000 or middle[-3] - middle[2] <= (ENDINGS[ending].spread if ending else 0.2):
         return False
     # The maximum of many bounded numbers is the bound itself: the extreme must lie far out.
-    extreme, third = (low, ordered[2]) if ending == "amin" else (high, ordered[-3])
+    operation = (ending or "").removeprefix("column_")
+    extreme, third = (low, ordered[2]) if operation == "amin" else (high, ordered[-3])
     far = values.index(extreme) in (0, len(values) - 1) and abs(extreme - third) > 0.3
-    return far or ending not in ("amax", "amin")
+    return far or operation not in ("amax", "amin")

@@ -109,7 +109,7 @@ def _differs(spec: FamilySpec, other: FamilySpec) -> bool:
         return False
     one, two = one[1:-1], two[1:-1]
     ending = ENDINGS[spec.ending] if spec.ending else None
-    if ending and (ending.maps or spec.ending == "var"):
+    if ending and (ending.maps or spec.operation == "var"):
         one, two = _standardised(one), _standardised(two)
     return sum(abs(a - b) > 0.25 * (1 + abs(b)) for a, b in zip(one, two, strict=True)) >= 4
 

@@ -79,9 +79,9 @@ def sft(
             return
         batch = batch_of(sequences[index] for index in chosen)
         rate = learning_rate(fraction, lr)
-        began = trainer.seconds
+        began = time.monotonic()
         metrics = sft_step(trainer, batch, rate)
-        tokens, elapsed = sum(lengths[index] for index in chosen), trainer.seconds - began
+        tokens, elapsed = sum(lengths[index] for index in chosen), time.monotonic() - began
         yield metrics | {"lr": rate, "progress": fraction, "tokens": tokens, "tokens_per_second": tokens / elapsed}
 
 
@@ -98,15 +98,17 @@ def _endless(lengths: Sequence[int], tokens_per_step: int, seed: int, epochs: in
 
 @over_ranks
 def sft_step(trainer: Trainer, batch: Batch, lr: float) -> dict[str, float]:
-    """Takes one optimizer step on the negative log-likelihood of a batch; adds its time to ``trainer.seconds``."""
-    start = time.monotonic()
+    """Takes one optimizer step on the negative log-likelihood of a batch. Adds its time to ``trainer.seconds``, unless
+    ``torch.compile`` worked in it."""
+    start, graphs = time.monotonic(), trainer.graphs
 
     def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:
         logprobs, entropy = trainer.logprobs(row)
         return sft_loss(logprobs, len(batch)), {"entropy": entropy.sum() / len(batch)}
 
     metrics = trainer.update(batch, None, lr, loss_of)
-    trainer.seconds += time.monotonic() - start
+    if trainer.graphs == graphs:
+        trainer.seconds += time.monotonic() - start
     return metrics
 
 

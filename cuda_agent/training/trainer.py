@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint as recomputed
 
 from cuda_agent.lease import Lease
 from cuda_agent.training import attention, checkpoint, losses, sharding
@@ -67,10 +68,9 @@ class Trainer:
         model.train(gradient_checkpointing)
         if gradient_checkpointing:
             trunk.gradient_checkpointing_enable({"use_reentrant": False})
+        self._compile = compile
         if compile:
-            torch._dynamo.config.recompile_limit = COMPILATIONS
-            for layer in trunk.layers:  # equal layers: one compilation serves all
-                layer.compile()
+            _compile_layers(trunk.layers, gradient_checkpointing)
         self._root = None if mesh is None else sharding.shard(model, trunk, mesh)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizers = _optimizers(model, optimizer, weight_decay)
@@ -87,6 +87,15 @@ class Trainer:
     @property
     def trunk(self) -> Any:
         return self.model.trunk if isinstance(self.model, Critic) else self.model.base_model
+
+    @property
+    def graphs(self) -> int:
+        """Returns how many graphs ``torch.compile`` has made in this process, or 0 if the layers are not compiled."""
+        if not self._compile:
+            return 0
+        from torch._dynamo.utils import counters
+
+        return counters["stats"]["unique_graphs"]
 
     @contextmanager
     def leased(self) -> Iterator[None]:
@@ -247,6 +256,34 @@ class Trainer:
         checkpoint.restore(table, self.trained(), self.optimizers)
         torch.set_rng_state(random)
         self.step, self.seconds = int(step), float(seconds)
+
+
+def _compile_layers(layers: Any, gradient_checkpointing: bool) -> None:
+    """Makes ``torch.compile`` compile the layers, which are equal: one compilation serves all. A checkpointed layer is
+    compiled inside its checkpoint, because PyTorch leaves a checkpoint with a graph break, our attention, eager."""
+    if gradient_checkpointing:  # dynamic: a row may be recomputed after a longer one was compiled
+        call = _limited(torch.compile(_call, dynamic=True))
+        for layer in layers:
+            layer._gradient_checkpointing_func = functools.partial(recomputed, call, use_reentrant=False)
+        return
+    for layer in layers:
+        layer._compiled_call_impl = _limited(torch.compile(layer._call_impl))
+
+
+def _call(function: Callable[..., Any], *args: Any) -> Any:
+    return function(*args)
+
+
+def _limited(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Allows ``compiled`` to be compiled up to ``COMPILATIONS`` times. Each thread has its own limit, also the threads
+    of the backward pass."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch._dynamo.config.recompile_limit < COMPILATIONS:
+            torch._dynamo.config.recompile_limit = COMPILATIONS
+        return compiled(*args, **kwargs)
+
+    return call
 
 
 def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:

@@ -1,5 +1,7 @@
 """The record of a run: the same tags and states from one machine and from pods."""
 
+from dataclasses import replace
+
 import pytest
 
 from cuda_agent.config import Config
@@ -45,6 +47,9 @@ def test_a_finished_stage_has_its_manifest_notes_and_settings(record, tmp_path):
     assert Manifest.from_bytes(facts["tags"][MANIFEST_TAG].encode()) == manifest
     assert facts["tags"]["notes"] == "a fallback was taken" and facts["tags"]["made by"] == "a"
     assert "rft.lr" in facts["params"] and "critic.lr" not in facts["params"]
+    made.finished("critic", replace(manifest, stage="critic"))
+    shown = made._mirror.told[-1][1]["params"]
+    assert "critic.lr" in shown and "agentic.reward" in shown and "agentic.steps" not in shown
 
 
 @pytest.mark.parametrize(("code", "status"), [(EXIT_RETRY, "KILLED"), (EXIT_BUG, "FAILED"), (EXIT_DONE, "FINISHED")])

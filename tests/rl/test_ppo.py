@@ -32,7 +32,7 @@ class Pretended:
     async def play(self, step, tasks):
         self.done.append((tasks[0].split, step))
         episodes = [episode(f"s/{n}/0", reward, step) for n, reward in enumerate(self.rewards(step))]
-        return RolloutBatch(episodes, 1.0, {})
+        return RolloutBatch(episodes, 1.0, {"workers_lost": float(tasks[0].split == "heldout")})
 
     async def learn(self, step, episodes):
         self.done.append(("learn", step))
@@ -107,6 +107,8 @@ def test_heldout_tasks_are_played_every_few_steps_and_only_shown(tmp_path, monke
     assert [step for what, step in ctx.done if what == "train"] == [0, 1, 2]
     assert [step for step, metrics in ctx.metrics.items() if "heldout_pass_rate" in metrics] == shown
     assert [metrics["episodes"] for metrics in ctx.metrics.values()] == [2.0] * 3, "none is trained on"
+    lost = [step for step, metrics in ctx.metrics.items() if metrics["workers_lost"]]
+    assert lost == shown, "workers that a held-out round lost count"
 
 
 def test_the_shown_speedup_is_that_of_the_solutions_that_passed():

@@ -12,7 +12,6 @@ import pytest
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.sandbox.build import toolchain
-from cuda_agent.sandbox.formats.first_pass_runner import FirstPassFailed
 from cuda_agent.sandbox.judge.prepared import baselines_file
 from cuda_agent.sandbox.judge_process import JudgeHandle, JudgeLost
 from cuda_agent.sandbox.local import LocalSandbox
@@ -216,76 +215,54 @@ def test_a_quarantined_device_is_not_asked_and_a_killed_judge_stays_dead(tmp_pat
 
 
 @pytest.fixture
-def passes(make: Callable[[Any], LocalSandbox], tmp_path: Path) -> LocalSandbox:
-    """A sandbox for a GPU whose judge is busy, and whose first passes only leave the folder ``place``."""
-    judge: Any = Judge(Probe())
+def on_gpu(make: Callable[[Any], LocalSandbox], tmp_path: Path) -> LocalSandbox:
+    """A sandbox of a GPU with one prober, whose judge is busy."""
+    judge: Any = Judge(verdict())
     judge.busy = True
     sandbox = make(judge)
     sandbox.config = sandbox.config.model_copy(update={"device": "cuda", "clock": "real"})
     sandbox._settings = settings_in(tmp_path, device="cuda", clock="real")
-
-    async def first_pass(_: Any, files: Mapping[str, str], *__: Any) -> dict[str, Any]:
-        assert files["model_new.py"].count("torch.compile(model)") == 1
-        return {"folder": str(tmp_path / "place"), "environment": {}}
-
-    sandbox._model_pass = first_pass  # type: ignore[assignment]
+    prober: Any = Judge(Probe(deterministic=True))
+    sandbox._probers = [prober]
     return sandbox
 
 
-def source(sandbox: LocalSandbox, wanted: bool = True, spec: TaskSpec = SPEC) -> Mapping[str, Any]:
+def asked_to_measure(sandbox: LocalSandbox, spec: TaskSpec = SPEC, wanted: bool = True) -> bool:
+    prober: Any = sandbox._probers[0]
+    prober.asked.clear()
     sandbox._specs[task().digest] = spec
-    return asyncio.run(sandbox._source(task(), wanted))
+    asyncio.run(sandbox._measure(task(), wanted))
+    return bool(prober.asked == [JudgeRequest.MEASURE])
 
 
-def graphs(sandbox: LocalSandbox, wanted: bool = True, spec: TaskSpec = SPEC) -> str:
-    return str(source(sandbox, wanted, spec).get("graphs", ""))
-
-
-def test_a_model_is_compiled_beside_the_judge_if_the_judge_is_busy_and_needs_its_time(
-    passes: LocalSandbox, tmp_path: Path
-) -> None:
-    judge: Any = passes._judges[0]
-    assert graphs(passes) == str(tmp_path / "place")
-    assert graphs(passes, wanted=False) == ""
-    assert graphs(passes, spec=TaskSpec((Tensor((1 << 29,), "float32"),), SPEC.outputs, {}, (), ())) == "", "too large"
+def test_a_prober_measures_the_baselines_of_a_small_task_while_the_judge_is_busy(on_gpu: LocalSandbox) -> None:
+    judge: Any = on_gpu._judges[0]
+    assert asked_to_measure(on_gpu)
+    assert not asked_to_measure(on_gpu, wanted=False)
+    assert not asked_to_measure(on_gpu, TaskSpec((Tensor((1 << 27,), "float32"),), SPEC.outputs, {}, (), ()))
     judge.busy = False
-    assert graphs(passes) == ""
+    assert not asked_to_measure(on_gpu), "an idle judge measures at once"
     judge.busy = True
-    file = baselines_file(passes._settings, task().digest, importlib.metadata.version("torch"))
+    file = baselines_file(on_gpu._settings, task().digest, importlib.metadata.version("torch"))
     file.parent.mkdir()
     file.write_text('{"compile_tried": true}')
-    assert graphs(passes) == "", "the time is known"
+    assert not asked_to_measure(on_gpu), "they are known"
 
 
-@pytest.mark.parametrize("update", [{"device": "cpu"}, {"clock": "model"}])
-def test_on_a_cpu_and_with_simulated_times_the_judge_compiles(passes: LocalSandbox, update: dict[str, str]) -> None:
-    passes.config = passes.config.model_copy(update=update)
-    assert graphs(passes) == ""
+@pytest.mark.parametrize("failure", [JudgeLost("gone"), TaskError("more than the device has left")])
+def test_a_prober_that_fails_costs_no_verdict(on_gpu: LocalSandbox, failure: Exception) -> None:
+    prober: Any = on_gpu._probers[0]
+    prober.answers = [failure]
+    on_gpu._specs[task().digest] = SPEC
+    asyncio.run(on_gpu._measure(task(), True))
+    assert prober.asked == [JudgeRequest.MEASURE]
 
 
-@pytest.mark.parametrize("failure", [FirstPassFailed("crash", "out of memory"), OSError("a full disk")])
-def test_a_model_that_does_not_compile_beside_the_judge_is_left_to_the_judge(
-    passes: LocalSandbox, failure: Exception
-) -> None:
-    async def first_pass(*_: Any) -> Any:
-        raise failure
-
-    passes._model_pass = first_pass  # type: ignore[assignment]
-    assert source(passes).keys() == {"digest", "code"}
-    assert asyncio.run(passes.probe(task())).error == ""
-
-
-def test_the_judge_does_not_compile_a_model_for_minutes_once_more(passes: LocalSandbox) -> None:
-    async def first_pass(*_: Any) -> Any:
-        raise FirstPassFailed("timeout", "the solution, while it compiled, did not finish in time")
-
-    passes._model_pass = first_pass  # type: ignore[assignment]
-    found = source(passes)
-    assert "graphs" not in found and found["uncompiled"] == "it did not finish in 600 s"
-    passes._model_pass = None  # type: ignore[assignment]
-    assert source(passes) == found, "nor does a second pass, for another solution of the task"
-    passes._uncompiled.clear()
-    file = baselines_file(passes._settings, task().digest, importlib.metadata.version("torch"))
-    file.parent.mkdir()
-    file.write_text('{"compile_tried": true, "compile_error": "torch.compile: it did not finish in 600 s"}')
-    assert source(passes) == found, "strict mode does not compile it either"
+@pytest.mark.parametrize("answer", [Probe(error="out of memory"), TaskError("too large"), JudgeLost("gone")])
+def test_the_judge_answers_for_a_prober_that_fails(on_gpu: LocalSandbox, answer: Any) -> None:
+    judge: Any = on_gpu._judges[0]
+    prober: Any = on_gpu._probers[0]
+    judge.answers = [Probe(deterministic=True)]
+    assert asyncio.run(on_gpu.probe(task())).deterministic and judge.asked == []
+    prober.answers = [answer]
+    assert asyncio.run(on_gpu.probe(task())).deterministic and judge.asked == [JudgeRequest.PROBE]

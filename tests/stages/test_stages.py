@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from cuda_agent.agent.loop import seed_of
+from cuda_agent.compose import restricted
 from cuda_agent.config import Config
 from cuda_agent.context import StageContext
 from cuda_agent.errors import BadConfiguration, NotGoodEnough, PolicyError, TryAgain
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
+from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.episode import Episode, write_episodes
 from cuda_agent.policy.lora import ADAPTER
@@ -79,6 +81,9 @@ def played(chat: Chat, task: str, sample: int, reward: float | None, flags: tupl
         reward=reward,
         ended="answer" if reward is not None else "infra",
         flags=list(flags),
+        verdict=None
+        if reward is None
+        else {"status": "ok", "reward": reward, "speedup_eager": 10.0, "speedup_compile": 10.0 * reward},
     )
 
 
@@ -208,6 +213,18 @@ def test_the_critics_gate_warns_or_stops(tmp_path, policy):
     stopped = context(tmp_path / "stop", "critic", config(critic=strict | {"gate": "stop"}), inputs, "critic")
     with pytest.raises(NotGoodEnough, match=r"critic\.min_explained_variance"):
         critic.run(stopped)
+
+
+@pytest.mark.parametrize(("form", "reward"), [("ladder", 3.0), ("raw", 10.0), ("speedup", 30 / 11)])
+def test_the_critic_learns_the_reward_that_agentic_goes_on_with(tmp_path, policy, monkeypatch, form, reward):
+    learned: list[Episode] = []
+    monkeypatch.setattr(critic, "value_epoch", lambda trainer, episodes, *_, **__: learned.extend(episodes) or {})
+    episodes = collected(tmp_path / "episodes", policy, [*((name, 0, 3.0) for name in "xyz"), ("lost", 0, None)])
+    settings = config(critic={"epochs": 1}, agentic={"reward": form})
+    (row,) = (stage for stage in STAGES if stage.name == "critic")
+    inputs = {"episodes": episodes, "policy": policy}
+    critic.run(context(tmp_path / "stage", "critic", restricted(settings, row.config), inputs, "critic"))
+    assert [episode.reward for episode in learned] == pytest.approx([reward] * 2)
 
 
 def test_adapters_are_trained_and_the_policy_that_is_given_on_is_whole(tmp_path, policy):

@@ -1,10 +1,11 @@
-"""Runs CUDA kernels of the teacher on the CPU: the threads of a block are coroutines, and blocks run in turn.
+"""Runs CUDA plans of the teacher on the CPU: the threads of a block are coroutines, and blocks run in turn.
 
 A barrier and a shuffle hand over to the next thread, so each thread reaches the barrier before any passes it.  Kernels
 are compiled by g++ beside a header that defines what they use of CUDA."""
 
 import ctypes
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -50,12 +51,12 @@ static void enter() {
   ended[running] = true;
   swapcontext(&threads[running], &scheduler);
 }
-static void launch(unsigned grid, unsigned block, std::function<void()> kernel) {
+static void launch(unsigned wide, unsigned high, unsigned block, std::function<void()> kernel) {
   static std::vector<std::vector<char>> stacks(1024, std::vector<char>(1 << 16));
   body = kernel;
   blockDim = {block, 1, 1};
-  for (unsigned b = 0; b < grid; b++) {
-    blockIdx = {b, 0, 0};
+  for (unsigned b = 0; b < wide * high; b++) {
+    blockIdx = {b % wide, b / wide, 0};
     threads.assign(block, {});
     ended.assign(block, false);
     for (unsigned t = 0; t < block; t++) {
@@ -78,24 +79,34 @@ static void launch(unsigned grid, unsigned block, std::function<void()> kernel) 
 
 
 def build(solutions: list[dict[str, str]], folder: Path, rows: int, columns: int) -> ctypes.CDLL:
-    """Compiles each solution's kernel in its own namespace.  ``run<k>(x, y, z)`` launches it as its plan says, for
-    inputs of ``rows`` and ``columns``."""
+    """Compiles each solution's kernels in its own namespace.  ``run<k>(x, y, z)`` launches them as its plan says, for
+    inputs of ``rows`` and ``columns``.  Workspaces are poisoned."""
     source = HEADER
     for k, files in enumerate(solutions):
-        (node,) = json.loads(files["plan.json"])["nodes"]
-        kernel = files[node["kernel"]]
+        plan = json.loads(files["plan.json"])
+        kernel = files["kernels/fused.cu"]
         for kind in ("float", "float4"):
             kernel = kernel.replace(f"extern __shared__ {kind} tile[];", f"{kind}* tile = ({kind}*)shared_memory;")
-        kind = "float4" if "fused(const float4*" in kernel else "float"
-        out = "float4" if "float4* z" in kernel else "float"
-        values = {"in0": f"(const {kind}*)x", "in1": f"(const {kind}*)y", "out0": f"({out}*)z"}
-        arguments = ", ".join(values.get(a) or str(number(a, rows, columns)) for a in node["args"])
-        assert number(node.get("shared", 0), rows, columns) <= 1 << 20
-        grid = number(node["grid"], rows, columns)
+        names, calls = {"in0": "x", "in1": "y", "out0": "z"}, ""
+        for name, item in plan.get("workspaces", {}).items():
+            names[name] = f"{name}.data()"
+            calls += f"  std::vector<float> {name}({number(item['size'], rows, columns)}, 1e9f);\n"
+        for node in plan["nodes"]:
+            assert number(node.get("shared", 0), rows, columns) <= 1 << 20
+            listed = re.search(rf"{node['function']}\((.*)\) {{", kernel)
+            assert listed
+            arguments = ", ".join(
+                f"({kind})({names.get(a) or number(a, rows, columns)})"
+                for kind, a in zip(
+                    (text.rpartition(" ")[0] for text in listed[1].split(", ")), node["args"], strict=True
+                )
+            )
+            wide, high = (*(node["grid"] if isinstance(node["grid"], list) else [node["grid"]]), 1)[:2]
+            grid = f"{number(wide, rows, columns)}, {number(high, rows, columns)}"
+            calls += f"  launch({grid}, {node['block']}, [&] {{ k{k}::{node['function']}({arguments}); }});\n"
         source += (
             f"namespace k{k} {{\n{kernel}}}\n"
-            f'extern "C" void run{k}(const float* x, const float* y, float* z) {{\n'
-            f"  launch({grid}, {node['block']}, [=] {{ k{k}::fused({arguments}); }});\n}}\n"
+            f'extern "C" void run{k}(const float* x, const float* y, float* z) {{\n{calls}}}\n'
         )
     (folder / "all.cpp").write_text(source)
     flags = ["-O1", "-std=c++17", "-fPIC", "-shared", "-w"]

@@ -16,30 +16,38 @@ import pytest
 import torch
 
 from cuda_agent.errors import SandboxUnready
-from cuda_agent.sandbox.build.builder import BuildError
+from cuda_agent.sandbox.build.builder import Builder, BuildError
+from cuda_agent.sandbox.build.toolchain import CompilerMissing
+from cuda_agent.sandbox.formats.plan import build as compile_files
+from cuda_agent.sandbox.formats.plan import compile_plan
+from cuda_agent.sandbox.formats.solution_format import Toolchain
 from cuda_agent.sandbox.judge.memory import check
-from cuda_agent.sandbox.wire import Tensor
+from cuda_agent.sandbox.wire import TaskSpec, Tensor
 from cuda_agent.synthesis import design_sweep
 from cuda_agent.synthesis.cuda_kernels import fault
-from cuda_agent.synthesis.design_sweep import Sweep, draw_designs, summary, values_off
-from cuda_agent.synthesis.family import FamilySpec, make_task, parse
+from cuda_agent.synthesis.design_sweep import Sweep, draw_designs, programs, summary, unit, values_off
+from cuda_agent.synthesis.family import FamilySpec, make_task, parse, task_spec
 from cuda_agent.synthesis.optimum import Optimum, read_optima, write_optima
 from cuda_agent.synthesis.teacher import solve
 from cuda_agent.tasks.task import Task
 
 CHAIN = make_task(FamilySpec((("mish", None), ("tanh", None)), None, 1000, 1000))
 ROWS = make_task(FamilySpec((("gelu", None),), "layer_norm", 1024, 1000))
+COLUMNS = make_task(FamilySpec((("tanh", None), ("mul_y", None)), "column_var", 250, 8388))
+TRANSPOSED = make_task(FamilySpec((("gelu", None),), "transpose", 1048, 1000))
 OTHER = make_task(FamilySpec((("exp", None),), "sum", 1024, 1000))
 
 CHILD = """
 import json, sys
 log = open(sys.argv[1], "a")
 print("start", file=log, flush=True)
+print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
     request = json.loads(line)
     print("request", len(request["programs"]), request["tolerance"], file=log, flush=True)
-    for answer in [request["programs"][0].get("eager", 8.0) if request["programs"] else 8.0,
-                   *(program["answer"] for program in request["programs"])]:
+    nodes = [program["nodes"][0] for program in request["programs"]]
+    print(json.dumps({"held": True}), flush=True)
+    for answer in [nodes[0].get("eager", 8.0) if nodes else 8.0, *(node["answer"] for node in nodes)]:
         if answer == "die":
             sys.exit(3)
         answer = {"seconds": answer} if isinstance(answer, float) else answer
@@ -50,20 +58,28 @@ for line in sys.stdin:
 
 
 class Fake:
-    """A sandbox that only builds.  The program of design number n holds the answer number n of the child."""
+    """A sandbox that only builds.  The node of design number n holds the answer number n of the child.  If one of the
+    answers is an error, the designs do not build together."""
 
     def __init__(self, *answers: Any) -> None:
         self.answers, self.lease_folder = list(answers), Path("/lease")
         self.config = SimpleNamespace(tolerance=0.01)
+        self.builds: list[int] = []  # number of designs in each
 
-    async def spec(self, task: Task) -> None: ...
-
-    async def prepare(self, solution: Any, spec: Any) -> dict[str, Any]:
-        assert solution.format == "plan"
-        answer = self.answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer if isinstance(answer, dict) and "answer" in answer else {"answer": answer}
+    async def prepare(self, solution: Any, spec: TaskSpec) -> dict[str, Any]:
+        assert solution.format == "plan" and spec.inputs[0] == Tensor((1024, 1000), "float32")
+        count = len(json.loads(solution.files["plan.json"])["nodes"])
+        self.builds.append(count)
+        broken = [answer for answer in self.answers[:count] if isinstance(answer, Exception)]
+        if count > 1 and broken:
+            raise BuildError("one of them")
+        answers, self.answers = self.answers[:count], self.answers[count:]
+        if broken:
+            raise broken[0]
+        return {
+            "workspaces": {},
+            "nodes": [a if isinstance(a, dict) and "answer" in a else {"answer": a} for a in answers],
+        }
 
 
 @pytest.fixture
@@ -101,7 +117,9 @@ def test_only_tasks_of_the_family_are_swept(log: Path) -> None:
 
 
 def test_one_child_times_the_designs_of_many_tasks(log: Path) -> None:
-    first, second = swept(Fake(1.0, 2.0, 3.0, 4.0, 8.0, 7.0, 6.0, 5.0), ROWS, OTHER)
+    sandbox = Fake(1.0, 2.0, 3.0, 4.0, 8.0, 7.0, 6.0, 5.0)
+    first, second = swept(sandbox, ROWS, OTHER)
+    assert sandbox.builds == [4, 4]  # the designs of a task are built together
     assert (first.eager_seconds, first.seconds, first.median_seconds, first.speedup) == (8.0, 1.0, 2.5, 8.0)
     assert (second.seconds, second.median_seconds) == (5.0, 6.5)
     assert first.design == str(draw_designs(ROWS, 4)[1][0].design) != second.design
@@ -122,7 +140,9 @@ def test_a_design_that_kills_the_child_is_named_and_a_new_child_goes_on(log: Pat
 
 
 def test_a_wrong_design_and_one_that_does_not_build_are_named(log: Path) -> None:
-    (optimum,) = swept(Fake(4.0, BuildError("no such thing"), {"wrong": "7 values are wrong"}, 3.0), ROWS)
+    sandbox = Fake(4.0, BuildError("no such thing"), {"wrong": "7 values are wrong"}, 3.0)
+    (optimum,) = swept(sandbox, ROWS)
+    assert sandbox.builds == [4, 1, 1, 1, 1]
     designs = [worked.design for worked in draw_designs(ROWS, 4)[1]]
     assert optimum.surprises == (f"{designs[1]}: does not build: no such thing", f"{designs[2]}: 7 values are wrong")
     assert optimum.seconds == 3.0
@@ -139,6 +159,46 @@ def test_a_child_that_does_not_answer_is_replaced(log: Path, monkeypatch: pytest
     monkeypatch.setattr(design_sweep, "_ANSWER_SECONDS", 2.0)
     (optimum,) = swept(Fake(4.0, 5.0, 6.0, "die"), ROWS)
     assert optimum.seconds == 4.0 and "no answer in 2 s" in optimum.surprises[0]
+
+
+def test_a_child_may_wait_for_the_lease_longer_than_for_an_answer(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = 'print(json.dumps({"held"'
+    (log.parent / "child.py").write_text(CHILD.replace(held, f"__import__('time').sleep(3); {held}"))
+    monkeypatch.setattr(design_sweep, "_ANSWER_SECONDS", 2.0)
+    (optimum,) = swept(Fake(4.0, 5.0, 6.0, 7.0), ROWS)
+    assert optimum.seconds == 4.0 and optimum.surprises == () and log.read_text().count("start") == 1
+
+
+def test_a_child_that_does_not_start_is_not_waited_for(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (log.parent / "child.py").write_text(CHILD.replace("print(json", "__import__('time').sleep(60)\nprint(json", 1))
+    monkeypatch.setattr(design_sweep, "_ANSWER_SECONDS", 1.0)
+    with pytest.raises(SandboxUnready, match="no answer in 1 s"):
+        swept(Fake(4.0, 5.0, 6.0, 7.0), ROWS)
+
+
+def test_designs_that_are_built_together_keep_their_own_kernels_and_launches(tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    builder = Builder(tmp_path / "builds", tmp_path / "scratch", None, 60, 2048, 1)
+    tools = Toolchain(builder, "sm_90")
+    try:
+        for task in (ROWS, CHAIN, COLUMNS, TRANSPOSED):
+            spec, solutions = task_spec(parse(task)), [worked.files for worked in draw_designs(task, 12)[1]]
+            whole = asyncio.run(compile_files(unit(solutions), spec, tools))
+            parts = list(programs(whole, solutions))
+            assert len(parts) == 12
+            for number, (part, files) in enumerate(zip(parts, solutions, strict=True)):
+                alone = compile_plan(files, spec, "cuda")
+                assert list(part["workspaces"].values()) == list(alone.workspaces.values())
+                for node, expected in zip(part["nodes"], alone.nodes, strict=True):
+                    assert f"d{number}" in part["names"][node["symbol"]] and part["names"][f"&{node['codes']}"]
+                    for argument in (*node["args"], *expected["args"]):
+                        argument["buffer"] = argument.get("buffer", "").replace(f"ws:d{number}_", "ws:")
+                    same = node.keys() - {"symbol", "codes"}
+                    assert {key: node[key] for key in same} == {key: expected[key] for key in same}
+    except CompilerMissing as missing:
+        pytest.skip(str(missing))
+    finally:
+        builder.close()
 
 
 def test_the_share_counts_every_draw() -> None:

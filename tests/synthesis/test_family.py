@@ -4,11 +4,15 @@ import pytest
 import torch
 from kernels import reference
 
+from cuda_agent.sandbox.messages import Frame, WorkerOperation
+from cuda_agent.sandbox.wire import TaskSpec
+from cuda_agent.sandbox.worker.reference import Reference
 from cuda_agent.synthesis.family import (
     BINARY,
-    COLUMNS,
+    DRAWN,
     ELEMENTS,
     ENDINGS,
+    LENGTHS,
     OPERATORS,
     UNARY,
     FamilySpec,
@@ -18,6 +22,7 @@ from cuda_agent.synthesis.family import (
     parse,
     sample_spec,
     sample_task,
+    task_spec,
 )
 from cuda_agent.tasks.inspect import problems
 from cuda_agent.tasks.task import Task
@@ -43,7 +48,7 @@ def test_tasks_have_the_published_form_and_at_most_five_operators(tasks):
 
 
 def test_every_operator_and_every_ending_occurs(tasks):
-    assert {name for task in tasks for name in parse(task).names} == set(OPERATORS) | set(ENDINGS)
+    assert {name for task in tasks for name in parse(task).names} == set(OPERATORS) | set(DRAWN["cpu"])
 
 
 def test_parse_inverts_make_task_for_every_operator_and_ending():
@@ -51,6 +56,17 @@ def test_parse_inverts_make_task_for_every_operator_and_ending():
         for ending in (None, *ENDINGS):
             spec = FamilySpec(((name, "4" if operator.has_constant else None),), ending, 64, 128)
             assert parse(make_task(spec)) == spec
+
+
+def test_the_judges_worker_reports_the_same_specification():
+    for ending in (None, *ENDINGS):
+        for name in ("tanh", "mul_y"):
+            spec = FamilySpec(((name, None),), ending, 64, 128)
+            reference = Reference(None, {"device": "cpu", "train_mode": False}, [])
+            report = reference.open_task(
+                Frame(WorkerOperation.OPEN_TASK, 0, {"seed": 0, "code": make_task(spec).code}, [])
+            )
+            assert TaskSpec.from_json(report) == task_spec(spec)
 
 
 def test_foreign_code_is_refused(tasks):
@@ -69,16 +85,26 @@ def test_the_combination_ignores_constants_and_shapes_but_not_order():
     assert key((("mul_y", None),), "sum") == "mul_y>sum"
 
 
-@pytest.mark.parametrize("device", COLUMNS)
+@pytest.mark.parametrize("device", LENGTHS)
 def test_at_most_one_second_input_and_shapes_within_bounds(device):
     rng = random.Random(2)
     for _ in range(300):
         spec = sample_spec(rng, device)
         assert sum(name in BINARY for name, _ in spec.chain) <= 1
         least, most = ELEMENTS[device]
-        assert 2**least - spec.columns < spec.rows * spec.columns <= 2**most
-        assert spec.columns in COLUMNS[device][ENDINGS[spec.ending].columns if spec.ending else "plain"]
+        length = spec.rows if spec.kind == "column" else spec.columns
+        assert 2**least - length < spec.rows * spec.columns <= 2**most
+        assert length in LENGTHS[device][ENDINGS[spec.ending].length if spec.ending else "plain"]
         assert parse(sample_task(random.Random(0), device))
+
+
+def test_only_a_gpu_has_tasks_over_columns_and_transposes():
+    rng = random.Random(2)
+    kinds = {device: {parse(sample_task(rng, device)).kind for _ in range(300)} for device in DRAWN}
+    assert kinds == {"cpu": {"chain", "row"}, "cuda": {"chain", "row", "column", "transpose"}}
+    drawn = {parse(sample_task(rng, "cuda")).ending for _ in range(1000)}
+    assert drawn == {None, *ENDINGS}
+    assert set(DRAWN["cpu"]) == {name for name, ending in ENDINGS.items() if ending.kind == "row"}
 
 
 def test_the_python_form_of_every_operator_is_what_torch_computes():
@@ -94,9 +120,12 @@ def test_the_python_form_of_every_operator_is_what_torch_computes():
 
 def test_outputs_differ_between_inputs_by_more_than_the_tolerance(tasks):
     torch.manual_seed(0)
-    for task in tasks[:200]:
+    rng = random.Random(3)
+    on_a_gpu = [task for task in (sample_task(rng, "cuda") for _ in range(200)) if parse(task).kind != "row"]
+    for task in [*tasks[:200], *on_a_gpu[:60]]:
         spec, model = parse(task), reference(task.code)
-        one, two = (model(*[torch.randn(64, spec.columns) for _ in range(1 + spec.binary)]) for _ in range(2))
+        shape = (spec.rows, 64) if spec.kind == "column" else (64, spec.columns)
+        one, two = (model(*[torch.randn(shape) for _ in range(1 + spec.binary)]) for _ in range(2))
         assert torch.isfinite(one).all(), task.name
         assert not torch.allclose(one, two, rtol=1e-2, atol=1e-2), task.name
         assert (one - one.flatten()[0]).abs().max() > 1e-2, task.name

@@ -77,6 +77,15 @@ def test_as_many_tasks_of_each_kind_as_asked_for():
     assert len({task.name for task in tasks}) == len({task.digest for task in tasks}) == 13
 
 
+def test_a_set_without_the_teachers_family_is_whole():
+    tasks, card = make(Synthesis(train=4, heldout=0, catalogue=3, catalogue_share=1, max_candidates=20))
+    assert Counter((task.family, task.split) for task in tasks) == {
+        ("catalogue", "train"): 4,
+        ("catalogue", "heldout"): 3,
+    }
+    assert not card["short"]
+
+
 def test_heldout_combinations_are_their_own_and_never_trained_on():
     tasks, _ = make(Synthesis(train=20, heldout=20, catalogue=0, max_candidates=60))
     family = [task for task in tasks if task.family == "teacher"]

@@ -14,7 +14,7 @@ from cuda_agent.agent.tools import first_error
 from cuda_agent.sandbox.build.builder import Builder, BuildError
 from cuda_agent.sandbox.build.toolchain import CompilerMissing
 from cuda_agent.synthesis.cpu_kernels import GRIDS, KERNEL, Design, files
-from cuda_agent.synthesis.family import ENDINGS, OPERATORS, FamilySpec, make_task, parse, sample_task
+from cuda_agent.synthesis.family import DRAWN, OPERATORS, FamilySpec, make_task, parse, sample_task
 from cuda_agent.synthesis.teacher import redesign, solve, spoil
 
 # All designs, and few enough of them for one compilation: every operator and every ending meets every choice.
@@ -36,7 +36,7 @@ def _cover() -> list[tuple[FamilySpec, Design]]:
             cases += [(FamilySpec((one,), None, 12, 40), rng.choice(DESIGNS)) for one in pair]
         else:
             cases.append((FamilySpec(pair, None, 12, 40), rng.choice(DESIGNS)))
-    for ending in ENDINGS:
+    for ending in DRAWN["cpu"]:
         for passes, moments in itertools.product(("fused", "split"), ("one", "two")):
             design = replace(rng.choice(DESIGNS), passes=passes, moments=moments)
             cases.append((FamilySpec((("mul_y", None), ("add", "3")), ending, 12, 40), design))

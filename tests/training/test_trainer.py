@@ -1,6 +1,9 @@
 """The trainer on a tiny Qwen3: alignment, packing, where gradients go, checkpoints."""
 
+import itertools
 import threading
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +11,7 @@ from training_cases import VOCAB, random_episode, tiny_policy
 
 from cuda_agent.config import CriticConfig, Ppo
 from cuda_agent.lease import Lease
-from cuda_agent.training import recipes
+from cuda_agent.training import attention, recipes
 from cuda_agent.training.checkpoint import CorruptCheckpoint
 from cuda_agent.training.critic import Critic, critic_from_policy, load_critic, save_critic
 from cuda_agent.training.packing import PackedRow, batch_of, tokens_of, tokens_of_episode
@@ -440,14 +443,42 @@ def test_activations_computed_twice_give_the_same_steps():
     assert twice == pytest.approx(kept, abs=1e-6)
 
 
-@pytest.mark.nightly
-def test_making_a_trainer_compiles_nothing_and_leaves_room_for_those_beside_it():
-    """Above the limit, which a policy, a critic and an engine's check reach together, torch computes eagerly."""
-    from torch._dynamo.utils import counters
+@pytest.fixture
+def graphs(monkeypatch) -> list[int]:
+    """The limits of recompilations under which layers were compiled: one for each graph.  Generates no code."""
+    from torch._dynamo.backends.debugging import aot_eager
 
-    before = counters["stats"]["unique_graphs"]
-    policy(compile=True)
-    assert counters["stats"]["unique_graphs"] == before and torch._dynamo.config.recompile_limit > 32
+    torch._dynamo.reset()
+    limits: list[int] = []
+
+    def compiler(*arguments, **options):
+        limits.append(torch._dynamo.config.recompile_limit)
+        return aot_eager(*arguments, **options)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
+    return limits
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_layers_are_compiled_in_steps_only_and_in_any_thread_with_room_for_those_beside_them(graphs, twice):
+    """Above the limit, which a policy, a critic and an engine's check reach together, torch computes eagerly."""
+    trainer = policy(compile=True, gradient_checkpointing=twice)
+    assert not graphs
+    thread = threading.Thread(target=lambda: memorise(trainer, stop=1))
+    thread.start()
+    thread.join()
+    assert graphs and min(graphs) > 32
+
+
+def test_a_time_limit_does_not_count_the_steps_that_compile(graphs, monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(recipes, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
+    compiling = counted = 0
+    trainer = policy(compile=True)
+    data = [tokens_of(torch.randint(VOCAB, (20,)).tolist(), [0] + [1] * 19) for _ in range(20)]
+    for _ in recipes.sft(trainer, data, tokens_per_step=40, lr=1e-2, seed=0, epochs=1):
+        compiling, counted = compiling + (len(graphs) > counted), len(graphs)
+    assert 0 < compiling < 10 and trainer.seconds == 10 - compiling
 
 
 def test_compiled_layers_give_the_same_steps_and_are_compiled_a_few_times_for_all_lengths():
@@ -464,6 +495,24 @@ def test_compiled_layers_give_the_same_steps_and_are_compiled_a_few_times_for_al
         if index == 1:
             made = counters["stats"]["unique_graphs"]
     assert made == counters["stats"]["unique_graphs"] > 0
+
+
+def test_compiled_layers_whose_activations_are_computed_twice_give_the_same_steps(graphs, monkeypatch):
+    calls = []
+
+    def counted(*arguments, **options):
+        calls.append(1)
+        return packed(*arguments, **options)
+
+    packed = attention._packed_attention
+    monkeypatch.setattr(attention, "_packed_attention", counted)
+    steps = []
+    for compile in (False, True):
+        trainer = policy(compile=compile, gradient_checkpointing=True)
+        calls.clear()
+        steps.append((memorise(trainer, stop=4), len(calls)))
+    (plain, wanted), (ours, called) = steps
+    assert ours == pytest.approx(plain, abs=1e-5) and called == wanted and graphs
 
 
 @pytest.mark.gpu
@@ -492,11 +541,12 @@ def test_a_long_row_on_a_gpu_needs_no_tokens_squared(precision):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compile", [False, True])
-def test_a_row_of_many_sequences_on_a_gpu_in_half_precision_learns_what_a_cpu_does(compile):
+@pytest.mark.parametrize(("compile", "twice"), [(False, False), (True, False), (True, True)])
+def test_a_row_of_many_sequences_on_a_gpu_in_half_precision_learns_what_a_cpu_does(compile, twice):
     lengths = [5, 130, 64, 1, 257, 40]
     batch = batch_of([tokens_of(torch.randint(VOCAB, (n + 1,)).tolist(), [0] + [1] * n) for n in lengths])
-    gpu, cpu = policy(device="cuda", precision="bf16", compile=compile), policy()
+    gpu = policy(device="cuda", precision="bf16", compile=compile, gradient_checkpointing=twice)
+    cpu = policy()
     gpu.row_tokens = cpu.row_tokens = 300
     for _ in range(3):
         ours, wanted = (recipes.sft_step(trainer, batch, 1e-2) for trainer in (gpu, cpu))

@@ -34,32 +34,12 @@ _VERSION = 4
 _DOUBTED = ("wrong", "crash", "build_error")  # statuses that count only after a build with torch's own headers
 _STAND_INS = Path(__file__).parent / "stand_ins"
 _INCLUDE = re.compile(r"#\s*include\s*[<\"]((?:torch|ATen|c10|pybind11)(?!/headeronly|/dlpack)[\w/]*/\w+\.h)[>\"]")
-# Follows a task's code. A small model is compiled by one thread: passes run side by side, and TorchInductor's processes
-# take long to start. A large model has hundreds of kernels. Precisions are set as ``worker.reference`` sets them: a key
-# tells an implicit setting from an equal explicit one.
-_COMPILED_MODEL = """
-
-def ModelNew(*init):
-    import os
-    import torch
-    import torch._inductor.config
-    model = Model(*init)
-    large = sum(1 for _ in model.modules()) > 50
-    torch._inductor.config.compile_threads = min(4, os.cpu_count() or 1) if large else 1
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True
-    return torch.compile(model)
-"""
 
 
 def time_for_python(files: Mapping[str, str], device: str) -> FirstPassTime:
     """Returns ``before`` if the source names a compiler: the first pass then runs before judging. Otherwise returns
     ``when refused``: the first pass runs only after a judged run could not start a program."""
     return "before" if asks(files.get("model_new.py", "")) else "when refused"
-
-
-def compiled_model(task: Task) -> dict[str, str]:
-    """Returns the files of a solution whose first pass compiles the model of ``task`` with ``torch.compile``."""
-    return {"model_new.py": task.code + _COMPILED_MODEL}
 
 
 def asks(code: str) -> bool:

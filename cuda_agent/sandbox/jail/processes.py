@@ -31,6 +31,7 @@ _STOP_SECONDS = 5.0  # longest wait until all threads of a process stand still
 _STANDING = "TtZX"  # states of a thread that cannot run: stopped, traced, zombie, ended
 _END_SECONDS = 0.2  # longest wait for the threads of a killed process to end
 _LOOK_SECONDS = 0.3  # shortest time between two checks of a worker's folder; a check takes at most a twentieth of it
+TOO_LONG = "did not finish in time"  # the end of a message about a time limit
 _IDLE_NS = 200_000  # a thread with less processor time has not worked yet
 
 
@@ -57,7 +58,7 @@ class WorkerError(Exception):
 class JailedProcess:
     """A jailed process with a private folder. It takes requests after ``wait_started``. Before each request, callers
     set ``seconds``, the time limit for answers. If ``verified`` is true, ``stop`` waits until no thread runs. Callers
-    may set it to false for a process that gains nothing from running on."""
+    may set it to false for a process that gains nothing from running on. ``gives_way`` is for ``overrun``."""
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class JailedProcess:
         self._shares = policy.shared_memory
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(5.0)  # limit for one frame: an incomplete frame is invalid
-        self.seconds, self.verified = 0.0, True
+        self.seconds, self.verified, self.gives_way = 0.0, True, False
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         self._stopped = False  # whether the last signal was SIGSTOP
@@ -277,7 +278,7 @@ class JailedProcess:
                 text += " (an address out of bounds, or a write to an input)"
             return WorkerDied("killed" if status == -signal.SIGKILL else reason, text)
         texts = {
-            "timeout": "did not finish in time",
+            "timeout": TOO_LONG,
             "memory": f"used more than {self._memory_mb} MB",
             "processes": f"started more than {_MOST_PROCESSES} processes",
             "disk": "wrote too many or too large files",
@@ -286,6 +287,11 @@ class JailedProcess:
             "running": f"ran on for {_STOP_SECONDS:g} s after it was stopped",
         }
         return WorkerDied(reason, texts[reason])
+
+    def signal_all(self, number: int) -> None:
+        """Sends a signal to the process, and to the programs that it started if it may start programs."""
+        with contextlib.suppress(ProcessLookupError):  # a process joins its group shortly after its start
+            (os.killpg if self._forks else os.kill)(self.pid, number)
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):

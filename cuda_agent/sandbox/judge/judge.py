@@ -43,6 +43,7 @@ from cuda_agent.sandbox.wire import FormatTraits, Probe, Verdict
 
 _Answer = TypeVar("_Answer")
 _MOST_PREPARED = {"cpu": 24, "cuda": 64}  # most prepared tasks; the least recently used one is removed first
+_MOST_OF_A_PROBER = 4 << 30  # most bytes that prepared tasks hold on the device
 _SHORT_OF_MEMORY = "out of (device )?memory|more than the device has left"  # in errors of torch, driver and judge
 _PROBE_SECONDS = 10  # limit of a health probe of the device
 _RANDOM = "; but the task's own outputs for the same inputs differ from call to call, so no solution can match them"
@@ -100,18 +101,23 @@ class Judge:
             found.oracle.close()
             found = None
         self._prepared[digest] = found = found or PreparedTask(task["code"], digest, self._workers)
-        found.graphs, found.uncompiled = task.get("graphs", ""), task.get("uncompiled", "")
         most, wanted = self.memory.prepared_bytes(), found.candidate_bytes
+        number = _MOST_PREPARED[self.settings.device]
+        if self.settings.prober:
+            most, wanted, number = _MOST_OF_A_PROBER, 0, 2
         if self.memory.free_bytes() < wanted:
             self.memory.trim()
         while len(self._prepared) > 1 and (
-            len(self._prepared) > _MOST_PREPARED[self.settings.device]
-            or sum(one.bytes for one in self._prepared.values()) > most
-            or self.memory.free_bytes() < wanted
+            len(self._prepared) > number or self.held_bytes > most or self.memory.free_bytes() < wanted
         ):
             self._prepared.popitem(last=False)[1].oracle.close()
             self.memory.trim()
         return found
+
+    @property
+    def held_bytes(self) -> int:
+        """The approximate bytes that prepared tasks hold on the device."""
+        return sum(one.bytes for one in self._prepared.values())
 
     def make_room(self, error: Exception) -> bool:
         """Drops all prepared tasks if ``error`` reports a lack of GPU memory and tasks other than the requested one are
@@ -121,9 +127,7 @@ class Judge:
             return False
         self.cleanup()
         self._workers.shared.end()
-        while self._prepared:
-            self._prepared.popitem()[1].oracle.close()
-        self.memory.trim()
+        self.release()
         return True
 
     @_once_more
@@ -143,11 +147,14 @@ class Judge:
             "ok", request["format"], request["mode"], settings.device, settings.clock,  # type: ignore[arg-type]
             advisory=traits.advisory, untimed=traits.untimed,
         )  # fmt: skip
+        prepared = self.prepared(request["task"])
         if request["again"]:
-            self.prepared(request["task"]).baselines = Baselines()
+            prepared.baselines = Baselines()
+        else:
+            prepared.read_baselines()
         # If baselines are missing, an untimed trial comes first: a wrong solution does not wait for their measurement,
         # and no candidate runs during it.
-        known, measuring = self.prepared(request["task"]).measured(verdict.mode), {}
+        known, measuring = prepared.measured(verdict.mode), {}
         for timed in (False,) if traits.untimed else (True,) if known else (False, True):
             if timed:
                 self.cleanup()
@@ -219,7 +226,12 @@ class Judge:
             self._workers.areas.make()
             self._cleanup_seconds = time.perf_counter() - begin
 
-    # ------------------------------------------------------------------------------------------------------------ probe
+    # ----------------------------------------------------------------------------------------------- without a solution
+
+    @_once_more
+    def measure(self, request: dict[str, Any]) -> None:
+        """Measures the baselines of the task in ``request``, if they are not known."""
+        self.prepared(request["task"]).measure(compile=True)
 
     def probe(self, request: dict[str, Any]) -> dict[str, Any]:
         """Runs the task in ``request`` without a solution. Returns a ``Probe`` as JSON, which may hold an error."""
@@ -261,9 +273,14 @@ class Judge:
 
     def close(self) -> None:
         self.cleanup()
-        for prepared in self._prepared.values():
-            prepared.oracle.close()
+        self.release()
         self._workers.close()
+
+    def release(self) -> None:
+        """Releases the prepared tasks."""
+        while self._prepared:
+            self._prepared.popitem()[1].oracle.close()
+        self.memory.trim()
 
 
 def main() -> None:
@@ -288,8 +305,9 @@ def main() -> None:
         refuse("device", f"{device} fails its health probe")
         os._exit(1)
     send_frame(client, Reply.RESULT, {"breaches": breaches, "torch": judge._workers.torch})
-    handlers: dict[str, Callable[[Any], dict[str, Any]]] = {
+    handlers: dict[str, Callable[[Any], Any]] = {
         JudgeRequest.EVALUATE: judge.evaluate, JudgeRequest.PROBE: judge.probe, JudgeRequest.SPEC: judge.spec,
+        JudgeRequest.MEASURE: judge.measure,
     }  # fmt: skip
     while True:
         try:
@@ -305,6 +323,8 @@ def main() -> None:
             judge.cleanup()
         else:
             judge.cleanup()
+            if judge.settings.prober and judge.held_bytes > _MOST_OF_A_PROBER:
+                judge.release()
             failed = frame.operation == JudgeRequest.EVALUATE and answer["status"] in ("crash", "timeout")
             if failed and not judge.healthy():
                 print(f"{device} failed its health probe", file=sys.stderr, flush=True)

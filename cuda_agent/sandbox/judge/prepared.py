@@ -21,7 +21,7 @@ from typing import Any
 from cuda_agent.errors import TaskError
 from cuda_agent.machine import processor
 from cuda_agent.sandbox import driver
-from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError, taking_turns
+from cuda_agent.sandbox.jail.processes import TOO_LONG, WorkerDied, WorkerError, taking_turns
 from cuda_agent.sandbox.judge.decisions import Spread, share_of
 from cuda_agent.sandbox.judge.memory.buffers import byte_count, call_bytes
 from cuda_agent.sandbox.judge.reference_client import ReferenceClient, Views, at_precision, memory_of, net
@@ -105,7 +105,6 @@ class PreparedTask:
         self.weights_seed = self._seed(-1)  # no inputs are drawn from this seed
         self.best: float | None = None  # seconds of the fastest solution that a new context has confirmed
         self.mutants: dict[str, float | None] | None = None  # see ``mutants.survey``; None: not asked yet
-        self.graphs = self.uncompiled = ""  # see ``TaskSource``
         with self.lease.working():
             self.oracle = ReferenceClient(workers.reference(), code, self.weights_seed, settings)
         self.spec = self.oracle.spec
@@ -233,17 +232,16 @@ class PreparedTask:
 
     def compiled(self, mode: str, precision: str) -> ReferenceClient:
         """Returns a new reference client that runs the model compiled with torch.compile's ``mode``; the caller closes
-        it. Raises ``WorkerError`` if torch.compile fails, and ``WorkerDied`` if the worker dies."""
-        if self.uncompiled:
-            raise WorkerError(self.uncompiled)
+        it. Raises ``WorkerError`` if torch.compile fails or took too long before, ``WorkerDied`` if the worker dies."""
+        if self.baselines.compile_error.endswith(TOO_LONG):
+            raise WorkerError(TOO_LONG)
         inputs = self.entry(self.base).inputs
-        graphs = self.graphs if not mode and Path(self.graphs).is_dir() else ""
-        worker, known = self._workers.compiler(graphs)
+        worker, known = self._workers.compiler()
         with self.lease.working(), contextlib.ExitStack() as failed:
             oracle = ReferenceClient(worker, self._code, self.weights_seed, self.settings)
             failed.callback(oracle.close)
             oracle.precision(precision)
-            oracle.compile(inputs, known, mode, graphs)
+            oracle.compile(inputs, known, mode)
             failed.pop_all()
         return oracle
 
@@ -373,6 +371,11 @@ class PreparedTask:
                     break
         best = [min(of_one, key=statistics.median) for of_one in zip(*rounds, strict=True)]
         return [[net(seconds, empty) for seconds in column] for column in best]
+
+    def read_baselines(self) -> None:
+        """Reads the baselines from the cache if they are not known: another judge may have measured them."""
+        if not self._fixed and not self.baselines.compile_tried:
+            self.baselines = read_baselines(self._file())
 
     def _file(self) -> Path:
         return baselines_file(self.settings, self._digest, self._workers.torch)

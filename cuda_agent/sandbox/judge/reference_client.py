@@ -16,7 +16,7 @@ from cuda_agent.sandbox.judge.memory.buffers import DTYPES, byte_count, call_byt
 from cuda_agent.sandbox.messages import JudgeSettings, WorkerOperation
 from cuda_agent.sandbox.wire import TaskSpec, span
 
-_COMPILE_SECONDS = 300.0  # limit, for a large model with nothing cached on a busy machine
+_COMPILE_SECONDS = 600.0  # limit; the largest models of KernelBench take minutes
 _OPENING_SECONDS = 10.0  # lower bound of the limit for opening a task, which may import from a cold disk
 Views = list[list[int] | None]  # for each output: its strides if the reference returns a view, else None
 _MOST_EXAMPLES, _EXAMPLES_BYTES = 8, 128 << 20  # inputs with outputs that one request may ask for on a GPU
@@ -75,7 +75,8 @@ class ReferenceClient:
 
     def _open(self, code: str, weights_seed: int, settings: JudgeSettings) -> None:
         task = {"code": code, "seed": weights_seed}
-        answer = self._ask(WorkerOperation.OPEN_TASK, task, least=_OPENING_SECONDS)
+        with self._giving_way():
+            answer = self._ask(WorkerOperation.OPEN_TASK, task, least=_OPENING_SECONDS)
         try:
             self.spec = TaskSpec.from_json(answer)
             tensors = (*self.spec.inputs, *self.spec.outputs, *self.spec.weights.values())
@@ -194,14 +195,14 @@ class ReferenceClient:
         self._buffers.fill(0, inputs)
         return self._buffers.outputs(0) if self._ask(WorkerOperation.RUN_MUTANT, how) else None
 
-    def compile(self, inputs: list[Any], known: str, mode: str = "", graphs: str = "") -> None:
-        """Compiles the model with torch.compile's ``mode`` for all later calls, and runs it on ``inputs``. ``known``
-        and ``graphs`` are folders with results of a warm-up and of a first pass of the same model, or empty. Raises
-        ``WorkerError`` if compilation fails."""
+    def compile(self, inputs: list[Any], known: str, mode: str = "") -> None:
+        """Compiles the model with torch.compile's ``mode`` for all later calls, and runs it on ``inputs``. ``known`` is
+        the folder with results of a warm-up, or empty. Raises ``WorkerError`` if compilation fails."""
         self._compiled = True
         self._buffers.fill(0, inputs)
         self.worker.seconds = _COMPILE_SECONDS
-        self.worker.call(WorkerOperation.COMPILE_TASK, {"known": known, "mode": mode, "graphs": graphs})
+        with self._giving_way():
+            self.worker.call(WorkerOperation.COMPILE_TASK, {"known": known, "mode": mode})
 
     def count(self, inputs: list[Any]) -> tuple[int, int]:
         """Returns the number of operators in one call of the model, and the bytes that they read and write."""
@@ -229,6 +230,15 @@ class ReferenceClient:
         self.worker.seconds = max(self._limit, least)
         with _of_the_task():
             return self.worker.call(operation, body, fds=fds)
+
+    @contextmanager
+    def _giving_way(self) -> Iterator[None]:
+        """Lets the worker stand still inside the context while another process times a kernel."""
+        self.worker.gives_way = True
+        try:
+            yield
+        finally:
+            self.worker.gives_way = False
 
     def close(self) -> None:
         self.worker.kill()

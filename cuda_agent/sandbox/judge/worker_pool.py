@@ -5,8 +5,10 @@ import fcntl
 import hashlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +31,7 @@ _FOLDER, _COMPILERS_FOLDER = (64, 1024), (2048, 32_768)
 # Hardware queues of a CUDA context. With few, it is made and released in a third of the time, but kernels on several
 # streams may wait for each other.
 _FEW_QUEUES = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUDA_DEVICE_MAX_COPY_CONNECTIONS": "1"}
+_LEAST_RUN, _DRAIN = 0.05, 0.02  # seconds between two stops, and for work that the device has already begun
 _WARM_UP = """
 import torch
 class Model(torch.nn.Module):
@@ -89,14 +92,14 @@ class WorkerPool:
         assert self.torch
         home = self._home()
         policy = jail.JailPolicy(write=(str(home),), file_mb=16)
-        watch = within(home, *_FOLDER)
+        watch = _giving_way(self.lease, within(home, *_FOLDER))
         return self._start(self._plain, "reference", policy, home, watch).wait_started()
 
-    def compiler(self, graphs: str = "") -> tuple[JailedProcess, str]:
-        """Starts a reference worker that may run compilers and read the folder ``graphs``. Returns the worker, and the
-        folder with the results of earlier compilations."""
+    def compiler(self) -> tuple[JailedProcess, str]:
+        """Starts a reference worker that may run compilers. Returns the worker, and the folder with the results of a
+        warm-up."""
         known = str(self._known())
-        return self._start_compiler(self._home(), (known, graphs) if graphs else (known,)), known
+        return self._start_compiler(self._home(), (known,)), known
 
     def _locked(self, place: dict[str, Any], profiler: bool) -> JailedProcess:
         """Starts a candidate worker for a solution that needs compilers. They ran in the first pass, whose results the
@@ -115,7 +118,7 @@ class WorkerPool:
     def _start_compiler(self, home: Path, read: tuple[str, ...] = ()) -> JailedProcess:
         execute = (*jail.SYSTEM_EXECUTE, *jail.PYTHON)
         policy = jail.JailPolicy(read=read, write=(str(home),), execute=execute, file_mb=256, one_group=True)
-        watch = within(home, *_COMPILERS_FOLDER)
+        watch = _giving_way(self.lease, within(home, *_COMPILERS_FOLDER))
         return self._start(self._parent_that_compiles(), "reference", policy, home, watch, queues=True).wait_started()
 
     def _home(self) -> Path:
@@ -166,9 +169,10 @@ class WorkerPool:
             if known.exists():
                 return known
             home = self._home()
-            oracle = ReferenceClient(self._start_compiler(home), _WARM_UP, 0, self.settings)
-            with contextlib.suppress(WorkerError, WorkerDied):  # a compiler that fails here fails for the task too
-                oracle.compile(oracle.inputs(0) or [], "")
+            with self.lease.working():
+                oracle = ReferenceClient(self._start_compiler(home), _WARM_UP, 0, self.settings)
+                with contextlib.suppress(WorkerError, WorkerDied):  # a compiler that fails here fails for the task too
+                    oracle.compile(oracle.inputs(0) or [], "")
             staged = Path(tempfile.mkdtemp(dir=known.parent))
             with contextlib.suppress(FileNotFoundError):
                 shutil.copytree(home / "known", staged, dirs_exist_ok=True)
@@ -184,3 +188,21 @@ class WorkerPool:
         if self._compiling:
             self._compiling.close()
         self._plain.close()
+
+
+def _giving_way(lease: Lease, check: Callable[[JailedProcess], str]) -> Callable[[JailedProcess], str]:
+    """Returns ``check``, a check for the watchdog, which also stops a worker with ``gives_way`` while another process
+    times a kernel. The caller holds ``lease`` for work."""
+    ran = time.monotonic()
+
+    def checked(worker: JailedProcess) -> str:
+        nonlocal ran
+        if worker.gives_way and lease.wanted and time.monotonic() - ran > _LEAST_RUN:
+            worker.signal_all(signal.SIGSTOP)
+            time.sleep(_DRAIN)
+            lease.pause()
+            worker.signal_all(signal.SIGCONT)
+            ran = time.monotonic()
+        return check(worker)
+
+    return checked

@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from typing import Any
 import functorch.compile  # noqa: F401
 import torch._inductor.codecache as codecache
 import torch._inductor.cpu_vec_isa as cpu_vec_isa
-
-from cuda_agent.sandbox.worker.replay import settle
 
 with contextlib.suppress(Exception):
     codecache.torch_key()  # this call and ``triton_key`` cache the digest of a whole library's sources
@@ -62,11 +59,3 @@ def share(folder: Path, record: bool) -> None:
     codecache._HEADER_LOCK_DIR = str(home / "locks")
     cpu_vec_isa.VecISA.check_build = checked  # type: ignore[method-assign]
     codecache._precompile_header = precompiled  # type: ignore[assignment]
-
-
-def take_graphs(place: Path) -> None:
-    """Copies a first pass's compiled graphs from ``place`` to the folders where torch.compile finds them."""
-    settle()
-    for name, variable in (("inductor", "TORCHINDUCTOR_CACHE_DIR"), ("triton", "TRITON_CACHE_DIR")):
-        if (place / name).is_dir():
-            shutil.copytree(place / name, os.environ[variable], dirs_exist_ok=True)

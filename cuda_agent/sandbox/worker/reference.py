@@ -21,6 +21,8 @@ from cuda_agent.sandbox.worker.values import mutants
 from cuda_agent.sandbox.worker.values.input_kinds import vary
 from cuda_agent.sandbox.worker.values.weights import PlainWeights
 
+_MANY_MODULES = 50  # above it, a model has hundreds of kernels
+
 
 class Reference(WorkerLoop):
     """Serves the judge's requests about one task. A public method serves the operation of the same name."""
@@ -161,15 +163,15 @@ class Reference(WorkerLoop):
         store(self._last, self._slots.output_tensors(frame.slot))
 
     def compile_task(self, frame: Frame) -> None:
-        """Makes ``run`` call the compiled model. The request names the folders of results of a warm-up (``known``) and
-        of a first pass of the same model (``graphs``), or empty strings."""
+        """Makes ``run`` call the compiled model. The request names the folder of a warm-up's results (``known``), or an
+        empty string. One thread compiles a small model, because TorchInductor's processes take long to start."""
         from cuda_agent.sandbox.worker import compiling
 
         known = frame.body["known"]
-        if frame.body["graphs"]:
-            compiling.take_graphs(Path(frame.body["graphs"]))
         with contextlib.suppress(AttributeError):
             compiling.share(Path(known or f"{os.environ['TMPDIR']}/known"), record=not known)
+        if sum(1 for _ in self._model.modules()) > _MANY_MODULES:
+            torch._inductor.config.compile_threads = min(4, os.cpu_count() or 1)
         self._call = torch.compile(self._model, mode=frame.body["mode"] or None)
         self._run(frame)
 

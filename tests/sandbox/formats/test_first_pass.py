@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ from cuda_agent.lease import Lease
 from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.formats import first_pass, first_pass_runner
 from cuda_agent.sandbox.jail.descendants import descendants
-from cuda_agent.sandbox.judge.prepared import PreparedTask
-from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 from cuda_agent.sandbox.wire import Solution
 from tests.sandbox.conftest import Running, task
 
@@ -391,32 +388,3 @@ def test_a_gpus_kernels_are_timed_while_a_first_pass_compiles(tmp_path: Path) ->
     finally:
         os.killpg(worker.pid, signal.SIGKILL)
         worker.wait()
-
-
-@pytest.mark.nightly  # TorchInductor compiles twice on a CPU without precompiled headers
-@pytest.mark.parametrize("large", [False, True], ids=["one thread", "processes"])
-def test_the_judge_finds_the_graphs_that_a_first_pass_compiled(running: Running, large: bool) -> None:
-    sandbox, chain = running.sandbox, task()
-    if large:
-        code = chain.code.replace(
-            "()\n", "()\n        self.more = nn.ModuleList(nn.Identity() for _ in range(60))\n", 1
-        )
-        assert code != chain.code
-        chain = replace(chain, code=code)
-    place = running.wait(sandbox._first_pass(chain, first_pass.compiled_model(chain), "", {}, False))
-    compiled = {file.name for file in Path(place["folder"]).glob("inductor/fxgraph/*/*")}
-    assert len(compiled) == 1
-    home = sandbox._judges[0]._scratch
-    pool = WorkerPool(replace(sandbox._settings, scratch=str(home), clock="real"))
-    try:
-        prepared = PreparedTask(chain.code, chain.digest, pool)
-        prepared.graphs = place["folder"]
-        reference = prepared.compiled("", "default")
-        homes = {file.name for file in home.glob("worker-*/inductor/fxgraph/*/*")}
-        assert homes == compiled, "the same graph, and no other one"
-        entry = prepared.entry(0)
-        assert abs(reference.outputs(entry.inputs)[0] - entry.outputs[0]).max() < 1e-5
-        reference.close()
-        prepared.oracle.close()
-    finally:
-        pool.close()

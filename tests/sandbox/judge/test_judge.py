@@ -94,6 +94,17 @@ def test_a_task_stays_prepared_and_the_least_recently_used_goes(make: Make, monk
     assert judge.prepared(source("b")) is not b
 
 
+def test_a_prober_keeps_two_tasks_and_none_that_are_large(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = make(prober=True)
+    a, b, c = (judge.prepared(source(name)) for name in "abc")
+    assert (a.oracle.alive, b.oracle.alive, c.oracle.alive) == (False, True, True)
+    monkeypatch.setattr(judges, "_MOST_OF_A_PROBER", c.bytes)
+    d = judge.prepared(source("d"))
+    assert (b.oracle.alive, c.oracle.alive, d.oracle.alive) == (False, False, True)
+    judge.release()
+    assert not d.oracle.alive and judge.held_bytes == 0
+
+
 def test_prepared_tasks_are_bounded_by_their_bytes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     judge = make()
     a = judge.prepared(source("a"))

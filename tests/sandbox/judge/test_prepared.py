@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cuda_agent.errors import TaskError
-from cuda_agent.sandbox.jail.processes import WorkerDied
+from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError
 from cuda_agent.sandbox.judge import prepared
 from cuda_agent.sandbox.judge.memory import host
 from cuda_agent.sandbox.judge.prepared import PreparedTask
@@ -202,10 +202,20 @@ def test_a_disk_that_is_full_costs_the_cache_only(make: Make, tmp_path: Path) ->
     assert (tmp_path / "baselines").read_text() == "not a folder"
 
 
-def test_a_model_that_takes_too_long_beside_the_judge_has_no_compiled_time(make: Make) -> None:
+def test_baselines_that_another_judge_measured_are_not_measured_again(make: Make, tmp_path: Path) -> None:
+    one, other = make(clock="real"), make(clock="real")
+    other.baselines = prepared.Baselines(eager=2.0, compile=1.0, share=(0.4, 0.5, 0.6), compile_tried=True)
+    other.save()
+    assert not one.measured("quick")
+    one.read_baselines()
+    assert one.measured("quick") and one.baselines.compile == 1.0
+    one.baselines.eager = 3.0
+    one.read_baselines()
+    assert one.baselines.eager == 3.0, "known ones stay"
+
+
+def test_a_model_that_once_took_too_long_to_compile_is_not_compiled_again(make: Make) -> None:
     task = make(clock="real")
-    task.uncompiled = "it did not finish in 600 s"
-    task.measure(compile=True)
-    base = task.baselines
-    assert base.compile_error == "torch.compile: it did not finish in 600 s"
-    assert base.compile_tried and base.compile is None and base.eager is not None
+    task.baselines.compile_error = "torch.compile: did not finish in time"
+    with pytest.raises(WorkerError, match="did not finish in time"):
+        task.compiled("max-autotune-no-cudagraphs", "fp32")

@@ -63,6 +63,13 @@ def test_what_a_host_takes_longer_than_any_delay_is_the_time_that_is_reported() 
     assert doubt == "" and seconds > 4e-2
 
 
+def test_a_host_that_becomes_slow_after_its_last_timed_call_accuses_no_solution() -> None:
+    check, _ = made(5e-6, host=2e-5)
+    _, chain = made(5e-6, host=2e-4)
+    seconds, doubt = check.believe(5e-6, chain)
+    assert doubt == "" and seconds > 1e-4
+
+
 def test_empty_calls_that_were_slow_only_lower_the_bound() -> None:
     check = CrossCheck(8, lambda count, delay: REQUEST + delay * DELAY_UNIT + count * 1e-3, EAGER_HOST)
     assert check.believe(2e-5, made(2e-4)[1]) == (2e-5, "")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuda_agent.agent.reward import REWARDS, ladder, raw, speedup
 from cuda_agent.config import Ppo
+from cuda_agent.policy.reward import REWARDS, ladder, raw, speedup
 from cuda_agent.sandbox.wire import Verdict
 from cuda_agent.training.advantages import ADVANTAGES
 
@@ -15,9 +15,9 @@ REFUSED = ["build_error", "wrong", "cheat", "timeout", "crash"]
 SECONDS = st.floats(1e-6, 10)
 
 
-def verdict(status="ok", seconds=None, eager=None, compiled=None) -> Verdict:
+def verdict(status="ok", seconds=None, eager=None, compiled=None) -> dict:
     times = {"seconds": seconds, "eager_seconds": eager, "compile_seconds": compiled}
-    return Verdict(status, "plan", "quick", "cpu", "real", **times)
+    return Verdict(status, "plan", "quick", "cpu", "real", **times).to_json()
 
 
 def test_the_configuration_offers_every_row_of_the_tables():

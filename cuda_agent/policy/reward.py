@@ -1,0 +1,33 @@
+"""Defines the forms of the reward (``REWARDS``): pure functions of an episode's verdict (``Verdict.to_json``).
+
+A stage learns from the form in its configuration. Pages, scores and the service always show ``Verdict.reward``."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Json = Mapping[str, Any]
+
+
+def ladder(verdict: Json) -> float | None:
+    """Returns the reward of the paper's Eq. 1 (see ``Verdict``), or None for the status ``infra``."""
+    return None if verdict["reward"] is None else float(verdict["reward"])
+
+
+def speedup(verdict: Json) -> float | None:
+    """Returns ``3 * s / (1 + s)`` for a correct solution that is ``s`` times as fast as the faster of eager and
+    ``torch.compile``. The reward rises smoothly from 0 (infinitely slow) through 1.5 (equally fast) and 2 (twice as
+    fast) towards 3. An untimed correct solution gets 0, an incorrect one -1, and the status ``infra`` None."""
+    gain = raw(verdict)
+    return 3 * gain / (1 + gain) if gain is not None and verdict["status"] == "ok" else gain
+
+
+def raw(verdict: Json) -> float | None:
+    """Returns the speed-up itself over the faster of eager and ``torch.compile``: the reward that the paper's ladder is
+    compared with. It has no bound. An untimed correct solution gets 0, an incorrect one -1, and ``infra`` None."""
+    if verdict["status"] != "ok":
+        return ladder(verdict)
+    ratios = (verdict["speedup_eager"], verdict["speedup_compile"])
+    return min((ratio for ratio in ratios if ratio is not None), default=0.0)
+
+
+REWARDS: dict[str, Callable[[Json], float | None]] = {"ladder": ladder, "speedup": speedup, "raw": raw}

@@ -1,0 +1,119 @@
+"""Holds what the teacher's CUDA kernels share: the chain as a function, the reductions, the plan and its limits."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cuda_agent.sandbox.wire import MOST_SHARED, Status
+from cuda_agent.synthesis.family import FamilySpec, steps
+
+KERNEL, PLAN = "kernels/fused.cu", "plan.json"
+SHARED_BYTES = 227 << 10  # most shared memory of a block (compute capability 9.0)
+Fault = tuple[Status, str]  # the judge's status and message
+
+
+def head(spec: FamilySpec, vector: int) -> list[str]:
+    """Returns the function ``step``, which applies the chain to one element, or to each element of a vector."""
+    second = ", float w" if spec.binary else ""
+    lines = [f"__device__ float step(float v{second}) {{", *(f"  {step}" for step in steps(spec)), "  return v;", "}"]
+    if vector == 4:
+        second = ", float4 b" if spec.binary else ""
+        parts = ", ".join(f"step(a.{part}{f', b.{part}' if spec.binary else ''})" for part in "xyzw")
+        lines += [f"__device__ float4 step(float4 a{second}) {{", f"  return {{{parts}}};", "}"]
+    return lines
+
+
+def signature(spec: FamilySpec, vector: int, result: str, sizes: str, threads: int = 0) -> str:
+    """Returns the first line of the kernel. ``result`` is the type of its output's elements. With ``threads``, the
+    compiler leaves registers for so many threads of a block, which otherwise may not be launched."""
+    kind = "float4" if vector == 4 else "float"
+    buffers = [f"const {kind}* x", *([f"const {kind}* y"] if spec.binary else [])]
+    bound = f"__launch_bounds__({threads}) " if threads else ""
+    return f"__global__ void {bound}fused({', '.join(buffers)}, {result}* z, {sizes}) {{"
+
+
+def loaded(spec: FamilySpec, index: str) -> str:
+    """Returns the expression of the chain's value at ``index``."""
+    return f"step(x[{index}]{f', y[{index}]' if spec.binary else ''})"
+
+
+def element(vector: int, value: str, body: Sequence[str], target: str) -> list[str]:
+    """Returns statements that load ``value``, an element or a vector, and run ``body``, which uses or changes each
+    element ``v``. If ``target`` is given, the changed values are stored there."""
+    if vector == 1:
+        return [f"float v = {value};", *body, *[f"{target} = v;"] * bool(target)]
+    return [
+        f"float4 a = {value};", "for (int j = 0; j < 4; j++) {", "  float& v = ((float*)&a)[j];",
+        *(f"  {line}" for line in body), "}", *[f"{target} = a;"] * bool(target),
+    ]  # fmt: skip
+
+
+def plan(nodes: Sequence[dict[str, Any]], workspaces: dict[str, Any] | None = None) -> str:
+    """Returns ``plan.json``. Each node is a launch of a function of ``KERNEL``."""
+    made = ({"workspaces": workspaces} if workspaces else {}) | {"nodes": [{"kernel": KERNEL} | node for node in nodes]}
+    return json.dumps(made) + "\n"
+
+
+def inputs(spec: FamilySpec) -> list[str]:
+    """Returns the names of the inputs in a plan."""
+    return ["in0", *(["in1"] if spec.binary else [])]
+
+
+def launch_fault(shared: int, grid: Sequence[int] = (1,)) -> Fault | None:
+    """Returns the fault of a launch with ``shared`` bytes of shared memory a block, if it has one."""
+    if shared > MOST_SHARED:
+        return "build_error", f"nodes[0].shared: {shared} bytes of shared memory are not possible"
+    if 0 in grid:
+        extents = [*grid, *[1] * (3 - len(grid))]
+        return "build_error", f"nodes[0].grid: 1 to 2147483647, 65535, 65535 are possible, not {extents}"
+    if shared > SHARED_BYTES:
+        return "build_error", f"ValueError: fused: {shared} bytes of shared memory, a block has at most {SHARED_BYTES}"
+    return None
+
+
+Sum = tuple[str, str, str]  # a variable, what it becomes ("sum", "max" or "min"), of which expression of v
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """An ending: passes over the ``m`` values, the statement after each, and the output (one, or of each v)."""
+
+    passes: tuple[tuple[tuple[Sum, ...], str], ...]
+    output: str
+
+    @property
+    def kinds(self) -> list[str]:
+        return sorted({kind for sums, _ in self.passes for _, kind, _ in sums})
+
+
+def _one(*sums: Sum, then: str = "") -> tuple[tuple[Sum, ...], str]:
+    return sums, then
+
+
+_S, _SQUARES, _LARGEST = ("s", "sum", "v"), ("s", "sum", "v * v"), ("s", "max", "v")
+_BOTH = _S, ("t", "sum", "v * v")
+_MEAN, _SPREAD = _one(_S, then="s /= m;"), ("t", "sum", "(v - s) * (v - s)")
+_EXPONENTS = ("t", "sum", "exp(v - s)")
+_REDUCTIONS: dict[str, Reduction] = {
+    "sum": Reduction((_one(_S),), "s"),
+    "mean": Reduction((_one(_S),), "s / m"),
+    "amax": Reduction((_one(_LARGEST),), "s"),
+    "amin": Reduction((_one(("s", "min", "v")),), "s"),
+    "norm": Reduction((_one(_SQUARES),), "sqrt(s)"),
+    "var": Reduction((_one(*_BOTH),), "(t - s * s / m) / (m - 1)"),
+    "var two": Reduction((_MEAN, _one(_SPREAD)), "t / (m - 1)"),
+    "softmax": Reduction((_one(_LARGEST), _one(_EXPONENTS)), "exp(v - s) / t"),
+    "log_softmax": Reduction((_one(_LARGEST), _one(_EXPONENTS, then="s += log(t);")), "v - s"),
+    "normalize": Reduction((_one(_SQUARES, then="s = 1 / (sqrt(s) + 1e-12f);"),), "v * s"),
+    "rms_norm": Reduction((_one(_SQUARES, then="s = rsqrt(s / m + 1e-7f);"),), "v * s"),
+    "layer_norm": Reduction((_one(*_BOTH, then="s /= m, t = rsqrt(t / m - s * s + 1e-5f);"),), "(v - s) * t"),
+    "layer_norm two": Reduction((_MEAN, _one(_SPREAD, then="t = rsqrt(t / m + 1e-5f);")), "(v - s) * t"),
+}
+START = {"sum": "0", "max": "-1e30f", "min": "1e30f"}
+JOIN = {"sum": "{0} += {1};", "max": "{0} = fmax({0}, {1});", "min": "{0} = fmin({0}, {1});"}
+
+
+def reduction(spec: FamilySpec, moments: str) -> Reduction:
+    """Returns the reduction of the ending of ``spec``, with the variance computed from ``moments`` ("one", "two")."""
+    return _REDUCTIONS.get(f"{spec.operation} {moments}") or _REDUCTIONS[spec.operation]

@@ -1,0 +1,36 @@
+"""The workers of one judge beside the timings of other processes."""
+
+import threading
+from pathlib import Path
+
+from cuda_agent.lease import Lease
+from cuda_agent.sandbox.jail import scratch
+from cuda_agent.sandbox.jail.descendants import state
+from cuda_agent.sandbox.judge.reference_client import ReferenceClient
+from cuda_agent.sandbox.judge.worker_pool import WorkerPool
+from tests.sandbox.conftest import CHAIN
+from tests.sandbox.judge.fakes import settings_in
+
+
+def test_a_task_that_opens_stands_still_while_another_process_times(tmp_path: Path) -> None:
+    folder = scratch.make_folder("pool")
+    pool = WorkerPool(settings_in(folder, clock="real", run_seconds=60.0))
+    states: list[str] = []
+
+    def time_a_kernel() -> None:
+        with Lease(folder / "lease").timing():
+            states.extend(state(f"/proc/{worker.pid}/stat") for _ in range(100))
+
+    other = threading.Thread(target=time_a_kernel)
+    slow = CHAIN + "\nimport time\nend = time.monotonic() + 2\nwhile time.monotonic() < end: pass\n"
+    try:
+        worker = pool.reference()
+        with pool.lease.working():
+            other.start()
+            reference = ReferenceClient(worker, slow, 0, pool.settings)
+            assert states and set(states) == {"T"}
+            reference.close()
+        other.join()
+    finally:
+        pool.close()
+        scratch.remove(folder)
