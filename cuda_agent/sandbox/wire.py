@@ -28,6 +28,7 @@ ALLOWED = frozenset(_ALLOWED_TEXT.split())
 NESTING = 16  # most levels in the arguments of a tool or a task
 _MOST_ELEMENTS = 1 << 48  # of one tensor
 DELAY_UNIT = 16e-6  # seconds: unit of the delay of a timed chain
+MOST_SHARED = 1 << 20  # most bytes of dynamic shared memory that a plan may ask for
 # Kinds of inputs in strict mode, made by ``worker.values.input_kinds``.
 KINDS = ("normal", "shifted", "ramp", "negative", "large", "sparse", "boundary")
 # Mutants (wrong answers) with errors of rounding or of 1 %. A tolerance of 1e-2 should accept them.

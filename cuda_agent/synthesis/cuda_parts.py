@@ -5,12 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cuda_agent.sandbox.wire import Status
+from cuda_agent.sandbox.wire import MOST_SHARED, Status
 from cuda_agent.synthesis.family import FamilySpec, steps
 
 KERNEL, PLAN = "kernels/fused.cu", "plan.json"
 SHARED_BYTES = 227 << 10  # most shared memory of a block (compute capability 9.0)
-MOST_SHARED = 1 << 20  # most that a plan may ask for
 Fault = tuple[Status, str]  # the judge's status and message
 
 

@@ -19,7 +19,7 @@ from cuda_agent.sandbox.formats.expressions import Buffer, PlanError, evaluate
 from cuda_agent.sandbox.formats.grammar import PACKED, Kernel, Memset, Workspace
 from cuda_agent.sandbox.formats.solution_format import Toolchain
 from cuda_agent.sandbox.judge.memory.buffers import byte_count
-from cuda_agent.sandbox.wire import TaskSpec, Tensor
+from cuda_agent.sandbox.wire import MOST_SHARED, TaskSpec, Tensor
 
 _C_TYPES = {
     "float32": "float", "float64": "double", "float16": "unsigned short", "bfloat16": "unsigned short", "int64": "long",
@@ -208,7 +208,7 @@ def _kernel(node: Kernel, where: str, names: dict[str, Any], index: int) -> tupl
     if block[0] * block[1] * block[2] > _MOST_THREADS:
         raise PlanError(f"{where}.block: {block} are more than {_MOST_THREADS} threads")
     shared = evaluate(node.shared, names, f"{where}.shared")
-    if not 0 <= shared <= 1 << 20:
+    if not 0 <= shared <= MOST_SHARED:
         raise PlanError(f"{where}.shared: {shared} bytes of shared memory are not possible")
     arguments = _arguments(node, where, names)
     for argument in arguments:
