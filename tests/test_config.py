@@ -53,7 +53,7 @@ def test_paper_carries_the_published_hyper_parameters():
             0.95,
             0.95,
         )
-        assert ppo.context == context
+        assert (ppo.loss_mean, ppo.context) == ("trajectory", context)
     assert (c.agentic.steps, c.agent.turns, c.evaluate.turns) == (150, 150, 200)
     assert (c.critic.gate, c.critic.gae_lambda) == ("stop", 0.95)
     assert (c.sandbox.device, c.sandbox.format, c.sandbox.checks, c.sandbox.tolerance) == ("cuda", "extension", 5, 1e-2)

@@ -61,9 +61,10 @@ def ppo_loss(
     clip_high: float,
     tis_cap: float,
     dual_clip: float | None = None,
+    shares: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Returns a row's share of PPO's clipped loss with an asymmetric clipping range, averaged over tokens (paper,
-    section 3.3; arXiv 1707.06347), and its metrics.
+    """Returns a row's share of PPO's clipped loss with an asymmetric clipping range (paper, section 3.3; arXiv
+    1707.06347), and its metrics.
 
     Each token is weighted by min(exp(``old`` - ``engine``), ``tis_cap``), without gradient: truncated importance
     sampling corrects for the engine's slightly different probabilities.
@@ -76,13 +77,15 @@ def ppo_loss(
         total: Number of sampled tokens of the minibatch.
         clip_low, clip_high: The ratio is clipped to the range from 1 - ``clip_low`` to 1 + ``clip_high``.
         tis_cap: Largest importance weight.
-        dual_clip: At a negative advantage a token counts as if its ratio were at most this (arXiv 1912.09729)."""
+        dual_clip: At a negative advantage a token counts as if its ratio were at most this (arXiv 1912.09729).
+        shares: float32 [n], weights of the tokens in the minibatch's loss, by default 1 / ``total``. Metrics are means
+            over tokens in any case."""
     ratio = (logprobs - old).clamp(-20, 20).exp()  # a token that became e^20 times likelier must not overflow
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     if dual_clip is not None:
         surrogate = torch.where(advantages < 0, surrogate.maximum(dual_clip * advantages), surrogate)
     weight = (old - engine).exp().clamp(max=tis_cap).detach()
-    loss = -(weight * surrogate).sum() / total
+    loss = -(weight * surrogate).sum() / total if shares is None else -(weight * surrogate * shares).sum()
     with torch.no_grad():
         drift = (logprobs - engine).clamp(-20, 20)
         metrics = {

@@ -195,7 +195,7 @@ def ppo_update(
                 rate, clip = settings.critic_lr, settings.value_clip
                 critic_steps.append(_value_step(critic, batch, chosen, goals, rate, seen, values, clip))
             if train_actor:
-                actor_steps.append(_actor_step(actor, batch, chosen, old, advantages, settings, temperature))
+                actor_steps.append(actor_step(actor, batch, chosen, old, advantages, settings, temperature))
     learnt = _merged(actor_steps) | {f"critic_{name}": value for name, value in _merged(critic_steps).items()}
     if actor_steps:
         learnt["train_inference_mismatch"] = actor_steps[0]["train_inference_mismatch"]
@@ -279,17 +279,23 @@ def _value_step(
     return critic.update(batch, chosen, lr, loss_of)
 
 
-def _actor_step(
+def actor_step(
     actor: Trainer, batch: Batch, chosen: list[int], old: Tensor, advantages: Tensor, settings: Ppo, temperature: float
 ) -> dict[str, float]:
+    """Takes one step of the policy on the ``chosen`` sequences. ``old``, the denominators of the ratio, and
+    ``advantages`` are flat tensors of the batch. Returns the step's metrics, which are means over tokens."""
     total = sum(batch.counts[index] for index in chosen)
+    counts = torch.tensor(batch.counts)
+    shares = (1.0 / (len(chosen) * counts)).repeat_interleave(counts)  # of tokens in the mean of trajectories' means
 
     def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:
         logprobs, entropy = actor.logprobs(row, temperature)
         own = row.tokens.cpu()
-        before, engine, gain = (flat[own].to(logprobs.device) for flat in (old, batch.logprobs, advantages))
+        flats = (old, batch.logprobs, advantages, shares)
+        before, engine, gain, share = (flat[own].to(logprobs.device) for flat in flats)
         limits = settings.clip_low, settings.clip_high, settings.tis_cap, settings.dual_clip
-        loss, metrics = ppo_loss(logprobs, before, engine, gain, total, *limits)
+        weights = share if settings.loss_mean == "trajectory" else None
+        loss, metrics = ppo_loss(logprobs, before, engine, gain, total, *limits, weights)
         return loss, metrics | {"entropy": entropy.sum() / total}
 
     return actor.update(batch, chosen, settings.actor_lr, loss_of)

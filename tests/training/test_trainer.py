@@ -14,6 +14,7 @@ from cuda_agent.lease import Lease
 from cuda_agent.training import attention, recipes
 from cuda_agent.training.checkpoint import CorruptCheckpoint
 from cuda_agent.training.critic import Critic, critic_from_policy, load_critic, save_critic
+from cuda_agent.training.losses import ppo_loss
 from cuda_agent.training.packing import PackedRow, batch_of, tokens_of, tokens_of_episode
 from cuda_agent.training.trainer import Trainer
 
@@ -82,6 +83,24 @@ def test_packed_and_unpacked_losses_and_gradients_are_equal(attention):
     for packed, unpacked in zip(results[0][:3], results[1][:3], strict=True):
         assert packed == pytest.approx(unpacked, abs=1e-5)
     assert torch.allclose(results[0][3], results[1][3], atol=1e-5)
+
+
+@pytest.mark.parametrize("row_tokens", [256, 80])  # many sequences a row; about one a row
+@pytest.mark.parametrize("mean", ["tokens", "trajectory"])
+def test_the_policys_loss_is_a_mean_over_tokens_or_over_the_means_of_trajectories(mean, row_tokens):
+    actor = policy()
+    actor.row_tokens = row_tokens
+    batch = batch_of(tokens_of_episode(random_episode(seed)) for seed in range(6))
+    advantages = torch.randn(len(batch), generator=torch.Generator().manual_seed(0))
+    flat = [actor.flat(batch, lambda row: actor.logprobs(row)[0]), batch.logprobs, batch.logprobs, advantages]
+    limits, chosen = (0.2, 0.28, 2.0), [0, 2, 3, 5]
+    parts = list(zip(*(tensor.split(batch.counts) for tensor in flat), strict=True))
+    counts = [batch.counts[index] for index in chosen]
+    means = torch.stack([ppo_loss(*parts[index], batch.counts[index], *limits)[0] for index in chosen])
+    weights = torch.tensor(counts) / sum(counts) if mean == "tokens" else torch.full((4,), 1 / 4)
+    settings = Ppo(loss_mean=mean, actor_lr=1e-9)
+    loss = recipes.actor_step(actor, batch, chosen, batch.logprobs, advantages, settings, 1.0)["loss"]
+    assert len(set(counts)) > 1 and loss == pytest.approx(float((weights * means).sum()), abs=1e-5)
 
 
 def test_rows_side_by_side_give_the_same_steps_as_one_after_the_other_each_time():
