@@ -6,6 +6,7 @@
 For every seed: a whole run whose base is trained for ``--base-seconds`` (its held-out loss is printed beside the
 control's: they should be alike), and a control, a base trained for as long as base and reinforcement-learning stages
 together, evaluated on the same held-out tasks.  ``seeds.difference`` makes the differences and their intervals.
+``--combine`` also reads files of older versions.
 ``--greedy`` also plays every policy at temperature 0, one episode a task, scored apart (``base, greedy``).  With
 ``--set evaluate.mode=strict`` final answers are judged strictly.  Takes about 25 minutes a seed on 2 cores; keep the
 machine idle.
@@ -35,6 +36,7 @@ COMPARED = (
     ("base", "agentic"), ("control", "agentic"), ("warmup", "agentic"), ("rft", "agentic"),
     ("base", "warmup"), ("warmup", "rft"), ("base", "rft"),
 )  # fmt: skip
+OLD_NAMES = {"speedup_eager": "eager", "speedup_compile": "compile"}
 GREEDY = ("evaluate.temperature=0", "evaluate.samples=1")
 
 
@@ -51,11 +53,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.combine:
-        seeds = [seed for file in options.combine for seed in json.loads(file.read_text())["seeds"]]
+        seeds = [seed for file in options.combine for seed in read_seeds(file)]
     else:
         seeds = [measure(seed, options) for seed in options.seeds]
-    found = {policy: [seed["values"][policy] for seed in seeds] for policy in seeds[0]["values"]}
-    compared = [(a + how, b + how) for how in ("", ", greedy") for a, b in COMPARED if a + how in found]
+    policies = [policy for policy in seeds[0]["values"] if all(policy in seed["values"] for seed in seeds)]
+    found = {policy: [seed["values"][policy] for seed in seeds] for policy in policies}
+    compared = [(a + how, b + how) for how in ("", ", greedy") for a, b in COMPARED if {a + how, b + how} <= set(found)]
     answer: dict[str, Any] = {
         "rows": {policy: row(values) for policy, values in found.items()},
         "rows_of_seeds": [{policy: row([of]) for policy, of in seed["values"].items()} for seed in seeds],
@@ -64,6 +67,23 @@ def main() -> None:
     print(json.dumps(answer, indent=1))
     if options.json:
         options.json.write_text(json.dumps(answer | {"seeds": seeds}, indent=1))
+
+
+def read_seeds(file: Path) -> list[dict[str, Any]]:
+    """Reads the seeds of an earlier call.  Files from before paired speed-ups have other names for their logarithms,
+    and NaN for None; files from before the sweep over designs have no gap."""
+    seeds = json.loads(file.read_text(), parse_constant=lambda _: None).get("seeds", ())
+    if not all("values" in seed for seed in seeds) or not seeds:
+        raise SystemExit(f"{file} has no values of seeds: expected a file that --json wrote")
+
+    def of_today(values: dict[str, float | None]) -> dict[str, float | None]:
+        return {metric: values.get(metric, values.get(OLD_NAMES.get(metric, ""))) for metric in METRICS}
+
+    return [
+        seed | {"values": {policy: {task: of_today(values) for task, values in tasks.items()}
+                           for policy, tasks in seed["values"].items()}}
+        for seed in seeds
+    ]  # fmt: skip
 
 
 def measure(seed: int, options: argparse.Namespace) -> dict[str, Any]:

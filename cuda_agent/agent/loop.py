@@ -1,8 +1,8 @@
 """Runs the agent loop: a player works on one task, turn by turn, and an environment answers the player's tool calls.
 
 ``play`` is the loop for every player: a policy that samples token ids (``TokenPlayer``), a model behind a chat API
-(``chat_rollout``), or an attempt of a search (``optimize.attempt``). ``run_episode`` plays a policy's episode with
-tools, ``run_single`` an episode with one answer and no tools. ``run_many`` plays many episodes at once.
+(``chat_rollout``), or an attempt of a search (``optimize.attempt``). ``run_episode`` plays a policy's episode,
+with tools or with one answer and no tools. ``run_many`` plays many episodes at once.
 
 A policy's episode is one growing list of token ids. Sampled ids are appended unchanged (mask 1); the prompt and tool
 results are encoded once (mask 0). An episode ends at the latest when its budget of turns or tokens is used up; then its
@@ -108,27 +108,15 @@ async def run_episode(
     seed: int,
     episode_id: str,
     before: Episode | None = None,
+    kind: Literal["single", "agent"] = "agent",
 ) -> Episode:
-    """Plays one episode with tools.  ``seed`` and a turn's number determine the sampling noise of the turn. ``before``
-    is the same episode, cut by a fault of ours: as long as all tokens are the same, its turns are not sampled again."""
+    """Plays one episode of a policy with tools. The kind "single" is one answer without tools, whose fenced blocks are
+    the files of the solution.  ``seed`` and a turn's number determine the sampling noise of the turn. ``before`` is the
+    same episode, cut by a fault of ours: as long as all tokens are the same, its turns are not sampled again."""
     player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat, before)
-    player.add(chat.prompt_ids(player.episode.messages, TOOLS), 0)
-    return await player.run()
-
-
-async def run_single(
-    task: Task,
-    engine: Engine,
-    chat: Chat,
-    sandbox: Sandbox,
-    settings: EpisodeSettings,
-    seed: int,
-    episode_id: str,
-    before: Episode | None = None,
-) -> Episode:
-    """Plays one episode without tools. The fenced blocks of the policy's answer are the files of the solution. The
-    answer in ``before``, the same episode, cut by a fault of ours, is not sampled again."""
-    player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat, before)
+    if kind == "agent":
+        player.add(chat.prompt_ids(player.episode.messages, TOOLS), 0)
+        return await player.run()
     player.episode.messages = one_shot_messages(task, settings.style, settings.format, settings.device)
     player.add(chat.prompt_ids(player.episode.messages), 0)
     return await player.run(player.answer)

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from cuda_agent.agent.loop import EpisodeSettings, Sandbox, Style, run_episode, run_many, run_single, seed_of
+from cuda_agent.agent.loop import EpisodeSettings, Sandbox, Style, run_episode, run_many, seed_of
 from cuda_agent.config import Config
 from cuda_agent.context import StageContext, WorkerContext
 from cuda_agent.errors import BadConfiguration, TryAgain
@@ -55,13 +55,12 @@ class Rollouts:
     config: Config
 
     async def play(self, jobs: Sequence[Job], kind: Kind, on_done: OnDone = lambda episode: None) -> list[Episode]:
-        run = run_single if kind == "single" else run_episode
-
         async def play_one(task: Task, name: str) -> Episode:
             seed = seed_of(self.config.seed, name)
             before: Episode | None = None
             for _ in range(PLAYS):
-                episode = await run(task, self.engine, self.chat, self.sandbox, self.settings, seed, name, before)
+                parts = self.engine, self.chat, self.sandbox, self.settings
+                episode = await run_episode(task, *parts, seed, name, before, kind)
                 if episode.ended != "infra":
                     break
                 before = max(episode, before or episode, key=lambda cut: len(cut.ids))

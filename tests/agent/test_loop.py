@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from agent_cases import CODE, KERNEL, PLAN, PROFILE, TASK, VERIFY, WRITE_KERNEL, WRITE_PLAN, call, scripted, settings
 
-from cuda_agent.agent.loop import run_episode, run_many, run_single
+from cuda_agent.agent.loop import run_episode, run_many
 from cuda_agent.config import PolicyConfig
 from cuda_agent.errors import TaskError
 from cuda_agent.policy.engines.engine import Completion
@@ -210,10 +210,10 @@ def test_an_episode_beyond_the_deadline_is_dropped(loop, chat, sandbox):
     assert (episode.ended, episode.reward) == ("deadline", None)
 
 
-@pytest.mark.parametrize("run", [run_episode, run_single])
-def test_an_episode_that_was_cut_by_a_fault_is_played_again_to_the_same_end(loop, chat, sandbox, run):
+@pytest.mark.parametrize("kind", ["agent", "single"])
+def test_an_episode_that_was_cut_by_a_fault_is_played_again_to_the_same_end(loop, chat, sandbox, kind):
     def once(engine, sandbox, before=None):
-        return loop.run(run(TASK, engine, chat, sandbox, settings(), 7, "t/0", before))
+        return loop.run(run_episode(TASK, engine, chat, sandbox, settings(), 7, "t/0", before, kind))
 
     engine, again = scripted(chat, GOOD), scripted(chat, GOOD)
     whole = once(engine, sandbox)
@@ -267,7 +267,7 @@ def test_an_engine_that_fails_is_no_episode(loop, chat, sandbox):
 def test_one_answer_is_parsed_and_judged(loop, chat, sandbox):
     answer = f"```cpp kernels/fused.cpp\n{KERNEL}```\n```json plan.json\n{PLAN}\n```\n"
     engine = scripted(chat, [answer])
-    episode = loop.run(run_single(TASK, engine, chat, sandbox, settings(), 7, "w/0"))
+    episode = loop.run(run_episode(TASK, engine, chat, sandbox, settings(), 7, "w/0", kind="single"))
     assert (episode.kind, episode.ended) == ("single", "answer") and episode.reward >= 1
     ids, mask = chat.encode_dialogue([*episode.messages[:2], {"role": "assistant", "content": answer}])
     assert (episode.ids, episode.mask) == (ids, mask)
@@ -275,7 +275,7 @@ def test_one_answer_is_parsed_and_judged(loop, chat, sandbox):
 
 def test_one_answer_that_is_cut_off_counts_with_what_is_there(loop, chat, sandbox):
     engine = scripted(chat, [f"```cpp kernels/fused.cpp\n{KERNEL}```\n"])
-    episode = loop.run(run_single(TASK, engine, chat, sandbox, settings(turn_tokens=20), 7, "w/0"))
+    episode = loop.run(run_episode(TASK, engine, chat, sandbox, settings(turn_tokens=20), 7, "w/0", kind="single"))
     assert (episode.ended, episode.reward, episode.files) == ("tokens", -1.0, {})
 
 

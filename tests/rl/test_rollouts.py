@@ -41,7 +41,7 @@ def test_servers_and_judges_that_share_no_gpu_are_fine(given: Config) -> None:
 def test_an_episode_that_faults_cut_is_played_again_with_its_seed(monkeypatch, faults: int, ended: str) -> None:
     played: list[tuple[int, str, Episode | None]] = []
 
-    async def play(task, engine, chat, sandbox, settings, seed, name, before):
+    async def play(task, engine, chat, sandbox, settings, seed, name, before, kind):
         played.append((seed, name, before))
         cut = name == "s/a/0" and len([1 for _, known, _ in played if known == name]) <= faults
         ids = [0] * (9 - len(played))
@@ -58,7 +58,7 @@ def test_an_episode_that_faults_cut_is_played_again_with_its_seed(monkeypatch, f
 
 
 def test_an_episode_beyond_its_deadline_is_not_played_again(monkeypatch) -> None:
-    async def play(task, engine, chat, sandbox, settings, seed, name, before):
+    async def play(task, engine, chat, sandbox, settings, seed, name, before, kind):
         assert before is None
         return Episode(name, "a", "agent", [], [], [], [], [], None, "deadline")
 

@@ -55,13 +55,15 @@ def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmPa
 
 def compiling_parent(start: Callable[[Sequence[str]], "WarmParent"]) -> "WarmParent":
     """Returns a ready warm parent of workers that compile; ``start`` starts a warm parent with the given imports. Some
-    version of torch may open the GPU at an import: then workers import this module themselves."""
+    versions of torch open the GPU or start a thread at an import: then workers import this module themselves."""
     parent = start(_COMPILING)
-    parent.wait_ready()
-    if parent.opened_gpu:
-        parent.close()
-        parent = start(_COMPILING[:1])
+    with contextlib.suppress(RuntimeError):  # more than one thread
         parent.wait_ready()
+        if not parent.opened_gpu:
+            return parent
+    parent.close()
+    parent = start(_COMPILING[:1])
+    parent.wait_ready()
     return parent
 
 

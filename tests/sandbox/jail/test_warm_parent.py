@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cuda_agent.sandbox.jail import warm_parent
 from cuda_agent.sandbox.worker import gpu
 
@@ -30,26 +32,29 @@ def test_what_compiling_workers_find_imported_asks_no_gpu() -> None:
 
 
 class Parent:
-    def __init__(self, imports: Any, opens: bool) -> None:
-        self.imports, self.opened_gpu, self.closed = imports, opens, False
+    def __init__(self, imports: Any, fault: str) -> None:
+        self.imports, self.fault, self.closed = imports, fault, False
+        self.opened_gpu = fault == "opens the GPU"
 
-    def wait_ready(self) -> None: ...
+    def wait_ready(self) -> None:
+        if self.fault == "starts a thread":
+            raise RuntimeError("the warm parent has 2 threads: its children could hang")
 
     def close(self) -> None:
         self.closed = True
 
 
-def test_an_import_that_opens_the_gpu_is_left_to_the_workers() -> None:
-    for opens in (False, True):
-        parents: list[Any] = []
+@pytest.mark.parametrize("fault", ["", "opens the GPU", "starts a thread"])
+def test_an_import_after_which_no_fork_works_is_left_to_the_workers(fault: str) -> None:
+    parents: list[Any] = []
 
-        def start(imports: Any, opens: bool = opens, parents: list[Any] = parents) -> Any:
-            parents.append(Parent(imports, opens and "torch._inductor.compile_fx" in imports))
-            return parents[-1]
+    def start(imports: Any) -> Any:
+        parents.append(Parent(imports, fault if "torch._inductor.compile_fx" in imports else ""))
+        return parents[-1]
 
-        assert warm_parent.compiling_parent(start) is parents[-1]
-        assert [parent.closed for parent in parents] == [True] * opens + [False]
-        assert "cuda_agent.sandbox.worker.compiling" in parents[-1].imports and not parents[-1].opened_gpu
+    assert warm_parent.compiling_parent(start) is parents[-1]
+    assert [parent.closed for parent in parents] == [True] * bool(fault) + [False]
+    assert "cuda_agent.sandbox.worker.compiling" in parents[-1].imports and not parents[-1].fault
 
 
 def test_an_open_file_of_the_device_shows_that_the_gpu_is_open(tmp_path: Path) -> None:

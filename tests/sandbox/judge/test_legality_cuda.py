@@ -8,9 +8,8 @@ from cuda_agent.sandbox.judge.timing import roofline
 from cuda_agent.sandbox.wire import Solution, Verdict
 from tests.sandbox import published
 from tests.sandbox.conftest import CHAIN, Running, task
-from tests.sandbox.test_cuda import MATMUL, PYTHON, gpu, plan
+from tests.sandbox.test_cuda import MATMUL, PYTHON, plan
 
-__all__ = ["gpu"]
 pytestmark = pytest.mark.gpu
 
 HUGE = CHAIN.replace("torch.randn(32, 128)", "torch.randn(8192, 16384)")
