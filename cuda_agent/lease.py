@@ -19,6 +19,7 @@ class Lease:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._held = ""  # the context that holds the lease: working, timing or none
+        self._folder = folder
         self._gate = os.open(folder / "lease.gate", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._lock = os.open(folder / "lease.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
@@ -57,6 +58,17 @@ class Lease:
         fcntl.flock(self._lock, fcntl.LOCK_UN)
         with _locked(self._gate, fcntl.LOCK_SH):
             fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    @contextmanager
+    def lent(self) -> Iterator[int]:
+        """Yields a descriptor that holds the lease for work until all its copies are closed.  A process that is
+        started in the context, and gets a copy, so holds the lease after it.  Not for use while this handle holds the
+        lease."""
+        assert not self._held
+        with open(self._folder / "lease.lock") as lock:
+            with _locked(self._gate, fcntl.LOCK_SH):
+                fcntl.flock(lock, fcntl.LOCK_SH)
+            yield lock.fileno()
 
     @contextmanager
     def timing(self) -> Iterator[None]:

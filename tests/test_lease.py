@@ -1,6 +1,7 @@
 """The timing lease: no process works while another times a kernel, and one handle may nest its contexts."""
 
 import fcntl
+import os
 import threading
 from pathlib import Path
 
@@ -38,6 +39,18 @@ def test_work_inside_a_timing_leaves_the_timing_undisturbed(tmp_path: Path) -> N
         with lease.working():
             pass
         assert not free_for(tmp_path, fcntl.LOCK_EX)
+    assert free_for(tmp_path, fcntl.LOCK_EX)
+
+
+def test_a_process_can_take_the_lease_over(tmp_path: Path) -> None:
+    lease = Lease(tmp_path)
+    with lease.lent() as descriptor:
+        copy = os.dup(descriptor)
+    assert free_for(tmp_path, fcntl.LOCK_SH) and not free_for(tmp_path, fcntl.LOCK_EX)
+    with lease.working():
+        pass
+    assert not free_for(tmp_path, fcntl.LOCK_EX), "the work of this process is another matter"
+    os.close(copy)
     assert free_for(tmp_path, fcntl.LOCK_EX)
 
 

@@ -62,7 +62,7 @@ def test_the_judges_worker_reports_the_same_specification():
     for ending in (None, *ENDINGS):
         for name in ("tanh", "mul_y"):
             spec = FamilySpec(((name, None),), ending, 64, 128)
-            reference = Reference(None, {"device": "cpu", "train_mode": False}, [])
+            reference = Reference(None, {"device": "cpu", "train_mode": False})
             report = reference.open_task(
                 Frame(WorkerOperation.OPEN_TASK, 0, {"seed": 0, "code": make_task(spec).code}, [])
             )

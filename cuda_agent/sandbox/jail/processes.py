@@ -69,10 +69,12 @@ class JailedProcess:
         home: Path,
         groups: Groups | None = None,
         overrun: "Callable[[JailedProcess], str] | None" = None,
+        lent: Sequence[int] = (),
     ) -> None:
         """Forks the process. ``memory_mb`` limits its private memory beyond its size at the start. ``kill`` removes its
         private folder ``home``. Without ``groups``, only the watchdog limits the process. ``overrun`` is a further
-        check of the watchdog: it returns the reason to kill the process, or an empty string."""
+        check of the watchdog: it returns the reason to kill the process, or an empty string. The process holds copies
+        of the descriptors ``lent`` until its jail is complete."""
         self._overrun = overrun
         self._parent = parent
         self._memory_mb = memory_mb
@@ -89,7 +91,7 @@ class JailedProcess:
         self._ran_on: WorkerDied | None = None
         self._watched = 0.0  # when the watchdog last looked
         with theirs:
-            self.pid = parent.fork({**options, "policy": asdict(policy)}, [theirs.fileno()])
+            self.pid = parent.fork({**options, "policy": asdict(policy)}, [theirs.fileno(), *lent])
         self.alive = True  # this object has not killed it
         self._private = 1 << 60
         self._group: ControlGroup | None = None

@@ -222,7 +222,8 @@ class Judge:
         if trial:
             begin = time.perf_counter()
             self._workers.start_spare()
-            trial.close()
+            with self._workers.lease.working():
+                trial.close()
             self._workers.areas.make()
             self._cleanup_seconds = time.perf_counter() - begin
 

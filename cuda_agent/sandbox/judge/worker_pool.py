@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,9 +76,11 @@ class WorkerPool:
         return self._start_candidate(profiler=profiler, queues=queues).wait_started()
 
     def start_spare(self) -> None:
-        """Begins to start a worker for the next candidate, unless there is one, and returns at once."""
+        """Begins to start a worker for the next candidate, unless there is one, and returns at once. The worker holds
+        the timing lease until it is ready: on a GPU its start would disturb a timing."""
         if self._spare is None or not self._spare.alive:
-            self._spare = self._start_candidate()
+            with self.lease.lent() as lent:
+                self._spare = self._start_candidate(lent=(lent,))
 
     def _start_candidate(self, **more: Any) -> JailedProcess:
         assert self.torch
@@ -99,7 +101,8 @@ class WorkerPool:
         """Starts a reference worker that may run compilers. Returns the worker, and the folder with the results of a
         warm-up."""
         known = str(self._known())
-        return self._start_compiler(self._home(), (known,)), known
+        with self.lease.working():
+            return self._start_compiler(self._home(), (known,)), known
 
     def _locked(self, place: dict[str, Any], profiler: bool) -> JailedProcess:
         """Starts a candidate worker for a solution that needs compilers. They ran in the first pass, whose results the
@@ -132,6 +135,7 @@ class WorkerPool:
         home: Path,
         watch: Callable[[JailedProcess], str] | None = None,
         queues: bool = False,
+        lent: Sequence[int] = (),
         **more: Any,
     ) -> JailedProcess:
         settings = self.settings
@@ -155,7 +159,7 @@ class WorkerPool:
             "role": role, "threads": settings.threads, "folder": folder, "environment": environment,
             "device": settings.device, "train_mode": settings.train_mode, **more,
         }  # fmt: skip
-        return JailedProcess(parent, options, policy, settings.memory_mb, home, self._groups, watch)
+        return JailedProcess(parent, options, policy, settings.memory_mb, home, self._groups, watch, lent)
 
     def _known(self) -> Path:
         """Returns the folder of compilation results that all workers share. A warm-up fills it once per machine."""

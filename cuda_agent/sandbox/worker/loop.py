@@ -22,10 +22,9 @@ _SOURCES = ("model.py", "model_new.py")  # names under which untrusted Python ru
 class WorkerLoop:
     """Answers each message (frame) of the judge. A method with the name of an operation serves this operation."""
 
-    def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
+    def __init__(self, channel: socket.socket, options: dict[str, Any]) -> None:
         self._channel = channel
         self._options = options
-        self._fds = fds
         self._commands: dict[str, Callable[[Frame], Any]] = {
             operation: getattr(self, operation) for operation in WorkerOperation if hasattr(self, operation)
         }

@@ -32,6 +32,7 @@ from cuda_agent.sandbox.worker.reference import Reference
 from cuda_agent.sandbox.worker.replay import RecordingPass
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_START_SECONDS = 30
 
 
 def main() -> None:
@@ -98,6 +99,7 @@ def _child(frame: Frame, parent: int) -> None:
     """Runs a freshly forked worker and never returns. ``frame`` holds its options; ``parent`` is its parent's pid."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        signal.alarm(_START_SECONDS)  # a driver that hangs must not hold the timing lease
         options: dict[str, Any] = frame.body
         null = os.open("/dev/null", os.O_RDWR)
         keep = sorted((*frame.fds, null))
@@ -126,12 +128,15 @@ def _child(frame: Frame, parent: int) -> None:
             os._exit(70)  # the parent died before the signal was set
         os.dup2(null, 2)
         os.close(null)  # errors before this line are the sandbox's and go to the log
+        signal.alarm(0)
+        for lent in frame.fds[1:]:
+            os.close(lent)
         channel = socket.socket(fileno=frame.fds[0])
         send_frame(channel, Reply.RESULT)
         torch.set_num_threads(options["threads"])
         torch.set_grad_enabled(False)
         serve = {"reference": Reference, "candidate": Candidate, "first_pass": RecordingPass}[options["role"]]
-        serve(channel, options, frame.fds[1:]).serve()
+        serve(channel, options).serve()
     except ConnectionError:
         pass
     except BaseException:

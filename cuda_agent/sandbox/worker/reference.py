@@ -27,8 +27,8 @@ _MANY_MODULES = 50  # above it, a model has hundreds of kernels
 class Reference(WorkerLoop):
     """Serves the judge's requests about one task. A public method serves the operation of the same name."""
 
-    def __init__(self, channel: socket.socket, options: dict[str, Any], fds: list[int]) -> None:
-        super().__init__(channel, options, fds)
+    def __init__(self, channel: socket.socket, options: dict[str, Any]) -> None:
+        super().__init__(channel, options)
         self._last: list[torch.Tensor] = []
         self._device: str = options["device"]
         self._autocast = False

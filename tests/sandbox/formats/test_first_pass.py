@@ -20,6 +20,7 @@ from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.formats import first_pass, first_pass_runner
 from cuda_agent.sandbox.jail.descendants import descendants
 from cuda_agent.sandbox.wire import Solution
+from cuda_agent.sandbox.worker import same_files
 from tests.sandbox.conftest import Running, task
 
 MODEL = """
@@ -388,3 +389,12 @@ def test_a_gpus_kernels_are_timed_while_a_first_pass_compiles(tmp_path: Path) ->
     finally:
         os.killpg(worker.pid, signal.SIGKILL)
         worker.wait()
+
+
+@pytest.mark.parametrize(
+    ("path", "same"),
+    [("/tmp/a.cu", False), ("/var/tmp/a.cu", True), ("./tmp/a.cu", True), ("//tmp/a.cu", True), ("/tmpfs/a.cu", True)],
+)
+def test_only_tmp_itself_is_a_folder_of_the_solutions_own(path: str, same: bool) -> None:
+    code = f"open('{path}')"
+    assert same_files.with_own_tmp(code, Path("/place")) == (code if same else f"open('/place{path}')")

@@ -1,7 +1,13 @@
 """The workers of one judge beside the timings of other processes."""
 
+import fcntl
+import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox.jail import scratch
@@ -10,6 +16,7 @@ from cuda_agent.sandbox.judge.reference_client import ReferenceClient
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 from tests.sandbox.conftest import CHAIN
 from tests.sandbox.judge.fakes import settings_in
+from tests.test_lease import free_for
 
 
 def test_a_task_that_opens_stands_still_while_another_process_times(tmp_path: Path) -> None:
@@ -31,6 +38,32 @@ def test_a_task_that_opens_stands_still_while_another_process_times(tmp_path: Pa
             assert states and set(states) == {"T"}
             reference.close()
         other.join()
+    finally:
+        pool.close()
+        scratch.remove(folder)
+
+
+def test_a_worker_that_is_started_ahead_holds_the_timing_lease_until_it_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = scratch.make_folder("pool")
+    pool = WorkerPool(settings_in(folder, clock="real"))
+    copies: list[int] = []
+
+    def fork(options: Any, fds: Sequence[int], real: Any = pool._plain.fork) -> int:
+        copies.extend(map(os.dup, fds[1:]))  # so that the worker is not ready before it was looked at
+        return int(real(options, fds))
+
+    monkeypatch.setattr(pool._plain, "fork", fork)
+    try:
+        assert pool.torch
+        pool.start_spare()
+        assert not free_for(folder / "lease", fcntl.LOCK_EX) and len(copies) == 1
+        worker = pool.candidate()
+        assert not free_for(folder / "lease", fcntl.LOCK_EX)
+        os.close(copies[0])
+        assert free_for(folder / "lease", fcntl.LOCK_EX), "the worker has closed its own"
+        worker.kill()
     finally:
         pool.close()
         scratch.remove(folder)
