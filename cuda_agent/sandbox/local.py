@@ -44,7 +44,7 @@ from cuda_agent.sandbox.messages import (
     JudgeSettings,
     TaskSource,
 )
-from cuda_agent.sandbox.wire import Mode, Probe, Solution, TaskSpec, Verdict
+from cuda_agent.sandbox.wire import LOST, Mode, Probe, Solution, TaskSpec, Verdict
 from cuda_agent.sandbox.workspace.client import Commands, Workspace, Workspaces
 from cuda_agent.tasks.task import Task
 
@@ -315,7 +315,7 @@ class LocalSandbox:
             except TaskError as error:
                 probe = Probe(error=str(error))
             except JudgeLost as lost:
-                probe = Probe(error=f"infrastructure: {lost}")
+                probe = Probe(error=f"{LOST}{lost}")
                 continue
             if judge is last or not probe.error:
                 break

@@ -21,7 +21,7 @@ import httpx
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.sandbox.protocol import AGREED, TASK_BYTES, read_token
-from cuda_agent.sandbox.wire import Mode, Probe, Solution, Status, TaskSpec, ToolResult, Verdict
+from cuda_agent.sandbox.wire import LOST, Mode, Probe, Solution, Status, TaskSpec, ToolResult, Verdict
 from cuda_agent.sandbox.workspace.client import Commands, WorkspaceLost, checked_call
 from cuda_agent.sandbox.workspace.files import ToolRefused
 from cuda_agent.tasks.task import Task
@@ -127,7 +127,7 @@ class RemoteSandbox:
         except _Refused as refusal:
             return Probe(error=str(refusal))
         except _Lost as lost:
-            return Probe(error=f"infrastructure: {lost}")
+            return Probe(error=f"{LOST}{lost}")
 
     async def spec(self, task: Task) -> TaskSpec:
         """Returns the shapes, dtypes and plain values of ``task``. Raises ``TaskError`` or ``SandboxUnready``."""

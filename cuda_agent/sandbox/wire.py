@@ -180,6 +180,7 @@ class ToolResult:
     error: bool = False
 
 
+LOST = "infrastructure: "  # begins the error of a probe whose judge or server was lost
 NO_PROGRAMS = "no program can be started here, and no file made"  # a worker's message about its jail
 
 
@@ -244,7 +245,8 @@ class TaskSpec:
 
 @dataclass
 class Probe:
-    """The result of running a task without a solution. ``error`` is empty if the task ran; times are median seconds."""
+    """The result of running a task without a solution. ``error`` is empty if the task ran, and begins with ``LOST`` if
+    the sandbox failed; times are median seconds."""
 
     error: str = ""
     deterministic: bool = False  # the same inputs give the same outputs, within the tolerance

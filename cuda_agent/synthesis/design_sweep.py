@@ -1,38 +1,26 @@
 """Finds the best design of a task of the teacher's family on a GPU: draws designs, builds them and times them.
 
-``Sweep`` builds all designs of a task at once and asks a child process (this module as a program) for times. The child
-needs no jail, because all code that it runs is ours: ``family.parse`` refuses any other task. It compares outputs as
-the judge does, but only for one input; it cannot notice a kernel that writes beyond its outputs.
-
-The child's lines are JSON: ``{"ready": true}`` when it has opened the GPU; for each request ``{"held": true}`` when it
-holds the timing lease, eager's time, and one answer for each program. A last line ``{"error": why}`` ends it."""
+``Sweep`` builds all designs of a task at once and asks a child process (``design_bench``) for times. The child needs no
+jail, because all code that it runs is ours: ``family.parse`` refuses any other task."""
 
 import asyncio
 import contextlib
 import json
-import math
 import os
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
-
 from cuda_agent.errors import SandboxUnready
-from cuda_agent.lease import Lease
-from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.build.builder import BuildError
 from cuda_agent.sandbox.formats.solution_format import SolutionError
 from cuda_agent.sandbox.local import LocalSandbox
-from cuda_agent.sandbox.wire import Solution, TaskSpec, printable
-from cuda_agent.sandbox.worker.gpu import DeviceClock, bind_plan, open_gpu, unload_plan
-from cuda_agent.sandbox.worker.shared_tensors import Slots, flatten
+from cuda_agent.sandbox.wire import Solution, TaskSpec
 from cuda_agent.synthesis.cuda_kernels import KERNEL, PLAN
 from cuda_agent.synthesis.family import parse, task_spec
 from cuda_agent.synthesis.optimum import Optimum
@@ -41,10 +29,8 @@ from cuda_agent.tasks.task import Task
 
 DESIGNS = 48  # designs that are timed for a task, if there are so many
 _DRAWS = 4  # most draws for each of them
-_CALLS, _FEW = 12, 3  # timed calls of a design, and of one that is clearly slower than the best so far
-_SLOWER, _LONGEST = 1.5, 0.1  # how much slower; seconds after which a slow design gets no more calls
 _ANSWER_SECONDS = 120.0  # limit for one line of the child; it may wait for the timing lease as long as it takes
-COMMAND = [sys.executable, "-P", "-m", "cuda_agent.synthesis.design_sweep"]
+COMMAND = [sys.executable, "-P", "-m", "cuda_agent.synthesis.design_bench"]
 
 
 class Sweep:
@@ -118,7 +104,8 @@ class Sweep:
         """Sends a request to the child, which starts if there is none. Returns the first answer: eager's seconds, or
         why there is none."""
         if self._child is None:
-            environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+            folders = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
             pipe = asyncio.subprocess.PIPE
             self._child = await asyncio.create_subprocess_exec(*COMMAND, stdin=pipe, stdout=pipe, env=environment)
             if "error" in (line := await self._line(_ANSWER_SECONDS)):
@@ -207,87 +194,3 @@ def summary(eager: float, drawn: Counter[Any], found: Mapping[Any, float | str])
     best = min(times, key=lambda design: times[design])
     right = sum(drawn[design] for design in times) / drawn.total()
     return Optimum(eager, times[best], statistics.median(times.values()), right, str(best), surprises)
-
-
-# ----------------------------------------------------------------------------------------------------------- the child
-
-
-class _Memory(Slots):
-    """One slot whose buffers are this process's own tensors."""
-
-    def __init__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        self.layout, self.device, self.weights = [{}], "cuda", []
-        self.inputs, self.outputs = ([[tensor.data_ptr() for tensor in part]] for part in (inputs, outputs))
-
-
-class _Bench:
-    """Times calls on the device, each with a cold L2 cache."""
-
-    def __init__(self) -> None:
-        open_gpu()
-        self._clock = DeviceClock()
-        self._flushed = torch.zeros(2 * driver.l2_bytes(), dtype=torch.uint8, device="cuda")
-
-    def seconds(self, call: Callable[[], Any], best: float = math.inf) -> float:
-        """Returns the median seconds of ``call``. ``best`` is the least of the others; a slower one gets few calls."""
-        times: list[float] = []
-        while len(times) < _CALLS and sum(times) < _LONGEST:
-            if len(times) == _FEW and statistics.median(times) > _SLOWER * best:
-                break
-            self._flushed.zero_()
-            torch.cuda.synchronize()
-            times.append(self._clock(call)[1][0])
-        return statistics.median(times)
-
-
-def values_off(want: torch.Tensor, have: torch.Tensor, tolerance: float) -> int:
-    """Returns how many values of ``have`` are wrong, by the judge's rule (``judge.memory.check``)."""
-    scale = want.double().square().mean().sqrt().clamp(max=1.0).to(want.dtype)
-    return int((~((want - have).abs() <= tolerance * (scale + want.abs()))).sum())
-
-
-def _answers(request: Mapping[str, Any], bench: _Bench) -> Iterator[dict[str, Any]]:
-    """Yields a line when the timing lease is held, eager's answer, and one for each program: its seconds, or what is
-    wrong. Holds the lease for the whole request (about a second), because its other work on the device would disturb
-    the judge's times."""
-    names: dict[str, Any] = {}
-    exec(request["code"], names)
-    torch.manual_seed(0)
-    with contextlib.closing(Lease(Path(request["lease"]))) as lease, lease.timing():
-        yield {"held": True}
-        with torch.device("cuda"):
-            model, inputs = names["Model"](*names["get_init_inputs"]()).eval(), names["get_inputs"]()
-        wanted = flatten(model(*inputs))
-        outputs = [tensor.new_empty(tensor.shape) for tensor in wanted]
-        memory = _Memory(inputs, outputs)
-        yield {"seconds": bench.seconds(partial(model, *inputs))}
-        best = math.inf
-        for program in request["programs"]:
-            for output in outputs:
-                output.fill_(math.nan)
-            run = bind_plan(program, memory)
-            run(0)
-            off = [values_off(want, have, request["tolerance"]) for want, have in zip(wanted, outputs, strict=True)]
-            seconds = math.inf if any(off) else bench.seconds(partial(run, 0), best)
-            best = min(best, seconds)
-            unload_plan(run)
-            yield {"wrong": f"{sum(off)} values are wrong"} if any(off) else {"seconds": seconds}
-
-
-def _main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nothing else must come between the answers
-    torch.set_grad_enabled(False)
-    try:
-        bench = _Bench()
-        print(json.dumps({"ready": True}), file=answers, flush=True)
-        for line in sys.stdin:
-            for answer in _answers(json.loads(line), bench):
-                print(json.dumps(answer), file=answers, flush=True)
-    except Exception as error:  # the context may be damaged: the next request needs a new process
-        print(json.dumps({"error": printable(f"{type(error).__name__}: {error}")[:400]}), file=answers, flush=True)
-        sys.exit(1)
-
-
-if __name__ == "__main__":
-    _main()

@@ -17,7 +17,8 @@ from random import Random
 from typing import Any
 
 from cuda_agent.config import Synthesis
-from cuda_agent.sandbox.wire import Probe
+from cuda_agent.errors import SandboxUnready
+from cuda_agent.sandbox.wire import LOST, Probe
 from cuda_agent.synthesis.catalogue import CATALOGUE
 from cuda_agent.synthesis.compose import ComposeError, Composer, ModelWriter, ProgrammaticWriter, speed_of
 from cuda_agent.synthesis.family import combination, is_heldout, ops_combination, sample_task
@@ -41,6 +42,7 @@ from cuda_agent.tasks.task import Task
 
 ATTEMPTS_A_TASK = 60  # most proposals per wanted task of a stream
 PROBES_A_COMPILE = 6  # eager probes per allowed compilation
+MOST_LOST = 5  # probes in a row in which the sandbox fails: then the sandbox is at fault, not a task
 BINS = 12  # bins of the histogram of times in the data card
 AHEAD = {"cpu": 3, "cuda": 12}  # candidates whose probes run before their turn: one compilation uses one core
 
@@ -105,7 +107,8 @@ async def synthesize(
 
     Raises:
         TaskError: The evaluation set cannot be read.
-        ServedModelError: The model writer's address does not answer."""
+        ServedModelError: The model writer's address does not answer.
+        SandboxUnready: The sandbox failed in several probes in a row."""
     window = (max(config.window_ms[0], 1e-3) * 1e-3, config.window_ms[1] * 1e-3)  # seconds; nothing takes under 1 us
     references = read_any(Path(config.evaluation_set)) if config.evaluation_set else []
     source = SourceFilter([(task.name, shingles(task.code)) for task in references], config.max_similarity)
@@ -223,6 +226,7 @@ class _Work:
     times: Times = field(default_factory=dict)  # of the accepted tasks
     eager: int = 0  # number of eager probes
     compiled: int = 0  # number of compiled probes
+    lost: int = 0  # number of the latest probes in which the sandbox failed
     ahead: int = AHEAD["cpu"]
     sweep: Callable[[Task], Awaitable[Optimum]] | None = None
     surprises: list[str] = field(default_factory=list)  # of all sweeps, with the task's name
@@ -325,7 +329,13 @@ class _Work:
 
     async def _probe(self, task: Task, compile: bool) -> Probe:
         async def probe() -> dict[str, Any]:
-            return (await self.sandbox.probe(task, compile=compile)).to_json()
+            found = await self.sandbox.probe(task, compile=compile)
+            self.lost = self.lost + 1 if found.error.startswith(LOST) else 0
+            if self.lost >= MOST_LOST:
+                raise SandboxUnready(found.error)
+            if self.lost:  # not kept: a resumed stage probes again
+                raise TaskRefused("compiles" if compile else "runs in eager", found.error)
+            return found.to_json()
 
         return Probe.from_json(await self._once(f"{'compiled' if compile else 'eager'}/{task.digest}", probe))
 

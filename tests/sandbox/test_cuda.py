@@ -275,10 +275,15 @@ def test_a_time_that_the_judges_clock_does_not_allow_is_a_cheat(gpu: Running) ->
 
 @pytest.mark.parametrize("lie", ["a side stream", "a clock that waits for nothing"])
 def test_work_that_the_clock_does_not_wait_for_gains_nothing(gpu: Running, lie: str) -> None:
-    """Where the work still runs when the outputs are copied they are wrong, and else the time is a lie."""
+    """Where the work still runs when the outputs are copied, they are wrong. Otherwise the time is a lie, or the time
+    by the judge's clock counts."""
     verdict = gpu.evaluate(task(SINES), python(LIES[lie]))
-    assert verdict.status in ("cheat", "wrong"), verdict
-    assert verdict.reward == -1
+    print(verdict)
+    if verdict.status == "ok":
+        assert verdict.speedup_eager and verdict.speedup_eager < 1.1
+    else:
+        assert verdict.status in ("cheat", "wrong"), verdict
+        assert verdict.reward == -1
 
 
 def test_tf32_that_wins_over_fp32_is_shown_for_what_it_is(gpu: Running) -> None:

@@ -4,6 +4,7 @@ The child here is a script that gives the answers which the programs ask for."""
 
 import asyncio
 import json
+import os
 import random
 import statistics
 import sys
@@ -25,7 +26,8 @@ from cuda_agent.sandbox.judge.memory import check
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
 from cuda_agent.synthesis import design_sweep
 from cuda_agent.synthesis.cuda_kernels import fault
-from cuda_agent.synthesis.design_sweep import Sweep, draw_designs, programs, summary, unit, values_off
+from cuda_agent.synthesis.design_bench import values_off
+from cuda_agent.synthesis.design_sweep import Sweep, draw_designs, programs, summary, unit
 from cuda_agent.synthesis.family import FamilySpec, make_task, parse, task_spec
 from cuda_agent.synthesis.optimum import Optimum, read_optima, write_optima
 from cuda_agent.synthesis.teacher import solve
@@ -37,6 +39,7 @@ COLUMNS = make_task(FamilySpec((("tanh", None), ("mul_y", None)), "column_var", 
 TRANSPOSED = make_task(FamilySpec((("gelu", None),), "transpose", 1048, 1000))
 OTHER = make_task(FamilySpec((("exp", None),), "sum", 1024, 1000))
 
+PACKAGE = Path(__file__).parents[2]
 CHILD = """
 import json, sys
 log = open(sys.argv[1], "a")
@@ -152,6 +155,17 @@ def test_a_child_that_cannot_run_the_task_itself_ends_the_sweep(log: Path) -> No
     with pytest.raises(SandboxUnready, match="no device"):
         swept(Fake(*4 * [{"answer": 1.0, "eager": {"error": "no device"}}]), ROWS)
     assert log.read_text().count("start") == 2
+
+
+def test_a_child_finds_this_package_first_and_then_what_the_caller_finds(
+    log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (log.parent / "child.py").write_text("import json, os\nprint(json.dumps({'error': os.environ['PYTHONPATH']}))")
+    for given, wanted in (("/packages", f"{PACKAGE}{os.pathsep}/packages"), ("", str(PACKAGE))):
+        monkeypatch.setenv("PYTHONPATH", given)
+        with pytest.raises(SandboxUnready) as unready:
+            swept(Fake(4.0, 5.0, 6.0, 7.0), ROWS)
+        assert str(unready.value).endswith(f": {wanted}")
 
 
 def test_a_child_that_does_not_answer_is_replaced(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from cuda_agent.config import Synthesis
-from cuda_agent.sandbox.wire import Probe
+from cuda_agent.errors import SandboxUnready
+from cuda_agent.sandbox.wire import LOST, Probe
 from cuda_agent.synthesis import filters
 from cuda_agent.synthesis.compose import as_task
 from cuda_agent.synthesis.family import combination, heldout_combinations, is_heldout, ops_combination, sample_task
@@ -283,6 +284,33 @@ def test_a_sweep_refuses_tasks_whose_design_does_not_matter_or_that_leave_no_hea
     assert card["surprises"] and all(": design: wrong" in line for line in card["surprises"])
     found = optima(tasks, kept)
     assert found.keys() == {task.name for task in family} and {one.seconds for one in found.values()} == {0.25}
+
+
+def test_a_sandbox_that_fails_again_and_again_ends_synthesis_and_a_single_failure_refuses_a_task():
+    class Failing(InProcess):
+        probes = 0
+
+        def __init__(self, fails):
+            super().__init__()
+            self.fails = fails
+
+        async def probe(self, task, compile=True):
+            self.probes += 1
+            if self.fails(self.probes):
+                return Probe(error=f"{LOST}the judge was lost")
+            return await super().probe(task, compile)
+
+    kept = {}
+    tasks, card = make(prober=Failing(lambda number: number % 4 == 0), report=kept.__setitem__)
+    reasons = card["reasons"]["teacher"]
+    assert (
+        tasks and reasons[f"runs in eager: {LOST}the judge was lost"] + reasons[f"compiles: {LOST}the judge was lost"]
+    )
+    assert not any("judge was lost" in str(value) for value in kept.values())
+    prober = Failing(lambda number: number > 3)
+    with pytest.raises(SandboxUnready, match="the judge was lost"):
+        make(prober=prober)
+    assert prober.probes < 20
 
 
 def test_known_sweeps_are_not_repeated_and_without_a_sweep_no_filter_changes():

@@ -1,0 +1,108 @@
+"""Times designs on a GPU: the child process of ``design_sweep``, which runs this module as a program.
+
+It compares outputs as the judge does, but only for one input; it cannot notice a kernel that writes beyond its outputs.
+Its lines are JSON: ``{"ready": true}`` when it has opened the GPU; for each request ``{"held": true}`` when it holds
+the timing lease, eager's time, and one answer for each program. A last line ``{"error": why}`` ends it."""
+
+import contextlib
+import json
+import math
+import os
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cuda_agent.lease import Lease
+from cuda_agent.sandbox import driver
+from cuda_agent.sandbox.wire import printable
+from cuda_agent.sandbox.worker.gpu import DeviceClock, bind_plan, open_gpu, unload_plan
+from cuda_agent.sandbox.worker.shared_tensors import Slots, flatten
+
+_CALLS, _FEW = 12, 3  # timed calls of a design, and of one that is clearly slower than the best so far
+_SLOWER, _LONGEST = 1.5, 0.1  # how much slower; seconds after which a slow design gets no more calls
+
+
+class _Memory(Slots):
+    """One slot whose buffers are this process's own tensors."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        self.layout, self.device, self.weights = [{}], "cuda", []
+        self.inputs, self.outputs = ([[tensor.data_ptr() for tensor in part]] for part in (inputs, outputs))
+
+
+class _Bench:
+    """Times calls on the device, each with a cold L2 cache."""
+
+    def __init__(self) -> None:
+        open_gpu()
+        self._clock = DeviceClock()
+        self._flushed = torch.zeros(2 * driver.l2_bytes(), dtype=torch.uint8, device="cuda")
+
+    def seconds(self, call: Callable[[], Any], best: float = math.inf) -> float:
+        """Returns the median seconds of ``call``. ``best`` is the least of the others; a slower one gets few calls."""
+        times: list[float] = []
+        while len(times) < _CALLS and sum(times) < _LONGEST:
+            if len(times) == _FEW and statistics.median(times) > _SLOWER * best:
+                break
+            self._flushed.zero_()
+            torch.cuda.synchronize()
+            times.append(self._clock(call)[1][0])
+        return statistics.median(times)
+
+
+def values_off(want: torch.Tensor, have: torch.Tensor, tolerance: float) -> int:
+    """Returns how many values of ``have`` are wrong, by the judge's rule (``judge.memory.check``)."""
+    scale = want.double().square().mean().sqrt().clamp(max=1.0).to(want.dtype)
+    return int((~((want - have).abs() <= tolerance * (scale + want.abs()))).sum())
+
+
+def _answers(request: Mapping[str, Any], bench: _Bench) -> Iterator[dict[str, Any]]:
+    """Yields a line when the timing lease is held, eager's answer, and one for each program: its seconds, or what is
+    wrong. Holds the lease for the whole request (about a second), because its other work on the device would disturb
+    the judge's times."""
+    names: dict[str, Any] = {}
+    exec(request["code"], names)
+    torch.manual_seed(0)
+    with contextlib.closing(Lease(Path(request["lease"]))) as lease, lease.timing():
+        yield {"held": True}
+        with torch.device("cuda"):
+            model, inputs = names["Model"](*names["get_init_inputs"]()).eval(), names["get_inputs"]()
+        wanted = flatten(model(*inputs))
+        outputs = [tensor.new_empty(tensor.shape) for tensor in wanted]
+        memory = _Memory(inputs, outputs)
+        yield {"seconds": bench.seconds(partial(model, *inputs))}
+        best = math.inf
+        for program in request["programs"]:
+            for output in outputs:
+                output.fill_(math.nan)
+            run = bind_plan(program, memory)
+            run(0)
+            off = [values_off(want, have, request["tolerance"]) for want, have in zip(wanted, outputs, strict=True)]
+            seconds = math.inf if any(off) else bench.seconds(partial(run, 0), best)
+            best = min(best, seconds)
+            unload_plan(run)
+            yield {"wrong": f"{sum(off)} values are wrong"} if any(off) else {"seconds": seconds}
+
+
+def _main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # nothing else must come between the answers
+    torch.set_grad_enabled(False)
+    try:
+        bench = _Bench()
+        print(json.dumps({"ready": True}), file=answers, flush=True)
+        for line in sys.stdin:
+            for answer in _answers(json.loads(line), bench):
+                print(json.dumps(answer), file=answers, flush=True)
+    except Exception as error:  # the context may be damaged: the next request needs a new process
+        print(json.dumps({"error": printable(f"{type(error).__name__}: {error}")[:400]}), file=answers, flush=True)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    _main()
