@@ -97,8 +97,8 @@ def load(text: str, sha256: str) -> Config:
 
 
 def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
-    """Returns the part of the configuration that decides the result of a stage, as JSON values: the seed and the named
-    ``sections``, of which some are keys of a section, such as ``agentic.reward``.  It lacks addresses, resources and
+    """Returns the part of the configuration that decides the result of a stage, as JSON values: the seed, and the named
+    sections or single keys, such as ``agentic.reward``.  It lacks addresses, resources and
     the section ``training``.  If ``runtime`` is local, it lacks the section ``ray``.  If the stage does not
     train, it lacks the keys of ``ray`` about training."""
     whole = config.model_dump(mode="json", exclude=_NOT_IN_KEYS)

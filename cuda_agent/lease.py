@@ -1,9 +1,9 @@
-"""The timing lease: while one process of this machine times a kernel, no other process decodes or trains.
+"""The timing lease: while one process of this machine times a kernel, no other process uses the device.
 
 The lease is needed because a kernel that takes 1.12 ms on an idle machine takes 1.75 ms beside a matrix multiplication.
-It consists of two file locks.  A process holds the first lock shared during a step of decoding or training
-(``working``), and exclusively while it times a kernel (``timing``).  The second lock is a gate that each step must pass
-to begin.  To time a kernel, a process closes the gate first, so that no new step can delay it."""
+It consists of two file locks.  A process holds the first lock shared while it works (``working``: a step of decoding or
+training, a call of a judge), and exclusively while it times a kernel (``timing``).  The second lock is a gate that each
+step must pass to begin.  To time a kernel, a process closes the gate first, so that no new step can delay it."""
 
 import fcntl
 import os
@@ -44,7 +44,8 @@ class Lease:
 
     @property
     def wanted(self) -> bool:
-        """Whether another process waits to time a kernel, or times one."""
+        """Whether another process waits to time a kernel, or times one. Not for use inside ``timing``."""
+        assert self._held != "timing"
         try:
             fcntl.flock(self._gate, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -97,8 +97,19 @@ def test_the_schedule_says_what_machines_a_run_needs():
     assert paper == [
         "PPO: 8 machines of 8 GPUs each for the trainer",
         "rollouts: 16 workers of 1 GPU each",
-        "judges with GPUs of their own: name them in sandbox.servers, as a worker's GPUs all serve the policy",
         "rft, critic: one machine of 64 GPUs (training.num_processes, which may be lower for them)",
+        "judges with GPUs of their own: name them in sandbox.servers, because a worker's GPUs all serve the policy",
+    ]
+    sent = needed(
+        "experiment=single_gpu", "policy.engine=vllm", "policy.vllm.sync=nccl", "sandbox.servers=['http://b:1']"
+    )
+    assert sent[0] == "one machine, 2 GPUs: trainer 1, engine 1"
+    spread = needed("experiment=cuda", "runtime=ray", "ray.trainer_gpus=1", "synthesis.headroom=0")
+    assert spread == [
+        "PPO: 1 machine of 1 GPU for the trainer",
+        "rollouts: 2 workers of no GPU each",
+        "bootstrap, rft, critic: one machine of 1 GPU",
+        "judges with GPUs of their own: name them in sandbox.servers, because workers have no GPU",
     ]
     assert "sandbox.servers" in "\n".join(schedule_lines(derived(compose(["experiment=paper"]))))
 

@@ -110,8 +110,8 @@ async def run_episode(
     before: Episode | None = None,
     kind: Literal["single", "agent"] = "agent",
 ) -> Episode:
-    """Plays one episode of a policy with tools. The kind "single" is one answer without tools, whose fenced blocks are
-    the files of the solution.  ``seed`` and a turn's number determine the sampling noise of the turn. ``before`` is the
+    """Plays one episode of a policy: with tools, or of the ``kind`` "single", one answer whose fenced blocks are the
+    files of the solution.  ``seed`` and a turn's number determine the sampling noise of the turn. ``before`` is the
     same episode, cut by a fault of ours: as long as all tokens are the same, its turns are not sampled again."""
     player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat, before)
     if kind == "agent":

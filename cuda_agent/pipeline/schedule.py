@@ -50,7 +50,7 @@ def derived(config: Config) -> dict[str, Any]:
 
 
 def machines(config: Config) -> list[str]:
-    """Returns the machines that a run needs, one line for each kind, by their numbers of GPUs."""
+    """Returns one line per kind of machine that a run needs, with its number of GPUs."""
     training, policy, sandbox, ray = config.training, config.policy, config.sandbox, config.ray
     times = sandbox.device == "cuda" and sandbox.clock == "real"
     judge = int(sandbox.device == "cuda" and not sandbox.servers)
@@ -60,24 +60,32 @@ def machines(config: Config) -> list[str]:
     if config.runtime == "local":
         engine = servers if policy.engine == "vllm" else 1
         uses = {"trainer": trainer, "engine": engine * (policy.device == "cuda"), "judge": judge}
-        alone = judge if servers and times else 0  # no server decodes on the GPU on which the judge takes times
-        count = max(trainer, judge, uses["engine"] + alone)
+        # No server decodes on the GPU on which the judge takes times, or from which the trainer sends weights.
+        first = int(servers > 0 and ((judge > 0 and times) or policy.vllm.sync == "nccl"))
+        count = max(trainer, judge, uses["engine"] + first)
         said = ", ".join(f"{name} {gpus}" for name, gpus in uses.items() if gpus)
         lines.append(f"one machine, {_gpus(count)}: {said}" if count else "one machine, no GPU")
     else:
-        lines.append(f"PPO: {ray.trainers} machines of {_gpus(ray.trainer_gpus)} each for the trainer")
-        lines.append(f"rollouts: {ray.workers} workers of {_gpus(ray.worker_gpus)} each")
+        lines.append(f"PPO: {_several(ray.trainers, 'machine', ray.trainer_gpus)} for the trainer")
+        lines.append(f"rollouts: {_several(ray.workers, 'worker', ray.worker_gpus)}")
+        alone = {"rft", "critic"} | ({"bootstrap"} if policy.base is None else set())
+        alone_stages = [stage.name for stage in stages_of(config) if stage.name in alone]
+        if trainer and alone_stages:
+            may = " (training.num_processes, which may be lower for them)" if trainer > 1 else ""
+            lines.append(f"{', '.join(alone_stages)}: one machine of {_gpus(trainer)}{may}")
     if sandbox.device == "cuda" and sandbox.servers:
         count = len(sandbox.servers)
         lines.append(f"judges with GPUs: {count} server{'s' * (count > 1)} (sandbox.servers)")
     elif config.runtime == "ray" and times and servers >= ray.worker_gpus:
-        why = "as a worker's GPUs all serve the policy"
-        lines.append(f"judges with GPUs of their own: name them in sandbox.servers, {why}")
-    if config.runtime == "ray" and trainer > 1:
-        stages = ", ".join(stage.name for stage in stages_of(config) if stage.name in ("rft", "critic"))
-        may = "training.num_processes, which may be lower for them"
-        lines += [f"{stages}: one machine of {_gpus(trainer)} ({may})"] if stages else []
+        why = "a worker's GPUs all serve the policy" if ray.worker_gpus else "workers have no GPU"
+        lines.append(f"judges with GPUs of their own: name them in sandbox.servers, because {why}")
+    elif config.runtime == "ray" and judge:
+        lines.append("synthesis and evaluations: one machine of 1 GPU for the judge")
     return lines
+
+
+def _several(count: int, name: str, gpus: float) -> str:
+    return f"{count} {name}s of {_gpus(gpus)} each" if count > 1 else f"1 {name} of {_gpus(gpus)}"
 
 
 def _gpus(count: float) -> str:

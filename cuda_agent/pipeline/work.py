@@ -43,7 +43,7 @@ def bootstrap(config: Config) -> Work:
         return work
     steps, tokens = settings.steps, settings.steps * settings.tokens_per_step
     trained = replace(work, samples=settings.examples, tokens=tokens, optimizer_steps=steps, trained=tokens)
-    overhead = work.overhead + COMPILATION * config.training.compile  # which the limit of the time does not count
+    overhead = work.overhead + COMPILATION * config.training.compile  # which ``max_seconds`` does not count
     return replace(trained, most_seconds=settings.max_seconds, overhead=overhead)
 
 

@@ -17,7 +17,8 @@ from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.sandbox.jail.warm_parent import KEEPING_MEMORY
 from cuda_agent.sandbox.messages import FrameTooLarge, JudgeRequest, JudgeSettings, Reply, receive_frame, send_frame
 
-_LONGEST_ANSWER = 900.0  # seconds until a judge that says nothing counts as lost
+# Seconds until a judge that says nothing counts as lost. A first strict verdict may compile five times for ten minutes.
+_LONGEST_ANSWER = 3600.0
 _QUARANTINE = 60.0  # seconds until a device that failed its health probe is asked again
 
 

@@ -38,6 +38,7 @@ from cuda_agent.sandbox.judge.timing.roofline import keep
 from cuda_agent.sandbox.judge_process import JudgeHandle, JudgeLost
 from cuda_agent.sandbox.messages import (
     FRAME_LIMIT,
+    MOST_BESIDE,
     EvaluateRequest,
     FrameTooLarge,
     JudgeRequest,
@@ -53,7 +54,6 @@ _ONLY_CHECKED = "mode check only checks"
 _MOST_SPECS = 4096  # kept in memory
 _MOST_OF_A_TASK = FRAME_LIMIT // 4  # bytes as JSON
 _MOST_PROBERS = 8  # on a GPU; each has a CUDA context, and uses one core
-_MOST_BESIDE = 512 << 20  # bytes of a call: larger tasks do not run on the GPU beside others
 _JUDGING = ("build", "formats", "jail", "judge", "worker")  # folders whose code a verdict depends on, beside this one
 _THIS_ROOM = ("local.py", "judge_process.py", "messages.py", "wire.py", "driver.py")
 
@@ -172,6 +172,8 @@ class LocalSandbox:
 
     async def _end(self) -> None:
         await self._workspaces.close()
+        for prober in self._probers:
+            prober.kill()  # it may compile for minutes a model that no request waits for
         for judge in (*self._judges, *self._probers):
             await asyncio.to_thread(judge.close)
         await asyncio.to_thread(self._builder.close)
@@ -267,9 +269,9 @@ class LocalSandbox:
             if (
                 self._judge(task).busy
                 and not read_baselines(file).compile_tried
-                and call_bytes(await self.spec(task)) <= _MOST_BESIDE
+                and call_bytes(await self.spec(task)) <= MOST_BESIDE
             ):
-                with contextlib.suppress(TaskError, JudgeLost):
+                with contextlib.suppress(TaskError, JudgeLost, SandboxUnready):
                     await self._prober(task).ask(JudgeRequest.MEASURE, {"task": _source(task)})
 
     async def prepare(self, solution: Solution, spec: TaskSpec) -> dict[str, Any]:
@@ -314,7 +316,9 @@ class LocalSandbox:
                 probe = Probe.from_json(await judge.ask(JudgeRequest.PROBE, request))
             except TaskError as error:
                 probe = Probe(error=str(error))
-            except JudgeLost as lost:
+            except (JudgeLost, SandboxUnready) as lost:
+                if isinstance(lost, SandboxUnready) and judge is last:
+                    raise
                 probe = Probe(error=f"{LOST}{lost}")
                 continue
             if judge is last or not probe.error:

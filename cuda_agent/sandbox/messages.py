@@ -113,6 +113,9 @@ class JudgeSettings:
     prober: bool = False  # runs tasks without solutions only, and holds little memory
 
 
+MOST_BESIDE = 512 << 20  # bytes of a call: larger tasks do not run on a GPU beside others
+
+
 class TaskSource(TypedDict):
     digest: str
     code: str

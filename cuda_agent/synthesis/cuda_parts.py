@@ -26,7 +26,7 @@ def head(spec: FamilySpec, vector: int) -> list[str]:
 
 def signature(spec: FamilySpec, vector: int, result: str, sizes: str, threads: int = 0) -> str:
     """Returns the first line of the kernel. ``result`` is the type of its output's elements. With ``threads``, the
-    compiler leaves registers for so many threads of a block, which otherwise may not be launched."""
+    compiler limits registers so that a block of so many threads can be launched."""
     kind = "float4" if vector == 4 else "float"
     buffers = [f"const {kind}* x", *([f"const {kind}* y"] if spec.binary else [])]
     bound = f"__launch_bounds__({threads}) " if threads else ""

@@ -1,7 +1,7 @@
 """Times designs on a GPU: the child process of ``design_sweep``, which runs this module as a program.
 
 It compares outputs as the judge does, but only for one input; it cannot notice a kernel that writes beyond its outputs.
-Its lines are JSON: ``{"ready": true}`` when it has opened the GPU; for each request ``{"held": true}`` when it holds
+Its lines are JSON: ``{"ready": true}`` when it has started; for each request ``{"held": true}`` when it holds
 the timing lease, eager's time, and one answer for each program. A last line ``{"error": why}`` ends it."""
 
 import contextlib
@@ -11,7 +11,7 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +61,7 @@ def values_off(want: torch.Tensor, have: torch.Tensor, tolerance: float) -> int:
     return int((~((want - have).abs() <= tolerance * (scale + want.abs()))).sum())
 
 
-def _answers(request: Mapping[str, Any], bench: _Bench) -> Iterator[dict[str, Any]]:
+def _answers(request: Mapping[str, Any], open_bench: Callable[[], _Bench]) -> Iterator[dict[str, Any]]:
     """Yields a line when the timing lease is held, eager's answer, and one for each program: its seconds, or what is
     wrong. Holds the lease for the whole request (about a second), because its other work on the device would disturb
     the judge's times."""
@@ -70,6 +70,7 @@ def _answers(request: Mapping[str, Any], bench: _Bench) -> Iterator[dict[str, An
     torch.manual_seed(0)
     with contextlib.closing(Lease(Path(request["lease"]))) as lease, lease.timing():
         yield {"held": True}
+        bench = open_bench()
         with torch.device("cuda"):
             model, inputs = names["Model"](*names["get_init_inputs"]()).eval(), names["get_inputs"]()
         wanted = flatten(model(*inputs))
@@ -94,10 +95,10 @@ def _main() -> None:
     os.dup2(2, 1)  # nothing else must come between the answers
     torch.set_grad_enabled(False)
     try:
-        bench = _Bench()
+        open_bench = cache(_Bench)  # a CUDA context is made under the lease
         print(json.dumps({"ready": True}), file=answers, flush=True)
         for line in sys.stdin:
-            for answer in _answers(json.loads(line), bench):
+            for answer in _answers(json.loads(line), open_bench):
                 print(json.dumps(answer), file=answers, flush=True)
     except Exception as error:  # the context may be damaged: the next request needs a new process
         print(json.dumps({"error": printable(f"{type(error).__name__}: {error}")[:400]}), file=answers, flush=True)

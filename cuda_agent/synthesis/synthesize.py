@@ -42,7 +42,7 @@ from cuda_agent.tasks.task import Task
 
 ATTEMPTS_A_TASK = 60  # most proposals per wanted task of a stream
 PROBES_A_COMPILE = 6  # eager probes per allowed compilation
-MOST_LOST = 5  # probes in a row in which the sandbox fails: then the sandbox is at fault, not a task
+MOST_LOST = 5  # candidates in a row on which the sandbox fails: then the sandbox is at fault, not a task
 BINS = 12  # bins of the histogram of times in the data card
 AHEAD = {"cpu": 3, "cuda": 12}  # candidates whose probes run before their turn: one compilation uses one core
 
@@ -108,7 +108,7 @@ async def synthesize(
     Raises:
         TaskError: The evaluation set cannot be read.
         ServedModelError: The model writer's address does not answer.
-        SandboxUnready: The sandbox failed in several probes in a row."""
+        SandboxUnready: The sandbox failed on several candidates in a row."""
     window = (max(config.window_ms[0], 1e-3) * 1e-3, config.window_ms[1] * 1e-3)  # seconds; nothing takes under 1 us
     references = read_any(Path(config.evaluation_set)) if config.evaluation_set else []
     source = SourceFilter([(task.name, shingles(task.code)) for task in references], config.max_similarity)
@@ -207,6 +207,10 @@ def data_card(
     }
 
 
+class ProbeLost(TaskRefused):
+    """The sandbox failed in a probe."""
+
+
 @lru_cache(maxsize=1024)  # a candidate's key is needed repeatedly before its turn
 def _key(code: str) -> str | None:
     return None if problems(code) else duplicate_key(code)
@@ -226,7 +230,7 @@ class _Work:
     times: Times = field(default_factory=dict)  # of the accepted tasks
     eager: int = 0  # number of eager probes
     compiled: int = 0  # number of compiled probes
-    lost: int = 0  # number of the latest probes in which the sandbox failed
+    lost: int = 0  # number of candidates since the last compiled probe on which the sandbox failed
     ahead: int = AHEAD["cpu"]
     sweep: Callable[[Task], Awaitable[Optimum]] | None = None
     surprises: list[str] = field(default_factory=list)  # of all sweeps, with the task's name
@@ -251,9 +255,9 @@ class _Work:
             check_eager(eager, self.window)
             self.compiled += 1
             compiled = await self._probe(task, compile=True)
+            self.lost = 0
             check_compiled(compiled)
-            check_roofline(compiled, self.config.headroom)
-            if optimum := await self._optimum(task):
+            if optimum := await self._optimum(task, compiled):
                 self.surprises += [f"{task.name}: {what}" for what in optimum.surprises]
                 check_choice(optimum)
                 check_headroom(optimum, compiled, self.config.headroom)
@@ -261,6 +265,10 @@ class _Work:
             stream.refused["composed"] += 1
             stream.reasons[f"composed: {error}"] += 1
         except TaskRefused as refused:
+            if isinstance(refused, ProbeLost):
+                self.lost += 1
+                if self.lost == MOST_LOST:
+                    raise SandboxUnready(str(refused)) from None
             stream.refused[refused.filter] += 1
             stream.reasons[str(refused)] += 1
         else:
@@ -300,8 +308,7 @@ class _Work:
             check_eager(await self._probe(task, compile=False), self.window)
             if compilations <= self.config.max_candidates:
                 check_compiled(compiled := await self._probe(task, compile=True))
-                check_roofline(compiled, self.config.headroom)
-                await self._optimum(task)
+                await self._optimum(task, compiled)
 
     async def close(self) -> None:
         left = [*self.early.values(), *self.probes.values()]
@@ -330,19 +337,18 @@ class _Work:
     async def _probe(self, task: Task, compile: bool) -> Probe:
         async def probe() -> dict[str, Any]:
             found = await self.sandbox.probe(task, compile=compile)
-            self.lost = self.lost + 1 if found.error.startswith(LOST) else 0
-            if self.lost >= MOST_LOST:
-                raise SandboxUnready(found.error)
-            if self.lost:  # not kept: a resumed stage probes again
-                raise TaskRefused("compiles" if compile else "runs in eager", found.error)
+            if found.error.startswith(LOST):  # not kept: the candidate is probed again when its turn comes
+                raise ProbeLost("compiles" if compile else "runs in eager", found.error)
             return found.to_json()
 
         return Probe.from_json(await self._once(f"{'compiled' if compile else 'eager'}/{task.digest}", probe))
 
-    async def _optimum(self, task: Task) -> Optimum | None:
-        """Returns the result of a sweep, if there are sweeps and ``task`` is of the teacher's family."""
+    async def _optimum(self, task: Task, compiled: Probe) -> Optimum | None:
+        """Returns the result of a sweep, if there are sweeps and ``task`` is of the teacher's family. Raises
+        TaskRefused if the ``compiled`` probe shows that no sweep can find the headroom."""
         if self.sweep is None or task.family != "teacher":
             return None
+        check_roofline(compiled, self.config.headroom)
         sweep = self.sweep
 
         async def swept() -> dict[str, Any]:
@@ -354,7 +360,10 @@ class _Work:
         """Returns the value for ``key``: known, or under way, or from ``work``."""
 
         async def do() -> None:
-            self._keep(key, await work())
+            try:
+                self._keep(key, await work())
+            finally:
+                self.probes.pop(key, None)
 
         if key not in self.known:
             if key not in self.probes:

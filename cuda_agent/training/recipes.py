@@ -98,8 +98,8 @@ def _endless(lengths: Sequence[int], tokens_per_step: int, seed: int, epochs: in
 
 @over_ranks
 def sft_step(trainer: Trainer, batch: Batch, lr: float) -> dict[str, float]:
-    """Takes one optimizer step on the negative log-likelihood of a batch. Adds its time to ``trainer.seconds``, unless
-    ``torch.compile`` worked in it."""
+    """Takes one optimizer step on the negative log-likelihood of a batch. Adds its time to ``trainer.seconds``, except
+    for a step in which ``torch.compile`` compiles."""
     start, graphs = time.monotonic(), trainer.graphs
 
     def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:
@@ -283,7 +283,8 @@ def actor_step(
     actor: Trainer, batch: Batch, chosen: list[int], old: Tensor, advantages: Tensor, settings: Ppo, temperature: float
 ) -> dict[str, float]:
     """Takes one step of the policy on the ``chosen`` sequences. ``old``, the denominators of the ratio, and
-    ``advantages`` are flat tensors of the batch. Returns the step's metrics, which are means over tokens."""
+    ``advantages`` are flat tensors of the batch. Returns the loss and the step's metrics,
+    which are means over tokens."""
     total = sum(batch.counts[index] for index in chosen)
     counts = torch.tensor(batch.counts)
     shares = (1.0 / (len(chosen) * counts)).repeat_interleave(counts)  # of tokens in the mean of trajectories' means

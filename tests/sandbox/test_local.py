@@ -249,7 +249,7 @@ def test_a_prober_measures_the_baselines_of_a_small_task_while_the_judge_is_busy
     assert not asked_to_measure(on_gpu), "they are known"
 
 
-@pytest.mark.parametrize("failure", [JudgeLost("gone"), TaskError("more than the device has left")])
+@pytest.mark.parametrize("failure", [JudgeLost("gone"), TaskError("too large"), SandboxUnready("no device")])
 def test_a_prober_that_fails_costs_no_verdict(on_gpu: LocalSandbox, failure: Exception) -> None:
     prober: Any = on_gpu._probers[0]
     prober.answers = [failure]
@@ -258,7 +258,9 @@ def test_a_prober_that_fails_costs_no_verdict(on_gpu: LocalSandbox, failure: Exc
     assert prober.asked == [JudgeRequest.MEASURE]
 
 
-@pytest.mark.parametrize("answer", [Probe(error="out of memory"), TaskError("too large"), JudgeLost("gone")])
+@pytest.mark.parametrize(
+    "answer", [Probe(error="out of memory"), TaskError("too large"), JudgeLost("gone"), SandboxUnready("no")]
+)
 def test_the_judge_answers_for_a_prober_that_fails(on_gpu: LocalSandbox, answer: Any) -> None:
     judge: Any = on_gpu._judges[0]
     prober: Any = on_gpu._probers[0]
@@ -266,3 +268,6 @@ def test_the_judge_answers_for_a_prober_that_fails(on_gpu: LocalSandbox, answer:
     assert asyncio.run(on_gpu.probe(task())).deterministic and judge.asked == []
     prober.answers = [answer]
     assert asyncio.run(on_gpu.probe(task())).deterministic and judge.asked == [JudgeRequest.PROBE]
+    judge.answers = [SandboxUnready("no device")]
+    with pytest.raises(SandboxUnready):
+        asyncio.run(on_gpu.probe(task()))

@@ -242,17 +242,18 @@ def test_outputs_are_compared_as_the_judge_compares_them(scale: float) -> None:
     assert values_off(want, want, 0.01) == 0
 
 
-def test_the_program_ends_with_a_line_that_says_why_it_cannot_start() -> None:
+def test_the_program_ends_with_a_line_that_says_why_it_cannot_run_a_task(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
 
     async def run() -> tuple[bytes, int]:
         child = await asyncio.create_subprocess_exec(*design_sweep.COMMAND, stdin=-1, stdout=-1)
-        said, _ = await child.communicate()
+        said, _ = await child.communicate(json.dumps({"code": "", "lease": str(tmp_path)}).encode() + b"\n")
         return said, child.returncode or 0
 
     said, code = asyncio.run(run())
-    assert code == 1 and "error" in json.loads(said)
+    ready, held, error = map(json.loads, said.splitlines())
+    assert code == 1 and ready == {"ready": True} and held == {"held": True} and "error" in error
 
 
 def test_the_teacher_is_right_as_often_as_a_sweep_says() -> None:

@@ -302,10 +302,7 @@ def test_a_sandbox_that_fails_again_and_again_ends_synthesis_and_a_single_failur
 
     kept = {}
     tasks, card = make(prober=Failing(lambda number: number % 4 == 0), report=kept.__setitem__)
-    reasons = card["reasons"]["teacher"]
-    assert (
-        tasks and reasons[f"runs in eager: {LOST}the judge was lost"] + reasons[f"compiles: {LOST}the judge was lost"]
-    )
+    assert tasks and any(f"{LOST}the judge was lost" in reason for reason in card["reasons"]["teacher"])
     assert not any("judge was lost" in str(value) for value in kept.values())
     prober = Failing(lambda number: number > 3)
     with pytest.raises(SandboxUnready, match="the judge was lost"):

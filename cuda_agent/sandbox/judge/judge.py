@@ -1,7 +1,7 @@
 """Runs the judge: the trusted process that owns seeds, buffers, clock and verdict. It imports no task and no solution.
 
 ``python -m cuda_agent.sandbox.judge.judge FD`` answers requests over the socket with the descriptor ``FD``, one at a
-time. A client requests the spec of a task, a probe of a task, or the verdict on a solution."""
+time. A client requests the spec, the baselines or a probe of a task, or the verdict on a solution."""
 
 import ctypes
 import functools
@@ -30,6 +30,7 @@ from cuda_agent.sandbox.judge.strict import strict_baselines
 from cuda_agent.sandbox.judge.trial import Trial
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 from cuda_agent.sandbox.messages import (
+    MOST_BESIDE,
     EvaluateRequest,
     FrameTooLarge,
     JudgeRequest,
@@ -98,21 +99,29 @@ class Judge:
         self._latest = digest = task["digest"]
         found = self._prepared.pop(digest, None)
         if found is not None and not found.oracle.alive:
-            found.oracle.close()
+            found.close()
             found = None
-        self._prepared[digest] = found = found or PreparedTask(task["code"], digest, self._workers)
+        found = found or PreparedTask(task["code"], digest, self._workers)
+        if self.settings.prober and call_bytes(found.spec) > MOST_BESIDE:
+            found.close()
+            raise TaskError("the task is too large to run beside others")
+        self._prepared[digest] = found
         most, wanted = self.memory.prepared_bytes(), found.candidate_bytes
         number = _MOST_PREPARED[self.settings.device]
         if self.settings.prober:
             most, wanted, number = _MOST_OF_A_PROBER, 0, 2
         if self.memory.free_bytes() < wanted:
-            self.memory.trim()
+            self._trim()
         while len(self._prepared) > 1 and (
             len(self._prepared) > number or self.held_bytes > most or self.memory.free_bytes() < wanted
         ):
-            self._prepared.popitem(last=False)[1].oracle.close()
-            self.memory.trim()
+            self._prepared.popitem(last=False)[1].close()
+            self._trim()
         return found
+
+    def _trim(self) -> None:
+        with self._workers.lease.working():
+            self.memory.trim()
 
     @property
     def held_bytes(self) -> int:
@@ -150,8 +159,8 @@ class Judge:
         prepared = self.prepared(request["task"])
         if request["again"]:
             prepared.baselines = Baselines()
-        else:
-            prepared.read_baselines()
+            prepared.save()  # else they would be read again
+        prepared.read_baselines()
         # If baselines are missing, an untimed trial comes first: a wrong solution does not wait for their measurement,
         # and no candidate runs during it.
         known, measuring = prepared.measured(verdict.mode), {}
@@ -232,7 +241,9 @@ class Judge:
     @_once_more
     def measure(self, request: dict[str, Any]) -> None:
         """Measures the baselines of the task in ``request``, if they are not known."""
-        self.prepared(request["task"]).measure(compile=True)
+        prepared = self.prepared(request["task"])
+        prepared.draw_weights()  # as for every candidate
+        prepared.measure(compile=True)
 
     def probe(self, request: dict[str, Any]) -> dict[str, Any]:
         """Runs the task in ``request`` without a solution. Returns a ``Probe`` as JSON, which may hold an error."""
@@ -266,13 +277,14 @@ class Judge:
 
     def healthy(self) -> bool:
         """Returns whether the device compares known arrays correctly. SIGALRM ends this process if the device hangs."""
-        signal.alarm(_PROBE_SECONDS)
-        try:
-            return bool(self.memory.healthy())
-        except driver.DriverError:
-            return False
-        finally:
-            signal.alarm(0)
+        with self._workers.lease.working():
+            signal.alarm(_PROBE_SECONDS)
+            try:
+                return bool(self.memory.healthy())
+            except driver.DriverError:
+                return False
+            finally:
+                signal.alarm(0)
 
     def close(self) -> None:
         self.cleanup()
@@ -282,8 +294,14 @@ class Judge:
     def release(self) -> None:
         """Releases the prepared tasks."""
         while self._prepared:
-            self._prepared.popitem()[1].oracle.close()
-        self.memory.trim()
+            self._prepared.popitem()[1].close()
+        self._trim()
+
+    def rest(self, keep: bool) -> None:
+        """Releases device memory after a request to a prober, and the prepared tasks unless ``keep``."""
+        if not keep or self.held_bytes > _MOST_OF_A_PROBER:
+            self.release()
+        self._trim()
 
 
 def main() -> None:
@@ -299,7 +317,8 @@ def main() -> None:
     try:
         breaches = jail.prove(judge.settings.required_walls, Path(judge.settings.scratch))
         if judge.settings.device == "cuda":
-            judge.memory.open_judge(Path(judge.settings.kernels))
+            with judge._workers.lease.working():
+                judge.memory.open_judge(Path(judge.settings.kernels))
     except (jail.JailError, driver.NoDevice) as error:
         refuse("jail", str(error))
         return
@@ -324,14 +343,16 @@ def main() -> None:
         except (TaskError, FrameTooLarge) as error:
             refuse("task", str(error))
             judge.cleanup()
+            kept = False
         else:
             judge.cleanup()
-            if judge.settings.prober and judge.held_bytes > _MOST_OF_A_PROBER:
-                judge.release()
+            kept = frame.operation != JudgeRequest.MEASURE
             failed = frame.operation == JudgeRequest.EVALUATE and answer["status"] in ("crash", "timeout")
             if failed and not judge.healthy():
                 print(f"{device} failed its health probe", file=sys.stderr, flush=True)
                 os._exit(1)  # the client starts a new judge; the workers end with this process
+        if judge.settings.prober:
+            judge.rest(kept)
 
 
 if __name__ == "__main__":

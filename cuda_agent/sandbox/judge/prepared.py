@@ -88,7 +88,8 @@ def read_baselines(file: Path) -> Baselines:
 
 class PreparedTask:
     """A task that is ready for candidates. Methods that run its reference raise ``TaskError`` if the task fails. They
-    hold ``lease``, the timing lease: nothing else is timed meanwhile."""
+    hold ``lease``, the timing lease: nothing else is timed meanwhile. While a model opens or compiles, its worker gives
+    way to timings."""
 
     def __init__(self, code: str, digest: str, workers: WorkerPool) -> None:
         settings = workers.settings
@@ -261,10 +262,12 @@ class PreparedTask:
             self.baselines.compile = cost.compiled(self.spec, *counts, self.settings.threads)
             self.baselines.compile_tried = True
             return
+        self.read_baselines()
         if compile and not self.baselines.compile_tried:
             self._measure_compile()
             self.save()
-            self._make_ahead()  # the first candidate should not wait
+            if not self.settings.prober:
+                self._make_ahead()  # the first candidate should not wait
         elif self.baselines.eager is None:
             self.baselines.eager = statistics.median(self.samples(self.oracle)[0])
             self.save()
@@ -327,7 +330,7 @@ class PreparedTask:
                 eager, compiled = self.samples(self.oracle, oracle)
                 base.eager, base.compile = statistics.median(eager), statistics.median(compiled)
                 base.share = share_of(compiled, eager)
-                oracle.close()
+                self.close(oracle)
             break
         base.compile_tried = True
 
@@ -371,6 +374,11 @@ class PreparedTask:
                     break
         best = [min(of_one, key=statistics.median) for of_one in zip(*rounds, strict=True)]
         return [[net(seconds, empty) for seconds in column] for column in best]
+
+    def close(self, oracle: ReferenceClient | None = None) -> None:
+        """Ends the task's reference worker, or another one of its reference workers."""
+        with self.lease.working():
+            (oracle or self.oracle).close()
 
     def read_baselines(self) -> None:
         """Reads the baselines from the cache if they are not known: another judge may have measured them."""

@@ -60,7 +60,7 @@ def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
             beside, own = prepared.samples(oracle, compiled, careful=True)
             eagers.append(beside)
             found["shares"][label] = share_of(own, beside)
-            compiled.close()
+            prepared.close(compiled)
         found["seconds"][eager] = min(map(statistics.median, eagers))
         for label in found["shares"]:
             if baseline_parts(label)[1] == precision:

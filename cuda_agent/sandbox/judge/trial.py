@@ -314,6 +314,7 @@ class Trial:
                     break
             verdict.seconds = self._believed(statistics.median(verdict.samples))
             speedups = decisions.speedups_of(verdict.samples, anchors, base.compile_share)
+            undecided = undecided and decisions.is_undecided(speedups, decisions.spread(anchors))
             if base.eager and abs(statistics.median(anchors) / base.eager - 1) > _DRIFT:
                 self._anchor = statistics.median([*anchors, eager(first), eager(first)])
                 verdict.eager_seconds = self._anchor
@@ -429,7 +430,8 @@ class Trial:
 
     def end(self) -> None:
         if self._worker:
-            self._worker.kill()
+            with self._lease.working():  # the device takes a while to release what the worker held
+                self._worker.kill()
 
     def close(self) -> None:
         if self._shared and self._worker and self._verdict.status == "ok":

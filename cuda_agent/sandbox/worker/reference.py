@@ -170,7 +170,7 @@ class Reference(WorkerLoop):
         known = frame.body["known"]
         with contextlib.suppress(AttributeError):
             compiling.share(Path(known or f"{os.environ['TMPDIR']}/known"), record=not known)
-        if sum(1 for _ in self._model.modules()) > _MANY_MODULES:
+        if self._device == "cuda" and sum(1 for _ in self._model.modules()) > _MANY_MODULES:
             torch._inductor.config.compile_threads = min(4, os.cpu_count() or 1)
         self._call = torch.compile(self._model, mode=frame.body["mode"] or None)
         self._run(frame)

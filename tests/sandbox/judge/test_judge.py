@@ -105,6 +105,36 @@ def test_a_prober_keeps_two_tasks_and_none_that_are_large(make: Make, monkeypatc
     assert not d.oracle.alive and judge.held_bytes == 0
 
 
+def test_a_prober_refuses_a_large_task_and_holds_nothing_after_a_measurement(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = make(prober=True)
+    judge.measure({"task": source("a")})
+    (kept,) = judge._prepared.values()
+    judge.rest(keep=True)
+    assert kept.oracle.alive
+    judge.rest(keep=False)
+    assert not kept.oracle.alive and not judge._prepared
+    monkeypatch.setattr(judges, "MOST_BESIDE", 1)
+    with pytest.raises(TaskError, match="too large to run beside others"):
+        judge.measure({"task": source("b")})
+    assert not judge._prepared
+
+
+def test_baselines_are_measured_again_on_demand_and_not_read_from_the_cache(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(task: prepared.PreparedTask) -> None:
+        task.baselines.eager, task.baselines.compile, task.baselines.compile_tried = next(times), 1.0, True
+
+    times = iter([2.0, 3.0])
+    monkeypatch.setattr(prepared.PreparedTask, "_measure_compile", measure)
+    monkeypatch.setattr(prepared.PreparedTask, "samples", lambda *_: [[1.0]])
+    judge = make(clock="real")
+    assert judge.evaluate(request())["eager_seconds"] == judge.evaluate(request())["eager_seconds"] == 2.0
+    assert judge.evaluate(request() | {"again": True})["eager_seconds"] == 3.0
+
+
 def test_prepared_tasks_are_bounded_by_their_bytes(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     judge = make()
     a = judge.prepared(source("a"))

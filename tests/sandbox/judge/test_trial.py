@@ -203,6 +203,19 @@ def test_calls_that_disagree_are_followed_by_more_and_then_earn_nothing(
     assert len(trial._verdict.samples) == 5 and trial._verdict.interval == [2.0, 2.0]
 
 
+def test_a_reward_that_only_the_reported_time_left_open_is_decided_by_the_judges_time(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = make(clock="real", timed_calls=6)
+    trial._open()
+    took, eagers = itertools.cycle([1.0, 5.0, 1.0, 9.0]), itertools.cycle([3.0, 9.0])
+    monkeypatch.setattr(trial, "_timed", lambda inputs: (next(took), [2 * inputs[0]]))
+    monkeypatch.setattr(trial._prepared.oracle, "seconds", lambda inputs, null=False: 1.0 if null else next(eagers))
+    monkeypatch.setattr(trial, "_cross", SimpleNamespace(believe=lambda told, chain: (100 * told, "")))
+    trial.time()
+    assert trial._verdict.interval and trial._verdict.interval[-1] < 1
+
+
 @pytest.mark.parametrize(("shared", "status"), [(True, "infra"), (False, "cheat")])
 def test_a_time_that_the_clock_contradicts_accuses_only_on_a_device_without_others(
     make: Make, monkeypatch: pytest.MonkeyPatch, shared: bool, status: str
