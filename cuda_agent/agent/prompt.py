@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from cuda_agent import syntax
 from cuda_agent.agent.skill import skill_text
 from cuda_agent.agent.tools import Style
 from cuda_agent.format_names import Format
@@ -69,7 +70,7 @@ def compact_source(code: str) -> str:
     with one space per level. A ``get_inputs`` that only returns a value becomes ``inputs: [...]``. Source that cannot
     be parsed stays unchanged."""
     try:
-        return "\n".join(_short_parts(_Shorten().visit(ast.parse(code))))
+        return "\n".join(_short_parts(_Shorten().visit(syntax.parse(code))))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return code
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from importlib.resources import files as package_files
 from typing import Any
 
+from cuda_agent import syntax
 from cuda_agent.format_names import Format
 from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.formats import extension, plan
@@ -139,7 +140,7 @@ def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
 
 def _definitions(source: str, names: list[str]) -> str:
     """Returns the definitions of ``names`` in ``source``, with all definitions that they use outside of annotations."""
-    tree, lines = ast.parse(source), source.splitlines()
+    tree, lines = syntax.parse(source), source.splitlines()
     named: dict[str, list[ast.stmt]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from cuda_agent import syntax
 from cuda_agent.errors import ConfigError, TaskError
 from cuda_agent.sandbox.client import Sandbox
 from cuda_agent.sandbox.wire import Solution, Status
@@ -83,7 +84,7 @@ def _values(text: str) -> dict[str, Any]:
 def _constants(task: Task) -> dict[str, ast.expr]:
     """Returns the last value, as a syntax tree, that the module gives to each of its constants."""
     found: dict[str, ast.expr] = {}
-    for node in ast.parse(task.code).body:
+    for node in syntax.parse(task.code).body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             found |= {target.id: node.value for target in targets if isinstance(target, ast.Name)}

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TypeGuard
 
+from cuda_agent import syntax
 from cuda_agent.tasks.inspect import Aliases, dotted, import_aliases, is_docstring
 
 Shingles = Counter[int]
@@ -18,7 +19,7 @@ Shingles = Counter[int]
 def shingles(code: str) -> Shingles:
     """Returns the multiset of hashed subtrees of class ``Model``, else of the file. For invalid Python it is empty."""
     try:
-        tree = ast.parse(code)
+        tree = syntax.parse(code)
     except (SyntaxError, ValueError, RecursionError):
         return Counter()
     model = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Model"), None)
@@ -42,7 +43,7 @@ def nearest(code: str, references: Sequence[tuple[str, Shingles]]) -> tuple[str,
 def duplicate_key(code: str) -> str:
     """Returns a sha256 of the source, without local names, formatting, comments and docstrings. A named top-level
     constant counts by its value. Tasks with equal keys have equal structures and shapes."""
-    tree = ast.parse(code)
+    tree = syntax.parse(code)
     aliases = import_aliases(tree)
     constants: dict[str, ast.expr] = {
         node.targets[0].id: node.value

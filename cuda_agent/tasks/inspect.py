@@ -7,6 +7,8 @@ import ast
 import builtins
 from collections.abc import Iterator
 
+from cuda_agent import syntax
+
 DEEPEST = 150  # most levels of a syntax tree; normal code has about twenty
 Aliases = dict[str, str]  # local name -> dotted path from which it was imported
 
@@ -39,7 +41,7 @@ _OPERATORS: dict[type, str] = {
 def problems(code: str) -> list[str]:
     """Returns the reasons why ``code`` is not a task, with line numbers. The list is empty for a task."""
     try:
-        tree = ast.parse(code)
+        tree = syntax.parse(code)
     except SyntaxError as error:
         return [f"line {error.lineno}: syntax error: {error.msg}"]
     except (ValueError, RecursionError, MemoryError) as error:  # null bytes, extremely deep nesting
@@ -114,7 +116,7 @@ def recompute_ops(code: str) -> tuple[str, ...]:
     ``__init__`` counts only if ``forward`` uses it. A Python operator or a tensor method counts only if an operand
     certainly is a tensor (an argument of ``forward``, a parameter, the result of an operator). Layers of
     ``transformers`` appear by class name: ``transformers.LlamaRMSNorm``."""
-    tree = ast.parse(code)
+    tree = syntax.parse(code)
     reader = _Reader(import_aliases(tree), _definitions(tree))
     model = reader.definitions.get("Model")
     if isinstance(model, ast.ClassDef):

@@ -6,6 +6,7 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
+from cuda_agent import syntax
 from cuda_agent.sandbox.formats.solution_format import SolutionError, Toolchain
 from cuda_agent.sandbox.wire import TaskSpec
 
@@ -22,7 +23,7 @@ def check_module(files: Mapping[str, str], spec: TaskSpec) -> ast.Module:
     if "model_new.py" not in files:
         raise SolutionError("there is no model_new.py")
     try:
-        tree = ast.parse(files["model_new.py"])
+        tree = syntax.parse(files["model_new.py"])
     except SyntaxError as error:
         raise SolutionError(f"model_new.py:{error.lineno}: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from cuda_agent import syntax
 from cuda_agent.sandbox.wire import ALLOWED, Solution, printable
 
 MEANING = {
@@ -111,7 +112,7 @@ _KERNEL_IN_STRING = re.compile(r"__global__|#\s*include")
 def _python(file: str, text: str) -> list[Finding]:
     reader = _Reader(file)
     try:
-        reader.visit(ast.parse(text))
+        reader.visit(syntax.parse(text))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return []
     return reader.found

@@ -1,0 +1,24 @@
+"""Parses Python sources."""
+
+import ast
+
+_TRIES = 3
+
+
+def parse(code: str) -> ast.Module:
+    """Returns the syntax tree of ``code``, as ``ast.parse`` does.
+
+    CPython 3.11 counts the depth of a tree for all threads together. It sometimes raises ``SystemError`` for valid code
+    if something else is parsed meanwhile, so this function tries again.
+
+    Raises:
+        SyntaxError: ``code`` is not valid Python.
+        ValueError: ``code`` holds a null byte, or is not parsed in several tries.
+        RecursionError: ``code`` is nested too deep.
+        MemoryError: ``code`` is nested too deep."""
+    for _ in range(_TRIES):
+        try:
+            return ast.parse(code)
+        except SystemError as error:
+            failure = error
+    raise ValueError(f"cannot be parsed: {failure}")
