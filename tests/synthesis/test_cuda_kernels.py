@@ -79,7 +79,13 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("cases", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(cases, id=name, marks=[pytest.mark.nightly] * name.endswith("of 40"))  # they take ten seconds
+        for name, cases in CASES.items()
+    ],
+)
 def test_a_design_is_right_or_leaves_elements_out_as_its_fault_says(
     cases: list[tuple[FamilySpec, Design]], tmp_path: Path
 ) -> None:
