@@ -115,7 +115,7 @@ class LocalSandbox:
         return self
 
     def _handle(self, settings: JudgeSettings, name: str) -> JudgeHandle:
-        """Returns the handle of a judge with a folder of its own: judges prove their walls at the same time."""
+        """Returns the handle of a judge with the private folder ``name``: judges prove their walls at the same time."""
         assert self._scratch
         folder = self._scratch / name
         folder.mkdir()

@@ -301,7 +301,8 @@ class Judge:
         """Releases device memory after a request to a prober, and the prepared tasks unless ``keep``."""
         if not keep or self.held_bytes > _MOST_OF_A_PROBER:
             self.release()
-        self._trim()
+        else:
+            self._trim()
 
 
 def main() -> None:

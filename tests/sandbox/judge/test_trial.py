@@ -182,22 +182,26 @@ def test_a_trial_sees_no_input_of_an_earlier_one_even_if_it_failed_to_load(make:
     assert trial._prepared.base == used + 1
 
 
+def take(trial: Trial, monkeypatch: pytest.MonkeyPatch, took: Iterator[float], eagers: Iterator[float]) -> None:
+    """Lets the candidate's calls take the seconds ``took``, and those of eager ``eagers``."""
+    monkeypatch.setattr(trial, "_timed", lambda inputs: (next(took), [2 * inputs[0]]))
+    monkeypatch.setattr(trial._prepared.oracle, "seconds", lambda inputs, null=False: 1.0 if null else next(eagers))
+
+
 def test_calls_that_disagree_are_followed_by_more_and_then_earn_nothing(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trial = make(clock="real", timed_calls=6)
     trial._open()
-    took, eagers = itertools.cycle([1.0, 5.0, 1.0, 9.0]), itertools.cycle([3.0, 9.0])
-    monkeypatch.setattr(trial, "_timed", lambda inputs: (next(took), [2 * inputs[0]]))
-    monkeypatch.setattr(trial._prepared.oracle, "seconds", lambda inputs, null=False: 1.0 if null else next(eagers))
+    take(trial, monkeypatch, itertools.cycle([1.0, 5.0, 1.0, 9.0]), itertools.cycle([3.0, 9.0]))
     with pytest.raises(CandidateRefused, match="too busy to tell a reward: this solution may be") as refusal:
         trial.time()
     assert refusal.value.status == "infra" and len(trial._verdict.samples) == 24
-    eagers = itertools.repeat(3.0)
+    take(trial, monkeypatch, itertools.cycle([1.0, 5.0, 1.0, 9.0]), itertools.repeat(3.0))
     trial._verdict.samples.clear()
     trial.time()
     assert len(trial._verdict.samples) == 6 and trial._verdict.advice, "its own calls disagree: the median decides"
-    took = itertools.repeat(1.0)
+    take(trial, monkeypatch, itertools.repeat(1.0), itertools.repeat(3.0))
     trial._verdict.samples.clear()
     trial.time()
     assert len(trial._verdict.samples) == 5 and trial._verdict.interval == [2.0, 2.0]
@@ -208,9 +212,7 @@ def test_a_reward_that_only_the_reported_time_left_open_is_decided_by_the_judges
 ) -> None:
     trial = make(clock="real", timed_calls=6)
     trial._open()
-    took, eagers = itertools.cycle([1.0, 5.0, 1.0, 9.0]), itertools.cycle([3.0, 9.0])
-    monkeypatch.setattr(trial, "_timed", lambda inputs: (next(took), [2 * inputs[0]]))
-    monkeypatch.setattr(trial._prepared.oracle, "seconds", lambda inputs, null=False: 1.0 if null else next(eagers))
+    take(trial, monkeypatch, itertools.cycle([1.0, 5.0, 1.0, 9.0]), itertools.cycle([3.0, 9.0]))
     monkeypatch.setattr(trial, "_cross", SimpleNamespace(believe=lambda told, chain: (100 * told, "")))
     trial.time()
     assert trial._verdict.interval and trial._verdict.interval[-1] < 1
