@@ -35,7 +35,7 @@ class RecordingPass(WorkerLoop):
         place, device = Path(self._options["folder"]), self._options["device"]
         with contextlib.suppress(OSError):  # compilers may use every processor
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
-        settle()
+        _settle()
         _link_libraries(place / "links")
         keep_files(place, replayed=False)
         with contextlib.suppress(FileExistsError):  # the solution may bring files in it
@@ -61,7 +61,7 @@ class RecordingPass(WorkerLoop):
         return None
 
 
-def settle() -> None:
+def _settle() -> None:
     """Applies the settings on which the cache keys of first passes depend, the same in all processes."""
     if (extensions := sys.modules.get("torch.utils.cpp_extension")) is not None:  # imported before CUDA_HOME was set
         extensions.CUDA_HOME = os.environ.get("CUDA_HOME")  # type: ignore[attr-defined]
@@ -108,7 +108,7 @@ def _note_programs(notes: dict[str, Any]) -> None:
 
 def play_back(place: Path) -> None:
     """Replays from now on the programs recorded in the folder ``place``, and refuses to start other programs."""
-    settle()
+    _settle()
     notes = json.loads((place / _NOTES).read_text())
 
     class Played(_RealPopen):  # type: ignore[type-arg]
