@@ -27,8 +27,7 @@ from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.machine import processor, processor_facts
 from cuda_agent.sandbox.build import builder, toolchain
 from cuda_agent.sandbox.formats import first_pass, plan, rules
-from cuda_agent.sandbox.formats.first_pass import FirstPass
-from cuda_agent.sandbox.formats.first_pass_runner import FirstPassFailed, FirstPassRunner
+from cuda_agent.sandbox.formats.first_pass import FirstPass, FirstPassFailed
 from cuda_agent.sandbox.formats.solution_format import FirstPassTime, SolutionError, Toolchain
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.jail import scratch
@@ -90,11 +89,10 @@ class LocalSandbox:
             self.cache / "builds", self._scratch, self.lease_folder if on_cpu else None, config.build_seconds,
             config.memory_mb, parallel,
         )  # fmt: skip
-        self._passes = FirstPassRunner(
-            self._scratch, self.lease_folder, config.device, config.threads,
-            2 if on_cpu else max(2, (os.cpu_count() or 2) // 2), config.train_mode,
+        self._first_pass = FirstPass(
+            self.cache / "passes", self._scratch, self.lease_folder, config.first_pass_seconds, config.device,
+            config.threads, config.train_mode, 2 if on_cpu else max(2, (os.cpu_count() or 2) // 2),
         )  # fmt: skip
-        self._first_pass = FirstPass(self.cache / "passes", self._passes, config.first_pass_seconds)
         settings = JudgeSettings(
             threads=config.threads, checks=config.checks, tolerance=config.tolerance, timed_calls=config.timed_calls,
             train_mode=config.train_mode,
@@ -178,7 +176,7 @@ class LocalSandbox:
             await asyncio.to_thread(judge.close)
         await asyncio.to_thread(self._builder.close)
         if self._scratch:
-            await asyncio.to_thread(self._passes.close)
+            await asyncio.to_thread(self._first_pass.close)
             for _attempt in range(50):
                 await asyncio.to_thread(scratch.remove, self._scratch)
                 if not self._scratch.exists():

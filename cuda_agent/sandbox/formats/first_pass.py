@@ -16,24 +16,36 @@ import shutil
 import stat
 import sys
 import tempfile
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from cuda_agent.machine import processor
 from cuda_agent.sandbox.build import builder, toolchain
-from cuda_agent.sandbox.formats.first_pass_runner import FirstPassFailed, FirstPassRunner, too_much
+from cuda_agent.sandbox.formats.first_pass_watchdog import MEMORY_MB, too_much, watchdog
 from cuda_agent.sandbox.formats.solution_format import FirstPassTime
-from cuda_agent.sandbox.jail import scratch
-from cuda_agent.sandbox.jail.processes import WorkerDied
-from cuda_agent.sandbox.wire import NO_PROGRAMS, Verdict
+from cuda_agent.sandbox.jail import cgroups, jail, scratch
+from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError
+from cuda_agent.sandbox.jail.warm_parent import WarmParent, compiling_parent, warm_parent
+from cuda_agent.sandbox.messages import FrameTooLarge, WorkerOperation
+from cuda_agent.sandbox.wire import NO_PROGRAMS, Status, Verdict, printable
 from cuda_agent.tasks.task import Task
 
 _ASKS = re.compile(r"\b(load_inline|cpp_extension|triton|_inductor)\b|\btorch\s*\.\s*compile\b|\bimport\s+compile\b")
 _VERSION = 4
+_FILE_MB = 256
 _DOUBTED = ("wrong", "crash", "build_error")  # statuses that count only after a build with torch's own headers
 _STAND_INS = Path(__file__).parent / "stand_ins"
 _INCLUDE = re.compile(r"#\s*include\s*[<\"]((?:torch|ATen|c10|pybind11)(?!/headeronly|/dlpack)[\w/]*/\w+\.h)[>\"]")
+
+
+class FirstPassFailed(Exception):
+    """A solution failed in its first pass by its own fault. ``status`` becomes the verdict's status."""
+
+    def __init__(self, status: Status, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 def time_for_python(files: Mapping[str, str], device: str) -> FirstPassTime:
@@ -62,10 +74,18 @@ def _used_stand_ins(folder: Path) -> bool:
 
 
 class FirstPass:
-    """Runs first passes, each at most ``seconds`` long, and keeps their results below ``folder``."""
+    """Runs first passes, each at most ``seconds`` long and at most ``parallel`` at a time, and keeps their results in
+    ``folder``. ``scratch`` is a folder that jailed users can reach; ``lease`` is the folder of the timing lease."""
 
-    def __init__(self, folder: Path, runner: FirstPassRunner, seconds: float) -> None:
-        self._folder, self._runner, self._seconds = folder, runner, seconds
+    def __init__(
+        self, folder: Path, scratch: Path, lease: Path, seconds: float, device: str, threads: int, train_mode: bool,
+        parallel: int,
+    ) -> None:  # fmt: skip
+        self._folder, self._scratch, self._lease, self._seconds = folder, scratch, lease, seconds
+        self._device, self._threads, self._train_mode = device, threads, train_mode
+        self._slots = asyncio.Semaphore(parallel)
+        self._parent: WarmParent | None = None
+        self._starting = threading.Lock()
 
     async def __call__(
         self, task: Task, files: Mapping[str, str], architecture: str, more: Mapping[str, str], own_headers: bool
@@ -74,7 +94,7 @@ class FirstPass:
         where the results are, and ``environment``, the variables with which the second pass (the judged run) finds
         them. ``more`` holds environment variables for both passes. With ``own_headers`` no stand-ins are offered, only
         torch's own headers. Raises ``FirstPassFailed`` if the solution is at fault, ``OSError`` if the machine is."""
-        async with self._runner.slots:
+        async with self._slots:
             return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more), own_headers)
 
     def _cached(
@@ -82,9 +102,9 @@ class FirstPass:
     ) -> dict[str, Any]:
         environment = _toolchain(architecture) | more
         headers = {} if own_headers else stand_ins(files)
-        runner, torch = self._runner, importlib.metadata.version("torch")
-        versions = [_VERSION, torch, sys.version, processor(), runner.threads, runner.train_mode]
-        parts = [versions, runner.device, architecture, sorted(environment.items()), task.digest, sorted(files.items())]
+        torch = importlib.metadata.version("torch")
+        versions = [_VERSION, torch, sys.version, processor(), self._threads, self._train_mode]
+        parts = [versions, self._device, architecture, sorted(environment.items()), task.digest, sorted(files.items())]
         parts += [sorted(headers.items())]
         name = hashlib.sha256(json.dumps([*parts, str(self._folder)]).encode(errors="surrogatepass")).hexdigest()
         folder = self._folder / name[:2] / name
@@ -105,7 +125,7 @@ class FirstPass:
         request = {"task": task.code, "code": files["model_new.py"], "headers": headers}
 
         def run(**more: Any) -> None:
-            self._runner.run(folder, environment, request | more, self._seconds)
+            self._run(folder, environment, request | more)
 
         try:
             _fill(folder, files)
@@ -119,10 +139,67 @@ class FirstPass:
                     run()  # the cause may be outside the solution: try once more
                 else:
                     raise
-            _freeze(folder, self._runner.device)
+            _freeze(folder, self._device)
         except BaseException:
             scratch.remove(folder)
             raise
+
+    def _run(self, folder: Path, environment: dict[str, str], request: dict[str, Any]) -> None:
+        """Runs one first pass in ``folder``. ``request`` is that of ``RUN_FIRST_PASS``. Raises ``FirstPassFailed`` if
+        the solution is at fault, ``OSError`` if the machine is."""
+        home = Path(tempfile.mkdtemp(prefix="worker-", dir=self._scratch))
+        python = sys.prefix, sys.base_prefix
+        policy = jail.JailPolicy(
+            read=(*jail.SYSTEM_READ, *python), write=(str(folder), str(home)), execute=(*jail.SYSTEM_EXECUTE, *python),
+            memory_mb=2 * MEMORY_MB["cpu"] if self._device == "cpu" else 0,  # virtual memory of one process
+            processes=256, file_mb=_FILE_MB, cpu_seconds=int(self._seconds * self._threads) + 60, one_group=True,
+            shared_memory=self._device == "cuda", read_any=True,
+        )  # fmt: skip
+        options = {
+            "role": "first_pass", "threads": self._threads, "folder": str(folder), "device": self._device,
+            "train_mode": self._train_mode,
+            # gcc checks whether an unprivileged user can reach its temporary folder; a cache may lie in a private home
+            "environment": environment | {"TMPDIR": str(home)},
+        }  # fmt: skip
+        worker: JailedProcess | None = None
+        with watchdog((folder, home), self._lease, self._device) as overrun:
+            try:
+                memory = MEMORY_MB[self._device]
+                worker = JailedProcess(self._warm(), options, policy, memory, home, cgroups.find(), overrun)
+                worker.wait_started()
+                worker.seconds = self._seconds
+                answer = worker.call(WorkerOperation.RUN_FIRST_PASS, request)
+            except FrameTooLarge as error:
+                raise FirstPassFailed("build_error", f"the solution is {error}") from None
+            except (NotStarted, ConnectionError, ValueError) as lost:
+                self.close()
+                raise OSError(f"the first pass did not start: {lost}") from None
+            except WorkerDied as death:
+                status: Status = "timeout" if death.reason == "timeout" else "crash"
+                raise FirstPassFailed(status, f"the solution, while it compiled, {death}") from death
+            except WorkerError as error:
+                raise FirstPassFailed("build_error", str(error)) from None
+            finally:
+                if worker:
+                    with contextlib.suppress(ConnectionError):  # the warm parent has died, and the worker with it
+                        worker.kill()
+                scratch.remove(home)
+        if answer is not None:
+            raise FirstPassFailed("build_error", _explained(answer, folder))
+
+    def _warm(self) -> WarmParent:
+        with self._starting:
+            if self._parent is None:
+                log = self._scratch / "first-pass.log"
+                self._parent = compiling_parent(lambda imports: warm_parent(self._threads, log, imports))
+            return self._parent
+
+    def close(self) -> None:
+        """Ends the process from which workers are forked."""
+        with self._starting:
+            if self._parent:
+                self._parent.close()
+            self._parent = None
 
 
 def stand_ins(files: Mapping[str, str]) -> dict[str, str]:
@@ -198,3 +275,10 @@ def _copy(source: str, target: Path) -> None:
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             shutil.copyfileobj(file, copy)
     target.chmod(0o644)
+
+
+def _explained(answer: Any, folder: Path) -> str:
+    """Returns the first compiler errors in the worker's ``answer``, or else the exception that the solution raised."""
+    said = answer if isinstance(answer, dict) else {}
+    log, error = (str(said.get(key, "")).replace(f"{folder}/", "") for key in ("log", "error"))
+    return builder.first_errors(log) if builder.has_errors(log) else printable(error)[:1200]

@@ -1,6 +1,7 @@
 """Solutions that bring their own compilers: a first pass that may start programs, a second one that finds its fruit."""
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -9,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ import pytest
 
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox.build import toolchain
-from cuda_agent.sandbox.formats import first_pass, first_pass_runner
-from cuda_agent.sandbox.jail.descendants import descendants
+from cuda_agent.sandbox.formats import first_pass, first_pass_watchdog
+from cuda_agent.sandbox.jail.descendants import descendants, state
 from cuda_agent.sandbox.wire import Solution
 from cuda_agent.sandbox.worker import same_files
 from tests.sandbox.conftest import Running, task
@@ -210,7 +211,7 @@ def test_a_first_pass_that_fails_costs_its_solution_only(
     running: Running, monkeypatch: pytest.MonkeyPatch, prepare: str, forward: str, status: str, said: str
 ) -> None:
     monkeypatch.setattr(running.sandbox._first_pass, "_seconds", 2.0 if status == "timeout" else 20.0)
-    monkeypatch.setitem(first_pass_runner._MEMORY_MB, "cpu", 1000 if said == "processes" else 300)
+    monkeypatch.setitem(first_pass_watchdog.MEMORY_MB, "cpu", 1000 if said == "processes" else 300)
     before = kept(running)
     verdict = running.evaluate(task(), solution(ASKS + prepare, forward))
     assert verdict.status == status and said in verdict.message, verdict
@@ -353,42 +354,93 @@ while True: pass
 """
 
 
-def test_a_gpus_kernels_are_timed_while_a_first_pass_compiles(tmp_path: Path) -> None:
-    worker: Any = subprocess.Popen([sys.executable, "-c", COMPILING], stdout=subprocess.PIPE, start_new_session=True)
+class OwnProcesses:
+    """A process and the programs that it starts; records the signals that it gets from the watchdog."""
+
+    def __init__(self, code: str) -> None:
+        self.program = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+        self.pid = self.program.pid
+        self.signals: list[int] = []
+
+    def signal_all(self, number: int) -> None:
+        self.signals.append(number)
+        os.killpg(self.pid, number)
+
+    def close(self) -> None:
+        os.killpg(self.pid, signal.SIGKILL)
+        self.program.communicate()
+
+
+def is_held(folder: Path) -> bool:
+    with open(folder / "lease.lock") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+def look_until(overrun: Callable[[Any], str], worker: OwnProcesses, there: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not there():
+        assert time.monotonic() < end
+        assert overrun(worker) == ""
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def timing(folder: Path, still: Callable[[], bool] = lambda: True) -> Iterator[threading.Event]:
+    """Times a kernel once in another thread. The event is set if ``still`` becomes true while the lease is held."""
     timed = threading.Event()
 
     def time_a_kernel() -> None:
-        with contextlib.closing(Lease(tmp_path)) as lease, lease.timing():
-            timed.set()
+        with contextlib.closing(Lease(folder)) as lease, lease.timing():
+            end = time.monotonic() + 10
+            while not still() and time.monotonic() < end:
+                time.sleep(0.001)
+            if still():
+                timed.set()
 
-    def look_until(there: Callable[[], bool]) -> None:
-        end = time.monotonic() + 20
-        while not there():
-            assert time.monotonic() < end
-            assert overrun(worker) == ""
-            time.sleep(0.01)
+    thread = threading.Thread(target=time_a_kernel)
+    thread.start()
+    yield timed
+    thread.join()
 
-    try:
-        with first_pass_runner._Hold(tmp_path) as hold:
-            overrun = first_pass_runner._watch((tmp_path,), hold, "cuda")
-            look_until(lambda: not hold.held)
-            thread = threading.Thread(target=time_a_kernel)
-            thread.start()
-            assert timed.wait(10), "the compiler runs on beside it"
-            thread.join()
-            for child in descendants(worker.pid):
-                os.kill(child, signal.SIGKILL)
-            worker.stdout.readline()
-            look_until(lambda: hold.held)
-            timed.clear()
-            thread = threading.Thread(target=time_a_kernel)
-            thread.start()
+
+def test_a_gpus_kernels_are_timed_while_a_first_pass_compiles(tmp_path: Path) -> None:
+    with (
+        contextlib.closing(OwnProcesses(COMPILING)) as worker,
+        first_pass_watchdog.watchdog((tmp_path,), tmp_path, "cuda") as overrun,
+    ):
+        look_until(overrun, worker, lambda: not is_held(tmp_path))
+        with timing(tmp_path) as timed:
+            assert timed.wait(10)
+        assert not worker.signals, "the compiler runs on beside it"
+        for child in descendants(worker.pid):
+            os.kill(child, signal.SIGKILL)
+        worker.program.stdout.readline()  # type: ignore[union-attr]
+        look_until(overrun, worker, lambda: is_held(tmp_path))
+        with timing(tmp_path) as timed:
             assert not timed.wait(0.3), "the solution itself may use the GPU"
-            look_until(timed.is_set)
-            thread.join()
-    finally:
-        os.killpg(worker.pid, signal.SIGKILL)
-        worker.wait()
+            look_until(overrun, worker, timed.is_set)
+    assert worker.signals == 2 * [signal.SIGSTOP, signal.SIGCONT]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_first_pass_stops_only_while_another_process_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setitem(first_pass_watchdog._LEAST_RUN, device, 0.0)
+    with (
+        contextlib.closing(OwnProcesses("while True: pass")) as worker,
+        first_pass_watchdog.watchdog((tmp_path,), tmp_path, device) as overrun,
+    ):
+        looks = iter(range(20))
+        look_until(overrun, worker, lambda: next(looks, None) is None)
+        assert not worker.signals and is_held(tmp_path)
+        with timing(tmp_path, still=lambda: state(f"/proc/{worker.pid}/stat") == "T") as timed:
+            look_until(overrun, worker, timed.is_set)
+        assert worker.signals[:2] == [signal.SIGSTOP, signal.SIGCONT] and is_held(tmp_path)
 
 
 @pytest.mark.parametrize(

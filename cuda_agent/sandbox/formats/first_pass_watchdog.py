@@ -1,0 +1,72 @@
+"""Limits a first pass, and stops it while others time kernels.
+
+A first pass holds the timing lease while it runs. If another process waits to time a kernel, the worker is stopped and
+the lease released until the time is taken. On a GPU the lease is also released, and the worker runs on, while its
+compilers run, because they do not use the device."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+from cuda_agent.lease import Lease
+from cuda_agent.sandbox.jail import scratch
+from cuda_agent.sandbox.jail.descendants import deleted_bytes, descendants, memory_bytes, state
+from cuda_agent.sandbox.jail.processes import JailedProcess
+
+# Limits for all its processes together. With torch's headers one compiler takes 2 GB, and a GPU's process as much.
+MEMORY_MB = {"cpu": 4096, "cuda": 8192}
+_FOLDER = {"cpu": (512, 4096), "cuda": (2048, 32_768)}  # MB and files; Triton writes ten files for each kernel
+_LOOK = 0.3  # least seconds between checks of memory and folders; a check takes at most a twentieth of them
+_LEAST_RUN = {"cpu": 1.0, "cuda": 0.2}  # seconds between two stops
+
+
+@contextmanager
+def watchdog(folders: Sequence[Path], lease: Path, device: str) -> Iterator[Callable[[JailedProcess], str]]:
+    """Holds the timing lease in the folder ``lease``. Yields a function that the watchdog of a first pass calls again
+    and again. The function returns ``memory`` or ``disk`` if the worker exceeds that limit, otherwise an empty string.
+    It also releases the lease, as the module's text says, at most once in ``_LEAST_RUN`` seconds."""
+    look = ran = time.monotonic()
+    look += _LOOK
+    devices = {folder.stat().st_dev for folder in folders}
+    works = True  # whether the lease is held
+    with closing(Lease(lease)) as handle, ExitStack() as held:
+        held.enter_context(handle.working())
+
+        def overrun(worker: JailedProcess) -> str:
+            nonlocal look, ran, works
+            now = time.monotonic()
+            if device == "cuda" and _compiles(worker.pid):
+                held.close()
+                works = False
+            elif not works or (now - ran > _LEAST_RUN[device] and handle.wanted):
+                worker.signal_all(signal.SIGSTOP)
+                if works:
+                    handle.pause()
+                else:
+                    held.enter_context(handle.working())
+                worker.signal_all(signal.SIGCONT)
+                ran, works = time.monotonic(), True
+            if now > look:
+                begin = time.monotonic()
+                if sum(memory_bytes(pid)[1] for pid in descendants(worker.pid)) > MEMORY_MB[device] << 20:
+                    return "memory"
+                if any(too_much(one, device) for one in folders):
+                    return "disk"
+                if deleted_bytes(worker.pid, devices) > _FOLDER[device][0] << 20:
+                    return "disk"
+                look = time.monotonic() + max(_LOOK, 20 * (time.monotonic() - begin))
+            return ""
+
+        yield overrun
+
+
+def _compiles(pid: int) -> bool:
+    """Returns whether a program that the process ``pid`` started is running."""
+    return any(state(f"/proc/{child}/stat") in "RD" for child in descendants(pid))
+
+
+def too_much(folder: Path, device: str) -> str:
+    """Returns what exceeds the limit of bytes or files in ``folder``, or an empty string."""
+    return scratch.too_much(folder, *_FOLDER[device])
