@@ -51,37 +51,56 @@ def derived(config: Config) -> dict[str, Any]:
 
 def machines(config: Config) -> list[str]:
     """Returns one line per kind of machine that a run needs, with its number of GPUs."""
-    training, policy, sandbox, ray = config.training, config.policy, config.sandbox, config.ray
-    times = sandbox.device == "cuda" and sandbox.clock == "real"
-    judge = int(sandbox.device == "cuda" and not sandbox.servers)
-    trainer = training.num_processes if training.device == "cuda" else 0
-    servers = policy.vllm.replicas if policy.engine == "vllm" and not policy.vllm.servers else 0
-    lines = []
-    if config.runtime == "local":
-        engine = servers if policy.engine == "vllm" else 1
-        uses = {"trainer": trainer, "engine": engine * (policy.device == "cuda"), "judge": judge}
-        # No server decodes on the GPU on which the judge takes times, or from which the trainer sends weights.
-        first = int(servers > 0 and ((judge > 0 and times) or policy.vllm.sync == "nccl"))
-        count = max(trainer, judge, uses["engine"] + first)
-        said = ", ".join(f"{name} {gpus}" for name, gpus in uses.items() if gpus)
-        lines.append(f"one machine, {_gpus(count)}: {said}" if count else "one machine, no GPU")
-    else:
-        lines.append(f"PPO: {_several(ray.trainers, 'machine', ray.trainer_gpus)} for the trainer")
-        lines.append(f"rollouts: {_several(ray.workers, 'worker', ray.worker_gpus)}")
-        alone = {"rft", "critic"} | ({"bootstrap"} if policy.base is None else set())
-        alone_stages = [stage.name for stage in stages_of(config) if stage.name in alone]
-        if trainer and alone_stages:
-            may = " (training.num_processes, which may be lower for them)" if trainer > 1 else ""
-            lines.append(f"{', '.join(alone_stages)}: one machine of {_gpus(trainer)}{may}")
-    if sandbox.device == "cuda" and sandbox.servers:
-        count = len(sandbox.servers)
+    lines = _local_machines(config) if config.runtime == "local" else _ray_machines(config)
+    if config.sandbox.device == "cuda" and (count := len(config.sandbox.servers)):
         lines.append(f"judges with GPUs: {count} server{'s' * (count > 1)} (sandbox.servers)")
-    elif config.runtime == "ray" and times and servers >= ray.worker_gpus:
-        why = "a worker's GPUs all serve the policy" if ray.worker_gpus else "workers have no GPU"
-        lines.append(f"judges with GPUs of their own: name them in sandbox.servers, because {why}")
-    elif config.runtime == "ray" and judge:
-        lines.append("synthesis and evaluations: one machine of 1 GPU for the judge")
     return lines
+
+
+def _local_machines(config: Config) -> list[str]:
+    policy, judge, trainer, servers = config.policy, _judge_gpus(config), _trainer_gpus(config), _vllm_servers(config)
+    engine = (servers if policy.engine == "vllm" else 1) * (policy.device == "cuda")
+    # No server decodes on the GPU on which the judge takes times, or from which the trainer sends weights.
+    judge_times = judge > 0 and config.sandbox.clock == "real"
+    first = int(servers > 0 and (judge_times or policy.vllm.sync == "nccl"))
+    count = max(trainer, judge, engine + first)
+    uses = {"trainer": trainer, "engine": engine, "judge": judge}
+    said = ", ".join(f"{name} {gpus}" for name, gpus in uses.items() if gpus)
+    return [f"one machine, {_gpus(count)}: {said}" if count else "one machine, no GPU"]
+
+
+def _ray_machines(config: Config) -> list[str]:
+    ray, trainer = config.ray, _trainer_gpus(config)
+    lines = [
+        f"PPO: {_several(ray.trainers, 'machine', ray.trainer_gpus)} for the trainer",
+        f"rollouts: {_several(ray.workers, 'worker', ray.worker_gpus)}",
+    ]
+    alone = {"rft", "critic"} | ({"bootstrap"} if config.policy.base is None else set())
+    alone_stages = [stage.name for stage in stages_of(config) if stage.name in alone]
+    if trainer and alone_stages:
+        may = " (training.num_processes, which may be lower for them)" if trainer > 1 else ""
+        lines.append(f"{', '.join(alone_stages)}: one machine of {_gpus(trainer)}{may}")
+    if _judge_gpus(config):
+        if config.sandbox.clock == "real" and _vllm_servers(config) >= ray.worker_gpus:
+            why = "a worker's GPUs all serve the policy" if ray.worker_gpus else "workers have no GPU"
+            lines.append(f"judges with GPUs of their own: name them in sandbox.servers, because {why}")
+        else:
+            lines.append("synthesis and evaluations: one machine of 1 GPU for the judge")
+    return lines
+
+
+def _judge_gpus(config: Config) -> int:
+    """Returns the number of GPUs of a judge on the run's own machines."""
+    return int(config.sandbox.device == "cuda" and not config.sandbox.servers)
+
+
+def _trainer_gpus(config: Config) -> int:
+    return config.training.num_processes if config.training.device == "cuda" else 0
+
+
+def _vllm_servers(config: Config) -> int:
+    """Returns the number of vLLM's servers on the run's own machines (with Ray: on each worker)."""
+    return config.policy.vllm.replicas if config.policy.engine == "vllm" and not config.policy.vllm.servers else 0
 
 
 def _several(count: int, name: str, gpus: float) -> str:
