@@ -268,8 +268,8 @@ class Ppo(Section):
     )
     loss_mean: Literal["tokens", "trajectory"] = key(
         "tokens",
-        "what the policy's loss is a mean of; tokens: all sampled tokens of an optimizer step; trajectory: its "
-        "episodes, each with the mean of its own tokens, so that a long episode weighs no more than a short one",
+        "what the policy's loss is a mean of; tokens: all sampled tokens of an optimizer step; trajectory: each "
+        "episode's mean over its tokens, so that a long episode weighs no more than a short one",
     )
     gamma: float = key(1.0, "discount factor per token", gt=0, le=1)
     actor_lambda: Share = key(1.0, "lambda of GAE for the policy")
