@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from cuda_agent.config import RENAMED, WHERE_JUDGED, Config
+from cuda_agent.config import WHERE_JUDGED, Config
 from cuda_agent.errors import ConfigError
 
 # Keys that change where or how fast a stage computes, but not its result: cache keys leave them out.
@@ -27,6 +27,24 @@ _NOT_IN_KEYS: dict[str, Any] = {
     "ray": {"address", "trainers", "trainer_cpus", "trainer_gpus", "worker_cpus", "worker_gpus"},
     "training": True,
 }
+
+# The old names of renamed keys -> their new names.
+RENAMED = {
+    "sandbox.lane": "sandbox.format",
+    "training.ranks": "training.num_processes",
+    "training.share": "training.parallelism (rows: data, tokens: context)",
+    "ray.staleness": "ray.max_off_policy_steps",
+    **{f"{stage}.batch_tokens": f"{stage}.tokens_per_step" for stage in ("bootstrap", "rft", "critic")},
+}
+for _stage in ("warmup", "agentic"):
+    RENAMED |= {
+        f"{_stage}.batch": f"{_stage}.episodes_per_step",
+        f"{_stage}.samples": f"{_stage}.samples_per_prompt",
+        f"{_stage}.importance_cap": f"{_stage}.tis_cap",
+        f"{_stage}.old_logprobs": f"{_stage}.behavior_logprobs",
+        f"{_stage}.batch_tokens": "training.microbatch_tokens",
+    }
+
 Model = TypeVar("Model", bound=BaseModel)
 GROUPS = ("experiment", "ablation")  # folders of ``conf/``; the ablation is merged last
 _ONLY_IN_TRAINING = ("max_off_policy_steps", "oversample")  # keys of ``ray`` that only training stages read

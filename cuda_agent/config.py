@@ -15,26 +15,7 @@ Positive = Annotated[int, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
-# Keys of ``sandbox`` that say where a solution is judged; the verdict does not depend on them.
-WHERE_JUDGED = ("servers", "token_env", "token_file")
-
-# The old names of renamed keys -> their new names.
-RENAMED = {
-    "sandbox.lane": "sandbox.format",
-    "training.ranks": "training.num_processes",
-    "training.share": "training.parallelism (rows: data, tokens: context)",
-    "ray.staleness": "ray.max_off_policy_steps",
-    **{f"{stage}.batch_tokens": f"{stage}.tokens_per_step" for stage in ("bootstrap", "rft", "critic")},
-}
-for _stage in ("warmup", "agentic"):
-    RENAMED |= {
-        f"{_stage}.batch": f"{_stage}.episodes_per_step",
-        f"{_stage}.samples": f"{_stage}.samples_per_prompt",
-        f"{_stage}.importance_cap": f"{_stage}.tis_cap",
-        f"{_stage}.old_logprobs": f"{_stage}.behavior_logprobs",
-        f"{_stage}.batch_tokens": "training.microbatch_tokens",
-    }
-
+WHERE_JUDGED = ("servers", "token_env", "token_file")  # keys of ``sandbox`` on which no verdict depends
 EVAL_TASKS = 8  # most held-out tasks of an evaluation during PPO (``Ppo.eval_every``)
 SERVED_RANK = 64  # largest adapter rank that the vLLM servers of a stage accept
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # the form of the name of a run or a sweep
@@ -65,9 +46,7 @@ class RunConfig(Section):
     """Where a run is stored and tracked, and how its stages are executed.  Stages cannot read this section."""
 
     pipeline: str = key("cuda-agent", "name of the MLflow experiment")
-    name: str | None = key(
-        None, "name of the run; none: date and time, with a part of the configuration's hash", pattern=_NAME
-    )
+    name: str | None = key(None, "name of the run; none: date, time and the configuration's hash", pattern=_NAME)
     sweep: str | None = key(None, "sweep that the run belongs to; set by `cuda-agent sweep`", pattern=_NAME)
     store: str = key(".cuda-agent/store", "where runs are stored: a folder, memory:// or s3://bucket/prefix")
     mlflow: str | None = key(None, "tracking URI of MLflow; none: SQLite beside the store; off: no tracking")
@@ -231,10 +210,7 @@ class Bootstrap(Section):
     tokens_per_step: Positive = key(4096, "limit of tokens in one optimizer step")
     lr: Rate = key(6e-3, "learning rate")
     max_seconds: float | None = key(
-        None,
-        "time limit for the training, in seconds, without the steps in which torch.compile works; none: no limit "
-        "besides steps",
-        gt=0,
+        None, "limit of training, in seconds, without the steps in which torch.compile works; none: no limit", gt=0
     )
 
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from cuda_agent.compose import compose, flat, freeze, key_paths, load, restricted, section_values
-from cuda_agent.config import RENAMED, Config
+from cuda_agent.compose import RENAMED, compose, flat, freeze, key_paths, load, restricted, section_values
+from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline import work
 from cuda_agent.pipeline.graph import STAGES, check
