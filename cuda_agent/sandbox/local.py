@@ -5,7 +5,6 @@ once. A second failure yields ``infra``, a status without a reward. This process
 
 import asyncio
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -17,14 +16,15 @@ import tempfile
 import time
 from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from cuda_agent.config import WHERE_JUDGED, SandboxConfig
+from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import SandboxUnready, TaskError
-from cuda_agent.machine import processor, processor_facts
+from cuda_agent.machine import processor_facts
+from cuda_agent.sandbox import verdict_key
 from cuda_agent.sandbox.build import builder, toolchain
 from cuda_agent.sandbox.formats import first_pass, plan, rules
 from cuda_agent.sandbox.formats.first_pass import FirstPass, FirstPassFailed
@@ -53,8 +53,6 @@ _ONLY_CHECKED = "mode check only checks"
 _MOST_SPECS = 4096  # kept in memory
 _MOST_OF_A_TASK = FRAME_LIMIT // 4  # bytes as JSON
 _MOST_PROBERS = 8  # on a GPU; each has a CUDA context, and uses one core
-_JUDGING = ("build", "formats", "jail", "judge", "worker")  # folders whose code a verdict depends on, beside this one
-_THIS_ROOM = ("local.py", "judge_process.py", "messages.py", "wire.py", "driver.py")
 
 
 class LocalSandbox:
@@ -354,20 +352,11 @@ class LocalSandbox:
 
     @cached_property
     def _software(self) -> list[str]:
-        found = [importlib.metadata.version("torch")]
-        finders = (toolchain.find_nvrtc, toolchain.find_nvcc) if self.config.device == "cuda" else ()
-        for find in (toolchain.find_toolchain, *finders):
-            with contextlib.suppress(toolchain.CompilerMissing):
-                found.append(find().identity)
-        return found
+        return verdict_key.software(self.config.device)
 
     def verdict_key(self, task: Task, solution: Solution, mode: Mode) -> str:
         """Returns the sha256 of everything that a verdict depends on. The verdict is cached under this key."""
-        settings = self.config.model_dump(exclude={"required_walls", "format", *WHERE_JUDGED})
-        machine = processor() if self.config.clock == "real" else ""
-        made = [self._identity, *self._software]
-        key = json.dumps([task.digest, solution.digest, mode, settings, machine, made, _code_version()])
-        return hashlib.sha256(key.encode()).hexdigest()
+        return verdict_key.verdict_key(self.config, [self._identity, *self._software], task, solution, mode)
 
     def _verdict_file(self, task: Task, solution: Solution, mode: Mode) -> Path:
         name = self.verdict_key(task, solution, mode)
@@ -380,18 +369,6 @@ def _source(task: Task) -> TaskSource:
     if len(json.dumps(task.code)) > _MOST_OF_A_TASK:
         raise TaskError(f"the task is too large: at most {_MOST_OF_A_TASK} bytes as JSON")
     return {"digest": task.digest, "code": task.code}
-
-
-@lru_cache
-def _code_version() -> str:
-    """Returns a hash of the judging code. A cached verdict is valid for this code only."""
-    digest = hashlib.sha256()
-    files = [_HERE / name for name in _THIS_ROOM]
-    files += [path for room in _JUDGING for path in (_HERE / room).rglob("*")]
-    for path in sorted(files):
-        if path.suffix in (".py", ".cpp", ".cu", ".h"):
-            digest.update(f"{path.relative_to(_HERE)}".encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:

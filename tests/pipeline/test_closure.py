@@ -157,7 +157,7 @@ def test_another_comparison_is_another_version_of_the_stages_that_judge_alone(ch
     "file", ["judge/memory/check.py", "judge/memory/check.cu", "worker/runtime.cpp", "build/compiler.py", "wire.py"]
 )
 def test_a_kept_verdict_is_none_of_other_code_that_judges(copied, file):
-    program = "from cuda_agent.sandbox import local; print(local.__file__, local._code_version())"
+    program = "from cuda_agent.sandbox import verdict_key as key; print(key.__file__, key.code_version())"
 
     def version():
         run = [sys.executable, "-P", "-c", program]

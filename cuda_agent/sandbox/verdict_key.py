@@ -1,0 +1,49 @@
+"""The key under which a verdict is cached: a hash of everything that the verdict depends on."""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from cuda_agent.config import WHERE_JUDGED, SandboxConfig
+from cuda_agent.machine import processor
+from cuda_agent.sandbox.build import toolchain
+from cuda_agent.sandbox.wire import Mode, Solution
+from cuda_agent.tasks.task import Task
+
+_HERE = Path(__file__).parent
+_JUDGING = ("build", "formats", "jail", "judge", "worker")  # folders whose code a verdict depends on, beside this one
+_THIS_ROOM = ("local.py", "verdict_key.py", "judge_process.py", "messages.py", "wire.py", "driver.py")
+
+
+def verdict_key(config: SandboxConfig, made: Sequence[str], task: Task, solution: Solution, mode: Mode) -> str:
+    """Returns the key, a sha256. ``made`` names the GPU with its driver (empty: none) and the software that judges."""
+    settings = config.model_dump(exclude={"required_walls", "format", *WHERE_JUDGED})
+    machine = processor() if config.clock == "real" else ""
+    key = json.dumps([task.digest, solution.digest, mode, settings, machine, made, code_version()])
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def software(device: str) -> list[str]:
+    """Returns the versions of torch and of the compilers that solutions for ``device`` may use."""
+    found = [importlib.metadata.version("torch")]
+    finders = (toolchain.find_nvrtc, toolchain.find_nvcc) if device == "cuda" else ()
+    for find in (toolchain.find_toolchain, *finders):
+        with contextlib.suppress(toolchain.CompilerMissing):
+            found.append(find().identity)
+    return found
+
+
+@lru_cache
+def code_version() -> str:
+    """Returns a hash of the judging code. A cached verdict is valid for this code only."""
+    digest = hashlib.sha256()
+    files = [_HERE / name for name in _THIS_ROOM]
+    files += [path for room in _JUDGING for path in (_HERE / room).rglob("*")]
+    for path in sorted(files):
+        if path.suffix in (".py", ".cpp", ".cu", ".h"):
+            digest.update(f"{path.relative_to(_HERE)}".encode() + path.read_bytes())
+    return digest.hexdigest()
