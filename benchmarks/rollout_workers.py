@@ -36,7 +36,7 @@ from cuda_agent.rl.dialogues import corpus, episode, texts
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.stages import agentic
 from cuda_agent.storage import Store, open_store
-from cuda_agent.synthesis.family import sample_task
+from cuda_agent.synthesis.teacher.family import sample_task
 from cuda_agent.tracking import FileTracker, read_metrics
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -103,7 +103,7 @@ async def measure(tasks: int, solutions: int) -> list[dict[str, Any]]:
     from cuda_agent.sandbox.build.toolchain import FLAGS
     from cuda_agent.sandbox.local import LocalSandbox
     from cuda_agent.sandbox.wire import Solution
-    from cuda_agent.synthesis.teacher import solve
+    from cuda_agent.synthesis.teacher.teacher import solve
 
     rng = random.Random(0)
     rows: list[dict[str, Any]] = []

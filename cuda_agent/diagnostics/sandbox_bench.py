@@ -23,10 +23,10 @@ from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline.closure import device_name
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.wire import Format, Solution, TaskSpec, Verdict
-from cuda_agent.synthesis.cpu_kernels import KERNEL, PLAN
-from cuda_agent.synthesis.family import sample_task
 from cuda_agent.synthesis.filters import TaskRefused, check_eager
-from cuda_agent.synthesis.teacher import solve
+from cuda_agent.synthesis.teacher.cpu_kernels import KERNEL, PLAN
+from cuda_agent.synthesis.teacher.family import sample_task
+from cuda_agent.synthesis.teacher.teacher import solve
 from cuda_agent.tasks.task import Task
 
 WINDOW = (1e-4, 5e-3)  # seconds that an eager call may take: the demo's range

@@ -14,9 +14,9 @@ from cuda_agent.agent.tools import TOOLS, describe
 from cuda_agent.config import Bootstrap
 from cuda_agent.policy.chat import Chat
 from cuda_agent.sandbox.wire import Status, Verdict
-from cuda_agent.synthesis.cpu_kernels import ROWS
-from cuda_agent.synthesis.family import FamilySpec, combination, parse, sample_task
-from cuda_agent.synthesis.teacher import Worked, redesign, solve, spoil
+from cuda_agent.synthesis.teacher.cpu_kernels import ROWS
+from cuda_agent.synthesis.teacher.family import FamilySpec, combination, parse, sample_task
+from cuda_agent.synthesis.teacher.teacher import Worked, redesign, solve, spoil
 from cuda_agent.tasks.task import Task
 
 REFUSED = 3  # most solutions of an episode that the judge refuses for their design

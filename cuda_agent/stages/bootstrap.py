@@ -16,8 +16,8 @@ from cuda_agent.rl.dialogues import Dialogue, corpus, encode, texts
 from cuda_agent.rl.trainers import imitate, make_trainer, require_gpus
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.sandbox.wire import Solution
-from cuda_agent.synthesis.family import combination, heldout_combinations
-from cuda_agent.synthesis.teacher import solve
+from cuda_agent.synthesis.teacher.family import combination, heldout_combinations
+from cuda_agent.synthesis.teacher.teacher import solve
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
 from cuda_agent.training.packing import tokens_of

@@ -13,7 +13,7 @@ from cuda_agent.policy.episode import EPISODES, write_episodes
 from cuda_agent.rl.rollouts import Kind
 from cuda_agent.rl.rounds import play_rounds
 from cuda_agent.rl.scores import score, write_scores
-from cuda_agent.synthesis.optimum import read_optima
+from cuda_agent.synthesis.teacher.optimum import read_optima
 
 
 def run(ctx: StageContext) -> None:

@@ -16,9 +16,9 @@ from cuda_agent.errors import BadConfiguration, TaskError, TryAgain
 from cuda_agent.policy.served import ServedModelError
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.sandbox.local import LocalSandbox
-from cuda_agent.synthesis.design_sweep import Sweep
-from cuda_agent.synthesis.optimum import write_optima
 from cuda_agent.synthesis.synthesize import optima, synthesize
+from cuda_agent.synthesis.teacher.design_sweep import Sweep
+from cuda_agent.synthesis.teacher.optimum import write_optima
 from cuda_agent.tasks.io import write_tasks
 
 KNOWN = "known.json"

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from cuda_agent.sandbox.wire import Probe
-from cuda_agent.synthesis.optimum import Optimum
 from cuda_agent.synthesis.similarity import Shingles, duplicate_key, nearest
+from cuda_agent.synthesis.teacher.optimum import Optimum
 from cuda_agent.tasks.inspect import problems
 from cuda_agent.tasks.task import Task
 

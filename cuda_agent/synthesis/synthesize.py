@@ -21,7 +21,6 @@ from cuda_agent.errors import SandboxUnready
 from cuda_agent.sandbox.wire import LOST, Probe
 from cuda_agent.synthesis.catalogue import CATALOGUE
 from cuda_agent.synthesis.compose import ComposeError, Composer, ModelWriter, ProgrammaticWriter, speed_of
-from cuda_agent.synthesis.family import combination, is_heldout, ops_combination, sample_task
 from cuda_agent.synthesis.filters import (
     Prober,
     SourceFilter,
@@ -34,8 +33,9 @@ from cuda_agent.synthesis.filters import (
     yields,
 )
 from cuda_agent.synthesis.layers import LAYERS
-from cuda_agent.synthesis.optimum import Optimum, from_json
 from cuda_agent.synthesis.similarity import duplicate_key, shingles
+from cuda_agent.synthesis.teacher.family import combination, is_heldout, ops_combination, sample_task
+from cuda_agent.synthesis.teacher.optimum import Optimum, from_json
 from cuda_agent.tasks.inspect import problems
 from cuda_agent.tasks.io import read_any
 from cuda_agent.tasks.task import Task

@@ -9,7 +9,7 @@ from cuda_agent.agent.prompt import agent_messages, compact_source, one_shot_mes
 from cuda_agent.agent.tools import ALL_TOOLS, TOOLS, describe, failed, solution_of
 from cuda_agent.sandbox.wire import Verdict
 from cuda_agent.sandbox.workspace.worker import _PARAMETERS
-from cuda_agent.synthesis.family import sample_task
+from cuda_agent.synthesis.teacher.family import sample_task
 
 
 def test_the_compact_form_keeps_the_computation_and_drops_the_rest():

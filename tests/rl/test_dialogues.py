@@ -8,8 +8,8 @@ from cuda_agent.config import Bootstrap
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.model import train_tokenizer
 from cuda_agent.rl.dialogues import REFUSED, corpus, encode, episode, one_shot, texts
-from cuda_agent.synthesis.cpu_kernels import KERNEL, PLAN
-from cuda_agent.synthesis.family import combination, sample_task
+from cuda_agent.synthesis.teacher.cpu_kernels import KERNEL, PLAN
+from cuda_agent.synthesis.teacher.family import combination, sample_task
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.engines.engine import SamplingParams
 from cuda_agent.policy.model import new_policy, train_tokenizer
 from cuda_agent.rl.scripted import ScriptedEngine
-from cuda_agent.synthesis.family import sample_task
+from cuda_agent.synthesis.teacher.family import sample_task
 
 SIZES = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 32, "context": 8192}
 

@@ -8,7 +8,7 @@ import pytest
 import cuda_agent
 from cuda_agent.sandbox.workspace.client import Workspace, WorkspaceLost
 from cuda_agent.stages import agentic
-from cuda_agent.synthesis.optimum import FILE, Optimum, write_optima
+from cuda_agent.synthesis.teacher.optimum import FILE, Optimum, write_optima
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.training.critic import critic_from_policy, load_critic, save_critic
 from tests.rl.ray.ray_cases import config, context, make_inputs, read_metrics

@@ -12,7 +12,7 @@ from cuda_agent.policy.model import new_policy, save_policy, train_tokenizer
 from cuda_agent.rl.dialogues import corpus, texts
 from cuda_agent.rl.scores import read_scores
 from cuda_agent.stages import evaluate
-from cuda_agent.synthesis.family import sample_task
+from cuda_agent.synthesis.teacher.family import sample_task
 from cuda_agent.tasks.io import write_tasks
 from tests.stages.test_stages import context
 

@@ -25,7 +25,7 @@ from cuda_agent.rl.scores import read_scores
 from cuda_agent.sandbox.wire import Verdict
 from cuda_agent.stages import bootstrap, critic, evaluate, rft
 from cuda_agent.storage import open_store
-from cuda_agent.synthesis.optimum import Optimum, write_optima
+from cuda_agent.synthesis.teacher.optimum import Optimum, write_optima
 from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import FileTracker, read_metrics
 from cuda_agent.training.critic import critic_from_policy, load_critic

@@ -20,7 +20,6 @@ from cuda_agent.errors import SandboxUnready
 from cuda_agent.sandbox.wire import LOST, Probe
 from cuda_agent.synthesis import filters
 from cuda_agent.synthesis.compose import as_task
-from cuda_agent.synthesis.family import combination, heldout_combinations, is_heldout, ops_combination, sample_task
 from cuda_agent.synthesis.filters import (
     SourceFilter,
     TaskRefused,
@@ -31,8 +30,15 @@ from cuda_agent.synthesis.filters import (
     check_roofline,
     yields,
 )
-from cuda_agent.synthesis.optimum import Optimum
 from cuda_agent.synthesis.synthesize import AHEAD, optima, synthesize
+from cuda_agent.synthesis.teacher.family import (
+    combination,
+    heldout_combinations,
+    is_heldout,
+    ops_combination,
+    sample_task,
+)
+from cuda_agent.synthesis.teacher.optimum import Optimum
 from tests.synthesis.test_similarity import CODE, RENAMED
 
 GOOD = Probe(deterministic=True, eager_seconds=1e-3, compile_seconds=8e-4)

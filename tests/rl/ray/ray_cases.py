@@ -18,7 +18,7 @@ from cuda_agent.policy.model import new_policy, save_policy, train_tokenizer
 from cuda_agent.rl.dialogues import corpus, texts
 from cuda_agent.sandbox.jail.descendants import descendants
 from cuda_agent.storage import open_store
-from cuda_agent.synthesis.family import sample_task
+from cuda_agent.synthesis.teacher.family import sample_task
 from cuda_agent.tasks.io import write_tasks
 from cuda_agent.tracking import FileTracker, read_metrics
 from tests import made_once

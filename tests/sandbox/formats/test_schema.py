@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from cuda_agent.cli.sandbox import schema as command
 from cuda_agent.sandbox.formats import plan, schema
 from cuda_agent.sandbox.wire import Solution, TaskSpec, Tensor, Verdict
-from cuda_agent.synthesis.family import sample_task
-from cuda_agent.synthesis.teacher import solve
+from cuda_agent.synthesis.teacher.family import sample_task
+from cuda_agent.synthesis.teacher.teacher import solve
 from tests.sandbox.conftest import KERNEL, PLAN, Running, plan_solution, task
 
 VERDICT = jsonschema.Draft202012Validator(schema.verdict())

@@ -12,8 +12,8 @@ from kernels import reference
 
 from cuda_agent.sandbox.formats.expressions import PlanError
 from cuda_agent.sandbox.formats.plan import compile_plan
-from cuda_agent.synthesis.cuda_columns import COLUMN_DESIGNS, TRANSPOSE_DESIGNS, ColumnDesign, TransposeDesign
-from cuda_agent.synthesis.cuda_kernels import (
+from cuda_agent.synthesis.teacher.cuda_columns import COLUMN_DESIGNS, TRANSPOSE_DESIGNS, ColumnDesign, TransposeDesign
+from cuda_agent.synthesis.teacher.cuda_kernels import (
     CHAIN_DESIGNS,
     PLAN,
     ROW_DESIGNS,
@@ -26,9 +26,17 @@ from cuda_agent.synthesis.cuda_kernels import (
     plain,
     redraw,
 )
-from cuda_agent.synthesis.cuda_parts import SHARED_BYTES
-from cuda_agent.synthesis.family import ENDINGS, LENGTHS, OPERATORS, FamilySpec, make_task, sample_spec, task_spec
-from cuda_agent.synthesis.teacher import solve, spoil
+from cuda_agent.synthesis.teacher.cuda_parts import SHARED_BYTES
+from cuda_agent.synthesis.teacher.family import (
+    ENDINGS,
+    LENGTHS,
+    OPERATORS,
+    FamilySpec,
+    make_task,
+    sample_spec,
+    task_spec,
+)
+from cuda_agent.synthesis.teacher.teacher import solve, spoil
 
 CHAIN = (("mul_y", None), ("tanh", None), ("add", "3"))
 

@@ -13,9 +13,9 @@ from kernels import FLAGS, build, call, reference
 from cuda_agent.agent.tools import first_error
 from cuda_agent.sandbox.build.builder import Builder, BuildError
 from cuda_agent.sandbox.build.toolchain import CompilerMissing
-from cuda_agent.synthesis.cpu_kernels import GRIDS, KERNEL, Design, files
-from cuda_agent.synthesis.family import DRAWN, OPERATORS, FamilySpec, make_task, parse, sample_task
-from cuda_agent.synthesis.teacher import redesign, solve, spoil
+from cuda_agent.synthesis.teacher.cpu_kernels import GRIDS, KERNEL, Design, files
+from cuda_agent.synthesis.teacher.family import DRAWN, OPERATORS, FamilySpec, make_task, parse, sample_task
+from cuda_agent.synthesis.teacher.teacher import redesign, solve, spoil
 
 # All designs, and few enough of them for one compilation: every operator and every ending meets every choice.
 DESIGNS = [

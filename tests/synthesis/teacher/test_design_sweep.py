@@ -24,13 +24,13 @@ from cuda_agent.sandbox.formats.plan import compile_plan
 from cuda_agent.sandbox.formats.solution_format import Toolchain
 from cuda_agent.sandbox.judge.memory import check
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
-from cuda_agent.synthesis import design_sweep
-from cuda_agent.synthesis.cuda_kernels import fault
-from cuda_agent.synthesis.design_bench import values_off
-from cuda_agent.synthesis.design_sweep import Sweep, draw_designs, programs, summary, unit
-from cuda_agent.synthesis.family import FamilySpec, make_task, parse, task_spec
-from cuda_agent.synthesis.optimum import Optimum, read_optima, write_optima
-from cuda_agent.synthesis.teacher import solve
+from cuda_agent.synthesis.teacher import design_sweep
+from cuda_agent.synthesis.teacher.cuda_kernels import fault
+from cuda_agent.synthesis.teacher.design_bench import values_off
+from cuda_agent.synthesis.teacher.design_sweep import Sweep, draw_designs, programs, summary, unit
+from cuda_agent.synthesis.teacher.family import FamilySpec, make_task, parse, task_spec
+from cuda_agent.synthesis.teacher.optimum import Optimum, read_optima, write_optima
+from cuda_agent.synthesis.teacher.teacher import solve
 from cuda_agent.tasks.task import Task
 
 CHAIN = make_task(FamilySpec((("mish", None), ("tanh", None)), None, 1000, 1000))
@@ -39,7 +39,7 @@ COLUMNS = make_task(FamilySpec((("tanh", None), ("mul_y", None)), "column_var", 
 TRANSPOSED = make_task(FamilySpec((("gelu", None),), "transpose", 1048, 1000))
 OTHER = make_task(FamilySpec((("exp", None),), "sum", 1024, 1000))
 
-PACKAGE = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[3]
 CHILD = """
 import json, sys
 log = open(sys.argv[1], "a")

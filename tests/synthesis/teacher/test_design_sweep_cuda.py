@@ -9,11 +9,11 @@ import pytest
 
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox.wire import Solution, TaskSpec
-from cuda_agent.synthesis import design_sweep
-from cuda_agent.synthesis.cuda_kernels import KERNEL
-from cuda_agent.synthesis.design_sweep import Sweep, draw_designs
-from cuda_agent.synthesis.family import FamilySpec, make_task, parse, task_spec
-from cuda_agent.synthesis.optimum import Optimum
+from cuda_agent.synthesis.teacher import design_sweep
+from cuda_agent.synthesis.teacher.cuda_kernels import KERNEL
+from cuda_agent.synthesis.teacher.design_sweep import Sweep, draw_designs
+from cuda_agent.synthesis.teacher.family import FamilySpec, make_task, parse, task_spec
+from cuda_agent.synthesis.teacher.optimum import Optimum
 from cuda_agent.tasks.task import Task
 from tests.sandbox.conftest import Running
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from cuda_agent.synthesis import cuda_columns
-from cuda_agent.synthesis.cuda_columns import COLUMN_DESIGNS, TRANSPOSE_DESIGNS, ColumnDesign, TransposeDesign
-from cuda_agent.synthesis.cuda_parts import (
+from cuda_agent.synthesis.teacher import cuda_columns
+from cuda_agent.synthesis.teacher.cuda_columns import COLUMN_DESIGNS, TRANSPOSE_DESIGNS, ColumnDesign, TransposeDesign
+from cuda_agent.synthesis.teacher.cuda_parts import (
     JOIN,
     KERNEL,
     PLAN,
@@ -27,7 +27,7 @@ from cuda_agent.synthesis.cuda_parts import (
     reduction,
     signature,
 )
-from cuda_agent.synthesis.family import ENDINGS, FamilySpec
+from cuda_agent.synthesis.teacher.family import ENDINGS, FamilySpec
 
 CHAIN_DESIGNS: dict[str, tuple[Any, ...]] = {
     "threads": (64, 128, 256, 512, 1024),

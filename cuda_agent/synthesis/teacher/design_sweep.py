@@ -21,16 +21,16 @@ from cuda_agent.sandbox.build.builder import BuildError
 from cuda_agent.sandbox.formats.solution_format import SolutionError
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.wire import Solution, TaskSpec
-from cuda_agent.synthesis.cuda_kernels import KERNEL, PLAN
-from cuda_agent.synthesis.family import parse, task_spec
-from cuda_agent.synthesis.optimum import Optimum
-from cuda_agent.synthesis.teacher import Worked, solve
+from cuda_agent.synthesis.teacher.cuda_kernels import KERNEL, PLAN
+from cuda_agent.synthesis.teacher.family import parse, task_spec
+from cuda_agent.synthesis.teacher.optimum import Optimum
+from cuda_agent.synthesis.teacher.teacher import Worked, solve
 from cuda_agent.tasks.task import Task
 
 DESIGNS = 48  # designs that are timed for a task, if there are so many
 _DRAWS = 4  # most draws for each of them
 _ANSWER_SECONDS = 120.0  # limit for one line of the child; it may wait for the timing lease as long as it takes
-COMMAND = [sys.executable, "-P", "-m", "cuda_agent.synthesis.design_bench"]
+COMMAND = [sys.executable, "-P", "-m", "cuda_agent.synthesis.teacher.design_bench"]
 
 
 class Sweep:
@@ -104,7 +104,7 @@ class Sweep:
         """Sends a request to the child, which starts if there is none. Returns the first answer: eager's seconds, or
         why there is none."""
         if self._child is None:
-            folders = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
+            folders = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
             pipe = asyncio.subprocess.PIPE
             self._child = await asyncio.create_subprocess_exec(*COMMAND, stdin=pipe, stdout=pipe, env=environment)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuda_agent.sandbox.wire import MOST_SHARED, Status
-from cuda_agent.synthesis.family import FamilySpec, steps
+from cuda_agent.synthesis.teacher.family import FamilySpec, steps
 
 KERNEL, PLAN = "kernels/fused.cu", "plan.json"
 SHARED_BYTES = 227 << 10  # most shared memory of a block (compute capability 9.0)

@@ -10,8 +10,17 @@ from types import ModuleType
 from typing import Any, Literal
 
 from cuda_agent.sandbox.wire import Status
-from cuda_agent.synthesis import cpu_kernels, cuda_kernels
-from cuda_agent.synthesis.family import CONSTANTS, ENDINGS, OPERATORS, UNARY, FamilySpec, chain_values, parse, steps
+from cuda_agent.synthesis.teacher import cpu_kernels, cuda_kernels
+from cuda_agent.synthesis.teacher.family import (
+    CONSTANTS,
+    ENDINGS,
+    OPERATORS,
+    UNARY,
+    FamilySpec,
+    chain_values,
+    parse,
+    steps,
+)
 from cuda_agent.tasks.task import Task
 
 _KERNELS: dict[str, ModuleType] = {"cpu": cpu_kernels, "cuda": cuda_kernels}

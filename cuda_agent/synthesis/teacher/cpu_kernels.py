@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from cuda_agent.sandbox.wire import Status
-from cuda_agent.synthesis.family import ENDINGS, OPERATORS, FamilySpec, steps
+from cuda_agent.synthesis.teacher.family import ENDINGS, OPERATORS, FamilySpec, steps
 
 KERNEL, PLAN = "kernels/fused.cpp", "plan.json"
 ROWS = "in0.shape[0]"

@@ -7,7 +7,7 @@ from kernels import reference
 from cuda_agent.sandbox.messages import Frame, WorkerOperation
 from cuda_agent.sandbox.wire import TaskSpec
 from cuda_agent.sandbox.worker.reference import Reference
-from cuda_agent.synthesis.family import (
+from cuda_agent.synthesis.teacher.family import (
     BINARY,
     DRAWN,
     ELEMENTS,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from cuda_agent.synthesis.cuda_parts import (
+from cuda_agent.synthesis.teacher.cuda_parts import (
     JOIN,
     START,
     Fault,
@@ -20,7 +20,7 @@ from cuda_agent.synthesis.cuda_parts import (
     reduction,
     signature,
 )
-from cuda_agent.synthesis.family import ENDINGS, FamilySpec
+from cuda_agent.synthesis.teacher.family import ENDINGS, FamilySpec
 
 COLUMN_DESIGNS: dict[str, tuple[Any, ...]] = {
     "threads": (64, 128, 256, 512, 1024),
