@@ -191,7 +191,7 @@ async def many_tasks(count: int, solutions: int, format: Format, cache: Path) ->
     config = SandboxConfig(device="cuda", memory_mb=8192)
     async with LocalSandbox(config, cache) as sandbox:
         for one in tasks:  # torch.compile's baseline counts as tried, and so is not measured
-            file = baselines_file(str(sandbox.cache), one.digest, torch.__version__, config.threads, sandbox.machine)
+            file = baselines_file(sandbox._settings, one.digest, torch.__version__)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({"compile_tried": True}))
         verdicts: list[Verdict] = []
