@@ -58,7 +58,8 @@ test: environment
 
 DRILLS := tests/pipeline/test_smoke.py tests/exploits/test_exploits.py tests/sandbox/service/test_load.py \
 	tests/rl/ray/test_ray.py tests/sandbox/test_drill.py::test_a_small_drill_loses_nothing_and_leaves_nothing \
-	tests/test_packaging.py tests/cluster/test_pod.py tests/sandbox/test_remote.py tests/diagnostics/test_sandbox_bench.py::test_every_format_is_measured_on_solutions_that_are_right
+	tests/test_packaging.py tests/cluster/test_pod.py tests/sandbox/test_remote.py tests/optimize/test_benchmark.py \
+	tests/sandbox/formats/test_stand_ins.py tests/diagnostics/test_sandbox_bench.py::test_every_format_is_measured_on_solutions_that_are_right
 
 test-drills: environment
 	$(BIN)/python -m pytest -m nightly -n $(WORKERS) --dist loadfile $(DRILLS)

@@ -83,12 +83,15 @@ ROWS: tuple[Stage, ...] = (
         "bootstrap", inputs={"tasks": "synthesis.tasks"}, outputs=("policy",),
         config=(*_PLAY, "training", "bootstrap"), weight=5.0, work=work.bootstrap, **_SUPERVISED,
     ),
+    _evaluate("base", "before reinforcement learning", policy="bootstrap.policy"),
     _stage(
         "warmup", inputs={"tasks": "synthesis.tasks", "policy": "bootstrap.policy"}, outputs=("policy",),
         config=(*_PLAY, *_PLACE, "lora", "training", "warmup"), timing=True, weight=2.0,
         work=lambda config: work.ppo(config, config.warmup, config.agent.turn_tokens),
         chart="One-shot PPO (warmup)", curves=_PPO_CURVES,
     ),
+    _evaluate("warmup", "after one-shot PPO", policy="warmup.policy"),
+    _evaluate("one-shot", "after one-shot PPO, one answer without tools", policy="warmup.policy"),
     _stage(
         "collect", inputs={"tasks": "synthesis.tasks", "policy": "warmup.policy"}, outputs=("episodes",),
         config=(*_PLAY, *_PLACE, "collect"), timing=True, work=work.collect,
@@ -98,6 +101,7 @@ ROWS: tuple[Stage, ...] = (
         config=("policy", "lora", "training", "rft"), weight=0.5,
         work=lambda config: work.supervised(config, config.rft), **_SUPERVISED,
     ),
+    _evaluate("rft", "after rejection fine-tuning", policy="rft.policy"),
     _stage(
         "critic", inputs={"episodes": "collect.episodes", "policy": "warmup.policy"}, outputs=("critic",),
         config=("policy", "lora", "training", "critic", "agentic.reward"), weight=0.5,
@@ -111,11 +115,7 @@ ROWS: tuple[Stage, ...] = (
         work=lambda config: work.ppo(config, config.agentic, work.agent_tokens(config, config.agent.turns)),
         chart="Multi-turn PPO (agentic)", curves=_PPO_CURVES,
     ),
-    _evaluate("base", "before reinforcement learning", policy="bootstrap.policy"),
-    _evaluate("warmup", "after one-shot PPO", policy="warmup.policy"),
-    _evaluate("rft", "after rejection fine-tuning", policy="rft.policy"),
     _evaluate("agentic", "after multi-turn PPO", policy="agentic.policy"),
-    _evaluate("one-shot", "after one-shot PPO, one answer without tools", policy="warmup.policy"),
     _stage(
         "report",
         inputs={

@@ -220,7 +220,8 @@ def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """Returns metrics of ``episodes``. Rates are shares of the episodes that have a reward and sampled tokens.
-    ``faster_than_eager`` and ``faster_than_compile`` use the verdict's grade (paper, Eq. 1), not the reward."""
+    ``faster_than_eager`` and ``faster_than_compile`` use the verdict's grade (paper, Eq. 1), not the reward.
+    ``judge_<phase>_seconds`` are means over the final verdicts that were judged anew, in seconds."""
     kept = trainable(episodes)
     metrics = {"episodes": float(len(kept)), "dropped": float(len(episodes) - len(kept))}
     if not kept:
@@ -232,6 +233,9 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     def share(hits: Sequence[bool]) -> float:
         return sum(hits) / len(kept)
 
+    judged = [verdict.get("phases") or {} for verdict in verdicts if not verdict.get("cached")]
+    phases = sorted(set().union(*judged))
+    metrics |= {f"judge_{name}_seconds": sum(one.get(name, 0.0) for one in judged) / len(judged) for name in phases}
     return metrics | {
         "reward": sum(rewards) / len(kept),
         "pass_rate": share([verdict.get("status") == "ok" for verdict in verdicts]),

@@ -99,6 +99,7 @@ def test_a_served_model_is_measured_on_a_kernelbench_folder(address, tmp_path, m
     assert (tmp_path / "out" / "scores.json").exists()
 
 
+@pytest.mark.nightly
 def test_a_served_models_final_answers_may_be_judged_in_strict_mode(address, tmp_path):
     (tmp_path / "model.py").write_text(TASK)
     config = compose(["experiment=benchmark", "sandbox.clock=model", "evaluate.mode=strict"])

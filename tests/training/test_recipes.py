@@ -49,6 +49,17 @@ def test_with_lambda_one_the_targets_are_the_rewards_whatever_the_values() -> No
     assert not torch.allclose(targets(batch, values, 1.0, 0.5), expected)
 
 
+def test_the_judges_seconds_are_means_over_verdicts_that_were_judged_anew() -> None:
+    verdicts: list[dict[str, Any] | None] = [
+        {"status": "ok", "phases": {"start": 0.2, "time": 0.4}, "cached": False},
+        {"status": "wrong", "phases": {"start": 0.4}, "cached": False},
+        {"status": "ok", "phases": {"start": 9.0, "time": 9.0}, "cached": True},
+    ]
+    metrics = episode_metrics([replace(random_episode(n), verdict=one) for n, one in enumerate(verdicts)])
+    assert metrics["judge_start_seconds"] == pytest.approx(0.3)
+    assert metrics["judge_time_seconds"] == pytest.approx(0.2)
+
+
 def test_rates_are_over_the_episodes_with_a_reward() -> None:
     episodes = [
         replace(random_episode(number, reward=reward), ended=ended, verdict={"reward": reward})

@@ -86,6 +86,7 @@ def test_kernels_give_the_same_answers_with_both_headers(tmp_path: Path) -> None
 
 
 @needs_ninja
+@pytest.mark.nightly
 def test_the_styles_of_models_compile_for_a_gpu(tmp_path: Path) -> None:
     """The library is loaded, so all that it needs of torch is there. Without a GPU its calls fail."""
     try:
