@@ -44,7 +44,8 @@ def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, clust
     runs of each pipeline stay.  With ``dry_run``, removes nothing.  ``workflow`` is the name of this job's Workflow.
 
     Returns:
-        What was removed, or would be with ``dry_run``.  If runs or a collection are active: only ``busy`` -> reason."""
+        What was removed, or would be with ``dry_run``.  Without ``dry_run``, removes nothing while runs or another
+        collection are under way, and returns only the reason, under ``busy``."""
     store = open_store(here.store)
     with contextlib.nullcontext(True) if dry_run else gc.alone(store) as first:
         if not first:

@@ -48,7 +48,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class ShapeResult:
-    """The result at one other shape. Status ``no task``: the task's own model does not run at this shape."""
+    """The result at one shape other than the task's own. Status ``no task``: the task's model does not run at it."""
 
     name: str
     status: Status | Literal["no task"]

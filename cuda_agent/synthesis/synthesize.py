@@ -218,7 +218,7 @@ def _key(code: str) -> str | None:
 
 @dataclass
 class _Work:
-    """Takes candidates through the filters until the allowed probes are used up, and probes later candidates ahead."""
+    """Takes candidates through the filters until the allowed probes are used up. Meanwhile, probes the next ones."""
 
     config: Synthesis
     seed: int

@@ -103,9 +103,10 @@ def listed(kept, *more):
 def test_a_runs_episodes_are_listed_newest_first(kept, played):
     rows = listed(kept)
     assert [(row["stage"], row["task"], row["status"]) for row in rows] == [
-        ("evaluate-base", "relu_add", "ok"), ("collect", "lost", "lost"), ("collect", "tanh-0001", "wrong"),
+        ("collect", "lost", "lost"), ("collect", "tanh-0001", "wrong"), ("evaluate-base", "relu_add", "ok"),
     ]  # fmt: skip
-    assert rows[0]["reward"] == played.reward and rows[0]["tokens"] == sum(played.mask) and rows[0]["turns"] == 6
+    best = rows[2]
+    assert best["reward"] == played.reward and best["tokens"] == sum(played.mask) and best["turns"] == 6
     assert rows[0]["logprob"] == -1.0, "as the scripted engine says"
     text = ask("one", "--store", kept)
     assert "tanh-0001" in text and "(loop)" in text and text.endswith("3 of 3 episodes\n")
@@ -131,9 +132,9 @@ def all_of(kept: Path) -> list[EpisodeEntry]:
 
 def test_a_stage_or_a_status_that_does_not_occur_is_answered_with_those_that_do(kept):
     entries = all_of(kept)
-    with pytest.raises(ConfigError, match="there are collect, evaluate-base"):
+    with pytest.raises(ConfigError, match="there are evaluate-base, collect"):
         episodes.chosen(entries, stage="agentic")
-    with pytest.raises(ConfigError, match="there are wrong, lost, ok"):
+    with pytest.raises(ConfigError, match="there are ok, wrong, lost"):
         episodes.chosen(entries, status="cheat")
 
 

@@ -163,8 +163,9 @@ class Reference(WorkerLoop):
         store(self._last, self._slots.output_tensors(frame.slot))
 
     def compile_task(self, frame: Frame) -> None:
-        """Makes ``run`` call the compiled model. The request names the folder of a warm-up's results (``known``), or an
-        empty string. One thread compiles a small model, because TorchInductor's processes take long to start."""
+        """Makes ``run`` call the compiled model. ``known`` in the request is the folder with a warm-up's results; if
+        it is empty, this process records them. A small model is compiled by one thread only, because TorchInductor's
+        processes take long to start."""
         from cuda_agent.sandbox.worker import compiling
 
         known = frame.body["known"]

@@ -1,7 +1,8 @@
 """Computes simulated times, which replace measured times in tests and drills (``sandbox.clock=model``).
 
 A simulated time is a pure function of task and solution. It does not predict real time. The usual optimizations (fewer
-passes over memory, fewer operators, blocks for all threads, vector hints) shorten it, so a policy can learn from it."""
+passes over memory, fewer operators, at least as many blocks as threads, vector hints) shorten it, so a policy can learn
+from it."""
 
 import re
 from typing import Any
