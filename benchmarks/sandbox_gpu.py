@@ -10,6 +10,11 @@ beside it.  Solutions of each format go one after the other, and then all at onc
 With ``--tasks`` it measures only this: distinct solutions of one ``--format`` for so many tasks, ``--solutions`` a
 task, compiled before, in random order, all at once.  torch.compile's baselines are left out there: each task needs them
 once.
+
+    python benchmarks/sandbox_gpu.py --tasks 48 --solutions 12 --teacher
+
+With ``--teacher`` these are tasks and designs of the scripted teacher in the place of one right kernel.  About a third
+of the designs are refused, as are those of a policy at the beginning of its training.
 """
 
 import argparse
@@ -19,6 +24,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +34,8 @@ from cuda_agent.config import SandboxConfig
 from cuda_agent.sandbox.judge.prepared import baselines_file
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.wire import Format, Solution, Verdict
+from cuda_agent.synthesis.teacher import family, teacher
+from cuda_agent.synthesis.teacher.cuda_parts import KERNEL as KERNEL_FILE
 from cuda_agent.tasks.task import Task
 
 TASK = """
@@ -109,7 +117,7 @@ PLAN = {
         }
     ]
 }  # fmt: skip
-PHASES = ("start", "check", "time", "cleanup")
+PHASES = ("start", "check", "time", "prepare", "cleanup")
 SIZES = {"20 us": (1024, 16, 132 * 8, 256), "200 us": (8192, 24, 132 * 8, 256), "2 ms": (8192, 32, 66, 64)}
 # rows, rounds, blocks and threads of the plan: the last one leaves half of the device idle
 
@@ -122,15 +130,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--tasks", type=int, default=0, help="measure one format for so many tasks, and nothing else")
     parser.add_argument("--format", choices=("plan", "extension", "python"), default="plan")
+    parser.add_argument("--teacher", action="store_true", help="with --tasks: tasks and designs of the teacher")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as cache:
         if options.tasks:
-            print(
-                json.dumps(
-                    asyncio.run(many_tasks(options.tasks, options.solutions, options.format, Path(cache))), indent=1
-                )
-            )
+            made = teachers_tasks(options.tasks) if options.teacher else chains(options.tasks, options.format)
+            print(json.dumps(asyncio.run(many_tasks(*made, options.solutions, Path(cache))), indent=1))
             return
         answer = asyncio.run(measure(options.solutions, options.repeats, Path(cache)))
     for name, row in answer["formats"].items():
@@ -184,10 +190,37 @@ async def measure(solutions: int, repeats: int, cache: Path) -> dict[str, Any]:
     return answer
 
 
-async def many_tasks(count: int, solutions: int, format: Format, cache: Path) -> dict[str, Any]:
+Make = Callable[[Task, int], Solution]  # makes the solution with a number
+
+
+def chains(count: int, format: Format) -> tuple[list[Task], Make]:
+    """Returns tasks of chained tanh, and a function that makes right solutions of one format."""
     rng = random.Random(0)
     sizes = rng.sample([(rows, rounds) for rows in (256, 512, 1024, 2048, 4096) for rounds in range(2, 25)], count)
-    tasks = [task(*size) for size in sizes]
+
+    def made(task: Task, number: int) -> Solution:
+        if format != "plan":
+            return solution(format, "20 us", number)
+        node = PLAN["nodes"][0] | {"grid": rng.choice((132, 264, 528, 1056)), "block": rng.choice((128, 256, 512))}
+        files = {"plan.json": json.dumps({"nodes": [node]}), "kernels/chain.cu": f"// {number}\n{KERNEL}"}
+        return Solution("plan", files)
+
+    return [task(*size) for size in sizes], made
+
+
+def teachers_tasks(count: int) -> tuple[list[Task], Make]:
+    """Returns tasks of the teacher's family, and a function that makes plans with random designs."""
+    rng = random.Random(0)
+
+    def made(task: Task, number: int) -> Solution:
+        files = teacher.solve(task, rng, "cuda").files
+        return Solution("plan", files | {KERNEL_FILE: f"// {number}\n{files[KERNEL_FILE]}"})
+
+    return [family.sample_task(rng, "cuda") for _ in range(count)], made
+
+
+async def many_tasks(tasks: list[Task], make: Make, solutions: int, cache: Path) -> dict[str, Any]:
+    rng = random.Random(0)
     config = SandboxConfig(device="cuda", memory_mb=8192)
     async with LocalSandbox(config, cache) as sandbox:
         for one in tasks:  # torch.compile's baseline counts as tried, and so is not measured
@@ -195,13 +228,6 @@ async def many_tasks(count: int, solutions: int, format: Format, cache: Path) ->
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({"compile_tried": True}))
         verdicts: list[Verdict] = []
-
-        def made(number: int) -> Solution:
-            if format != "plan":
-                return solution(format, "20 us", number)
-            node = PLAN["nodes"][0] | {"grid": rng.choice((132, 264, 528, 1056)), "block": rng.choice((128, 256, 512))}
-            files = {"plan.json": json.dumps({"nodes": [node]}), "kernels/chain.cu": f"// {number}\n{KERNEL}"}
-            return Solution("plan", files)
 
         async def judge(one: Task, solution: Solution) -> None:
             verdicts.append(await sandbox.evaluate(one, solution))
@@ -212,10 +238,10 @@ async def many_tasks(count: int, solutions: int, format: Format, cache: Path) ->
                 print(f"{len(verdicts)} verdicts in {seconds:.1f} s, means of the last 96: {phases}", flush=True)
 
         begin = time.perf_counter()
-        await asyncio.gather(*(judge(one, made(-1)) for one in tasks))  # prepares the tasks
-        print(f"{count} tasks prepared in {time.perf_counter() - begin:.0f} s", flush=True)
+        await asyncio.gather(*(judge(one, make(one, -1)) for one in tasks))  # prepares the tasks
+        print(f"{len(tasks)} tasks prepared in {time.perf_counter() - begin:.0f} s", flush=True)
         verdicts.clear()
-        order = [(one, made(number)) for number in range(solutions) for one in tasks]
+        order = [(one, make(one, number)) for number in range(solutions) for one in tasks]
         rng.shuffle(order)
         specs = {one.name: await sandbox.spec(one) for one in tasks}
         begin = time.perf_counter()
@@ -229,6 +255,11 @@ async def many_tasks(count: int, solutions: int, format: Format, cache: Path) ->
         "phases": {name: statistics.median(v.phases.get(name, 0.0) for v in verdicts) for name in ("build", *PHASES)},
         "means": {name: statistics.fmean(v.phases.get(name, 0.0) for v in verdicts) for name in PHASES},
         "statuses": {status: sum(v.status == status for v in verdicts) for status in {v.status for v in verdicts}},
+        "held": {
+            status: statistics.fmean(sum(v.phases.get(name, 0.0) for name in PHASES) for v in of)
+            for status in {v.status for v in verdicts}
+            if (of := [v for v in verdicts if v.status == status])
+        },
         "messages": sorted({v.message for v in verdicts if v.message})[:5],
         "eager": sorted(v.eager_seconds or 0.0 for v in verdicts)[:: max(1, len(verdicts) // 8)],
     }

@@ -42,10 +42,15 @@ class Segments:
 
 
 def register(compiled: bool = False) -> None:
-    """Registers packed attention with transformers. If ``compiled``, excludes it from ``torch.compile``."""
+    """Registers packed attention with transformers, for all trainers of this process. If ``compiled``, excludes it from
+    ``torch.compile``; later calls do not change that."""
     from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    AttentionInterface.register(NAME, torch.compiler.disable(_packed_attention) if compiled else _packed_attention)
+    if compiled:
+        AttentionInterface.register(NAME, torch.compiler.disable(_packed_attention))
+    elif NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        AttentionInterface.register(NAME, _packed_attention)
 
 
 def supports(config: Any) -> bool:

@@ -28,7 +28,7 @@ def test_the_real_clock_shows_where_the_time_goes():
         sandbox_bench.measure(SandboxConfig(timed_calls=4, checks=2), tasks=1, solutions=1, formats=["python"])
     )
     phases = answer["formats"]["python"]["phases"]
-    assert set(phases) == {"build", "start", "check", "time", "observe", "cleanup", "whole", "in a row"}
+    assert set(phases) == {"build", "start", "check", "time", "observe", "prepare", "cleanup", "whole", "in a row"}
     parts = sum(phases[name]["p50"] for name in ("start", "check", "time"))
     assert 0 < parts <= phases["whole"]["p50"]
 

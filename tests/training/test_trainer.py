@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from training_cases import VOCAB, random_episode, tiny_policy
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cuda_agent.config import CriticConfig, Ppo
 from cuda_agent.lease import Lease
@@ -516,7 +517,13 @@ def test_compiled_layers_give_the_same_steps_and_are_compiled_a_few_times_for_al
     assert made == counters["stats"]["unique_graphs"] > 0
 
 
-def test_compiled_layers_whose_activations_are_computed_twice_give_the_same_steps(graphs, monkeypatch):
+@pytest.fixture
+def unregistered(monkeypatch) -> None:
+    """As in a process that has made no trainer: transformers does not know packed attention."""
+    monkeypatch.delitem(type(ALL_ATTENTION_FUNCTIONS)._global_mapping, attention.NAME, raising=False)
+
+
+def test_compiled_layers_whose_activations_are_computed_twice_give_the_same_steps(graphs, unregistered, monkeypatch):
     calls = []
 
     def counted(*arguments, **options):
@@ -543,6 +550,14 @@ def test_the_lease_is_free_once_the_device_has_done_the_backward_pass(tmp_path):
         done.record()
     with Lease(tmp_path).timing():
         assert done.query()
+
+
+def test_attention_stays_out_of_compiled_layers_when_another_trainer_does_not_compile(unregistered):
+    policy()
+    assert not getattr(ALL_ATTENTION_FUNCTIONS[attention.NAME], "_torchdynamo_disable", False)
+    policy(compile=True)
+    policy()
+    assert ALL_ATTENTION_FUNCTIONS[attention.NAME]._torchdynamo_disable
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ _FEWEST, _FEW = {"cpu": 5, "cuda": 20}, 8  # fewest timed calls; GPU calls are c
 _NARROW = 1.01  # ratio of an interval's ends below which ``_FEW`` calls suffice
 _ENOUGH_SECONDS = 0.2
 _WIDE = 1.2  # ratio of an interval's ends above which the calls disagree
+BELIEVED: tuple[Status, ...] = ("wrong", "build_error", "infra")  # of a used context that proves itself afterwards
 Interval = tuple[float, float]  # lower and upper end
 Spread = tuple[float, float, float]  # lower end of an interval, middle, upper end
 

@@ -21,7 +21,7 @@ from cuda_agent.machine import die_with_parent
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.judge import mutants
-from cuda_agent.sandbox.judge.decisions import CandidateRefused
+from cuda_agent.sandbox.judge.decisions import BELIEVED, CandidateRefused
 from cuda_agent.sandbox.judge.memory.buffers import call_bytes
 from cuda_agent.sandbox.judge.prepared import Baselines, PreparedTask
 from cuda_agent.sandbox.judge.reference_client import TaskKilled, memory_of
@@ -150,7 +150,7 @@ class Judge:
     def evaluate(self, request: EvaluateRequest) -> dict[str, Any]:
         """Returns the ``Verdict`` on the built solution in ``request``, as JSON."""
         self.cleanup()  # needed if the last evaluation ended with an error of the task
-        before, settings = self._cleanup_seconds, self.settings
+        started, before, settings = time.perf_counter(), self._cleanup_seconds, self.settings
         traits = FormatTraits(**request["traits"])
         verdict = Verdict(
             "ok", request["format"], request["mode"], settings.device, settings.clock,  # type: ignore[arg-type]
@@ -176,7 +176,9 @@ class Judge:
                 self._tried(request, verdict, timed, again=True)
             if verdict.status != "ok":
                 break
-        verdict.phases = {} if settings.clock == "model" else verdict.phases | measuring | {"cleanup": before}
+        spent = verdict.phases | measuring
+        rest = time.perf_counter() - started - sum(spent.values())
+        verdict.phases = {} if settings.clock == "model" else spent | {"prepare": rest, "cleanup": before}
         return verdict.to_json()
 
     def _tried(self, request: EvaluateRequest, verdict: Verdict, timed: bool, again: bool = False) -> bool:
@@ -194,7 +196,7 @@ class Judge:
             verdict.eager_seconds, verdict.compile_seconds = base.eager, base.compile
         verdict.bytes, verdict.flops = call_bytes(spec), base.flops or None
         verdict.peak_bytes_per_second = prepared.peaks.bytes_per_second
-        sharing = request, self.settings, prepared.best, call_bytes(spec)
+        sharing = request, self.settings, call_bytes(spec)
         shared = self._workers.shared if not again and may_share(*sharing) else None
         used = shared is not None and shared.served > 0
         self._trial = trial = Trial(self._workers, prepared, request, verdict, shared)
@@ -206,7 +208,8 @@ class Judge:
                 verdict.message += _RANDOM
             if used:
                 verdict.samples.clear()
-            return self.make_room(refusal) or refusal.retryable or used
+            damaged = used and not (refusal.status in BELIEVED and trial.give_back())
+            return self.make_room(refusal) or refusal.retryable or damaged
         except TaskKilled:
             raise
         except (TaskError, driver.DriverError) as error:

@@ -1,11 +1,12 @@
 """Lets one candidate worker serve many plans on a GPU, one after the other.
 
 Making and releasing a CUDA context takes longer than judging a short plan, and a device makes one context at a time. A
-plan holds no host code, so the worker can unload it completely. But kernels may damage the context. So a refusal or a
-new best time in a used context counts only if a trial in a new context confirms it."""
+plan holds no host code, so the worker can unload it completely. But kernels may damage the context. So a used context
+must prove after a refused plan that it still computes correctly; otherwise the plan is judged again in a new context. A
+new context also confirms each crash, each accusation of cheating, and each new best time."""
 
-import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
 from cuda_agent.sandbox.jail.processes import JailedProcess, WorkerDied, WorkerError
 from cuda_agent.sandbox.judge.memory.device import SLOTS_BYTES, Area
@@ -16,19 +17,25 @@ _MOST_SERVED = 64  # plans that one context serves
 _SAME = 0.95  # a time is a new best only below this share of the best; rewards differ by as much
 
 
-def may_share(request: EvaluateRequest, settings: JudgeSettings, best: float | None, size: int) -> bool:
+def may_share(request: EvaluateRequest, settings: JudgeSettings, size: int) -> bool:
     """Returns whether the solution in ``request`` may run in a used context: a plan of kernels and memsets in quick
-    mode. Kernels could damage the memory that a library keeps in the context. The first solution of a task (``best`` is
-    ``None``) gets a new context. So does a task with very large inputs and outputs (``size`` bytes)."""
+    mode. Kernels could damage the memory that a library keeps in the context. A kernel that calls ``malloc`` could
+    leave too little of the context's heap to later ones. A task with very large inputs and outputs (``size`` bytes)
+    gets a new context, too."""
     return (
         settings.device == "cuda"
         and settings.clock == "real"
-        and best is not None
         and size <= SLOTS_BYTES
         and request["mode"] == "quick"
         and FormatTraits(**request["traits"]).host_is_ours
         and not any("library" in node for node in request["load"]["nodes"])
+        and not _allocates(request["load"].get("image", ""))
     )
+
+
+def _allocates(image: str) -> bool:
+    """Returns whether a kernel in the cubin ``image`` calls ``malloc``, which is a symbol that the driver resolves."""
+    return bool(image) and b"malloc" in Path(image).read_bytes()
 
 
 def is_best(seconds: float | None, best: float | None) -> bool:
@@ -69,17 +76,22 @@ class SharedContext:
             worker = self._start()
         return worker
 
-    def give_back(self, worker: JailedProcess, seconds: float) -> None:
-        """Takes ``worker`` back after a plan, which the worker must unload within ``seconds``. Ends the worker if that
-        fails, or if it has served enough plans."""
+    def give_back(self, worker: JailedProcess, seconds: float) -> bool:
+        """Takes ``worker`` back after a plan. Returns whether the worker unloads the plan within ``seconds`` and then
+        computes a known result. Ends the worker otherwise, and after enough plans."""
         self.served += 1
-        if worker.alive and self.served < _MOST_SERVED:
+        proven = worker.alive
+        if proven:
             worker.seconds = seconds
-            with contextlib.suppress(WorkerDied, WorkerError):
+            try:
                 worker.call(WorkerOperation.UNLOAD_SOLUTION)
-                self._worker = worker
-                return
-        worker.kill()
+            except (WorkerDied, WorkerError):
+                proven = False
+        if proven and self.served < _MOST_SERVED:
+            self._worker = worker
+        else:
+            worker.kill()
+        return proven
 
     def end(self) -> None:
         if self._worker:

@@ -41,10 +41,11 @@ _ALONE_CALLS, _BESIDE = 3, {"cpu": 1.05, "cuda": 1.03}  # eager calls without th
 _KEPT = "checked with the weights of the constructor alone: others make the reference's outputs not finite"
 _BUSY = "calls of the same work differ much: the interval of the speed-up is wider than 20 %"
 _FILES = ("runtime", "library", "image")  # files of a load request
+_HARMLESS = ("ok", *decisions.BELIEVED)  # statuses of plans after which a shared context may live on
 
 
 class Trial:
-    """One trial of a candidate worker. ``shared`` provides the worker, and takes it back if the solution is ``ok``."""
+    """One trial of a candidate worker. ``shared`` provides the worker, and takes it back if the plan can do no harm."""
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class Trial:
         self._loaded = True
         with self._lease.working(), self._judged(decisions.LOADING):
             self._load()
-        self._verdict.phases["start"] = time.perf_counter() - begin
+        self._spent("start", begin)
 
     def _open(self, profiler: bool = False) -> None:
         """Starts a worker without the solution, and maps its buffers. ``profiler`` starts torch's profiler."""
@@ -147,7 +148,7 @@ class Trial:
             with self._lease.working():
                 self._compare(entry, outputs, f"check {number + 1} of {self._settings.checks}")
             self._verdict.checks += 1
-        self._verdict.phases["check"] = time.perf_counter() - begin
+        self._spent("check", begin)
 
     def strict(self) -> None:
         """Checks the candidate on inputs of many kinds, and measures its errors against the float64 model."""
@@ -157,7 +158,7 @@ class Trial:
         if wrong:
             raise CandidateRefused("wrong", wrong)
         verdict.checks = verdict.strict["inputs"]
-        verdict.phases["check"] = time.perf_counter() - begin
+        self._spent("check", begin)
 
     def strict_time(self) -> None:
         """Times the candidate and eager in turn, in fp32, until the confidence interval of the speed-up is narrow."""
@@ -168,7 +169,7 @@ class Trial:
             verdict.seconds = self._believed(statistics.median(verdict.samples))
         strict.report(verdict, anchors, yard)
         self._anchor = verdict.eager_seconds
-        verdict.phases["time"] = time.perf_counter() - begin
+        self._spent("time", begin)
 
     @contextlib.contextmanager
     def _alternating(self) -> Iterator[tuple[Callable[[], tuple[list[Any], float]], Callable[[list[Any]], float], Any]]:
@@ -248,7 +249,7 @@ class Trial:
             verdict.advice += legality.advice(verdict.ran, self._traits.own_work)
         if missing:
             verdict.advice.append(f"not observed: {missing}"[:300])
-        verdict.phases["observe"] = time.perf_counter() - begin
+        self._spent("observe", begin)
 
     def _profiled(self) -> tuple[Any, str]:
         """Returns the kernels of one call and an empty string, or ``None`` and the reason why there are none. Starts a
@@ -283,6 +284,11 @@ class Trial:
         except (WorkerDied, WorkerError, TaskError, driver.DriverError) as error:
             return None, str(error)
         return (None, f"another answer while it was observed: {wrong}") if wrong else (told, "")
+
+    def _spent(self, phase: str, begin: float) -> None:
+        """Adds the time since ``begin`` to a phase of the verdict, which may have had an earlier trial."""
+        phases = self._verdict.phases
+        phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - begin
 
     def cost(self) -> float:
         request, spec, threads = self._request, self._prepared.spec, self._settings.threads
@@ -322,7 +328,7 @@ class Trial:
                     verdict.compile_seconds *= self._anchor / base.eager
         verdict.interval = [*speedups[0]]
         verdict.compile_interval = [*speedups[1]] if speedups[1:] else None
-        verdict.phases["time"] = time.perf_counter() - begin
+        self._spent("time", begin)
         if undecided:
             raise decisions.too_busy(speedups)
         if decisions.disagree(*speedups[0]):
@@ -344,7 +350,7 @@ class Trial:
             alone = statistics.median(oracle.seconds(inputs) for _ in range(_ALONE_CALLS))
         verdict.eager_seconds = verdict.eager_seconds or self._anchor
         decisions.scale_baselines(verdict, min(1.0, _BESIDE[self._settings.device] * alone / self._anchor))
-        verdict.phases["time"] += time.perf_counter() - begin
+        self._spent("time", begin)
 
     # ------------------------------------------------------------------------------------------------------------ calls
 
@@ -433,9 +439,15 @@ class Trial:
             with self._lease.working():  # the device takes a while to release what the worker held
                 self._worker.kill()
 
+    def give_back(self) -> bool:
+        """Returns the worker to the shared context. Returns whether it unloads the plan and still computes right."""
+        worker, self._worker = self._worker, None
+        with self._lease.working():
+            return bool(self._shared and worker and self._shared.give_back(worker, self._settings.run_seconds))
+
     def close(self) -> None:
-        if self._shared and self._worker and self._verdict.status == "ok":
-            self._shared.give_back(self._worker, self._settings.run_seconds)
+        if self._shared and self._worker and self._verdict.status in _HARMLESS:
+            self.give_back()
         else:
             self.end()
         if not self._shared:

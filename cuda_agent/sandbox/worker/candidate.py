@@ -68,6 +68,7 @@ class Candidate(WorkerLoop):
         if self._options["device"] == "cuda":
             from cuda_agent.sandbox.worker import gpu
 
+            self._commands[WorkerOperation.UNLOAD_SOLUTION] = lambda call: self.unload_plan(None)
             run = gpu.bind_plan(frame.body, self._slots)
         else:
             run = bind_plan(frame.body, self._slots, self._options["threads"])
@@ -78,8 +79,9 @@ class Candidate(WorkerLoop):
             steps[call.slot], self._options["device"]
         )
 
-    def unload_plan(self, run: Callable[[int], None]) -> None:
-        """Forgets the plan that ``run`` runs on a GPU. The worker then takes the next plan's buffers."""
+    def unload_plan(self, run: Callable[[int], None] | None) -> None:
+        """Forgets the plan that ``run`` runs on a GPU (``None``: the plan could not be loaded). The worker then takes
+        the next plan's buffers."""
         from cuda_agent.sandbox.worker import gpu
 
         self._clocked = gpu.DeviceClock()

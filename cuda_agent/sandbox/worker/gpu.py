@@ -75,6 +75,15 @@ def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
     """Loads a plan's kernels, and resolves their arguments for each slot. Returns the function that runs a slot.
     ``program`` is ``plan.Program`` as JSON, with the cubin's path (``image``) and the kernels' mangled ``names``."""
     module = driver.Module(Path(program["image"]).read_bytes()) if program["image"] else None
+    try:
+        return _bound(program, slots, module)
+    except Exception:
+        if module:
+            module.unload()
+        raise
+
+
+def _bound(program: dict[str, Any], slots: Slots, module: driver.Module | None) -> Callable[[int], None]:
     workspaces: dict[str, torch.Tensor] = {}
     for name, workspace in program["workspaces"].items():
         memory = torch.zeros(max(workspace["bytes"], 1), dtype=torch.uint8, device="cuda")
@@ -121,14 +130,14 @@ def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
     return run
 
 
-def unload_plan(run: Callable[[int], None]) -> None:
-    """Removes a plan (``run`` is ``bind_plan``'s result) from the context. Raises an error if the context is
-    damaged."""
+def unload_plan(run: Callable[[int], None] | None) -> None:
+    """Removes a plan from the context. ``run`` is ``bind_plan``'s result, or ``None`` if ``bind_plan`` failed. Raises
+    an error if the context is damaged."""
     torch.cuda.synchronize()
-    if module := run.module:  # type: ignore[attr-defined]
+    if run and (module := run.module):  # type: ignore[attr-defined]
         module.unload()
-    if run.keep:  # type: ignore[attr-defined]
-        run.keep.clear()  # type: ignore[attr-defined]
+    if run is None or run.keep:  # type: ignore[attr-defined]
+        getattr(run, "keep", {}).clear()
         torch.cuda.empty_cache()
     known = torch.arange(_KNOWN, dtype=torch.int32)
     if not torch.equal((known.to("cuda") * 3 + 1).cpu(), known * 3 + 1):

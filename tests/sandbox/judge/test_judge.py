@@ -27,6 +27,7 @@ class Trials:
         self.seconds: list[float] = []  # of the trials that pass, in order
         self.shared: list[bool] = []  # whether each trial got the shared context
         self.closed = 0
+        self.proven = True  # whether a shared context computes correctly after a trial
 
     def __call__(self, workers: Any, task: Any, request: Any, verdict: Verdict, shared: Any) -> "Trials":
         self.verdict = verdict
@@ -44,6 +45,9 @@ class Trials:
             self.verdict.seconds = self.verdict.samples[-1]
 
     def end(self) -> None: ...
+
+    def give_back(self) -> bool:
+        return self.proven
 
     def close(self) -> None:
         self.closed += 1
@@ -278,7 +282,24 @@ def sharing(make: Make, monkeypatch: pytest.MonkeyPatch) -> Judge:
     return judge
 
 
-def test_what_a_used_context_refuses_is_judged_again_in_a_new_one(sharing: Judge, trials: Trials) -> None:
+@pytest.mark.parametrize("status", ["crash", "timeout", "cheat"])
+def test_what_may_be_the_fault_of_a_used_context_is_judged_again_in_a_new_one(
+    sharing: Judge, trials: Trials, status: Any
+) -> None:
+    trials.script = [CandidateRefused(status, "in check 1"), None]
+    assert sharing.evaluate(request())["status"] == "ok" and trials.shared == [True, False]
+
+
+@pytest.mark.parametrize("status", ["wrong", "build_error", "infra"])
+def test_a_refusal_counts_if_the_used_context_still_computes_correctly(
+    sharing: Judge, trials: Trials, status: Any
+) -> None:
+    trials.script = [CandidateRefused(status, "check 1: off")]
+    assert sharing.evaluate(request())["status"] == status and trials.shared == [True]
+
+
+def test_what_a_damaged_context_refuses_is_judged_again_in_a_new_one(sharing: Judge, trials: Trials) -> None:
+    trials.proven = False
     trials.script = [CandidateRefused("wrong", "check 1: off"), None]
     assert sharing.evaluate(request())["status"] == "ok" and trials.shared == [True, False]
     trials.script, trials.seconds = [CandidateRefused("wrong", "an audit of a timed call"), None], [0.1, 1.5]

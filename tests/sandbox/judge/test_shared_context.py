@@ -20,11 +20,12 @@ from tests.sandbox.judge.fakes import Worker, settings_in
         ({"mode": "check"}, False),
         ({"device": "cpu"}, False),
         ({"clock": "model"}, False),
-        ({"best": None}, False),
         ({"size": 2 << 30}, False),
         ({"host_is_ours": False}, False),
         ({"node": {"library": "gemm"}}, False),
         ({"node": {"memset": "out:0"}}, True),
+        ({"image": b"\x7fELF\0fused\0"}, True),
+        ({"image": b"\x7fELF\0fused\0malloc\0"}, False),
     ],
     ids=str,
 )
@@ -33,17 +34,18 @@ def test_only_quick_plans_of_kernels_share_a_context(tmp_path: Any, change: dict
         "mode": "quick",
         "device": "cuda",
         "clock": "real",
-        "best": 1.0,
         "host_is_ours": True,
         "node": {},
+        "image": b"",
         "size": 1,
     } | change
+    (image := tmp_path / "image.cubin").write_bytes(case["image"])
     request: Any = {
         "mode": case["mode"], "traits": vars(FormatTraits(host_is_ours=case["host_is_ours"])),
-        "load": {"nodes": [{"symbol": "f"}, case["node"]]},
+        "load": {"nodes": [{"symbol": "f"}, case["node"]], "image": str(image)},
     }  # fmt: skip
     settings = settings_in(tmp_path, device=case["device"], clock=case["clock"])
-    assert may_share(request, settings, case["best"], case["size"]) is shared
+    assert may_share(request, settings, case["size"]) is shared
 
 
 def test_a_best_time_is_clearly_less_than_the_last() -> None:
@@ -68,7 +70,7 @@ def context(started: list[Any]) -> SharedContext:
 def test_a_worker_serves_again_once_its_plan_is_unloaded(context: SharedContext, started: list[Any]) -> None:
     first = context.take()
     assert context.served == 0
-    context.give_back(first, 2.0)
+    assert context.give_back(first, 2.0)
     assert started[0].operations == [WorkerOperation.UNLOAD_SOLUTION]
     assert context.take() is first and context.served == 1
 
@@ -76,7 +78,7 @@ def test_a_worker_serves_again_once_its_plan_is_unloaded(context: SharedContext,
 def test_a_worker_that_does_not_unload_is_replaced(context: SharedContext, started: list[Any]) -> None:
     worker = context.take()
     started[0].fails_at[WorkerOperation.UNLOAD_SOLUTION] = WorkerError("the context no longer computes correctly")
-    context.give_back(worker, 2.0)
+    assert not context.give_back(worker, 2.0)
     assert not worker.alive and context.take() is started[1] and context.served == 0
 
 
