@@ -112,6 +112,12 @@ class Judge:
             most, wanted, number = _MOST_OF_A_PROBER, 0, 2
         if self.memory.free_bytes() < wanted:
             self._trim()
+        for other in [*self._prepared.values()][:-1]:  # to draw inputs again takes less time than to open a task again
+            if self.held_bytes <= most and self.memory.free_bytes() >= wanted:
+                break
+            other.drop_pool()
+            if self.memory.free_bytes() < wanted:
+                self._trim()
         while len(self._prepared) > 1 and (
             len(self._prepared) > number or self.held_bytes > most or self.memory.free_bytes() < wanted
         ):

@@ -162,6 +162,10 @@ class PreparedTask:
                 self.draw_weights()
                 self._make_ahead()
 
+    def drop_pool(self) -> None:
+        """Frees the pool's inputs and outputs. The next trial draws those that it needs again."""
+        self._pool.clear()
+
     def _make_ahead(self) -> None:
         """Makes the pool entries that the next trial usually needs. Draws all inputs first, because torch's CPU threads
         spin for some milliseconds after each computation."""
@@ -301,7 +305,7 @@ class PreparedTask:
     @property
     def bytes(self) -> int:
         """The approximate bytes that the task holds on the device: pool, areas, torch's memory, model and context."""
-        calls = max(len(self._pool), min(self.pool_size, self.settings.checks)) + _SLOTS + self.oracle.batch + 1
+        calls = len(self._pool) + _SLOTS + self.oracle.batch + 1
         return calls * self._call_bytes + 3 * self._weight_bytes + _CONTEXT_BYTES
 
     @property

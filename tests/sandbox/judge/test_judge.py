@@ -151,6 +151,18 @@ def test_prepared_tasks_are_bounded_by_their_bytes(make: Make, monkeypatch: pyte
     assert judge.prepared(source("d")).oracle.alive, "the task that is asked for stays"
 
 
+def test_inputs_of_earlier_tasks_go_before_the_tasks(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = make()
+    a, b = judge.prepared(source("a")), judge.prepared(source("b"))
+    alone = a.bytes
+    for task in (a, b):
+        task.entry(0)
+    monkeypatch.setattr(judge.memory, "prepared_bytes", lambda: 2 * alone + b.bytes)
+    c = judge.prepared(source("c"))
+    assert a.oracle.alive and b.oracle.alive and c.oracle.alive
+    assert a.bytes == alone < b.bytes, "the least recently used first, and no more than needed"
+
+
 def test_tasks_go_until_the_next_candidate_finds_room_on_the_device(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
