@@ -106,7 +106,7 @@ class Judge:
             found.close()
             raise TaskError("the task is too large to run beside others")
         self._prepared[digest] = found
-        most, wanted = self.memory.prepared_bytes(), found.candidate_bytes
+        most, wanted = self.memory.prepared_bytes(), found.candidate_bytes + self.memory.policy_bytes()
         number = _MOST_PREPARED[self.settings.device]
         if self.settings.prober:
             most, wanted, number = _MOST_OF_A_PROBER, 0, 2

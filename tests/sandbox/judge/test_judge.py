@@ -177,8 +177,12 @@ def test_tasks_go_until_the_next_candidate_finds_room_on_the_device(
     d = judge.prepared(source("d"))
     assert (a.oracle.alive, b.oracle.alive, c.oracle.alive, d.oracle.alive) == (False, True, True, True)
     monkeypatch.setattr(judge.memory, "free_bytes", lambda: 0)
-    assert judge.prepared(source("e")).oracle.alive, "the task that is asked for stays"
+    e = judge.prepared(source("e"))
+    assert e.oracle.alive, "the task that is asked for stays"
     assert not any(one.oracle.alive for one in (b, c, d))
+    monkeypatch.setattr(judge.memory, "policy_bytes", lambda: 100)
+    monkeypatch.setattr(judge.memory, "free_bytes", lambda: needs + 99 + (not e.oracle.alive))
+    assert judge.prepared(source("f")).oracle.alive and not e.oracle.alive, "the policy needs room, too"
 
 
 @pytest.mark.parametrize(

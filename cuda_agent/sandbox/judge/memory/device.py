@@ -156,6 +156,11 @@ def prepared_bytes() -> int:
     return driver.memory_bytes()[1] // 2
 
 
+def policy_bytes() -> int:
+    """Returns the bytes that the judge leaves free for a policy on the same device, beside what the policy has."""
+    return driver.memory_bytes()[1] // 8
+
+
 def free_bytes() -> int:
     """Returns the free bytes of the device, without those that ``trim`` would free."""
     return driver.memory_bytes()[0]
