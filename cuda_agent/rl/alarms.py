@@ -1,4 +1,4 @@
-"""Finds signs of unstable training in the metrics of one PPO step. An alarm is a note: it changes no training."""
+"""Finds signs of unstable training in the metrics of a PPO step. An alarm is a note: it changes no training."""
 
 from collections.abc import Mapping
 
@@ -10,12 +10,16 @@ ALARMS = {
     "cut_short": (0.0, 0.5, "most episodes use up their turns or tokens"),
     "explained_variance": (-0.1, 1.0, "the critic predicts rewards worse than a constant"),
 }
+GROWTH = 3.0  # greatest sound entropy, as a multiple of the first step's
+_GREW = f"entropy is more than {GROWTH:g} times that of the first step: the policy forgets; try a smaller actor_lr"
 
 
-def alarms(metrics: Mapping[str, float]) -> list[str]:
-    """Returns a line for each metric of the step that is beyond its limits, or not a number."""
-    return [
+def alarms(metrics: Mapping[str, float], first: Mapping[str, float]) -> list[str]:
+    """Returns a line for each metric of the step that is beyond its limits, or not a number. ``first`` are the metrics
+    of the first step."""
+    lines = [
         f"{name} left its limits, {low:g} to {high:g}: {meaning}"
         for name, (low, high, meaning) in ALARMS.items()
         if name in metrics and not low <= metrics[name] <= high
     ]
+    return lines + [_GREW] * (metrics.get("entropy", 0.0) > GROWTH * first.get("entropy", float("inf")))

@@ -50,6 +50,7 @@ async def train_ppo(
         from cuda_agent.rl.ray.runtime import open_ray_runtime  # Ray is an optional package
 
         opened = open_ray_runtime(ctx, settings, kind, needed)
+    first: dict[str, float] = {}
     async with opened as runtime:
 
         async def play(step: int) -> RolloutBatch:
@@ -66,7 +67,9 @@ async def train_ppo(
             episodes = [episode for episode in played.episodes if oldest(episode) >= step - max_off_policy_steps]
             check_losses(ctx, episodes, f"step {step + 1}")
             metrics = await runtime.learn(step, episodes) | played.metrics
-            for alarm in alarms(metrics):
+            if not first:
+                first.update(metrics)  # of the first step that this process takes
+            for alarm in alarms(metrics, first):
                 ctx.tracker.note(f"{ctx.name}: {alarm}")  # an equal note is kept once
             metrics["stale"] = float(len(played.episodes) - len(episodes))
             await runtime.serve(step + 1)

@@ -17,7 +17,13 @@ SOUND = {
 
 def test_a_sound_step_and_a_step_without_metrics_give_no_alarm():
     assert SOUND.keys() == ALARMS.keys()
-    assert alarms(SOUND) == alarms({}) == []
+    assert alarms(SOUND, SOUND) == alarms({}, {}) == alarms(SOUND, {}) == []
+
+
+def test_an_entropy_that_grows_far_above_the_first_steps_gives_an_alarm():
+    assert alarms(SOUND, SOUND | {"entropy": 0.14}) == []
+    (line,) = alarms(SOUND, SOUND | {"entropy": 0.13})
+    assert "the policy forgets" in line
 
 
 @pytest.mark.parametrize(
@@ -33,5 +39,5 @@ def test_a_sound_step_and_a_step_without_metrics_give_no_alarm():
     ],
 )
 def test_each_metric_beyond_its_limits_gives_its_alarm(name, value):
-    (line,) = alarms(SOUND | {name: value})
-    assert line.startswith(f"{name} left its limits") and line == alarms({name: value})[0]
+    (line,) = alarms(SOUND | {name: value}, SOUND)
+    assert line.startswith(f"{name} left its limits") and line == alarms({name: value}, {})[0]
