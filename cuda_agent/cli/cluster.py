@@ -1,4 +1,4 @@
-"""The commands for clusters: render the manifests; submit, follow, stop and resume runs and sweeps."""
+"""The commands for clusters: render manifests; submit runs and sweeps; follow, cancel and resume a run; open MLflow."""
 
 import contextlib
 import json

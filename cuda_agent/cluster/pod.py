@@ -89,8 +89,9 @@ def prepare(
         replicas: The Kubernetes objects of the engine replicas; empty: each stage starts engines in its own pod.
 
     Returns:
-        The outputs (name -> text): each stage as ``run``, ``ray`` (run in several pods), ``cached`` or ``absent``;
-        ``servers`` and ``engines`` as addresses, separated by commas; ``finish`` as ``run`` or ``no``.
+        The outputs (name -> text): each stage as ``run``, ``ray`` (run in several pods), ``cached`` or ``absent`` (the
+        run's graph leaves it out); ``servers`` and ``engines`` as addresses, separated by commas; ``finish`` as
+        ``run`` if the step ``finish`` has work, else ``no``.
 
     Raises:
         ConfigError: The configuration is not the submitted one, or the run's name belongs to another configuration.

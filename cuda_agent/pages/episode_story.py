@@ -96,7 +96,8 @@ class EpisodeEntry:
 
 
 def of_episode(episode: Episode, tokenizer: Any = None) -> Story:
-    """Retells an episode.  ``tokenizer`` is a ``tokenizers.Tokenizer``; without one, tokens are shown by their ids."""
+    """Converts an episode to the ``Story`` that a page shows.  ``tokenizer`` is a ``tokenizers.Tokenizer``;
+    without one, tokens are shown by their ids."""
     messages = episode.messages
     first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
     spans = _sampled(episode, tokenizer)

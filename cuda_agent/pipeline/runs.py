@@ -160,8 +160,9 @@ def facts(store: Store, run: Run, stages: Sequence[Stage]) -> Facts:
 
 
 def diff(one: Facts, other: Facts) -> dict[str, Any]:
-    """Compares two runs.  Returns the settings that differ, and the stages that only one run has or whose cache keys
-    differ. For a stage of both runs: the differing parts of the key, both durations, and the names of equal outputs."""
+    """Compares two runs.  Returns the settings that differ, and the stages that only one run has finished or whose
+    cache keys differ. For a stage that both have finished: the differing parts of the key, both durations, and the
+    names of equal outputs."""
     keys = [key for key in one.settings | other.settings if one.settings.get(key) != other.settings.get(key)]
     changes: dict[str, Any] = {}
     for name in one.manifests | other.manifests:

@@ -47,8 +47,8 @@ class DenseDecoder:
 
     @staticmethod
     def knows(model: Any) -> bool:
-        """Returns whether this class can decode the model. The model must be dense, with full attention, silu, and
-        static rotary frequencies. Only q, k and v may have biases."""
+        """Returns whether this class can decode the model. The model must be a llama, qwen2 or qwen3 with full
+        attention, silu and static rotary frequencies. Only the q, k and v projections may have biases."""
         config = model.config
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])

@@ -203,7 +203,8 @@ def _function(node: Kernel, where: str, names: dict[str, Any], index: int) -> tu
 
 
 def _kernel(node: Kernel, where: str, names: dict[str, Any], index: int) -> tuple[dict[str, Any], str]:
-    """Returns a kernel node of the program for CUDA, and CUDA source that reports the types of its arguments."""
+    """Returns the program's entry for the CUDA kernel ``node``, and CUDA source that declares a variable with the types
+    of the kernel's arguments."""
     block = _extents(node.block, names, f"{where}.block", _MOST_BLOCK)
     if block[0] * block[1] * block[2] > _MOST_THREADS:
         raise PlanError(f"{where}.block: {block} are more than {_MOST_THREADS} threads")

@@ -195,9 +195,10 @@ class Trial:
             yield candidate, lambda inputs: net(oracle.seconds(inputs), empty), first
 
     def _believed(self, told: float) -> float:
-        """Returns the seconds per call that count, and scales the samples to them. Raises ``CandidateRefused`` if the
-        judge's clock or the device's bandwidth contradicts ``told``, the worker's median seconds. The caller holds the
-        timing lease."""
+        """Returns the seconds per call for the verdict: ``told`` (the worker's median) or, if it is longer, the time by
+        the judge's clock. Scales the samples to the result. Raises ``CandidateRefused`` if ``told`` is far below the
+        judge's time, or if the device cannot write the outputs in the result; plans need neither check. The caller
+        holds the timing lease."""
         seconds, doubt = told, ""
         if self._cross:
             with self._judged("in a timed call"):

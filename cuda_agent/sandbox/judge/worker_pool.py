@@ -195,8 +195,8 @@ class WorkerPool:
 
 
 def _giving_way(lease: Lease, check: Callable[[JailedProcess], str]) -> Callable[[JailedProcess], str]:
-    """Returns ``check``, a check for the watchdog, which also stops a worker with ``gives_way`` while another process
-    times a kernel. The caller holds ``lease`` for work."""
+    """Returns a check for the watchdog: ``check``, and before it a pause of the worker while another process times a
+    kernel, if the worker's flag ``gives_way`` is set. The caller is inside ``lease.working``."""
     ran = time.monotonic()
 
     def checked(worker: JailedProcess) -> str:

@@ -90,9 +90,9 @@ class Queue:
     def submit(
         self, id: str, kind: Kind, place: Hashable, priority: int, size: int, request: Any, now: float
     ) -> tuple[Job, bool]:
-        """Returns the job ``id`` (a digest of the request), and whether it is new. Reuses a job that is queued,
-        running, or finished with a valid verdict; otherwise queues a new job. Raises ``ServiceError`` if the queue is
-        full."""
+        """Returns the ``Job`` with this ``id`` (a digest of the request), and whether it is new. Reuses a job that
+        is queued, running, or finished with a valid verdict; otherwise queues a new job. Raises ``ServiceError`` if the
+        queue is full."""
         if job := self._alive.get(id):
             job.interest += 1
             if job.state == "queued":

@@ -108,7 +108,8 @@ def plain_columns(spec: FamilySpec, design: ColumnDesign) -> ColumnDesign:
 
 
 def columns_fault(spec: FamilySpec, design: ColumnDesign) -> Fault:
-    """Returns the judge's status and message: columns are left out, or the kernel cannot be launched."""
+    """Predicts the judge's status and message: ``wrong`` if the kernel leaves out columns, ``build_error`` if it cannot
+    be launched, else ``ok``."""
     shared = 4 * spec.rows * design.columns if design.cache == "shared" else 0
     whole, rest = divmod(spec.columns, design.columns)
     if found := launch_fault(shared, [1 if design.guard else whole, *[design.split] * (design.split > 1)]):
@@ -205,7 +206,7 @@ def _join(spec: FamilySpec, design: ColumnDesign) -> list[str]:
 
 
 def _across(kind: str, design: ColumnDesign) -> list[str]:
-    """Returns the function that reduces a value over the threads of a column."""
+    """Returns the CUDA source of ``all_<kind>``, which reduces a value over the threads that share a column."""
     place = f"part[threadIdx.x % {design.wide} + k * {design.wide}]"
     return [
         f"__device__ float all_{kind}(float s) {{",

@@ -207,11 +207,11 @@ def shared(peak: float | None) -> bool:
 
 
 def takes_turns(part: float, of_whole: float, floor: float) -> bool:
-    """Returns whether a device seems to run other processes in turn with this one.
+    """Returns whether the device seems to divide its time between this process and others.
 
     Args:
-        part: Shortest seconds to fill one buffer (H100: 45 us; beside another process 45 to 1,000 us).
-        of_whole: Shortest seconds per buffer to fill many in a row (35 us; beside another process 58 to 230 us).
+        part: Shortest time to fill one buffer, in seconds (H100: 45 us; with another process 45 to 1,000 us).
+        of_whole: Shortest time per buffer when many are filled in a row (35 us; with another process 58 to 230 us).
         floor: Seconds that one buffer takes at the memory's peak rate (31 us)."""
     return of_whole > part or part > _FAR_ABOVE * floor
 

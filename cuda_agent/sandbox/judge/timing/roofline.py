@@ -43,7 +43,8 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 @dataclass(frozen=True)
 class Peaks:
     """The peak rates of a device: ``bytes_per_second`` of its memory, and ``operations`` per second by type, such as
-    ``tf32``. ``cache_bytes`` is the size of the last-level cache. A real rate is at most ``slack`` times its peak."""
+    ``tf32``. ``cache_bytes`` is the size of the last-level cache. The
+    measured peak of the memory may be too low: its true rate is at most ``slack`` times ``bytes_per_second``."""
 
     bytes_per_second: float | None = None
     cache_bytes: int | None = None
@@ -132,8 +133,8 @@ def copy_bytes_per_second(threads: int, cache: int = 0) -> float:
 
 
 def cache_bytes(folder: Path, processors: Sequence[int]) -> int | None:
-    """Returns the bytes of the last-level caches of ``processors``, if known. ``folder`` is the kernel's ``cpu``
-    folder."""
+    """Returns the total bytes of the last-level caches of ``processors``, or ``None`` if they are unknown. ``folder``
+    is Linux's ``/sys/devices/system/cpu``."""
     found: dict[tuple[int, str], int] = {}
     for processor in processors:
         for index in folder.glob(f"cpu{processor}/cache/index*"):
