@@ -14,6 +14,7 @@ __all__ = [
     "free_bytes",
     "healthy",
     "mismatch",
+    "policy_bytes",
     "pool_bytes",
     "prepared_bytes",
     "same",
