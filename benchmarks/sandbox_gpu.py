@@ -13,8 +13,8 @@ once.
 
     python benchmarks/sandbox_gpu.py --tasks 48 --solutions 12 --teacher
 
-With ``--teacher`` these are tasks and designs of the scripted teacher in the place of one right kernel.  About a third
-of the designs are refused, as are those of a policy at the beginning of its training.
+With ``--teacher`` these are tasks and designs of the scripted teacher in the place of one right kernel.  About a
+quarter of the designs are refused; of a policy's plans at the beginning of its training, a quarter to a third.
 """
 
 import argparse
@@ -258,7 +258,7 @@ async def many_tasks(tasks: list[Task], make: Make, solutions: int, cache: Path)
         "held": {
             status: statistics.fmean(sum(v.phases.get(name, 0.0) for name in PHASES) for v in of)
             for status in {v.status for v in verdicts}
-            if (of := [v for v in verdicts if v.status == status])
+            for of in [[v for v in verdicts if v.status == status]]
         },
         "messages": sorted({v.message for v in verdicts if v.message})[:5],
         "eager": sorted(v.eager_seconds or 0.0 for v in verdicts)[:: max(1, len(verdicts) // 8)],

@@ -110,17 +110,19 @@ class Judge:
         number = _MOST_PREPARED[self.settings.device]
         if self.settings.prober:
             most, wanted, number = _MOST_OF_A_PROBER, 0, 2
+
+        def short() -> bool:
+            return self.held_bytes > most or self.memory.free_bytes() < wanted
+
         if self.memory.free_bytes() < wanted:
             self._trim()
         for other in [*self._prepared.values()][:-1]:  # to draw inputs again takes less time than to open a task again
-            if self.held_bytes <= most and self.memory.free_bytes() >= wanted:
+            if not short():
                 break
             other.drop_pool()
             if self.memory.free_bytes() < wanted:
                 self._trim()
-        while len(self._prepared) > 1 and (
-            len(self._prepared) > number or self.held_bytes > most or self.memory.free_bytes() < wanted
-        ):
+        while len(self._prepared) > 1 and (len(self._prepared) > number or short()):
             self._prepared.popitem(last=False)[1].close()
             self._trim()
         return found
@@ -214,8 +216,8 @@ class Judge:
                 verdict.message += _RANDOM
             if used:
                 verdict.samples.clear()
-            damaged = used and not (refusal.status in BELIEVED and trial.give_back())
-            return self.make_room(refusal) or refusal.retryable or damaged
+            doubted = used and not (refusal.status in BELIEVED and trial.give_back())
+            return self.make_room(refusal) or refusal.retryable or doubted
         except TaskKilled:
             raise
         except (TaskError, driver.DriverError) as error:

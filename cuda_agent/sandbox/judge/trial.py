@@ -82,7 +82,7 @@ class Trial:
         self.start()
         (self.strict if strictly else self.check)()
         if timed and self._fixed:
-            self._verdict.seconds = self.cost()
+            self._verdict.seconds = cost.candidate(self._request, self._prepared.spec, self._settings.threads)
         elif timed and strictly:
             self.strict_time()
         elif timed:
@@ -291,12 +291,6 @@ class Trial:
         phases = self._verdict.phases
         phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - begin
 
-    def cost(self) -> float:
-        request, spec, threads = self._request, self._prepared.spec, self._settings.threads
-        if self._traits.host_is_ours:
-            return cost.plan(request["load"], spec, request["files"], threads)
-        return cost.extension(spec, request["files"], threads)
-
     def time(self) -> None:
         """Times the candidate and eager in turn, up to the usual number of calls. Ends early once it is clear whether
         the candidate is 5 % faster than the baselines. Times more calls while the reward is uncertain. Raises
@@ -441,15 +435,15 @@ class Trial:
                 self._worker.kill()
 
     def give_back(self) -> bool:
-        """Returns the worker to the shared context. Returns whether it unloads the plan and still computes right."""
+        """Returns a worker to the shared context that provided it, and says whether it still computes correctly."""
+        if not self._shared or not self._worker:
+            return False
         worker, self._worker = self._worker, None
         with self._lease.working():
-            return bool(self._shared and worker and self._shared.give_back(worker, self._settings.run_seconds))
+            return self._shared.give_back(worker, self._settings.run_seconds)
 
     def close(self) -> None:
-        if self._shared and self._worker and self._verdict.status in _HARMLESS:
-            self.give_back()
-        else:
+        if self._verdict.status not in _HARMLESS or not self.give_back():
             self.end()
         if not self._shared:
             self._buffers.close()

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from cuda_agent.sandbox.judge.memory.buffers import byte_count, call_bytes
+from cuda_agent.sandbox.messages import EvaluateRequest
 from cuda_agent.sandbox.wire import TaskSpec
 
 _CALL, _BYTES_PER_SECOND = 2e-6, 1e10  # seconds of one operator; bytes/s of one thread
@@ -23,6 +24,13 @@ def compiled(spec: TaskSpec, operators: int, touched: int, threads: int) -> floa
     The compiled model runs 1 + ``operators`` / 4, on the inputs, the outputs and a quarter of the other bytes."""
     least = call_bytes(spec)
     return _CALL * (1 + operators / 4) + (least + max(0, touched - least) / 4) / (_BYTES_PER_SECOND * threads)
+
+
+def candidate(request: EvaluateRequest, spec: TaskSpec, threads: int) -> float:
+    """Returns the simulated seconds of a call of the solution in ``request``."""
+    if request["traits"]["host_is_ours"]:
+        return plan(request["load"], spec, request["files"], threads)
+    return extension(spec, request["files"], threads)
 
 
 def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads: int) -> float:
