@@ -1,4 +1,4 @@
-"""Defines the sandbox's interface, which a sandbox on this machine and a sandbox on servers share."""
+"""Defines the interface of the sandbox. ``LocalSandbox`` (this machine) and ``RemoteSandbox`` (servers) have it."""
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
@@ -14,7 +14,7 @@ from cuda_agent.tasks.task import Task
 
 
 class WorkFolder(Protocol):
-    """An open workspace: an agent's work folder with its tools, on this machine or on a server."""
+    """An open workspace: an agent's work folder with the tools that act on it, on this machine or on a server."""
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult: ...
 

@@ -1,7 +1,8 @@
 """Calls the CUDA driver through ctypes: the part of ``libcuda`` that the judge and its workers need.
 
-``python driver.py`` prints the device's architecture and identity as JSON. A caller of this program need not open the
-device. Handles and addresses are integers. The module uses only the default stream, and neither textures nor graphs."""
+``python driver.py`` prints the device's architecture and identity as JSON, or an error. A process that must not open
+the device itself runs this program instead. Device addresses are integers. The module uses only the default stream, and
+neither textures nor graphs."""
 
 import ctypes
 import functools
@@ -82,7 +83,7 @@ def _call(name: str, *arguments: Any) -> None:
 
 
 def open_device() -> None:
-    """Makes the first device's primary context current in this thread. Raises ``NoDevice``."""
+    """Makes the first device's primary context current in this thread. Raises ``NoDevice`` if that fails."""
     try:
         _call("cuInit", 0)
         device, context = ctypes.c_int(), ctypes.c_void_p()
@@ -100,7 +101,7 @@ def attribute(which: int) -> int:
 
 
 def architecture() -> str:
-    """Returns the device's architecture, such as ``sm_90a``; ``a`` allows instructions that only ``sm_90`` has."""
+    """Returns the device's architecture, such as ``sm_90a``. ``a`` allows instructions of this architecture only."""
     major, minor = attribute(_MAJOR), attribute(_MINOR)
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
@@ -139,20 +140,20 @@ def allocate(size: int) -> int:
 
 
 def keep_freed() -> None:
-    """Makes the driver keep freed memory for later calls of ``take``. ``trim`` releases this memory."""
+    """Makes the driver keep memory that ``give_back`` frees, for later calls of ``take``. ``trim`` releases it."""
     forever = ctypes.c_uint64((1 << 64) - 1)
     _call("cuMemPoolSetAttribute", _pool(), ctypes.c_int(_RELEASE_THRESHOLD), ctypes.byref(forever))
 
 
 def take(size: int) -> int:
-    """Allocates ``size`` bytes of device memory in the order of the default stream, without waiting for the device."""
+    """Allocates ``size`` bytes of device memory, ordered in the default stream, without waiting for the device."""
     address = ctypes.c_uint64()
     _call("cuMemAllocAsync", ctypes.byref(address), max(size, 1), None)
     return address.value
 
 
 def give_back(address: int) -> None:
-    """Frees memory that ``take`` allocated, in the order of the default stream."""
+    """Frees memory that ``take`` allocated, ordered in the default stream."""
     _call("cuMemFreeAsync", address, None)
 
 
@@ -199,7 +200,7 @@ def fill_bytes(address: int, value: int, count: int) -> None:
 
 
 def forget_persisting_lines() -> None:
-    """Turns persisting lines of the L2 cache into ordinary ones. Does nothing on a device that has no such lines."""
+    """Resets persisting lines of the L2 cache to normal. Does nothing on a device that does not support such lines."""
     code = _library().cuCtxResetPersistingL2Cache()
     if code not in (0, _NOT_SUPPORTED):
         raise DriverError(code, "cuCtxResetPersistingL2Cache")
@@ -252,8 +253,8 @@ class Module:
         _call("cuModuleUnload", self._module)
 
     def function(self, name: str, shared: int = 0, wide_cluster: bool = False) -> ctypes.c_void_p:
-        """Returns the kernel ``name`` and permits launches with ``shared`` bytes of dynamic shared memory.
-        ``wide_cluster`` also permits clusters of more than 8 blocks."""
+        """Returns the kernel ``name``, and permits launches of it with ``shared`` bytes of dynamic shared memory. If
+        ``wide_cluster`` is true, also permits clusters of more than 8 blocks."""
         found = ctypes.c_void_p()
         _call("cuModuleGetFunction", ctypes.byref(found), self._module, name.encode())
         if shared > 48 << 10:
@@ -263,14 +264,14 @@ class Module:
         return found
 
     def constant(self, name: str) -> bytes:
-        """Returns the content of the global variable ``name``."""
+        """Returns the bytes of the module's global variable ``name``."""
         address, size = ctypes.c_uint64(), ctypes.c_size_t()
         _call("cuModuleGetGlobal_v2", ctypes.byref(address), ctypes.byref(size), self._module, name.encode())
         return read(address.value, size.value)
 
 
 class Launch:
-    """A prepared kernel launch on the default stream. It keeps its ``arguments`` (ctypes values) alive."""
+    """A prepared kernel launch on the default stream. A call launches the kernel with ``arguments`` (ctypes values)."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Runs a judge in a separate process: starts it at the first request, and detects its end."""
+"""Controls a judge, the process that checks and times solutions: starts it, sends it requests, detects its end."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ _QUARANTINE = 60.0  # seconds until a device that failed its health probe is ask
 
 
 class JudgeLost(Exception):
-    """The judge process has ended, does not answer, or has a faulty device. The sandbox is at fault."""
+    """The judge process has ended, does not answer, or has a faulty device. This is a fault of the sandbox."""
 
 
 class JudgeHandle:
@@ -59,7 +59,8 @@ class JudgeHandle:
 
     async def ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
         """Sends one request and returns its answer. Raises ``TaskError`` if the task does not run, ``SandboxUnready``
-        if the jail or the GPU does not work, ``JudgeLost`` if the judge or its device fails, or ``FrameTooLarge``."""
+        if the jail or the GPU does not work, ``JudgeLost`` if the judge or its device fails, or ``FrameTooLarge`` if
+        the request is too large."""
         async with self._turn:
             answer = asyncio.ensure_future(asyncio.to_thread(self._ask, operation, body))
             answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio would warn

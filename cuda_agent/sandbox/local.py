@@ -1,7 +1,8 @@
 """Runs the sandbox on this machine: builds solutions, sends them to judge processes, and caches verdicts by content.
 
-Builds run in parallel; timed calls run one after the other. If the sandbox itself fails, it repeats the evaluation
-once. A second failure yields ``infra``, a status without a reward. This process runs no code that a model wrote."""
+Builds run in parallel; timed calls run one after the other. After a failure of the sandbox itself, the evaluation is
+repeated once. A second failure yields the status ``infra``, without a reward. This process runs no code that a model
+wrote."""
 
 import asyncio
 import contextlib
@@ -56,9 +57,9 @@ _MOST_PROBERS = 8  # on a GPU; each has a CUDA context, and uses one core
 
 
 class LocalSandbox:
-    """Judges solutions on this machine. Use it as an async context manager. ``cache`` is a permanent folder that all
-    processes of this machine may share. Entering the context raises ``SandboxUnready`` if the cache or a temporary
-    folder cannot be written, or if the GPU or its compiler does not work."""
+    """Judges solutions on this machine. An async context manager. ``cache`` is a permanent folder that all processes of
+    this machine may share. Entering the context raises ``SandboxUnready`` if the cache or a temporary folder cannot be
+    written, or if the GPU or its compiler does not work."""
 
     def __init__(self, config: SandboxConfig, cache: Path) -> None:
         self.config = config
@@ -111,7 +112,7 @@ class LocalSandbox:
         return self
 
     def _handle(self, settings: JudgeSettings, name: str) -> JudgeHandle:
-        """Returns the handle of a judge with the private folder ``name``: judges prove their walls at the same time."""
+        """Returns the handle of a judge. Its private folder ``name`` lets judges test their jails at the same time."""
         assert self._scratch
         folder = self._scratch / name
         folder.mkdir()
@@ -119,8 +120,9 @@ class LocalSandbox:
         return JudgeHandle(replace(settings, scratch=str(folder)), folder)
 
     async def _device(self) -> tuple[str, str]:
-        """Returns the path of the judge's compiled kernels (``check.cu``), and the names of the GPU and its driver.
-        Asks the driver in a separate process, because a process that forks must not open the GPU."""
+        """Compiles the judge's kernels (``check.cu``). Returns their path, and a text with the names of the GPU and its
+        driver. Asks the driver in a separate process, because a process that forks must not open the GPU. Raises
+        ``SandboxUnready``."""
         program = [sys.executable, "-P", "-m", "cuda_agent.sandbox.driver"]
         environment = os.environ | {"PYTHONPATH": str(_HERE.parents[1])}
         answer = await asyncio.to_thread(subprocess.run, program, capture_output=True, env=environment)
@@ -136,7 +138,7 @@ class LocalSandbox:
         return str(image), found["identity"]
 
     async def ready(self) -> None:
-        """Proves that the jail, the device and the compiler work. Raises ``SandboxUnready`` with the faulty part."""
+        """Tests the jail, the device and the compiler. Raises ``SandboxUnready``, which names the part that fails."""
         try:
             await asyncio.gather(*(judge.begin() for judge in self._judges))
         except JudgeLost as faulty:  # its device failed the health probe
@@ -144,7 +146,7 @@ class LocalSandbox:
         await self.prove_compiler()
 
     async def prove_compiler(self) -> None:
-        """Proves that the compiler works by building a source that is not cached. Raises ``SandboxUnready``."""
+        """Tests the compiler on a source that no cache can hold. Raises ``SandboxUnready`` if the build fails."""
         proof = secrets.token_hex(16)
         try:
             if self.config.device == "cuda":
@@ -182,8 +184,9 @@ class LocalSandbox:
                 await asyncio.sleep(0.1)  # a compiler that is about to end wrote a file meanwhile
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick", again: bool = False) -> Verdict:
-        """Returns the verdict on ``solution``. If ``again`` is true, ignores the cache and times the baselines again.
-        Raises ``TaskError`` if the task itself cannot be run, and ``SandboxUnready`` if the sandbox does not work."""
+        """Returns the verdict on ``solution``. If ``again`` is true, ignores a cached verdict and times the baselines
+        again. Raises ``TaskError`` if the task itself cannot be run, and ``SandboxUnready`` if the sandbox does not
+        work."""
         file = self._verdict_file(task, solution, mode)
         async with self._asked.setdefault(file, asyncio.Lock()):  # equal requests wait for the first one's verdict
             if not again and (found := _read_json(file)) is not None:
@@ -245,8 +248,8 @@ class LocalSandbox:
     async def _load(
         self, task: Task, solution: Solution, spec: TaskSpec, first_pass_time: FirstPassTime
     ) -> tuple[dict[str, Any], float]:
-        """Builds the solution, and runs its first pass if the format needs that before judging. Returns the request
-        that makes a worker load the solution, and the seconds spent."""
+        """Builds the solution. Also runs its first pass (a run that may start compilers) if ``first_pass_time`` is
+        ``before``. Returns the request that makes a worker load the solution, and the seconds spent."""
         begin = time.monotonic()
         if self.config.device == "cpu":
             await plan.runtime(self._builder)
@@ -256,8 +259,9 @@ class LocalSandbox:
         return load, time.monotonic() - begin
 
     async def _measure(self, task: Task, wanted: bool) -> None:
-        """Measures the baselines of ``task`` beside its judge, which has one thread, if they are ``wanted``, the judge
-        is busy and the task is small. Otherwise, or if that fails, the judge measures them."""
+        """Measures the baselines (times of the reference) of ``task`` in a prober, a judge without solutions. Does so
+        only if they are ``wanted``, the task is small, and the task's judge is busy with another request. If they
+        stay unmeasured, the judge measures them later."""
         if not wanted or not self._probers:
             return
         file = baselines_file(self._settings, task.digest, importlib.metadata.version("torch"))
@@ -271,13 +275,13 @@ class LocalSandbox:
                     await self._prober(task).ask(JudgeRequest.MEASURE, {"task": _source(task)})
 
     async def prepare(self, solution: Solution, spec: TaskSpec) -> dict[str, Any]:
-        """Builds the solution. Returns the request that makes a worker load the solution."""
+        """Builds the solution. Returns the request that makes a worker load it."""
         format = FORMATS[solution.format]
         load = await format.build(solution.files, spec, Toolchain(self._builder, self._architecture))
         return load | {"environment": dict(format.environment.get(self.config.device, {}))}
 
     async def _place(self, task: Task, solution: Solution, own_headers: bool = False) -> dict[str, Any]:
-        """Runs the first pass if its results are missing. Returns their folder and environment variables."""
+        """Runs the solution's first pass unless its results are cached. Returns what ``FirstPass`` returns."""
         more = FORMATS[solution.format].environment.get(self.config.device, {})
         return await self._first_pass(task, solution.files, self._architecture, more, own_headers)
 
@@ -304,7 +308,8 @@ class LocalSandbox:
             judge.kill()
 
     async def probe(self, task: Task, compile: bool = True) -> Probe:
-        """Runs a task without a solution. The result's ``error`` says why the task did not run."""
+        """Runs a task without a solution; ``compile`` also times it under torch.compile. ``Probe.error`` says why the
+        task did not run. Raises ``SandboxUnready`` if the judge cannot start."""
         first, last = self._prober(task), self._judge(task)
         for judge in (first, last):  # a prober may lack memory that the judge has
             try:
@@ -347,7 +352,7 @@ class LocalSandbox:
 
     @property
     def machine(self) -> str:
-        """The name of the hardware that judges here: the GPU with its driver, or the processor."""
+        """The name of the hardware that runs solutions: the GPU with its driver, or the processor."""
         return self._identity or processor_facts().get("model name", "")
 
     @cached_property
@@ -364,8 +369,8 @@ class LocalSandbox:
 
 
 def _source(task: Task) -> TaskSource:
-    """Returns digest and code of a task. Raises ``TaskError`` if the code is too large to
-    share a message with a solution."""
+    """Returns the digest and the code of a task. Raises ``TaskError`` if the code is too large: it must fit into one
+    message together with a solution."""
     if len(json.dumps(task.code)) > _MOST_OF_A_TASK:
         raise TaskError(f"the task is too large: at most {_MOST_OF_A_TASK} bytes as JSON")
     return {"digest": task.digest, "code": task.code}

@@ -1,7 +1,8 @@
 """Defines the messages between client, judge, workers and workspaces: operations, their bodies, and frames.
 
-The comment beside each operation shows the request's body, an arrow, and the answer's body. A call's slot is the number
-of its set of buffers. Workers import this module, so it imports only the standard library and ``wire``."""
+The comment beside each operation shows the request's body, an arrow, and the answer's body. The ``slot`` of a request
+that runs a task or a solution is the number of the set of buffers to use. Workers import this module, so it imports
+only the standard library and ``wire``."""
 
 import json
 import socket
@@ -37,7 +38,7 @@ class JudgeRequest(StrEnum):
 
 
 class WorkerOperation(StrEnum):
-    """The requests of a judge to a warm parent, and to the workers that the warm parent forks."""
+    """The requests of a judge to a warm parent (a process that has imported torch) and to the workers it forks."""
 
     # to a warm parent
     FORK_WORKER = "fork_worker"  # {"role", "threads", "folder", "environment", "device", "policy"} and more -> {"pid"}
@@ -142,7 +143,7 @@ _NUMBERS = {operation: number for number, operation in enumerate(_OPERATIONS)}
 
 
 class FrameTooLarge(ValueError):
-    """The body of a message does not fit into one frame; nothing was sent."""
+    """The body of a message does not fit into one frame. Nothing was sent."""
 
 
 class Frame(NamedTuple):
@@ -181,8 +182,8 @@ def send_frame(
 
 
 def receive_frame(sock: socket.socket, max_fds: int = 0) -> Frame:
-    """Returns the next frame, whose body must arrive within the socket's timeout. Raises ``ConnectionError`` at the end
-    of the stream, ``TimeoutError``, or ``ValueError`` for an invalid frame."""
+    """Returns the next frame, with at most ``max_fds`` file descriptors. Raises ``ConnectionError`` at the end of the
+    stream, ``TimeoutError`` if the frame exceeds the socket's timeout, or ``ValueError`` for an invalid frame."""
     fds: list[int] = []
     if max_fds:
         head, fds, _, _ = socket.recv_fds(sock, HEAD.size, max_fds)

@@ -44,7 +44,8 @@ AGREED = (
 
 
 class ServiceError(Exception):
-    """A refusal by the service. ``kind`` is for programs; ``where`` names the refused part of the request."""
+    """A refusal by the service. ``status`` is the HTTP status. ``kind`` names the reason for programs. ``where`` names
+    the refused part of the request. The client may try again after ``retry_after`` seconds."""
 
     def __init__(self, status: int, kind: str, message: str, where: str = "", retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -138,7 +139,7 @@ class SolutionBody(Body):
 
 
 class Request(Body):
-    """The fields of every job. The server refuses a job whose ``settings`` differ from the server's settings."""
+    """The fields that all jobs have. The server refuses a job whose ``settings`` differ from the server's settings."""
 
     priority: int = Field(0, ge=-PRIORITIES, le=PRIORITIES, description="jobs with a higher priority start first")
     settings: dict[str, str | bool | int | float] = Field(
@@ -148,7 +149,7 @@ class Request(Body):
     )
 
     def key(self) -> str:
-        """Returns a digest of the request's content, without priority, settings and the task's name."""
+        """Returns a digest of the request's content, which excludes priority, settings and the task's name."""
         content = self.model_dump(exclude={"priority", "settings"})
         content.get("task", {}).pop("name", None)
         text = json.dumps([type(self).__name__, content], sort_keys=True)
@@ -165,7 +166,7 @@ class EvaluateRequest(Request):
 
 
 class ProbeRequest(Request):
-    """A request to run a task without a solution. ``compile`` also runs the task under torch.compile."""
+    """A request to run a task without a solution. If ``compile`` is true, also runs it under torch.compile."""
 
     kind: Literal["probe"] = "probe"
     task: TaskBody
@@ -180,7 +181,7 @@ class SpecRequest(Request):
 
 
 class Build(Request):
-    """A request to build a solution. Only the ``spec`` of the task is given, as a spec request returns it."""
+    """A request to build a solution. It holds the task's ``spec`` (the answer to a spec request), not the task."""
 
     kind: Literal["build"] = "build"
     solution: SolutionBody
@@ -223,7 +224,7 @@ class Answer(Body):
 
 
 def dumps(value: Any) -> bytes:
-    """Encodes ``value`` as ASCII JSON, since texts may hold unpaired surrogates. NaN and infinities become null."""
+    """Encodes ``value`` as ASCII JSON, because texts may hold unpaired surrogates. NaN and infinity become null."""
     try:
         return json.dumps(value, allow_nan=False).encode()
     except ValueError:
@@ -239,7 +240,8 @@ def _finite(value: Any) -> Any:
 
 
 def agree(asked: dict[str, str | bool | int | float], config: SandboxConfig) -> None:
-    """Compares ``asked``, a client's settings, with the server's ``config``. Raises ``ServiceError`` if they differ."""
+    """Compares ``asked``, a client's settings, with the server's ``config``. Raises ``ServiceError`` if they differ or
+    if a setting is unknown."""
     for name, value in asked.items():
         if name not in AGREED:
             raise ServiceError(422, "malformed", f"{name[:40]!r} is none of {', '.join(AGREED)}", "settings")

@@ -1,8 +1,8 @@
 """Runs the sandbox on any number of servers (``cuda-agent sandbox serve``), with the interface of ``LocalSandbox``.
 
 Each task has a preferred server, because servers keep prepared tasks and their baseline times. The client skips a full
-or unreachable server for a while. It repeats a job on other servers if the job is lost or ends with ``infra`` (a fault
-of the sandbox). A workspace cannot move: it is lost with its server (``WorkspaceLost``)."""
+or unreachable server for a while. A job that is lost or ends with ``infra`` (a fault of the sandbox) is repeated on
+another server. A workspace cannot move to another server: it is lost with its server (``WorkspaceLost``)."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ _log = logging.getLogger("cuda_agent.sandbox")
 
 @dataclass(eq=False)
 class Server:
-    """A server in one role (judging or workspaces): its address and its last known state."""
+    """The client's view of a server in one role (judging or workspaces): its address and its last known state."""
 
     address: str
     rests_until: float = 0.0  # this client sends the server no request before this monotonic time
@@ -50,7 +50,7 @@ class Server:
 
 
 class _Away(Exception):
-    """A server cannot take a request before the monotonic time ``until``, because it is full, gone or not ready."""
+    """A server takes no request before the monotonic time ``until``: it is full, unreachable or not ready."""
 
     def __init__(self, message: str, until: float) -> None:
         super().__init__(message)
@@ -58,7 +58,7 @@ class _Away(Exception):
 
 
 class _Lost(Exception):
-    """A request has no result: ``server`` was lost or failed, or no server took the request."""
+    """A request has no result: ``server`` was lost or failed, or no server took the request (``server`` is None)."""
 
     def __init__(self, message: str, server: Server | None = None, kind: str = "lost") -> None:
         super().__init__(message)
@@ -74,7 +74,7 @@ class _Refused(Exception):
 
 
 class RemoteSandbox:
-    """Judges solutions on remote servers. Use it as an async context manager."""
+    """Judges solutions on remote servers. An async context manager."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self.config = config
@@ -116,12 +116,13 @@ class RemoteSandbox:
             return self._refusal("infra", solution, mode, str(lost))
 
     def verdict_key(self, task: Task, solution: Solution, mode: Mode) -> str:
-        """Returns the sha256 of task, solution, mode and settings. The servers' hardware does not count."""
+        """Returns the sha256 of task, solution, mode and settings. It does not depend on the servers' hardware."""
         key = json.dumps([task.digest, solution.digest, mode, self._settings], sort_keys=True)
         return hashlib.sha256(key.encode()).hexdigest()
 
     async def probe(self, task: Task, compile: bool = True) -> Probe:
-        """Runs a task without a solution. The result's ``error`` says why the task did not run."""
+        """Runs a task without a solution; ``compile`` also times it under torch.compile. ``Probe.error`` says why the
+        task did not run. Raises ``SandboxUnready``."""
         try:
             return Probe.from_json(await self._ask({"kind": "probe", "task": _task(task), "compile": compile}, task))
         except _Refused as refusal:
@@ -142,7 +143,8 @@ class RemoteSandbox:
     async def workspace(
         self, files: dict[str, str], protected: frozenset[str], commands: Commands
     ) -> "AsyncIterator[RemoteWorkspace]":
-        """Opens a jailed folder on the server where this client has the fewest workspaces. Raises ``WorkspaceLost``."""
+        """Opens a jailed folder on the server where this client has the fewest workspaces open, or on another one if
+        that server is full. Raises ``WorkspaceLost`` or ``SandboxUnready`` if no server opens one."""
 
         def order() -> list[Server]:
             return sorted(self.rooms, key=lambda server: (server.workspaces, random.random()))
@@ -215,8 +217,9 @@ class RemoteSandbox:
         failed: Sequence[Server] = (),
         needs: frozenset[str] = _JOB,
     ) -> tuple[Server, dict[str, Any]]:
-        """Posts ``body`` to the first available server of ``order()``, and waits while all are full. Avoids servers in
-        ``failed``. Returns the server and its answer, which must have the keys ``needs``."""
+        """Posts ``body`` to the first available server of ``order()``, and waits while none is available. Skips the
+        servers in ``failed`` unless all have failed. Returns the server and its answer, which must have the keys
+        ``needs``. Raises ``_Lost`` or ``SandboxUnready`` after too long a wait."""
         content = json.dumps(body).encode()
         begun = hope = time.monotonic()  # hope: last time that a server was at least full
         told: dict[str, float] = {}  # the time that each server named for another attempt
@@ -244,8 +247,8 @@ class RemoteSandbox:
         self, server: Server, method: str, url: str, content: bytes | None = None, needs: frozenset[str] = _JOB
     ) -> dict[str, Any]:
         """Sends a request and returns the answer, which must have the keys ``needs``. Raises ``_Away`` if this server
-        cannot take the request, ``_Refused`` if no server would, or ``SandboxUnready`` for a wrong token or
-        settings."""
+        cannot take the request now, ``_Refused`` if no server would take it, or ``SandboxUnready`` for a wrong token or
+        different settings."""
         try:
             headers = {"Content-Type": "application/json"}
             response = await self._client.request(method, url, headers=headers, content=content)
@@ -273,8 +276,8 @@ class RemoteSandbox:
         raise self._away(server, kind, message, rest)
 
     def _away(self, server: Server, kind: str, reason: str, rest: float) -> _Away:
-        """Marks ``server`` as resting for ``rest`` seconds, and returns the exception to raise. A full server names a
-        different time to each request; it rests until the earliest of these times."""
+        """Makes this client send ``server`` no request for ``rest`` seconds, and returns the exception to raise. A full
+        server may name a different time to each request; the earliest of these times counts."""
         now = time.monotonic()
         earliest = server.rests_until if kind == "full" and server.rests_until > now else now + rest
         server.kind, server.reason, server.rests_until = kind, f"{server.address}: {reason}", min(earliest, now + rest)
@@ -293,8 +296,8 @@ class RemoteWorkspace:
         self._timeout = httpx.Timeout(_SILENCE_SECONDS, pool=None)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs a tool and returns its result. The commands compile, verify and profile call the function ``commands``,
-        whose exceptions pass through. Raises ``WorkspaceLost``."""
+        """Runs a tool and returns its result. If the tool runs compile, verify or profile, this client answers the
+        command with the constructor's ``commands``, whose exceptions pass through. Raises ``WorkspaceLost``."""
         try:
             body = checked_call(tool[:100], arguments)
         except ToolRefused as refused:
@@ -312,7 +315,7 @@ class RemoteWorkspace:
         raise WorkspaceLost("the workspace is gone: its stream ended")
 
     async def _lines(self, body: bytes) -> AsyncGenerator[ToolResult | tuple[int, str, list[str], dict[str, str]]]:
-        """Sends a tool call. Yields the commands that the client must run, and at last the result of the tool call."""
+        """Sends a tool call. Yields each command that the client must run, then the result of the tool call."""
         headers, url = self._headers | {"Content-Type": "application/json"}, f"{self._path}/calls"
         sending = self._client.stream("POST", url, content=body, headers=headers, timeout=self._timeout)
         with _losing():
@@ -333,7 +336,7 @@ class RemoteWorkspace:
                         yield asked["number"], asked["name"], asked["argv"], asked["files"]
 
     async def files(self) -> dict[str, str]:
-        """Returns the folder's text files within the limits of ``workspace.files``. Raises ``WorkspaceLost``."""
+        """Returns the text files by path, within the limits of ``workspace.files``. Raises ``WorkspaceLost``."""
         with _losing():
             async with self._turn:
                 response = await self._client.get(f"{self._path}/files", headers=self._headers, timeout=60.0)
@@ -353,7 +356,7 @@ def _task(task: Task) -> dict[str, str]:
 
 
 def _stretched(header: str) -> float:
-    """Returns the seconds in a ``Retry-After`` header, extended at random so that clients do not retry together."""
+    """Returns the seconds in a ``Retry-After`` header plus a random share, so that clients do not retry together."""
     try:
         seconds = max(0.0, float(header))
     except ValueError:

@@ -1,4 +1,4 @@
-"""The key under which a verdict is cached: a hash of everything that the verdict depends on."""
+"""Computes the key under which a verdict is cached: a hash of everything that the verdict depends on."""
 
 import contextlib
 import hashlib
@@ -20,7 +20,8 @@ _THIS_ROOM = ("local.py", "verdict_key.py", "judge_process.py", "messages.py", "
 
 
 def verdict_key(config: SandboxConfig, made: Sequence[str], task: Task, solution: Solution, mode: Mode) -> str:
-    """Returns the key, a sha256. ``made`` names the GPU with its driver (empty: none) and the software that judges."""
+    """Returns the key, a sha256. ``made`` holds the name of the GPU with its driver, or an empty string, and then the
+    versions from ``software``."""
     settings = config.model_dump(exclude={"required_walls", "format", *WHERE_JUDGED})
     machine = processor() if config.clock == "real" else ""
     key = json.dumps([task.digest, solution.digest, mode, settings, machine, made, code_version()])
@@ -39,7 +40,7 @@ def software(device: str) -> list[str]:
 
 @lru_cache
 def code_version() -> str:
-    """Returns a hash of the judging code. A cached verdict is valid for this code only."""
+    """Returns a hash of the code that builds and judges solutions. A cached verdict is valid for this code only."""
     digest = hashlib.sha256()
     files = [_HERE / name for name in _THIS_ROOM]
     files += [path for room in _JUDGING for path in (_HERE / room).rglob("*")]

@@ -63,7 +63,7 @@ class Solution:
 
 @dataclass(frozen=True)
 class FormatTraits:
-    """Properties of a solution format. Requests carry them, because judge and workers import no format."""
+    """Properties of a solution format. Requests carry them, because the judge and its workers import no formats."""
 
     host_is_ours: bool = False  # the sandbox's own code launches the kernels, so device times and ``ran`` are exact
     rule: str = ""  # name of the rule for ``ModelNew.forward`` (``worker.candidate.RULES``); empty: none
@@ -168,7 +168,7 @@ class Verdict:
 
 
 def _faster(seconds: float | None, baseline: float | None) -> bool:
-    """Returns whether ``seconds`` is more than 5 % below ``baseline`` (paper, Eq. 1)."""
+    """Returns whether ``seconds`` is more than 5 % below ``baseline`` seconds (paper, Eq. 1)."""
     return seconds is not None and baseline is not None and seconds < 0.95 * baseline
 
 
@@ -210,8 +210,8 @@ class TaskSpec:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "TaskSpec":
-        """Returns the spec in a worker's report ``data``. Raises ``AttributeError``, ``KeyError``, ``TypeError`` or
-        ``ValueError`` if the report is invalid."""
+        """Returns the spec in ``data``, which a worker reported. Raises ``AttributeError``, ``KeyError``, ``TypeError``
+        or ``ValueError`` if ``data`` is invalid."""
         tuples = {name: tuple(data[name]) for name in ("arguments", "init")}
         weights = dict(zip(data["weights"], _tensors(data["weights"].values()), strict=True))
         inputs, outputs = tuple(_tensors(data["inputs"])), tuple(_tensors(data["outputs"]))
@@ -263,7 +263,7 @@ class Probe:
     @property
     def lets_through(self) -> dict[str, float]:
         """The wrong answers (mutants) that the sandbox's tolerance accepts, each with the least tolerance that accepts
-        it. Leaves out ``ROUNDING``, because a tolerance should accept such small errors."""
+        it. Excludes the mutants in ``ROUNDING``, whose errors are so small that a tolerance should accept them."""
         return {name: least for name, least in self.mutants.items() if least is not None and name not in ROUNDING}
 
     def to_json(self) -> dict[str, Any]:
