@@ -1,4 +1,4 @@
-"""Evaluates the integer expressions of a plan: ``+ - * // %``, comparisons, shapes; min, max, cdiv and select."""
+"""Evaluates a plan's integer expressions: ``+ - * // %``, comparisons, shapes, and min, max, cdiv and select."""
 
 import ast
 import json
@@ -14,7 +14,7 @@ from cuda_agent.sandbox.wire import Tensor
 
 
 class PlanError(SolutionError):
-    """``plan.json`` is invalid; the message tells the plan's author where and why."""
+    """``plan.json`` is invalid. The message tells the plan's author where and why."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ def evaluate(expression: Any, names: dict[str, Any], where: str) -> int:
 
 
 def _weight_name(text: str, names: dict[str, Any]) -> str:
-    """Replaces the weight's name at the start of ``text`` with a Python identifier, which it adds to ``names``. For
-    example, ``w:linear.weight.numel`` becomes ``weight_w_linear_weight.numel``."""
+    """Returns ``text`` with the weight's name at its start replaced by a Python identifier, and adds the identifier to
+    ``names``. For example, ``w:linear.weight.numel`` becomes ``weight_w_linear_weight.numel``."""
     fitting = [name for name in names if name.startswith("w:") and f"{text}.".startswith(f"{name}.")]
     known = max(fitting, key=len, default="")
     if not known:

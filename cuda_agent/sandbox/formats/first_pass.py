@@ -1,7 +1,7 @@
-"""Runs the first pass of a solution that starts compilers: a run in a jailed worker that may start programs.
+"""Runs first passes. A first pass runs a solution that needs a compiler, in a jailed worker that may start programs.
 
-After the run, the sandbox copies the regular files of the worker's folder to the cache. The second pass, which is
-judged, reads these files at the same path and starts no program (``worker.replay``). The files are untrusted, so only
+After the run, the sandbox copies the regular files of the worker's folder to the cache. The second pass is the judged
+run: it reads these files at the same path and starts no program (``worker.replay``). The files are untrusted, so only
 the jailed candidate loads them. The sandbox does not detect a first pass that leaves the GPU in a bad state."""
 
 import asyncio
@@ -41,7 +41,7 @@ _INCLUDE = re.compile(r"#\s*include\s*[<\"]((?:torch|ATen|c10|pybind11)(?!/heade
 
 
 class FirstPassFailed(Exception):
-    """A solution failed in its first pass by its own fault. ``status`` becomes the verdict's status."""
+    """A solution failed in its first pass, through its own fault. ``status`` becomes the verdict's status."""
 
     def __init__(self, status: Status, message: str) -> None:
         super().__init__(message)
@@ -60,12 +60,12 @@ def asks(code: str) -> bool:
 
 
 def was_refused(verdict: Verdict) -> bool:
-    """Returns whether the judged run failed before its first check because its jail forbids programs."""
+    """Returns whether the judged run failed before its first check because it may not start programs."""
     return verdict.status != "ok" and not verdict.checks and not verdict.samples and NO_PROGRAMS in verdict.message
 
 
 def is_in_doubt(verdict: Verdict, place: Mapping[str, Any] | None) -> bool:
-    """Returns whether stand-ins for torch's headers in the first pass ``place`` may have caused ``verdict``."""
+    """Returns whether stand-ins for torch's headers in the first pass at ``place`` may have caused ``verdict``."""
     return verdict.status in _DOUBTED and place is not None and _used_stand_ins(Path(place["folder"]))
 
 
@@ -92,8 +92,9 @@ class FirstPass:
     ) -> dict[str, Any]:
         """Runs the first pass of a solution, unless the cache holds its results. Returns a dictionary of ``folder``,
         where the results are, and ``environment``, the variables with which the second pass (the judged run) finds
-        them. ``more`` holds environment variables for both passes. With ``own_headers`` no stand-ins are offered, only
-        torch's own headers. Raises ``FirstPassFailed`` if the solution is at fault, ``OSError`` if the machine is."""
+        them. ``more`` holds environment variables for both passes. If ``own_headers`` is true, compilers get torch's
+        own headers instead of stand-ins. Raises ``FirstPassFailed`` for a fault of the solution, and ``OSError`` for a
+        fault of the machine."""
         async with self._slots:
             return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more), own_headers)
 
@@ -145,8 +146,8 @@ class FirstPass:
             raise
 
     def _run(self, folder: Path, environment: dict[str, str], request: dict[str, Any]) -> None:
-        """Runs one first pass in ``folder``. ``request`` is that of ``RUN_FIRST_PASS``. Raises ``FirstPassFailed`` if
-        the solution is at fault, ``OSError`` if the machine is."""
+        """Runs one first pass in ``folder``. ``request`` is the body of ``RUN_FIRST_PASS``. Raises ``FirstPassFailed``
+        for a fault of the solution, and ``OSError`` for a fault of the machine."""
         home = Path(tempfile.mkdtemp(prefix="worker-", dir=self._scratch))
         python = sys.prefix, sys.base_prefix
         policy = jail.JailPolicy(
@@ -195,7 +196,7 @@ class FirstPass:
             return self._parent
 
     def close(self) -> None:
-        """Ends the process from which workers are forked."""
+        """Ends the warm parent: the process from which workers are forked."""
         with self._starting:
             if self._parent:
                 self._parent.close()
@@ -203,8 +204,8 @@ class FirstPass:
 
 
 def stand_ins(files: Mapping[str, str]) -> dict[str, str]:
-    """Returns stand-ins (text by path) for the torch headers that the solution's sources include. Returns none if no
-    source names ``load_inline`` or ``cpp_extension``."""
+    """Returns short stand-ins (text by path) for the torch headers that the solution's sources include. The result is
+    empty if no source names ``load_inline`` or ``cpp_extension``."""
     text = "\n".join(files.values())
     if not re.search(r"\b(load_inline|cpp_extension)\b", text):
         return {}
@@ -226,7 +227,7 @@ def _fill(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def _folders(folder: Path) -> dict[str, str]:
-    """Returns variables that make compilers write below ``folder``, whose path is part of their cache keys."""
+    """Returns environment variables that make compilers write below ``folder``. Their cache keys contain this path."""
     return {
         "HOME": str(folder), "TMPDIR": str(folder), "TORCH_EXTENSIONS_DIR": f"{folder}/extensions",
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_HOME": str(folder),
@@ -278,7 +279,7 @@ def _copy(source: str, target: Path) -> None:
 
 
 def _explained(answer: Any, folder: Path) -> str:
-    """Returns the first compiler errors in the worker's ``answer``, or else the exception that the solution raised."""
+    """Returns the first compiler errors in the log of the worker's ``answer``, or else the solution's exception."""
     said = answer if isinstance(answer, dict) else {}
     log, error = (str(said.get(key, "")).replace(f"{folder}/", "") for key in ("log", "error"))
     return builder.first_errors(log) if builder.has_errors(log) else printable(error)[:1200]

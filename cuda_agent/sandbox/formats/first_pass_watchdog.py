@@ -1,8 +1,8 @@
-"""Limits a first pass, and stops it while others time kernels.
+"""Limits a first pass (a run that may start compilers), and stops its worker while other processes time kernels.
 
-A first pass holds the timing lease while it runs. If another process waits to time a kernel, the worker is stopped and
-the lease released until the time is taken. On a GPU the lease is also released, and the worker runs on, while its
-compilers run, because they do not use the device."""
+The first pass shares the timing lease, a lock that a process must hold alone to time a kernel. If another process waits
+for the lease, the worker is stopped and the lease is released until the kernel is timed. On a GPU, the lease is also
+released while the worker's compilers run, because they do not use the device; the worker then continues."""
 
 import signal
 import time
@@ -24,9 +24,9 @@ _LEAST_RUN = {"cpu": 1.0, "cuda": 0.2}  # seconds between two stops
 
 @contextmanager
 def watchdog(folders: Sequence[Path], lease: Path, device: str) -> Iterator[Callable[[JailedProcess], str]]:
-    """Holds the timing lease in the folder ``lease``. Yields a function that the watchdog of a first pass calls again
-    and again. The function returns ``memory`` or ``disk`` if the worker exceeds that limit, otherwise an empty string.
-    It also releases the lease, as the module's text says, at most once in ``_LEAST_RUN`` seconds."""
+    """Holds the timing lease in the folder ``lease``. Yields a function that the worker's ``JailedProcess`` calls
+    regularly. The function returns ``memory`` or ``disk`` if the worker exceeds that limit, else an empty string. It
+    also stops the worker and releases the lease for others, at most once in ``_LEAST_RUN`` seconds."""
     look = ran = time.monotonic()
     look += _LOOK
     devices = {folder.stat().st_dev for folder in folders}
@@ -68,5 +68,5 @@ def _compiles(pid: int) -> bool:
 
 
 def too_much(folder: Path, device: str) -> str:
-    """Returns what exceeds the limit of bytes or files in ``folder``, or an empty string."""
+    """Returns a text that says how ``folder`` exceeds its limit of bytes or files, or an empty string."""
     return scratch.too_much(folder, *_FOLDER[device])

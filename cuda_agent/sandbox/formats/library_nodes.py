@@ -1,7 +1,7 @@
 """Checks the library nodes of a plan: matrix products and convolutions that a vendor's library computes.
 
-``describe`` checks a node against the shapes of its buffers, and returns a description from which
-``worker.library_nodes`` makes the call. All buffers count as contiguous, with batch and channels first."""
+``describe`` checks a node against the shapes of its buffers. It returns a description from which
+``worker.library_nodes`` calls the library. All buffers are contiguous, with batch and channels as first dimensions."""
 
 import math
 from typing import Any

@@ -89,7 +89,7 @@ async def runtime(builder: Builder) -> Path:
 
 
 def compile_plan(files: Mapping[str, str], spec: TaskSpec, device: str = "cpu") -> Program:
-    """Compiles ``plan.json`` into a program for the shapes of ``spec``. Raises ``PlanError`` with node and fault."""
+    """Compiles ``plan.json`` for the shapes of ``spec``. Raises ``PlanError``, which names node and fault."""
     if "plan.json" not in files:
         raise PlanError("there is no plan.json")
     plan = grammar.read(files["plan.json"], device)
@@ -184,7 +184,7 @@ def _memset(node: Memset, where: str, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _function(node: Kernel, where: str, names: dict[str, Any], index: int) -> tuple[dict[str, Any], str]:
-    """Returns a kernel node of the program for the CPU, and C++ through which the executor calls its function."""
+    """Returns the program's entry for the C++ kernel ``node``, and source through which the executor calls it."""
     grid = evaluate(node.grid, names, f"{where}.grid")
     if not 0 < grid <= _MOST_BLOCKS:
         raise PlanError(f"{where}.grid: 1 to {_MOST_BLOCKS} blocks are possible, not {grid}")
@@ -226,7 +226,8 @@ def _kernel(node: Kernel, where: str, names: dict[str, Any], index: int) -> tupl
 
 
 def _extents(value: Any, names: dict[str, Any], where: str, most: tuple[int, int, int]) -> list[int]:
-    """Returns [x, y, z] from ``value``, an expression or a list of up to three; missing extents are 1."""
+    """Returns [x, y, z], each at most its limit in ``most``. ``value`` is one expression or a list of up to three;
+    missing extents are 1."""
     parts = value if isinstance(value, list) else [value]
     extents = [evaluate(part, names, where) for part in parts] + [1] * (3 - len(parts))
     if not all(0 < extent <= limit for extent, limit in zip(extents, most, strict=True)):

@@ -45,7 +45,7 @@ class Finding:
 
 def findings(solution: Solution) -> list[Finding]:
     """Returns the places where a solution breaks a static rule, sorted by file and line. A Python file that does not
-    parse has no findings; the build of the solution reports its error."""
+    parse has no findings; the build of the solution reports the syntax error."""
     found: set[Finding] = set()
     left = _MOST_TEXT
     for name, whole in sorted(solution.files.items()):

@@ -1,7 +1,7 @@
-"""Defines the class of the solution formats. Each format is one frozen object with the format's properties.
+"""Defines ``SolutionFormat``, which describes one form of a solution, such as a plan or a Triton module.
 
-``table`` lists the formats. Prompt texts and exported files also depend on the format; ``agent.skill`` and
-``optimize.export`` hold them in tables, by the format's name."""
+``table`` lists the formats. Prompt texts and exported files also depend on the format: ``agent.skill`` and
+``optimize.export`` have tables of them by the format's name."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ FirstPassTime = Literal["never", "before", "when refused"]
 
 
 class SolutionError(ValueError):
-    """A solution cannot be built; the message is for the solution's author."""
+    """A solution cannot be built. The message is for the solution's author."""
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The tools with which a format builds. ``architecture`` is the GPU's, such as ``sm_90``, or empty for the CPU."""
+    """The tools that build a solution. ``architecture`` is the GPU's, such as ``sm_90a``, or empty for the CPU."""
 
     builder: Builder
     architecture: str = ""
@@ -47,5 +47,5 @@ class SolutionFormat:
     untimed: Mapping[str, str] = field(default_factory=dict)  # why solutions are not timed, by device
 
     def belongs(self, path: str) -> bool:
-        """Returns whether a file of a work folder is part of the solution. Notes, scripts and the task are not."""
+        """Returns whether the work folder's file ``path`` is part of the solution. Notes and the task are not."""
         return path == self.entry or (self.folder != "" and path.startswith(self.folder))

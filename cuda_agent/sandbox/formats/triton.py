@@ -29,7 +29,7 @@ async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> d
 
 
 def kernels(tree: ast.Module) -> Iterator[str]:
-    """Yields the names of functions that ``triton.jit`` decorates, even if it is imported under another name."""
+    """Yields the names of functions with the decorator ``triton.jit``, even if it is imported under another name."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -1,8 +1,8 @@
 """Serves the sandbox over HTTP: routes, the token, limits of size, and a server that drains on SIGTERM.
 
 Every refusal is JSON, ``{"error": {"kind", "message", "where"}}``; ``where`` may be missing. A refusal has the header
-Retry-After if waiting helps. The health routes need no token, nor does an open /metrics. The module provides neither
-TLS nor users: all clients share one token."""
+Retry-After if waiting helps. The health routes need no token; /metrics needs none if it is open. The module has no TLS
+and no user accounts: all clients share one token."""
 
 import asyncio
 import contextlib
@@ -68,7 +68,7 @@ _log = logging.getLogger("cuda_agent.sandbox")
 
 
 class Gate:
-    """Refuses requests with contradictory length headers, without the required token, or with a body that is too large.
+    """ASGI middleware. Refuses requests with two length headers, without the required token, or with too large a body.
     Passes all other requests to ``app``."""
 
     def __init__(self, app: ASGIApp, token: str | None, service: Service) -> None:
@@ -372,7 +372,7 @@ async def serve(
     config: SandboxConfig, cache: Path, roles: tuple[Role, ...], limits: ServiceLimits, host: str, port: int
 ) -> None:
     """Serves the sandbox over HTTP until SIGTERM, then drains the service. Removes the token from the environment.
-    Raises ``ConfigError`` if it cannot listen on ``host`` and ``port``, or ``SandboxUnready``."""
+    Raises ``ConfigError`` if ``host`` and ``port`` are not available, or ``SandboxUnready``."""
     token = protocol.read_token(config, os.environ)
     os.environ.pop(config.token_env, None)
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: other processes of this user cannot read the environment

@@ -1,8 +1,8 @@
 """Holds the service's queue of jobs, and estimates when a full queue has room. Equal requests share one job.
 
 The module reads no clock, starts no asyncio task and does no I/O. Jobs are ordered by priority. Each job needs one
-*place*: one of the judges, or the builder. A place takes only a few jobs at once; the others wait in the queue. So an
-urgent job overtakes waiting jobs, but not running ones."""
+*place*: one of the judges, or the builder. A place takes only a few jobs at once; the others wait in the queue. An
+urgent job therefore overtakes waiting jobs, but not running ones."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -19,8 +19,8 @@ _LONGEST_WAIT = 10.0  # seconds: a longer estimate is unreliable, and asking aga
 
 @dataclass(eq=False)
 class Job:
-    """A request to the service and its state. ``place`` is the judge or the builder for the job. ``interest`` counts
-    the submissions that were not withdrawn."""
+    """A request to the service and its state. ``place`` identifies the judge or the builder that does the job.
+    ``interest`` counts the submissions of the job that were not withdrawn."""
 
     id: str
     kind: Kind
@@ -47,9 +47,9 @@ class Job:
 
 
 class Queue:
-    """Queues jobs and keeps finished jobs. ``places`` maps each judge and the builder to its number of jobs at once.
-    ``most_jobs`` and ``most_bytes`` limit the queued jobs, ``kept`` limits the finished jobs. The queue calls
-    ``changed`` with each job whose state changes."""
+    """Queues jobs and keeps finished jobs. ``places`` maps each judge and the builder to the number of jobs that run on
+    it at once. ``most_jobs`` and ``most_bytes`` limit the queued jobs, ``kept`` limits the finished jobs. Whenever the
+    state of a job changes, the queue calls ``changed`` with this job."""
 
     def __init__(
         self,
@@ -137,8 +137,8 @@ class Queue:
             self._end(job, "done" if result is not None else "failed", now)
 
     def cancel(self, job: Job, now: float) -> None:
-        """Withdraws one submission of ``job``. If it was the last, a queued job ends. A running job continues, because
-        a judge is not interrupted; its result is kept only if the job is submitted again."""
+        """Withdraws one submission of ``job``. After the last one, a queued job ends. A running job continues, because
+        judges are not interrupted; its result is kept only if the job is submitted again before it ends."""
         if job.over or not job.interest:
             return
         job.interest -= 1
@@ -152,8 +152,8 @@ class Queue:
             self._end(job, "failed", now)
 
     def room_in(self) -> float:
-        """Estimates in how many seconds the full queue has room for a client that it refuses now. Each finished job
-        makes room for one client, and clients refused earlier come first."""
+        """Estimates in how many seconds the full queue has room for a client that is refused now. The estimate assumes
+        that each finished job makes room for one client, and that clients refused earlier come first."""
         return min(max(1.0, self._interval * self._turned_away), _LONGEST_WAIT)
 
     def _end(self, job: Job, state: State, now: float) -> None:
@@ -174,6 +174,6 @@ class Queue:
 
 
 def _stands(job: Job) -> bool:
-    """Returns whether a finished job's result answers later equal requests, as a valid verdict does. Other requests run
-    again, because probes and specs are cheap, and load can cause errors."""
+    """Returns whether a finished job's result answers later equal requests. Only a valid verdict does. Other jobs run
+    again: probes and specs are cheap, and an error may have been due to load."""
     return job.kind == "evaluate" and job.result is not None and job.result.get("status") != "infra"

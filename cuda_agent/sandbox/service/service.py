@@ -1,7 +1,7 @@
-"""Runs a ``LocalSandbox`` as a service with a queue. It takes work once it has proven that the sandbox's jail holds.
+"""Runs a ``LocalSandbox`` as a service with a queue. The service takes work once a test shows that its jail holds.
 
-``Service`` does not depend on HTTP (``app`` does). It gives the sandbox only as many jobs as the sandbox can use at
-once, so that urgent jobs need not wait behind others. Servers share no queue, and no queue survives a restart."""
+``Service`` does not depend on HTTP (``app`` does). It gives the sandbox only as many jobs as the sandbox can run at
+once, so that urgent jobs need not wait behind others. Servers share no queue, and a restart empties the queue."""
 
 import asyncio
 import contextlib
@@ -43,7 +43,7 @@ class ServiceLimits:
 
 
 class Service:
-    """Answers requests with an open ``sandbox``. ``roles`` lists the kinds of work that the service accepts."""
+    """Queues requests and answers them with an open ``sandbox``. ``roles`` lists the kinds of work that it accepts."""
 
     def __init__(self, sandbox: LocalSandbox, roles: tuple[Role, ...], limits: ServiceLimits) -> None:
         self.sandbox, self.roles, self.limits = sandbox, roles, limits
@@ -69,7 +69,7 @@ class Service:
         await self.rooms.close_all()
 
     async def _keep(self) -> None:
-        """Regularly calls ``prove`` while the service is not ready, and closes unused workspaces."""
+        """Every few seconds, calls ``prove`` if the service is not ready, and closes unused workspaces."""
         while True:
             try:
                 if self.unready:
@@ -107,7 +107,7 @@ class Service:
             self.unready = ""
 
     def admit(self, role: Role) -> None:
-        """Raises ``ServiceError`` unless the service takes new work of this role."""
+        """Raises ``ServiceError`` unless the service takes new work of the kind ``role``."""
         if role not in self.roles:
             raise ServiceError(404, "role", f"this server has no role {role} (it has {', '.join(self.roles)})")
         if self.draining:
@@ -116,7 +116,7 @@ class Service:
             raise ServiceError(503, "unready", self.unready, retry_after=_AGAIN_SECONDS)
 
     def submit(self, request: AnyRequest, size: int) -> Job:
-        """Queues a request of ``size`` bytes, or joins the job of an equal request. Raises ``ServiceError``."""
+        """Queues a request of ``size`` bytes. Returns its job, or that of an equal request. Raises ``ServiceError``."""
         self.admit("build" if isinstance(request, Build) else "evaluate")
         protocol.agree(request.settings, self.sandbox.config)
         kind = request.kind

@@ -39,8 +39,8 @@ class Room:
     questions: int = 0  # number of commands that the client was asked to run
 
     async def ask(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """Asks the client to run the shell's command ``name`` (compile, verify or profile), in a line of the current
-        tool call's stream. Returns the client's result."""
+        """Asks the client to run the shell's command ``name`` (compile, verify or profile), in the stream of the
+        current tool call. Returns the client's result."""
         self.questions += 1
         number, answer = self.questions, asyncio.get_running_loop().create_future()
         self.asked[number] = answer
@@ -79,7 +79,7 @@ class Rooms:
 
     def find(self, id: str, owner: str) -> Room:
         """Returns the workspace ``id``. Raises the same ``ServiceError`` for a missing workspace and for a wrong owner,
-        so that a stranger cannot find workspaces."""
+        so that other clients cannot find out which workspaces exist."""
         room = self._rooms.get(id)
         mine = hmac.compare_digest((room.owner if room else "").encode(), owner.encode("utf-8", "replace"))
         if room is None or not mine or room.workspace is None:
@@ -88,7 +88,7 @@ class Rooms:
         return room
 
     def call(self, room: Room, tool: str, arguments: dict[str, Any]) -> AsyncIterator[Line]:
-        """Starts a tool call; returns the lines of its answer. Raises ``ServiceError`` if ``room`` is busy."""
+        """Starts a tool call and returns the lines of its answer. Raises ``ServiceError`` if ``room`` is busy."""
         self._take(room)
         return self._lines(room, tool, arguments)
 

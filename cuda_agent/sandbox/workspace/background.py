@@ -1,8 +1,9 @@
 """Runs background commands of a workspace. Each command has a keeper: a child of the workspace's process.
 
-The keeper starts the command in the shell's jail and collects its output. It ends the command and all its processes on
-request, at a limit, or when the workspace has ended. It adopts orphaned processes, because the end of a foreground
-command would kill them. A background command gets no input and cannot run compile, verify or profile."""
+The keeper starts the command in the shell's jail and collects its output. It kills the command and all its processes
+on request, at a limit, or when the workspace has ended. It adopts the command's orphaned processes: otherwise the end
+of a foreground command would kill them. A background command gets no input and cannot run compile, verify or
+profile."""
 
 import contextlib
 import json
@@ -28,7 +29,7 @@ _STATE, OUTPUT, KILL = b"s", b"o", b"k"
 
 
 class Backgrounds:
-    """The background commands of one workspace. The agent gets an id for each, such as ``bg1``."""
+    """The background commands of one workspace. The agent gets an id for each command, such as ``bg1``."""
 
     def __init__(self, shell: Shell) -> None:
         self._shell = shell
@@ -57,7 +58,8 @@ class Backgrounds:
         return name
 
     def tell(self, name: str, request: bytes) -> str:
-        """Returns new output and state of a command; the request ``KILL`` ends it first. Raises ``ToolRefused``."""
+        """Returns the new output and the state of the command ``name``. If ``request`` is ``KILL``, first kills the
+        command. Raises ``ToolRefused`` if there is no such command."""
         if name not in self._channels:
             known = ", ".join(self._channels) or "none"
             raise ToolRefused(f"there is no background command {name[:20]!r} (there are: {known})")
@@ -70,7 +72,7 @@ class Backgrounds:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stops all background commands inside the context, so that they disturb neither file tools nor timing."""
+        """Suspends all background commands inside the context, so that they disturb neither file tools nor timing."""
         stopped: set[int] = set()
         for _ in range(20):
             found = {pid for keeper in self._keepers.values() for pid in descendants(keeper)} - stopped

@@ -32,7 +32,7 @@ from cuda_agent.sandbox.workspace.files import ToolRefused
 from cuda_agent.sandbox.workspace.shell import CommandLimits
 
 Commands = Callable[[str, list[str], dict[str, str]], Awaitable[ToolResult]]
-"""(compile, verify or profile; its arguments; the folder's files) -> what the command prints; an error exits with 1."""
+"""Runs a command. Takes its name (compile, verify or profile), its arguments and the folder's files by path."""
 
 ARGUMENT_BYTES = 1 << 20  # limit of one call's arguments as JSON
 _OPEN_SECONDS, _GRACE_SECONDS = 30.0, 20.0  # how long a start, or a call beyond its own limit, may take
@@ -43,8 +43,9 @@ class WorkspaceLost(Exception):
 
 
 class Workspaces:
-    """Owns the warm parent, which forks workspaces. It starts with ``async with``, or else with the first workspace. It
-    removes the temporary folder of all work folders at its end, even if this process was killed."""
+    """Owns the warm parent, the process that forks workspaces. The warm parent starts with ``async with``, or else with
+    the first workspace. At its end it removes the temporary folder that holds all work folders, even if this process
+    was killed."""
 
     def __init__(self, limits: CommandLimits | None = None) -> None:
         self.limits = limits or CommandLimits()
@@ -65,8 +66,8 @@ class Workspaces:
     async def open(
         self, files: Mapping[str, str], protected: frozenset[str], commands: Commands
     ) -> "AsyncIterator[Workspace]":
-        """Opens a workspace that holds ``files``. The agent cannot change the top-level files in ``protected``.
-        ``commands`` runs the agent's compile, verify and profile. Raises ``WorkspaceLost``."""
+        """Opens a workspace that holds ``files`` (text by path). The agent cannot change the top-level files in
+        ``protected``. ``commands`` runs the agent's compile, verify and profile. Raises ``WorkspaceLost``."""
         await self._start()
         number, control = next(self._numbers), self._control
         assert control is not None
@@ -157,8 +158,8 @@ class Workspace:
         self._broken = False
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs a tool and returns its result. The commands compile, verify and profile call the function ``commands``,
-        whose exceptions pass through. Raises ``WorkspaceLost``."""
+        """Runs a tool and returns its result. If the tool runs compile, verify or profile, this client answers the
+        command with the constructor's ``commands``, whose exceptions pass through. Raises ``WorkspaceLost``."""
         try:
             body = checked_call(tool, arguments)
         except ToolRefused as refused:

@@ -1,7 +1,7 @@
 """Implements the file tools of a workspace (Read, Write, Edit, MultiEdit, Glob), and collects the workspace's files.
 
 Everything in the folder may be hostile (links, FIFOs, huge or binary files, a million names), so every path is resolved
-and every read is limited. The code runs inside the jail."""
+and every read is limited. The code runs inside the workspace's jail."""
 
 import fnmatch
 import hashlib
@@ -22,7 +22,7 @@ READ_LINES = 2000
 
 
 class ToolRefused(Exception):
-    """A tool call is refused; the agent gets the message as the result of the call."""
+    """A tool call is refused. The agent gets the message as the result of the call."""
 
 
 class Folder:
@@ -81,7 +81,7 @@ class Folder:
         return "ok"
 
     def glob(self, pattern: str, path: str = ".") -> str:
-        """Returns the sorted paths below ``path`` that match ``pattern``, a line each; ``**`` stands for any
+        """Returns the sorted paths below ``path`` that match ``pattern``, one per line. ``**`` matches any number of
         folders."""
         base = self.resolve(path)
         prefix = "" if base == "." else base + "/"
@@ -93,7 +93,7 @@ class Folder:
         return "\n".join(found) or "(no matches)"
 
     def fill(self, files: dict[str, str]) -> None:
-        """Writes the initial files, which count as not yet read by the agent."""
+        """Writes the initial files. The agent must read each of them before it can change it."""
         for path, content in files.items():
             self._store(self.resolve(path), content)
         self._seen.clear()
@@ -252,7 +252,7 @@ def disk_use(root: str, limit: int) -> int:
 
 
 def _matches(names: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
-    """Returns whether a path matches a pattern; both are split at ``/``. ``**`` stands for any number of folders."""
+    """Returns whether the path ``names`` matches ``pattern``, both split at ``/``. ``**`` matches any folders."""
     reachable = {0}  # possible positions in the pattern
     for name in names:
         reachable = _skip(reachable, pattern)

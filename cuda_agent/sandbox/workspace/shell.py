@@ -1,8 +1,9 @@
 """Runs a workspace's shell commands one after the other, each in a jail inside the worker's jail, within limits.
 
-The current folder and the exported variables persist between commands. ``compile``, ``verify`` and ``profile`` are
-scripts on the shell's PATH. A script sends its request through a FIFO to the worker, which forwards it to the client;
-the answer returns the same way. Data from a shell may be forged, so the worker checks all data."""
+The worker is the workspace's process. The current folder and the exported variables persist between commands.
+``compile``, ``verify`` and ``profile`` are scripts on the shell's PATH. A script sends its request through a FIFO to
+the worker, which forwards it to the client and returns the answer the same way. Data from a shell may be forged, so the
+worker checks it."""
 
 import contextlib
 import ctypes
@@ -50,7 +51,7 @@ exit "$status"
 
 @dataclass(frozen=True)
 class CommandLimits:
-    """The limits of a workspace. ``shell_seconds`` excludes the waiting for compile, verify or profile."""
+    """The limits of a workspace. ``shell_seconds`` excludes the time spent waiting for compile, verify or profile."""
 
     shell_seconds: float = 30.0
     output_chars: int = 30_000  # of one tool's text; the middle is cut
@@ -200,8 +201,8 @@ class Shell:
             os._exit(126)
 
     def overuse(self, used: float, seconds: float, disk: bool) -> str:
-        """Returns why to kill a command after ``used`` of ``seconds``, or an empty string. ``disk``: also checks the
-        disk."""
+        """Returns which limit a command exceeds, as text, or an empty string. The command has used ``used`` of its
+        ``seconds``. If ``disk`` is true, also checks the disk."""
         if used > seconds:
             return f"killed after {seconds:g} s"
         pids = descendants(os.getpid())

@@ -80,7 +80,7 @@ def _remove(folder: str) -> None:
 
 
 def _worker(descriptor: int, folder: str) -> None:
-    """Runs one workspace in a forked child. ``descriptor`` is its socket to the client."""
+    """Runs one workspace in this forked child. ``descriptor`` is the workspace's socket to the client."""
     signal.set_wakeup_fd(-1)
     os.closerange(3, descriptor)
     os.closerange(descriptor + 1, 4096)
@@ -197,7 +197,8 @@ _PARAMETERS: dict[str, dict[str, str]] = {  # a name that ends in "?" may be lef
 
 def checked(tool: str, arguments: Any, parameters: dict[str, str] | None = None) -> dict[str, Any]:
     """Returns the arguments of a tool call, converted to the types in ``parameters`` (by default those of ``tool``).
-    Text such as "3" or "true" counts as a number or truth value. Raises ``ToolRefused`` with the wrong argument."""
+    Text such as "3" or "true" counts as a number or truth value. Raises ``ToolRefused``, which names the wrong
+    argument."""
     parameters = parameters or _PARAMETERS.get(tool)
     if parameters is None:
         raise ToolRefused(f"there is no tool {tool[:40]!r}")
