@@ -1,4 +1,4 @@
-"""Plays episodes of a model behind a chat API, with the same agent loop and tools as for a policy (``loop``).
+"""Plays episodes of a model behind a chat API, with the agent loop and the tools of a policy's episodes (``loop``).
 
 The episodes are for evaluation, not for training. The server reports the number of sampled tokens without their ids, so
 ``Episode.ids`` holds a zero for each token."""
@@ -51,7 +51,7 @@ class ChatPlayer(EpisodePlayer):
 
 
 def answers(calls: Calls, texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns ``texts`` as messages: the result of each of ``calls``, or user messages if there are no calls."""
+    """Returns ``texts`` as messages: one tool result for each of ``calls``, or user messages if there are no calls."""
     if not calls:
         return [{"role": "user", "content": text} for text in texts]
     answered = zip(calls, texts, strict=True)

@@ -1,9 +1,9 @@
 """Shortens a conversation so that it fits into a model's context.
 
-The least useful parts are cut first: the middles of old tool results, then the middles of old tool calls' arguments
-(files can be read again), then whole old turns. The system message, the task and the newest turns stay. Long texts in
-the newest turns are cut last. A tool call and its result stay together, because servers refuse one without the other.
-Sizes are in characters, because only the server can count tokens."""
+The least useful parts are cut first: the middles of old tool results, then the middles of the arguments of old tool
+calls (files can be read again), then whole old turns, and last long texts in the newest turns. The system message and
+the task stay. A tool call and its result stay together, because servers refuse one without the other. Sizes are in
+characters, because only the server can count tokens."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -64,7 +64,7 @@ def compacted(messages: Sequence[Mapping[str, Any]], limit: int) -> list[Message
 
 
 def cut(text: str, limit: int) -> str:
-    """Returns ``text``, shortened in the middle if it has more than about ``limit`` characters."""
+    """Returns ``text``, with its middle left out if it has more than about ``limit`` characters."""
     if len(text) <= limit + 60:
         return text
     half = limit // 2

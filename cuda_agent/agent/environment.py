@@ -1,8 +1,9 @@
 """Defines the environment in which an episode is played: one task with its work folder, tools and verdicts.
 
 ``async with KernelEnvironment(...) as environment`` opens the work folder. ``call`` runs one tool call; ``finish``
-judges the solution in the folder. The player may be a policy that samples token ids (``loop``), a model behind a chat
-API (``chat_rollout``, ``optimize.attempt``), or an external trainer (``environments``)."""
+judges the solution in the folder. The player, who makes the tool calls, may be a policy that samples token ids
+(``loop``), a model behind a chat API (``chat_rollout``, ``optimize.attempt``), or an external trainer
+(``environments``)."""
 
 import json
 from collections import Counter
@@ -36,8 +37,9 @@ class KernelEnvironment:
         files: The player's files, as ``collect`` last read them. A new work folder starts with these files.
         best: The best verdict of quick mode so far.
         flags: The bad patterns seen so far ("malformed_call", "unknown_tool", "loop").
-        repeated: How many times the latest tool call was made since the work folder last changed.
-        waiting: Returns the context manager in which the judge is waited for."""
+        repeated: How many times the latest tool call was made, with the same arguments. A new Write, Edit or MultiEdit
+            resets the counts of all other tools.
+        waiting: Makes the context manager that surrounds each wait for a verdict."""
 
     def __init__(
         self,
@@ -82,7 +84,7 @@ class KernelEnvironment:
 
     async def call(self, name: str, arguments: Mapping[str, Any] | None) -> ToolResult:
         """Runs the tool ``name``. ``arguments`` is None if the player's text could not be parsed. For an unknown tool
-        or wrong arguments, the result is an error text."""
+        or wrong arguments, the result is an error message. Raises WorkspaceLost."""
         assert self._folder is not None, "the work folder is not open"
         self.repeated = 0
         if name not in self.tools:
@@ -103,18 +105,18 @@ class KernelEnvironment:
         return result
 
     async def collect(self) -> Solution:
-        """Reads the files in the work folder and returns the solution that they contain."""
+        """Reads the work folder into ``files``. Returns the solution that the files contain. Raises WorkspaceLost."""
         assert self._folder is not None, "the work folder is not open"
         found = await self._folder.files()
         self.files = {path: text for path, text in found.items() if path not in self._given}
         return self.solution
 
     async def finish(self) -> Verdict:
-        """Judges the solution in the work folder.  Raises SandboxFault or TaskError if there is no verdict."""
+        """Judges the solution in the work folder. Raises SandboxFault, TaskError or WorkspaceLost if that fails."""
         return await self.judge(await self.collect())
 
     async def judge(self, solution: Solution, mode: Mode = "quick") -> Verdict:
-        """Judges ``solution``; in quick mode, also updates ``best``.  After a fault of the sandbox, judges again.
+        """Judges ``solution``; in quick mode, also updates ``best``. After a fault of the sandbox, tries once more.
 
         Raises:
             SandboxFault: The sandbox failed twice.
@@ -131,7 +133,7 @@ class KernelEnvironment:
         return verdict
 
     async def command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """Judges the solution in ``files``; returns what the command ``name`` (compile, verify or profile) prints."""
+        """Judges the solution in ``files``. Returns what the command ``name`` (compile, verify or profile) prints."""
         verdict = await self.judge(solution_of(files, self.format))
         return ToolResult(describe(verdict, name, self.style), failed(verdict, name))
 

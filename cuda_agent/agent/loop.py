@@ -5,8 +5,8 @@
 with tools or with one answer and no tools. ``run_many`` plays many episodes at once.
 
 A policy's episode is one growing list of token ids. Sampled ids are appended unchanged (mask 1); the prompt and tool
-results are encoded once (mask 0). An episode ends at the latest when its budget of turns or tokens is used up; then its
-files are judged. An infrastructure fault or the deadline cuts an episode, which then has no reward."""
+results are encoded once and appended (mask 0). An episode ends at the latest when its budget of turns or tokens is used
+up; then its files are judged. An episode that an infrastructure fault or the deadline cuts short has no reward."""
 
 import asyncio
 import hashlib
@@ -33,7 +33,7 @@ from cuda_agent.tasks.task import Task
 T = TypeVar("T")
 Ended = Literal["answer", "turns", "tokens", "deadline", "infra"]
 Calls = Sequence[dict[str, Any]]
-"""Tool calls, each with "name" and "arguments". Arguments that could not be parsed are None."""
+"""Tool calls, each with "name" and "arguments" (None if they could not be parsed)."""
 MALFORMED = "error: malformed tool call"
 
 
@@ -65,7 +65,7 @@ class Player(Protocol):
 
 
 async def play(player: Player, environment: KernelEnvironment, turns: Iterable[int]) -> str:
-    """Plays the turns numbered ``turns``.  Returns why the player stopped, or "turns" after the last turn."""
+    """Plays the turns with the numbers ``turns``. Returns why the player stopped, or "turns" after the last turn."""
     for turn in turns:
         calls = await player.speak(turn)
         if isinstance(calls, str):
@@ -77,7 +77,7 @@ async def play(player: Player, environment: KernelEnvironment, turns: Iterable[i
 
 
 async def within(limit: asyncio.Timeout, work: Awaitable[str], late: str) -> str:
-    """Returns the result of ``work``. When the time of ``limit`` is over, cancels ``work`` and returns ``late``."""
+    """Returns the result of ``work``. If ``limit`` expires before, cancels ``work`` and returns ``late``."""
     try:
         async with limit:
             return await work
@@ -89,7 +89,7 @@ async def within(limit: asyncio.Timeout, work: Awaitable[str], late: str) -> str
 
 @contextmanager
 def stopped(limit: asyncio.Timeout) -> Iterator[None]:
-    """Stops the clock of ``limit``, which is running, during the ``with`` block."""
+    """Extends the running timeout ``limit`` by the time that the ``with`` block takes."""
     time = asyncio.get_running_loop().time
     end, began = limit.when(), time()
     limit.reschedule(None)
@@ -110,9 +110,10 @@ async def run_episode(
     before: Episode | None = None,
     kind: Literal["single", "agent"] = "agent",
 ) -> Episode:
-    """Plays one episode of a policy: with tools, or of the ``kind`` "single", one answer whose fenced blocks are the
-    files of the solution.  ``seed`` and a turn's number determine the sampling noise of the turn. ``before`` is the
-    same episode, cut by a fault of ours: as long as all tokens are the same, its turns are not sampled again."""
+    """Plays one episode of a policy. The ``kind`` "agent" has tools. The kind "single" is one answer, whose fenced
+    blocks are the files of the solution. ``seed`` and a turn's number determine the turn's sampling noise. ``before``
+    is an earlier run of this episode that an infrastructure fault cut short: its turns are reused, not sampled again,
+    as long as the tokens before them are the same."""
     player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat, before)
     if kind == "agent":
         player.add(chat.prompt_ids(player.episode.messages, TOOLS), 0)
@@ -139,8 +140,8 @@ class EpisodePlayer(ABC):
         self.episode = Episode(self.id, self.task.name, "agent", [], [], [], [], [], None, "infra", messages=first)
 
     def add(self, ids: Sequence[int], turn: int, sampled: Completion | None = None) -> None:
-        """Appends ``ids``, tokens of turn ``turn``, to the episode. ``sampled`` is the completion that contains them,
-        or None for tokens of the prompt and of tool results."""
+        """Appends the token ids ``ids`` of turn ``turn`` to the episode. ``sampled`` is the completion that contains
+        them, or None for tokens of the prompt and of tool results."""
         episode = self.episode
         episode.ids += ids
         episode.mask += [int(sampled is not None)] * len(ids)
@@ -153,8 +154,8 @@ class EpisodePlayer(ABC):
         return min(self.settings.turn_tokens, self.settings.context - len(self.episode.ids))
 
     async def run(self, answer: Callable[[], Awaitable[Ended]] | None = None) -> Episode:
-        """Plays the episode: calls ``answer`` if it is given, else plays with tools. Then judges the files. Returns the
-        episode, even after an infrastructure fault; ``Episode.ended`` says why it ended."""
+        """Plays the episode by ``answer`` if it is given, else with tools. Then judges the files. Returns the episode,
+        even after an infrastructure fault; ``Episode.ended`` says why it ended."""
         environment, episode = self.environment, self.episode
         episode.kind = "single" if answer else "agent"
 
@@ -185,8 +186,8 @@ class EpisodePlayer(ABC):
 
     def said(self, text: str, calls: Calls, cut: bool, malformed: bool, **more: str) -> Calls | Ended:
         """Records a turn's message: ``text``, ``calls`` and the fields ``more``. Returns the calls, or the reason why
-        the episode ends: "tokens" if the turn was ``cut`` off, "answer" if it has no call. A ``malformed`` call counts
-        as a call."""
+        the episode ends: "tokens" if the turn was ``cut`` off, "answer" if it has no call, not even a ``malformed``
+        one."""
         asked = [{"name": call["name"], "arguments": call["arguments"] or {}} for call in calls]
         self.episode.messages.append({"role": "assistant", "content": text, "tool_calls": asked, **more})
         if malformed:
@@ -208,7 +209,7 @@ class EpisodePlayer(ABC):
 
     @abstractmethod
     def _cut(self, text: str) -> str:
-        """Returns ``text``, shortened in the middle if it has more than about ``tool_tokens`` tokens."""
+        """Returns ``text``, with its middle left out if it has more than about ``tool_tokens`` tokens."""
 
 
 @dataclass
@@ -219,7 +220,7 @@ class TokenPlayer(EpisodePlayer):
     _closed: bool = True  # whether the last turn ended with its stop token
 
     async def answer(self) -> Ended:
-        """Samples the only turn of an episode without tools. Returns the reason why the episode ends."""
+        """Samples the only turn of an episode without tools. Returns "answer", or "tokens" if the turn was cut off."""
         completion = await self._sample(0)
         if completion is None:
             return "tokens"
@@ -262,7 +263,8 @@ class TokenPlayer(EpisodePlayer):
         return completion
 
     def _known(self) -> Completion | None:
-        """Returns the next turn of ``before``, or None if there is none or the tokens before it are not the same."""
+        """Returns the next turn of the earlier run ``before``. Returns None if there is none, or if the tokens before
+        the turn differ from this episode's."""
         here, old = len(self.episode.ids), self.before
         if old is None or old.ids[:here] != self.episode.ids or not any(old.mask[here : here + 1]):
             return None
@@ -288,11 +290,11 @@ def seed_of(seed: int, name: object) -> int:
 
 
 async def run_many(jobs: Sequence[Callable[[], Awaitable[T]]], concurrency: int, lockstep: bool = False) -> list[T]:
-    """Runs ``jobs``, at most ``concurrency`` at once, and returns their results, such as episodes, in order. If one job
-    raises an exception (a bug, a lost engine), all jobs end.
+    """Runs ``jobs``, at most ``concurrency`` at once, and returns their results, such as episodes, in order. If a job
+    raises an exception (a bug, a lost engine), cancels the other jobs and raises it.
 
     With ``lockstep``, all running episodes sample their next turn at the same time, and have no deadline. The engine's
-    batches are then the same in every run. With ``sandbox.clock=model`` all results are the same too."""
+    batches are then the same in every run. With ``sandbox.clock=model`` all results are the same, too."""
     slots = asyncio.Semaphore(concurrency)
     lock = _Lockstep(len(jobs), concurrency) if lockstep else None
 
@@ -315,7 +317,7 @@ async def run_many(jobs: Sequence[Callable[[], Awaitable[T]]], concurrency: int,
 
 
 class _Lockstep:
-    """Makes all running episodes wait for each other before every turn. At most ``places`` of ``jobs`` run at once."""
+    """Makes the running episodes wait for each other before every turn. At most ``places`` of ``jobs`` run at once."""
 
     def __init__(self, jobs: int, places: int) -> None:
         self._active = min(jobs, places)

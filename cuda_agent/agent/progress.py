@@ -14,7 +14,7 @@ from cuda_agent.sandbox.wire import Solution, Verdict
 
 Event = dict[str, Any]
 Tell = Callable[..., None]
-"""Takes (kind, attempt=, **facts)."""
+"""Records an event. Takes (kind, attempt=, **facts)."""
 SHOWN_ONLY = frozenset({"text", "thought", "again", "wait", "form", "tool", "result", "void"})
 ENDS = {
     "target": "the target is reached", "answer": "the model said that it is done", "turns": "all turns are used",
@@ -22,7 +22,7 @@ ENDS = {
     "stuck": "the model said the same over and over", "infra": "the sandbox failed", "deadline": "cut by the deadline",
     "server": "the model's address was lost", "stopped": "stopped",
 }  # fmt: skip
-"""Maps the reason why an attempt or an episode ended to words."""
+"""Maps the reason why an attempt or an episode ended to a text for people."""
 
 _DIFF_LINES = 400
 _COMPARED_LINES = 2000  # most lines compared per file: repeated lines take cubic time
@@ -30,7 +30,7 @@ _COMPARED_LINES = 2000  # most lines compared per file: repeated lines take cubi
 
 def difference(path: str, old: str, new: str) -> Event:
     """Returns the fields of the event ``diff`` for a file whose text changed from ``old`` to ``new``: the path, the
-    diff, and the numbers of added and removed lines."""
+    first lines of the diff, and the numbers of added and removed lines."""
     before, after = (text.splitlines()[:_COMPARED_LINES] for text in (old, new))
     lines = list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]
     added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
@@ -70,7 +70,7 @@ class Findings:
 
     @property
     def best(self) -> Find | None:
-        """Returns the fastest solution, by its strict verdict if it has one, else by its quick verdict."""
+        """The fastest solution, by its strict verdict if it has one, else its quick verdict; None if there is none."""
         return max(self.by_digest.values(), key=lambda find: factor(find.strict or find.quick) or 0.0, default=None)
 
 
@@ -130,8 +130,8 @@ class State:
 
 
 class Transcript:
-    """Appends the events of a search to the file ``path``, except the kinds in ``SHOWN_ONLY``. ``clock`` gives their
-    times. ``watch`` receives every event. ``note`` is the text of the latest note about an attempt."""
+    """Appends the events of a search to the file ``path``, except the kinds in ``SHOWN_ONLY``. ``clock`` returns the
+    time for an event, in seconds. ``watch`` receives every event. ``note`` is the latest note about an attempt."""
 
     def __init__(self, path: Path, clock: Callable[[], float], watch: Callable[[Event], None]) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -166,8 +166,8 @@ def read_events(path: Path) -> list[Event]:
 
 
 def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Findings, Event]:
-    """Returns the state after a transcript's ``events``: the attempts' states by number, the findings and the used
-    budget. Leaves out messages and files of unfinished turns."""
+    """Returns the state of a search after ``events``: the states of the attempts by number, the correct solutions, and
+    the used budget. Leaves out messages of unfinished turns."""
     states: dict[int, State] = {}
     pending: dict[int, list[Event]] = {}
     findings, spent = Findings(), dict[str, Any]()

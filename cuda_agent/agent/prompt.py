@@ -1,7 +1,7 @@
 """Makes prompts (the messages that show a task to a policy), and parses the answers of episodes without tools.
 
-A prompt has one of two styles. "full" spells out all rules, for general models. "compact" is for a small policy trained
-on this style: one word that says whether there are tools, and the task's source in few tokens."""
+A prompt has one of two styles. "full" spells out all rules, for general models. "compact" is for a small policy that is
+trained on it: one word that says whether there are tools, and the task's source in few tokens."""
 
 import ast
 import re
@@ -46,7 +46,8 @@ def agent_messages(task: Task, style: Style, format: Format = "plan", device: st
 
 def parse_answer(text: str) -> dict[str, str]:
     """Returns the files in the answer ``text``: fenced blocks whose first line names a language and a path. Drops
-    unclosed blocks and unsafe paths, such as "../a". If several blocks have the same path, the last one counts."""
+    unclosed blocks, files that are too large or too many, and unsafe paths, such as "../a". If several blocks have the
+    same path, the last one counts."""
     files: dict[str, str] = {}
     for match in _FENCE.finditer(text[: 4 * _ANSWER_BYTES]):
         path, content = match[2], match[3]
@@ -116,8 +117,8 @@ def _calls_super(node: ast.stmt) -> bool:
 
 
 def _unparsed(node: ast.stmt) -> str:
-    """Returns the source of ``node``, indented by one space per level. A function loses the word ``def``. Strings stay
-    unchanged: ``ast.unparse`` writes each on one line, and docstrings were removed before."""
+    """Returns the source of ``node``, indented by one space per level, without a leading ``def``. Strings stay
+    unchanged, because ``ast.unparse`` writes each of them on one line, and docstrings were removed before."""
     text = re.sub(r"^(?: {4})+", lambda match: match[0][::4], ast.unparse(node), flags=re.M)
     return text.removeprefix("def ") if isinstance(node, ast.FunctionDef) else text
 

@@ -1,6 +1,6 @@
 """Makes the text of the file SKILL.md in the work folder, which tells a model the rules for its solution.
 
-There is a text for each solution format and device. The sandbox enforces these rules and more."""
+There is one text for each solution format and device. The sandbox enforces these rules and more."""
 
 from collections.abc import Callable
 

@@ -1,6 +1,7 @@
 """Defines the agent's tools: their schemas, and the text that the commands compile, verify and profile print.
 
-The agent loop and the writer of example dialogues both call ``describe``, so that their texts are the same."""
+The agent loop and the code that writes example dialogues both call ``describe``, so that the texts are the same. The
+tools themselves run in ``sandbox.workspace``."""
 
 import math
 import re
@@ -20,8 +21,8 @@ _COMPILER = re.compile(r"^(\S+?)(?::(\d+):(?:\d+:)?|\((\d+)\):) (?:fatal )?error
 
 
 def describe(verdict: Verdict, command: str, style: Style) -> str:
-    """Returns the text that ``command`` (compile, verify or profile) prints for ``verdict``. The compact style has few
-    tokens: only the kind of mistake, the first build error, or the two speed-ups."""
+    """Returns the text that ``command`` (compile, verify or profile) prints for ``verdict``. In compact style this is
+    only the kind of mistake, the first build error, or the two speed-ups."""
     if verdict.status == "build_error":
         return f"build error: {first_error(verdict.message) if style == 'compact' else verdict.message}"
     if command == "compile":
@@ -42,9 +43,9 @@ def describe(verdict: Verdict, command: str, style: Style) -> str:
 
 
 def standing(verdict: Verdict) -> str:
-    """Returns a line with the task's shortest possible time on the device (roofline) and the share of this speed that
-    the solution reaches; "" if unknown. The shortest possible time is the longer of two times at the device's peak
-    rates: to move all inputs and outputs, and to do all arithmetic operations of the reference."""
+    """Returns a line with the task's least possible time on the device (roofline), and the ratio of this time to the
+    solution's time; "" if unknown. The least possible time is the longer of two times at the device's peak rates: to
+    move all inputs and outputs, and to do all arithmetic operations of the reference."""
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return ""
     least = {
@@ -64,7 +65,7 @@ def failed(verdict: Verdict, command: str) -> bool:
 
 
 def first_error(message: str) -> str:
-    """Returns the first error in a compiler's ``message`` as ``path:line: text``, or else the first line."""
+    """Returns the first error in a compiler's ``message`` as ``path:line: text``; without an error, the first line."""
     if found := _COMPILER.search(message):
         message = f"{found[1]}:{found[2] or found[3]}: {found[4]}"
     return (message.splitlines() or [""])[0][:_COMPACT_MESSAGE]

@@ -1,4 +1,4 @@
-"""Checks whether this machine meets the requirements.  Each check gives one line, with a remedy if it fails."""
+"""Checks whether this machine meets the package's requirements. Each check gives one line, and a remedy if it fails."""
 
 import os
 import platform
@@ -59,7 +59,7 @@ def _system() -> Check:
 
 
 def unsupported() -> str:
-    """Returns a text about the parts of the package that work on this system, which is not Linux."""
+    """Returns a text that says what works on this system if it is not Linux."""
     return (
         f"{platform.system()}: runs, reports and configurations can be read here; kernels run only on Linux, because "
         "the sandbox needs its Landlock and seccomp"

@@ -1,9 +1,9 @@
 """Measures how many solutions per minute the sandbox judges on this machine, and the time of each phase.
 
-First it draws and probes tasks as in synthesis, and times this.  The scripted teacher then writes solutions with random
-designs.  The cache is empty, so the sandbox builds, checks and times each solution.  Each format has three rounds: one
-solution at a time with pauses, one right after the other, and all at once.  Solutions in the format ``extension`` wrap
-the teacher's kernel; those in ``python`` copy the task's model."""
+The benchmark first draws and probes tasks as in synthesis, and times this step. The scripted teacher then writes
+solutions with random designs. The cache is empty, so the sandbox builds, checks and times each solution. Each format
+has three rounds: one solution at a time with pauses, one at a time without pauses, and all at once. Solutions in the
+format ``extension`` wrap the teacher's kernel; those in ``python`` copy the task's model."""
 
 import asyncio
 import json
@@ -46,7 +46,7 @@ def formats_of(text: str | None) -> tuple[Format, ...]:
 
 
 async def measure(config: SandboxConfig, tasks: int, solutions: int, formats: Sequence[Format]) -> dict[str, Any]:
-    """Runs the three rounds of each format, and returns the figures, with times in seconds.  A round judges
+    """Runs the three rounds of each format. Returns the results as a dictionary, with times in seconds. A round judges
     ``solutions`` solutions per task, or fewer if the teacher has no more designs."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as cache:
@@ -95,7 +95,7 @@ async def _measure_format(
 
 
 async def prepare(sandbox: LocalSandbox, count: int, rng: random.Random) -> tuple[list[Task], list[float]]:
-    """Draws and probes tasks until ``count`` have passed.  Returns these tasks, and the seconds that the probes of each
+    """Draws and probes tasks until ``count`` have passed. Returns these tasks, and the seconds that probing each one
     took. With a real clock, only tasks whose eager time is in ``WINDOW`` pass."""
     window = WINDOW if sandbox.config.clock == "real" else (0.0, float("inf"))
     tasks: list[Task] = []
@@ -138,7 +138,7 @@ class ModelNew(torch.nn.Module):
 
 
 def work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
-    """Returns the files (path -> text) of an ``extension`` solution that calls the kernel of the plan ``files``."""
+    """Returns the files (path -> text) of an ``extension`` solution around the kernel of the plan in ``files``."""
     plan = json.loads(files[PLAN])
     (node,) = plan["nodes"]
     spelled = {

@@ -2,9 +2,9 @@
 
     python -m cuda_agent.environments.openenv TASKS [--port 8000] [OVERRIDE...]
 
-``reset`` begins an episode: it picks a task and opens its work folder. ``step`` runs a tool call, or ends the episode
-if no tool is named. The reward of the last step comes from the sandbox's verdict on the solution in the folder. Each
-session is a WebSocket: OpenEnv's stateless HTTP routes would lose the folder between two requests. There are no
+``reset`` begins an episode: it picks a task and opens a work folder. ``step`` runs a tool call, or ends the episode if
+no tool is named. The reward of the last step comes from the sandbox's verdict on the solution in the folder. A session
+is a WebSocket, because OpenEnv's stateless HTTP routes would lose the folder between two requests. There are no
 passwords: every client that reaches the port can run code in the sandbox."""
 
 import argparse
@@ -39,8 +39,9 @@ class KernelAction(Action):
 
 
 class KernelObservation(Observation):
-    """The result of ``reset`` (the first messages and the tools' schemas) or of ``step`` (the tool's result). If
-    ``done``, ``reward`` is the verdict's reward, or None after an infrastructure fault: then drop the episode."""
+    """The result of ``reset`` (the first messages and the tools' schemas) or of ``step`` (the tool's result). When
+    ``done`` is true, ``reward`` is the verdict's reward, or None after an infrastructure fault: a trainer must then
+    drop the episode."""
 
     text: str = ""
     messages: list[dict[str, Any]] = Field(default_factory=list)
@@ -96,8 +97,11 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
         return KernelObservation(messages=environment.messages(), tools=TOOLS)
 
     async def step_async(self, action: KernelAction, timeout_s: float | None = None, **_: Any) -> KernelObservation:
-        """Runs the tool that ``action`` names or, without a name, judges the solution. A call that takes longer than
-        ``timeout_s`` seconds ends the episode as an infrastructure fault."""
+        """Runs the tool that ``action`` names, if any. Without a tool, or at the last step, judges the solution. A step
+        that takes more than ``timeout_s`` seconds ends the episode as an infrastructure fault.
+
+        Raises:
+            ValueError: The episode is over."""
         if self._environment is None or self._state.done:
             raise ValueError("the episode is over: reset begins another one")
         try:

@@ -105,7 +105,7 @@ class KernelTask(vf.Task[KernelData, KernelState, KernelTaskConfig]):
     @vf.reward
     async def reward(self, trace: vf.Trace) -> float:
         """Returns the verdict's reward: -1 for a wrong solution, 1 for a correct one, 2 if it is also more than 5 %
-        faster than eager, 3 if also more than 5 % faster than torch.compile. Raises an error after a sandbox fault."""
+        faster than eager, 3 if also more than 5 % faster than torch.compile. Raises SandboxFault or TaskError."""
         async with opened(self.data.task(), self.config.tools) as environment:
             verdict = await environment.judge(solution_of(trace.state.files, environment.format))
         metrics = {

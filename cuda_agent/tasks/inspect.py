@@ -1,7 +1,7 @@
 """Analyses a task's source without running it: ``problems`` checks its form, ``recompute_ops`` finds its operators.
 
-Both functions only read the syntax tree, so they are safe on untrusted source. They miss names made at run time
-(``getattr(torch, name)``) and operators inside layers of other packages."""
+Both functions only read the syntax tree, so they are safe on untrusted source. They miss names that are made at run
+time (``getattr(torch, name)``) and operators inside layers of other packages."""
 
 import ast
 import builtins
@@ -79,7 +79,7 @@ def import_aliases(tree: ast.AST) -> Aliases:
 
 
 def dotted(node: ast.AST, aliases: Aliases) -> str | None:
-    """Returns the dotted path of an imported name (``F.relu`` -> ``torch.nn.functional.relu``), or None."""
+    """Returns the dotted path of an imported name (``F.relu`` -> ``torch.nn.functional.relu``), else None."""
     if isinstance(node, ast.Name):
         return aliases.get(node.id)
     if isinstance(node, ast.Attribute) and (base := dotted(node.value, aliases)):
@@ -92,7 +92,8 @@ def is_docstring(node: ast.AST) -> bool:
 
 
 def op_name(path: str) -> str | None:
-    """Returns an operator's name in ``Task.ops`` (``torch.nn.functional.relu`` -> ``F.relu``), or None."""
+    """Returns an operator's name in ``Task.ops`` (``torch.nn.functional.relu`` -> ``F.relu``), or None if the dotted
+    ``path`` names no torch operator."""
     parts = path.split(".")
     if parts[0] != "torch" or len(parts) < 2:
         return None
@@ -110,12 +111,15 @@ def op_name(path: str) -> str | None:
 
 
 def recompute_ops(code: str) -> tuple[str, ...]:
-    """Returns the torch operators that ``Model.forward`` reaches, each one once, in order of use.
+    """Returns the torch operators that ``Model.forward`` uses, each one once, in order of first use.
 
-    Names are those of CUDA-Agent-Ops-6K: ``nn.Linear``, ``F.gelu``, ``torch.sum``, ``Tensor.view``. A layer made in
+    Names are as in CUDA-Agent-Ops-6K: ``nn.Linear``, ``F.gelu``, ``torch.sum``, ``Tensor.view``. A layer made in
     ``__init__`` counts only if ``forward`` uses it. A Python operator or a tensor method counts only if an operand
     certainly is a tensor (an argument of ``forward``, a parameter, the result of an operator). Layers of
-    ``transformers`` appear by class name: ``transformers.LlamaRMSNorm``."""
+    ``transformers`` have their class name: ``transformers.LlamaRMSNorm``.
+
+    Raises:
+        SyntaxError: ``code`` cannot be parsed."""
     tree = syntax.parse(code)
     reader = _Reader(import_aliases(tree), _definitions(tree))
     model = reader.definitions.get("Model")
@@ -182,7 +186,8 @@ class _Reader:
         self.under_way.discard(key)
 
     def note(self, node: ast.AST) -> bool:
-        """Adds the operator, or the operators of the class, that ``node`` names. Returns whether there is one."""
+        """Adds the operator that ``node`` names, or the operators of the class that ``node`` names. Returns whether
+        ``node`` names either."""
         if isinstance(node, ast.Name) and isinstance(local := self.definitions.get(node.id), ast.ClassDef):
             self.read_class(local)
             return True
@@ -196,7 +201,7 @@ class _Reader:
         return name is not None
 
     def note_layers(self, value: ast.AST | None) -> None:
-        """Adds the layers that the expression ``value`` constructs, also inside containers."""
+        """Adds the layers that the expression ``value`` constructs, even inside containers."""
         for call in _walk(value):
             if isinstance(call, ast.Call):
                 self.note(call.func)
@@ -237,7 +242,7 @@ class _Scope:
             self.reader.ops.append(f"torch.{name}")
 
     def value(self, node: ast.expr) -> bool:
-        """Adds the operators of an expression, operands first. Returns whether the expression is certainly a tensor."""
+        """Adds the operators of the expression ``node``, operands first. Returns whether it certainly is a tensor."""
         match node:
             case ast.Name():
                 return node.id in self.tensors

@@ -1,6 +1,6 @@
-"""Reads and writes task sets: parquet folders of this project, KernelBench folders, Ops-6K parquet files.
+"""Reads and writes task sets: parquet folders of this project. Also reads KernelBench folders and Ops-6K parquet files.
 
-A set is read from a local path. This module handles the source of tasks as text, and never executes it."""
+Task sets are local files. This module handles the source of tasks as text, and never executes it."""
 
 import json
 import re
@@ -40,7 +40,7 @@ def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
 
 
 def read_tasks(folder: Path) -> list[Task]:
-    """Returns the tasks in a folder that ``write_tasks`` wrote, in the order of the file.
+    """Returns the tasks that ``write_tasks`` wrote to ``folder`` (or to the file ``folder``), in the order of the file.
 
     Raises:
         TaskError: The file is missing or is not a task set."""
@@ -65,7 +65,8 @@ def read_ops6k(path: Path) -> list[Task]:
 def _read_kernelbench(folder: Path) -> tuple[list[Task], list[TaskError]]:
     """Returns the tasks in a KernelBench folder, in KernelBench's order, and an error for each file that is not a task.
     The tasks are the ``*.py`` files in the sub-folders ``level1``, ``level2``, ... or, without these, in ``folder``.
-    Their family is the level, or ``kernelbench``. A name is like ``level1/19_ReLU``; the split is ``heldout``."""
+    The family of a task is its level, or ``kernelbench``; a name is like ``level1/19_ReLU``; the split is ``heldout``.
+    Raises TaskError if there is no ``*.py`` file."""
     levels = sorted((p for p in folder.iterdir() if p.is_dir() and re.fullmatch(r"level\d+", p.name)), key=natural)
     found, refused = list[Task](), list[TaskError]()
     for place in levels or [folder]:
@@ -103,7 +104,7 @@ def task_from_file(path: Path) -> Task:
 
 
 def read_any(source: Path) -> list[Task]:
-    """Returns the tasks in ``source``: a folder of ``write_tasks``, an Ops-6K parquet, a KernelBench folder or a file.
+    """Returns the tasks in ``source``: a folder of ``write_tasks`` or KernelBench, a parquet file or a ``*.py`` file.
 
     Raises:
         TaskError: ``source`` cannot be read, or one of its files is not a task."""
@@ -134,8 +135,8 @@ class Imported:
 
 
 def import_tasks(source: Path, folder: Path) -> Imported:
-    """Imports the task set ``source``, in any form that ``read_any`` accepts, to ``folder``. Recomputes ``ops`` from
-    the code. Leaves out duplicates, and rows and files that are not tasks.
+    """Writes the task set ``source``, in any form that ``read_any`` accepts, to ``folder``. Recomputes ``ops`` from the
+    code. Leaves out duplicates, and rows and files that are not tasks.
 
     Raises:
         TaskError: No task is left, or ``source`` cannot be read."""

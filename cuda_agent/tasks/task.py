@@ -21,5 +21,5 @@ class Task:
 
     @property
     def digest(self) -> str:
-        """Returns the sha256 of the source, under which verdicts and baselines are cached."""
+        """The sha256 of the source, a part of the keys under which verdicts and baselines are cached."""
         return hashlib.sha256(self.code.encode()).hexdigest()
