@@ -32,7 +32,7 @@ from cuda_agent.sandbox.workspace.files import ToolRefused
 from cuda_agent.sandbox.workspace.shell import CommandLimits
 
 Commands = Callable[[str, list[str], dict[str, str]], Awaitable[ToolResult]]
-"""Runs a command. Takes its name (compile, verify or profile), its arguments and the folder's files by path."""
+"""Runs a command: (compile, verify or profile; its arguments; text by path) -> its output. An error exits with 1."""
 
 ARGUMENT_BYTES = 1 << 20  # limit of one call's arguments as JSON
 _OPEN_SECONDS, _GRACE_SECONDS = 30.0, 20.0  # how long a start, or a call beyond its own limit, may take
