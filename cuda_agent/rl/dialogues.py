@@ -67,9 +67,10 @@ def one_shot(task: Task, rng: random.Random, device: str = "cpu") -> Dialogue:
 
 
 def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu") -> Dialogue:
-    """Returns an episode with tools. The agent writes and verifies a solution, after a mistake if ``repair`` is set. It
-    tries up to ``REFUSED`` wrong designs before a correct one. Then it sometimes profiles the solution, and sometimes
-    tries another design."""
+    """Returns an episode with tools. The agent writes a solution and verifies it. If ``repair`` is set and the design
+    is correct, the solution first contains a mistake, which the agent then repairs. If the design is wrong, the agent
+    tries others: at most ``REFUSED`` wrong ones come before a correct one. Then it sometimes profiles the solution, and
+    sometimes tries another design."""
     worked, spec = solve(task, rng, device), parse(task)
     mistake = spoil(task, worked, rng) if repair and worked.status == "ok" else None
     written = _stripped(mistake.files if mistake else worked.files)
@@ -141,8 +142,8 @@ def _verdict(device: str, status: Status, message: str = "", ratios: tuple[float
 
 
 def _ratios(spec: FamilySpec, worked: Worked, rng: random.Random) -> tuple[float, float]:
-    """Draws two speed-ups for ``worked``: over eager and over ``torch.compile``. Both share one random factor. On the
-    CPU medians and spread were measured on idle machines. On a GPU they do not depend on the design."""
+    """Draws two speed-ups of ``worked``, over eager and over ``torch.compile``; they share one random factor. The CPU's
+    medians and spreads were measured on idle machines. A GPU's speed-ups do not depend on the design."""
     slower, design = 1.0, worked.design
     if worked.device == "cpu":
         slower *= 1.9 if design.number == "double" else 1

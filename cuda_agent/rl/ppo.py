@@ -31,9 +31,9 @@ LOSSES = 3  # the stage gives up when the trainer was lost this often in one ste
 async def train_ppo(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
 ) -> tuple[Any, Any, Critic | None]:
-    """Trains the policy in ``ctx.inputs`` on episodes of ``kind`` until step ``settings.steps``. Begins at the newest
-    checkpoint, if there is one. Returns (model, tokenizer, critic). If ``settings.advantage`` needs a critic,
-    ``make_critic`` makes the initial one; otherwise the critic is None.
+    """Trains the policy in ``ctx.inputs`` until step ``settings.steps``, on episodes of ``kind``: "single" answers, or
+    the "agent" loop. Begins at the newest checkpoint, if there is one. Returns (model, tokenizer, critic). If
+    ``settings.advantage`` needs a critic, ``make_critic`` makes the initial one; otherwise the critic is None.
 
     Raises:
         TryAgain: The stage was told to stop, the trainer was lost too often, or a step has no episode to learn from."""
@@ -125,7 +125,8 @@ async def _retried_after_losses(
     ctx: StageContext, runtime: Runtime, step: int, job: Callable[[], Awaitable[Result]]
 ) -> Result:
     """Runs ``job``, which starts from the trainer's state at ``step``, and returns its result. If the trainer is lost,
-    restores the checkpoint of ``step`` and runs the job again. Raises TryAgain after ``LOSSES`` losses."""
+    restores the checkpoint of ``step`` and runs the job again. Raises TryAgain after ``LOSSES`` losses, or if the
+    newest checkpoint is of another step."""
     for attempt in range(LOSSES):
         try:
             if attempt and (found := await runtime.restore()) != step:
@@ -137,8 +138,8 @@ async def _retried_after_losses(
 
 
 def heldout_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Returns the pass rate of ``episodes``, and the geometric mean of the speed-ups over torch.compile of those that
-    passed, if there are any. They only show the course of the training: nothing is selected by them."""
+    """Returns the pass rate of ``episodes`` and, if any passed, the geometric mean of their speed-ups over
+    torch.compile. These metrics only show the course of the training; they select nothing."""
     rates = {f"heldout_{name}": value for name, value in episode_metrics(episodes).items() if name == "pass_rate"}
     verdicts = [episode.verdict for episode in episodes if episode.verdict and episode.verdict["status"] == "ok"]
     speedups = [verdict["speedup_compile"] for verdict in verdicts if verdict.get("speedup_compile")]

@@ -31,14 +31,15 @@ from cuda_agent.tasks.task import Task
 Kind = Literal["single", "agent"]
 OnDone = Callable[[Episode], None]  # receives each episode when it ends
 Job = tuple[Task, str]  # a task, and the id of the episode, which determines its seed
-PLAYS = 3  # an episode that faults of ours cut this often has no reward
+PLAYS = 3  # an episode that infrastructure faults cut this often has no reward
 
 
 class Players(Protocol):
-    """Plays episodes: ``Rollouts`` in this process, or ``RayPlayers`` in Ray's actors."""
+    """The interface for playing episodes: ``Rollouts`` plays in this process, ``RayPlayers`` in Ray's actors."""
 
     async def play(self, jobs: Sequence[Job], kind: Kind, on_done: OnDone = ...) -> list[Episode]:
-        """Plays an episode of ``kind`` for each of ``jobs``. Returns the episodes in the order of ``jobs``."""
+        """Plays an episode of ``kind`` for each of ``jobs``, and calls ``on_done`` with each episode when it ends.
+        Returns the episodes in the order of ``jobs``."""
 
 
 @dataclass
@@ -84,7 +85,7 @@ def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
 
 
 def check_losses(ctx: StageContext, episodes: Sequence[Episode], where: str) -> None:
-    """Adds a note if some of ``episodes`` were cut by faults of ours or by the deadline. ``where`` names the step.
+    """Adds a note if the deadline or infrastructure faults cut some of ``episodes``. ``where`` names the step.
 
     Raises:
         TryAgain: No episode has a reward."""
@@ -101,8 +102,9 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
 
     Raises:
         PolicyError: The folder holds no usable policy.
-        BadConfiguration: ``policy.device`` is cuda, and there is no GPU.
-        SandboxUnready: A required wall of the sandbox or the compiler is missing."""
+        BadConfiguration: ``policy.device`` is cuda, and there is no GPU; or ``servers_apart`` refuses the vLLM servers.
+        SandboxUnready: A required wall of the sandbox or the compiler is missing.
+        TryAgain: No vLLM server is left."""
     import torch
 
     config = ctx.config
@@ -118,9 +120,9 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
 
 
 def servers_apart(config: Config, here: int) -> None:
-    """Checks that no vLLM server of the stage runs on the first GPU, if this machine's judge measures times there or
-    the stage broadcasts weights from there. Raises BadConfiguration if one does. ``here`` is this machine's number of
-    GPUs."""
+    """Raises BadConfiguration if a vLLM server of the stage would run on this machine's first GPU although the GPU has
+    another use: the judge measures times there, or the stage broadcasts weights from there. ``here`` is this machine's
+    number of GPUs."""
     sandbox, vllm = config.sandbox, config.policy.vllm
     if vllm.servers or not 0 < here <= vllm.replicas:
         return

@@ -1,4 +1,4 @@
-"""Defines ``Runtime``, the interface through which PPO plays and trains, and ``LocalRuntime`` for a single process."""
+"""Defines ``Runtime``, through which PPO plays and trains, and ``LocalRuntime``, its implementation without Ray."""
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -69,7 +69,8 @@ class ActorCritic:
         self._trainers = {"actor": self.actor} | ({"critic": self.critic} if self.critic else {})
 
     def update(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
-        """Trains on ``episodes`` and returns metrics. The first ``critic_warmup`` steps train only the critic."""
+        """Trains on ``episodes`` and returns metrics. If there is a critic, the first ``critic_warmup`` steps train
+        only the critic."""
         return ppo_update(
             self.actor,
             self.critic,
@@ -93,7 +94,8 @@ class ActorCritic:
 
 
 class LocalRuntime:
-    """The runtime in the stage's own process. Playing and training take turns."""
+    """The runtime without Ray. The stage's own process plays; it also trains, alone or with ranks on this machine.
+    Playing and training take turns."""
 
     def __init__(self, ctx: StageContext, settings: Ppo, kind: Kind, rollouts: Rollouts, learner: ActorCritic) -> None:
         self._ctx, self._settings, self._kind = ctx, settings, kind
@@ -131,7 +133,8 @@ def settings_of(ctx: WorkerContext, settings: Ppo) -> EpisodeSettings:
 async def open_local(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
 ) -> AsyncIterator[LocalRuntime]:
-    """Opens the engine, the sandbox and the trainers in this process. If ``make_critic`` is None, trains no critic."""
+    """Opens the engine and the sandbox in this process, and the trainers in this process or its ranks
+    (``shared_training``). If ``make_critic`` is None, trains no critic."""
     with shared_training(ctx) as ctx:
         async with open_rollouts(ctx, ctx.inputs["policy"], settings_of(ctx, settings)) as rollouts:
 

@@ -3,8 +3,8 @@
 Each metric is computed twice: for the final solution of every episode, and for the best solution judged in the episode.
 There are metrics over all tasks, per family of tasks and per operator. ``compare`` compares two policies task by task:
 rates on the tasks that both have played, speed-ups on those that both have solved. Episodes lost by infrastructure
-faults are counted, but not scored. Intervals come from a bootstrap over tasks. They cover the choice of tasks, but not
-timing noise or training seeds."""
+faults or the deadline are counted, but not scored. Intervals come from a bootstrap over tasks. They cover the choice of
+tasks, but not timing noise or training seeds."""
 
 import json
 import warnings
@@ -24,7 +24,7 @@ from cuda_agent.sandbox.wire import Mode, Verdict
 from cuda_agent.tasks.task import Task
 
 RATES = ("passed", "faster_eager", "faster_compile")
-SPEEDUPS = ("speedup_eager", "speedup_compile", "gap")  # and a ratio of them: what has a geometric mean
+SPEEDUPS = ("speedup_eager", "speedup_compile", "gap")  # the metrics with a geometric mean
 METRICS = RATES + SPEEDUPS
 
 RESAMPLES = 2000
@@ -39,7 +39,7 @@ class Result:
     status: str  # the verdict's status, or ``no_answer`` if there was nothing to judge
     speedup_eager: float | None = None  # over PyTorch's eager mode
     speedup_compile: float | None = None  # over torch.compile
-    gap: float | None = None  # its time divided by that of the task's best known design
+    gap: float | None = None  # time over that of the task's best known design, each relative to eager
 
     @property
     def correct(self) -> bool:
@@ -64,8 +64,8 @@ class EpisodeScore:
 class ScoreRow:
     """One row of a table of scores. ``passed``, ``faster_eager`` and ``faster_compile`` are rates: shares of a task's
     episodes (0 to 1), averaged over the tasks. A speed-up is the geometric mean over the tasks with a correct solution,
-    or None if no task has one. So is the gap, over those whose best design is known. ``intervals`` maps each metric to
-    its 95 % interval (low, high), or to None with too few tasks."""
+    or None if no task has one. ``gap`` is the same mean over the solved tasks whose best design is known. ``intervals``
+    maps each metric to its 95 % interval (low, high), or to None if there are too few tasks."""
 
     group: str  # "overall", a family or an operator
     tasks: int
@@ -89,7 +89,7 @@ class Table:
 @dataclass
 class Scores:
     """All scores of one policy on one task set: the content of ``scores.json``. ``lets_through`` maps each linted task
-    that accepts wrong answers to these answers."""
+    that accepts wrong answers to the names of these answers."""
 
     policy: str
     clock: Literal["real", "model"]  # "model": times are a deterministic cost, not measured
@@ -116,7 +116,7 @@ class Scores:
 @dataclass
 class Difference:
     """The change of one metric between two policies on their common tasks: a difference for rates, a ratio for
-    speed-ups. Common are the tasks that both have played; for a speed-up, those that both have solved. ``interval``
+    speed-ups and the gap. Common tasks are those that both policies have played or, for a ratio, solved. ``interval``
     (95 %) comes from a bootstrap over tasks. It is None if there are too few tasks, or if both policies have equal
     values on every task."""
 
@@ -203,6 +203,7 @@ def compare(
     before: Scores, after: Scores, which: Literal["final", "best"] = "final", family: str | None = None, seed: int = 0
 ) -> list[Difference]:
     """Returns the change of each metric from ``before`` to ``after`` on their common tasks (of ``family``, if given).
+    ``which`` chooses the final or the best solutions.
 
     Raises:
         ValueError: ``before`` and ``after`` were scored under different clocks, or judged in different modes."""
@@ -230,10 +231,10 @@ def compare(
 
 
 def fast_p(scores: Scores, p: float, baseline: Literal["eager", "compile"], tasks: int | None = None) -> float | None:
-    """Returns KernelBench's fast_p: the share of tasks whose final solution is correct and more than ``p`` times as
-    fast as the baseline. If ``p`` is 0, any correct solution counts. A task counts with the share of its successful
-    episodes. ``tasks`` is the divisor, by default the number of tasks with a scored episode. Returns None if the
-    divisor is 0."""
+    """Returns KernelBench's fast_p (arXiv 2502.10517): the share of tasks whose final solution is correct and more than
+    ``p`` times as fast as the baseline. If ``p`` is 0, any correct solution counts. A task counts with the share of its
+    successful episodes. ``tasks`` is the divisor, by default the number of tasks with a scored episode. Returns None if
+    the divisor is 0."""
     shares: dict[str, list[bool]] = {}
     for outcome in scores.outcomes:
         speedup = getattr(outcome.final, f"speedup_{baseline}") or 0.0
@@ -295,8 +296,9 @@ def _row(group: str, outcomes: Sequence[EpisodeScore], which: str, seed: int) ->
 
 
 def per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
-    """Returns for each metric float64 [len(names)], one value per task. A rate is a share of the task's episodes. A
-    speed-up is the mean logarithm over correct and timed episodes, or nan. ``which`` is "final" or "best"."""
+    """Returns for each metric float64 [len(names)], one value per task. A rate is a share of the task's episodes; a
+    speed-up or gap is a mean natural logarithm over correct and timed episodes, or nan. ``which`` is "final" or
+    "best"."""
     results: dict[str, list[Result]] = {name: [] for name in names}
     for outcome in outcomes:
         if outcome.task in results:
@@ -345,7 +347,7 @@ def _percentiles(values: NDArray[np.float64]) -> tuple[float, float] | None:
 
 
 def _unanimous(share: float, n: int) -> tuple[float, float]:
-    """Returns the exact binomial interval of a rate if all ``n`` tasks have the same ``share``, 0 or 1. A bootstrap
-    would give width 0, but the true rate may differ: with 0 of 24 tasks solved, it can be up to 12 %."""
+    """Returns the one-sided exact binomial interval (Clopper-Pearson) of a rate that is ``share``, 0 or 1, in all ``n``
+    tasks. A bootstrap would give width 0, but the true rate may differ: with 0 of 24 tasks solved, it can be 12 %."""
     reach = 1 - (1 - COVERAGE) ** (1 / n)
     return (0.0, reach) if share == 0 else (1 - reach, 1.0)

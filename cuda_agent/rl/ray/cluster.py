@@ -26,8 +26,8 @@ _TOKEN = secrets.token_hex(32)  # one per process: Ray reads it once
 
 @contextmanager
 def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> Iterator[None]:
-    """Connects this process to the Ray instance at ``address``.  If ``address`` is None, starts a new instance with
-    ``cpus`` and ``gpus`` for actors and an object store of at least ``store_bytes``.
+    """Connects this process to the Ray instance at ``address``. If ``address`` is None, starts a new instance with
+    ``cpus`` CPU cores and ``gpus`` GPUs for actors, and an object store of at least ``store_bytes`` bytes.
 
     Raises:
         TryAgain: There is no Ray at ``address``, or a new instance does not start.

@@ -53,9 +53,9 @@ class WorkerSlot:
 
 
 class EpisodeCollector:
-    """Collects the episodes of one round. The episodes on one draw of a task form a group. The collector keeps
-    ``samples`` episodes of each group: first those with a reward, then others. It is ``full`` when every group has
-    ``samples`` episodes with a reward, or no unfinished episode."""
+    """Collects the episodes of one round. The samples of one drawn task form a group (``policy.episode.group_of``). The
+    collector keeps ``samples`` episodes of each group: first those with a reward, then others. It is ``full`` when
+    every group has ``samples`` episodes with a reward, or no unfinished episode."""
 
     def __init__(self, jobs: Sequence[Job], samples: int) -> None:
         self._order = {name: index for index, (_, name) in enumerate(jobs)}
@@ -112,7 +112,8 @@ class RayPlayers:
     async def collect(
         self, collector: EpisodeCollector, jobs: Sequence[Job], kind: Kind, on_done: OnDone = lambda episode: None
     ) -> int:
-        """Plays ``jobs`` until ``collector`` is full. Returns the number of workers lost since the previous round."""
+        """Plays ``jobs`` until ``collector`` is full. Returns the number of workers lost since the previous round.
+        Raises TryAgain if too many workers were lost, or none is left."""
         for worker in self.workers:
             if worker.actor is None and worker.opening is None:  # all replacements failed since the last round
                 worker.opening = asyncio.create_task(self._open(worker))
@@ -228,8 +229,8 @@ class RayPlayers:
 
     @asynccontextmanager
     async def _losses(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
-        """Raises WorkerLost if the ``with`` block takes more than ``seconds``, if the actor dies, or if it fails for a
-        reason that may pass, such as EngineError. Raises the actor's other errors unchanged. Yields the time limit."""
+        """Raises WorkerLost if the ``with`` block takes more than ``seconds``, if the actor dies, or if the actor
+        raises EngineError or TryAgain. Raises the actor's other errors unchanged. Yields the time limit."""
         try:
             async with asyncio.timeout(seconds) as limit:
                 yield limit

@@ -1,4 +1,4 @@
-"""Runs a trainer's processes (ranks) on Ray. On each machine an actor holds the machine's ranks; the stage calls it.
+"""Runs a trainer's processes (ranks) on Ray. The stage calls one actor per machine, which holds that machine's ranks.
 
 To save a checkpoint, each machine sends its files to the stage. To load it, the stage sends all files to all machines.
 Files are sent in parts, so that no process holds more than a few parts in memory."""

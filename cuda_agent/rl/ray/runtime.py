@@ -34,8 +34,8 @@ from cuda_agent.training.distributed import TrainerLost
 
 class RayRuntime:
     """The ``rl.runtime.Runtime`` on Ray. ``group`` is a placement group: bundles of resources that Ray has reserved on
-    machines. The trainer's processes run on the first bundles, one bundle per machine. ``open`` starts the trainer;
-    ``restore`` starts a new one after a loss."""
+    machines. The trainer's processes run on the first bundles, one bundle per machine. ``open`` starts the trainer and
+    the rollout workers; ``restore`` starts a new trainer after a loss."""
 
     def __init__(
         self, ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None, group: Any
@@ -124,7 +124,7 @@ class RayRuntime:
 async def open_ray_runtime(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
 ) -> AsyncIterator[RayRuntime]:
-    """Opens Ray, the trainer and the rollout workers.  Raises BadConfiguration or TryAgain if resources are missing."""
+    """Opens Ray, the trainer and the rollout workers. Raises BadConfiguration or TryAgain if resources are missing."""
     async with open_placement_group(ctx, ctx.config.ray.trainers) as group:
         runtime = RayRuntime(ctx, settings, kind, make_critic, group)
         try:
