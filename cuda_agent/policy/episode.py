@@ -12,8 +12,8 @@ EPISODES = "episodes.jsonl"  # file name of a set of episodes
 
 
 def group_of(id: str) -> str:
-    """Returns the group of the episode ``id``, such as "warmup/3/relu-17" for "warmup/3/relu-17/2". A group holds the
-    samples of one draw of a task."""
+    """Returns the group of the episode ``id``, such as "warmup/3/relu-17" for "warmup/3/relu-17/2". The samples of one
+    drawn task form a group; a task that is drawn twice has two groups."""
     return id.rpartition("/")[0]
 
 

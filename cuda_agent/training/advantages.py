@@ -16,7 +16,7 @@ class AdvantageInputs:
 
     rewards: Tensor  # float [sequences], each for a whole sequence
     mask: Tensor  # bool [sequences, length], true at sampled tokens
-    groups: Tensor  # int64 [sequences], equal for the samples of one draw of a task
+    groups: Tensor  # int64 [sequences], equal within a group (``policy.episode.group_of``)
     values: Tensor | None  # float [sequences, length], the critic's; None without a critic
     gamma: float  # discount per sampled token
     lam: float  # GAE's lambda
@@ -64,8 +64,8 @@ def whiten(advantages: Tensor, epsilon: float = 1e-6) -> Tensor:
 
 
 def explained_variance(values: Tensor, targets: Tensor) -> float:
-    """Returns 1 - Var(targets - values) / Var(targets), for two tensors float [n]: 1 for perfect values, 0 for a
-    constant value, and 0 if the targets do not vary."""
+    """Returns 1 - Var(targets - values) / Var(targets) of two float tensors [n]: 1 for perfect values, 0 for a constant
+    value, and 0 if the targets do not vary."""
     spread = targets.var(correction=0)
     return 0.0 if spread == 0 else float(1 - (targets - values).var(correction=0) / spread)
 

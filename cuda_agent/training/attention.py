@@ -3,12 +3,12 @@
 ``register`` adds this attention to transformers under ``NAME``; ``supports`` says which models can use it. The model's
 forward call gets the lengths of the row's sequences as the argument ``segments``. On a CPU, rows of short sequences are
 computed by blocked matrix products, which keep the attention probabilities for the backward pass. On a GPU in half
-precision, one flash attention computes the whole row. In all other cases ``scaled_dot_product_attention`` computes one
-sequence after the other, in memory linear in the length.
+precision, one call of FlashAttention computes the whole row. In all other cases ``scaled_dot_product_attention``
+computes one sequence after the other, in memory linear in the length.
 
 With ``training.parallelism=context`` the trainer's processes (ranks) share each row. A row is cut into two blocks per
 rank. Rank r computes the r-th block from the front and the r-th from the back. This balances the work, because later
-tokens attend to more keys. Each rank gathers the keys and values of all ranks. On CPUs this is for tests only."""
+tokens attend to more keys. Each rank gathers the keys and values of all ranks. Only tests do this on CPUs."""
 
 import functools
 import itertools
@@ -43,7 +43,7 @@ class Segments:
 
 def register(compiled: bool = False) -> None:
     """Registers packed attention with transformers, for all trainers of this process. If ``compiled``, excludes it from
-    ``torch.compile``; later calls do not change that."""
+    ``torch.compile``, which later calls do not undo."""
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -1,4 +1,4 @@
-"""Controls, from the driver's process, a trainer that runs in other processes (its ranks).
+"""Lets the stage's process, the driver, control a trainer that runs in other processes, the ranks.
 
 In the driver, a ``DistributedTrainer`` takes the place of a ``Trainer``. A training algorithm (``recipes``) marked
 ``over_ranks`` runs on all ranks with the same arguments, and returns the first rank's result. A ``RankGroup`` sends
@@ -61,7 +61,8 @@ def _errors(calls: Sequence[Future[Any]]) -> list[BaseException]:
 
 class DistributedTrainer:
     """The driver's handle of the trainers that the ranks hold under ``name``. ``model`` is the driver's copy; reading
-    it fetches changed weights from the ranks. In a call to the ranks, each rank receives its own ``Trainer``."""
+    it fetches changed weights from the ranks. If the handle is an argument of a call to the ranks, each rank receives
+    its own ``Trainer`` instead."""
 
     def __init__(self, ranks: RankGroup, name: str, model: Any, **options: Any) -> None:
         self.step, self.seconds = 0, 0.0

@@ -14,7 +14,8 @@ Metrics = dict[str, Tensor]
 
 
 def added(known: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    """Returns the metrics in ``more``, added to those in ``known``; for names ``*_max``, the maximum of both."""
+    """Returns the metrics in ``more``, each added to its value in ``known``; for names ``*_max``, the maximum of both.
+    Leaves out metrics that only ``known`` has."""
     return {
         name: max(known.get(name, 0.0), value) if name.endswith("_max") else known.get(name, 0.0) + value
         for name, value in more.items()
@@ -25,7 +26,7 @@ def token_logprobs(
     states: Tensor, ids: Tensor, project: Callable[[Tensor], Tensor], chunk: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Returns log-probabilities of the tokens ``ids``, int64 [n], and entropies of the predicted distributions, without
-    gradient. Both are float32 [n], in nats.
+    gradient. Both are float32 [n], in nats, at ``temperature``.
 
     ``states``, float [n, hidden], are the states before these tokens (``packing.before_sampled``). ``project`` maps m
     states to logits [m, vocabulary]. At most ``chunk`` rows of logits exist at a time. If there are several chunks, the
@@ -103,10 +104,10 @@ def ppo_loss(
 def value_loss(
     values: Tensor, targets: Tensor, total: int, old: Tensor | None = None, clip: float | None = None
 ) -> Tensor:
-    """Returns a row's share of half the mean squared error of ``values`` (float32 [n], with gradient). With ``clip``
-    (as in PPO), each token contributes the larger of two errors: the error of its value, and the error of its value
-    clipped to ``old`` ± ``clip``. ``old`` are the values before the update, float32 [n]. Raises ``ValueError`` if
-    ``clip`` is given without ``old``."""
+    """Returns a row's share of half the mean squared error between ``values`` (with gradient) and ``targets``. With
+    ``clip`` (as in PPO), each token contributes the larger of two errors: that of its value, and that of its value
+    clipped to ``old`` ± ``clip``. ``old`` are the values before the update. All tensors are float32 [n]. Raises
+    ``ValueError`` if ``clip`` is given without ``old``."""
     error = (values - targets).square()
     if clip is not None:
         if old is None:

@@ -1,5 +1,5 @@
-"""Estimates the peak memory of a training step from the model's shape and the length of a row of tokens, and decides
-from it whether activations are kept or computed twice (``layout``).
+"""Estimates the peak memory of a training step from the model's shape and the length of a row of tokens. The estimate
+decides whether activations are kept or computed twice (``layout``).
 
 The estimate adds up the tensors that the layers of Llama, Qwen2 and Qwen3 keep for the backward pass. It excludes
 memory that the allocator holds unused, a GPU's context (0.5 GB) and an engine in the same process. Tests compare it
@@ -17,7 +17,7 @@ MICROBATCH_TOKENS = {"cpu": 4096, "cuda": 32768}  # tokens of one forward pass: 
 PRECISION: dict[str, Literal["fp32", "bf16"]] = {"float32": "fp32", "bfloat16": "bf16"}  # by policy.dtype
 LONGEST = 2048  # most tokens of a sequence whose attention keeps its probabilities on a cpu
 UNKNOWN_TOKENS = 8192  # activations of longer rows are computed twice, if the model's shape is unknown
-SHARE = 0.5  # most of a device's memory that a step may take with kept activations; a second model and an engine follow
+SHARE = 0.5  # most of a device's memory for a step with kept activations; the rest is for a second model and an engine
 SMALL = 2**24  # most parameters of a model whose gradients may be held once per thread
 _HEAD_COPIES = 6  # copies of a chunk of logits while its gradient is computed
 

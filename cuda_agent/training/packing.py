@@ -22,7 +22,7 @@ class Tokens:
     mask: Tensor  # bool [length]; false for the first token, which nothing predicts
     logprobs: Tensor  # float32 [sampled tokens], the engine's; zeros for imitation
     reward: float = 0.0  # belongs to the last sampled token
-    group: str = ""  # equal for the samples of one draw of a task
+    group: str = ""  # equal within a group (``policy.episode.group_of``)
 
     def __len__(self) -> int:
         return self.ids.numel()
@@ -102,7 +102,7 @@ class Batch:
     counts: tuple[int, ...]  # sampled tokens of each sequence
     logprobs: Tensor  # float32 [sampled tokens], the engine's
     rewards: Tensor  # float32 [sequences]
-    groups: Tensor  # int64 [sequences], equal for the samples of one draw of a task
+    groups: Tensor  # int64 [sequences], equal within a group (``policy.episode.group_of``)
 
     def __len__(self) -> int:
         """Returns the number of sampled tokens."""
@@ -153,8 +153,8 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 def pack_evenly(lengths: Sequence[int], row_tokens: int, multiple: int) -> list[list[int]]:
     """Packs sequences into rows of similar length, and returns the indices of each row's sequences. Aims at a number of
-    rows divisible by ``multiple``, the number of rows computed side by side, but may return fewer rows. Calls ``pack``
-    with ever longer rows, up to ``row_tokens``, until there are few enough rows (MULTIFIT)."""
+    rows divisible by ``multiple``, the number of rows computed side by side, but may return fewer rows. Like MULTIFIT
+    (Coffman et al., 1978), calls ``pack`` with ever longer rows, up to ``row_tokens``, until they are few enough."""
     rows = pack(lengths, row_tokens)
     wanted = -(-len(rows) // multiple) * multiple
     budget = max(-(-sum(lengths) // max(wanted, 1)), *lengths, 1)
@@ -177,8 +177,8 @@ def _row(sequences: Sequence[tuple[Tokens, int]]) -> PackedRow:
 
 
 def before_sampled(states: Tensor, row: PackedRow) -> Tensor:
-    """Selects from ``states`` [length, size] the state before each sampled token: [n, size]. The model predicts the
-    token, and the critic its value, from this state."""
+    """Selects from ``states`` [length, size] the state before each sampled token: [n, size]. From this state the model
+    predicts the token, and the critic estimates the value."""
     return states[row.before]
 
 

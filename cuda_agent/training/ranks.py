@@ -41,7 +41,8 @@ def open_store(host: str) -> tuple[Any, str]:
 
 class Rank:
     """One rank, in its own process. The constructor joins torch's process group of ``world`` ranks through the store at
-    ``address`` (host:port). If ``world`` is 1, there is no process group."""
+    ``address`` (host:port). If ``world`` is 1, there is no process group. Only rank 0 uses ``lease``, the folder of the
+    timing lease."""
 
     def __init__(self, rank: int, world: int, address: str, device: str, threads: int, lease: Path | None) -> None:
         self._device = f"cuda:{rank % torch.cuda.device_count()}" if device == "cuda" else "cpu"

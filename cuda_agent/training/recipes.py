@@ -29,7 +29,8 @@ WARMUP = 0.02  # fraction of the training during which the learning rate rises
 
 
 def learning_rate(fraction: float, peak: float) -> float:
-    """Returns the rate after ``fraction`` (0 to 1) of the training: it rises linearly to ``peak``, then falls to 0."""
+    """Returns the learning rate after ``fraction`` (0 to 1) of the training. The rate rises linearly to ``peak`` during
+    the first ``WARMUP`` of the training, then falls linearly to 0."""
     if fraction < WARMUP:
         return peak * max(fraction / WARMUP, 0.01)
     return peak * (1 - min(1.0, (fraction - WARMUP) / (1 - WARMUP)))
@@ -64,8 +65,9 @@ def sft(
 
     Yields the metrics of each optimizer step (``sft_batches``). ``seed`` decides the order of the sequences. A restored
     trainer continues after its last step. Training also ends when ``trainer.seconds`` reaches ``max_seconds``. The
-    learning rate, at most ``lr``, follows the fraction of the steps or, if larger, of ``max_seconds``. Give either
-    ``steps`` or ``epochs``. Raises ``ValueError`` for both or neither, or without sequences."""
+    learning rate (``learning_rate``) peaks at ``lr`` and follows the share of the steps that are done or, if larger,
+    the share of ``max_seconds``. Give either ``steps`` or ``epochs``. Raises ``ValueError`` for both, for neither, and
+    without sequences."""
     if (steps is None) == (epochs is None):
         raise ValueError("give either steps or epochs")
     if not sequences:
@@ -220,8 +222,8 @@ def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """Returns metrics of ``episodes``. Rates are shares of the episodes that have a reward and sampled tokens.
-    ``faster_than_eager`` and ``faster_than_compile`` use the verdict's grade (paper, Eq. 1), not the reward.
-    ``judge_<phase>_seconds`` are means over the final verdicts that were judged anew, in seconds."""
+    ``faster_than_eager`` and ``faster_than_compile`` use the reward of the paper's Eq. 1 in the verdict, whatever the
+    episode's own reward is. ``judge_<phase>_seconds`` are means over the uncached final verdicts."""
     kept = trainable(episodes)
     metrics = {"episodes": float(len(kept)), "dropped": float(len(episodes) - len(kept))}
     if not kept:
@@ -286,9 +288,9 @@ def _value_step(
 def actor_step(
     actor: Trainer, batch: Batch, chosen: list[int], old: Tensor, advantages: Tensor, settings: Ppo, temperature: float
 ) -> dict[str, float]:
-    """Takes one step of the policy on the ``chosen`` sequences. ``old``, the denominators of the ratio, and
-    ``advantages`` are flat tensors of the batch. Returns the loss and the step's metrics,
-    which are means over tokens."""
+    """Takes one step of the policy on the ``chosen`` sequences. ``old``, the log-probabilities in the ratio's
+    denominator, and ``advantages`` are flat tensors of the batch. Returns the loss and metrics of ``ppo_loss`` and
+    ``Trainer.update``, and the mean entropy."""
     total = sum(batch.counts[index] for index in chosen)
     counts = torch.tensor(batch.counts)
     shares = (1.0 / (len(chosen) * counts)).repeat_interleave(counts)  # of tokens in the mean of trajectories' means

@@ -31,7 +31,8 @@ class FsdpRoot(nn.Module):
 
 def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
     """Shards ``model`` in place; its parameters become new objects. When the returned root runs, each layer of
-    ``trunk`` is gathered while it computes, and all other weights are gathered together."""
+    ``trunk`` is gathered while it computes, and all other weights are gathered together. Raises ``ValueError`` if
+    ``trunk`` has no list ``layers``."""
     layers = getattr(trunk, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{type(trunk).__name__} has no list of layers, by which its weights could be shared")
@@ -64,5 +65,5 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def wait() -> None:
-    """Waits until all ranks call this function.  It waits on the CPU (by Gloo), so no GPU is busy."""
+    """Blocks until all ranks call this function. Ranks wait on the CPU (by Gloo), so no GPU is busy."""
     dist.all_reduce(torch.zeros(1))

@@ -28,7 +28,7 @@ from cuda_agent.training.losses import Metrics
 from cuda_agent.training.memory import LOGITS, SMALL
 from cuda_agent.training.packing import Batch, PackedRow, batch_of, before_sampled, tokens_of
 
-COMPILATIONS = 64  # most of one layer; after torch's own 8, which actor, critic and engine reach, all would be eager
+COMPILATIONS = 64  # most of one layer; with torch's limit of 8, actor, critic and engine would end up running eagerly
 
 Result = TypeVar("Result")
 RowLoss = Callable[[PackedRow], tuple[Tensor, Metrics]]
@@ -36,7 +36,8 @@ RowLoss = Callable[[PackedRow], tuple[Tensor, Metrics]]
 
 class Trainer:
     """Trains one model on rows of at most ``row_tokens`` tokens; no sequence may be longer than a row. On a CPU,
-    without a ``mesh``, a small model computes as many rows at the same time as torch has threads."""
+    without a ``mesh``, a small model computes as many rows at the same time as torch has threads. The constructor
+    raises ``ValueError`` if it cannot train this model correctly with these options."""
 
     def __init__(
         self,
@@ -144,7 +145,8 @@ class Trainer:
         return before_sampled(out.last_hidden_state[0], row).float()
 
     def logprobs(self, row: PackedRow, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Returns log-probabilities of the row's sampled tokens and entropies of their distributions, float32 [n]."""
+        """Returns log-probabilities of the row's sampled tokens and entropies of their distributions, both float32 [n],
+        in nats, at ``temperature``."""
         head = self.model.get_output_embeddings()
         chunk = max(1, LOGITS[self.device.type] // head.weight.shape[0])
         return losses.token_logprobs(self.states(row), row.targets, head, chunk, temperature)
@@ -180,8 +182,9 @@ class Trainer:
 
     def update(self, batch: Batch, chosen: Sequence[int] | None, lr: float, loss_of: RowLoss) -> dict[str, float]:
         """Takes one optimizer step on the sum of ``loss_of`` over the rows of the ``chosen`` sequences, or of all
-        sequences if None. Returns the loss, the metrics of ``loss_of`` and the gradient norm. If the gradient is not
-        finite, the weights stay as they are, and the metric ``skipped`` is 1."""
+        sequences if None. Clips the gradient to the norm ``max_grad_norm``. Returns the loss, the metrics of
+        ``loss_of`` and the norm before clipping. If the gradient is not finite, the weights stay as they are, and the
+        metric ``skipped`` is 1."""
 
         def backward(row: PackedRow) -> tuple[Metrics, Sequence[Tensor | None]]:
             loss, metrics = self.within(lambda: loss_of(row.to(self.device)))
@@ -259,8 +262,9 @@ class Trainer:
 
 
 def _compile_layers(layers: Any, gradient_checkpointing: bool) -> None:
-    """Makes ``torch.compile`` compile the layers, which are equal: one compilation serves all. A checkpointed layer is
-    compiled inside its checkpoint, because PyTorch leaves a checkpoint with a graph break, our attention, eager."""
+    """Compiles the layers with ``torch.compile``. All layers have the same code, so one compilation serves all. A
+    checkpointed layer is compiled inside its checkpoint: our attention is a graph break, and PyTorch runs a checkpoint
+    that contains one eagerly."""
     if gradient_checkpointing:  # dynamic: a row may be recomputed after a longer one was compiled
         call = _limited(torch.compile(_call, dynamic=True))
         for layer in layers:
@@ -275,8 +279,8 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _limited(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Allows ``compiled`` to be compiled up to ``COMPILATIONS`` times. Each thread has its own limit, also the threads
-    of the backward pass."""
+    """Allows ``compiled`` to be compiled up to ``COMPILATIONS`` times. Each thread has its own limit, including the
+    threads of the backward pass."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch._dynamo.config.recompile_limit < COMPILATIONS:
@@ -295,7 +299,7 @@ def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:
 
 def _optimizers(model: Any, name: Literal["adamw", "muon"], weight_decay: float) -> list[torch.optim.Optimizer]:
     """Makes AdamW for all parameters or, if ``name`` is "muon", Muon for all matrices except the embeddings and AdamW
-    for the rest. Muon's steps are scaled to AdamW's, so that one learning rate serves both."""
+    for the rest. Muon's steps are scaled to AdamW's (arXiv 2502.16982), so that one learning rate serves both."""
     ends = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     inner = [p for p in trained if p.ndim == 2 and min(p.shape) > 1 and id(p) not in ends] if name == "muon" else []
