@@ -93,7 +93,8 @@ class Chat:
         self.stop_ids: tuple[int, ...] = tuple(dict.fromkeys(i for i in (end, tokenizer.eos_token_id) if i is not None))
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
-        """Returns the token ids of the conversation ``messages``, with the header of the assistant's next turn."""
+        """Returns the token ids of the conversation ``messages``, with the header of the assistant's next turn. Raises
+        ``ValueError`` if the chat template leaves out the tools."""
         spelled = list(tools) if tools and self.style == "full" else None
         text = self._render(messages, spelled, header=True)
         if spelled and spelled[0].get("function", spelled[0])["name"] not in text:
@@ -119,7 +120,8 @@ class Chat:
         return ids, mask
 
     def turn_ids(self, message: Message) -> list[int]:
-        """Returns the token ids of a written assistant message, with its stop token, as a policy would sample them."""
+        """Returns the token ids of a written assistant message, with its stop token, as a policy would sample them.
+        Raises ``ValueError`` if the chat template opens a turn in another way than it writes one."""
         before = self._render([_user("?")], header=True)
         whole = self._render([_user("?"), message])
         if not whole.startswith(before):
@@ -252,9 +254,9 @@ def on_the_wire(messages: Sequence[Message], tools: Tools, form: Form) -> list[A
     these calls in it. A tool's message has ``tool_call_id``. ``form`` is one of three:
 
     - ``native``: for servers that accept tool calls as JSON;
-    - ``text``: for servers without tool calls.  The first system message lists the tools, tool calls are written as
+    - ``text``: for servers without tool calls. The first system message lists the tools, tool calls are written as
       XML, and tool results become user messages;
-    - ``raw``: for this project's policies.  Tool calls are written as XML; tool results keep the role "tool"."""
+    - ``raw``: for this project's policies. Tool calls are written as XML; tool results keep the role "tool"."""
     if form == "native":
         return [_native(message) for message in messages]
     sent: list[dict[str, Any]] = []

@@ -1,7 +1,8 @@
 """Adds low-rank adapters (LoRA, arXiv 2106.09685) to linear layers of a frozen model.
 
-A layer with an adapter computes W x + scale B A x. Its attribute ``weight`` returns W + scale B A, so code that reads
-weights, such as the decoder, gets the merged model. Adapters are saved in peft's format."""
+A layer with an adapter computes W x + scale B A x, where A is ``down``, B is ``up``, and scale is alpha / rank. The
+layer's attribute ``weight`` returns W + scale B A, so code that reads weights, such as the decoder, gets the merged
+model. Adapters are saved in peft's format."""
 
 import json
 import math

@@ -72,7 +72,7 @@ def new_policy(config: PolicyConfig, tokenizer: Any, seed: int) -> Any:
 
 
 def save_policy(model: Any, tokenizer: Any, folder: Path | str) -> None:
-    """Saves model, tokenizer and chat template as a Hugging Face folder that any server can load.  Adapters are merged
+    """Saves model, tokenizer and chat template as a Hugging Face folder that any server can load. Adapters are merged
     into the weights and also saved beside them (``lora.save_merged``)."""
     from cuda_agent.policy.lora import save_merged
 
@@ -81,8 +81,8 @@ def save_policy(model: Any, tokenizer: Any, folder: Path | str) -> None:
 
 
 def load_policy(folder: Path | str) -> tuple[Any, Any]:
-    """Loads a model and its tokenizer from a Hugging Face folder, or by their name on the hub. The model is in float32
-    and eval mode. Raises ``PolicyError`` if a file is missing, or if model and tokenizer do not fit together."""
+    """Loads a model and its tokenizer from a Hugging Face folder, or by name from the hub. The model is in float32 and
+    eval mode. Raises ``PolicyError`` if a file is missing, or if model and tokenizer do not fit together."""
     from transformers import AutoConfig, AutoTokenizer
 
     path = Path(folder)
@@ -105,7 +105,7 @@ def load_policy(folder: Path | str) -> tuple[Any, Any]:
 
 def load_model(folder: Path | str) -> Any:
     """Loads the causal model of a Hugging Face folder in float32 and eval mode. Raises ``PolicyError`` if a weight is
-    missing or has the wrong shape; transformers would use random numbers."""
+    missing or has the wrong shape, where transformers would use random numbers."""
     from transformers import AutoModelForCausalLM
 
     with _named(f"{folder}: its weights cannot be loaded as a causal model"):

@@ -89,7 +89,8 @@ def check_address(url: str, key_env: str) -> None:
 
 class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
     """The client of one model, to be used as an async context manager. ``url`` is the server's address, which ends in
-    ``/v1``. ``lost`` counts the tokens of answers that broke off; vendors charge for these too."""
+    ``/v1``. ``timeout`` and ``pause``, the pause before the first retry, are in seconds. ``lost`` counts the tokens of
+    answers that broke off; vendors charge for these too."""
 
     def __init__(
         self,
@@ -214,7 +215,7 @@ class _Refused(Exception):
 
 
 class _Again(Exception):
-    """A request failed and may be sent again.  ``after`` is the pause in seconds that the server asks for, or None."""
+    """A request failed and may be sent again. ``after`` is the pause in seconds that the server asks for, or None."""
 
     def __init__(self, message: str, after: float | None = None) -> None:
         super().__init__(message)

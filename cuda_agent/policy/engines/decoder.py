@@ -333,9 +333,9 @@ def _fold(weight: Tensor, norm: Tensor) -> Tensor:
 
 
 def verify(decoder: Decoder, model: Any) -> float:
-    """Returns the largest difference between the log-probabilities of ``decoder`` and ``model`` at four positions. Each
-    position's difference is a mean over the vocabulary, weighted by the model's probabilities. Overwrites rows 0 and 1
-    of the cache."""
+    """Returns the largest difference between the log-probabilities of ``decoder`` and ``model`` at four positions. A
+    position's difference is a mean of absolute differences over the vocabulary, weighted by the model's probabilities.
+    Overwrites rows 0 and 1 of the cache."""
     ids, device = probe_prompt(model, 20), model.device
     with torch.inference_mode():
         wanted = torch.log_softmax(model(input_ids=torch.tensor([ids], device=device)).logits[0].float(), -1)

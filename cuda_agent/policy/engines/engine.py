@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 
 class EngineError(RuntimeError):
-    """The engine refuses a policy or a prompt that it cannot serve correctly."""
+    """The engine cannot serve a policy correctly, or it has failed."""
 
 
 class EngineLost(EngineError):
@@ -38,7 +38,7 @@ class Completion:
 
 
 class Engine(Protocol):
-    """Serves one policy.  ``generate`` may be called concurrently: the engine batches the requests."""
+    """Serves one policy. ``generate`` may be called concurrently: the engine batches the requests."""
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion: ...
 

@@ -81,7 +81,7 @@ class LocalEngine:
 
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion:
         """Samples a completion that ends at a stop token, after ``max_tokens``, or where the context is full. Raises
-        ``ValueError`` if the prompt is empty or fills the context."""
+        ``ValueError`` if the prompt is empty or fills the context, and ``EngineError`` if the engine has failed."""
         params = fitted(params, prompt, self._decoder.context)
         noise = uniforms(params.seed, len(prompt), params.max_tokens)
         future = asyncio.get_running_loop().create_future()
@@ -309,7 +309,7 @@ class LocalEngine:
 
 
 def make_engine(model: Any, policy: PolicyConfig, lease: Path) -> LocalEngine:
-    """Makes an engine with the settings ``policy``.  ``lease`` is the folder of the timing lease."""
+    """Makes an engine with the settings ``policy``. ``lease`` is the folder of the timing lease."""
     place: dict[str, Any] = {"device": policy.device, "dtype": policy.dtype}
     return LocalEngine(model, policy.threads, policy.engine_batch, Lease(lease), **place)
 
@@ -355,8 +355,8 @@ def draw(logits: Tensor, noise: Tensor, temperatures: Sequence[float]) -> tuple[
 
 
 def copied(model: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Returns a copy of ``model`` on ``device`` whose parameters have ``dtype``; None: the model's own. Buffers keep
-    their types: rotary frequencies in bfloat16 would turn distant positions by radians."""
+    """Returns a copy of ``model`` on ``device`` whose parameters have ``dtype``, or keep their types if it is None.
+    Buffers always keep their types: rotary frequencies in bfloat16 would turn distant positions by radians."""
     copy_of = copy.deepcopy(model).to(device)
     for parameter in copy_of.parameters():
         parameter.data = parameter.data.to(dtype or parameter.dtype)

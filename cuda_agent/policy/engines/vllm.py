@@ -93,7 +93,8 @@ class VllmEngine:
                 self._idle.set()
 
     async def update_from(self, model: Any, version: int) -> None:
-        """Makes the servers serve ``model``'s weights as ``version``, after running requests have finished."""
+        """Makes the servers serve ``model``'s weights as ``version``, after running requests have finished. Raises
+        ``EngineError`` if a server does not serve these weights, and ``EngineLost`` if no server is left."""
         async with self._updating:
             self._check()
             self._open.clear()
@@ -302,9 +303,14 @@ async def open_vllm(
     """Opens an engine that serves the policy in ``folder``. ``model`` is the same policy in memory.
 
     If ``config.vllm.servers`` is empty, starts ``config.vllm.replicas`` servers and spreads them over the GPUs. Without
-    a GPU the servers run on the CPU in float32, and pause while a judge holds the timing ``lease``. If servers are
-    listed, sends them the weights; with ``sync=lora`` they must already serve this policy. New weights are written
-    below ``work``. For listed servers, ``$CUDA_AGENT_ENGINE_FOLDER`` replaces ``work`` if it is set."""
+    a GPU the servers run on the CPU in float32, and pause while a judge holds the timing lease in the folder ``lease``.
+    If servers are listed, sends them the weights; with ``sync=lora`` they must already serve this policy. New weights
+    are written below ``work``. For listed servers, ``$CUDA_AGENT_ENGINE_FOLDER`` replaces ``work`` if it is set.
+
+    Raises:
+        PolicyError: vLLM is not installed.
+        EngineLost: A server does not start or answer.
+        EngineError: A server does not serve this policy."""
     settings = config.vllm
     own: list[VllmServer] = []
     found = [Replica(url) for url in settings.servers]

@@ -204,6 +204,7 @@ class Replica:
         return list((answer or {}).get("results", []))
 
     async def greet(self) -> None:
+        """Reads from the server: the policy's name and context, and the workers' number, element type and device."""
         models = [model for model in (await self.ask("/v1/models"))["data"] if not model.get("parent")]
         self.model, self.context = models[0]["id"], models[0]["max_model_len"]
         weights = await self.call("cuda_agent_weights")
