@@ -81,8 +81,9 @@ def save_policy(model: Any, tokenizer: Any, folder: Path | str) -> None:
 
 
 def load_policy(folder: Path | str) -> tuple[Any, Any]:
-    """Loads a model and its tokenizer from a Hugging Face folder, or by name from the hub. The model is in float32 and
-    eval mode. Raises ``PolicyError`` if a file is missing, or if model and tokenizer do not fit together."""
+    """Loads a model and its tokenizer from a Hugging Face folder, or as ``owner/name`` from the hub. The model is in
+    float32 and eval mode. Raises ``PolicyError`` if a file is missing, or if model and tokenizer do not fit
+    together."""
     from transformers import AutoConfig, AutoTokenizer
 
     path = Path(folder)

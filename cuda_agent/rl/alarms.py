@@ -16,7 +16,7 @@ _GREW = f"entropy is more than {GROWTH:g} times that of the first step: the poli
 
 def alarms(metrics: Mapping[str, float], first: Mapping[str, float]) -> list[str]:
     """Returns one line for each entry of ``metrics`` that is outside its limits or NaN, and one if the entropy exceeds
-    ``GROWTH`` times that of ``first``. ``metrics`` belong to the current training step, ``first`` to the first one."""
+    ``GROWTH`` times that of ``first``. These are the metrics of the current step and of this process's first step."""
     lines = [
         f"{name} left its limits, {low:g} to {high:g}: {meaning}"
         for name, (low, high, meaning) in ALARMS.items()

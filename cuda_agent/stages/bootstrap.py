@@ -68,7 +68,8 @@ async def verify_teacher(ctx: StageContext, tasks: Sequence[Task]) -> None:
 
 
 def pretrain(ctx: StageContext, dialogues: Sequence[Dialogue]) -> tuple[object, object]:
-    """Trains a tokenizer on ``dialogues`` and a new model to imitate them. Returns (model, tokenizer)."""
+    """Trains a tokenizer on ``dialogues`` and a new model to imitate them. Returns (model, tokenizer). Raises
+    BadConfiguration if no dialogue fits the context."""
     settings, policy = ctx.config.bootstrap, ctx.config.policy
     tokenizer = train_tokenizer(texts(dialogues[:TOKENIZER]), policy.vocab)
     chat = Chat(tokenizer, "compact")

@@ -1,7 +1,7 @@
 """Stage ``critic``: pretrains the critic on all episodes, good and bad, with a terminal reward and gamma 1 (paper,
-section 3.3, stage 3). Inputs: episodes, policy; output: ``critic``. The reward has the form ``agentic.reward``, in
-which the critic goes on to learn. If the critic explains too little of the rewards' variance on held-out episodes, the
-stage leaves a note or stops (``critic.gate``, docs/decisions.md)."""
+section 3.3, stage 3). Inputs: episodes, policy; output: ``critic``. The reward has the form ``agentic.reward``, because
+``agentic`` continues to train this critic. If the critic explains too little of the rewards' variance on held-out
+episodes, the stage leaves a note or stops (``critic.gate``, docs/decisions.md)."""
 
 import hashlib
 from dataclasses import replace

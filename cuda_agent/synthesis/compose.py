@@ -29,7 +29,7 @@ _NEEDS_A_ROW = {"reduction", "scan", "normalisation", "loss"}  # on rows of one 
 
 
 class ComposeError(Exception):
-    """An attempt to compose a task failed.  The message is a short reason; the data card counts each reason."""
+    """An attempt to compose a task failed. The message is a short reason; the data card counts each reason."""
 
 
 class Composer(Protocol):
@@ -39,12 +39,12 @@ class Composer(Protocol):
     def repeatable(self) -> bool: ...
 
     async def compose(self, rng: Random) -> Task:
-        """Returns one task.  Raises ComposeError if this attempt gives no task."""
+        """Returns one task. Raises ComposeError if this attempt gives no task."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """A rough cost model of eager on a device. Its rates are those that eager reaches on medium shapes."""
+    """A rough cost model of eager on a device. Its rates are those that eager reaches on tensors of medium size."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -204,7 +204,7 @@ class Chain:
 
 
 def build(operators: Sequence[Operator], shape: Shape, rng: Random) -> Chain | None:
-    """Stacks ``operators`` on an input of ``shape``, with random settings.  Returns None if the shapes do not fit."""
+    """Stacks ``operators`` on an input of ``shape``, with random settings. Returns None if the shapes do not fit."""
     low, high = input_values(operators[0])
     text = ", ".join(map(str, shape))
     source = f"torch.randn({text})" if (low, high) == NORMAL else f"torch.rand({text}) * {high - low:g} + {low:g}"

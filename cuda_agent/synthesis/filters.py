@@ -1,11 +1,11 @@
 """Filters candidate tasks by their source and by their probe: a run of the task in the sandbox, without a solution.
 
-The paper has five filters. A task must run in eager and compiled; be deterministic; have outputs that vary, also
-between inputs; take an eager time within limits; and be unlike the evaluation set. Here the third filter is stricter:
-the judge must reject each wrong answer of ``sandbox.judge.mutants``. This module also checks the form of the source,
-and refuses tasks with the bytes or the structure of an earlier task. Two filters need a sweep over the designs of a
-task (``design_sweep``): the choice of a design must matter, and the best one must be ``headroom`` times as fast as
-torch.compile. Cheap filters come first: a task is not swept if torch.compile reaches the memory's peak rate."""
+The paper has five filters. A task must run in eager mode and under torch.compile; be deterministic; have outputs that
+vary, also between inputs; take an eager time within limits; and be unlike the evaluation set. Here the third filter is
+stricter: the judge must reject each wrong answer of ``sandbox.judge.mutants``. This module also checks the form of the
+source, and refuses tasks with the bytes or the structure of an earlier task. Two filters need a sweep over the designs
+of a task (``design_sweep``): the choice of a design must matter, and the best design must be ``headroom`` times as fast
+as torch.compile. Cheap filters come first: a task is not swept if torch.compile reaches the memory's peak rate."""
 
 import math
 from collections import Counter
@@ -35,7 +35,7 @@ FILTERS = (
     "headroom",  # of the best design over torch.compile; only with a sweep
 )
 REACHED = 0.9  # share of the memory's peak rate that the best kernels reach
-SPREAD, RIGHT = 1.5, 0.7  # least ratio of the median design's time to the best one's, or the share of right designs
+SPREAD, RIGHT = 1.5, 0.7  # a choice matters if median time / best time >= SPREAD, or the share of right designs < RIGHT
 
 
 class Prober(Protocol):
@@ -53,8 +53,8 @@ class TaskRefused(Exception):
 
 
 class SourceFilter:
-    """The filters that need only a candidate's source. To find copies, they remember each checked candidate.
-    ``references`` are the tasks of the evaluation set as (name, subtrees); ``shingles`` makes the subtrees."""
+    """The filters that need only a candidate's source. To find copies, the object remembers each checked candidate.
+    ``references`` are the tasks of the evaluation set as (name, subtrees of ``similarity.shingles``)."""
 
     def __init__(self, references: Sequence[tuple[str, Shingles]], max_similarity: float) -> None:
         self.references, self.max_similarity = references, max_similarity
@@ -102,8 +102,8 @@ def check_compiled(probe: Probe) -> None:
 
 
 def check_roofline(probe: Probe, headroom: float) -> None:
-    """Raises TaskRefused if no kernel can be ``headroom`` times as fast as torch.compile, because it must move the
-    inputs and outputs. With a headroom of 0, or without a known peak rate, passes every task."""
+    """Raises TaskRefused if no kernel can be ``headroom`` times as fast as torch.compile, because every kernel must
+    move the inputs and outputs. With a headroom of 0, or without a known peak rate, passes every task."""
     assert probe.compile_seconds is not None  # else check_compiled refused the task
     if probe.compile_seconds * REACHED * (probe.peak_bytes_per_second or math.inf) < headroom * probe.bytes:
         raise TaskRefused("above the roofline", "torch.compile is at the memory's peak rate")
@@ -118,8 +118,8 @@ def check_choice(optimum: Optimum) -> None:
 
 
 def check_headroom(optimum: Optimum, probe: Probe, headroom: float) -> None:
-    """Raises TaskRefused if the best design is not ``headroom`` times as fast as torch.compile. The judge's two times
-    and those of the sweep are compared by way of eager, which both have timed."""
+    """Raises TaskRefused if the best design is not ``headroom`` times as fast as torch.compile. Times of judge and
+    sweep are not comparable, but both have also timed eager. So this function compares speed-ups over eager."""
     assert optimum.speedup is not None  # else check_choice refused the task
     assert probe.eager_seconds and probe.compile_seconds  # timed in turn
     if optimum.speedup < headroom * probe.eager_seconds / probe.compile_seconds:

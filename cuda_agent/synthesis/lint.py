@@ -36,7 +36,7 @@ async def lint(
 
 
 def names(probe: Probe) -> list[str]:
-    """Returns "NAME (TOLERANCE)" for each mutant that a task accepts. TOLERANCE is the least that accepts it."""
+    """Returns "NAME (TOLERANCE)" for each mutant that a task accepts, with the smallest tolerance that accepts it."""
     return [f"{name} ({least:g})" for name, least in probe.lets_through.items()]
 
 

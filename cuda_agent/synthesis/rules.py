@@ -69,7 +69,7 @@ def fixed(
         shape: Maps the incoming tensor's shape to the output's shape, or to None if the operator does not fit it.
         work: Operations per element of the incoming tensor, or a function that returns their total number.
         moved: Elements read and written per element of the output; 0 for views.
-        inputs: Templates of further inputs.  {shape}, {batch}, {last} and {half} are sizes of the incoming tensor."""
+        inputs: Templates of further inputs. {shape}, {batch}, {last} and {half} are sizes of the incoming tensor."""
 
     def use(rng: Random, x: Shape) -> Use | None:
         out = shape(x)

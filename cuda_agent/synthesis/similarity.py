@@ -1,4 +1,5 @@
-"""Computes how similar two tasks are, by the subtrees of their syntax trees (Baxter, 1998).
+"""Computes how similar two tasks are, by the subtrees of their syntax trees (Baxter et al., "Clone Detection Using
+Abstract Syntax Trees", 1998).
 
 Each task's class ``Model`` gives a multiset of subtrees; the similarity is Dice's coefficient of two multisets. The
 subtrees ignore local names, docstrings and the values of constants. Different code for the same function, such as
@@ -17,7 +18,8 @@ Shingles = Counter[int]
 
 
 def shingles(code: str) -> Shingles:
-    """Returns the multiset of hashed subtrees of class ``Model``, else of the file. For invalid Python it is empty."""
+    """Returns the multiset of hashed subtrees of the class ``Model`` or, if there is none, of the whole file. For
+    invalid Python it is empty."""
     try:
         tree = syntax.parse(code)
     except (SyntaxError, ValueError, RecursionError):

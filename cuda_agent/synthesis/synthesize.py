@@ -103,7 +103,7 @@ async def synthesize(
     Each result is passed to ``report(key, JSON value)``: probes, sweeps, and the tasks of a composer that is not
     repeatable. A later call with these results as ``known`` does not repeat them. ``progress(done, total)`` counts
     accepted tasks. ``composer`` replaces the configured writer. ``sweep`` finds the best design of a task of the
-    teacher's family; without it, two filters pass every task.
+    teacher's family; without it, the last three of ``FILTERS`` pass every task.
 
     Raises:
         TaskError: The evaluation set cannot be read.
@@ -357,7 +357,7 @@ class _Work:
         return from_json(await self._once(f"sweep/{task.digest}", swept))
 
     async def _once(self, key: str, work: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
-        """Returns the value for ``key``: known, or under way, or from ``work``."""
+        """Returns the value for ``key``. If it is not known, waits for the work under way, or else starts ``work``."""
 
         async def do() -> None:
             try:

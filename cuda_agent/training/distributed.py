@@ -101,7 +101,7 @@ def _of_rank(name: str) -> Trainer:
 
 
 def over_ranks(recipe: Callable[P, R]) -> Callable[P, R]:
-    """Makes a recipe run on the ranks if one of its arguments is a ``DistributedTrainer``."""
+    """Makes a recipe run on the ranks if one of its positional arguments is a ``DistributedTrainer``."""
 
     @functools.wraps(recipe)
     def spread(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,6 +1,6 @@
 """Designs of CUDA kernels for the endings that only a GPU's tasks have: reductions over columns, and transposes.
 
-``cuda_kernels`` draws from them and calls the functions here, as it does for its own designs."""
+``cuda_kernels`` draws these designs, and calls the functions of this module for them."""
 
 import re
 from collections.abc import Sequence
@@ -97,7 +97,8 @@ class TransposeDesign:
 
 
 def plain_columns(spec: FamilySpec, design: ColumnDesign) -> ColumnDesign:
-    """Returns ``design`` with the first value for each choice that has no effect, or is not possible."""
+    """Returns ``design`` with the first value of ``COLUMN_DESIGNS`` for each choice that has no effect or is
+    impossible."""
     assert spec.ending is not None
     if ENDINGS[spec.ending].maps:
         design = replace(design, split=1)
@@ -139,7 +140,8 @@ def columns_files(spec: FamilySpec, design: ColumnDesign) -> tuple[str, str]:
 
 
 def _columns(spec: FamilySpec, design: ColumnDesign) -> list[str]:
-    """Returns the kernel that reduces ``m`` rows of ``n`` columns or vectors. ``s`` and ``t`` are a thread's values."""
+    """Returns the source of the kernel that reduces ``m`` rows of ``n`` columns or vectors. A thread keeps its partial
+    results in the variables ``s`` and ``t``."""
     assert spec.ending is not None
     reduced, maps, split = reduction(spec, design.moments), ENDINGS[spec.ending].maps, design.split
     lines = head(spec, design.vector)
@@ -223,7 +225,7 @@ def _across(kind: str, design: ColumnDesign) -> list[str]:
 
 
 def _started(design: ColumnDesign, values: Sequence[tuple[str, str]]) -> str:
-    """Returns the declaration of variables with their first values; with vectors, of one for each column."""
+    """Returns the declaration of variables with their first values. With vectors, each has one value per column."""
     if design.vector == 1:
         return "float " + ", ".join(f"{variable} = {value}" for variable, value in values) + ";"
     filled = (f"{variable}[4] = {{{', '.join([value] * 4)}}}" for variable, value in values)
@@ -241,7 +243,8 @@ def _looped(design: ColumnDesign, statement: str) -> str:
 
 
 def _scaled(design: ColumnDesign, place: str) -> str:
-    """Returns the index of a float from the index of a float4, if there are vectors."""
+    """Returns ``place``. With vectors, ``place`` is the index of a float4, and the result is the index of its float
+    ``j``."""
     return place if design.vector == 1 else f"({place}) * 4 + j" if " " in place else f"{place} * 4 + j"
 
 
@@ -249,12 +252,13 @@ def _scaled(design: ColumnDesign, place: str) -> str:
 
 
 def plain_transpose(spec: FamilySpec, design: TransposeDesign) -> TransposeDesign:
-    """Returns ``design`` with the first value for each choice that has no effect."""
+    """Returns ``design`` with the first value of ``TRANSPOSE_DESIGNS`` for each choice that has no effect."""
     return replace(design, vector=1) if design.tile == "none" else replace(design, along="input")
 
 
 def transpose_fault(spec: FamilySpec, design: TransposeDesign) -> Fault:
-    """Returns the judge's status and message: elements at the edges are left out, or no square is whole."""
+    """Predicts the judge's status and message: ``wrong`` if the kernel leaves out elements at the edges,
+    ``build_error`` if the grid has no square, else ``ok``."""
     sizes = spec.columns, spec.rows
     if found := launch_fault(0, [1 if design.guard else size // design.side for size in sizes]):
         return found
@@ -298,7 +302,7 @@ def _tiled(spec: FamilySpec, design: TransposeDesign) -> list[str]:
     last = " + 3" if vector == 4 else ""
 
     def row(a: str, b: str, most: tuple[str, str], inner: str) -> tuple[str, str]:
-        """Returns the condition that ``b`` is inside a row, and the index there."""
+        """Returns the condition that (``a``, ``b``) is inside the matrix, and the index of that element or vector."""
         guard = f"if ({a} < {most[0]} && {b}{last} < {most[1]}) " if design.guard else ""
         index = f"(long)({a}) * {inner} + {b}"
         return guard, index if vector == 1 else f"({index}) / 4"

@@ -1,9 +1,9 @@
 """Writes CUDA kernels for the tasks of ``family``: one source and one plan for each design.
 
-A design is a choice of mapping, sizes and caches. Which design is fast depends on the task's shape, and so does which
-design is right at all: vectors need lengths that they divide, registers must hold a whole row, shared memory has a
-limit. ``fault`` says from shape and design alone what the judge finds wrong with a design. This module holds the
-designs of chains and row-wise endings; ``cuda_columns`` holds those of the other endings."""
+A design is a choice of mapping, sizes and caches. The task's shape decides which design is fast, and also which design
+is right: vectors must divide the lengths, registers must hold a whole row, and shared memory has a limit. ``fault``
+predicts from shape and design alone what the judge finds wrong with a design. This module holds the designs of chains
+and row-wise endings; ``cuda_columns`` holds those of the other endings."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -66,7 +66,7 @@ class RowDesign:
 
     ``lanes``    what computes one row: a thread, a warp or a block
     ``threads``  threads of a block
-    ``items``    vectors of a row that a lane keeps, if ``cache`` is "registers"
+    ``items``    vectors of a row that a thread keeps, if ``cache`` is "registers"
     ``vector``   elements of a vector (1: float, 4: float4); columns after the last whole vector are left out
     ``cache``    where the chain's values stay between the passes over a row; "none": each pass computes them again
     ``moments``  how a variance is computed; "one": from sums of v and v * v; "two": the mean first"""
@@ -80,7 +80,7 @@ class RowDesign:
 
     @property
     def width(self) -> int:
-        """The number of lanes that share one row."""
+        """The number of threads that share one row."""
         return {"thread": 1, "warp": 32, "block": self.threads}[self.lanes]
 
     @property
@@ -93,7 +93,7 @@ Design = ChainDesign | RowDesign | ColumnDesign | TransposeDesign
 
 
 def draw_design(spec: FamilySpec, rng: random.Random) -> Design:
-    """Draws each choice uniformly, without regard to the shape. Choices without effect have their first value."""
+    """Draws each choice uniformly, without regard to the shape. Then resets choices without effect (``plain``)."""
     kind = _KINDS[spec.kind]
     return plain(spec, kind.design(**{name: rng.choice(values) for name, values in kind.choices.items()}))
 
@@ -109,13 +109,13 @@ def redraw(spec: FamilySpec, design: Design, rng: random.Random) -> Design:
 
 
 def plain(spec: FamilySpec, design: Design) -> Design:
-    """Returns ``design`` with the first value for each choice that has no effect."""
+    """Returns ``design`` with the first possible value for each choice that has no effect."""
     made: Design = _KINDS[spec.kind].plain(spec, design)
     return made
 
 
 def fault(spec: FamilySpec, design: Design) -> Fault:
-    """Returns the judge's status and message for ``design``: "ok", "wrong" (elements are left out) or "build_error"
+    """Predicts the judge's status and message for ``design``: "ok", "wrong" (elements are left out) or "build_error"
     (too much shared memory, or a grid without blocks)."""
     return _KINDS[spec.kind].fault(spec, design)
 
@@ -156,7 +156,7 @@ def _chain_files(spec: FamilySpec, design: ChainDesign) -> tuple[str, str]:
 
 
 def _plain_rows(spec: FamilySpec, design: RowDesign) -> RowDesign:
-    """Returns ``design`` with the first value for each choice that has no effect."""
+    """Returns ``design`` with the first value of ``ROW_DESIGNS`` for each choice that has no effect."""
     assert spec.ending is not None
     if len(reduction(spec, design.moments).passes) + ENDINGS[spec.ending].maps == 1:
         design = replace(design, cache="none")
@@ -183,7 +183,7 @@ def _rows_files(spec: FamilySpec, design: RowDesign) -> tuple[str, str]:
 
 
 def _across(kind: str, design: RowDesign) -> list[str]:
-    """Returns the function that reduces a value over the lanes of a row."""
+    """Returns the CUDA source of ``all_<kind>``, which reduces a value over the threads that share a row."""
     lines = [f"__device__ float all_{kind}(float s) {{", "  for (int k = 16; k; k /= 2)"]
     lines += [f"    {JOIN[kind].format('s', '__shfl_xor_sync(~0u, s, k)')}"]
     if design.lanes == "block":
@@ -244,7 +244,7 @@ def _place(spec: FamilySpec, design: RowDesign, maps: bool) -> list[str]:
 
 
 def _loop(spec: FamilySpec, design: RowDesign, first: bool, body: list[str], target: str) -> list[str]:
-    """Returns a loop of a lane over its part of the row. ``body`` uses or changes the element ``v``. If ``target`` is
+    """Returns a thread's loop over its part of the row. ``body`` uses or changes the element ``v``. If ``target`` is
     given, the changed values are stored there."""
     end, width = ("m" if design.vector == 1 else "m / 4"), design.width
     kept = {"none": "", "registers": "q[k]", "shared": "q[c]"}[design.cache]
@@ -262,7 +262,7 @@ def _loop(spec: FamilySpec, design: RowDesign, first: bool, body: list[str], tar
 
 
 class _Kind(NamedTuple):
-    """The designs of one kind of tasks, and what ``draw_design``, ``fault`` and ``files`` do with them."""
+    """The designs of one kind of tasks, and their implementations of ``plain``, ``fault`` and ``files``."""
 
     design: type[Any]
     choices: Mapping[str, tuple[Any, ...]]

@@ -14,7 +14,7 @@ Fault = tuple[Status, str]  # the judge's status and message
 
 
 def head(spec: FamilySpec, vector: int) -> list[str]:
-    """Returns the function ``step``, which applies the chain to one element, or to each element of a vector."""
+    """Returns the source of ``step``, which applies the chain to one element, or to each element of a vector."""
     second = ", float w" if spec.binary else ""
     lines = [f"__device__ float step(float v{second}) {{", *(f"  {step}" for step in steps(spec)), "  return v;", "}"]
     if vector == 4:
@@ -34,7 +34,7 @@ def signature(spec: FamilySpec, vector: int, result: str, sizes: str, threads: i
 
 
 def loaded(spec: FamilySpec, index: str) -> str:
-    """Returns the expression of the chain's value at ``index``."""
+    """Returns the CUDA expression for the chain's value at ``index``."""
     return f"step(x[{index}]{f', y[{index}]' if spec.binary else ''})"
 
 
@@ -72,12 +72,13 @@ def launch_fault(shared: int, grid: Sequence[int] = (1,)) -> Fault | None:
     return None
 
 
-Sum = tuple[str, str, str]  # a variable, what it becomes ("sum", "max" or "min"), of which expression of v
+Sum = tuple[str, str, str]  # variable, its reduction ("sum", "max" or "min"), and the reduced expression of v
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """An ending: passes over the ``m`` values, the statement after each, and the output (one, or of each v)."""
+    """The reduction of an ending over ``m`` values ``v``. Each pass computes sums, and then runs a statement.
+    ``output`` is the expression of the result: one for all values, or one for each ``v``."""
 
     passes: tuple[tuple[tuple[Sum, ...], str], ...]
     output: str

@@ -1,8 +1,9 @@
 """Times designs on a GPU: the child process of ``design_sweep``, which runs this module as a program.
 
-It compares outputs as the judge does, but only for one input; it cannot notice a kernel that writes beyond its outputs.
-Its lines are JSON: ``{"ready": true}`` when it has started; for each request ``{"held": true}`` when it holds
-the timing lease, eager's time, and one answer for each program. A last line ``{"error": why}`` ends it."""
+The program compares outputs as the judge does, but only for one input; it cannot notice a kernel that writes beyond its
+outputs. It prints lines of JSON. A line ``{"ready": true}`` says that it has started. For each request, it prints
+``{"held": true}`` when it holds the timing lease, then eager's time, then one answer for each design. After an error it
+prints ``{"error": why}`` and ends."""
 
 import contextlib
 import json
@@ -44,7 +45,8 @@ class _Bench:
         self._flushed = torch.zeros(2 * driver.l2_bytes(), dtype=torch.uint8, device="cuda")
 
     def seconds(self, call: Callable[[], Any], best: float = math.inf) -> float:
-        """Returns the median seconds of ``call``. ``best`` is the least of the others; a slower one gets few calls."""
+        """Returns the median seconds of ``call``. ``best`` is the least median of the designs so far; a design that is
+        clearly slower gets few calls."""
         times: list[float] = []
         while len(times) < _CALLS and sum(times) < _LONGEST:
             if len(times) == _FEW and statistics.median(times) > _SLOWER * best:
@@ -62,9 +64,9 @@ def values_off(want: torch.Tensor, have: torch.Tensor, tolerance: float) -> int:
 
 
 def _answers(request: Mapping[str, Any], open_bench: Callable[[], _Bench]) -> Iterator[dict[str, Any]]:
-    """Yields a line when the timing lease is held, eager's answer, and one for each program: its seconds, or what is
-    wrong. Holds the lease for the whole request (about a second), because its other work on the device would disturb
-    the judge's times."""
+    """Yields the answers to ``request``: a line when the timing lease is held, eager's time, and for each program (a
+    built design) its seconds or what is wrong. Holds the lease for the whole request (about a second), because the
+    untimed work on the device would disturb the judge's times too."""
     names: dict[str, Any] = {}
     exec(request["code"], names)
     torch.manual_seed(0)

@@ -34,7 +34,7 @@ COMMAND = [sys.executable, "-P", "-m", "cuda_agent.synthesis.teacher.design_benc
 
 
 class Sweep:
-    """Sweeps over the designs of tasks, in one child for all tasks. Use it as an async context manager."""
+    """Sweeps over the designs of tasks. One child process serves all tasks. Use it as an async context manager."""
 
     def __init__(self, sandbox: LocalSandbox, designs: int = DESIGNS) -> None:
         self._sandbox, self._designs = sandbox, designs
@@ -52,7 +52,7 @@ class Sweep:
 
         Raises:
             ValueError: The task is not of the teacher's family.
-            SandboxUnready: The child cannot even run the task itself."""
+            SandboxUnready: The child failed twice before it gave eager's time."""
         drawn, right = draw_designs(task, self._designs)
         built = await self._built(right, task_spec(parse(task)))
         async with self._turn:
@@ -65,8 +65,8 @@ class Sweep:
         return summary(eager, drawn, found)
 
     async def _built(self, designs: Sequence[Worked], spec: TaskSpec) -> list[dict[str, Any] | str]:
-        """Returns the program of each design, or why it does not build. Designs are built alone only if they do not
-        build together."""
+        """Returns the program of each design, or why it does not build. Builds all designs together (``unit``) or, if
+        that fails, each one alone."""
         try:
             whole = await self._sandbox.prepare(Solution("plan", unit([worked.files for worked in designs])), spec)
         except (SolutionError, BuildError):
@@ -141,7 +141,7 @@ class Sweep:
 
 def unit(solutions: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Returns the files of one solution with the kernels of all ``solutions``, each in its own namespace, and all their
-    nodes in order. One build of it takes a tenth of the time of 48 builds."""
+    nodes in order. Building this solution takes a tenth of the time of 48 builds."""
     sources, nodes = [], []
     workspaces: dict[str, Any] = {}
     for number, files in enumerate(solutions):
@@ -156,8 +156,8 @@ def unit(solutions: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def programs(whole: Mapping[str, Any], solutions: Sequence[Mapping[str, str]]) -> Iterator[dict[str, Any]]:
-    """Yields the program of each of ``solutions``: its nodes and workspaces of ``whole``, the program of their
-    ``unit``."""
+    """Yields the program of each of ``solutions``: its part of the nodes and workspaces in ``whole``, the program that
+    was built from their ``unit``."""
     nodes = iter(whole["nodes"])
     for number, files in enumerate(solutions):
         own = {name: made for name, made in whole["workspaces"].items() if name.startswith(f"d{number}_")}
@@ -169,7 +169,7 @@ def _result(line: Mapping[str, Any]) -> float | str:
 
 
 def draw_designs(task: Task, designs: int = DESIGNS) -> tuple[Counter[Any], list[Worked]]:
-    """Returns how often each design was drawn, and at most ``designs`` that the teacher believes right, each once.
+    """Returns how often each design was drawn, and at most ``designs`` different ones that the teacher believes right.
 
     Raises:
         ValueError: The task is not of the teacher's family."""
@@ -186,7 +186,7 @@ def draw_designs(task: Task, designs: int = DESIGNS) -> tuple[Counter[Any], list
 
 def summary(eager: float, drawn: Counter[Any], found: Mapping[Any, float | str]) -> Optimum:
     """Returns the optimum from ``found``: the seconds of each design, or why it failed. A design that is not in
-    ``found`` is not right."""
+    ``found`` counts as wrong. ``eager`` is eager's time in seconds; ``drawn`` counts the draws of each design."""
     times = {design: seconds for design, seconds in found.items() if not isinstance(seconds, str)}
     surprises = tuple(f"{design}: {reason}" for design, reason in found.items() if isinstance(reason, str))
     if not times:

@@ -3,8 +3,8 @@
 An ending works along the rows of the input; on a GPU, it may also work along the columns or transpose the input.
 
 A table gives the name, the PyTorch code and the C++ code of each operator. ``sample_task`` draws a task, and ``parse``
-reads a task's specification back from its code. Training tasks and held-out tasks never share a ``combination``. Shapes
-are drawn so that eager takes roughly 0.05-5 ms on two cores; the filters later enforce the exact time limits."""
+reads a task's specification back from its code. Training tasks and held-out tasks never share a ``combination``. The
+CPU's shapes are drawn so that eager takes roughly 0.05-5 ms on two cores; the filters later enforce exact limits."""
 
 import hashlib
 import math

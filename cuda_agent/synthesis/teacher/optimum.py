@@ -1,6 +1,6 @@
 """The best known design of a task of the teacher's family, as ``design_sweep`` finds it, and its file beside the tasks.
 
-Filters of synthesis and scores of an evaluation use it. No episode, reward or training stage imports this module."""
+The filters of synthesis and the scores of an evaluation use it. Episodes, rewards and training do not."""
 
 import json
 from collections.abc import Mapping

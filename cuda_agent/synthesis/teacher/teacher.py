@@ -28,7 +28,7 @@ _KERNELS: dict[str, ModuleType] = {"cpu": cpu_kernels, "cuda": cuda_kernels}
 
 @dataclass(frozen=True)
 class Worked:
-    """A solution in the ``plan`` format: its files (path -> text), its device and design, and the judge's verdict."""
+    """A solution in the ``plan`` format: its files (path -> text), its device and design, and the verdict to expect."""
 
     files: dict[str, str]
     device: str
@@ -45,7 +45,8 @@ class Worked:
 @dataclass(frozen=True)
 class Mistake:
     """A solution with one mistake. The text ``wrong`` occurs exactly once in the file ``path``; replacing it by
-    ``right`` repairs the solution. ``status`` is the judge's status, ``message`` the compiler's first error."""
+    ``right`` repairs the solution. ``status`` is the judge's status, ``message`` the compiler's first error or
+    empty."""
 
     files: dict[str, str]
     path: str
