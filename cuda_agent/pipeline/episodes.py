@@ -42,7 +42,8 @@ def of_run(store: Store, run: Run, folder: Path) -> list[Left]:
 
 
 def packed(store: Store, manifest: Manifest, folder: Path) -> list[Path]:
-    """Writes the stage's newest episodes, compressed, and their tokenizer into ``folder``.  Returns the paths."""
+    """Writes the newest episodes of the stage of ``manifest``, compressed, and their tokenizer into ``folder``.
+    Returns the paths of these files; empty if the stage has no episodes."""
     left = _fetched(store, manifest, folder)
     if left is None:
         return []

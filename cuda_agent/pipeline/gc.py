@@ -79,7 +79,8 @@ def collect(store: Store, what: Plan) -> None:
 
 @contextlib.contextmanager
 def alone(store: Store) -> Iterator[bool]:
-    """Takes the store's lock for garbage collection for the ``with`` block.  Yields False if another process has it."""
+    """Holds the store's lock for garbage collection inside the ``with`` block, and yields True.  Yields False if
+    another process holds the lock."""
     if not is_collecting(store):
         store.delete(_LOCK)  # the lock of a killed collection
     if not store.create(_LOCK, b""):

@@ -170,8 +170,10 @@ def needs(stages: Sequence[Stage], stage: Stage) -> Sequence[str]:
 
 
 def up_to(stages: Sequence[Stage], name: str) -> tuple[Stage, ...]:
-    """Returns stage ``name`` and all stages on which it depends, directly or not, in the order of ``stages``.  Raises
-    ConfigError if there is no stage ``name``."""
+    """Returns stage ``name`` and all stages on which it depends, directly or not, in the order of ``stages``.
+
+    Raises:
+        ConfigError: There is no stage ``name``."""
     names = [stage.name for stage in stages]
     if name not in names:
         raise ConfigError(f"--to: there is no stage {name}: {', '.join(names)}")

@@ -93,7 +93,8 @@ def identity_of(
 
 
 def placed(config: Config) -> Config:
-    """Returns ``config`` with the addresses of sandbox, engines and Ray from a cluster's environment variables."""
+    """Returns a copy of ``config`` in which the environment variables of a cluster's pod, if set, give the addresses of
+    sandbox servers, engines and Ray."""
     given = os.environ.get
     changes: dict[str, Any] = {}
     if servers := given("CUDA_AGENT_SANDBOX_SERVERS"):
@@ -187,8 +188,8 @@ def publish(store: Store, run: str, manifest: Manifest) -> Manifest:
 def _make_stages_folder(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest], folder: Path
 ) -> None:
-    """Fills ``folder`` with metrics, notes and manifests of the stages before ``stage``, ``graph.json`` and
-    ``config.json``. If ``sandbox.clock`` is model, leaves out what differs between two equal runs, such as
+    """Fills ``folder`` with ``graph.json``, ``config.json``, and the metrics, notes and manifests of all stages that
+    ``stage`` depends on.  If ``sandbox.clock`` is model, leaves out all that differs between two equal runs, such as
     durations."""
     timeless = config.sandbox.clock == "model"
     left_out = {"run", "config", "finished", "resumed", "metrics"}

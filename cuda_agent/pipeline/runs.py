@@ -57,9 +57,9 @@ class Run:
 
 
 def local_home(store_uri: str) -> Path:
-    """Returns this machine's folder for caches, locks, scratch files and MLflow's database of a store: CUDA_AGENT_HOME,
-    or by default ``x`` for the store ``x/store``, ``x/y.local`` for ``x/y``, ``~/.cache/cuda-agent`` for S3 and
-    memory."""
+    """Returns this machine's folder for caches, locks, scratch files and MLflow's database of a store.  The environment
+    variable CUDA_AGENT_HOME names it.  By default it is ``x`` for the store ``x/store``, ``x/y.local`` for another
+    store ``x/y``, and ``~/.cache/cuda-agent`` for a store in S3 or in memory."""
     if home := os.environ.get("CUDA_AGENT_HOME"):
         return Path(home).absolute()
     folder = local_folder(store_uri)
@@ -70,7 +70,9 @@ def local_home(store_uri: str) -> Path:
 
 def create_run(store: Store, config: Config, sha256: str) -> Run:
     """Creates a run in the store, named by ``run.name`` or else after the date.  ``sha256`` is the hash of ``config``.
-    Raises ConfigError if the name is taken."""
+
+    Raises:
+        ConfigError: The name ``run.name`` is taken."""
     base = config.run.name or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{sha256[:4]}"
     for attempt in range(1 if config.run.name else 100):
         record = Run.begun(f"{base}-{attempt}" if attempt else base, config, sha256)
@@ -109,7 +111,8 @@ def find_run(store: Store, name: str) -> Run:
 
 
 def matching(names: Sequence[str], asked: str) -> list[str]:
-    """Returns what ``asked`` matches: an equal name, else all names that begin with it; for ``last``, the last name."""
+    """Returns the names that ``asked`` matches: the equal name, else all names that begin with ``asked``.  The text
+    ``last`` matches only the last name."""
     if asked == "last":
         return list(names[-1:])
     return [name for name in names if name == asked] or [name for name in names if name.startswith(asked)]
@@ -161,8 +164,8 @@ def facts(store: Store, run: Run, stages: Sequence[Stage]) -> Facts:
 
 def diff(one: Facts, other: Facts) -> dict[str, Any]:
     """Compares two runs.  Returns the settings that differ, and the stages that only one run has finished or whose
-    cache keys differ. For a stage that both have finished: the differing parts of the key, both durations, and the
-    names of equal outputs."""
+    cache keys differ.  A stage with different keys has the differing parts of the key, both durations in seconds, and
+    the names of equal outputs."""
     keys = [key for key in one.settings | other.settings if one.settings.get(key) != other.settings.get(key)]
     changes: dict[str, Any] = {}
     for name in one.manifests | other.manifests:

@@ -17,10 +17,12 @@ RATES = {"cpu": (1.3e6, 9_000, 7_000), "cuda": (27.3e6, 73_000, 300_000)}
 
 
 def derived(config: Config) -> dict[str, Any]:
-    """Returns the schedule of a run: for each stage the number of samples (tasks, examples or episodes), an upper bound
-    of their tokens, the optimizer steps and the estimated seconds; and the ``machines`` that the run needs.  A stage
-    that trains also has the most bytes that a training step needs, or None if ``policy.base`` is not on this machine.
-    Seconds are estimated only without ``policy.base``, for the small model on 2 CPU cores or on one GPU (``RATES``)."""
+    """Returns the schedule of a run.
+
+    ``stages`` has for each stage the number of samples (tasks, examples or episodes), an upper bound of their tokens,
+    the optimizer steps and the estimated seconds.  A stage that trains also has the peak memory of a training step in
+    bytes, or None if ``policy.base`` is not on this machine.  ``machines`` describes the machines that the run needs.
+    Seconds are None with ``policy.base``; else they hold for 2 CPU cores or one GPU (``RATES``)."""
     small = config.policy.base is None
     decoding, training = (_token_seconds(config, device) for device in (config.policy.device, config.training.device))
     rows: dict[str, dict[str, Any]] = {}

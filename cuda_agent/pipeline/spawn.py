@@ -3,8 +3,9 @@
 A stage then does not wait for these imports.  The forked process works like a fresh one, because the server runs no
 tensor operation, and its only threads are those of OpenBLAS, which restarts them after a fork.
 
-No process is left behind.  The server ends with the executor, and each stage ends with the server.  When a stage ends,
-the server kills the stage's process group.  Executor and server exchange JSON objects, one per packet of a socket."""
+No process is left behind.  The server ends with the executor, the process that started it.  Each stage ends with the
+server.  When a stage ends, the server kills the stage's process group.  Executor and server exchange JSON objects, one
+per packet of a socket."""
 
 import contextlib
 import importlib
@@ -62,8 +63,9 @@ class Spawner:
             self._tell({"signal": name, "number": int(number)})
 
     def wait(self, seconds: float) -> dict[str, int]:
-        """Waits at most ``seconds`` until a stage ends, and returns name -> exit code; empty if none ended.  The code
-        is 75 (try again) after SIGKILL, SIGTERM or a crash of the server, and -N after another signal N."""
+        """Waits at most ``seconds`` until a stage ends, and returns name -> exit code; empty if none ended.  A stage
+        that ended by SIGKILL, SIGTERM or the end of the server has the code 75 (try again).  A stage that ended by
+        another signal N has the code -N."""
         if self._server is None or not select.select([self._socket], [], [], seconds)[0]:
             return {}
         if packet := _receive(self._socket):

@@ -180,7 +180,10 @@ def _manifests_above(store: Store, run: str, stages: Sequence[Stage], stage: Sta
 
 @contextlib.contextmanager
 def _lock(path: Path, tracker: FileTracker, should_stop: Stop) -> Iterator[None]:
-    """Holds the file lock ``path``, so that two runs on this machine do not compute the same result at once."""
+    """Holds the file lock ``path``, so that two runs on this machine do not compute the same result at once.
+
+    Raises:
+        TryAgain: The stage was told to stop while it waited for the lock."""
     while True:
         with try_lock(path) as free:
             if free:

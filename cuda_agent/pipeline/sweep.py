@@ -60,8 +60,8 @@ def points(overrides: Sequence[str]) -> tuple[str, list[Point]]:
 
 
 def run_here(points: Sequence[Point], execute: Callable[[Point], RunOutcome]) -> Iterator[tuple[Point, RunOutcome]]:
-    """Runs ``points`` one after the other and yields each with its outcome.  A failed run does not end the sweep; a
-    stopped run does.  Runs that are done already are not executed again.
+    """Runs ``points`` one after the other and yields each with its outcome.  A failed run does not end the sweep.
+    A run that is stopped, or that cannot use the store, does.  Runs that are done already are not executed again.
 
     Raises:
         ConfigError: A point's name belongs to a run of another configuration; checked before any run begins."""
