@@ -130,8 +130,9 @@ class SearchEnvironment(KernelEnvironment):
         return ToolResult(text, failed(verdict, name))
 
     async def judge(self, solution: Solution, mode: Mode = "quick", command: str = "end") -> Verdict:
-        """Judges ``solution`` and reports the verdict through ``tell``.  ``command`` names what asked for it, such as
-        "verify".  If the sandbox fails, the verdict's status is ``infra``."""
+        """Judges ``solution`` and reports the verdict through ``tell``.  ``command`` is the command's name in
+        the event, such as "verify" ("end": the attempt has ended).  If the sandbox fails, the verdict's status is
+        ``infra``."""
         try:
             verdict = await super().judge(solution, mode)
             self.faults = 0
@@ -154,7 +155,7 @@ class SearchEnvironment(KernelEnvironment):
 
 @dataclass
 class Attempt:
-    """One attempt of a search.  ``baselines`` tells the model the times of eager and of ``torch.compile``."""
+    """One attempt of a search.  ``baselines`` is text for the model with the times of eager and ``torch.compile``."""
 
     number: int  # from 1 on
     task: Task

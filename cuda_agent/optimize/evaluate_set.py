@@ -5,8 +5,8 @@
     scores.json      the scores, in the form of `cuda-agent benchmark`
     report.html      a page about the results
 
-The key of a verdict depends on solution, task and settings.  So a changed record is judged anew, and two equal records
-are judged once.  After a fault of the sandbox a record is judged again, by the same run and by the next."""
+Each verdict has a key, which depends on solution, task and settings: a changed record is judged again, and two equal
+records are judged once.  A record for which the sandbox failed is tried again, in the same call and in the next."""
 
 import asyncio
 import json
@@ -43,7 +43,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class SetResult:
-    """The result: a row for each record, the scores of the judged records, and ``tasks``, the divisor of fast_p."""
+    """The result: a row for each record, and the scores of the judged records.  ``tasks`` is the number of tasks that
+    count in fast_p, the share of tasks that are solved more than p times as fast as a baseline."""
 
     rows: list[JudgedRow]
     scores: Scores
@@ -200,7 +201,7 @@ def _in_short(verdict: Verdict, claim: float | None) -> str:
 
 def _result(given: SolutionSet, rows: list[JudgedRow], settings: SandboxConfig) -> SetResult:
     """Computes the scores.  A task's final score is the mean over its samples; its best score is that of the best
-    sample. ``SetResult.tasks`` leaves out unscored tasks with a lost record."""
+    sample.  ``SetResult.tasks`` does not count an unscored task that has a record with an outcome of ``LOST``."""
     judged = [row for row in rows if row.outcome in (*JUDGED, "infra")]
     best: dict[str, Verdict] = {}
     for row in judged:

@@ -75,8 +75,12 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 def policy_folder(text: str, store_uri: str) -> Path:
-    """Returns the folder of the policy ``text``: a Hugging Face folder, or ``RUN/STAGE`` such as ``last/agentic``.
-    Fetches the policy of ``RUN/STAGE`` from the store."""
+    """Returns the folder of the policy that ``text`` names: a Hugging Face folder, or ``RUN/STAGE`` as in
+    ``last/agentic``.  Fetches the policy of ``RUN/STAGE`` from the store.
+
+    Raises:
+        BenchmarkError: There is no such folder, store or policy.
+        ConfigError: No run or several runs match ``RUN``."""
     folder = Path(text)
     if folder.is_dir():
         return folder

@@ -2,7 +2,7 @@
 
 The file holds the kernels as strings, and the code that runs them: ``standalone_*`` modules and the definitions that
 they use.  In the format ``plan`` it also holds the task's source, because ``ModelNew`` inherits from ``Model``. Kernels
-are built in the first call (format ``extension``: at import) and cached in the user's home.
+are built in the first call (format ``extension``: at import) and cached in the user's cache folder.
 
 The exported file is for inference, on one device, without CUDA graphs.  Inputs must have the same shapes, types and
 plain arguments as the task's inputs."""
@@ -52,8 +52,8 @@ class ModelNew(Model):
 
 
 def model_new(task_code: str, solution: Solution, spec: TaskSpec, device: str, about: str = "") -> str:
-    """Returns the source of ``model_new.py`` for ``solution``, which begins with the text ``about`` as comments.  A
-    format without an exporter uses the solution's entry file.
+    """Returns the source of ``model_new.py`` for ``solution``.  The source begins with the text ``about`` as comments.
+    If the solution's format has no exporter, the solution's entry file follows unchanged.
 
     Raises:
         SolutionError: The files are not a valid solution."""

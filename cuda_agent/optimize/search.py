@@ -1,4 +1,4 @@
-"""Runs the search of `cuda-agent optimize`, in which a model at an OpenAI-compatible address makes one model.py faster.
+"""Runs the search of `cuda-agent optimize`, in which a language model writes a faster solution for one model.py.
 
 The search checks the problem (model.py) and measures its baselines.  It then runs attempts side by side until one of
 them reaches the target, the budget is used up, or a person stops the search.  Finally it judges the best solution in
@@ -78,7 +78,8 @@ async def optimize(
     Raises:
         TaskError: The problem cannot be run, or its outputs cannot be checked.
         SandboxUnready: A required protection or the compiler is missing.
-        OptimizeError: The order cannot be carried out."""
+        OptimizeError: The model's address, the token limit or the folder cannot be used.
+        KeyboardInterrupt: ``stop`` was set before the baselines were measured."""
     try:
         check_address(order.base_url, order.key_env)
     except ServedModelError as error:
@@ -192,7 +193,8 @@ async def _confirm(
     task: Task, sandbox: Any, findings: Findings, transcript: Transcript, stop: asyncio.Event
 ) -> Find | None:
     """Judges the best solution in strict mode, and repeats this while another solution becomes the best.  Returns the
-    best confirmed solution, or None.  Returns the best solution so far if ``stop`` is set or the sandbox fails."""
+    best confirmed solution, or None.  Returns the best solution so far if ``stop`` is set, the sandbox fails, or
+    ``_CONFIRMED`` solutions were judged."""
     stop.clear()
     for _ in range(_CONFIRMED):
         best = findings.best

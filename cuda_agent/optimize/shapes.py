@@ -1,7 +1,8 @@
 """Judges a solution at other shapes than the task's own, to tell a correct solution from a specialised one.
 
 A variant of a task is its source with other values of module-level constants, or with another size of the inputs' first
-dimension. ``SHAPES`` in the source lists variants, or the user does. Variants are checked, not timed."""
+dimension. The list ``SHAPES`` in the source names variants, and the user can name others. Variants are checked, not
+timed."""
 
 import ast
 from collections.abc import Mapping, Sequence
@@ -48,7 +49,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class ShapeResult:
-    """The result at one shape other than the task's own. Status ``no task``: the task's model does not run at it."""
+    """The result at one shape other than the task's own. Its status is ``no task`` if the task's model does not run at
+    this shape."""
 
     name: str
     status: Status | Literal["no task"]
@@ -56,9 +58,14 @@ class ShapeResult:
 
 
 def variants(task: Task, asked: Sequence[str]) -> list[Variant]:
-    """Returns the variants of ``task`` that ``asked`` names. Each text holds values of constants (``"batch_size=64,
-    dim=100"``), or is ``"auto"``. This stands for the task's ``SHAPES`` or, without ``SHAPES``, for one more row and
-    for half of the rows in the inputs' first dimension. Raises ``ConfigError``."""
+    """Returns the variants of ``task`` that the texts in ``asked`` name.
+
+    A text holds values of constants, as in ``"batch_size=64, dim=100"``, or is ``"auto"``. The text ``"auto"`` names
+    the variants in the task's ``SHAPES``. Without ``SHAPES`` it names two: the inputs' first dimension with one more
+    row, and with half of its rows.
+
+    Raises:
+        ConfigError: A text or ``SHAPES`` has a wrong form, or names a constant that the task does not set."""
     found: list[Variant] = []
     for text in asked:
         if text != AUTO:
@@ -104,7 +111,8 @@ def _declared(task: Task) -> list[dict[str, Any]]:
 
 
 def _with_constants(task: Task, values: Mapping[str, Any]) -> Variant:
-    """Returns the task whose source sets constants to ``values``, so that constants computed from them follow."""
+    """Returns the variant of ``task`` whose source sets constants to ``values``. Constants that the source computes
+    from these change too."""
     name = ", ".join(f"{name}={value!r}" for name, value in values.items())
     known, lines = _constants(task), task.code.encode().splitlines(keepends=True)
     if missing := [name for name in values if name not in known]:

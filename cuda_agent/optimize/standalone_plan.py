@@ -78,7 +78,8 @@ class _Kernels:
                 raise ValueError(f"an argument is {value!r}; these kernels were made for {want['value']!r}")
 
     def weights(self, model: _Any) -> list[torch.Tensor]:
-        """Returns the parameters and buffers of ``model`` in the order of the program's weights."""
+        """Returns the parameters and buffers of ``model`` in the order of the program's weights.  Raises ValueError if
+        the kernels were made for another shape, type or device."""
         state = model.state_dict(keep_vars=True)
         for name, (shape, dtype) in self.program["weights"].items():
             weight = state[name]
@@ -155,7 +156,8 @@ def _check_init(wanted: list[_Any], args: tuple[_Any, ...]) -> None:
 
 def _built(files: dict[str, str], command: list[str], product: str, identity: str = "") -> _Path:
     """Returns a folder in the user's cache with the file ``product``.  If the file is missing, runs ``command`` on
-    ``files`` to make it.  ``identity``, such as a processor's name, is part of the cache key."""
+    ``files`` to make it.  ``identity``, such as a processor's name, is part of the cache key.  Raises RuntimeError if
+    the file cannot be made."""
     key = _hashlib.sha256(repr((sorted(files.items()), command, identity)).encode()).hexdigest()[:32]
     cache = _Path(_os.environ.get("XDG_CACHE_HOME") or _Path.home() / ".cache") / "model_new" / key
     if (cache / product).exists():

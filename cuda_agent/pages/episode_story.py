@@ -14,7 +14,7 @@ from cuda_agent.policy.episode import Episode
 
 Kind = Literal["thought", "said", "call", "result", "diff", "verdict", "note", "sampled"]
 Token = tuple[str, float]
-"""Text and log-probability.  Tokens that make a character only together count as one."""
+"""Text and log-probability (in nats).  Several tokens that encode a single character are merged into one."""
 
 MOST_TURNS, MOST_TOKENS, LONGEST = 80, 4000, 6000  # turns and sampled tokens of an episode, characters of a text
 _WRITERS = ("Write", "Edit", "MultiEdit")
@@ -172,7 +172,7 @@ def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
 
 
 def _spoken(message: Mapping[str, Any], thought: str = "") -> list[StoryPart]:
-    """Returns an assistant's message as parts: thought, text, tool calls.  ``thought`` is not part of ``message``."""
+    """Returns an assistant's message as parts: thought, text, tool calls.  ``thought`` is kept beside ``message``."""
     content = str(message.get("content") or "")
     before, closed, said = content.rpartition("</think>")
     thought = (thought or str(message.get("thought") or "")) + (before.replace("<think>", "") if closed else "")
@@ -202,7 +202,8 @@ def _result(text: str, kind: Kind = "result") -> StoryPart:
 
 
 def _answered(call: Mapping[str, Any] | None, result: str, known: dict[str, str]) -> Iterable[StoryPart]:
-    """Yields a tool call's diff, if known, and its ``result`` (not "ok" after a diff).  Updates ``known``."""
+    """Yields the parts that show the outcome of a tool call: its diff, if that is known, and ``result``, unless it is
+    only "ok" after a diff.  Updates ``known`` (path -> text)."""
     if call is not None and call.get("name") in _WRITERS and isinstance(call.get("arguments"), dict):
         change = None if result.startswith("error") else _change(call, known)
         if change is not None:

@@ -93,7 +93,8 @@ def claims(rows: Sequence[JudgedRow]) -> dict[str, Any]:
 
 def fast_rows(scores: Scores, tasks: int) -> list[tuple[float, list[float | None]]]:
     """Returns (p, shares) for each threshold p.  A share is the part of the tasks that are solved more than p times as
-    fast as a baseline: over eager and ``torch.compile`` among the scored tasks, then the same among ``tasks`` tasks."""
+    fast as a baseline.  There are four: for eager and for ``torch.compile``, first among the scored tasks, then among
+    ``tasks`` tasks."""
     return [
         (p, [fast_p(scores, p, baseline, count) for count in (None, tasks) for baseline in ("eager", "compile")])
         for p in THRESHOLDS
@@ -101,7 +102,8 @@ def fast_rows(scores: Scores, tasks: int) -> list[tuple[float, list[float | None
 
 
 def to_csv(rows: Sequence[JudgedRow]) -> str:
-    """Returns one line for each record.  Text that a spreadsheet would run as a formula begins with an apostrophe."""
+    """Returns a CSV file with a header and one line for each record.  An apostrophe precedes text that a spreadsheet
+    would run as a formula."""
     own = ("record", "task", "family", "outcome", "claim_eager", "speedup_eager", "claim_compile", "speedup_compile")
     judged = (
         "seconds", "eager_seconds", "compile_seconds", "reward", "checks", "max_error",
@@ -132,7 +134,7 @@ def render(
         name: The name of the set.
         rows: All records.
         scores: The scores of the judged records.
-        tasks: The number of tasks that count.  A task without a scored record does not count if one was lost.
+        tasks: The number of tasks that count.  A task with a lost record (``LOST``) and no scored one does not count.
         skipped: Files of the input that hold no solution.
         facts: Facts about the evaluation, for the page's head."""
     several = len(scores.outcomes) > len({outcome.task for outcome in scores.outcomes})

@@ -1,7 +1,8 @@
 """Renders templates as HTML pages.  The pages are safe to open, although they show untrusted text, such as kernels.
 
 A page loads nothing.  Its security policy allows at most one script: the page's own, known by its hash.  Templates
-escape every text, and name characters that hide or reorder text.  Only ``Markup`` (of escaped text) stays as it is."""
+escape every text, and replace characters that hide or reorder text by their names.  Only ``Markup``, which holds
+escaped text, stays as it is."""
 
 import base64
 import hashlib
@@ -54,7 +55,7 @@ def page(template: str, styles: Sequence[str] = (), script: str = "", **values: 
         template: The name of a template that extends ``page.html.j2``.
         styles: Files whose rules follow those of ``report.css``.
         script: A file with the page's only script.
-        values: What the template shows."""
+        values: The variables of the template."""
     folder = files("cuda_agent.pages")
     code = (folder / script).read_text() if script else ""
     policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"

@@ -71,8 +71,8 @@ def _devices(data: Data) -> list[str]:
 
 
 def _learning(stages: Sequence[Data]) -> list[Data]:
-    """Returns a grid of curves per heading: ``main`` has the curves that the stages list, ``rest`` the others, which
-    the page folds away.  ``weak`` names the stages whose critic explains too little variance."""
+    """Returns a grid of curves per heading.  ``main`` has the curves that the stages list.  ``rest`` has all other
+    curves, which the page folds away.  ``weak`` names the stages whose critic explains too little variance."""
     headings: dict[str, list[Data]] = {}
     for stage in stages:
         if stage.get("chart"):

@@ -25,7 +25,8 @@ STATUSES = ("ok", "wrong", "build_error", "no_answer", "crash", "timeout", "chea
 
 
 def shown_metrics(data: Data) -> tuple[tuple[str, str, str], ...]:
-    """Returns the metrics of the score tables. The gap is among them if the best designs of some tasks are known."""
+    """Returns (key, title, explanation) of each metric in the score tables.  The gap to the best design is one of them
+    if the best designs of some tasks are known."""
     tables = [policy[which] for policy in data.get("policies", []) for which in ("final", "best")]
     known = any(table["overall"].get("gap") for table in tables)
     return (*METRICS, GAP) if known else METRICS

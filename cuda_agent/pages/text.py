@@ -1,4 +1,4 @@
-"""Turns untrusted text into HTML: escapes it, names hidden characters, and colours sources and diffs."""
+"""Turns untrusted text into HTML: escapes it, replaces hidden characters by their names, colours sources and diffs."""
 
 import re
 from html import escape
