@@ -44,8 +44,8 @@ def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, clust
     runs of each pipeline stay.  With ``dry_run``, removes nothing.  ``workflow`` is the name of this job's Workflow.
 
     Returns:
-        What was removed, or would be with ``dry_run``.  Without ``dry_run``, removes nothing while runs or another
-        collection are under way, and returns only the reason, under ``busy``."""
+        The removed runs and objects, or with ``dry_run`` those that would be removed.  If runs or another collection
+        are under way, a call without ``dry_run`` removes nothing and returns ``{"busy": reason}``."""
     store = open_store(here.store)
     with contextlib.nullcontext(True) if dry_run else gc.alone(store) as first:
         if not first:
@@ -71,7 +71,8 @@ def under_way(cluster: Cluster, workflow: str) -> list[str]:
 
 
 def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
-    """Returns the names of ended or deleted Workflows with servers left, and of ConfigMaps without their Workflow."""
+    """Returns two lists of names: ended or deleted Workflows that still have servers, and ConfigMaps whose Workflow is
+    deleted."""
     servers = f"{pools.COMPONENT_LABEL} in (sandbox,engine)"
     items = [item for kind in ("StatefulSet", "Service", "NetworkPolicy") for item in cluster.all(kind, servers)]
     items += cluster.all("NetworkPolicy", rayjobs.RAY_LABEL)  # policies of a stage's Ray
@@ -104,7 +105,8 @@ def doctor(
 
 def wall(name: str, address: str, outside: str, sandbox: str) -> Check:
     """Returns a check of the service ``name`` at ``address``.  It passes if this pod can connect and a sandbox cannot.
-    ``outside`` is the error of this pod's attempt, ``sandbox`` the error of the sandbox's; empty: connected."""
+    ``outside`` is the error of this pod's attempt to connect, and ``sandbox`` that of a sandbox's attempt.  An empty
+    text means that the attempt succeeded."""
     name = f"wall: {name}"
     if not sandbox:
         mend = "use a network plugin that enforces NetworkPolicies, and set networkPolicy.enabled=true"

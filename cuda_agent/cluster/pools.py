@@ -132,8 +132,8 @@ def service_and_wall(component: str, port: int, clients: Sequence[Mapping[str, A
 
 
 def servers(component: str, name: str, own: dict[str, str], port: int, pod: dict[str, Any]) -> dict[str, Any]:
-    """Returns a StatefulSet of servers, which get addresses from the Service of ``component``.  ``pod`` is the spec of
-    a server's pod, and ``own`` are its labels besides the component's."""
+    """Returns the StatefulSet ``RUN-<name>``.  Its servers get addresses from the Service of ``component``.  ``pod`` is
+    the spec of a server's pod.  ``own`` are the pod's labels besides those of the component."""
     labels = labels_of(component) | own
     (container,) = pod["containers"]
     container |= {"name": component, "ports": [{"name": "http", "containerPort": port, "protocol": "TCP"}]}
@@ -151,8 +151,8 @@ def of_run(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, labels: Mapping[str, str] = {}, name: str = ""
 ) -> list[dict[str, Any]]:
     """Returns copies of the profile's objects ``base`` for one run, owned by its Workflow.  ``name`` (empty: the
-    Workflow's name) replaces the placeholder ``RUN``.  For single labels, ``labels`` gives other replacements (key ->
-    value)."""
+    Workflow's name) replaces the placeholder ``RUN``.  ``labels`` (key -> value) gives the replacements for the labels
+    with these keys."""
     made = [_named(one, name or workflow, labels) for one in base]
     for one in made:
         one["metadata"]["ownerReferences"] = [owned_by(workflow, uid)]

@@ -112,7 +112,8 @@ def objects(
     engines: str = "",
 ) -> list[dict[str, Any]]:
     """Returns the objects that run a stage in several pods: the profile's objects ``base`` with the run's values.  The
-    head pod runs ``cuda-agent`` with ``arguments``.  ``servers`` and ``engines`` are addresses, separated by commas."""
+    head pod runs ``cuda-agent`` with ``arguments``.  ``servers`` are the addresses of the sandbox servers, ``engines``
+    those of the vLLM servers, separated by commas."""
     env = {
         "CUDA_AGENT_SANDBOX_SERVERS": servers,
         "CUDA_AGENT_SANDBOX_TOKEN": pools.token_of(workflow, optional=True),

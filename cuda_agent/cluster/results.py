@@ -1,6 +1,6 @@
 """Reads results of a cluster run from MLflow: report, logs, episodes, configuration and manifests.
 
-The chart's MLflow is reached through a forwarded port of its pod, any other MLflow at its address."""
+The chart's MLflow is reached through a forwarded port of its pod.  Any other MLflow is reached at its address."""
 
 import contextlib
 import gzip
@@ -45,7 +45,10 @@ def mlflow(cluster: Cluster) -> Iterator[str]:
 
 
 def _elsewhere(cluster: Cluster) -> str:
-    """Returns the address of an MLflow outside the chart, or "" for the chart's MLflow."""
+    """Returns the address of an MLflow outside the chart, or "" for the chart's MLflow.
+
+    Raises:
+        ConfigError: The release has no MLflow."""
     profiles = cluster.all("WorkflowTemplate", PROFILE_LABEL)
     templates = [item for profile in profiles for item in profile["spec"]["templates"]]
     variables = [variable for item in templates for variable in item.get("container", {}).get("env", [])]

@@ -138,7 +138,10 @@ def find(cluster: Cluster, run: str) -> dict[str, Any]:
 
 def known_name(cluster: Cluster, run: str) -> str:
     """Returns the full name of a run.  ``run`` is its name, the start of its name, or ``last``.  A name without a
-    Workflow is returned unchanged, because MLflow may still have the run."""
+    Workflow is returned unchanged, because MLflow may still have the run.
+
+    Raises:
+        ConfigError: Several runs match, or ``run`` is ``last`` and there is no run."""
     names = list(dict.fromkeys(run_of(item) for item in workflows(cluster)))
     if run != "last" and not matching(names, run):
         return run
@@ -181,7 +184,10 @@ def resume(cluster: Cluster, run: str) -> Submission:
 
 def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:
     """Stops a run, and returns its full name and the names of its running stages.  If ``now`` is True, the stages write
-    no checkpoint.  The step ``finish`` does not run then, so this function removes the run's servers."""
+    no checkpoint.  The step ``finish`` does not run then, so this function removes the run's servers.
+
+    Raises:
+        ConfigError: The run has ended, or no run or several runs match."""
     last = find(cluster, run)
     name = last["metadata"]["name"]
     if phase(last) in ENDED:
@@ -239,7 +245,8 @@ def _absent(nodes: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> None:
-    """Adds Kubernetes' warnings about pods that have waited for some seconds to their stages' notes in ``shown``."""
+    """Adds Kubernetes' warning of a failure, if any, to the notes of each stage in ``shown`` whose pod has waited for
+    over ``PATIENCE`` seconds."""
     waiting = {view.name: view for view in shown if view.state == "waiting" and view.seconds > PATIENCE}
     if not waiting:
         return

@@ -2,9 +2,10 @@
 
     prepare ─► one task per stage ─► finish;  after a failure, the exit hook runs finish
 
-One template serves every variant of the graph.  ``prepare`` decides for each stage's task: it is skipped if the run's
-graph lacks the stage, or if the cache has its result.  A stage that can run on Ray has a second task, which runs it in
-several pods; ``prepare`` chooses one of the two.  The chart makes a template for each profile from this one."""
+One template serves every variant of the graph.  ``prepare`` decides which tasks run.  A task is skipped if the run's
+graph lacks its stage, or if the cache has the stage's result.  A stage that can run on Ray has a second task, which
+runs the stage in several pods; ``prepare`` chooses one of the two.  From this template, the chart makes one for each
+profile."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -212,7 +213,7 @@ def _pod(
     **more: Any,
 ) -> dict[str, Any]:
     """Returns the template of a step that runs in one pod, for at most ``seconds``.  ``grace``: seconds from SIGTERM to
-    SIGKILL.  With ``account`` the pod has this service account's token.  ``more`` are further fields."""
+    SIGKILL.  With ``account``, the pod has this service account's token.  ``more``: further fields of the template."""
     # The patch sets what a template has no fields for: the grace period, and the security context and limits of the
     # executor's containers, which do not depend on the controller's settings then.
     token = {"serviceAccountName": f"{NAME}-{account}", "automountServiceAccountToken": True} if account else {}

@@ -65,8 +65,8 @@ def schema() -> dict[str, Any]:
 
 
 def leaves(model: BaseModel | None = None, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
-    """Yields (dotted path, default, field) of each value in ``model`` (None: the chart).  ``prefix`` starts each
-    path."""
+    """Yields (dotted path, default, field) for each value in ``model`` (None: all values of the chart).  Each path
+    begins with ``prefix``."""
     model = Values() if model is None else model
     for name, info in type(model).model_fields.items():
         value = getattr(model, name)
@@ -107,7 +107,8 @@ _VALUES_HEAD = """\
 
 
 def _value_lines(model: BaseModel, pad: str, whole: bool) -> Iterator[str]:
-    """Yields the lines of values.yaml for ``model``, indented by ``pad``; if not ``whole``, for explicit values."""
+    """Yields the lines of values.yaml for ``model``, indented by ``pad``.  If ``whole`` is False, yields lines only for
+    the values that were set explicitly."""
     for name, info in type(model).model_fields.items():
         if not whole and name not in model.model_fields_set:
             continue
