@@ -89,7 +89,7 @@ def validate(values: Any) -> Config:
     """Returns the configuration with these values; missing keys take their defaults.
 
     Raises:
-        ConfigError: A key or a value is wrong; the message has one line per mistake."""
+        ConfigError: A key or a value is wrong; the message explains at most 8 mistakes."""
     try:
         return Config.model_validate_json(json.dumps(values), strict=True)  # strict: neither true nor "3" is a number
     except ValidationError as error:
@@ -115,10 +115,11 @@ def load(text: str, sha256: str) -> Config:
 
 
 def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
-    """Returns the part of the configuration that decides the result of a stage, as JSON values: the seed, and the named
-    sections or single keys, such as ``agentic.reward``.  It lacks addresses, resources and
-    the section ``training``.  If ``runtime`` is local, it lacks the section ``ray``.  If the stage does not
-    train, it lacks the keys of ``ray`` about training."""
+    """Returns the part of the configuration that decides the result of a stage, as JSON values.
+
+    The part holds the seed, and the sections or single keys that ``sections`` names, such as ``agentic.reward``.
+    Addresses, resources and the section ``training`` are left out.  The section ``ray`` is left out if ``runtime`` is
+    local, and its keys about training are left out if ``sections`` lacks ``training``."""
     whole = config.model_dump(mode="json", exclude=_NOT_IN_KEYS)
     if "training" not in sections:
         whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in _ONLY_IN_TRAINING}
@@ -129,8 +130,8 @@ def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
 
 
 def restricted(config: Config, sections: Sequence[str]) -> Config:
-    """Returns a copy of the configuration in which only the seed and the named sections and keys can be read.  A stage
-    gets this copy, so its result cannot depend on a section that its cache key leaves out."""
+    """Returns a copy of the configuration in which only the seed and the sections and keys named in ``sections`` can be
+    read.  A stage gets such a copy, so its result cannot depend on any other section."""
     return _with_only(config, ("seed", *sections))
 
 

@@ -1,7 +1,8 @@
 """The schema of the configuration: every key that a user can set, with its type and its default.
 
 The pydantic models below refuse unknown keys, and values out of range.  The module ``compose`` makes a ``Config`` from
-``conf/`` and the user's overrides.  No value is code or a secret: keys name the variable or file with a secret."""
+``conf/`` and the user's overrides.  No value is code or a secret.  Some keys name the environment variable or
+the file that holds a secret."""
 
 import re
 from typing import Annotated, Any, Literal, TypeVar

@@ -13,8 +13,8 @@ from pathlib import Path
 
 
 class Lease:
-    """One thread's handle of the timing lease.  All processes that take part must use the same ``folder``.  Inside a
-    context of the same handle, ``working`` does nothing: the lease is held already."""
+    """One thread's handle of the timing lease.  All processes that take part must use the same ``folder``.  If a handle
+    holds the lease already, its ``working`` does nothing."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,9 +62,9 @@ class Lease:
 
     @contextmanager
     def lent(self) -> Iterator[int]:
-        """Yields a descriptor that holds the lease for work until all its copies are closed.  A process that is
-        started in the context, and gets a copy, so holds the lease after it.  Not for use while this handle holds the
-        lease."""
+        """Yields a file descriptor that holds the lease shared until all its copies are closed.  A process that is
+        started inside the context and inherits a copy keeps the lease after the context ends.  Not for use while this
+        handle holds the lease."""
         assert not self._held
         with open(self._folder / "lease.lock") as lock:
             with _locked(self._gate, fcntl.LOCK_SH):
@@ -73,8 +73,10 @@ class Lease:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Holds the lease exclusively, while a kernel is timed.  Raises ``RuntimeError`` inside ``working`` of the same
-        handle: two such processes would wait for each other."""
+        """Holds the lease exclusively, while a kernel is timed.
+
+        Raises:
+            RuntimeError: This handle is inside ``working``.  Two such processes would wait for each other."""
         if self._held == "working":
             raise RuntimeError("a timing may not begin inside work that holds the timing lease")
         if self._held:

@@ -14,7 +14,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def processor() -> str:
-    """Returns a digest of the processor's model and features: kernels' times and ``-march=native`` depend on them."""
+    """Returns a digest of the processor's model and features, on which kernels' times and ``-march=native`` depend.
+    Returns the machine type, such as ``x86_64``, if Linux does not report them."""
     if not (found := processor_facts()):
         return platform.machine()
     wanted = ("model name", "flags", "Features", "CPU part")
@@ -36,8 +37,8 @@ def gpus() -> int:
 
 
 def memory_bytes(device: str) -> int:
-    """Returns the bytes of memory of ``device``: "cuda" is the first GPU, or 80 GB on a machine without one; "cpu" is
-    this machine, or its container if that has less."""
+    """Returns the memory of ``device`` in bytes.  For "cuda" this is the memory of the first GPU, or 80 GB on a machine
+    without a GPU.  For "cpu" it is the memory of this machine, or the limit of its container if that is lower."""
     if device == "cuda":
         import torch
 
@@ -49,7 +50,8 @@ def memory_bytes(device: str) -> int:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Makes Linux kill this process when its parent ends.  Exits at once if the parent's pid is not ``parent``."""
+    """Makes Linux kill this process when its parent ends.  Exits at once if the parent's pid is not ``parent`` (None:
+    any)."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent not in (None, os.getppid()):
         os._exit(EXIT_RETRY)

@@ -54,7 +54,8 @@ class Rest:
         self._artifact_uris: dict[str, str] = {}  # run -> artifact address
 
     def experiment(self, name: str, artifacts: str | None) -> str:
-        """Returns the id of the experiment ``name``.  Creates a missing one, with its artifacts at ``artifacts``."""
+        """Returns the id of the experiment ``name``.  Creates it if it is missing, with ``artifacts`` as the address of
+        its artifacts (None: the server decides)."""
         response = self._client.get("mlflow/experiments/get-by-name", params={"experiment_name": name})
         if response.status_code != 404:
             return str(response.raise_for_status().json()["experiment"]["experiment_id"])
@@ -66,7 +67,7 @@ class Rest:
         return [item["experiment_id"] for item in found]
 
     def find(self, experiments: Sequence[str], tag: str, value: str) -> list[MlflowEntry]:
-        """Returns the runs whose tag ``tag`` is ``value``, newest first.  All their metrics are ``unread``."""
+        """Returns the runs whose tag ``tag`` is ``value``, newest first.  In each entry all metrics are ``unread``."""
         query = {"experiment_ids": experiments, "filter": f"tags.`{tag}` = '{value}'", "max_results": 1000}
         return [self._entry(run) for run in self._post("runs/search", query).get("runs", [])]
 

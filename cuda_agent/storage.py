@@ -69,7 +69,8 @@ def open_store(uri: str | Path) -> "Store":
 
 
 def absolute_uri(uri: str) -> str:
-    """Returns ``uri`` in a form that is valid in every working directory: a local folder becomes absolute."""
+    """Returns the store's address ``uri`` in a form that is valid in every working directory: a local folder becomes an
+    absolute path."""
     folder = local_folder(uri)
     return uri if folder is None else str(folder)
 
@@ -103,7 +104,10 @@ class Store:
         return True
 
     def get(self, key: str) -> bytes:
-        """Returns the bytes under ``key``.  Raises a ``StoreDamaged`` if ``key`` is absent."""
+        """Returns the bytes under ``key``.
+
+        Raises:
+            StoreDamaged: ``key`` is absent."""
         with self._errors(f"read {key}"):
             return bytes(obstore.get(self._backend, key).bytes())
 
@@ -137,7 +141,10 @@ class Store:
             obstore.delete(self._backend, key)
 
     def get_file(self, key: str, path: Path, sha256: str) -> None:
-        """Downloads an object to ``path``.  If its sha256 is wrong, deletes file and object and raises StoreDamaged."""
+        """Downloads an object to the file ``path``.
+
+        Raises:
+            StoreDamaged: The object is absent or has another sha256.  A wrong object is deleted, and so is the file."""
         actual = hashlib.sha256()
         with self._errors(f"read {key}"), open(path, "wb") as file:
             for chunk in obstore.get(self._backend, key).stream(min_chunk_size=CHUNK):
@@ -171,7 +178,10 @@ class Store:
         return json.loads(data)["files"]
 
     def get_folder(self, digest: str, path: Path) -> None:
-        """Copies the stored folder ``digest`` to the folder ``path``.  Verifies all files and makes them read-only."""
+        """Copies the stored folder ``digest`` to the folder ``path``.  Verifies all files and makes them read-only.
+
+        Raises:
+            StoreDamaged: A file is missing or damaged, or its name leads out of the folder."""
         path.mkdir(parents=True, exist_ok=True)
         for name, entry in self.tree(digest).items():
             target = path / name

@@ -93,8 +93,8 @@ def _write(page: Path, text: str) -> None:
 def _entries(
     run: str, store: str, on: str | None, namespace: str | None, folder: Path
 ) -> "tuple[str, Path, list[EpisodeEntry], str]":
-    """Returns (title, folder for the page, episodes, message) of ``run``, a run's name or a path.  The message is for a
-    run without episodes.  Fetches a run's files into ``folder``."""
+    """Returns (title, folder for the page, episodes, message) for ``run``, a run's name or a path.  The message is
+    shown if there are no episodes.  The files of a run are fetched into ``folder``."""
     from cuda_agent.cluster import results
     from cuda_agent.pipeline import episodes as left
     from cuda_agent.pipeline import runs
@@ -128,7 +128,8 @@ def _is_path(text: str) -> bool:
 
 
 def _lines(chosen: "list[EpisodeEntry]", found: int, most: int, nothing: str) -> list[str]:
-    """Returns lines: a table of at most ``most`` episodes, or ``nothing`` if the run has no episodes (``found``)."""
+    """Returns a table of at most ``most`` of the ``chosen`` episodes, as lines.  ``found`` is the number of episodes
+    from which they were chosen.  If it is 0, the only line is ``nothing``."""
     if not chosen:
         return [f"none of {found} episodes" if found else nothing]
     lines = [_HEAD, *(_line(entry.row) for entry in chosen[:most])]

@@ -158,8 +158,8 @@ def evaluate(
     """Check and time one solution of one task in the sandbox.
 
     --shapes auto takes the other shapes from SHAPES in model.py, a list of dicts of constants. Without SHAPES, the
-    inputs' first dimension gets one row more, then half of its rows. A solution that is wrong at another shape is
-    called specialised. Exit code 0: the solution is correct; 1: it is not; 75: the sandbox failed."""
+    inputs' first dimension is tried with one row more, and with half of its rows. A solution that is wrong at another
+    shape is called specialised. Exit code 0: the solution is correct; 1: it is not; 75: the sandbox failed."""
     from cuda_agent.optimize import evaluation
     from cuda_agent.optimize.shapes import shape_lines
     from cuda_agent.optimize.verdict_text import verdict_lines

@@ -97,7 +97,7 @@ def probe() -> None:
 def gc(
     workflow: Workflow, dry_run: Annotated[bool, Option("--dry-run")] = False, keep: Annotated[int, Keep] = 10
 ) -> None:
-    """Remove from the store what no run needs, and remove objects that ended Workflows have left behind."""
+    """Remove old runs and the data that only they need, and objects that ended Workflows have left behind."""
     from cuda_agent.cluster import pod_maintenance
     from cuda_agent.cluster.pod import PodEnvironment
 
@@ -123,7 +123,7 @@ def doctor(workflow: Workflow) -> None:
 
 @pod_app.command()
 def reach(addresses: list[str]) -> None:
-    """Try to connect to addresses, and write which were reached to the pod's termination message."""
+    """Try to connect to addresses, and write the results to the pod's termination message."""
     from cuda_agent.cluster.pod_maintenance import tell
 
     tell(addresses)

@@ -284,7 +284,9 @@ def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[
         A pair.  First: (store, record) of a local run, or the cluster that has the run.  Second: the run's full name.
 
     Raises:
-        ConfigError: No run or several runs match."""
+        ConfigError: No run or several runs match.
+        StoreError: The store cannot be read.
+        ClusterError: The cluster does not answer, or refuses."""
     from cuda_agent.cluster import submit as cluster
     from cuda_agent.pipeline import runs
     from cuda_agent.storage import StoreUnavailable
