@@ -1,4 +1,7 @@
-"""Decides the status of a refused candidate, and whether a trial must time more calls."""
+"""Decides the status of a refused candidate, and whether a trial must time more calls.
+
+A candidate is the solution under judgement. A speed-up compares its time with a baseline: the task's model in eager
+PyTorch ("eager") or with ``torch.compile``."""
 
 import math
 import statistics
@@ -21,8 +24,8 @@ Spread = tuple[float, float, float]  # lower end of an interval, middle, upper e
 
 
 class CandidateRefused(Exception):
-    """Ends a trial that refuses its candidate. ``status`` becomes the verdict's status. ``retryable`` grants a second
-    trial, because the cause may lie outside the candidate."""
+    """The candidate is refused, which ends its trial. ``status`` becomes the verdict's status. If ``retryable``, the
+    candidate gets a second trial, because the cause may lie outside the candidate."""
 
     def __init__(self, status: Status, message: str, retryable: bool = False) -> None:
         super().__init__(message)
@@ -31,8 +34,8 @@ class CandidateRefused(Exception):
 
 
 def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> CandidateRefused:
-    """Converts a worker's death or error to a refusal. If ``loaded`` is false, no untrusted code had run, and the
-    status is ``infra``. ``when`` ends the message ("in check 3")."""
+    """Converts a worker's death or error to a refusal. If ``loaded`` is false, no untrusted code has run, and the
+    status is ``infra``. ``when`` is the end of the message, such as "in check 3"."""
     if isinstance(error, WorkerDied):
         if not loaded:
             return CandidateRefused("infra", f"a worker {error} before the solution was loaded", retryable=True)
@@ -48,7 +51,7 @@ def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> Candida
 
 def spread(samples: Sequence[float]) -> Spread:
     """Returns the median of ``samples`` with its 95 % confidence interval: (lower end, median, upper end). The sign
-    test, which assumes no distribution, chooses the ends. Fewer than 6 samples yield their whole range."""
+    test, which assumes no distribution, gives the ends. Fewer than 6 samples, too few for 95 %, yield their range."""
     ordered, count = sorted(samples), len(samples)
     left_out, tail = 0, 1  # samples below the interval; number of outcomes of the sign test with at most so many
     while 40 * (tail := tail + math.comb(count, left_out + 1)) <= 2**count:
@@ -66,7 +69,7 @@ def quotient(*over: Spread, under: Spread = (1.0, 1.0, 1.0)) -> Interval:
 
 
 def share_of(part: Sequence[float], whole: Sequence[float]) -> Spread:
-    """Returns the median of ``part`` divided by the median of ``whole``, with an interval."""
+    """Returns the median of ``part`` over the median of ``whole``, with an interval: (lower end, value, upper end)."""
     over, under = spread(part), spread(whole)
     low, high = quotient(over, under=under)
     return low, over[1] / under[1], high
@@ -86,8 +89,8 @@ def is_clear(speedups: Sequence[Interval]) -> bool:
 
 
 def fewest_calls(device: str, elapsed: float, speedup: Interval) -> int:
-    """Returns the fewest timed calls of a candidate. Fewer suffice if ``speedup`` is narrow, or if the calls took long
-    (``elapsed`` seconds), because slow calls vary less."""
+    """Returns the least number of calls of a candidate that a trial must time. Few calls suffice if the interval
+    ``speedup`` is narrow, or if the calls so far took long (``elapsed`` seconds), because slow calls vary less."""
     if elapsed > _ENOUGH_SECONDS:
         return min(_FEWEST.values())
     low, high = speedup
@@ -95,13 +98,13 @@ def fewest_calls(device: str, elapsed: float, speedup: Interval) -> int:
 
 
 def is_undecided(speedups: Sequence[Interval], anchor: Spread) -> bool:
-    """Returns whether the machine is too busy to tell the reward. True if eager's interval ``anchor`` is wide (ends
-    more than 20 % apart), and a wide interval in ``speedups`` contains ``FASTER``."""
+    """Returns whether the machine is too busy to tell the reward: the interval of eager's time, ``anchor``, is wide
+    (ends more than 20 % apart), and so is an interval in ``speedups`` that contains ``FASTER``."""
     return disagree(anchor[0], anchor[2]) and any(low < FASTER < high and disagree(low, high) for low, high in speedups)
 
 
 def too_busy(speedups: Sequence[Interval]) -> CandidateRefused:
-    """Returns the refusal of a candidate whose reward is undecided. The message shows an interval of ``speedups``."""
+    """Returns the refusal of a candidate whose reward is undecided. The message shows an interval around ``FASTER``."""
     low, high = next(ends for ends in reversed(speedups) if ends[0] < FASTER < ends[1])
     what = f"this solution may be {low:.2f} or {high:.2f} times as fast as a baseline"
     return CandidateRefused("infra", f"{TOO_BUSY}: {what}")

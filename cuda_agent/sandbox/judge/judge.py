@@ -1,7 +1,9 @@
-"""Runs the judge: the trusted process that owns seeds, buffers, clock and verdict. It imports no task and no solution.
+"""Runs the judge, the trusted process that decides whether a solution of a task is correct, and how fast it is.
 
-``python -m cuda_agent.sandbox.judge.judge FD`` answers requests over the socket with the descriptor ``FD``, one at a
-time. A client requests the spec, the baselines or a probe of a task, or the verdict on a solution."""
+The judge owns seeds, buffers, clock and verdict. It runs no code of tasks or solutions itself: jailed workers do.
+``python -m cuda_agent.sandbox.judge.judge FD`` answers a client's requests one at a time, over the socket with the file
+descriptor ``FD``. A client asks for a task's spec (shapes and dtypes), for a measurement of its baselines, for a probe
+(a run without a solution), or for the verdict on a solution."""
 
 import ctypes
 import functools
@@ -56,8 +58,8 @@ def _short_of_memory(error: Exception) -> bool:
 
 
 def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
-    """Repeats a method of ``Judge`` once if a foreign SIGKILL ended the reference worker, or if ``make_room`` freed
-    device memory. Raises ``TaskError`` if memory is still short."""
+    """Wraps a method of ``Judge``. Repeats a call once if a SIGKILL from outside the judge ended the reference worker,
+    or if ``make_room`` freed device memory after an error. Raises ``TaskError`` if the driver still lacks memory."""
 
     def once_more(judge: "Judge", *arguments: Any) -> _Answer:
         try:
@@ -82,8 +84,8 @@ def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
 
 
 class Judge:
-    """Answers one client's requests, and keeps tasks prepared between requests. Methods raise ``TaskError`` if the task
-    itself does not run; ``probe`` reports this error in its answer instead."""
+    """Answers one client's requests, and keeps each ``PreparedTask`` for later requests. Methods raise ``TaskError`` if
+    the task itself does not run; ``probe`` returns this error in its answer instead."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -95,7 +97,9 @@ class Judge:
         self.memory = memory_of(settings.device)
 
     def prepared(self, task: TaskSource) -> PreparedTask:
-        """Returns ``task`` ready for candidates, either kept from an earlier request or newly prepared."""
+        """Returns the ``PreparedTask`` of ``task``, either kept from an earlier request or new. If memory is short,
+        first frees the pools of other prepared tasks, then closes these tasks, the least recently used first. Raises
+        ``TaskError`` if the task is too large for a prober (a judge that only runs tasks without solutions)."""
         self._latest = digest = task["digest"]
         found = self._prepared.pop(digest, None)
         if found is not None and not found.oracle.alive:
@@ -190,8 +194,8 @@ class Judge:
         return verdict.to_json()
 
     def _tried(self, request: EvaluateRequest, verdict: Verdict, timed: bool, again: bool = False) -> bool:
-        """Runs one trial and fills in ``verdict``. Times calls only if ``timed``; uses no shared context if ``again``.
-        Returns whether the candidate gets another trial."""
+        """Runs one trial of the candidate and fills in ``verdict``. Times calls only if ``timed``. ``again`` marks a
+        second trial, which never uses a shared CUDA context. Returns whether the candidate needs a second trial."""
         self.cleanup()
         # The samples stay: a candidate that ends its first trial must not get a second draw of its time. Samples of a
         # used context are dropped below, because an earlier plan may have damaged the context.
@@ -237,7 +241,7 @@ class Judge:
         return False
 
     def cleanup(self) -> None:
-        """Ends the last trial and starts a worker for the next candidate, usually while no client waits."""
+        """Ends the last trial and starts a worker for the next candidate. Usually runs while no client waits."""
         trial, self._trial = self._trial, None
         if trial:
             begin = time.perf_counter()
@@ -257,7 +261,8 @@ class Judge:
         prepared.measure(compile=True)
 
     def probe(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Runs the task in ``request`` without a solution. Returns a ``Probe`` as JSON, which may hold an error."""
+        """Runs the task in ``request`` without a solution. Returns a ``Probe`` as JSON, which may hold the task's
+        error."""
         try:
             return self._probe(request["task"], request["compile"]).to_json()
         except TaskError as error:
@@ -287,7 +292,7 @@ class Judge:
         )
 
     def healthy(self) -> bool:
-        """Returns whether the device compares known arrays correctly. SIGALRM ends this process if the device hangs."""
+        """Returns whether the device compares known arrays correctly. SIGALRM ends this process if that takes 10 s."""
         with self._workers.lease.working():
             signal.alarm(_PROBE_SECONDS)
             try:
@@ -303,13 +308,14 @@ class Judge:
         self._workers.close()
 
     def release(self) -> None:
-        """Releases the prepared tasks."""
+        """Closes all prepared tasks and frees their device memory."""
         while self._prepared:
             self._prepared.popitem()[1].close()
         self._trim()
 
     def rest(self, keep: bool) -> None:
-        """Releases device memory after a request to a prober, and the prepared tasks unless ``keep``."""
+        """Frees unused device memory after a request to a prober. Also closes the prepared tasks, unless ``keep`` is
+        true and they hold at most 4 GiB."""
         if not keep or self.held_bytes > _MOST_OF_A_PROBER:
             self.release()
         else:
@@ -317,7 +323,7 @@ class Judge:
 
 
 def main() -> None:
-    """Serves the client on the socket whose descriptor is the first argument, until the client closes it."""
+    """Serves a client until it closes the socket. The program's first argument is the socket's file descriptor."""
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: processes of the same user cannot read this memory
     die_with_parent()
     client = socket.socket(fileno=int(sys.argv[1]))

@@ -24,8 +24,8 @@ _SHOWN = 4
 
 
 def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran]:
-    """Returns the kernels that one call of a plan with these ``nodes`` runs. ``seconds`` lists the reported time of
-    each node; an invalid list counts as unknown."""
+    """Returns the kernels that one call of a plan runs. ``nodes`` lists the plan's kernels, library calls and memsets.
+    ``seconds`` lists the reported time of each node; an invalid list counts as unknown."""
     times: list[Any] = [None] * len(nodes)
     if isinstance(seconds, list) and len(seconds) == len(nodes) and all(map(_is_time, seconds)):
         whole = sum(seconds)
@@ -43,7 +43,8 @@ def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran
 
 def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes = b"") -> list[Ran]:
     """Returns the kernels of one call. ``told`` holds a worker's reports: lists of records ``[name, kind, calls,
-    share]``. Drops invalid records. Classifies records without a known kind from ``sources`` and ``library``."""
+    share]``. Drops invalid records. Derives a missing kind from the solution's ``sources`` and its built
+    ``library``."""
     text = "\n".join(sources)
     rows: list[tuple[str, RanKind, int, float | None]] = []
     for item in [item for part in told if isinstance(part, list) for item in part[:_MOST]]:

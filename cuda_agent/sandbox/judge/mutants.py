@@ -1,8 +1,8 @@
 """Finds wrong answers to a task that the comparison accepts.
 
-A task is only as good as the answers that it rejects. A mutant is the answer of a solution that skips work: it returns
-zeros, a constant or an input, or it ignores an input or the weights. Comparison, tolerance and number of inputs are as
-in quick mode. Inputs are of the kind ``normal``."""
+A task is only as good as the answers that it rejects. A mutant is a wrong answer made on purpose: zeros, a constant, a
+copy of an input, scaled or rounded outputs, or the outputs of a model that ignores an input or the weights. Comparison,
+tolerance and number of inputs are as in quick mode. Inputs are of the kind ``normal``."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +18,9 @@ _FLOATING = ("float", "bfloat", "complex")  # how the names of these dtypes begi
 
 
 class _Mutant(NamedTuple):
-    """A wrong answer to a task. ``make(entry, other)`` returns wrong outputs for the inputs of ``entry``, or ``None``
-    if the task has no such answer. It may use values of ``other``. ``wrong`` lists the outputs to compare."""
+    """A wrong answer to a task. ``make(entry, other)`` returns wrong outputs for the inputs of the pool entry
+    ``entry``, or ``None`` if the task has no such answer. It may use values of another entry, ``other``. ``wrong``
+    holds the indices of the outputs to compare."""
 
     name: str
     wrong: Sequence[int]
@@ -65,9 +66,9 @@ def _with_one_of_another(prepared: PreparedTask, position: int) -> Callable[[Poo
 
 
 def survey(prepared: PreparedTask) -> dict[str, float | None]:
-    """Returns for each mutant the least tolerance that accepts it on all inputs, or ``None`` if the sandbox's tolerance
-    rejects it. Leaves out mutants that the reference cannot compute, and compares those in ``ROUNDING`` on one input
-    only. Raises ``TaskError`` if the task itself fails."""
+    """Returns for each mutant the least of the tried tolerances that accepts it on all inputs, or ``None`` if the
+    sandbox's tolerance rejects it. Leaves out mutants that the reference cannot compute. Compares the mutants in
+    ``ROUNDING`` on one set of inputs only. Raises ``TaskError`` if the task itself fails."""
     found: dict[str, float | None] = {}
     pending = list(_mutants(prepared))
     for number in range(prepared.base, prepared.base + prepared.settings.checks):

@@ -1,9 +1,11 @@
 """Prepares a task: starts its reference worker, keeps a secret pool of inputs, and measures baselines.
 
-All candidates of a task share its spec, baselines and pool. The pool holds inputs with the reference's outputs; every
-trial replaces the inputs that it used. Every trial also draws some weights anew (``worker.values.weights``). The judge
-chooses every seed; the reference worker only turns seeds into values. With simulated times (``sandbox.clock=model``)
-seeds and pool are fixed, and two runs agree bit for bit."""
+The reference worker is a jailed process that runs the task's own model. The baselines are the times of this model in
+eager PyTorch and with ``torch.compile``. All candidates (the solutions under judgement) share the task's spec,
+baselines and pool. The pool holds inputs with the reference's outputs; after every trial, new inputs replace the used
+ones. Every trial also gets new values for some weights (``worker.values.weights``). The judge chooses every seed; the
+reference worker only turns seeds into values. With simulated times (``sandbox.clock=model``) seeds and pool are fixed,
+and two runs agree bit for bit."""
 
 import contextlib
 import hashlib
@@ -41,7 +43,7 @@ _CAREFUL_ROUNDS = 12  # most rounds if ``careful``
 @dataclass
 class PoolEntry:
     """One set of inputs with the reference's outputs. Each list holds one array per tensor of the spec. ``index`` is
-    the entry's number in the pool, or -1 outside of the pool."""
+    the entry's number in the pool; -1 if the entry is not in the pool."""
 
     index: int
     inputs: list[Any]  # the judge's own copies: numpy arrays, or ``device.Array``
@@ -52,7 +54,7 @@ class PoolEntry:
 
 @dataclass
 class Baselines:
-    """The median seconds per call of a task's baselines, and facts about its reference; ``None`` if not measured."""
+    """Median seconds per call of a task's model, eager and compiled, and facts about it; ``None`` if not measured."""
 
     eager: float | None = None
     compile: float | None = None
@@ -66,30 +68,30 @@ class Baselines:
 
     @property
     def compile_share(self) -> Spread | None:
-        """torch.compile's time divided by eager's, with an interval: lower end, value, upper end."""
+        """torch.compile's time over eager's, with an interval: (lower end, value, upper end). ``None`` if unknown."""
         if self.compile is None or not self.eager:
             return None
         return self.share or (self.compile / self.eager,) * 3
 
 
 def baselines_file(settings: JudgeSettings, digest: str, torch: str) -> Path:
-    """Returns the path of a task's baselines, named by a hash of everything that they depend on."""
+    """Returns the path of a task's cached baselines, whose name is a hash of all that the baselines depend on."""
     identity = settings.identity + (", train()" if settings.train_mode else "")
     key = json.dumps([digest, _CLOCK, torch, processor(), settings.threads, identity])
     return Path(settings.cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
 
 
 def read_baselines(file: Path) -> Baselines:
-    """Returns the baselines in ``file``, or empty ``Baselines`` without a valid file."""
+    """Returns the baselines in ``file``, or empty ``Baselines`` if there is no valid file."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return Baselines(**json.loads(file.read_text()))
     return Baselines()
 
 
 class PreparedTask:
-    """A task that is ready for candidates. Methods that run its reference raise ``TaskError`` if the task fails. They
-    hold ``lease``, the timing lease: nothing else is timed meanwhile. While a model opens or compiles, its worker gives
-    way to timings."""
+    """A task that is ready for candidates. Methods that run its model raise ``TaskError`` if the model fails. They hold
+    ``lease``, the timing lease, so that no other process times a kernel meanwhile. Only a worker that opens or compiles
+    a model pauses for timings of other processes."""
 
     def __init__(self, code: str, digest: str, workers: WorkerPool) -> None:
         settings = workers.settings
@@ -124,7 +126,8 @@ class PreparedTask:
         self.peaks = roofline.Peaks()
 
     def draw_weights(self) -> None:
-        """Draws the weights of the next trial if needed. With simulated times all trials share the same weights."""
+        """Redraws the weights for the next trial, if the task has weights to redraw and that is not done yet. With
+        simulated times, all trials share the same weights."""
         if self._plain:
             with self.lease.working():
                 changed = self.oracle.draw_weights(self._variation())
@@ -134,7 +137,8 @@ class PreparedTask:
 
     def candidate_buffers(self, host_is_ours: bool, areas: Callable[[int, int], Any] | None) -> Any:
         """Makes the buffers of one candidate, with the weights of its trial. Unless ``host_is_ours``, a GPU candidate
-        gets slots for a chain of calls. ``areas`` makes the areas of memory; ``None`` stands for new areas."""
+        gets slots for a chain of calls. ``areas`` makes the input area and the output area from their sizes in bytes;
+        if it is ``None``, the device's default makes them."""
         memory, chains = self.memory, self.settings.device == "cuda" and not host_is_ours
         slots = memory.chained_slots(self._call_bytes) if chains else memory.slots(self._call_bytes)
         areas = areas or (self._workers.areas.take if self.settings.device == "cpu" else None)
@@ -146,7 +150,7 @@ class PreparedTask:
         return buffers
 
     def _variation(self) -> int | None:
-        """Returns a seed for the weights that are drawn anew for a trial."""
+        """Returns the seed of a trial for the weights that are redrawn."""
         return self.weights_seed if self._fixed else secrets.randbits(56)
 
     def rotate(self, used: int) -> None:
@@ -163,7 +167,7 @@ class PreparedTask:
                 self._make_ahead()
 
     def drop_pool(self) -> None:
-        """Frees the pool's inputs and outputs. The next trial draws those that it needs again."""
+        """Frees the pool's inputs and outputs. The next trial draws the entries that it needs from the same seeds."""
         self._pool.clear()
 
     def _make_ahead(self) -> None:
@@ -202,8 +206,9 @@ class PreparedTask:
         return entry
 
     def fresh(self, kind: str) -> PoolEntry | None:
-        """Draws new inputs of ``kind`` (``wire.KINDS``). Returns them with eager's outputs and exact outputs (float64),
-        or ``None`` if the task has no such inputs. Inputs without finite exact outputs count only if ``normal``."""
+        """Draws new inputs of ``kind`` (``wire.KINDS``) outside of the pool. Returns them with eager's outputs and
+        exact outputs (float64), or ``None`` if the task has no such inputs. Inputs without finite exact outputs are
+        returned only if ``kind`` is ``normal``."""
         self._fresh += 1
         with self.lease.working():
             inputs = self.oracle.inputs(self._seed(-1 - self._fresh), kind)
@@ -214,8 +219,8 @@ class PreparedTask:
         return PoolEntry(-1, inputs, outputs, exact) if exact is not None or kind == "normal" else None
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
-        """Returns the model's outputs in double precision, or ``None`` if they are not finite. The reference's last
-        call must have been ``outputs`` with the same ``inputs``."""
+        """Returns the model's outputs in double precision, or ``None`` if they are not finite or the model cannot
+        compute them. The reference's last call must have been ``outputs`` with the same ``inputs``."""
         if not self._inexact:
             try:
                 return self.oracle.exact(inputs)
@@ -236,8 +241,9 @@ class PreparedTask:
             return not self.memory.mismatch(first.outputs, again, self.spec.outputs, self.settings.tolerance)[0]
 
     def compiled(self, mode: str, precision: str) -> ReferenceClient:
-        """Returns a new reference client that runs the model compiled with torch.compile's ``mode``; the caller closes
-        it. Raises ``WorkerError`` if torch.compile fails or took too long before, ``WorkerDied`` if the worker dies."""
+        """Returns a new reference client whose model is compiled with torch.compile's ``mode`` and computes at
+        ``precision``. The caller closes it. Raises ``WorkerError`` if torch.compile fails, or took too long in an
+        earlier call; ``WorkerDied`` if the worker dies."""
         if self.baselines.compile_error.endswith(TOO_LONG):
             raise WorkerError(TOO_LONG)
         inputs = self.entry(self.base).inputs
@@ -258,7 +264,8 @@ class PreparedTask:
         return self._fixed or (self.baselines.compile_tried and (mode != "strict" or bool(self.baselines.strict)))
 
     def measure(self, compile: bool) -> None:
-        """Measures missing baselines: eager and, if ``compile``, torch.compile. Computes simulated times instead."""
+        """Measures missing baselines: eager's time and, if ``compile``, torch.compile's time and facts about the model.
+        If times are simulated, computes them instead."""
         if self._fixed:
             with self.lease.working():
                 counts = self.oracle.count(self.entry(0).inputs)
@@ -295,7 +302,7 @@ class PreparedTask:
         return roofline.of_cpu(self.settings.threads, file, self.lease.timing, again)
 
     def below_physical_floor(self, seconds: float) -> str:
-        """Returns why the device cannot write the reference's outputs in ``seconds``; an empty string if it can."""
+        """Returns why the device cannot write the reference's outputs within ``seconds``; an empty string if it can."""
         numbers = seconds, self.baselines.eager or 0.0, self.baselines.written or 0
         if doubt := roofline.below_physical_floor(*numbers, self.peaks):
             self.peaks = self._peaks(again=True)  # the first measurement may come from a busy machine
@@ -339,8 +346,8 @@ class PreparedTask:
         base.compile_tried = True
 
     def empty_call(self, oracle: ReferenceClient, inputs: list[Any]) -> float:
-        """Returns the least seconds so far of a reference call that computes nothing; 0 on a GPU. Subtracting more
-        would make calls look too fast."""
+        """Times calls of the reference that compute nothing. Returns the least seconds so far; 0 on a GPU. The caller
+        subtracts them from other times, and a longer time would make calls look too fast."""
         if self.settings.device == "cuda":
             return 0.0  # the device's clock runs during the call only
         calls = _EMPTY_CALLS[self._empty < math.inf]
@@ -348,10 +355,10 @@ class PreparedTask:
         return self._empty
 
     def samples(self, *oracles: ReferenceClient, careful: bool = False) -> list[list[float]]:
-        """Times calls of the references in turn, in several rounds. Returns for each reference the seconds of the calls
-        in its best round, less an empty call's time. The best round has the least median, because other work on the
-        machine only slows calls down. The rounds end once one round's calls vary little, or after 6. If ``careful``,
-        they end once the two best medians of each reference agree within 5 %, or after 12."""
+        """Times calls of the reference clients ``oracles`` in turn, in several rounds. Returns for each client the
+        seconds of the calls in its best round, less the time of an empty call. The best round has the least median,
+        because other work on the machine only slows calls down. The rounds end once one round's calls vary little, or
+        after 6. If ``careful``, they end once the two best medians of each client agree within 5 %, or after 12."""
         entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
         rounds: list[list[tuple[float, ...]]] = []  # of each round, the calls' seconds by reference
 
@@ -380,7 +387,7 @@ class PreparedTask:
         return [[net(seconds, empty) for seconds in column] for column in best]
 
     def close(self, oracle: ReferenceClient | None = None) -> None:
-        """Ends the task's reference worker, or another one of its reference workers."""
+        """Ends the reference worker of ``oracle``; by default the task's own."""
         with self.lease.working():
             (oracle or self.oracle).close()
 

@@ -1,4 +1,6 @@
-"""Asks a reference worker for the inputs, expected outputs, times and operator counts of one task."""
+"""Asks the reference worker of a task for inputs, expected outputs, times and operator counts.
+
+A reference worker is a jailed process that runs the task's own model."""
 
 import math
 import secrets
@@ -42,7 +44,8 @@ def seconds_of_call(device: str, wall: float, told: Any) -> float:
 
 
 def net(seconds: float, empty: float) -> float:
-    """Subtracts an empty call's seconds, at most 90 % of ``seconds``: noise must not make a time almost zero."""
+    """Returns ``seconds`` less ``empty``, the seconds of an empty call, but at least a tenth of ``seconds``: noise must
+    not make a time almost zero."""
     return max(seconds - empty, seconds / 10)
 
 
@@ -53,7 +56,7 @@ class TaskKilled(TaskError):
 class ReferenceClient:
     """Owns the reference worker of one task, and the worker's buffers. Inputs, outputs and weights are lists with one
     array per tensor of the spec: NumPy arrays on the CPU, ``device.Array`` on a GPU. Methods raise ``TaskError`` if the
-    task fails, or the subclass ``TaskKilled``."""
+    task fails; its subclass ``TaskKilled`` means a foreign SIGKILL."""
 
     def __init__(self, worker: JailedProcess, code: str, weights_seed: int, settings: JudgeSettings) -> None:
         self.worker = worker
@@ -105,8 +108,9 @@ class ReferenceClient:
         return self.worker.alive
 
     def draw_weights(self, seed: int | None) -> bool:
-        """Draws new values under ``seed`` for weights that the constructor does not draw at random; ``None`` restores
-        its values. Returns whether there are such weights, which make earlier outputs outdated."""
+        """Draws new values from ``seed`` for those weights that the model's constructor does not draw at random. If
+        ``seed`` is ``None``, restores the constructor's values. Returns whether there are such weights; outputs
+        computed before are then outdated."""
         if seed is not None:
             self._buffers.fill(0, self.inputs(seed) or [])
         answer = self._ask(WorkerOperation.DRAW_WEIGHTS, {"seed": seed})
@@ -130,7 +134,7 @@ class ReferenceClient:
 
     def outputs(self, inputs: list[Any]) -> list[Any]:
         """Returns the model's outputs for ``inputs``. Short calls on the CPU use one thread: on a busy machine, several
-        would mostly wait for each other. A compiled model keeps its threads, to avoid a recompilation."""
+        threads would mostly wait for each other. A compiled model keeps its threads, to avoid a recompilation."""
         short = self._device == "cpu" and not self._compiled and self._least * self._threads < _SHORT
         self._on(inputs, WorkerOperation.RUN, {"threads": 1} if short else None)
         return self._buffers.outputs(0)
@@ -170,7 +174,8 @@ class ReferenceClient:
         return seconds
 
     def host_seconds(self, inputs: list[Any]) -> float:
-        """Returns the fewest seconds in which the host enqueued a call. First times three calls if there were none."""
+        """Returns the fewest seconds in which the host enqueued a call. Times three calls first if none was timed
+        before."""
         for _ in range(3 if self._host == math.inf else 0):  # the first calls also start libraries
             self.seconds(inputs)
         return self._host
@@ -180,8 +185,9 @@ class ReferenceClient:
         self._ask(WorkerOperation.SET_PRECISION, {"precision": name})
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
-        """Returns the outputs in double precision, or ``None`` if a value is not finite here or in the usual outputs.
-        Call ``outputs`` with the same ``inputs`` first. Raises ``TaskError`` if the model has no such precision."""
+        """Returns the outputs in double precision, or ``None`` if a value of them, or of the usual outputs, is not
+        finite. Call ``outputs`` with the same ``inputs`` first. Raises ``TaskError`` if the model cannot run in double
+        precision."""
         if self._exact is None:
             wide = [replace(t, dtype="float64") if t.dtype in _FLOATING else t for t in self.spec.outputs]
             spec = replace(self.spec, inputs=(), outputs=tuple(wide), weights={})
@@ -191,13 +197,14 @@ class ReferenceClient:
 
     def mutant(self, inputs: list[Any], how: dict[str, Any]) -> list[Any] | None:
         """Returns wrong outputs for ``inputs``, made as ``how`` says (``worker.values.mutants``), or ``None`` if the
-        task has no such outputs. Call ``outputs`` with the same inputs first, because some kinds change its result."""
+        task has no such outputs. Call ``outputs`` with the same ``inputs`` first: some kinds alter its result."""
         self._buffers.fill(0, inputs)
         return self._buffers.outputs(0) if self._ask(WorkerOperation.RUN_MUTANT, how) else None
 
     def compile(self, inputs: list[Any], known: str, mode: str = "") -> None:
         """Compiles the model with torch.compile's ``mode`` for all later calls, and runs it on ``inputs``. ``known`` is
-        the folder with results of a warm-up, or empty. Raises ``WorkerError`` if compilation fails."""
+        the folder with the results of an earlier warm-up; it is empty in the warm-up itself. Raises ``WorkerError`` if
+        compilation fails, ``WorkerDied`` if the worker dies."""
         self._compiled = True
         self._buffers.fill(0, inputs)
         self.worker.seconds = _COMPILE_SECONDS
@@ -233,7 +240,7 @@ class ReferenceClient:
 
     @contextmanager
     def _giving_way(self) -> Iterator[None]:
-        """Lets the worker stand still inside the context while another process times a kernel."""
+        """Pauses the worker whenever another process times a kernel, as long as the context lasts."""
         self.worker.gives_way = True
         try:
             yield
@@ -248,9 +255,9 @@ class ReferenceClient:
 
 
 def views(answer: Any, spec: TaskSpec) -> Views:
-    """Checks and returns the strides in ``answer["views"]``, a worker's report with one item per output. An item is
-    ``None`` unless the output is a view that spans no more memory than all inputs and weights. It is an empty list if
-    elements share memory, as after ``expand``. Raises ``ValueError`` or ``TypeError`` for an invalid report."""
+    """Checks and returns the strides in ``answer["views"]``, a worker's report with one item per output. A returned
+    item is ``None`` unless the output is a view that spans no more memory than all inputs and weights. It is an empty
+    list if elements share memory, as after ``expand``. Raises ``ValueError`` or ``TypeError`` for a bad report."""
     room = sum(byte_count(tensor) for tensor in (*spec.inputs, *spec.weights.values()))
     found: Views = []
     for strides, tensor in zip(answer["views"], spec.outputs, strict=True):

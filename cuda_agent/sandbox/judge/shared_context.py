@@ -1,9 +1,10 @@
 """Lets one candidate worker serve many plans on a GPU, one after the other.
 
-Making and releasing a CUDA context takes longer than judging a short plan, and a device makes one context at a time. A
-plan holds no host code, so the worker can unload it completely. But kernels may damage the context. So a used context
-must prove after a refused plan that it still computes correctly; otherwise the plan is judged again in a new context. A
-new context also confirms each crash, each accusation of cheating, and each new best time."""
+A plan is a solution without host code: the sandbox launches its kernels. Making and releasing a CUDA context takes
+longer than judging a short plan, and a device makes one context at a time. The worker can unload a plan completely, but
+the plan's kernels may damage the context. So a used context must prove after a refused plan that it still computes
+correctly; otherwise the plan is judged again in a new context. A new context also confirms each crash, each timeout,
+each accusation of cheating, and each new best time."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +19,10 @@ _SAME = 0.95  # a time is a new best only below this share of the best; rewards 
 
 
 def may_share(request: EvaluateRequest, settings: JudgeSettings, size: int) -> bool:
-    """Returns whether the solution in ``request`` may run in a used context: a plan of kernels and memsets in quick
-    mode. Kernels could damage the memory that a library keeps in the context. A kernel that calls ``malloc`` could
-    leave too little of the context's heap to later ones. A task with very large inputs and outputs (``size`` bytes)
-    gets a new context, too."""
+    """Returns whether the solution in ``request`` may run in a shared context: a plan of kernels and memsets in quick
+    mode. Plans with library calls may not: other plans' kernels could damage the library's memory in the context. Plans
+    with kernels that call ``malloc`` may not: they could leave too little of the context's heap to later plans. Tasks
+    with more than 1 GiB of inputs and outputs (``size`` bytes) get a new context, too."""
     return (
         settings.device == "cuda"
         and settings.clock == "real"
@@ -34,7 +35,7 @@ def may_share(request: EvaluateRequest, settings: JudgeSettings, size: int) -> b
 
 
 def _allocates(image: str) -> bool:
-    """Returns whether a kernel in the cubin ``image`` calls ``malloc``, which is a symbol that the driver resolves."""
+    """Returns whether a kernel in the cubin file ``image`` calls ``malloc``: the file then holds this symbol's name."""
     return bool(image) and b"malloc" in Path(image).read_bytes()
 
 
@@ -53,7 +54,8 @@ class SharedContext:
         self.served = 0  # plans that the context has run
 
     def areas(self, in_size: int, out_size: int) -> tuple[Area, Area]:
-        """Returns the input area and the output area, filled with zeros. Replaces both if one is too small."""
+        """Returns an input area and an output area of at least these sizes in bytes, filled with zeros. Replaces both
+        areas if one is too small."""
         before = [area.size for area in self._areas or ()] or [0, 0]
         if in_size > before[0] or out_size > before[1]:
             self._drop_areas()
@@ -69,7 +71,7 @@ class SharedContext:
         self._areas = None
 
     def take(self) -> JailedProcess:
-        """Returns the worker, or a new one. The caller gives it back or kills it. Raises ``NotStarted``."""
+        """Returns the kept worker, or starts a new one. The caller gives it back or kills it. Raises ``NotStarted``."""
         worker, self._worker = self._worker, None
         if worker is None or not worker.alive:
             self.served = 0
@@ -78,7 +80,7 @@ class SharedContext:
 
     def give_back(self, worker: JailedProcess, seconds: float) -> bool:
         """Takes ``worker`` back after a plan. Returns whether the worker unloads the plan within ``seconds`` and then
-        computes a known result. Ends the worker otherwise, and after enough plans."""
+        computes a known result. Ends the worker if not, or after 64 plans."""
         self.served += 1
         proven = worker.alive
         if proven:

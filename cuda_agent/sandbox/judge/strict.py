@@ -1,8 +1,8 @@
 """Measures a solution in strict mode, for a report. Quick mode (``trial``) measures it for a training reward.
 
-Strict mode checks inputs of many kinds, and measures the errors of the solution and of eager against the float64 model.
-It times until the speed-up's confidence interval is narrow. It reports eager and ``torch.compile`` at every precision.
-It covers neither non-contiguous inputs, train mode nor gradients."""
+Strict mode checks inputs of many kinds, and measures the errors of the solution and of eager against the model in
+float64. It times until the speed-up's confidence interval is narrow. It reports eager and ``torch.compile`` in fp32, on
+a GPU also in tf32, and eager in bf16, too. It covers neither non-contiguous inputs nor gradients."""
 
 import itertools
 import math
@@ -31,9 +31,10 @@ _RESAMPLES = 400
 
 
 def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
-    """Returns the baselines of strict mode, measured once per task. ``seconds`` holds each baseline's time. ``shares``
-    holds each compiled baseline's time over eager's at the same precision (lower end, middle, upper end). ``errors``
-    holds eager's relative error by precision, and ``failed`` the error messages of compiled baselines."""
+    """Returns the baselines of strict mode, measured once per task, as four dictionaries. ``seconds`` holds each
+    baseline's time. ``shares`` holds each compiled baseline's time over eager's at the same precision (lower end,
+    middle, upper end). ``errors`` holds eager's relative error by precision, ``failed`` the errors of compiled
+    baselines."""
     if prepared.baselines.strict:
         return prepared.baselines.strict
     oracle, device = prepared.oracle, prepared.settings.device
@@ -112,8 +113,8 @@ def check(
 
 def _as_good_as_eager(prepared: PreparedTask, entry: PoolEntry, mine: float) -> bool:
     """Returns whether the candidate's error ``mine`` on ``entry``, which has exact outputs, is at most ``_AS_GOOD``
-    times eager's error at some precision. This helps where large terms cancel out, so that eager's rounding error alone
-    exceeds the tolerance."""
+    times eager's error in fp32 or tf32. This helps where large terms cancel out, and eager itself exceeds the
+    tolerance."""
     return any(
         mine <= _AS_GOOD * error(prepared, prepared.outputs_at(entry.inputs, precision), entry.exact or [])
         for precision in _PRECISIONS[prepared.settings.device]
@@ -162,7 +163,8 @@ def time_pairs(candidate: Callable[[], float], eager: Callable[[], float]) -> tu
 
 
 def interval(mine: Sequence[float], eager: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % confidence interval of the speed-up, the ratio of the medians, by resampling pairs of times."""
+    """Returns the 95 % confidence interval of the speed-up, the median of ``eager`` over the median of ``mine`` (both
+    in seconds). Bootstraps the pairs of times."""
     generator = numpy.random.default_rng(0)
     rows = numpy.array([mine, eager])
     picks = generator.integers(0, rows.shape[1], (_RESAMPLES, rows.shape[1]))
@@ -193,8 +195,7 @@ def report(verdict: Verdict, anchors: Sequence[float], yard: dict[str, dict[str,
 
 
 def _intervals(over_eager: Sequence[float], yard: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """Returns the speed-up's interval over each baseline in ``yard``. ``over_eager`` is the interval over fp32
-    eager."""
+    """Returns the speed-up's interval over each baseline in ``yard``; ``over_eager`` is the one over eager in fp32."""
     seconds, shares = yard["seconds"], yard["shares"]
     low, high = over_eager
     middle, found = math.sqrt(low * high), {}

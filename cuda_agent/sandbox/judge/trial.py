@@ -1,9 +1,9 @@
-"""Runs one trial of a candidate: starts its worker, checks it on secret inputs, times it, and ends it.
+"""Runs one trial of a candidate, the solution under judgement: starts its worker, and checks and times its calls.
 
-On the CPU the judge times each call from request to answer, and subtracts the time of an empty call. On a GPU the
-worker reports times of the device's clock; ``cross_check`` checks them if the worker runs the solution's host code.
-Between the timed calls the judge also times eager. Every call has different inputs, and the judge checks its outputs,
-so no call can skip its work unnoticed. Only this module, ``decisions`` and ``judge`` decide a verdict's status."""
+On the CPU the judge times a call from request to answer, and subtracts the time of an empty call. On a GPU the worker
+reports times of the device's clock; ``cross_check`` checks them if the worker runs the solution's host code. In
+between, the judge times eager, the task's own model. Every call has new inputs, and the judge checks its outputs, so no
+call can skip its work unnoticed. Only ``trial``, ``decisions`` and ``judge`` decide a verdict's status."""
 
 import contextlib
 import math
@@ -45,7 +45,7 @@ _HARMLESS = ("ok", *decisions.BELIEVED)  # statuses of plans after which a share
 
 
 class Trial:
-    """One trial of a candidate worker. ``shared`` provides the worker, and takes it back if the plan can do no harm."""
+    """One trial of a candidate. With ``shared``, its worker comes from this CUDA context and may go back to it."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Trial:
         self._seen: list[list[Any]] = []  # outputs of earlier calls: a later call must not give them again
 
     def run(self, timed: bool) -> None:
-        """Starts and checks the candidate and, if ``timed``, times it. Raises ``CandidateRefused`` or ``TaskError``."""
+        """Checks the candidate and, if ``timed``, times it. Raises ``CandidateRefused`` or ``TaskError``."""
         strictly = self._verdict.mode == "strict"
         self.start()
         (self.strict if strictly else self.check)()
@@ -151,7 +151,7 @@ class Trial:
         self._spent("check", begin)
 
     def strict(self) -> None:
-        """Checks the candidate on inputs of many kinds, and measures its errors against the float64 model."""
+        """Checks the candidate on inputs of many kinds, and measures its errors against the model in float64."""
         begin = time.perf_counter()
         verdict = self._verdict
         verdict.strict, wrong = strict.check(self._prepared, self._call, self._settings.tolerance)
@@ -173,8 +173,8 @@ class Trial:
 
     @contextlib.contextmanager
     def _alternating(self) -> Iterator[tuple[Callable[[], tuple[list[Any], float]], Callable[[list[Any]], float], Any]]:
-        """Holds the timing lease. Yields a function that times the candidate on new inputs, checks the outputs, and
-        returns inputs and seconds; a function that returns eager's seconds on given inputs; and inputs for eager."""
+        """Holds the timing lease. Yields ``candidate``, ``eager``, and inputs for eager. ``candidate()`` times and
+        checks a call on new inputs, and returns its inputs and seconds. ``eager(inputs)`` returns eager's seconds."""
         prepared, oracle, worker = self._prepared, self._prepared.oracle, self._worker
         assert worker
         workers = (worker, oracle.worker) if self._settings.device == "cpu" else ()
@@ -195,9 +195,9 @@ class Trial:
             yield candidate, lambda inputs: net(oracle.seconds(inputs), empty), first
 
     def _believed(self, told: float) -> float:
-        """Returns the seconds per call for the verdict: ``told`` (the worker's median) or, if it is longer, the time by
-        the judge's clock. Scales the samples to the result. Raises ``CandidateRefused`` if ``told`` is far below the
-        judge's time, or if the device cannot write the outputs in the result; plans need neither check. The caller
+        """Returns the seconds per call for the verdict: ``told`` (the worker's median), or the judge's lower bound if
+        ``told`` is clearly below it. Scales the samples to the result. Raises ``CandidateRefused`` if ``told`` is far
+        below the bound, or if the device cannot write the outputs in that time. Plans need neither check. The caller
         holds the timing lease."""
         seconds, doubt = told, ""
         if self._cross:
@@ -213,7 +213,7 @@ class Trial:
         return seconds
 
     def _doubt(self, doubt: str) -> None:
-        """Ends the candidate and raises ``CandidateRefused``, because the judge's clock contradicts its times. The
+        """Ends the candidate and raises ``CandidateRefused``: the judge's clock contradicts the worker's times. The
         status is ``infra`` if another process uses the device, else ``cheat``, which a second trial must confirm."""
         self.end()
         self._verdict.samples.clear()
@@ -223,7 +223,7 @@ class Trial:
 
     def observe(self) -> None:
         """Records in the verdict which kernels run. Makes extra calls after the timed ones, so that a failure changes
-        no result. A plan in quick mode needs no call; other formats in quick mode are observed only on request."""
+        no result. Outside strict mode a plan needs no such call, and other formats are observed only on request."""
         request, verdict = self._request, self._verdict
         plan, strict_mode = self._traits.host_is_ours, verdict.mode == "strict"
         nodes = request["load"]["nodes"] if plan else []
@@ -254,7 +254,7 @@ class Trial:
 
     def _profiled(self) -> tuple[Any, str]:
         """Returns the kernels of one call and an empty string, or ``None`` and the reason why there are none. Starts a
-        new worker, because the profiler must start before the jail."""
+        new worker, because the profiler must start before its process enters the jail."""
         self.end()
         try:
             with self._lease.working():
@@ -287,13 +287,13 @@ class Trial:
         return (None, f"another answer while it was observed: {wrong}") if wrong else (told, "")
 
     def _spent(self, phase: str, begin: float) -> None:
-        """Adds the time since ``begin`` to a phase of the verdict, which may have had an earlier trial."""
+        """Adds the seconds since ``begin`` to a phase of the verdict, on top of those of an earlier trial."""
         phases = self._verdict.phases
         phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - begin
 
     def time(self) -> None:
-        """Times the candidate and eager in turn, up to the usual number of calls. Ends early once it is clear whether
-        the candidate is 5 % faster than the baselines. Times more calls while the reward is uncertain. Raises
+        """Times the candidate and eager in turn, usually up to ``timed_calls`` times. Ends early once it is clear
+        whether the candidate is 5 % faster than the baselines. Times more calls while the reward is uncertain. Raises
         ``CandidateRefused`` with the status ``infra`` if the reward stays uncertain."""
         begin = time.perf_counter()
         verdict, base, most = self._verdict, self._prepared.baselines, self._settings.timed_calls
@@ -331,8 +331,8 @@ class Trial:
 
     def eager_alone(self) -> None:
         """Ensures that a candidate gains nothing from slowing eager down. If the verdict uses eager's time beside the
-        candidate, times eager alone, and scales the baselines down if eager alone is clearly faster. Ends the candidate
-        first, because kernels of a stopped process keep running. Only plans in a shared context live on."""
+        candidate, times eager alone, and scales the baselines down if eager alone is clearly faster. Ends the worker
+        first, because kernels of a stopped process keep running; a worker from a shared context lives on."""
         if self._anchor is None:
             return
         if not self._shared:
@@ -370,8 +370,8 @@ class Trial:
         return seconds_of_call(self._settings.device, wall, told), outputs
 
     def _chain(self, count: int, delay: int) -> tuple[float, float]:
-        """Runs ``count`` calls on different inputs after a delay in units of ``DELAY_UNIT``, and checks their outputs.
-        Returns the wall seconds, and the host's seconds to enqueue the chain."""
+        """Runs ``count`` calls on different inputs after a ``delay`` in units of ``DELAY_UNIT``, and checks their
+        outputs. Returns the wall seconds, and the host's seconds to enqueue the calls."""
         entries = [self._take() for _ in range(count)]
         assert self._worker
         self._worker.stop()
@@ -400,7 +400,7 @@ class Trial:
 
     @contextlib.contextmanager
     def _judged(self, when: str = "") -> Iterator[None]:
-        """Raises ``CandidateRefused`` if worker or solution fails in the context. ``when`` ends the message."""
+        """Raises ``CandidateRefused`` if the worker dies or reports an error. ``when`` ends the message."""
         try:
             yield
         except (WorkerDied, WorkerError) as error:
@@ -435,7 +435,7 @@ class Trial:
                 self._worker.kill()
 
     def give_back(self) -> bool:
-        """Returns a worker to the shared context that provided it, and says whether it still computes correctly."""
+        """Returns the worker to its shared context, if any. Returns whether the worker then computes correctly."""
         if not self._shared or not self._worker:
             return False
         worker, self._worker = self._worker, None

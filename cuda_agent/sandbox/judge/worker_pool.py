@@ -42,7 +42,7 @@ get_inputs, get_init_inputs = lambda: [torch.randn(64, 64)], lambda: []
 
 
 class WorkerPool:
-    """Starts jailed workers. Owns their private folders, and the warm parents that fork them."""
+    """Starts jailed workers. Owns their private folders, and the warm parents (with torch) that fork them."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -63,9 +63,10 @@ class WorkerPool:
     def candidate(
         self, place: dict[str, Any] | None = None, profiler: bool = False, strictly: bool = False
     ) -> JailedProcess:
-        """Starts a worker for one solution. It can read its private folder and, if ``place`` is given, the results of
-        the solution's first pass; it can write only its output area. ``profiler`` starts torch's profiler, with which
-        no call is timed. ``strictly`` gives its CUDA context all hardware queues. Raises ``NotStarted``."""
+        """Starts a worker for one solution. The worker can read its private folder and can write only its output area.
+        If ``place`` is given, it can also read the results of the solution's first pass, in which compilers ran.
+        ``profiler`` starts torch's profiler; such a worker is never timed. ``strictly``, without ``place``, gives the
+        worker's CUDA context all hardware queues. Raises ``NotStarted``."""
         if place:
             return self._locked(place, profiler)
         queues = strictly and self.settings.device == "cuda"
@@ -98,15 +99,14 @@ class WorkerPool:
         return self._start(self._plain, "reference", policy, home, watch).wait_started()
 
     def compiler(self) -> tuple[JailedProcess, str]:
-        """Starts a reference worker that may run compilers. Returns the worker, and the folder with the results of a
-        warm-up."""
+        """Starts a reference worker that may run compilers. Returns it, and the folder with a warm-up's results."""
         known = str(self._known())
         with self.lease.working():
             return self._start_compiler(self._home(), (known,)), known
 
     def _locked(self, place: dict[str, Any], profiler: bool) -> JailedProcess:
-        """Starts a candidate worker for a solution that needs compilers. They ran in the first pass, whose results the
-        worker can read. The worker itself may start no program."""
+        """Starts a candidate worker for a solution that needs compilers. The compilers ran in the first pass, whose
+        results the worker can read. The worker itself may start no program."""
         home = self._home()
         policy = jail.JailPolicy(read=(str(home), place["folder"]), file_mb=0)
         parent, where = self._parent_that_compiles(), {name: place[name] for name in ("folder", "environment")}
@@ -195,8 +195,8 @@ class WorkerPool:
 
 
 def _giving_way(lease: Lease, check: Callable[[JailedProcess], str]) -> Callable[[JailedProcess], str]:
-    """Returns a check for the watchdog: ``check``, and before it a pause of the worker while another process times a
-    kernel, if the worker's flag ``gives_way`` is set. The caller is inside ``lease.working``."""
+    """Returns a check for the watchdog. If the worker's flag ``gives_way`` is set, it first pauses the worker while
+    another process times a kernel; then it calls ``check``. The watchdog runs inside ``lease.working``."""
     ran = time.monotonic()
 
     def checked(worker: JailedProcess) -> str:

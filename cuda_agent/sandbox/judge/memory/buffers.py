@@ -3,8 +3,8 @@
 Each worker has an input area with inputs and weights, which it can only read, and an output area, from which the judge
 copies the outputs. A slot is the room for the inputs and outputs of one call. Before every call the judge fills the
 outputs, and the gaps beside them, with poison (large numbers). So the judge detects outputs that the worker did not
-write, and gaps that it did write, but not writes beyond a gap. ``Area`` lies on the CPU, with NumPy arrays (bfloat16 as
-its 16 raw bits); ``device.Area`` lies on the GPU."""
+write, and writes to a gap. It does not detect writes beyond a gap. ``Area`` lies on the CPU, with NumPy arrays
+(bfloat16 as its 16 raw bits); ``device.Area`` lies on the GPU."""
 
 import contextlib
 import fcntl
@@ -44,7 +44,7 @@ def call_bytes(spec: TaskSpec) -> int:
 
 class Area:
     """An area of shared CPU memory, with ``size`` bytes but at least one page. A worker maps it through ``descriptor``,
-    and can write to it unless ``read_only``. ``touched`` allocates all pages at once; call ``fit`` before use then."""
+    and can write to it unless ``read_only``. ``touched`` allocates all pages at once; ``fit`` must follow."""
 
     number = 0  # areas of a GPU have numbers
 
@@ -86,7 +86,7 @@ class Area:
         self.bytes[offset : offset + size].view(numpy.uint32)[...] = numpy.frombuffer(pattern, numpy.uint32)[0]
 
     def settle(self) -> None:
-        """Does nothing, because all methods finish before they return on the CPU."""
+        """Does nothing: on the CPU, a copy is finished when the method that makes it returns."""
 
     def close(self) -> None:
         del self.bytes
@@ -96,8 +96,8 @@ class Area:
 
 
 class Spare:
-    """Allocates both areas of the next candidate while the judge is idle, because allocation takes longer than the
-    checks of a small task. Their sizes cover all of the last eight candidates."""
+    """Allocates the next candidate's input area and output area while the judge is idle, because allocation takes
+    longer than the checks of a small task. The areas are large enough for each of the last eight candidates."""
 
     def __init__(self) -> None:
         self._asked: deque[tuple[int, int]] = deque(maxlen=8)

@@ -51,8 +51,8 @@ class Array:
 
 
 class Area(driver.Shared):
-    """An area of GPU memory, shared with a worker. Its copies are finished only after ``settle``. Closed areas are kept
-    for later workers, because the driver takes long to make an area."""
+    """An area of GPU memory, shared with a worker. Copies to and from it are finished only after ``settle``. Closed
+    areas are kept for later workers, because the driver takes long to make an area."""
 
     _idle: ClassVar[dict[int, list["Area"]]] = {}  # closed areas by size; no process but this one maps them
     _numbers: ClassVar[Iterator[int]] = itertools.count(1)
@@ -157,7 +157,8 @@ def prepared_bytes() -> int:
 
 
 def policy_bytes() -> int:
-    """Returns the bytes that the judge leaves free for a policy on the same device, beside what the policy has."""
+    """Returns the bytes that the judge leaves free for a policy (a language model) on the same device, besides the
+    memory that the policy already holds."""
     return driver.memory_bytes()[1] // 8
 
 
@@ -167,8 +168,8 @@ def free_bytes() -> int:
 
 
 def chained_slots(size: int) -> int:
-    """Returns the number of slots of a candidate that runs chains of calls, with ``size`` bytes of inputs and outputs.
-    The largest tasks get one slot, because the device also holds the judge's copies."""
+    """Returns the number of slots of a candidate that runs chains of calls, for a task whose inputs and outputs take
+    ``size`` bytes. The largest tasks get one slot, because the device also holds the judge's copies."""
     if size > driver.memory_bytes()[1] // 12:
         return 1
     return min(max(2, 3 * SLOTS_BYTES // max(1, size)), LONGEST_CHAIN)
@@ -287,7 +288,7 @@ def same(first: Sequence[Array], second: Sequence[Array]) -> bool:
 
 
 def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
-    """Returns sum((have - exact) ** 2) and sum(exact ** 2) for floating dtypes, else zeros."""
+    """Returns sum((have - exact) ** 2) and sum(exact ** 2) for floating dtypes, else zeros. ``exact`` is in float64."""
     if not tensor.dtype.startswith(("float", "bfloat")) or not have.size:
         return 0.0, 0.0
     judge, (dtype, count) = _ours(), _real(tensor)

@@ -58,7 +58,7 @@ def flush() -> None:
 
 
 def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
-    """Returns sum((have - exact) ** 2) and sum(exact ** 2) for floating dtypes, else zeros."""
+    """Returns sum((have - exact) ** 2) and sum(exact ** 2) for floating dtypes, else zeros. ``exact`` is in float64."""
     if not tensor.dtype.startswith(("float", "bfloat")):
         return 0.0, 0.0
     off = real(have, tensor.dtype).astype(numpy.float64).ravel() - exact.ravel()

@@ -34,7 +34,7 @@ _SHARE, _FORGED = 0.8, 0.5
 
 
 def longest(host: float) -> float:
-    """Returns the longest delay of a call in a chain; ``host`` is the seconds to enqueue a call of eager."""
+    """Returns the longest delay per call of a chain in seconds; ``host`` is the seconds to enqueue a call of eager."""
     return 2 * host
 
 

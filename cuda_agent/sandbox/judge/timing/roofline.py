@@ -43,8 +43,8 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 @dataclass(frozen=True)
 class Peaks:
     """The peak rates of a device: ``bytes_per_second`` of its memory, and ``operations`` per second by type, such as
-    ``tf32``. ``cache_bytes`` is the size of the last-level cache. The
-    measured peak of the memory may be too low: its true rate is at most ``slack`` times ``bytes_per_second``."""
+    ``tf32``. ``cache_bytes`` is the size of the last-level cache. A measured peak of the memory may be too low: the
+    true rate is at most ``slack`` times ``bytes_per_second``."""
 
     bytes_per_second: float | None = None
     cache_bytes: int | None = None
@@ -91,7 +91,8 @@ def of_gpu() -> Peaks:
 
 def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[None]], again: bool = False) -> Peaks:
     """Returns the CPU's peaks from ``file``. Without the file, or if ``again``, measures them in the context
-    ``quiet()`` and writes the file. The higher copy rate counts, because other programs can only slow a copy down."""
+    ``quiet()`` and writes the file. The higher of an old and a new copy rate counts, because other programs only slow
+    copies down."""
     known = 0.0
     with suppress(OSError, ValueError, TypeError):
         kept = Peaks(**json.loads(file.read_text()))
@@ -115,8 +116,8 @@ def keep(file: Path, measured: dict[str, Any]) -> None:
 
 
 def copy_bytes_per_second(threads: int, cache: int = 0) -> float:
-    """Returns the bytes per second that ``threads`` threads together read and write when they copy arrays. The arrays
-    are four times as large as the ``cache`` (in bytes), but at least 64 MB and at most 256 MB."""
+    """Returns the bytes per second that ``threads`` threads together read and write when they copy arrays. Together,
+    the arrays that they read are four times as large as ``cache`` (in bytes), but at least 64 MB and at most 256 MB."""
     least, most = _COPY_BYTES
     count = min(max(4 * cache, least), most) // threads
     areas = [(numpy.ones(count, numpy.uint8), numpy.zeros(count, numpy.uint8)) for _ in range(threads)]
