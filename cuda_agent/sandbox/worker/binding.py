@@ -1,8 +1,8 @@
 """Provides the Python module ``cuda_extension`` in a candidate worker; its functions call the solution's built library.
 
-The file also checks the published rule that ``ModelNew.forward`` may create and reshape tensors but must compute with
-the extension. The check runs in the candidate's own interpreter, so a determined cheat can evade it. The structure
-``_Value`` mirrors ``Value`` of ``binding_registry.h``."""
+This file also checks the rule of the published work folder: ``ModelNew.forward`` may create and reshape tensors, but
+must compute with the extension. The check runs in the candidate's own interpreter, so a determined cheat can evade it.
+The structure ``_Value`` mirrors ``Value`` of ``binding_registry.h``."""
 
 import ctypes
 import math
@@ -161,7 +161,7 @@ def _complete(
     name: str, given: tuple[Any, ...], named: dict[str, Any], names: list[str], standard: dict[str, Any], count: int
 ) -> list[Any]:
     """Returns the ``count`` arguments of a call: the positional arguments ``given``, then the remaining ``names`` from
-    the keyword arguments ``named`` or the defaults ``standard``."""
+    the keyword arguments ``named`` or the defaults ``standard``. Raises ``TypeError`` if they do not match."""
     arguments = list(given)
     for wanted in names[len(given) :]:
         if wanted not in named and wanted not in standard:
@@ -175,7 +175,7 @@ def _complete(
 
 
 class OnlyTheExtension(TorchFunctionMode):
-    """Refuses all operators of torch except those that create, view or inspect tensors (a published rule)."""
+    """Raises ``Cheat`` on operators of torch, except those that create, view or inspect tensors (``wire.ALLOWED``)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ not in ALLOWED:

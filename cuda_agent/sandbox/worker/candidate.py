@@ -1,4 +1,6 @@
-"""Runs a candidate worker, which serves one solution and then ends. ``WorkerOperation`` lists the judge's requests."""
+"""Runs a candidate worker: a process that runs one solution and then ends, or on a GPU several plans in turn.
+
+``WorkerOperation`` lists the judge's requests."""
 
 import ctypes
 import itertools
@@ -31,7 +33,7 @@ RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]]
 
 
 class Candidate(WorkerLoop):
-    """Runs one solution. Before the solution arrives, maps the buffers and answers empty calls for timing."""
+    """Runs a solution. Before the solution arrives, maps the buffers and answers empty calls for timing."""
 
     def map_buffers(self, frame: Frame) -> None:
         self._options = options = self._options | frame.body
@@ -47,7 +49,8 @@ class Candidate(WorkerLoop):
             self._commands[WorkerOperation.RUN_EMPTY] = lambda frame: None
 
     def empty_chain(self, frame: Frame) -> Any:
-        """Times ``frame.slot`` empty calls. They only copy zeros, with the strides of the reference's views."""
+        """Times a chain of ``frame.slot`` empty calls. An empty call only copies zeros to the outputs. Where the
+        reference returns a view, the zeros have the strides of this view."""
         slots = [self._slots.output_tensors(slot) for slot in range(frame.slot)]
         views = self._options["views"]
         results = [[zeros(*pair) for pair in zip(targets, views, strict=True)] for targets in slots]
@@ -59,7 +62,7 @@ class Candidate(WorkerLoop):
         return self._finished(enqueue, frame)
 
     def _finished(self, enqueue: Callable[[], None], frame: Frame) -> Any:
-        """Runs ``enqueue``, which enqueues a chain, and waits for the device. Returns seconds of device and host."""
+        """Calls ``enqueue`` and waits for the device. Returns the device's seconds, and the host's to enqueue."""
         times = self._clocked(enqueue, frame.extra)[1]
         torch.cuda.synchronize()
         return times
@@ -80,8 +83,8 @@ class Candidate(WorkerLoop):
         )
 
     def unload_plan(self, run: Callable[[int], None] | None) -> None:
-        """Forgets the plan that ``run`` runs on a GPU (``None``: the plan could not be loaded). The worker then takes
-        the next plan's buffers."""
+        """Unloads a plan from a GPU. ``run`` runs the plan; ``None`` means that the plan could not be loaded. The
+        worker then takes the next plan's buffers."""
         from cuda_agent.sandbox.worker import gpu
 
         self._clocked = gpu.DeviceClock()
@@ -124,7 +127,7 @@ class Candidate(WorkerLoop):
 
         def answer(slot: int) -> Any:
             """Runs one call and returns its outputs. On a GPU, copies views inside the timed call, because a call that
-            only makes a view would look too fast. Does not copy where the reference returns a view, too."""
+            only makes a view would look too fast. Copies no output that the reference returns as a view, too."""
             results = model(*given[slot])
             if self._options["device"] == "cpu":
                 return results
@@ -192,7 +195,7 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
             ctypes.memmove(workspaces[name], content, len(content))
 
     def bind(slot: int) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
-        """Returns a slot's steps (a library node, or a run of kernels and memsets), and one function per node."""
+        """Returns a slot's steps and one function per node. Each step is a library node, or kernels and memsets."""
         address = partial(slots.address, slot, workspaces)
         steps: list[Callable[[], Any]] = []
         each: list[Callable[[], Any]] = []

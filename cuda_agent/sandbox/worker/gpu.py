@@ -38,8 +38,8 @@ def open_gpu() -> None:
 
 
 def is_open(devices: str = "/dev/nvidia") -> bool:
-    """Returns whether this process has opened a GPU, whose files begin with ``devices``: then its forks cannot use the
-    GPU."""
+    """Returns whether this process has opened a GPU. Forks of such a process cannot use the GPU. The paths of the GPU's
+    files begin with ``devices``."""
     names: list[str] = []
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -48,8 +48,8 @@ def is_open(devices: str = "/dev/nvidia") -> bool:
 
 
 class DeviceClock:
-    """Times a call between two CUDA events. A delay kernel runs first while the host enqueues the call, so that the
-    device does not wait for the host between the events."""
+    """Times a call between two CUDA events. A delay kernel runs first, while the host enqueues the call. So the device
+    does not wait for the host between the events."""
 
     def __init__(self) -> None:
         self._start = torch.cuda.Event(enable_timing=True)
@@ -72,8 +72,9 @@ class DeviceClock:
 
 
 def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
-    """Loads a plan's kernels, and resolves their arguments for each slot. Returns the function that runs a slot.
-    ``program`` is ``plan.Program`` as JSON, with the cubin's path (``image``) and the kernels' mangled ``names``."""
+    """Loads a plan's kernels, and resolves their arguments for each slot. ``program`` is ``plan.Program`` as JSON, with
+    the cubin's path (``image``) and the kernels' mangled ``names``. Returns a function that runs the plan in one slot.
+    Raises ``ValueError`` or ``TypeError`` if a kernel cannot take what the plan gives it."""
     module = driver.Module(Path(program["image"]).read_bytes()) if program["image"] else None
     try:
         return _bound(program, slots, module)
@@ -132,7 +133,7 @@ def _bound(program: dict[str, Any], slots: Slots, module: driver.Module | None) 
 
 def unload_plan(run: Callable[[int], None] | None) -> None:
     """Removes a plan from the context. ``run`` is ``bind_plan``'s result, or ``None`` if ``bind_plan`` failed. Raises
-    an error if the context is damaged."""
+    ``RuntimeError`` if the context is damaged."""
     torch.cuda.synchronize()
     if run and (module := run.module):  # type: ignore[attr-defined]
         module.unload()
@@ -145,7 +146,8 @@ def unload_plan(run: Callable[[int], None] | None) -> None:
 
 
 def _arguments(node: dict[str, Any], codes: str, address: Callable[[str], int]) -> list[Any]:
-    """Returns a kernel node's arguments as ctypes values. ``codes`` holds one letter per argument, for its type."""
+    """Returns a kernel node's arguments as ctypes values. ``codes`` holds one letter per argument, for its type. Raises
+    ``TypeError`` if the arguments do not match the letters."""
     if len(codes) != len(node["args"]):
         raise TypeError(f"{node['symbol']} takes {len(codes)} arguments, the plan gives {len(node['args'])}")
     cells: list[Any] = []

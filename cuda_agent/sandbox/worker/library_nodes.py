@@ -20,7 +20,8 @@ _Step = Callable[[], Any]
 
 
 def bind(node: dict[str, Any], tensor: Callable[[dict[str, Any]], _Tensor], device: str) -> _Step:
-    """Returns a function that runs a library node. ``tensor`` makes a tensor from its description in the node."""
+    """Returns a function that runs the library node ``node``. ``tensor`` makes a tensor from a description in
+    ``node``."""
     tensors = {role: tensor(item) for role, item in node["tensors"].items()}
     constant = {role for role, item in node["tensors"].items() if item["buffer"].startswith("w:")}
     given = node, tensors, constant

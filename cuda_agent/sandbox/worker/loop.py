@@ -54,7 +54,7 @@ class WorkerLoop:
 
 
 def explain(error: BaseException) -> str:
-    """Returns the error's type and first line, and the last line number of untrusted source in its traceback."""
+    """Returns the error's type and first line, and the innermost line number of untrusted source in its traceback."""
     if isinstance(error, driver.DriverError):
         return driver.explain(error)
     code = getattr(error, "error_code", None)  # torch reports an error of the driver here
@@ -107,7 +107,8 @@ def run_module(name: str, code: str, filename: str) -> types.ModuleType:
 
 
 def build_model(code: str, init: list[Any], options: dict[str, Any]) -> torch.nn.Module:
-    """Runs a solution's ``code`` and returns ``ModelNew(*init)`` on the device and in the mode of ``options``."""
+    """Runs a solution's ``code`` and returns ``ModelNew(*init)`` on the device and in the mode of ``options``. Raises
+    ``AttributeError`` if ``code`` defines no ``ModelNew``."""
     module = run_module("model_new", code, "model_new.py")
     if not hasattr(module, "ModelNew"):
         raise AttributeError("model_new.py defines no ModelNew")

@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _serve(control: socket.socket, imports: Sequence[str]) -> None:
-    """Runs a warm parent that also imports the modules ``imports``, until its judge has closed the socket."""
+    """Runs a warm parent that also imports the modules ``imports``, until the judge has closed ``control``."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopts the orphans of a dead worker
     gc.disable()
     for name in imports:
@@ -81,8 +81,8 @@ def _serve(control: socket.socket, imports: Sequence[str]) -> None:
 
 
 def _kill_orphans(living: set[int]) -> None:
-    """Kills processes that dead workers left behind, except the workers in ``living`` and their descendants. Stops all
-    of them first, because a fork bomb would otherwise go on."""
+    """Kills the processes that dead workers left behind: all descendants except the workers in ``living`` and their
+    descendants. Stops all of these processes first, because a fork bomb would otherwise go on."""
     seen: set[int] = set()
     while found := descendants(os.getpid(), living):
         standing = found <= seen

@@ -1,8 +1,8 @@
 """Observes one call from within the worker: torch's operators, kernels on the device, and their shares of the time.
 
 Torch's dispatcher reports operators; CUPTI reports kernels to torch's profiler. The solution runs in the same process
-and may forge the result, so the result is advice only. Not seen: operators of other threads and, on the CPU, NumPy and
-native code other than the extension's functions."""
+and may forge the result, so the result is advice only. Operators of other threads are not seen. On the CPU, neither
+NumPy nor native code is seen, except for the extension's functions."""
 
 import itertools
 import time
@@ -34,8 +34,8 @@ class _Mode(TorchDispatchMode):
 
 
 class Operators(_Mode):
-    """Records which operators run, except views and allocations, and their seconds. The seconds are valid on the
-    CPU only, because a GPU works asynchronously."""
+    """Records the operators that run, and their seconds; leaves out views, copies and allocations. The seconds are
+    valid on the CPU only, because a GPU works asynchronously."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,8 @@ def told(ran: dict[tuple[str, str], list[float]], total: float | None) -> list[l
 
 
 def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
-    """Returns records (``told``) of torch's operators in ``call``, which may ``add`` other functions."""
+    """Runs ``call(seen)`` and returns records (see ``told``) of torch's operators in it. ``call`` may record other
+    functions with ``seen.add``."""
     with Operators() as seen:
         begin = time.perf_counter()
         call(seen)
@@ -71,8 +72,8 @@ def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
 
 
 def kernels(call: Callable[[], Any]) -> list[list[Any]]:
-    """Returns records (``told``) of the GPU kernels in ``call``. The kind is ``memset``, or empty for the judge to
-    classify. Raises ``RuntimeError`` if the profiler sees no kernel."""
+    """Runs ``call`` and returns records (see ``told``) of its GPU kernels. The kind of a record is ``memset``, or empty
+    if the judge must classify the kernel. Raises ``RuntimeError`` if the profiler sees no kernel."""
     from torch.autograd import DeviceType
     from torch.autograd.profiler import profile  # torch.profiler would import torch's compiler, which needs a folder
 
@@ -156,8 +157,8 @@ def views(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> lis
 
 
 def written_bytes(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> int:
-    """Returns the bytes that a call had to write for its ``results``. Views of tensors in ``given`` count as 0; memory
-    that several results share counts once."""
+    """Returns the bytes that a call had to write for its ``results``. Views of tensors in ``given`` count as 0. Results
+    in the same memory together count at most the size of this memory."""
     foreign = {tensor.untyped_storage().data_ptr() for tensor in given}
     sizes: dict[int, list[int]] = {}
     for result in results:

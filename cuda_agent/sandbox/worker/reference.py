@@ -1,4 +1,4 @@
-"""Runs a reference worker: a task's ``Model`` and ``get_inputs``, with random numbers from the judge's seeds."""
+"""Runs a reference worker, the process that runs a task's ``Model`` and ``get_inputs``, with seeds from the judge."""
 
 import contextlib
 import copy
@@ -35,7 +35,8 @@ class Reference(WorkerLoop):
         self._double: torch.nn.Module | None = None
 
     def open_task(self, frame: Frame) -> dict[str, Any]:
-        """Imports the task, builds its model, runs the model once on fresh inputs, and returns the task's spec."""
+        """Imports the task, builds its model, runs the model once on fresh inputs, and returns the task's spec. Raises
+        ``AttributeError``, ``TypeError`` or ``ValueError`` if the source is not a valid task."""
         torch.manual_seed(frame.body["seed"])
         module = run_module("task", frame.body["code"], "model.py")
         for name in ("Model", "get_inputs", "get_init_inputs"):
@@ -88,7 +89,7 @@ class Reference(WorkerLoop):
 
     def draw_weights(self, frame: Frame) -> dict[str, Any]:
         """Redraws the weights that the constructor does not draw at random, and writes them for the judge. If the new
-        values give more infinite or NaN outputs, restores the constructor's values and answers ``kept``."""
+        values give more infinite or NaN outputs than the constructor's values, restores these and answers ``kept``."""
         changed = [i for i, t in enumerate(self._state.values()) if t.data_ptr() in self._plain.addresses]
         seed, kept = frame.body["seed"], False
         if changed:
@@ -124,7 +125,8 @@ class Reference(WorkerLoop):
         return True
 
     def _example(self, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns the tensors of the output area for drawn inputs, and for the model's outputs on them."""
+        """Returns the tensors in the output area that hold a drawn set of inputs, and those for the model's outputs on
+        it. ``number`` is the number of the set."""
         tensors, count = (*self._spec["inputs"], *self._spec["outputs"]), len(self._spec["inputs"])
         places = zip(self._examples[number], tensors, strict=True)
         made = [self._slots.tensor(self._slots.written + offset, tensor) for offset, tensor in places]
@@ -139,7 +141,8 @@ class Reference(WorkerLoop):
         self.settle()
 
     def run(self, frame: Frame) -> Any:
-        """Runs the model on the inputs of ``frame.slot``. The request may give a number of threads."""
+        """Runs the model on the inputs of ``frame.slot``. The request may give a number of threads. Returns the seconds
+        of device and host on a GPU, else ``None``."""
         with _threads(frame.body["threads"]) if frame.body else contextlib.nullcontext():
             return self._run(frame)
 
@@ -163,9 +166,9 @@ class Reference(WorkerLoop):
         store(self._last, self._slots.output_tensors(frame.slot))
 
     def compile_task(self, frame: Frame) -> None:
-        """Makes ``run`` call the compiled model. ``known`` in the request is the folder with a warm-up's results; if
-        it is empty, this process records them. A small model is compiled by one thread only, because TorchInductor's
-        processes take long to start."""
+        """Makes ``run`` call the compiled model. The request's ``known`` is the folder with the results of a warm-up;
+        if it is empty, this process is the warm-up and records them. Only large models on a GPU are compiled by several
+        processes, because TorchInductor's processes take long to start."""
         from cuda_agent.sandbox.worker import compiling
 
         known = frame.body["known"]

@@ -1,6 +1,6 @@
-"""Runs solutions that start compilers: a first pass records the programs, a second pass replays them.
+"""Runs solutions that start compilers. A first pass records the programs that run; a second pass replays them.
 
-The second pass does not run a recorded program: it returns the recorded result, and the program's files already exist.
+The second pass starts no recorded program again: it returns the recorded result, and the program's files already exist.
 For example, ``load_inline`` calls ninja, finds that everything is built, and imports the library. The solution's own
 process writes the recording, so the sandbox's security must not depend on it."""
 
@@ -29,7 +29,7 @@ _RealPopen = subprocess.Popen
 
 
 class RecordingPass(WorkerLoop):
-    """Runs a solution once, in a process that may start compilers. Answers ``None``, or the error if it fails."""
+    """Runs a solution once, in a process that may start compilers. Answers ``None``, or the solution's error."""
 
     def run_first_pass(self, frame: Frame) -> dict[str, str] | None:
         place, device = Path(self._options["folder"]), self._options["device"]
@@ -62,7 +62,7 @@ class RecordingPass(WorkerLoop):
 
 
 def _settle() -> None:
-    """Applies the settings on which the cache keys of first passes depend, the same in all processes."""
+    """Applies settings that must be equal in both passes, because cache keys of the compilers depend on them."""
     if (extensions := sys.modules.get("torch.utils.cpp_extension")) is not None:  # imported before CUDA_HOME was set
         extensions.CUDA_HOME = os.environ.get("CUDA_HOME")  # type: ignore[attr-defined]
     import torch._inductor.config as config
@@ -107,7 +107,7 @@ def _note_programs(notes: dict[str, Any]) -> None:
 
 
 def play_back(place: Path) -> None:
-    """Replays from now on the programs recorded in the folder ``place``, and refuses to start other programs."""
+    """Makes ``subprocess`` replay the programs recorded in the folder ``place``, and refuse to start other programs."""
     _settle()
     notes = json.loads((place / _NOTES).read_text())
 

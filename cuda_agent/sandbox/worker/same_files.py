@@ -1,4 +1,4 @@
-"""Makes a solution's second pass find the files of its first pass.
+"""Makes a solution's second pass (``replay``) find the files of its first pass.
 
 A solution may write its sources when it is imported, or compile in a new temporary folder. In the second pass, the
 first pass's folder is read-only. The sandbox's security does not depend on this code."""
@@ -20,8 +20,8 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 def with_own_tmp(code: str, place: Path) -> str:
-    """Returns the source ``code`` with the folder ``tmp`` in ``place`` for the system's ``/tmp``, which solutions may
-    not write to."""
+    """Returns the source ``code`` with ``{place}/tmp`` instead of the system's ``/tmp``, which solutions may not write
+    to."""
     return _SYSTEM_TMP.sub(lambda _: f"{place}/tmp", code)
 
 

@@ -15,8 +15,9 @@ from cuda_agent.sandbox.wire import span
 
 
 class Slots:
-    """The shared memory of all slots, mapped in a worker, which cannot write to inputs and weights. ``places`` comes
-    from ``Buffers.places``. Its ``layout`` has one item per slot: ``{"in": [offsets], "out": [offsets]}``, in bytes."""
+    """The judge's shared memory, mapped in a worker; the worker cannot write to inputs and weights. A slot is the room
+    for the inputs and outputs of one call. ``places`` comes from ``Buffers.places``. Its ``layout`` has one item per
+    slot, with offsets in bytes: ``{"in": [offsets], "out": [offsets]}``."""
 
     def __init__(
         self, spec: dict[str, Any], places: dict[str, Any], fds: list[int], device: str, before: "Slots | None" = None
@@ -74,7 +75,8 @@ class Slots:
 
 
 def map_memory(descriptor: int, size: int, writable: bool) -> int:
-    """Maps ``size`` bytes of shared memory (descriptor -1: private memory) and returns the address."""
+    """Maps ``size`` bytes of shared memory (private memory if ``descriptor`` is -1) and returns the address. Raises
+    ``MemoryError`` if that fails."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     kind = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     kind |= mmap.MAP_POPULATE  # so that no first touch of a page is timed
@@ -104,7 +106,8 @@ def tensor_at(address: int, tensor: dict[str, Any], device: str) -> torch.Tensor
 
 
 def flatten(value: Any) -> list[torch.Tensor]:
-    """Returns the tensors in a model's result, in order; numbers become tensors without dimensions."""
+    """Returns the tensors in a model's result, in order; numbers become tensors without dimensions. Raises
+    ``TypeError`` for other values."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, bool | int | float):
@@ -154,7 +157,8 @@ def is_plain(value: Any) -> bool:
 
 
 def argument_of(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Returns an argument as JSON. Appends its tensors to ``tensors``, and replaces them by their indices."""
+    """Returns an argument as JSON. Appends its tensors to ``tensors``, and replaces them by their indices. Raises
+    ``TypeError`` for values that are neither plain, tensors nor lists."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
@@ -166,7 +170,8 @@ def argument_of(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def draw(get_inputs: Callable[[], Any], device: str) -> tuple[list[Any], list[torch.Tensor]]:
-    """Draws arguments with a task's ``get_inputs``. Returns them as JSON, and their tensors on the device."""
+    """Draws arguments with a task's ``get_inputs``. Returns them as JSON, and their tensors on ``device``. Raises
+    ``TypeError`` if they are not supported."""
     with torch.device(device):  # creating tensors on the device is much faster than moving them
         values = get_inputs()
     if not isinstance(values, list | tuple):

@@ -37,8 +37,9 @@ def _mean(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def redraw(model: torch.nn.Module, build: Callable[[], torch.nn.Module], how: dict[str, Any]) -> torch.nn.Module | None:
-    """Returns a second model under the seed ``how["seed"]``. If ``how["plain"]``, also redraws its ``PlainWeights``.
-    Returns ``None`` if the model has no parameters, and both models have equal buffers, which are then constants."""
+    """Returns a second model, built under the seed ``how["seed"]``. If ``how["plain"]``, also redraws its
+    ``PlainWeights``. Returns ``None`` if the model has no parameters, and its buffers are equal in both models
+    (constants)."""
     torch.manual_seed(how["seed"])
     other = build()
     if how["plain"]:

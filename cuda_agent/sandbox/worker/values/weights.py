@@ -15,8 +15,8 @@ _SAMPLE = 4096  # values that decide for most weights that they are random
 class PlainWeights:
     """The plain weights of a model: floating-point weights that hold one value, or zeros and one other value.
 
-    A buffer is plain only if all its values are 0 or all are 1, as in running statistics. Other buffers, such as masks
-    and tables of positions, are part of the architecture."""
+    A buffer, or a frozen parameter, is plain only if all its values are 0 or all are 1, as in running statistics. Other
+    buffers, such as masks and tables of positions, are part of the architecture."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         found = {
