@@ -1,8 +1,8 @@
 """Compiles C++ and CUDA sources in the jail, and caches the results under a hash of sources, compiler and options.
 
 No build needs a GPU. CPU kernels of a plan (a solution format) are first built the fast way: by a compiler that was
-started in advance (module ``compiler``), without the C++ library and the special functions of ``<cmath>``. Few kernels
-need either. If the fast build fails, a full build follows and reports the errors."""
+started in advance (module ``compiler``), without the C++ library and the special functions of ``<cmath>``, which few
+kernels need. If the fast build fails, a full build follows and reports the errors."""
 
 import asyncio
 import contextlib
@@ -68,8 +68,8 @@ class _Order:
 class Builder:
     """Runs builds, at most ``parallel`` at a time, and caches their products in ``folder``. Compilers work below
     ``scratch``, a folder that jailed users can reach. A build holds the timing lease in the folder ``lease``, so that
-    no kernel is timed meanwhile. ``None`` means no lease: on a GPU, builds do not disturb timings. ``seconds`` and
-    ``memory_mb`` limit one build."""
+    no kernel is timed meanwhile. If ``lease`` is ``None``, builds hold no lease: on a GPU they do not disturb timings.
+    ``seconds`` and ``memory_mb`` limit one build."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path | None, seconds: float, memory_mb: int, parallel: int = 2
@@ -88,7 +88,8 @@ class Builder:
             self._ahead.close()
 
     async def toolchain(self) -> Toolchain:
-        """Returns the C++ compiler and the folders of its precompiled headers, which the first call makes."""
+        """Returns the C++ compiler and the folders of its precompiled headers, which the first call makes. Raises
+        ``CompilerMissing``."""
         async with self._preparing:
             if self._toolchain is None:
                 found = await asyncio.to_thread(find_toolchain)
@@ -125,9 +126,9 @@ class Builder:
     async def kernels(
         self, files: Mapping[str, str], unit: str, expressions: Sequence[str], architecture: str
     ) -> tuple[Path, dict[str, str]]:
-        """Builds ``unit``, a CUDA source without host code, to a cubin. Returns the cubin's path, and a dictionary from
-        each of ``expressions`` (C++ names such as ``scale<float, 4>``) to its mangled name. Raises ``BuildError`` or
-        ``CompilerMissing``."""
+        """Builds ``unit``, a CUDA source without host code, to a cubin for ``architecture`` (such as ``sm_90a``).
+        Returns the cubin's path, and a dictionary from each of ``expressions`` (C++ names such as ``scale<float, 4>``)
+        to its mangled name. Raises ``BuildError`` or ``CompilerMissing``."""
         tools = find_nvrtc()
         request = {
             "library": tools.library, "includes": tools.includes, "architecture": architecture, "unit": unit,
@@ -173,7 +174,8 @@ class Builder:
         seconds: float = 0.0,
     ) -> Path:
         """Returns the folder with ``products``: from the cache (key: ``parts`` and ``files``), from an equal build
-        under way, or from ``command``. A waiting compiler first tries ``unit``, if that is the only source."""
+        under way, or from ``command``. If ``unit`` names the only source, a compiler that was started in advance tries
+        it first. Raises ``BuildError``."""
         content = [*parts, *(f"{name}\0{files[name]}" for name in sorted(files))]
         key = hashlib.sha256("\0\0".join(content).encode(errors="surrogatepass")).hexdigest()
         done, failed = self._folder / key[:2] / key, self._folder / key[:2] / f"{key}.error"
@@ -321,7 +323,7 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def _take(source: Path, target: Path) -> None:
-    """Copies a product of the jailed compiler without following a link."""
+    """Copies a product of the jailed compiler without following a link. Raises ``BuildError`` if there is none."""
     try:
         descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

@@ -47,7 +47,7 @@ class Compiler:
 
     def finish(self, seconds: float) -> tuple[int, str]:
         """Waits at most ``seconds`` for the compiler, then kills its remaining processes. Returns the exit status and
-        the messages. Raises ``TimeoutError``."""
+        the messages. Raises ``TimeoutError`` if the compiler has not ended by then."""
         with self._log:
             try:
                 ended = _ends(self._process, seconds)

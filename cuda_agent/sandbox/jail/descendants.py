@@ -61,7 +61,8 @@ def deleted_bytes(pid: int, devices: Set[int]) -> int:
 
 
 def descendants(pid: int, without: Set[int] = frozenset(), most: int = 1 << 22) -> set[int]:
-    """Returns the descendants of ``pid``, except ``without`` and their descendants. Stops soon after ``most``."""
+    """Returns the descendants of ``pid``, except ``without`` and their descendants. Stops soon after it finds
+    ``most``."""
     found: set[int] = set()
     unread = [pid]
     while unread and len(found) <= most:

@@ -73,8 +73,8 @@ def enter(policy: JailPolicy) -> None:
 
 
 def narrow(policy: JailPolicy) -> None:
-    """Puts the calling process, which is already in a jail, into a smaller jail. The smaller jail allows fewer paths
-    and forbids signals to processes outside of it. The other walls stay as they are. Raises ``JailError``."""
+    """Puts the calling process from a jail into a smaller jail. The smaller jail allows fewer paths and, where Landlock
+    can, no signals to processes outside of it. The other walls stay as they are. Raises ``JailError``."""
     _landlock(policy)
 
 
@@ -292,7 +292,7 @@ def filter_program(
     machine: str, processes: bool, pid: int, one_group: bool = False, shared_memory: bool = False
 ) -> list[_Instruction]:
     """Returns a seccomp filter that refuses or restricts the system calls in ``_NUMBERS`` and allows all others. With
-    ``processes``, the process may fork and run programs; otherwise it may only start threads and signal itself."""
+    ``processes``, the process ``pid`` may fork and run programs; else it may only start threads and signal itself."""
     numbers = _NUMBERS[machine]
     refuse = (_RETURN, 0, 0, _REFUSE | errno.EPERM)
     program: list[_Instruction] = [

@@ -58,7 +58,7 @@ class WorkerError(Exception):
 class JailedProcess:
     """A jailed process with a private folder. It takes requests after ``wait_started``. Before each request, callers
     set ``seconds``, the time limit for answers. If ``verified`` is true, ``stop`` waits until no thread runs. Callers
-    may set it to false for a process that gains nothing from running on. ``gives_way`` is for ``overrun``."""
+    may set it to false for a process that gains nothing from running on. ``gives_way`` is a flag for ``overrun``."""
 
     def __init__(
         self,
@@ -71,10 +71,10 @@ class JailedProcess:
         overrun: "Callable[[JailedProcess], str] | None" = None,
         lent: Sequence[int] = (),
     ) -> None:
-        """Forks the process. ``memory_mb`` limits its private memory beyond its size at the start. ``kill`` removes its
-        private folder ``home``. Without ``groups``, only the watchdog limits the process. ``overrun`` is a further
-        check of the watchdog: it returns the reason to kill the process, or an empty string. The process holds copies
-        of the descriptors ``lent`` until its jail is complete."""
+        """Forks the process from ``parent``. ``memory_mb`` limits its private memory beyond its size at the start.
+        ``kill`` removes its private folder ``home``. Without ``groups``, only the watchdog limits the process.
+        ``overrun`` is a further check of the watchdog: it returns the reason to kill the process, or an empty string.
+        The process holds copies of the descriptors ``lent`` until its jail is complete."""
         self._overrun = overrun
         self._parent = parent
         self._memory_mb = memory_mb
@@ -105,7 +105,7 @@ class JailedProcess:
                 raise
 
     def wait_started(self) -> "JailedProcess":
-        """Waits until the jail is complete, and returns this object. Raises ``NotStarted``."""
+        """Waits until the jail is complete, and returns this object. Raises ``NotStarted`` if the process ends."""
         self.seconds = _START_SECONDS
         try:
             self._answer()
@@ -125,7 +125,8 @@ class JailedProcess:
         return str(place)
 
     def call(self, operation: WorkerOperation, body: Any = None, slot: int = 0, fds: Sequence[int] = ()) -> Any:
-        """Sends one request and returns the body of its answer. Raises ``WorkerError`` or ``WorkerDied``."""
+        """Sends one request and returns the body of its answer. Raises ``WorkerError`` if untrusted code fails, and
+        ``WorkerDied`` if the worker ends, exceeds a limit or sends an invalid answer."""
         self._go_on()
         try:
             send_frame(self._socket, operation, body, slot, fds)
@@ -300,8 +301,8 @@ class JailedProcess:
             os.kill(self.pid, number)
 
     def spread(self, apart: bool = True) -> None:
-        """Binds each thread that has worked to one processor, if there are several and at least as many as processors.
-        Unbound helper threads may share the main thread's processor, and calls then take twice as long.
+        """Binds each thread that has worked to one processor, if there are several such threads and at least one per
+        processor. Unbound helper threads may share the main thread's processor, and calls then take twice as long.
 
         Also gives all threads precedence over other programs, if permitted. Their rank is above this process's rank,
         because a woken thread of equal rank would move to another processor. If ``apart`` is false, undoes both."""
@@ -379,7 +380,8 @@ def _give_precedence(thread: int, rank: int) -> None:
 
 @contextlib.contextmanager
 def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], None]]:
-    """Yields the function ``turn(worker)``, which stops all other ``workers`` to free their processors."""
+    """Yields ``turn(worker)``. This function stops all other ``workers``, to free their processors, and moves this
+    process to the processor of ``worker``."""
     running: JailedProcess | None = None
 
     def turn(worker: JailedProcess) -> None:

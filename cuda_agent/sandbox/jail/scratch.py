@@ -49,7 +49,8 @@ def entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
 
 
 def too_much(folder: Path, megabytes: int, files: int) -> str:
-    """Returns in words which limit a folder exceeds (megabytes, files or depth); an empty string if it exceeds none."""
+    """Returns which limit the folder exceeds (megabytes, files or depth), or the error if the folder cannot be read, in
+    words. Returns an empty string if the folder exceeds no limit."""
     count = size = 0
     try:
         for entry, depth in entries(folder):

@@ -28,8 +28,9 @@ _COMPILING = ("cuda_agent.sandbox.worker.compiling", "torch._inductor.compile_fx
 
 
 def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmParent":
-    """Starts a warm parent, which imports torch and ``imports``, and is ready when ``wait_ready`` returns. Each worker
-    gets ``threads`` threads. All workers, also those of baselines, share the same ``threads`` processors."""
+    """Starts a warm parent, which imports torch and ``imports``, and is ready when ``wait_ready`` returns. Its errors
+    go to the file ``log``. Each worker gets ``threads`` threads. All workers, also those of baselines, share the same
+    ``threads`` processors."""
     ours, theirs = socket.socketpair()
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
@@ -55,7 +56,8 @@ def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmPa
 
 def compiling_parent(start: Callable[[Sequence[str]], "WarmParent"]) -> "WarmParent":
     """Returns a ready warm parent of workers that compile; ``start`` starts a warm parent with the given imports. Some
-    versions of torch open the GPU or start a thread at an import: then workers import this module themselves."""
+    versions of torch open the GPU or start a thread when ``torch._inductor.compile_fx`` is imported. With these, the
+    parent leaves the import to its workers."""
     parent = start(_COMPILING)
     with contextlib.suppress(RuntimeError):  # more than one thread
         parent.wait_ready()
@@ -96,7 +98,7 @@ class WarmParent:
         return int(self._ask(WorkerOperation.REAP_WORKER, {"pid": pid})["status"])
 
     def branch(self, imports: Sequence[str]) -> "WarmParent":
-        """Returns a forked warm parent, which also imports ``imports``. Close it before this one."""
+        """Forks a second warm parent, which also imports ``imports``, and returns it. Close it before this one."""
         ours, theirs = socket.socketpair()
         with theirs:
             pid = int(self._ask(WorkerOperation.FORK_PARENT, {"imports": [*imports]}, [theirs.fileno()])["pid"])
