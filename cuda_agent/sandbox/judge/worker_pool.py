@@ -65,7 +65,7 @@ class WorkerPool:
     ) -> JailedProcess:
         """Starts a worker for one solution. The worker can read its private folder and can write only its output area.
         If ``place`` is given, it can also read the results of the solution's first pass, in which compilers ran.
-        ``profiler`` starts torch's profiler; such a worker is never timed. ``strictly``, without ``place``, gives the
+        ``profiler`` starts torch's profiler; such a worker is never timed. ``strictly``, like ``place``, gives the
         worker's CUDA context all hardware queues. Raises ``NotStarted``."""
         if place:
             return self._locked(place, profiler)
