@@ -17,6 +17,7 @@ from cuda_agent.tasks.task import Task
 _HERE = Path(__file__).parent
 _JUDGING = ("build", "formats", "jail", "judge", "worker")  # folders whose code a verdict depends on, beside this one
 _THIS_ROOM = ("local.py", "verdict_key.py", "judge_process.py", "messages.py", "wire.py", "driver.py")
+_TOP = ("format_names.py", "lease.py", "machine.py", "syntax.py")  # modules of the package itself
 
 
 def verdict_key(config: SandboxConfig, made: Sequence[str], task: Task, solution: Solution, mode: Mode) -> str:
@@ -42,9 +43,13 @@ def software(device: str) -> list[str]:
 def code_version() -> str:
     """Returns a hash of the code that builds and judges solutions. A cached verdict is valid for this code only."""
     digest = hashlib.sha256()
-    files = [_HERE / name for name in _THIS_ROOM]
-    files += [path for room in _JUDGING for path in (_HERE / room).rglob("*")]
-    for path in sorted(files):
-        if path.suffix in (".py", ".cpp", ".cu", ".h"):
-            digest.update(f"{path.relative_to(_HERE)}".encode() + path.read_bytes())
+    for path in files():
+        digest.update(f"{path.relative_to(_HERE.parent)}".encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def files() -> list[Path]:
+    """Returns the source files that ``code_version`` hashes, sorted."""
+    found = [*(_HERE / name for name in _THIS_ROOM), *(_HERE.parent / name for name in _TOP)]
+    found += [path for room in _JUDGING for path in (_HERE / room).rglob("*")]
+    return sorted(path for path in found if path.suffix in (".py", ".cpp", ".cu", ".h"))

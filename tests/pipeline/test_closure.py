@@ -9,6 +9,7 @@ import pytest
 
 from cuda_agent.pipeline import closure
 from cuda_agent.pipeline.graph import STAGES
+from cuda_agent.sandbox import verdict_key
 
 PACKAGE = Path(closure.__file__).parents[1]
 JUDGING = {stage.name for stage in STAGES if "sandbox" in stage.config and stage.name != "report"}
@@ -154,7 +155,16 @@ def test_another_comparison_is_another_version_of_the_stages_that_judge_alone(ch
 
 
 @pytest.mark.parametrize(
-    "file", ["judge/memory/check.py", "judge/memory/check.cu", "worker/runtime.cpp", "build/compiler.py", "wire.py"]
+    "file",
+    [
+        "judge/memory/check.py",
+        "judge/memory/check.cu",
+        "worker/runtime.cpp",
+        "build/compiler.py",
+        "wire.py",
+        "../lease.py",
+        "../syntax.py",
+    ],
 )
 def test_a_kept_verdict_is_none_of_other_code_that_judges(copied, file):
     program = "from cuda_agent.sandbox import verdict_key as key; print(key.__file__, key.code_version())"
@@ -201,3 +211,11 @@ def test_an_image_digest_stands_for_the_environment(monkeypatch):
     closure.environment_digest.cache_clear()
     monkeypatch.delenv("CUDA_AGENT_IMAGE_DIGEST")
     assert len(closure.environment_digest()) == 64
+
+
+def test_the_key_of_a_kept_verdict_holds_all_modules_of_judge_and_worker():
+    settings = {"config.py", "errors.py"}  # the key holds the settings' values; messages of errors change no verdict
+    entries = ("judge.judge", "worker.main")
+    files = set().union(*(closure.closure_files(f"cuda_agent.sandbox.{name}").values() for name in entries))
+    left = {str(file.relative_to(PACKAGE)) for file in files - set(verdict_key.files())}
+    assert {name for name in left if not name.endswith("__init__.py")} <= settings | {"tasks/task.py"}
