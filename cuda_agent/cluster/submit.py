@@ -6,7 +6,7 @@ attempts carry the run's name as a label.  ``submit`` starts the first attempt. 
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -174,12 +174,19 @@ def resume(cluster: Cluster, run: str) -> Submission:
     profile = labels[PROFILE_LABEL]
     release = re.sub(rf"-{re.escape(profile)}-[0-9]+-.*$", "", spec["workflowTemplateRef"]["name"])
     given = {item["name"]: item["value"] for item in spec["arguments"]["parameters"]}
-    attempt = f"{name}-r{len(workflows(cluster, name)) + 1}"
+    attempt = next_attempt(name, [flow["metadata"]["name"] for flow in workflows(cluster, name)])
     template = template_name(release, profile)
     sha256 = metadata["annotations"][CONFIG_ANNOTATION]
     what = _submission(attempt, labels, text, sha256, template, given.get("group", ""))
     submit(cluster, what)
     return what
+
+
+def next_attempt(run: str, taken: Iterable[str]) -> str:
+    """Returns the name of the next Workflow of ``run``: RUN-r2, RUN-r3 and so on. It is above all names in ``taken``,
+    because Argo removes old Workflows and newer ones keep their names."""
+    numbers = (name.removeprefix(f"{run}-r") for name in taken)
+    return f"{run}-r{max((int(number) for number in numbers if number.isdigit()), default=1) + 1}"
 
 
 def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:

@@ -404,6 +404,12 @@ def set_status(place: Cluster, name: str, phase: str, **phases: str) -> None:
     place.patch("Workflow", name, {"status": {"phase": phase, "nodes": nodes(**phases)}})
 
 
+def test_an_attempt_gets_a_name_above_all_others_although_argo_removed_the_first():
+    assert cluster.next_attempt("train-1", ["train-1"]) == "train-1-r2"
+    assert cluster.next_attempt("train-1", ["train-1-r2", "train-1-r3"]) == "train-1-r4"
+    assert cluster.next_attempt("train-1", ["train-1-r9", "train-1-r10"]) == "train-1-r11"
+
+
 def test_a_run_is_found_listed_cancelled_and_resumed(plane, as_user):
     place, admin = as_user(), as_user("admin")
     send(place, "train-1")
