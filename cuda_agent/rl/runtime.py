@@ -12,6 +12,7 @@ from cuda_agent.agent.loop import EpisodeSettings, seed_of
 from cuda_agent.config import Ppo
 from cuda_agent.context import StageContext, WorkerContext
 from cuda_agent.errors import TryAgain
+from cuda_agent.policy.engines.local import LocalEngine
 from cuda_agent.policy.episode import Episode
 from cuda_agent.rl.rollouts import Kind, Rollouts, episode_settings, episodes_of, open_rollouts
 from cuda_agent.rl.trainers import make_trainer, shared_training
@@ -102,9 +103,18 @@ class LocalRuntime:
         self._rollouts, self._learner = rollouts, learner
 
     async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
-        began = time.monotonic()
+        began, before = time.monotonic(), self._engine_seconds()
         jobs = episodes_of(tasks, self._settings.samples_per_prompt, f"{self._ctx.name}/{step}")
-        return RolloutBatch(await self._rollouts.play(jobs, self._kind), time.monotonic() - began, {})
+        episodes = await self._rollouts.play(jobs, self._kind)
+        spent = {name: seconds - before[name] for name, seconds in self._engine_seconds().items()}
+        return RolloutBatch(episodes, time.monotonic() - began, spent)
+
+    def _engine_seconds(self) -> dict[str, float]:
+        """Returns how long the engine has computed, and waited for the timing lease; nothing if it is a server."""
+        engine = self._rollouts.engine
+        if not isinstance(engine, LocalEngine):
+            return {}
+        return {"engine_seconds": engine.counts.seconds, "engine_wait_seconds": engine.counts.waited}
 
     async def learn(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
         metrics: dict[str, float] = await self._rollouts.engine.compute(partial(self._learner.update, step, episodes))

@@ -1,15 +1,20 @@
 """Actor and critic of a stage, and the actor alone."""
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cuda_agent.config import Config, Ppo
 from cuda_agent.context import WorkerContext
+from cuda_agent.lease import Lease
+from cuda_agent.policy.engines.engine import SamplingParams
+from cuda_agent.policy.engines.local import LocalEngine
 from cuda_agent.policy.episode import Episode
 from cuda_agent.policy.model import new_policy, train_tokenizer
-from cuda_agent.rl.runtime import ActorCritic, settings_of
+from cuda_agent.rl.runtime import ActorCritic, LocalRuntime, settings_of
 from cuda_agent.training.critic import Critic
 
 POLICY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 32, "vocab": 320, "threads": 1}
@@ -91,3 +96,24 @@ def test_a_bfloat16_policy_learns_from_its_own_denominators_with_float32_weights
     assert got["train_inference_mismatch"] == pytest.approx(wanted["train_inference_mismatch"], rel=0.05)
     for trainer in (short.actor, short.critic):
         assert {parameter.dtype for parameter in trainer.model.parameters()} == {torch.float32}
+
+
+def test_a_batch_says_how_long_the_engine_computed_and_how_long_it_waited_for_timings(tmp_path):
+    one = learner(tmp_path, advantage="group")
+    engine = LocalEngine(one.actor.model, threads=1, batch=2, lease=Lease(tmp_path / "lease"))
+
+    async def play(jobs, kind):
+        job = asyncio.ensure_future(engine.generate([1, 2, 3], SamplingParams(8, seed=0)))
+        with Lease(tmp_path / "lease").timing():
+            await asyncio.sleep(0.05)
+        await job
+        return []
+
+    rollouts = SimpleNamespace(engine=engine, play=play)
+    site = SimpleNamespace(name="agentic")
+    runtime = LocalRuntime(site, Config().agentic, None, rollouts, one)
+    first, second = (asyncio.run(runtime.play(step, [])) for step in (0, 1))
+    for batch in (first, second):
+        assert 0.03 < batch.metrics["engine_wait_seconds"] < batch.seconds
+        assert 0 < batch.metrics["engine_seconds"] < batch.seconds
+    asyncio.run(engine.close())

@@ -7,6 +7,7 @@ every run has the same batches and the same bits. There is no top-p sampling, be
 
 import asyncio
 import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -45,6 +46,8 @@ class Counts:
     prefilled: int = 0  # computed prompt tokens
     reused: int = 0  # prompt tokens copied from a kept prefix or an equal prompt
     steps: int = 0
+    seconds: float = 0.0  # in which the engine computed
+    waited: float = 0.0  # seconds in which it waited for the timing lease
 
 
 class LocalEngine:
@@ -189,12 +192,16 @@ class LocalEngine:
 
     @contextmanager
     def _working(self) -> Iterator[None]:
+        asked = time.perf_counter()
         with self._lease.working() if self._lease else nullcontext():
+            began = time.perf_counter()
+            self.counts.waited += began - asked
             try:
                 yield
             finally:
                 if self._lease and self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
+                self.counts.seconds += time.perf_counter() - began
 
     @torch.inference_mode()
     def _work(self, joining: list[_Request]) -> list[tuple[_Request, Any]]:

@@ -342,6 +342,7 @@ def test_decoding_waits_while_a_time_is_taken(policy, tmp_path):
         await job
 
     asyncio.run(script())
+    assert engine.counts.waited >= 0.04 and engine.counts.seconds > 0
     asyncio.run(engine.close())
 
 
