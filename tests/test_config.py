@@ -104,11 +104,11 @@ def test_the_schedule_says_what_machines_a_run_needs():
         "experiment=single_gpu", "policy.engine=vllm", "policy.vllm.sync=nccl", "sandbox.servers=['http://b:1']"
     )
     assert sent[0] == "one machine, 2 GPUs: trainer 1, engine 1"
-    spread = needed("experiment=cuda", "runtime=ray", "ray.trainer_gpus=1", "synthesis.headroom=0")
+    spread = needed("experiment=cuda", "runtime=ray", "ray.trainer_gpus=1")
     assert spread == [
         "PPO: 1 machine of 1 GPU for the trainer",
         "rollouts: 2 workers of no GPU each",
-        "bootstrap, rft, critic: one machine of 1 GPU",
+        "bootstrap, rft: one machine of 1 GPU",
         "judges with GPUs of their own: name them in sandbox.servers, because workers have no GPU",
     ]
     assert "sandbox.servers" in "\n".join(schedule_lines(derived(compose(["experiment=paper"]))))
