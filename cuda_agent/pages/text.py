@@ -17,7 +17,7 @@ _CPP = re.compile(r"[.](cpp|cc|cu|cuh|h|hpp)$")
 
 
 def visible(text: str) -> str:
-    """Replaces characters that are invisible, or that change how other text looks, by their names."""
+    """Replaces each character that is invisible, or that changes how other text looks, with its name."""
 
     def named(found: re.Match[str]) -> str:
         code = ord(found[0])

@@ -109,9 +109,9 @@ class Builder:
     async def library(
         self, files: Mapping[str, str], units: Sequence[str], extra: Sequence[str] = (), ours: bool = False
     ) -> Path:
-        """Compiles the sources ``units`` to a shared library and returns its path. ``files`` holds all sources and
-        included files (text by name), and ``extra`` compiler options. ``ours`` marks the project's own sources, which
-        get a longer time limit. Raises ``BuildError`` or ``CompilerMissing``."""
+        """Compiles the sources ``units`` to a shared library and returns its path. ``files`` maps the names of all
+        sources and included files to their texts. ``extra`` holds further compiler options. ``ours`` marks
+        the project's own sources, which get a longer time limit. Raises ``BuildError`` or ``CompilerMissing``."""
         tools = await self.toolchain()
         command = [
             tools.compiler, *FLAGS, *_DIAGNOSTICS, "-include", f"{tools.includes}/prelude.h", *extra, *units,

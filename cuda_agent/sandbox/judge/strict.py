@@ -163,8 +163,8 @@ def time_pairs(candidate: Callable[[], float], eager: Callable[[], float]) -> tu
 
 
 def interval(mine: Sequence[float], eager: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % confidence interval of the speed-up, the median of ``eager`` over the median of ``mine`` (both
-    in seconds). Bootstraps the pairs of times."""
+    """Returns the 95 % confidence interval of the speed-up, which is the median of ``eager`` divided by the median of
+    ``mine``. Both hold seconds, and their pairs are bootstrapped."""
     generator = numpy.random.default_rng(0)
     rows = numpy.array([mine, eager])
     picks = generator.integers(0, rows.shape[1], (_RESAMPLES, rows.shape[1]))

@@ -185,8 +185,9 @@ def draw_designs(task: Task, designs: int = DESIGNS) -> tuple[Counter[Any], list
 
 
 def summary(eager: float, drawn: Counter[Any], found: Mapping[Any, float | str]) -> Optimum:
-    """Returns the optimum from ``found``: the seconds of each design, or why it failed. A design that is not in
-    ``found`` counts as wrong. ``eager`` is eager's time in seconds; ``drawn`` counts the draws of each design."""
+    """Returns the optimum. ``found`` maps each design to its seconds, or to the reason why it failed. A design that is
+    not in ``found`` counts as wrong. ``eager`` is eager's time in seconds.
+    ``drawn`` counts the draws of each design."""
     times = {design: seconds for design, seconds in found.items() if not isinstance(seconds, str)}
     surprises = tuple(f"{design}: {reason}" for design, reason in found.items() if isinstance(reason, str))
     if not times:
