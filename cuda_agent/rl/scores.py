@@ -347,7 +347,7 @@ def _percentiles(values: NDArray[np.float64]) -> tuple[float, float] | None:
 
 
 def _unanimous(share: float, n: int) -> tuple[float, float]:
-    """Returns the one-sided exact binomial interval (Clopper-Pearson) of a rate that is ``share``, 0 or 1, in all ``n``
-    tasks. A bootstrap would give width 0, but the true rate may differ: with 0 of 24 tasks solved, it can be 12 %."""
-    reach = 1 - (1 - COVERAGE) ** (1 / n)
+    """Returns the exact binomial interval (Clopper-Pearson) of a rate that is ``share``, 0 or 1, in all ``n`` tasks. A
+    bootstrap would give width 0, but the true rate may differ: with 0 of 24 tasks solved, it can be 14 %."""
+    reach = 1 - ((1 - COVERAGE) / 2) ** (1 / n)
     return (0.0, reach) if share == 0 else (1 - reach, 1.0)
