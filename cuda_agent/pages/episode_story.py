@@ -133,7 +133,7 @@ def of_attempt(events: Sequence[Event], number: int) -> Story:
             opening.append((str(event["message"]["role"]), _short(event["message"].get("content"))))
         elif turns:
             turns[-1].parts.extend(_told(event))
-        if kind == "verdict" and (best is None or (event["factor"] or 0.0) >= (best["factor"] or 0.0)):
+        if kind == "verdict" and (best is None or (event["factor"] or 0.0) > (best["factor"] or 0.0)):
             best = event
     files, verdict = (best["files"], best["verdict"]) if best else ({}, None)
     return Story(opening, turns[-MOST_TURNS:], len(turns[:-MOST_TURNS]), files, verdict)

@@ -339,6 +339,17 @@ def test_a_folder_of_optimize_shows_its_attempts(tmp_path):
         assert part in text, part
 
 
+def test_an_attempt_without_a_correct_solution_shows_the_files_of_the_verdict_in_its_row(tmp_path):
+    def failed(status, text):
+        said = Verdict(status, "plan", "quick", "cpu", "real", message="no").to_json()
+        return {"kind": "verdict", "attempt": 1, "verdict": said, "files": {"k.cpp": text}, "factor": None}
+
+    events = [failed("build_error", "int first;"), failed("wrong", "int last;")]
+    (entry,) = episodes.attempts(events)
+    story = entry.story()
+    assert entry.row.status == story.verdict["status"] == "build_error" and story.files == {"k.cpp": "int first;"}
+
+
 def refused(*arguments) -> str:
     result = CliRunner().invoke(main.app, ["episodes", *map(str, arguments)])
     assert isinstance(result.exception, ConfigError), result.output
