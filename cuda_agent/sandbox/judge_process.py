@@ -46,6 +46,7 @@ class JudgeHandle:
 
     def _begin(self) -> None:
         with self._lock:
+            self._refuse_in_quarantine()
             try:
                 self._start()
             except (OSError, ValueError) as error:
@@ -68,9 +69,7 @@ class JudgeHandle:
 
     def _ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
         with self._lock:
-            until, why = self._quarantine
-            if time.monotonic() < until:
-                raise JudgeLost(why)
+            self._refuse_in_quarantine()
             if self._killed:
                 raise JudgeLost("the judge was ended")
             try:
@@ -85,6 +84,11 @@ class JudgeHandle:
             if answer.operation == Reply.ERROR:
                 raise TaskError(answer.body["message"])
             return answer.body
+
+    def _refuse_in_quarantine(self) -> None:
+        until, why = self._quarantine
+        if time.monotonic() < until:
+            raise JudgeLost(why)
 
     def _start(self) -> None:
         if self._process is not None:

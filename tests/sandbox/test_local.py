@@ -205,8 +205,9 @@ def test_a_judge_that_does_not_start_is_named_with_its_last_words(tmp_path: Path
 def test_a_quarantined_device_is_not_asked_and_a_killed_judge_stays_dead(tmp_path: Path) -> None:
     handle = _NoJudge(settings_in(tmp_path), tmp_path)
     handle._quarantine = (time.monotonic() + 60, "cuda: quarantined")
-    with pytest.raises(JudgeLost, match="quarantined"):
-        asyncio.run(handle.ask(JudgeRequest.SPEC, {}))
+    for use in (lambda: handle.ask(JudgeRequest.SPEC, {}), handle.begin):
+        with pytest.raises(JudgeLost, match="quarantined"):
+            asyncio.run(use())
     handle._quarantine = (0.0, "")
     handle.kill()
     with pytest.raises(JudgeLost, match="was ended"):
