@@ -214,19 +214,17 @@ class LocalEngine:
         ended = self._join(joining) if joining else []
         if not self._active or ended:
             return ended
-        places = [len(request.prompt) + len(request.ids) - 1 for request in self._active]
-        longest = max(places)
-        with self._working():
-            positions = torch.tensor(places, device=self._device)
         while True:
+            places = [len(request.prompt) + len(request.ids) - 1 for request in self._active]
             with self._working():
-                ids = torch.tensor([request.ids[-1] for request in self._active], device=self._device)
-                ended = self._sample(self._decoder.step(ids, positions, longest), 0)
-                positions += 1
+                # One copy to the device: each copy waits for it, and it may be busy with other processes.
+                rows = [[r.ids[-1], place, _noise(r)] for r, place in zip(self._active, places, strict=True)]
+                ids, positions, noise = torch.tensor(rows, dtype=torch.float64, device=self._device).t()
+                logits = self._decoder.step(ids.long(), positions.long(), max(places))
+                ended = self._sample(logits, noise, 0)
                 self.counts.steps += 1
             if ended or self._interrupt:
                 return ended
-            longest += 1
 
     def _join(self, joining: list[_Request]) -> list[tuple[_Request, Any]]:
         """Runs the prompts of ``joining`` in new rows of the batch, and samples the first token of each. Returns the
@@ -260,7 +258,9 @@ class LocalEngine:
             for source, row, length in twins:
                 self._decoder.copy(source, row, length)
             self._active += joining
-            return self._sample(logits[torch.tensor(picks, device=logits.device)], len(self._active) - len(joining))
+            noise = torch.tensor([*map(_noise, joining)], dtype=torch.float64, device=logits.device)
+            picked = logits[torch.tensor(picks, device=logits.device)]
+            return self._sample(picked, noise, len(self._active) - len(joining))
 
     def _take_kept(self, prompt: list[int]) -> tuple[int, Any]:
         """Finds the kept sequence that shares the longest prefix with ``prompt[:-1]``. Returns the prefix's length and
@@ -281,11 +281,10 @@ class LocalEngine:
             del self._kept[best]
         return best_length, kept
 
-    def _sample(self, logits: Tensor, first: int) -> list[tuple[_Request, Any]]:
-        """Draws the next token of each active row from row ``first`` on; ``logits`` belong to these rows. Removes the
-        requests that end, and returns them with their finish reasons."""
+    def _sample(self, logits: Tensor, noise: Tensor, first: int) -> list[tuple[_Request, Any]]:
+        """Draws the next token of each active row from row ``first`` on; ``logits`` and ``noise`` belong to these rows.
+        Removes the requests that end, and returns them with their finish reasons."""
         requests = self._active[first:]
-        noise = torch.tensor([r.noise[len(r.ids)] for r in requests], dtype=torch.float64, device=logits.device)
         temperatures = [r.params.temperature for r in requests]
         ids, logprobs = draw(logits, noise, temperatures)
         ended = []
@@ -327,6 +326,11 @@ def _init_thread(threads: int, device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
+def _noise(request: _Request) -> float:
+    """Returns the random number for the request's next token."""
+    return float(request.noise[len(request.ids)])
+
+
 def _chunks(jobs: Sequence[Job], most: int) -> Iterator[Sequence[Job]]:
     """Yields groups of consecutive jobs with at most ``most`` tokens together; a longer job is its own group."""
     begin, tokens = 0, 0
@@ -358,7 +362,9 @@ def draw(logits: Tensor, noise: Tensor, temperatures: Sequence[float]) -> tuple[
     if 0.0 in temperatures:
         greedy = torch.tensor([t == 0.0 for t in temperatures], device=logits.device)[:, None]
         ids = torch.where(greedy, logits.argmax(-1, keepdim=True), ids)
-    return ids[:, 0].tolist(), probabilities.gather(-1, ids)[:, 0].log().tolist()
+    logprobs = probabilities.gather(-1, ids).log()
+    tokens, found = torch.cat([ids.double(), logprobs.double()], 1).t().tolist()  # one copy to the host
+    return [int(token) for token in tokens], found
 
 
 def copied(model: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
