@@ -155,7 +155,7 @@ class SearchEnvironment(KernelEnvironment):
 
 @dataclass
 class Attempt:
-    """One attempt of a search.  ``baselines`` is text for the model with the times of eager and ``torch.compile``."""
+    """One attempt of a search.  ``baselines`` is the text that tells the model the times of eager and compile."""
 
     number: int  # from 1 on
     task: Task

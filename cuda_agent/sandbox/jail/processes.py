@@ -301,11 +301,11 @@ class JailedProcess:
             os.kill(self.pid, number)
 
     def spread(self, apart: bool = True) -> None:
-        """Binds each thread that has worked to one processor, if there are several such threads and at least one per
-        processor. Unbound helper threads may share the main thread's processor, and calls then take twice as long.
+        """Binds each busy thread (one that has computed) to one processor, if there are at least as many busy threads
+        as processors, and more than one. Unbound threads may share a processor, and calls then take twice as long.
 
-        Also gives all threads precedence over other programs, if permitted. Their rank is above this process's rank,
-        because a woken thread of equal rank would move to another processor. If ``apart`` is false, undoes both."""
+        Also gives all threads a higher real-time priority than other programs, if permitted, and than this process: a
+        thread that wakes with equal priority would move to another processor. If ``apart`` is false, undoes both."""
         processors = sorted(os.sched_getaffinity(self._parent.pid))
         busy: list[tuple[int, int]] = []  # nanoseconds of processor time, thread
         with contextlib.suppress(OSError):

@@ -109,8 +109,8 @@ class ReferenceClient:
 
     def draw_weights(self, seed: int | None) -> bool:
         """Draws new values from ``seed`` for those weights that the model's constructor does not draw at random. If
-        ``seed`` is ``None``, restores the constructor's values. Returns whether there are such weights; outputs
-        computed before are then outdated."""
+        ``seed`` is ``None``, restores the constructor's values. Returns whether there are such weights; if so,
+        outputs that were computed before this call are outdated."""
         if seed is not None:
             self._buffers.fill(0, self.inputs(seed) or [])
         answer = self._ask(WorkerOperation.DRAW_WEIGHTS, {"seed": seed})

@@ -33,7 +33,7 @@ RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]]
 
 
 class Candidate(WorkerLoop):
-    """Runs a solution. Before the solution arrives, maps the buffers and answers empty calls for timing."""
+    """Runs a solution. Before the solution arrives, maps the buffers and answers empty calls, which the judge times."""
 
     def map_buffers(self, frame: Frame) -> None:
         self._options = options = self._options | frame.body

@@ -62,7 +62,7 @@ class ChainDesign:
 
 @dataclass(frozen=True)
 class RowDesign:
-    """The design of a kernel for a row-wise ending.
+    """The design of a kernel for a chain of operators that ends with a row-wise one, such as a softmax.
 
     ``lanes``    what computes one row: a thread, a warp or a block
     ``threads``  threads of a block
