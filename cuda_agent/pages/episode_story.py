@@ -119,13 +119,17 @@ def of_episode(episode: Episode, tokenizer: Any = None) -> Story:
     return Story(opening, turns[-MOST_TURNS:], len(turns[:-MOST_TURNS]), episode.files, episode.verdict, episode.best)
 
 
+def best_verdict(events: Sequence[Event]) -> Event | None:
+    """Returns the event with the best verdict, the first one among equals; None without a verdict."""
+    judged = [event for event in events if event["kind"] == "verdict"]
+    return max(judged, key=lambda event: event["factor"] or 0.0, default=None)
+
+
 def of_attempt(events: Sequence[Event], number: int) -> Story:
     """Retells the attempt ``number``.  ``events`` are the transcript of a run of ``cuda-agent optimize``."""
     opening, turns = list[tuple[str, str]](), list[Turn]()
-    best: Event | None = None
-    for event in events:
-        if event["attempt"] != number:
-            continue
+    own = [event for event in events if event["attempt"] == number]
+    for event in own:
         kind = event["kind"]
         if kind == "turn":
             turns.append(Turn(len(turns) + 1, []))
@@ -133,8 +137,7 @@ def of_attempt(events: Sequence[Event], number: int) -> Story:
             opening.append((str(event["message"]["role"]), _short(event["message"].get("content"))))
         elif turns:
             turns[-1].parts.extend(_told(event))
-        if kind == "verdict" and (best is None or (event["factor"] or 0.0) > (best["factor"] or 0.0)):
-            best = event
+    best = best_verdict(own)
     files, verdict = (best["files"], best["verdict"]) if best else ({}, None)
     return Story(opening, turns[-MOST_TURNS:], len(turns[:-MOST_TURNS]), files, verdict)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from cuda_agent.agent.progress import Event, factor, read_events
 from cuda_agent.errors import ConfigError
-from cuda_agent.pages.episode_story import EpisodeEntry, EpisodeRow, Story, of_attempt, of_episode
+from cuda_agent.pages.episode_story import EpisodeEntry, EpisodeRow, Story, best_verdict, of_attempt, of_episode
 from cuda_agent.pipeline.graph import ROWS
 from cuda_agent.pipeline.manifest import Manifest
 from cuda_agent.pipeline.runs import Run, run_manifests
@@ -160,8 +160,7 @@ def attempts(events: Sequence[Event]) -> list[EpisodeEntry]:
     entries: list[EpisodeEntry] = []
     for number in numbers:
         own = [event for event in events if event["attempt"] == number]
-        judged = [event for event in own if event["kind"] == "verdict"]
-        best = max(judged, key=lambda event: event["factor"] or 0.0, default=None)
+        best = best_verdict(own)
         verdict = Verdict.from_json(best["verdict"]) if best else None
         row = EpisodeRow(
             number=len(entries) + 1,
