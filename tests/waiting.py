@@ -1,8 +1,13 @@
-"""Waits until a condition is true."""
+"""Waits until a condition is true, or until an engine asks for the timing lease."""
 
+import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TypeVar
+
+from cuda_agent.lease import Lease
 
 T = TypeVar("T")
 
@@ -14,3 +19,15 @@ def wait_for(what: str, seconds: float, look: Callable[[], T]) -> T:
         assert time.monotonic() < end, f"gave up waiting: {what}"
         time.sleep(0.2)
     return seen
+
+
+class AskedLease(Lease):
+    """A handle of the timing lease that sets ``asked`` when its owner begins to wait in ``working``."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.asked = threading.Event()
+
+    def working(self) -> AbstractContextManager[None]:
+        self.asked.set()
+        return super().working()

@@ -16,6 +16,7 @@ from cuda_agent.policy.episode import Episode
 from cuda_agent.policy.model import new_policy, train_tokenizer
 from cuda_agent.rl.runtime import ActorCritic, LocalRuntime, settings_of
 from cuda_agent.training.critic import Critic
+from tests.waiting import AskedLease
 
 POLICY = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "intermediate": 32, "vocab": 320, "threads": 1}
 
@@ -100,11 +101,14 @@ def test_a_bfloat16_policy_learns_from_its_own_denominators_with_float32_weights
 
 def test_a_batch_says_how_long_the_engine_computed_and_how_long_it_waited_for_timings(tmp_path):
     one = learner(tmp_path, advantage="group")
-    engine = LocalEngine(one.actor.model, threads=1, batch=2, lease=Lease(tmp_path / "lease"))
+    lease = AskedLease(tmp_path / "lease")
+    engine = LocalEngine(one.actor.model, threads=1, batch=2, lease=lease)
 
     async def play(jobs, kind):
-        job = asyncio.ensure_future(engine.generate([1, 2, 3], SamplingParams(8, seed=0)))
+        lease.asked.clear()
         with Lease(tmp_path / "lease").timing():
+            job = asyncio.ensure_future(engine.generate([1, 2, 3], SamplingParams(8, seed=0)))
+            await asyncio.to_thread(lease.asked.wait)
             await asyncio.sleep(0.05)
         await job
         return []

@@ -15,6 +15,7 @@ from cuda_agent.policy.engines import native
 from cuda_agent.policy.engines.decoder import DenseDecoder, GenericDecoder, make_decoder, verify
 from cuda_agent.policy.engines.engine import SamplingParams
 from cuda_agent.policy.engines.local import EngineError, LocalEngine, copied, draw, uniforms
+from tests.waiting import AskedLease
 
 SMALL = {"vocab_size": 90, "max_position_embeddings": 128}
 DENSE = SMALL | {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -331,11 +332,14 @@ def test_the_context_is_a_limit(engine):
 
 
 def test_decoding_waits_while_a_time_is_taken(policy, tmp_path):
-    engine = LocalEngine(policy, threads=1, batch=2, lease=Lease(tmp_path))
+    lease = AskedLease(tmp_path)
+    engine = LocalEngine(policy, threads=1, batch=2, lease=lease)
 
     async def script():
-        job = asyncio.ensure_future(engine.generate([1, 2, 3], SamplingParams(60, seed=0)))
+        lease.asked.clear()
         with Lease(tmp_path).timing():
+            job = asyncio.ensure_future(engine.generate([1, 2, 3], SamplingParams(60, seed=0)))
+            await asyncio.to_thread(lease.asked.wait)
             steps = engine.counts.steps
             await asyncio.sleep(0.05)
             assert engine.counts.steps == steps and not job.done()
