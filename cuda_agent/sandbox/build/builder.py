@@ -1,8 +1,9 @@
 """Compiles C++ and CUDA sources in the jail, and caches the results under a hash of sources, compiler and options.
 
-No build needs a GPU. CPU kernels of a plan (a solution format) are first built the fast way: by a compiler that was
-started in advance (module ``compiler``), without the C++ library and the special functions of ``<cmath>``, which few
-kernels need. If the fast build fails, a full build follows and reports the errors."""
+No build needs a GPU. For the CPU kernels of a plan (a solution format), the builder first tries a fast build. A
+compiler that was started in advance (module ``compiler``) does this build. The fast build omits the C++ library and the
+special functions of ``<cmath>``, because few kernels need them. If the fast build fails, a full build follows and
+reports the errors."""
 
 import asyncio
 import contextlib
@@ -54,8 +55,8 @@ _OUR_SECONDS = 120.0  # limit for the project's own code: precompiled headers, t
 
 @dataclass(frozen=True)
 class _Order:
-    """One build: ``command`` compiles ``files`` (text by name) within ``seconds``. The compiler may read the paths
-    ``read``. The builder copies the ``products`` to the folder ``target``."""
+    """One build: ``command`` compiles ``files`` within ``seconds``. ``files`` maps file names to texts. The compiler
+    may read the paths ``read``. The builder copies the ``products`` to the folder ``target``."""
 
     command: list[str]
     files: Mapping[str, str]
@@ -88,8 +89,8 @@ class Builder:
             self._ahead.close()
 
     async def toolchain(self) -> Toolchain:
-        """Returns the C++ compiler and the folders of its precompiled headers, which the first call makes. Raises
-        ``CompilerMissing``."""
+        """Returns the C++ compiler and the folders of its precompiled headers. The first call precompiles the headers.
+        Raises ``CompilerMissing``."""
         async with self._preparing:
             if self._toolchain is None:
                 found = await asyncio.to_thread(find_toolchain)
@@ -148,8 +149,9 @@ class Builder:
         libraries: Sequence[str],
         extra: Sequence[str] = (),
     ) -> Path:
-        """Builds CUDA and C++ ``units`` to a shared library with nvcc. ``libraries`` may hold ``cublas`` and ``cudnn``;
-        ``extra`` holds compiler options. Raises ``BuildError`` or ``CompilerMissing``."""
+        """Compiles the CUDA and C++ sources ``units`` with nvcc to a shared library and returns its path. ``libraries``
+        may hold ``cublas`` and ``cudnn``. ``extra`` holds compiler options. Raises ``BuildError`` or
+        ``CompilerMissing``."""
         tools = find_nvcc()
         defined = ["-DCUDA_EXTENSION_ON_CUDA", *(["-DCUDA_EXTENSION_USES_CUBLAS"] if "cublas" in libraries else [])]
         code = architecture.removeprefix("sm_")
@@ -173,9 +175,9 @@ class Builder:
         unit: str = "",
         seconds: float = 0.0,
     ) -> Path:
-        """Returns the folder with ``products``: from the cache (key: ``parts`` and ``files``), from an equal build
-        under way, or from ``command``. If ``unit`` names the only source, a compiler that was started in advance tries
-        it first. Raises ``BuildError``."""
+        """Returns the folder with ``products``. The folder comes from the cache (key: ``parts`` and ``files``), from an
+        equal build that already runs, or from a new run of ``command``. If ``unit`` names the only source, a compiler
+        that was started in advance tries the new build first. Raises ``BuildError``."""
         content = [*parts, *(f"{name}\0{files[name]}" for name in sorted(files))]
         key = hashlib.sha256("\0\0".join(content).encode(errors="surrogatepass")).hexdigest()
         done, failed = self._folder / key[:2] / key, self._folder / key[:2] / f"{key}.error"
@@ -290,7 +292,7 @@ class Builder:
 
 
 def _keep(work: Path, order: _Order) -> None:
-    """Copies the products from ``work`` to the target folder, which appears atomically."""
+    """Copies the products from ``work`` to the target folder. The target folder appears atomically."""
     target = order.target
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(dir=target.parent))
@@ -305,7 +307,7 @@ def _keep(work: Path, order: _Order) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Writes an author's files into an empty folder. Raises ``BuildError`` for an invalid name."""
+    """Writes an author's files into an empty folder. Raises ``BuildError`` if a name or a text is invalid."""
     for name, text in files.items():
         path = folder / name
         if (path.is_absolute() and not path.is_relative_to(folder)) or ".." in Path(name).parts:
@@ -323,7 +325,8 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def _take(source: Path, target: Path) -> None:
-    """Copies a product of the jailed compiler without following a link. Raises ``BuildError`` if there is none."""
+    """Copies a product of the jailed compiler without following a link. Raises ``BuildError`` if the product is
+    missing."""
     try:
         descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

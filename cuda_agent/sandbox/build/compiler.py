@@ -1,8 +1,9 @@
 """Runs a compiler in the jail. A compiler may be started in advance, before its source exists.
 
 For a small kernel, g++ spends most of its time on the start in the jail and on the precompiled standard headers. A
-``Waiting`` compiler has already done this work. It now waits for the content of a named pipe, which the last line of
-its main file includes. Writing an ``#include`` of the kernel's source to the pipe starts the compilation."""
+``Waiting`` compiler has already done this work. The last line of its main file includes a named pipe, and the compiler
+waits for the content of the pipe. ``Waiting.go`` writes an ``#include`` of the kernel's source to the pipe, and the
+compilation starts."""
 
 import contextlib
 import errno
@@ -69,7 +70,8 @@ class Compiler:
 
 
 def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
-    """Returns whether ``process`` ends within ``seconds``. Prefers ``pidfd_open``: ``Popen.wait`` polls and is late."""
+    """Returns whether ``process`` ends within ``seconds``. Uses ``pidfd_open`` if possible, because ``Popen.wait``
+    polls and notices the end late."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except OSError:  # some kernels lack this call
@@ -86,8 +88,8 @@ def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
 
 class Waiting(Compiler):
     """A running compiler that has read the file ``header`` and waits for the rest of its source. ``command`` is the
-    compiler with its flags; ``last`` holds arguments that follow the source file, such as libraries. The constructor
-    raises ``OSError`` if the compiler ends early or takes too long."""
+    compiler with its flags. ``last`` holds arguments that follow the source file, such as libraries. The constructor
+    raises ``OSError`` if the compiler ends early, or if it does not wait for its source within 10 s."""
 
     def __init__(
         self, policy: jail.JailPolicy, command: Sequence[str], work: Path, header: str, last: Sequence[str] = ()
@@ -104,7 +106,8 @@ class Waiting(Compiler):
             raise
 
     def _opened(self) -> int:
-        """Waits until the compiler opens the pipe. Returns a descriptor for writing; closing it ends the source."""
+        """Waits until the compiler opens the pipe. Returns a descriptor for writing. Closing the descriptor ends the
+        source."""
         deadline = time.monotonic() + _START_SECONDS
         while self.alive and time.monotonic() < deadline:
             try:

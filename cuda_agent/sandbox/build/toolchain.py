@@ -46,7 +46,8 @@ class Nvrtc:
 
 @functools.cache
 def find_nvrtc() -> Nvrtc:
-    """Returns the newest NVRTC in the installed packages, else in ``/usr/local/cuda``. Raises ``CompilerMissing``."""
+    """Returns the newest NVRTC in the installed packages, or else the one in ``/usr/local/cuda``. Raises
+    ``CompilerMissing``."""
     packages = _packages()
     homes = [home for place in packages for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
     homes += [place / "cuda_nvrtc" for place in packages] + [Path("/usr/local/cuda")]
@@ -77,7 +78,8 @@ class Nvcc:
 
 @functools.cache
 def find_nvcc() -> Nvcc:
-    """Returns the first nvcc on PATH, in CUDA_HOME or in the installed packages. Raises ``CompilerMissing``."""
+    """Returns the nvcc on PATH, or else the one in CUDA_HOME, or else the one in the installed packages. Raises
+    ``CompilerMissing``."""
     homes = [home for place in _packages() for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     compilers = [shutil.which("nvcc"), f"{toolkit}/bin/nvcc", *(str(home / "bin" / "nvcc") for home in homes)]

@@ -1,9 +1,10 @@
 """Limits a worker's memory and number of tasks with control groups, if this process may create them.
 
 In version 1 of control groups, a worker has two groups, for memory and for pids. Both are children of this process's
-group. In version 2, a worker has one group, a child or a sibling of this process's group. It is a sibling if this
-process's group holds processes: such a group cannot have children with limits (systemd: ``Delegate=yes`` with
-``DelegateSubgroup=``). Without groups, as in a restricted pod, only the watchdog (``processes``) limits the worker."""
+group. In version 2, a worker has one group. It is a child of this process's group if that group can have children with
+limits, otherwise a sibling. A group that holds processes cannot have such children (systemd: ``Delegate=yes`` with
+``DelegateSubgroup=``). Without groups, as in a restricted pod, the watchdog (``processes``) and the jail's resource
+limits remain."""
 
 import contextlib
 import itertools
@@ -17,7 +18,8 @@ _GONE_SECONDS = 1.0  # time for the kernel to release a group after its processe
 
 
 class ControlGroup:
-    """The control group of one worker. ``folders`` maps the controllers ``memory`` and ``pids`` to its folders."""
+    """The control group of one worker. ``folders`` maps the controllers ``memory`` and ``pids`` to the group's
+    folders."""
 
     def __init__(self, folders: dict[str, Path], version: int) -> None:
         self._folders = folders
@@ -37,7 +39,7 @@ class ControlGroup:
         return False
 
     def close(self) -> None:
-        """Removes the group once its processes are gone; gives up after a second."""
+        """Removes the group's folders when its processes have ended. Gives up after a second per folder."""
         for folder in {*self._folders.values()}:
             deadline = time.monotonic() + _GONE_SECONDS
             while not _removed(folder) and time.monotonic() < deadline:
@@ -45,7 +47,8 @@ class ControlGroup:
 
 
 class Groups:
-    """Creates the control groups of workers. ``places`` maps each controller to the folder for its groups."""
+    """Creates the control groups of workers. ``places`` maps each controller to the folder that will hold the
+    groups."""
 
     def __init__(self, places: dict[str, Path], version: int) -> None:
         self._places = places
@@ -124,7 +127,8 @@ def _removed(folder: Path) -> bool:
 
 
 def _sweep(place: Path) -> None:
-    """Removes the empty groups in ``place`` that ended judges left behind."""
+    """Removes the groups in ``place`` that judges left behind when they ended. Keeps groups that still hold
+    processes."""
     for folder in place.glob(f"{PREFIX}*"):
         pid = folder.name.removeprefix(PREFIX).split("-")[1]
         if not Path(f"/proc/{pid}").exists():

@@ -9,7 +9,7 @@ from collections.abc import Set
 
 
 def children(pid: int) -> set[int]:
-    """Returns the children of ``pid``, zombies included; an empty set if ``/proc`` does not list children."""
+    """Returns the children of ``pid``, including zombies. Returns an empty set if ``/proc`` does not list children."""
     found: set[int] = set()
     folder = f"/proc/{pid}/task"
     with contextlib.suppress(OSError):  # the process ended meanwhile
@@ -20,7 +20,8 @@ def children(pid: int) -> set[int]:
 
 
 def state(stat: str) -> str:
-    """Returns the state in a ``/proc`` file ``stat``: R, S, D, T (stopped), Z (zombie), X (ended) or another letter."""
+    """Returns the state of a process or thread: R, S, D, T (stopped), Z (zombie), X (ended) or another letter. ``stat``
+    is the path of the file ``stat`` in ``/proc``."""
     try:
         with open(stat, "rb", 0) as file:
             return chr(file.read(512).rpartition(b") ")[2][0])
@@ -29,7 +30,8 @@ def state(stat: str) -> str:
 
 
 def memory_bytes(pid: int) -> tuple[int, int]:
-    """Returns the resident bytes of ``pid`` and the private bytes among them; zeros after its end."""
+    """Returns the resident bytes of ``pid``, and how many of these are private. Returns zeros if the process has
+    ended."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             _, resident, shared, *_ = map(int, file.read().split())
@@ -40,7 +42,8 @@ def memory_bytes(pid: int) -> tuple[int, int]:
 
 
 def shared_bytes(pid: int) -> int:
-    """Returns the resident bytes of ``pid`` in shared memory (``RssShmem`` in ``/proc``); 0 after its end."""
+    """Returns the resident bytes of ``pid`` in shared memory (``RssShmem`` in ``/proc``); 0 if the process has
+    ended."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         return sum(int(line.split()[1]) << 10 for line in file if line.startswith("RssShmem:"))
     return 0
@@ -61,8 +64,8 @@ def deleted_bytes(pid: int, devices: Set[int]) -> int:
 
 
 def descendants(pid: int, without: Set[int] = frozenset(), most: int = 1 << 22) -> set[int]:
-    """Returns the descendants of ``pid``, except ``without`` and their descendants. Stops soon after it finds
-    ``most``."""
+    """Returns the descendants of ``pid``, except ``without`` and their descendants. Stops soon after it has found more
+    than ``most``."""
     found: set[int] = set()
     unread = [pid]
     while unread and len(found) <= most:

@@ -2,10 +2,10 @@
 
 ``enter`` sets up the walls: no_new_privs, Landlock, a seccomp filter and resource limits. It needs no privilege; as
 root it also changes to a separate user. Landlock restricts files and TCP, and in newer versions of Linux also device
-ioctls, signals and abstract sockets. The jailed process ends with its parent. ``prove`` attacks every wall from inside
-a jailed child. ``python jail.py POLICY PROGRAM ...`` runs a program in the jail.
+ioctls, signals and abstract sockets. The jailed process ends with its parent. ``prove`` starts a jailed child that
+attacks every wall in ``WALLS``. ``python jail.py POLICY PROGRAM ...`` runs a program in the jail.
 
-The module uses only the standard library, and no namespaces, because restricted pods grant none."""
+The module uses only the standard library. It uses no namespaces, because restricted pods grant none."""
 
 import ctypes
 import errno
@@ -35,14 +35,15 @@ _FIRST_UID = 1_000_000
 
 
 class JailError(RuntimeError):
-    """A wall could not be set up or did not hold; the message names the wall."""
+    """A wall could not be set up or did not hold. The message names the wall or the system call that failed."""
 
     exit_code = 78  # as in ``errors``, which this stand-alone program does not import
 
 
 @dataclass(frozen=True)
 class JailPolicy:
-    """The access that a jail allows. The jail ignores paths that do not exist; a folder includes its contents."""
+    """The access that a jail allows. The path of a folder includes the folder's contents. Paths that do not exist are
+    ignored."""
 
     read: Sequence[str] = SYSTEM_READ
     write: Sequence[str] = ()  # also readable; the separate user, if there is one, becomes the owner
@@ -58,8 +59,8 @@ class JailPolicy:
 
 
 def enter(policy: JailPolicy) -> None:
-    """Sets up the walls around the calling process for good. Threads that exist already (the CUDA driver's) get the
-    separate user and the seccomp filter, but not Landlock. Raises ``JailError``."""
+    """Sets up the walls around the calling process permanently. Threads that already exist, such as those of the CUDA
+    driver, get the separate user and the seccomp filter, but not Landlock. Raises ``JailError``."""
     parent = os.getppid()
     _limits(policy)
     if policy.own_user and os.geteuid() == 0:
@@ -73,8 +74,9 @@ def enter(policy: JailPolicy) -> None:
 
 
 def narrow(policy: JailPolicy) -> None:
-    """Puts the calling process from a jail into a smaller jail. The smaller jail allows fewer paths and, where Landlock
-    can, no signals to processes outside of it. The other walls stay as they are. Raises ``JailError``."""
+    """Restricts the calling process, which is already in a jail, further to the paths of ``policy``. If this version of
+    Landlock can restrict signals, also forbids signals to processes outside of the new jail. The other walls stay as
+    they are. Raises ``JailError``."""
     _landlock(policy)
 
 
@@ -84,8 +86,9 @@ def command(policy: JailPolicy, program: Iterable[str]) -> list[str]:
 
 
 def prove(required: Iterable[str], folder: "Path") -> dict[str, str]:
-    """Starts a jailed child that attacks every wall; one attack reads a file in ``folder``. Returns the walls that
-    failed, each with what the child could do. Raises ``JailError`` if a wall in ``required`` failed."""
+    """Starts a jailed child that attacks every wall. One attack reads a file in ``folder``. Returns a dictionary from
+    each wall that failed to what the child could do. Raises ``JailError`` if a wall in ``required`` failed or does not
+    exist, or if no jail can be set up."""
     import subprocess  # imported here, because every import slows down each jailed start
 
     if unknown := set(required) - set(WALLS):
@@ -109,7 +112,8 @@ def prove(required: Iterable[str], folder: "Path") -> dict[str, str]:
 
 
 def require(breaches: dict[str, str], required: Iterable[str]) -> None:
-    """Raises ``JailError`` if a wall in ``required`` is in ``breaches``, the walls that failed."""
+    """Raises ``JailError`` if a wall in ``required`` has failed. ``breaches`` maps each failed wall to what a jailed
+    process could do."""
     for wall in required:
         if wall in breaches:
             raise JailError(f"the wall {wall!r} is missing: a jailed process {breaches[wall]}")
@@ -291,8 +295,9 @@ _Instruction = tuple[int, int, int, int]  # opcode, jump if true, jump if false,
 def filter_program(
     machine: str, processes: bool, pid: int, one_group: bool = False, shared_memory: bool = False
 ) -> list[_Instruction]:
-    """Returns a seccomp filter that refuses or restricts the system calls in ``_NUMBERS`` and allows all others. With
-    ``processes``, the process ``pid`` may fork and run programs; else it may only start threads and signal itself."""
+    """Returns a seccomp filter that refuses or restricts the system calls in ``_NUMBERS`` and allows all others. If
+    ``processes``, the jailed process may fork and run programs. Otherwise it may only start threads, and may send
+    signals only to itself (its process id is ``pid``). ``JailPolicy`` explains ``one_group`` and ``shared_memory``."""
     numbers = _NUMBERS[machine]
     refuse = (_RETURN, 0, 0, _REFUSE | errno.EPERM)
     program: list[_Instruction] = [

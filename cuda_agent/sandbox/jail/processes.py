@@ -36,9 +36,13 @@ _IDLE_NS = 200_000  # a thread with less processor time has not worked yet
 
 
 class WorkerDied(Exception):
-    """The worker has ended. ``reason`` is the exceeded limit (timeout, memory, threads, processes or disk), ``crash``,
-    ``protocol`` (invalid answer), ``running`` (it did not react to SIGSTOP) or ``killed`` (by a SIGKILL from
-    elsewhere)."""
+    """The worker has ended. ``reason`` says why:
+
+    - ``timeout``, ``memory``, ``threads``, ``processes`` or ``disk``: the worker exceeded this limit.
+    - ``crash``: it ended itself, or a signal other than SIGKILL ended it.
+    - ``killed``: a SIGKILL from elsewhere ended it.
+    - ``protocol``: it sent an invalid answer.
+    - ``running``: it did not stop after SIGSTOP."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -56,9 +60,10 @@ class WorkerError(Exception):
 
 
 class JailedProcess:
-    """A jailed process with a private folder. It takes requests after ``wait_started``. Before each request, callers
-    set ``seconds``, the time limit for answers. If ``verified`` is true, ``stop`` waits until no thread runs. Callers
-    may set it to false for a process that gains nothing from running on. ``gives_way`` is a flag for ``overrun``."""
+    """A jailed process with a private folder. Callers call ``wait_started`` before the first request. Before each
+    request they set ``seconds``, the time limit for the answer. If ``verified`` is true, ``stop`` waits until no thread
+    runs. Callers may set ``verified`` to false if the process gains nothing from running on. ``gives_way`` is a flag
+    that ``overrun`` may read."""
 
     def __init__(
         self,
@@ -71,10 +76,10 @@ class JailedProcess:
         overrun: "Callable[[JailedProcess], str] | None" = None,
         lent: Sequence[int] = (),
     ) -> None:
-        """Forks the process from ``parent``. ``memory_mb`` limits its private memory beyond its size at the start.
-        ``kill`` removes its private folder ``home``. Without ``groups``, only the watchdog limits the process.
-        ``overrun`` is a further check of the watchdog: it returns the reason to kill the process, or an empty string.
-        The process holds copies of the descriptors ``lent`` until its jail is complete."""
+        """Forks the process from ``parent``. ``memory_mb`` limits the growth of the process's private memory after the
+        start. ``home`` is the process's private folder, which ``kill`` removes. Without ``groups``, no control group
+        limits the process. ``overrun`` is a further check of the watchdog: it returns the reason to kill the process,
+        or an empty string. The process holds copies of the descriptors ``lent`` until its jail is complete."""
         self._overrun = overrun
         self._parent = parent
         self._memory_mb = memory_mb
@@ -115,7 +120,8 @@ class JailedProcess:
         return self
 
     def hand_over(self, file: Path, name: str) -> str:
-        """Links or copies ``file`` into the worker's folder, as ``name`` with the old suffix. Returns the new path."""
+        """Links or copies ``file`` into the worker's folder. The new file name is ``name`` plus the suffix of ``file``.
+        Returns the new path."""
         place = self._home / f"{name}{file.suffix}"
         place.unlink(missing_ok=True)  # a copy would follow the link and write to the cache
         try:
@@ -164,9 +170,10 @@ class JailedProcess:
         return end - start, answer
 
     def stop(self) -> float:
-        """Stops the process until the next request. If ``verified``, waits until no thread runs; after 5 s, kills the
-        process, and the next request raises ``WorkerDied``. Returns the time of the standstill
-        (``time.perf_counter``)."""
+        """Stops the process until the next request. If ``verified``, waits until no thread runs. If a thread still runs
+        after 5 s, kills the process; the next request then raises ``WorkerDied``. Returns the time
+        (``time.perf_counter``) at which the process stood still. Unless ``verified``, returns the time of the signal
+        instead."""
         self._halt()
         end = time.perf_counter()
         deadline = end + _STOP_SECONDS
@@ -207,7 +214,7 @@ class JailedProcess:
         return all(state(f"/proc/{self.pid}/task/{thread}/stat") in _STANDING for thread in threads)
 
     def _said(self) -> bool:
-        """Returns whether the process has sent data; false at the end of the stream."""
+        """Returns whether the process has sent data. Returns false at the end of the stream."""
         try:
             return bool(self._socket.recv(1, socket.MSG_PEEK))
         except OSError:
@@ -292,7 +299,8 @@ class JailedProcess:
         return WorkerDied(reason, texts[reason])
 
     def signal_all(self, number: int) -> None:
-        """Sends a signal to the process, and to the programs that it started if it may start programs."""
+        """Sends a signal to the process. If the process may start programs, the signal also reaches the programs that
+        it started."""
         with contextlib.suppress(ProcessLookupError):  # a process joins its group shortly after its start
             (os.killpg if self._forks else os.kill)(self.pid, number)
 
@@ -301,11 +309,13 @@ class JailedProcess:
             os.kill(self.pid, number)
 
     def spread(self, apart: bool = True) -> None:
-        """Binds each busy thread (one that has computed) to one processor, if there are at least as many busy threads
-        as processors, and more than one. Unbound threads may share a processor, and calls then take twice as long.
+        """Binds each busy thread to one processor. A thread is busy if it has computed. Binds nothing if there are
+        fewer busy threads than processors, or only one busy thread. Unbound threads may share a processor, and calls
+        then take twice as long.
 
-        Also gives all threads a higher real-time priority than other programs, if permitted, and than this process: a
-        thread that wakes with equal priority would move to another processor. If ``apart`` is false, undoes both."""
+        If permitted, also gives all threads a higher real-time priority than other programs and this process have. A
+        thread that wakes with the priority of this process would move to another processor. If ``apart`` is false,
+        removes the bindings and the priority."""
         processors = sorted(os.sched_getaffinity(self._parent.pid))
         busy: list[tuple[int, int]] = []  # nanoseconds of processor time, thread
         with contextlib.suppress(OSError):
@@ -321,7 +331,8 @@ class JailedProcess:
                 os.sched_setaffinity(number, [processors[index % len(processors)]] if apart else processors)
 
     def processor(self) -> int:
-        """Returns the number of the processor on which the main thread ran last. Raises ``OSError`` after its end."""
+        """Returns the number of the processor on which the main thread ran last. Raises ``OSError`` if the process has
+        ended."""
         return int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[36])
 
     def kill(self, wait: float = 0.0) -> tuple[int, bool]:
@@ -357,7 +368,8 @@ def _name_of_signal(number: int) -> str:
 
 def within(folder: Path, megabytes: int, files: int) -> Callable[[JailedProcess], str]:
     """Returns a check for the watchdog. The check returns ``disk`` if the worker exceeds a limit, else an empty string.
-    Limits: depth, ``files`` and ``megabytes`` of ``folder``, and ``megabytes`` of deleted files that are still open."""
+    The limits are: ``files`` entries in ``folder``, ``megabytes`` in ``folder``, the depth of ``folder``, and
+    ``megabytes`` in deleted files that the worker holds open."""
     pause, devices = 0.0, {folder.stat().st_dev}  # the judge's own shared memory has another device
 
     def overrun(worker: JailedProcess) -> str:
@@ -372,16 +384,17 @@ def within(folder: Path, megabytes: int, files: int) -> Callable[[JailedProcess]
 
 
 def _give_precedence(thread: int, rank: int) -> None:
-    """Gives ``thread`` (0: this one) a real-time ``rank``, if this process has the right to; rank 0 makes it ordinary.
-    A low nice value is not enough: another running program could still keep the processor for milliseconds."""
+    """Gives ``thread`` (0: the calling thread) the real-time priority ``rank``, if this process may do so. Rank 0
+    removes the priority. A low nice value is not enough: another running program could still keep the processor for
+    milliseconds."""
     with contextlib.suppress(OSError):
         os.sched_setscheduler(thread, os.SCHED_RR if rank else os.SCHED_OTHER, os.sched_param(rank))
 
 
 @contextlib.contextmanager
 def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], None]]:
-    """Yields ``turn(worker)``. This function stops all other ``workers``, to free their processors, and moves this
-    process to the processor of ``worker``."""
+    """Yields the function ``turn``. ``turn(worker)`` stops all other ``workers`` to free their processors, and moves
+    this process to the processor of ``worker``."""
     running: JailedProcess | None = None
 
     def turn(worker: JailedProcess) -> None:

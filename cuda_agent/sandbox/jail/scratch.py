@@ -37,7 +37,7 @@ def sweep() -> None:
 
 
 def entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
-    """Yields all entries below a folder with their depth, each folder before its content; follows no link."""
+    """Yields each entry below ``folder`` with its depth. A folder comes before its content. Follows no links."""
     unread = [(str(folder), 1)]
     while unread:
         path, depth = unread.pop()
@@ -49,8 +49,8 @@ def entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
 
 
 def too_much(folder: Path, megabytes: int, files: int) -> str:
-    """Returns which limit the folder exceeds (megabytes, files or depth), or the error if the folder cannot be read, in
-    words. Returns an empty string if the folder exceeds no limit."""
+    """Returns a message if ``folder`` cannot be read, or if it exceeds a limit (``megabytes``, ``files`` or the depth).
+    Otherwise returns an empty string."""
     count = size = 0
     try:
         for entry, depth in entries(folder):

@@ -28,9 +28,9 @@ _COMPILING = ("cuda_agent.sandbox.worker.compiling", "torch._inductor.compile_fx
 
 
 def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmParent":
-    """Starts a warm parent, which imports torch and ``imports``, and is ready when ``wait_ready`` returns. Its errors
-    go to the file ``log``. Each worker gets ``threads`` threads. All workers, also those of baselines, share the same
-    ``threads`` processors."""
+    """Starts a warm parent, which imports torch and the modules ``imports``. It is ready when ``wait_ready`` returns.
+    It writes errors to the file ``log``. Each worker gets ``threads`` threads. All workers, including those of
+    baselines, share the same ``threads`` processors."""
     ours, theirs = socket.socketpair()
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
@@ -55,9 +55,9 @@ def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmPa
 
 
 def compiling_parent(start: Callable[[Sequence[str]], "WarmParent"]) -> "WarmParent":
-    """Returns a ready warm parent of workers that compile; ``start`` starts a warm parent with the given imports. Some
-    versions of torch open the GPU or start a thread when ``torch._inductor.compile_fx`` is imported. With these, the
-    parent leaves the import to its workers."""
+    """Returns a ready warm parent of workers that compile. ``start`` starts a warm parent with the given imports. Some
+    versions of torch open the GPU or start a thread when ``torch._inductor.compile_fx`` is imported. With such a
+    version, the parent does not import this module, and each worker imports it."""
     parent = start(_COMPILING)
     with contextlib.suppress(RuntimeError):  # more than one thread
         parent.wait_ready()
@@ -70,7 +70,8 @@ def compiling_parent(start: Callable[[Sequence[str]], "WarmParent"]) -> "WarmPar
 
 
 class WarmParent:
-    """A process that imports torch and forks workers. Thread-safe. Methods raise ``ConnectionError`` after its end."""
+    """A process that imports torch and forks workers. Thread-safe. Methods raise ``ConnectionError`` if the process has
+    ended."""
 
     def __init__(self, pid: int, channel: socket.socket, end: Callable[[], None]) -> None:
         self.pid = pid
@@ -90,7 +91,7 @@ class WarmParent:
         self.torch, self.opened_gpu = answer["torch"], answer["opened_gpu"]
 
     def fork(self, options: Mapping[str, Any], fds: Sequence[int]) -> int:
-        """Forks a worker, whose socket is the first of ``fds``. Returns its process id."""
+        """Forks a worker. The first of ``fds`` is the worker's socket. Returns the worker's process id."""
         return int(self._ask(WorkerOperation.FORK_WORKER, options, fds)["pid"])
 
     def reap(self, pid: int) -> int:
@@ -98,7 +99,8 @@ class WarmParent:
         return int(self._ask(WorkerOperation.REAP_WORKER, {"pid": pid})["status"])
 
     def branch(self, imports: Sequence[str]) -> "WarmParent":
-        """Forks a second warm parent, which also imports ``imports``, and returns it. Close it before this one."""
+        """Forks a second warm parent, which also imports the modules ``imports``. Returns the second parent. Close it
+        before this one."""
         ours, theirs = socket.socketpair()
         with theirs:
             pid = int(self._ask(WorkerOperation.FORK_PARENT, {"imports": [*imports]}, [theirs.fileno()])["pid"])

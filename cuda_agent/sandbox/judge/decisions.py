@@ -50,8 +50,9 @@ def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> Candida
 
 
 def spread(samples: Sequence[float]) -> Spread:
-    """Returns the median of ``samples`` with its 95 % confidence interval: (lower end, median, upper end). The sign
-    test, which assumes no distribution, gives the ends. Fewer than 6 samples, too few for 95 %, yield their range."""
+    """Returns the median of ``samples`` with its 95 % confidence interval: (lower end, median, upper end). The ends
+    come from the sign test, which assumes no distribution. Fewer than 6 samples are too few for 95 %; the ends are then
+    the least and the greatest sample."""
     ordered, count = sorted(samples), len(samples)
     left_out, tail = 0, 1  # samples below the interval; number of outcomes of the sign test with at most so many
     while 40 * (tail := tail + math.comb(count, left_out + 1)) <= 2**count:
@@ -60,7 +61,7 @@ def spread(samples: Sequence[float]) -> Spread:
 
 
 def quotient(*over: Spread, under: Spread = (1.0, 1.0, 1.0)) -> Interval:
-    """Returns an interval for the product of ``over`` divided by ``under``; each argument is (lower end, value, upper
+    """Returns an interval for the product of ``over`` divided by ``under``. Each argument is (lower end, value, upper
     end). Adds the squares of the logarithmic errors, as for independent errors."""
     middle = math.prod(middle for _, middle, _ in over) / under[1]
     down = math.hypot(*(math.log(middle / low) for low, middle, _ in over), math.log(under[2] / under[1]))
@@ -98,8 +99,8 @@ def fewest_calls(device: str, elapsed: float, speedup: Interval) -> int:
 
 
 def is_undecided(speedups: Sequence[Interval], anchor: Spread) -> bool:
-    """Returns whether the machine is too busy to tell the reward: the interval of eager's time, ``anchor``, is wide
-    (ends more than 20 % apart), and so is an interval in ``speedups`` that contains ``FASTER``."""
+    """Returns whether the machine is too busy to tell the reward. It is if two intervals are wide (ends more than 20 %
+    apart): ``anchor``, the interval of eager's time, and an interval in ``speedups`` that contains ``FASTER``."""
     return disagree(anchor[0], anchor[2]) and any(low < FASTER < high and disagree(low, high) for low, high in speedups)
 
 

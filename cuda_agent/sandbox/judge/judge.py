@@ -2,8 +2,8 @@
 
 The judge owns seeds, buffers, clock and verdict. It runs no code of tasks or solutions itself: jailed workers do.
 ``python -m cuda_agent.sandbox.judge.judge FD`` answers a client's requests one at a time, over the socket with the file
-descriptor ``FD``. A client asks for a task's spec (shapes and dtypes), for a measurement of its baselines, for a probe
-(a run without a solution), or for the verdict on a solution."""
+descriptor ``FD``. There are four requests: for a task's spec (shapes and dtypes), for a measurement of a task's
+baselines, for a probe (a run without a solution), and for the verdict on a solution."""
 
 import ctypes
 import functools
@@ -58,8 +58,9 @@ def _short_of_memory(error: Exception) -> bool:
 
 
 def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
-    """Wraps a method of ``Judge``. Repeats a call once if a SIGKILL from outside the judge ended the reference worker,
-    or if ``make_room`` freed device memory after an error. Raises ``TaskError`` if the driver still lacks memory."""
+    """Wraps a method of ``Judge`` so that a failed call is repeated once. It is repeated if a SIGKILL from outside the
+    judge ended the reference worker, or if ``make_room`` freed device memory after an error. Raises ``TaskError`` if
+    the driver still lacks memory."""
 
     def once_more(judge: "Judge", *arguments: Any) -> _Answer:
         try:
@@ -85,7 +86,7 @@ def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
 
 class Judge:
     """Answers one client's requests, and keeps each ``PreparedTask`` for later requests. Methods raise ``TaskError`` if
-    the task itself does not run; ``probe`` returns this error in its answer instead."""
+    the task itself does not run. ``probe`` instead returns this error in its answer."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -97,9 +98,10 @@ class Judge:
         self.memory = memory_of(settings.device)
 
     def prepared(self, task: TaskSource) -> PreparedTask:
-        """Returns the ``PreparedTask`` of ``task``, either kept from an earlier request or new. If memory is short,
-        first frees the pools of other prepared tasks, then closes these tasks, the least recently used first. Raises
-        ``TaskError`` if the task is too large for a prober (a judge that only runs tasks without solutions)."""
+        """Returns the ``PreparedTask`` of ``task``, kept from an earlier request or new. If memory is short, first
+        frees the pools of the other prepared tasks. If that is not enough, closes these tasks, beginning with the least
+        recently used one. Raises ``TaskError`` if the task is too large for a prober (a judge that only runs tasks
+        without solutions)."""
         self._latest = digest = task["digest"]
         found = self._prepared.pop(digest, None)
         if found is not None and not found.oracle.alive:
@@ -141,8 +143,8 @@ class Judge:
         return sum(one.bytes for one in self._prepared.values())
 
     def make_room(self, error: Exception) -> bool:
-        """Drops all prepared tasks if ``error`` reports a lack of GPU memory and tasks other than the requested one are
-        prepared. Returns whether it dropped them."""
+        """Drops all prepared tasks under two conditions: ``error`` reports a lack of GPU memory, and tasks other than
+        the requested one are prepared. Returns whether it dropped them."""
         short = self.settings.device == "cuda" and _short_of_memory(error)
         if not short or self._prepared.keys() <= {self._latest}:
             return False
@@ -261,7 +263,7 @@ class Judge:
         prepared.measure(compile=True)
 
     def probe(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Runs the task in ``request`` without a solution. Returns a ``Probe`` as JSON, which may hold the task's
+        """Runs the task in ``request`` without a solution. Returns a ``Probe`` as JSON. The probe may hold the task's
         error."""
         try:
             return self._probe(request["task"], request["compile"]).to_json()
@@ -292,7 +294,8 @@ class Judge:
         )
 
     def healthy(self) -> bool:
-        """Returns whether the device compares known arrays correctly. SIGALRM ends this process if that takes 10 s."""
+        """Returns whether the device compares known arrays correctly. SIGALRM ends this process if the test takes 10
+        s."""
         with self._workers.lease.working():
             signal.alarm(_PROBE_SECONDS)
             try:

@@ -25,7 +25,7 @@ _SHOWN = 4
 
 def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran]:
     """Returns the kernels that one call of a plan runs. ``nodes`` lists the plan's kernels, library calls and memsets.
-    ``seconds`` lists the reported time of each node; an invalid list counts as unknown."""
+    ``seconds`` lists the reported time of each node. If this list is invalid, all times count as unknown."""
     times: list[Any] = [None] * len(nodes)
     if isinstance(seconds, list) and len(seconds) == len(nodes) and all(map(_is_time, seconds)):
         whole = sum(seconds)
@@ -59,7 +59,8 @@ def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes 
 
 def kind_of(name: str, sources: str = "", library: bytes = b"") -> RanKind:
     """Classifies a kernel by its demangled ``name``. Names in the built ``library`` are the solution's own. Otherwise
-    patterns recognise kernels of torch and vendors. ``sources`` come last, because a comment may contain any name."""
+    patterns recognise kernels of torch and of vendors. ``sources`` are searched last, because a comment may contain any
+    name."""
     base = base_name(name)
     plain = base.encode(errors="replace")  # the worker may report half a character
     if base and (b"%d%b" % (len(plain), plain) in library or b"\0%b\0" % plain in library):  # C++ mangles; C does not
@@ -100,8 +101,8 @@ def short(name: str) -> str:
 
 
 def advice(ran: Sequence[Ran], own_work: str) -> list[str]:
-    """Returns advice about kernels in ``ran`` that may not be the solution's own. ``own_work`` is what a call should
-    run, such as "kernel of triton.jit", or empty."""
+    """Returns advice about kernels in ``ran`` that may not be the solution's own. ``own_work`` names what a call should
+    run, such as "kernel of triton.jit". It may be empty."""
     if not ran:
         return []
     kinds = {r.kind for r in ran}

@@ -1,8 +1,8 @@
 """Finds wrong answers to a task that the comparison accepts.
 
-A task is only as good as the answers that it rejects. A mutant is a wrong answer made on purpose: zeros, a constant, a
-copy of an input, scaled or rounded outputs, or the outputs of a model that ignores an input or the weights. Comparison,
-tolerance and number of inputs are as in quick mode. Inputs are of the kind ``normal``."""
+A task is only as good as the answers that it rejects. A mutant is a wrong answer made on purpose. Mutants are zeros, a
+constant, a copy of an input, scaled or rounded outputs, or the outputs of a model that ignores an input or the weights.
+Comparison, tolerance and number of inputs are as in quick mode. Inputs are of the kind ``normal``."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -66,9 +66,10 @@ def _with_one_of_another(prepared: PreparedTask, position: int) -> Callable[[Poo
 
 
 def survey(prepared: PreparedTask) -> dict[str, float | None]:
-    """Returns for each mutant the least of the tried tolerances that accepts it on all inputs, or ``None`` if the
-    sandbox's tolerance rejects it. Leaves out mutants that the reference cannot compute. Compares the mutants in
-    ``ROUNDING`` on one set of inputs only. Raises ``TaskError`` if the task itself fails."""
+    """Returns a dictionary from each mutant's name to the least of the tried tolerances that accepts the mutant on all
+    inputs. The value is ``None`` if the sandbox's own tolerance rejects the mutant. Leaves out mutants that the
+    reference cannot compute. Compares the mutants in ``ROUNDING`` on one set of inputs only. Raises ``TaskError`` if
+    the task itself fails."""
     found: dict[str, float | None] = {}
     pending = list(_mutants(prepared))
     for number in range(prepared.base, prepared.base + prepared.settings.checks):

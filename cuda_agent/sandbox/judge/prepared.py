@@ -54,7 +54,8 @@ class PoolEntry:
 
 @dataclass
 class Baselines:
-    """Median seconds per call of a task's model, eager and compiled, and facts about it; ``None`` if not measured."""
+    """The median seconds per call of a task's model, eager and compiled, and facts about the model. ``None`` means that
+    a value was not measured."""
 
     eager: float | None = None
     compile: float | None = None
@@ -75,7 +76,8 @@ class Baselines:
 
 
 def baselines_file(settings: JudgeSettings, digest: str, torch: str) -> Path:
-    """Returns the path of a task's cached baselines, whose name is a hash of all that the baselines depend on."""
+    """Returns the path of a task's cached baselines. The file's name is a hash of everything that the baselines depend
+    on."""
     identity = settings.identity + (", train()" if settings.train_mode else "")
     key = json.dumps([digest, _CLOCK, torch, processor(), settings.threads, identity])
     return Path(settings.cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
@@ -90,8 +92,8 @@ def read_baselines(file: Path) -> Baselines:
 
 class PreparedTask:
     """A task that is ready for candidates. Methods that run its model raise ``TaskError`` if the model fails. They hold
-    ``lease``, the timing lease, so that no other process times a kernel meanwhile. Only a worker that opens or compiles
-    a model pauses for timings of other processes."""
+    ``lease``, the timing lease, so that no other process times a kernel meanwhile. There is one exception: a worker
+    that opens or compiles a model pauses whenever another process wants to time a kernel."""
 
     def __init__(self, code: str, digest: str, workers: WorkerPool) -> None:
         settings = workers.settings
@@ -126,8 +128,8 @@ class PreparedTask:
         self.peaks = roofline.Peaks()
 
     def draw_weights(self) -> None:
-        """Redraws the weights for the next trial, if the task has weights to redraw and that is not done yet. With
-        simulated times, all trials share the same weights."""
+        """Redraws the weights for the next trial. Does nothing if the task has no weights to redraw, or if they are
+        redrawn already. With simulated times, all trials share the same weights."""
         if self._plain:
             with self.lease.working():
                 changed = self.oracle.draw_weights(self._variation())
@@ -136,9 +138,9 @@ class PreparedTask:
             self._varies = changed and not self._fixed
 
     def candidate_buffers(self, host_is_ours: bool, areas: Callable[[int, int], Any] | None) -> Any:
-        """Makes the buffers of one candidate, with the weights of its trial. Unless ``host_is_ours``, a GPU candidate
-        gets slots for a chain of calls. ``areas`` makes the input area and the output area from their sizes in bytes;
-        if it is ``None``, the device's default makes them."""
+        """Makes the buffers of one candidate, and writes the weights of its trial to them. Unless ``host_is_ours``, a
+        GPU candidate gets slots for a chain of calls. ``areas`` takes two sizes in bytes and makes the input area and
+        the output area. If ``areas`` is ``None``, the device's default function makes them."""
         memory, chains = self.memory, self.settings.device == "cuda" and not host_is_ours
         slots = memory.chained_slots(self._call_bytes) if chains else memory.slots(self._call_bytes)
         areas = areas or (self._workers.areas.take if self.settings.device == "cpu" else None)
@@ -150,11 +152,11 @@ class PreparedTask:
         return buffers
 
     def _variation(self) -> int | None:
-        """Returns the seed of a trial for the weights that are redrawn."""
+        """Returns the seed for the weights that are redrawn for one trial."""
         return self.weights_seed if self._fixed else secrets.randbits(56)
 
     def rotate(self, used: int) -> None:
-        """Replaces what the last trial has seen: the weights, if they vary, and ``used`` pool entries (at least one).
+        """Replaces what the last trial has seen: ``used`` pool entries (at least one) and, if they vary, the weights.
         Also makes the entries that the next trial usually needs. Does nothing with simulated times."""
         if self._fixed:
             return
@@ -184,7 +186,8 @@ class PreparedTask:
         return entry if entry and entry.index == index else None
 
     def _draw(self, numbers: Sequence[int]) -> None:
-        """Draws the inputs of the pool entries with these ``numbers``. On a GPU also computes their outputs."""
+        """Draws the inputs of the pool entries with these ``numbers``. On a GPU, also computes the outputs of these
+        entries."""
         seeds = [self._seed(number) for number in numbers]
         with self.lease.working():
             if self.settings.device == "cuda":
@@ -195,8 +198,8 @@ class PreparedTask:
             self._pool[number % self.pool_size] = PoolEntry(number, *example, weights=weights)
 
     def entry(self, index: int) -> PoolEntry:
-        """Returns the pool entry with the number ``index`` (from 0), with outputs for the current weights. Draws a
-        missing entry and, on a GPU, the next ones, too."""
+        """Returns the pool entry with the number ``index`` (from 0), with outputs for the current weights. If the entry
+        is missing, draws it. On a GPU, the same request also draws the next entries."""
         if (entry := self._drawn(index)) is None:
             self._draw(range(index, index + min(self.oracle.batch, self.pool_size)))
             entry = self._pool[index % self.pool_size]
@@ -207,8 +210,8 @@ class PreparedTask:
 
     def fresh(self, kind: str) -> PoolEntry | None:
         """Draws new inputs of ``kind`` (``wire.KINDS``) outside of the pool. Returns them with eager's outputs and
-        exact outputs (float64), or ``None`` if the task has no such inputs. Inputs without finite exact outputs are
-        returned only if ``kind`` is ``normal``."""
+        exact outputs (float64). Returns ``None`` if the task has no inputs of this kind. Also returns ``None`` if there
+        are no finite exact outputs, unless ``kind`` is ``normal``."""
         self._fresh += 1
         with self.lease.working():
             inputs = self.oracle.inputs(self._seed(-1 - self._fresh), kind)
@@ -242,8 +245,8 @@ class PreparedTask:
 
     def compiled(self, mode: str, precision: str) -> ReferenceClient:
         """Returns a new reference client whose model is compiled with torch.compile's ``mode`` and computes at
-        ``precision``. The caller closes it. Raises ``WorkerError`` if torch.compile fails, or took too long in an
-        earlier call; ``WorkerDied`` if the worker dies."""
+        ``precision``. The caller closes it. Raises ``WorkerError`` if torch.compile fails, or if an earlier measurement
+        took too long. Raises ``WorkerDied`` if the worker dies."""
         if self.baselines.compile_error.endswith(TOO_LONG):
             raise WorkerError(TOO_LONG)
         inputs = self.entry(self.base).inputs
@@ -264,8 +267,8 @@ class PreparedTask:
         return self._fixed or (self.baselines.compile_tried and (mode != "strict" or bool(self.baselines.strict)))
 
     def measure(self, compile: bool) -> None:
-        """Measures missing baselines: eager's time and, if ``compile``, torch.compile's time and facts about the model.
-        If times are simulated, computes them instead."""
+        """Measures eager's time. If ``compile``, also measures torch.compile's time and facts about the model. Skips
+        what is known. With simulated times, computes the times of eager and of torch.compile instead."""
         if self._fixed:
             with self.lease.working():
                 counts = self.oracle.count(self.entry(0).inputs)
@@ -302,7 +305,8 @@ class PreparedTask:
         return roofline.of_cpu(self.settings.threads, file, self.lease.timing, again)
 
     def below_physical_floor(self, seconds: float) -> str:
-        """Returns why the device cannot write the reference's outputs within ``seconds``; an empty string if it can."""
+        """Returns why the device cannot write the reference's outputs within ``seconds``, or an empty string if it
+        can."""
         numbers = seconds, self.baselines.eager or 0.0, self.baselines.written or 0
         if doubt := roofline.below_physical_floor(*numbers, self.peaks):
             self.peaks = self._peaks(again=True)  # the first measurement may come from a busy machine
@@ -317,13 +321,13 @@ class PreparedTask:
 
     @property
     def candidate_bytes(self) -> int:
-        """The approximate bytes that a candidate needs on the device, with the judge's copies of its outputs."""
+        """The approximate bytes that a candidate needs on the device, including the judge's copies of its outputs."""
         calls = self.memory.slots(self._call_bytes) + 3
         return calls * self._call_bytes + 3 * self._weight_bytes + 2 * _CONTEXT_BYTES
 
     @property
     def views(self) -> Views:
-        """For each output of the reference, its strides if it is known to be a view, else ``None``."""
+        """One item per output of the reference: the strides if the output is known to be a view, else ``None``."""
         known, count = self.baselines.views, len(self.spec.outputs)
         return known if known and len(known) == count else [None] * count
 
@@ -346,8 +350,8 @@ class PreparedTask:
         base.compile_tried = True
 
     def empty_call(self, oracle: ReferenceClient, inputs: list[Any]) -> float:
-        """Times calls of the reference that compute nothing. Returns the least seconds so far; 0 on a GPU. The caller
-        subtracts them from other times, and a longer time would make calls look too fast."""
+        """Times calls of ``oracle`` that compute nothing. Returns the shortest time so far, in seconds; 0 on a GPU. The
+        caller subtracts this time from other times. A longer time would make calls look too fast."""
         if self.settings.device == "cuda":
             return 0.0  # the device's clock runs during the call only
         calls = _EMPTY_CALLS[self._empty < math.inf]
@@ -356,9 +360,9 @@ class PreparedTask:
 
     def samples(self, *oracles: ReferenceClient, careful: bool = False) -> list[list[float]]:
         """Times calls of the reference clients ``oracles`` in turn, in several rounds. Returns for each client the
-        seconds of the calls in its best round, less the time of an empty call. The best round has the least median,
-        because other work on the machine only slows calls down. The rounds end once one round's calls vary little, or
-        after 6. If ``careful``, they end once the two best medians of each client agree within 5 %, or after 12."""
+        seconds of the calls in its best round, minus the time of an empty call. The best round is the one with the
+        least median: other work on the machine only slows calls down. The rounds end after one whose calls vary little,
+        or after 6. If ``careful``, they end when the two best medians of each client agree within 5 %, or after 12."""
         entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
         rounds: list[list[tuple[float, ...]]] = []  # of each round, the calls' seconds by reference
 
@@ -387,12 +391,12 @@ class PreparedTask:
         return [[net(seconds, empty) for seconds in column] for column in best]
 
     def close(self, oracle: ReferenceClient | None = None) -> None:
-        """Ends the reference worker of ``oracle``; by default the task's own."""
+        """Ends the reference worker of ``oracle`` (default: the task's own reference client)."""
         with self.lease.working():
             (oracle or self.oracle).close()
 
     def read_baselines(self) -> None:
-        """Reads the baselines from the cache if they are not known: another judge may have measured them."""
+        """Reads the baselines from the cache if this judge does not know them. Another judge may have measured them."""
         if not self._fixed and not self.baselines.compile_tried:
             self.baselines = read_baselines(self._file())
 

@@ -33,8 +33,8 @@ def memory_of(device: str) -> Any:
 
 def seconds_of_call(device: str, wall: float, told: Any) -> float:
     """Returns the seconds of one call. On the CPU this is ``wall``, the judge's seconds from request to answer. On a
-    GPU it is the first number of ``told``, the worker's [seconds on the device, seconds on the host]. Raises
-    ``WorkerError`` if ``told`` is invalid or exceeds ``wall``."""
+    GPU, ``told`` is the worker's list [seconds on the device, seconds on the host], and its first number is returned.
+    Raises ``WorkerError`` if a number in ``told`` is invalid or exceeds ``wall``."""
     if device == "cpu":
         return wall
     match told:
@@ -44,8 +44,8 @@ def seconds_of_call(device: str, wall: float, told: Any) -> float:
 
 
 def net(seconds: float, empty: float) -> float:
-    """Returns ``seconds`` less ``empty``, the seconds of an empty call, but at least a tenth of ``seconds``: noise must
-    not make a time almost zero."""
+    """Returns ``seconds`` minus ``empty``, the seconds of an empty call. Returns at least a tenth of ``seconds``, so
+    that noise cannot make a time almost zero."""
     return max(seconds - empty, seconds / 10)
 
 
@@ -56,7 +56,7 @@ class TaskKilled(TaskError):
 class ReferenceClient:
     """Owns the reference worker of one task, and the worker's buffers. Inputs, outputs and weights are lists with one
     array per tensor of the spec: NumPy arrays on the CPU, ``device.Array`` on a GPU. Methods raise ``TaskError`` if the
-    task fails; its subclass ``TaskKilled`` means a foreign SIGKILL."""
+    task fails. They raise its subclass ``TaskKilled`` if a SIGKILL from outside the judge ended the worker."""
 
     def __init__(self, worker: JailedProcess, code: str, weights_seed: int, settings: JudgeSettings) -> None:
         self.worker = worker
@@ -109,8 +109,8 @@ class ReferenceClient:
 
     def draw_weights(self, seed: int | None) -> bool:
         """Draws new values from ``seed`` for those weights that the model's constructor does not draw at random. If
-        ``seed`` is ``None``, restores the constructor's values. Returns whether there are such weights; if so,
-        outputs that were computed before this call are outdated."""
+        ``seed`` is ``None``, restores the constructor's values. Returns whether the model has weights of this kind. If
+        it has, outputs that were computed before this call are outdated."""
         if seed is not None:
             self._buffers.fill(0, self.inputs(seed) or [])
         answer = self._ask(WorkerOperation.DRAW_WEIGHTS, {"seed": seed})
@@ -126,7 +126,8 @@ class ReferenceClient:
         return bool(changed)
 
     def inputs(self, seed: int, kind: str = "normal") -> list[Any] | None:
-        """Returns inputs drawn under ``seed``, or ``None`` if the task has none of this ``kind`` (``wire.KINDS``)."""
+        """Returns inputs of ``kind`` (``wire.KINDS``) drawn under ``seed``, or ``None`` if the task has no such
+        inputs."""
         if not self._ask(WorkerOperation.DRAW_INPUTS, {"seed": seed, "kind": kind}):
             return None
         inputs = self.spec.inputs
@@ -154,7 +155,7 @@ class ReferenceClient:
 
     @property
     def batch(self) -> int:
-        """The most inputs that one request of ``examples`` draws."""
+        """The largest number of seeds for which one request of ``examples`` draws inputs."""
         return len(self._buffers.examples)
 
     def seconds(self, inputs: list[Any], null: bool = False) -> float:
@@ -174,20 +175,21 @@ class ReferenceClient:
         return seconds
 
     def host_seconds(self, inputs: list[Any]) -> float:
-        """Returns the fewest seconds in which the host enqueued a call. Times three calls first if none was timed
-        before."""
+        """Returns the fewest seconds that the host has needed to enqueue a call. If no call was timed before, times
+        three calls first."""
         for _ in range(3 if self._host == math.inf else 0):  # the first calls also start libraries
             self.seconds(inputs)
         return self._host
 
     def precision(self, name: str) -> None:
-        """Sets the precision of matrix products in all later calls: ``default``, ``fp32``, ``tf32`` or ``bf16``."""
+        """Sets the precision of matrix products and convolutions in all later calls: ``default``, ``fp32``, ``tf32`` or
+        ``bf16``."""
         self._ask(WorkerOperation.SET_PRECISION, {"precision": name})
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
-        """Returns the outputs in double precision, or ``None`` if a value of them, or of the usual outputs, is not
-        finite. Call ``outputs`` with the same ``inputs`` first. Raises ``TaskError`` if the model cannot run in double
-        precision."""
+        """Returns the outputs in double precision. Returns ``None`` if a value in these outputs, or in the usual
+        outputs, is not finite. Call ``outputs`` with the same ``inputs`` first. Raises ``TaskError`` if the model
+        cannot run in double precision."""
         if self._exact is None:
             wide = [replace(t, dtype="float64") if t.dtype in _FLOATING else t for t in self.spec.outputs]
             spec = replace(self.spec, inputs=(), outputs=tuple(wide), weights={})
@@ -196,15 +198,16 @@ class ReferenceClient:
         return self._exact.outputs(0) if self._on(inputs, WorkerOperation.RUN_EXACT) else None
 
     def mutant(self, inputs: list[Any], how: dict[str, Any]) -> list[Any] | None:
-        """Returns wrong outputs for ``inputs``, made as ``how`` says (``worker.values.mutants``), or ``None`` if the
-        task has no such outputs. Call ``outputs`` with the same ``inputs`` first: some kinds alter its result."""
+        """Returns wrong outputs for ``inputs``. ``how`` describes how to make them (``worker.values.mutants``). Returns
+        ``None`` if the task has no such outputs. Call ``outputs`` with the same ``inputs`` first, because some kinds of
+        wrong outputs are made from its result."""
         self._buffers.fill(0, inputs)
         return self._buffers.outputs(0) if self._ask(WorkerOperation.RUN_MUTANT, how) else None
 
     def compile(self, inputs: list[Any], known: str, mode: str = "") -> None:
         """Compiles the model with torch.compile's ``mode`` for all later calls, and runs it on ``inputs``. ``known`` is
-        the folder with the results of an earlier warm-up; it is empty in the warm-up itself. Raises ``WorkerError`` if
-        compilation fails, ``WorkerDied`` if the worker dies."""
+        the folder with the results of an earlier warm-up. In the warm-up itself ``known`` is empty. Raises
+        ``WorkerError`` if compilation fails, ``WorkerDied`` if the worker dies."""
         self._compiled = True
         self._buffers.fill(0, inputs)
         self.worker.seconds = _COMPILE_SECONDS
@@ -220,8 +223,8 @@ class ReferenceClient:
             raise TaskError(f"the task gave no count of a call: {error}") from None
 
     def account(self, inputs: list[Any]) -> tuple[int, int, Views]:
-        """Returns the floating-point operations of one call (0 if unknown), the bytes that the call writes for its
-        outputs, and the strides of the outputs that are views."""
+        """Returns three facts about one call: the number of floating-point operations (0 if unknown), the bytes that
+        the call writes for its outputs, and the result of ``views``."""
         answer = self._on(inputs, WorkerOperation.ACCOUNT)
         most = sum(byte_count(t) for t in self.spec.outputs)
         try:
@@ -240,7 +243,7 @@ class ReferenceClient:
 
     @contextmanager
     def _giving_way(self) -> Iterator[None]:
-        """Pauses the worker whenever another process times a kernel, as long as the context lasts."""
+        """Inside the context, the watchdog pauses the worker while another process times a kernel."""
         self.worker.gives_way = True
         try:
             yield
@@ -255,9 +258,10 @@ class ReferenceClient:
 
 
 def views(answer: Any, spec: TaskSpec) -> Views:
-    """Checks and returns the strides in ``answer["views"]``, a worker's report with one item per output. A returned
-    item is ``None`` unless the output is a view that spans no more memory than all inputs and weights. It is an empty
-    list if elements share memory, as after ``expand``. Raises ``ValueError`` or ``TypeError`` for a bad report."""
+    """Checks a worker's report on views and returns one item per output. ``answer["views"]`` holds the report: for each
+    output its strides, or ``None`` if the output is not a view. The returned item is an empty list if elements of the
+    output share memory, as after ``expand``. It is ``None`` if the output is not a view, or spans more memory than all
+    inputs and weights. Otherwise it is the strides. Raises ``ValueError`` or ``TypeError`` for a bad report."""
     room = sum(byte_count(tensor) for tensor in (*spec.inputs, *spec.weights.values()))
     found: Views = []
     for strides, tensor in zip(answer["views"], spec.outputs, strict=True):

@@ -2,9 +2,9 @@
 
 A plan is a solution without host code: the sandbox launches its kernels. Making and releasing a CUDA context takes
 longer than judging a short plan, and a device makes one context at a time. The worker can unload a plan completely, but
-the plan's kernels may damage the context. So a used context must prove after a refused plan that it still computes
-correctly; otherwise the plan is judged again in a new context. A new context also confirms each crash, each timeout,
-each accusation of cheating, and each new best time."""
+the plan's kernels may damage the context. So after a refused plan, the judge tests whether the used context still
+computes correctly. If it does not, the judge repeats the plan in a new context. The judge also repeats a plan in a new
+context to confirm a crash, a timeout, an accusation of cheating, or a new best time."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +19,12 @@ _SAME = 0.95  # a time is a new best only below this share of the best; rewards 
 
 
 def may_share(request: EvaluateRequest, settings: JudgeSettings, size: int) -> bool:
-    """Returns whether the solution in ``request`` may run in a shared context: a plan of kernels and memsets in quick
-    mode. Plans with library calls may not: other plans' kernels could damage the library's memory in the context. Plans
-    with kernels that call ``malloc`` may not: they could leave too little of the context's heap to later plans. Tasks
-    with more than 1 GiB of inputs and outputs (``size`` bytes) get a new context, too."""
+    """Returns whether the solution in ``request`` may run in a shared context. It must be a plan in quick mode, and
+    three kinds of plans get a new context:
+
+    - Plans with library calls: other plans' kernels could damage the library's memory in the context.
+    - Plans with kernels that call ``malloc``: they could leave too little of the context's heap to later plans.
+    - Plans for tasks with more than 1 GiB of inputs and outputs (``size`` bytes)."""
     return (
         settings.device == "cuda"
         and settings.clock == "real"
@@ -35,7 +37,8 @@ def may_share(request: EvaluateRequest, settings: JudgeSettings, size: int) -> b
 
 
 def _allocates(image: str) -> bool:
-    """Returns whether a kernel in the cubin file ``image`` calls ``malloc``: the file then holds this symbol's name."""
+    """Returns whether a kernel in the cubin file ``image`` calls ``malloc``. If one does, the file holds this symbol's
+    name."""
     return bool(image) and b"malloc" in Path(image).read_bytes()
 
 
@@ -45,7 +48,8 @@ def is_best(seconds: float | None, best: float | None) -> bool:
 
 
 class SharedContext:
-    """Keeps the worker with the shared context, and its areas of memory. ``start`` starts a candidate worker."""
+    """Keeps the worker that holds the shared context, and the worker's memory areas. ``start`` starts a candidate
+    worker."""
 
     def __init__(self, start: Callable[[], JailedProcess]) -> None:
         self._start = start
@@ -80,7 +84,7 @@ class SharedContext:
 
     def give_back(self, worker: JailedProcess, seconds: float) -> bool:
         """Takes ``worker`` back after a plan. Returns whether the worker unloads the plan within ``seconds`` and then
-        computes a known result. Ends the worker if not, or after 64 plans."""
+        computes a known result. Ends the worker if it fails, or if it has served 64 plans."""
         self.served += 1
         proven = worker.alive
         if proven:

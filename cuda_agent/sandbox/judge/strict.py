@@ -1,8 +1,9 @@
-"""Measures a solution in strict mode, for a report. Quick mode (``trial``) measures it for a training reward.
+"""Measures a solution in strict mode, for a report. Quick mode (``trial``) measures a solution for a training reward.
 
-Strict mode checks inputs of many kinds, and measures the errors of the solution and of eager against the model in
-float64. It times until the speed-up's confidence interval is narrow. It reports eager and ``torch.compile`` in fp32, on
-a GPU also in tf32, and eager in bf16, too. It covers neither non-contiguous inputs nor gradients."""
+Strict mode checks inputs of many kinds. It measures the errors of the solution and of eager against the model in
+float64. It times until the speed-up's confidence interval is narrow. It reports the times of eager and
+``torch.compile`` in fp32. On a GPU, it also reports both in tf32, and eager in bf16. It covers neither non-contiguous
+inputs nor gradients."""
 
 import itertools
 import math
@@ -32,9 +33,9 @@ _RESAMPLES = 400
 
 def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
     """Returns the baselines of strict mode, measured once per task, as four dictionaries. ``seconds`` holds each
-    baseline's time. ``shares`` holds each compiled baseline's time over eager's at the same precision (lower end,
-    middle, upper end). ``errors`` holds eager's relative error by precision, ``failed`` the errors of compiled
-    baselines."""
+    baseline's time. ``shares`` holds each compiled baseline's time divided by eager's at the same precision (lower end,
+    middle, upper end). ``errors`` holds eager's relative error by precision. ``failed`` holds the error message of each
+    compiled baseline that failed."""
     if prepared.baselines.strict:
         return prepared.baselines.strict
     oracle, device = prepared.oracle, prepared.settings.device
@@ -113,8 +114,8 @@ def check(
 
 def _as_good_as_eager(prepared: PreparedTask, entry: PoolEntry, mine: float) -> bool:
     """Returns whether the candidate's error ``mine`` on ``entry``, which has exact outputs, is at most ``_AS_GOOD``
-    times eager's error in fp32 or tf32. This helps where large terms cancel out, and eager itself exceeds the
-    tolerance."""
+    times eager's error in fp32 or tf32. Without this rule, correct candidates would fail on tasks where large terms
+    cancel out. On such tasks, eager itself exceeds the tolerance."""
     return any(
         mine <= _AS_GOOD * error(prepared, prepared.outputs_at(entry.inputs, precision), entry.exact or [])
         for precision in _PRECISIONS[prepared.settings.device]
@@ -123,8 +124,8 @@ def _as_good_as_eager(prepared: PreparedTask, entry: PoolEntry, mine: float) -> 
 
 
 def excused(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any]) -> bool:
-    """Returns whether ``outputs`` beyond the tolerance are right nevertheless: their error is a small multiple of
-    eager's. The caller holds the timing lease, and has set the reference to fp32."""
+    """Returns whether ``outputs`` count as right although they exceed the tolerance. They do if their error is at most
+    a small multiple of eager's. The caller holds the timing lease, and has set the reference to fp32."""
     prepared.oracle.outputs(entry.inputs)
     exact = prepared.exact(entry.inputs)
     if exact is None:
@@ -136,8 +137,8 @@ def excused(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any]) ->
 
 def precision_of(own: float, errors: dict[str, float]) -> str:
     """Returns the most exact precision at which eager's error is at least half of ``own``, a solution's relative error.
-    ``errors`` maps precisions to eager's errors, the most exact first. If every error is too small, returns "below"
-    with the last precision; without ``errors``, an empty string."""
+    ``errors`` maps precisions to eager's errors, the most exact precision first. If every error is too small, returns
+    "below" with the last precision. If ``errors`` is empty, returns an empty string."""
     if not errors:
         return ""
     for name, eagers in errors.items():  # from the most exact one
@@ -164,7 +165,7 @@ def time_pairs(candidate: Callable[[], float], eager: Callable[[], float]) -> tu
 
 def interval(mine: Sequence[float], eager: Sequence[float]) -> tuple[float, float]:
     """Returns the 95 % confidence interval of the speed-up, which is the median of ``eager`` divided by the median of
-    ``mine``. Both hold seconds, and their pairs are bootstrapped."""
+    ``mine``. Both arguments hold seconds. The interval comes from a bootstrap of their pairs."""
     generator = numpy.random.default_rng(0)
     rows = numpy.array([mine, eager])
     picks = generator.integers(0, rows.shape[1], (_RESAMPLES, rows.shape[1]))
@@ -175,8 +176,8 @@ def interval(mine: Sequence[float], eager: Sequence[float]) -> tuple[float, floa
 
 def report(verdict: Verdict, anchors: Sequence[float], yard: dict[str, dict[str, Any]]) -> None:
     """Writes baselines, intervals and precision to the verdict. ``anchors`` are the seconds of eager's calls between
-    the candidate's calls. ``yard`` is the result of ``strict_baselines``. One factor scales its times, so that eager's
-    fp32 time is the median of ``anchors``."""
+    the candidate's calls. ``yard`` is the result of ``strict_baselines``. One factor scales all times in ``yard``, so
+    that eager's fp32 time becomes the median of ``anchors``."""
     assert verdict.strict is not None
     own = verdict.strict["kinds"].get("normal")
     eager, compiled = baseline("eager", "fp32"), baseline("compile", "fp32")
@@ -195,7 +196,8 @@ def report(verdict: Verdict, anchors: Sequence[float], yard: dict[str, dict[str,
 
 
 def _intervals(over_eager: Sequence[float], yard: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """Returns the speed-up's interval over each baseline in ``yard``; ``over_eager`` is the one over eager in fp32."""
+    """Returns the interval of the speed-up over each baseline in ``yard``. ``over_eager`` is the interval of the
+    speed-up over eager in fp32."""
     seconds, shares = yard["seconds"], yard["shares"]
     low, high = over_eager
     middle, found = math.sqrt(low * high), {}

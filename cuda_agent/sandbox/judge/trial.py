@@ -1,9 +1,10 @@
 """Runs one trial of a candidate, the solution under judgement: starts its worker, and checks and times its calls.
 
 On the CPU the judge times a call from request to answer, and subtracts the time of an empty call. On a GPU the worker
-reports times of the device's clock; ``cross_check`` checks them if the worker runs the solution's host code. In
-between, the judge times eager, the task's own model. Every call has new inputs, and the judge checks its outputs, so no
-call can skip its work unnoticed. Only ``trial``, ``decisions`` and ``judge`` decide a verdict's status."""
+reports times of the device's clock. If the worker runs the solution's host code, ``cross_check`` checks these times.
+Between the candidate's calls, the judge times eager, the task's own model. Every call has new inputs, and the judge
+checks its outputs, so no call can skip its work unnoticed. Only ``trial``, ``decisions`` and ``judge`` decide a
+verdict's status."""
 
 import contextlib
 import math
@@ -45,7 +46,8 @@ _HARMLESS = ("ok", *decisions.BELIEVED)  # statuses of plans after which a share
 
 
 class Trial:
-    """One trial of a candidate. With ``shared``, its worker comes from this CUDA context and may go back to it."""
+    """One trial of a candidate. If ``shared`` is given, the worker comes from this CUDA context and may go back to
+    it."""
 
     def __init__(
         self,
@@ -174,7 +176,8 @@ class Trial:
     @contextlib.contextmanager
     def _alternating(self) -> Iterator[tuple[Callable[[], tuple[list[Any], float]], Callable[[list[Any]], float], Any]]:
         """Holds the timing lease. Yields ``candidate``, ``eager``, and inputs for eager. ``candidate()`` times and
-        checks a call on new inputs, and returns its inputs and seconds. ``eager(inputs)`` returns eager's seconds."""
+        checks a call on new inputs, and returns these inputs and the call's seconds. ``eager(inputs)`` returns the
+        seconds of eager's call."""
         prepared, oracle, worker = self._prepared, self._prepared.oracle, self._worker
         assert worker
         workers = (worker, oracle.worker) if self._settings.device == "cpu" else ()
@@ -195,10 +198,10 @@ class Trial:
             yield candidate, lambda inputs: net(oracle.seconds(inputs), empty), first
 
     def _believed(self, told: float) -> float:
-        """Returns the seconds per call for the verdict: ``told`` (the worker's median), or the judge's lower bound if
-        ``told`` is clearly below it. Scales the samples to the result. Raises ``CandidateRefused`` if ``told`` is far
-        below the bound, or if the device cannot write the outputs in that time. Plans need neither check. The caller
-        holds the timing lease."""
+        """Returns the seconds per call for the verdict. This is ``told``, the worker's median, or the judge's lower
+        bound if ``told`` is clearly below the bound. Scales the samples to the result. Raises ``CandidateRefused`` if
+        ``told`` is far below the bound, or if the device cannot write the outputs in the resulting time. Plans need
+        neither check. The caller holds the timing lease."""
         seconds, doubt = told, ""
         if self._cross:
             with self._judged("in a timed call"):
@@ -213,8 +216,9 @@ class Trial:
         return seconds
 
     def _doubt(self, doubt: str) -> None:
-        """Ends the candidate and raises ``CandidateRefused``: the judge's clock contradicts the worker's times. The
-        status is ``infra`` if another process uses the device, else ``cheat``, which a second trial must confirm."""
+        """Ends the candidate's worker and raises ``CandidateRefused``, because the judge's clock contradicts the
+        worker's times. The status is ``infra`` if another process uses the device. Otherwise it is ``cheat``, which a
+        second trial must confirm."""
         self.end()
         self._verdict.samples.clear()
         if self._memory.shared(self._prepared.peaks.bytes_per_second):
@@ -222,8 +226,9 @@ class Trial:
         raise CandidateRefused("cheat", doubt, retryable=True)
 
     def observe(self) -> None:
-        """Records in the verdict which kernels run. Makes extra calls after the timed ones, so that a failure changes
-        no result. Outside strict mode a plan needs no such call, and other formats are observed only on request."""
+        """Records in the verdict which kernels run. Makes extra calls after the timed ones, so that a failure of an
+        extra call changes no result. Outside strict mode, a plan needs no extra call, and other formats are observed
+        only if the request asks for it."""
         request, verdict = self._request, self._verdict
         plan, strict_mode = self._traits.host_is_ours, verdict.mode == "strict"
         nodes = request["load"]["nodes"] if plan else []
@@ -287,7 +292,8 @@ class Trial:
         return (None, f"another answer while it was observed: {wrong}") if wrong else (told, "")
 
     def _spent(self, phase: str, begin: float) -> None:
-        """Adds the seconds since ``begin`` to a phase of the verdict, on top of those of an earlier trial."""
+        """Adds the seconds since ``begin`` to a phase of the verdict. The phase may already hold seconds of an earlier
+        trial."""
         phases = self._verdict.phases
         phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - begin
 
@@ -330,9 +336,10 @@ class Trial:
             verdict.advice.append(_BUSY)
 
     def eager_alone(self) -> None:
-        """Ensures that a candidate gains nothing from slowing eager down. If the verdict uses eager's time beside the
-        candidate, times eager alone, and scales the baselines down if eager alone is clearly faster. Ends the worker
-        first, because kernels of a stopped process keep running; a worker from a shared context lives on."""
+        """Ensures that a candidate gains nothing from slowing eager down. Acts only if the verdict uses eager's time
+        beside the candidate. In this case, times eager alone, and scales the baselines down if eager alone is clearly
+        faster. First ends the candidate's worker, because kernels of a stopped process keep running. A worker from a
+        shared context is not ended."""
         if self._anchor is None:
             return
         if not self._shared:
@@ -435,7 +442,8 @@ class Trial:
                 self._worker.kill()
 
     def give_back(self) -> bool:
-        """Returns the worker to its shared context, if any. Returns whether the worker then computes correctly."""
+        """Gives the worker back to its shared context. Returns whether the worker then computes correctly. Returns
+        false if there is no shared context."""
         if not self._shared or not self._worker:
             return False
         worker, self._worker = self._worker, None

@@ -64,9 +64,9 @@ class WorkerPool:
         self, place: dict[str, Any] | None = None, profiler: bool = False, strictly: bool = False
     ) -> JailedProcess:
         """Starts a worker for one solution. The worker can read its private folder and can write only its output area.
-        If ``place`` is given, it can also read the results of the solution's first pass, in which compilers ran.
-        ``profiler`` starts torch's profiler; such a worker is never timed. ``strictly``, like ``place``, gives the
-        worker's CUDA context all hardware queues. Raises ``NotStarted``."""
+        If ``place`` is given, the worker can also read the results of the solution's first pass, in which compilers
+        ran. ``profiler`` starts torch's profiler; such a worker is never timed. Both ``strictly`` and ``place`` give
+        the worker's CUDA context all hardware queues. Raises ``NotStarted``."""
         if place:
             return self._locked(place, profiler)
         queues = strictly and self.settings.device == "cuda"
@@ -77,8 +77,8 @@ class WorkerPool:
         return self._start_candidate(profiler=profiler, queues=queues).wait_started()
 
     def start_spare(self) -> None:
-        """Begins to start a worker for the next candidate, unless there is one, and returns at once. The worker holds
-        the timing lease until it is ready: on a GPU its start would disturb a timing."""
+        """Begins to start a worker for the next candidate, unless one exists, and returns at once. The worker holds the
+        timing lease until it is ready, because its start on a GPU would disturb a timing."""
         if self._spare is None or not self._spare.alive:
             with self.lease.lent() as lent:
                 self._spare = self._start_candidate(lent=(lent,))
@@ -99,7 +99,8 @@ class WorkerPool:
         return self._start(self._plain, "reference", policy, home, watch).wait_started()
 
     def compiler(self) -> tuple[JailedProcess, str]:
-        """Starts a reference worker that may run compilers. Returns it, and the folder with a warm-up's results."""
+        """Starts a reference worker that may run compilers. Returns the worker, and the folder with a warm-up's
+        results."""
         known = str(self._known())
         with self.lease.working():
             return self._start_compiler(self._home(), (known,)), known
@@ -195,8 +196,8 @@ class WorkerPool:
 
 
 def _giving_way(lease: Lease, check: Callable[[JailedProcess], str]) -> Callable[[JailedProcess], str]:
-    """Returns a check for the watchdog. If the worker's flag ``gives_way`` is set, it first pauses the worker while
-    another process times a kernel; then it calls ``check``. The watchdog runs inside ``lease.working``."""
+    """Returns a check for the watchdog, which must run inside ``lease.working``. If the worker's flag ``gives_way`` is
+    set, the check first pauses the worker while another process times a kernel. Then it calls ``check``."""
     ran = time.monotonic()
 
     def checked(worker: JailedProcess) -> str:

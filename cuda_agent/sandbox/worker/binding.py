@@ -1,8 +1,8 @@
-"""Provides the Python module ``cuda_extension`` in a candidate worker; its functions call the solution's built library.
+"""Provides the Python module ``cuda_extension`` in a candidate worker. Its functions call the solution's built library.
 
-This file also checks the rule of the published work folder: ``ModelNew.forward`` may create and reshape tensors, but
-must compute with the extension. The check runs in the candidate's own interpreter, so a determined cheat can evade it.
-The structure ``_Value`` mirrors ``Value`` of ``binding_registry.h``."""
+This file also checks a rule of the extension format: ``ModelNew.forward`` may create and reshape tensors, but must
+compute with the extension. The check runs in the candidate's own interpreter, so a determined cheat can evade it. The
+structure ``_Value`` mirrors ``Value`` of ``binding_registry.h``."""
 
 import ctypes
 import math
@@ -56,8 +56,8 @@ _Entry._fields_ = [
 
 class Outputs:
     """Lets an extension write its results directly into the judge's output memory, so that no copy is timed. Assumes
-    that every call allocates tensors in the same order: if the third tensor of the previous call became an output, the
-    third tensor of this call gets that output's memory. ``targets[slot]`` lists the output tensors of a slot."""
+    that every call allocates tensors in the same order. If the third tensor of the previous call became an output, the
+    third tensor of this call gets the memory of that output. ``targets[slot]`` lists the output tensors of a slot."""
 
     def __init__(self, targets: list[list[torch.Tensor]], device: str = "cpu") -> None:
         self._targets = targets
@@ -160,8 +160,9 @@ def _function(entry: _Entry, name: str, outputs: Outputs) -> Callable[..., Any]:
 def _complete(
     name: str, given: tuple[Any, ...], named: dict[str, Any], names: list[str], standard: dict[str, Any], count: int
 ) -> list[Any]:
-    """Returns the ``count`` arguments of a call: the positional arguments ``given``, then the remaining ``names`` from
-    the keyword arguments ``named`` or the defaults ``standard``. Raises ``TypeError`` if they do not match."""
+    """Returns the ``count`` arguments of a call. The positional arguments ``given`` come first. The remaining ``names``
+    get their values from the keyword arguments ``named`` or the defaults ``standard``. Raises ``TypeError`` if the
+    arguments do not match."""
     arguments = list(given)
     for wanted in names[len(given) :]:
         if wanted not in named and wanted not in standard:

@@ -1,4 +1,5 @@
-"""Runs a candidate worker: a process that runs one solution and then ends, or on a GPU several plans in turn.
+"""Runs a candidate worker: a process that runs one solution and then ends. On a GPU, one worker may run several plans,
+one after the other.
 
 ``WorkerOperation`` lists the judge's requests."""
 
@@ -33,7 +34,8 @@ RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]]
 
 
 class Candidate(WorkerLoop):
-    """Runs a solution. Before the solution arrives, maps the buffers and answers empty calls, which the judge times."""
+    """Runs a solution. Before the solution arrives, maps the buffers and answers empty calls. The judge times these
+    calls."""
 
     def map_buffers(self, frame: Frame) -> None:
         self._options = options = self._options | frame.body
@@ -62,7 +64,8 @@ class Candidate(WorkerLoop):
         return self._finished(enqueue, frame)
 
     def _finished(self, enqueue: Callable[[], None], frame: Frame) -> Any:
-        """Calls ``enqueue`` and waits for the device. Returns the device's seconds, and the host's to enqueue."""
+        """Calls ``enqueue`` and waits for the device. Returns the device's seconds, and the host's seconds to
+        enqueue."""
         times = self._clocked(enqueue, frame.extra)[1]
         torch.cuda.synchronize()
         return times
@@ -83,8 +86,8 @@ class Candidate(WorkerLoop):
         )
 
     def unload_plan(self, run: Callable[[int], None] | None) -> None:
-        """Unloads a plan from a GPU. ``run`` runs the plan; ``None`` means that the plan could not be loaded. The
-        worker then takes the next plan's buffers."""
+        """Unloads a plan from a GPU. ``run`` runs the plan. If the plan could not be loaded, ``run`` is ``None``.
+        Afterwards the worker can take the next plan's buffers."""
         from cuda_agent.sandbox.worker import gpu
 
         self._clocked = gpu.DeviceClock()
@@ -92,9 +95,9 @@ class Candidate(WorkerLoop):
         gpu.unload_plan(run)
 
     def load_model(self, frame: Frame) -> None:
-        """Builds ``ModelNew`` under the reference's seed. If its weights have the reference's names, gives them the
-        reference's values; formats with a rule require these names. Otherwise keeps the constructor's values, but
-        redraws ``PlainWeights`` as the reference does."""
+        """Builds ``ModelNew`` under the reference's seed. If the weights have the same names as the reference's
+        weights, they get the reference's values. Formats with a rule require these names. Under other names, the
+        weights keep the constructor's values, but ``PlainWeights`` are redrawn as in the reference."""
         spec, restricted = self._options["spec"], bool(self._options["rule"])
         os.environ.update(frame.body["environment"])
         numbers = range(len(self._slots.layout))
@@ -126,8 +129,9 @@ class Candidate(WorkerLoop):
             return times
 
         def answer(slot: int) -> Any:
-            """Runs one call and returns its outputs. On a GPU, copies views inside the timed call, because a call that
-            only makes a view would look too fast. Copies no output that the reference returns as a view, too."""
+            """Runs one call and returns its outputs. On a GPU, copies outputs that are views. The copy is part of the
+            timed call, because a call that only makes a view would look too fast. Does not copy an output if the
+            reference returns a view in its place."""
             results = model(*given[slot])
             if self._options["device"] == "cpu":
                 return results
@@ -195,7 +199,8 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
             ctypes.memmove(workspaces[name], content, len(content))
 
     def bind(slot: int) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
-        """Returns a slot's steps and one function per node. Each step is a library node, or kernels and memsets."""
+        """Returns a slot's steps, and one function per node. A step runs one library node, or a series of other
+        nodes."""
         address = partial(slots.address, slot, workspaces)
         steps: list[Callable[[], Any]] = []
         each: list[Callable[[], Any]] = []

@@ -26,9 +26,9 @@ if not any(Path("/dev").glob("nvidia*")):  # this import queries a GPU, and then
 
 
 def share(folder: Path, record: bool) -> None:
-    """Makes TorchInductor reuse the precompiled headers in ``folder``, and the results there of its tests of vector
-    instructions. If ``record`` is true, stores new results there. Raises ``AttributeError`` if this version of torch
-    has other internals."""
+    """Makes TorchInductor reuse two things from ``folder``: precompiled headers, and the results of tests of vector
+    instructions. If ``record`` is true, stores new results in ``folder``. Raises ``AttributeError`` if this version of
+    torch has other internals."""
     notes, home = folder / "facts.json", folder if record else Path(os.environ["TMPDIR"])
     home.mkdir(exist_ok=True)
     facts: dict[str, Any] = json.loads(notes.read_text()) if notes.exists() else {}

@@ -38,8 +38,8 @@ def open_gpu() -> None:
 
 
 def is_open(devices: str = "/dev/nvidia") -> bool:
-    """Returns whether this process has opened a GPU. Forks of such a process cannot use the GPU. The paths of the GPU's
-    files begin with ``devices``."""
+    """Returns whether this process has opened a GPU. Forks of such a process cannot use the GPU. ``devices`` is the
+    beginning of the paths of the GPU's files."""
     names: list[str] = []
     for descriptor in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # closed meanwhile
@@ -57,8 +57,9 @@ class DeviceClock:
         self._host = 0.0
 
     def __call__(self, call: Callable[[], Any], extra: int = 0) -> tuple[Any, tuple[float, float]]:
-        """Runs ``call`` after the delay ``extra`` (in ``DELAY_UNIT``; 0: estimated from earlier calls). Returns the
-        result, and two times in seconds: the device's time for the call, and the host's time to enqueue it."""
+        """Runs ``call`` after a delay of ``extra`` times ``DELAY_UNIT``. If ``extra`` is 0, estimates the delay from
+        earlier calls. Returns the result, and two times in seconds: the device's time for the call, and the host's time
+        to enqueue it."""
         delay = extra * DELAY_UNIT or min(1.5 * self._host + _HEAD_START, _LONGEST_DELAY)
         torch.cuda._sleep(int(delay * _CYCLES))
         begin = time.perf_counter()

@@ -2,9 +2,9 @@
 
 A node's ``compute`` chooses the arithmetic:
 
-- fp32: products and sums are in single precision, also for half-precision buffers.
+- fp32: products and sums are in single precision, even for half-precision buffers.
 - tf32: operands are rounded to TF32.
-- fp16 and bf16: operands and results are rounded to this type, as under autocast. Partial sums may be rounded, too.
+- fp16 and bf16: operands and results are rounded to this type, as under autocast. Partial sums may also be rounded.
 - fp64: double precision.
 
 ``formats.library_nodes`` has checked the shapes. If the library still rejects a node, the error names the node."""

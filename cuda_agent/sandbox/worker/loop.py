@@ -1,4 +1,4 @@
-"""Answers the judge's messages in a worker, one by one; runs untrusted Python and reports its errors."""
+"""Answers the judge's messages in a worker, one by one. Runs untrusted Python code and reports errors of this code."""
 
 import linecache
 import os

@@ -40,7 +40,8 @@ def main() -> None:
 
 
 def _serve(control: socket.socket, imports: Sequence[str]) -> None:
-    """Runs a warm parent that also imports the modules ``imports``, until the judge has closed ``control``."""
+    """Runs a warm parent until the judge has closed ``control``. The warm parent also imports the modules
+    ``imports``."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopts the orphans of a dead worker
     gc.disable()
     for name in imports:
@@ -82,7 +83,8 @@ def _serve(control: socket.socket, imports: Sequence[str]) -> None:
 
 def _kill_orphans(living: set[int]) -> None:
     """Kills the processes that dead workers left behind: all descendants except the workers in ``living`` and their
-    descendants. Stops all of these processes first, because a fork bomb would otherwise go on."""
+    descendants. Stops all of these processes before it kills them, because a fork bomb would otherwise start new
+    ones."""
     seen: set[int] = set()
     while found := descendants(os.getpid(), living):
         standing = found <= seen
@@ -96,7 +98,8 @@ def _kill_orphans(living: set[int]) -> None:
 
 
 def _child(frame: Frame, parent: int) -> None:
-    """Runs a freshly forked worker and never returns. ``frame`` holds its options; ``parent`` is its parent's pid."""
+    """Runs a freshly forked worker and never returns. ``frame`` holds the worker's options. ``parent`` is the process
+    id of the warm parent."""
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         signal.alarm(_START_SECONDS)  # a driver that hangs must not hold the timing lease

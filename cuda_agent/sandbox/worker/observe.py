@@ -34,7 +34,7 @@ class _Mode(TorchDispatchMode):
 
 
 class Operators(_Mode):
-    """Records the operators that run, and their seconds; leaves out views, copies and allocations. The seconds are
+    """Records the operators that run, and their seconds. Leaves out views, copies and allocations. The seconds are
     valid on the CPU only, because a GPU works asynchronously."""
 
     def __init__(self) -> None:
@@ -56,7 +56,8 @@ class Operators(_Mode):
 
 def told(ran: dict[tuple[str, str], list[float]], total: float | None) -> list[list[Any]]:
     """Returns one record ``[name, kind, calls, share]`` per operator or kernel, the longest first. ``ran`` maps (name,
-    kind) to the seconds of each call. ``share`` is their sum divided by ``total``; ``None`` if ``total`` is unknown."""
+    kind) to the seconds of each call. ``share`` is the sum of these seconds divided by ``total``. It is ``None`` if
+    ``total`` is unknown."""
     rows = sorted(ran.items(), key=lambda item: -sum(item[1]))[:_MOST]
     return [[name[:_LONGEST], kind, len(calls), sum(calls) / total if total else None] for (name, kind), calls in rows]
 
@@ -133,8 +134,8 @@ class _Flops(_Mode):
 
 
 def flops(call: Callable[[], Any]) -> tuple[int, Any]:
-    """Runs ``call``. Returns the number of floating-point operations in its matrix products, convolutions and attention
-    (0 if there are none or some are unknown), and the result of ``call``."""
+    """Runs ``call``. Returns the number of floating-point operations in its matrix products, convolutions and
+    attention, and the result of ``call``. The number is 0 if there are no such operations or if some are unknown."""
     with _Flops() as counter:
         result = call()
     return counter.count if counter.all else 0, result

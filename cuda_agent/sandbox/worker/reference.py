@@ -89,7 +89,8 @@ class Reference(WorkerLoop):
 
     def draw_weights(self, frame: Frame) -> dict[str, Any]:
         """Redraws the weights that the constructor does not draw at random, and writes them for the judge. If the new
-        values give more infinite or NaN outputs than the constructor's values, restores these and answers ``kept``."""
+        values give more infinite or NaN outputs than the constructor's values, restores the constructor's values and
+        answers ``kept``."""
         changed = [i for i, t in enumerate(self._state.values()) if t.data_ptr() in self._plain.addresses]
         seed, kept = frame.body["seed"], False
         if changed:
@@ -125,8 +126,8 @@ class Reference(WorkerLoop):
         return True
 
     def _example(self, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns the tensors in the output area that hold a drawn set of inputs, and those for the model's outputs on
-        it. ``number`` is the number of the set."""
+        """Returns two lists of tensors in the output area. The first list holds the inputs of the drawn set ``number``.
+        The second list holds the model's outputs for these inputs."""
         tensors, count = (*self._spec["inputs"], *self._spec["outputs"]), len(self._spec["inputs"])
         places = zip(self._examples[number], tensors, strict=True)
         made = [self._slots.tensor(self._slots.written + offset, tensor) for offset, tensor in places]
@@ -141,8 +142,8 @@ class Reference(WorkerLoop):
         self.settle()
 
     def run(self, frame: Frame) -> Any:
-        """Runs the model on the inputs of ``frame.slot``. The request may give a number of threads. Returns the seconds
-        of device and host on a GPU, else ``None``."""
+        """Runs the model on the inputs of ``frame.slot``. The request may give a number of threads. On a GPU, returns
+        the seconds of device and host; on the CPU, returns ``None``."""
         with _threads(frame.body["threads"]) if frame.body else contextlib.nullcontext():
             return self._run(frame)
 
@@ -166,9 +167,9 @@ class Reference(WorkerLoop):
         store(self._last, self._slots.output_tensors(frame.slot))
 
     def compile_task(self, frame: Frame) -> None:
-        """Makes ``run`` call the compiled model. The request's ``known`` is the folder with the results of a warm-up;
-        if it is empty, this process is the warm-up and records them. Only large models on a GPU are compiled by several
-        processes, because TorchInductor's processes take long to start."""
+        """Makes ``run`` call the compiled model. The request's ``known`` is the folder with the results of a warm-up.
+        If ``known`` is empty, this process is the warm-up and records the results. Several processes compile a large
+        model on a GPU. This process compiles all other models alone, because TorchInductor's processes start slowly."""
         from cuda_agent.sandbox.worker import compiling
 
         known = frame.body["known"]
@@ -191,8 +192,8 @@ class Reference(WorkerLoop):
         self._exact = Slots(frame.body["spec"], frame.body, frame.fds, self._device)
 
     def run_exact(self, frame: Frame) -> bool:
-        """Runs the model in double precision on the inputs of ``frame.slot``. Returns whether all its outputs, and the
-        outputs of the last ``run``, are finite."""
+        """Runs the model in double precision on the inputs of ``frame.slot``. Returns whether the outputs of this run
+        and of the last ``run`` are all finite."""
         if self._double is None:
             self._double = copy.deepcopy(self._model).double()
         given = [t.double() if t.is_floating_point() else t for t in self._slots.input_tensors(frame.slot)]
@@ -220,8 +221,8 @@ class Reference(WorkerLoop):
         return True
 
     def account(self, frame: Frame) -> dict[str, Any]:
-        """Returns the floating-point operations of one call (0 if unknown), the bytes that the call must write for its
-        outputs, and the strides of outputs that are views."""
+        """Returns three facts about one call: the number of floating-point operations (0 if unknown), the bytes that
+        the call must write for its outputs, and the strides of outputs that are views."""
         given = self._slots.input_tensors(frame.slot)
         flops, answer = observe.flops(lambda: self._model(*rebuild(self._arguments, given)))
         results, memory = flatten(answer), [*given, *self._state.values()]
@@ -229,7 +230,7 @@ class Reference(WorkerLoop):
         return {"flops": flops, "written": written, "views": views}
 
     def count_operators(self, frame: Frame) -> dict[str, int]:
-        """Counts the operators of one call and the bytes that they read and write, for simulated times."""
+        """For simulated times, counts the operators of one call, and the bytes that these operators read and write."""
         total = {"operators": 0, "bytes": 0}
 
         class Counter(TorchFunctionMode):

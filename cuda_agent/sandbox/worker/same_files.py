@@ -20,15 +20,16 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 def with_own_tmp(code: str, place: Path) -> str:
-    """Returns the source ``code`` with ``{place}/tmp`` instead of the system's ``/tmp``, which solutions may not write
-    to."""
+    """Returns the source ``code`` with ``{place}/tmp`` instead of the system's ``/tmp``. Solutions may not write to
+    ``/tmp``."""
     return _SYSTEM_TMP.sub(lambda _: f"{place}/tmp", code)
 
 
 def keep_files(place: Path, replayed: bool) -> None:
     """Changes this process's file functions for the folder ``place``. In both passes the n-th temporary file with the
     same prefix, suffix and folder has the same name, and no file is removed. In the second pass (``replayed``) writes
-    do nothing, because the files exist already."""
+    do nothing, because the files exist already. In the subfolders of compilers, files are removed and written as
+    usual."""
     counts: Counter[tuple[Any, ...]] = Counter()
     inside = _inside(place)
 
@@ -63,7 +64,7 @@ def _inside(place: Path) -> Callable[[Any], bool]:
     of_compilers = tuple(f"{own}{name}{os.sep}" for name in _OF_COMPILERS)
 
     def inside(path: Any) -> bool:
-        """Returns whether ``path`` lies in the folder, and not in a compiler's part of it."""
+        """Returns whether ``path`` lies in the folder, but not in a compiler's subfolder."""
         if not isinstance(path, str | bytes | os.PathLike):
             return False
         whole = os.path.abspath(os.fsdecode(path))
@@ -73,13 +74,13 @@ def _inside(place: Path) -> Callable[[Any], bool]:
 
 
 def _skip(owner: Any, name: str, inside: Callable[[Any], bool]) -> None:
-    """Makes the function ``owner.name`` do nothing if its first argument lies ``inside``."""
+    """Makes the function ``owner.name`` do nothing if ``inside`` is true for its first argument."""
     real = getattr(owner, name)
     setattr(owner, name, lambda path, *more, **options: None if inside(path) else real(path, *more, **options))
 
 
 def _discard_writes(inside: Callable[[Any], bool]) -> None:
-    """Makes ``open`` and ``os.open`` write to /dev/null instead of to files that lie ``inside``."""
+    """Makes ``open`` and ``os.open`` write to /dev/null instead of to files for which ``inside`` is true."""
     whole, bare = io.open, os.open
 
     def opened(file: Any, mode: str = "r", *more: Any, **options: Any) -> Any:

@@ -15,15 +15,15 @@ from cuda_agent.sandbox.wire import span
 
 
 class Slots:
-    """The judge's shared memory, mapped in a worker; the worker cannot write to inputs and weights. A slot is the room
+    """The judge's shared memory, mapped in a worker. The worker cannot write to inputs and weights. A slot is the room
     for the inputs and outputs of one call. ``places`` comes from ``Buffers.places``. Its ``layout`` has one item per
     slot, with offsets in bytes: ``{"in": [offsets], "out": [offsets]}``."""
 
     def __init__(
         self, spec: dict[str, Any], places: dict[str, Any], fds: list[int], device: str, before: "Slots | None" = None
     ) -> None:
-        """Maps the areas with the descriptors ``fds``. If ``before``, the slots of an earlier plan, has the same GPU
-        areas, takes over its mappings; otherwise removes them."""
+        """Maps the areas with the descriptors ``fds``. ``before`` holds the slots of an earlier plan. If they have the
+        same GPU areas, reuses their mappings. Otherwise removes their mappings."""
         layout, sizes = places["layout"], places["sizes"]
         self._numbers = places["areas"]
         self._areas: list[driver.Shared] = []
@@ -75,8 +75,8 @@ class Slots:
 
 
 def map_memory(descriptor: int, size: int, writable: bool) -> int:
-    """Maps ``size`` bytes of shared memory (private memory if ``descriptor`` is -1) and returns the address. Raises
-    ``MemoryError`` if that fails."""
+    """Maps ``size`` bytes of shared memory and returns the address. If ``descriptor`` is -1, maps private memory.
+    Raises ``MemoryError`` if the mapping fails."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     kind = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     kind |= mmap.MAP_POPULATE  # so that no first touch of a page is timed
@@ -92,7 +92,8 @@ _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_
 
 
 def tensor_at(address: int, tensor: dict[str, Any], device: str) -> torch.Tensor:
-    """Returns a tensor with the shape and dtype of ``tensor`` over memory at ``address``, which must stay mapped."""
+    """Returns a tensor with the shape and dtype of ``tensor`` over memory at ``address``. The memory must stay
+    mapped."""
     dtype: torch.dtype = getattr(torch, tensor["dtype"])
     count = math.prod(tensor["shape"])
     if count == 0:
@@ -158,7 +159,7 @@ def is_plain(value: Any) -> bool:
 
 def argument_of(value: Any, tensors: list[torch.Tensor]) -> Any:
     """Returns an argument as JSON. Appends its tensors to ``tensors``, and replaces them by their indices. Raises
-    ``TypeError`` for values that are neither plain, tensors nor lists."""
+    ``TypeError`` if the argument holds anything but plain values, tensors and lists."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}
@@ -170,8 +171,8 @@ def argument_of(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def draw(get_inputs: Callable[[], Any], device: str) -> tuple[list[Any], list[torch.Tensor]]:
-    """Draws arguments with a task's ``get_inputs``. Returns them as JSON, and their tensors on ``device``. Raises
-    ``TypeError`` if they are not supported."""
+    """Draws arguments with a task's ``get_inputs``. Returns the arguments as JSON, and their tensors on ``device``.
+    Raises ``TypeError`` if the arguments are not supported."""
     with torch.device(device):  # creating tensors on the device is much faster than moving them
         values = get_inputs()
     if not isinstance(values, list | tuple):

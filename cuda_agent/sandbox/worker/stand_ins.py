@@ -1,8 +1,9 @@
 """Makes ``torch.utils.cpp_extension`` compile in seconds, against stand-ins for torch's headers.
 
 Torch runs its usual build with another folder of headers (``cuda_agent/sandbox/formats/stand_ins``). If this build
-fails, or its library cannot be imported, torch builds again with its own headers, unless that build must fail, too. A
-build that makes no Python module uses torch's headers at once. The second pass (``replay``) replays these builds."""
+fails, or if its library cannot be imported, torch builds again with its own headers. It does not build again if that
+build must also fail. A build that makes no Python module uses torch's headers at once. The second pass (``replay``)
+replays these builds."""
 
 import contextlib
 import inspect
@@ -39,9 +40,9 @@ def write_headers(place: Path, headers: Mapping[str, str]) -> None:
 
 
 def _fails_anyway(said: str, folder: Path) -> bool:
-    """Returns whether a build with torch's own headers would fail as well; ``said`` is the failed build's output. It
-    would fail if the module is defined twice, or if a command's first error is that a bound function is declared
-    neither in the sources nor in torch's headers. ``folder`` caches the search in the headers."""
+    """Returns whether a build with torch's own headers would fail as well. ``said`` is the failed build's output. The
+    build would fail if the module is defined twice. It would also fail if a command's first error is about a bound
+    function that neither the sources nor torch's headers declare. ``folder`` caches the search in the headers."""
     for output in said.split(_FAILED)[1:]:
         if found := _TWICE.search(output) or _UNBOUND.search(output):
             first = output.find("error: ")

@@ -1,10 +1,10 @@
 """Manages the memory that the judge shares with its workers.
 
-Each worker has an input area with inputs and weights, which it can only read, and an output area, from which the judge
-copies the outputs. A slot is the room for the inputs and outputs of one call. Before every call the judge fills the
-outputs, and the gaps beside them, with poison (large numbers). So the judge detects outputs that the worker did not
-write, and writes to a gap. It does not detect writes beyond a gap. ``Area`` lies on the CPU, with NumPy arrays
-(bfloat16 as its 16 raw bits); ``device.Area`` lies on the GPU."""
+Each worker has two areas. The input area holds inputs and weights, and the worker can only read it. The worker writes
+to the output area, and the judge copies the outputs from there. A slot is the room for the inputs and outputs of one
+call. Before every call the judge fills the outputs, and the gaps beside them, with poison (large numbers). So the judge
+detects an output that the worker did not write, and a write to a gap. It does not detect writes beyond a gap. ``Area``
+lies on the CPU, with NumPy arrays (bfloat16 as its 16 raw bits); ``device.Area`` lies on the GPU."""
 
 import contextlib
 import fcntl
@@ -44,7 +44,8 @@ def call_bytes(spec: TaskSpec) -> int:
 
 class Area:
     """An area of shared CPU memory, with ``size`` bytes but at least one page. A worker maps it through ``descriptor``,
-    and can write to it unless ``read_only``. ``touched`` allocates all pages at once; ``fit`` must follow."""
+    and can write to it unless ``read_only``. If ``touched``, all pages are allocated at once, and the caller must call
+    ``fit`` before use."""
 
     number = 0  # areas of a GPU have numbers
 
@@ -134,7 +135,7 @@ class Buffers:
         examples: The number of sets of inputs and outputs that a reference worker can draw in one request. If positive,
             the output area holds these sets and the weights. The first set's outputs are the first slot's outputs.
         fixed: Whether the gaps between tensors have a fixed width, so that offsets are the same in every run.
-        areas: A function from two sizes in bytes to the two areas. By default they lie in CPU memory."""
+        areas: A function from two sizes in bytes to the two areas. By default the areas lie in CPU memory."""
 
     def __init__(
         self,

@@ -52,7 +52,7 @@ class Array:
 
 class Area(driver.Shared):
     """An area of GPU memory, shared with a worker. Copies to and from it are finished only after ``settle``. Closed
-    areas are kept for later workers, because the driver takes long to make an area."""
+    areas are kept for later workers, because the driver needs much time to make an area."""
 
     _idle: ClassVar[dict[int, list["Area"]]] = {}  # closed areas by size; no process but this one maps them
     _numbers: ClassVar[Iterator[int]] = itertools.count(1)
@@ -63,7 +63,8 @@ class Area(driver.Shared):
 
     @classmethod
     def of(cls, size: int) -> "Area":
-        """Returns an area of at least ``size`` bytes. Above 16 MB, the surplus is at most an eighth."""
+        """Returns an area of at least ``size`` bytes. Above 16 MB, the area is larger than ``size`` by at most an
+        eighth."""
         step = max(_LEAST_AREA, 1 << max(0, size.bit_length() - 4))
         size = -(-max(size, 1) // step) * step
         idle = cls._idle.get(size)
@@ -163,7 +164,7 @@ def policy_bytes() -> int:
 
 
 def free_bytes() -> int:
-    """Returns the free bytes of the device, without those that ``trim`` would free."""
+    """Returns the free bytes of the device. Memory that ``trim`` would free does not count as free."""
     return driver.memory_bytes()[0]
 
 
@@ -191,8 +192,9 @@ def flush() -> None:
 
 
 def shared(peak: float | None) -> bool:
-    """Returns whether another process uses the device now. The processes then take turns of some milliseconds, so a
-    long piece of work takes longer than the sum of its parts. ``peak`` is the memory's peak rate in bytes/s."""
+    """Returns whether another process uses the device now. If so, the processes take turns of some milliseconds each.
+    Work in one long piece then takes longer than the same work in short pieces. ``peak`` is the memory's peak rate in
+    bytes/s."""
 
     def wall(fills: int) -> float:
         begin = time.perf_counter()

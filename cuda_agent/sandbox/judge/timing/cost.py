@@ -1,8 +1,8 @@
 """Computes simulated times, which replace measured times in tests and drills (``sandbox.clock=model``).
 
-A simulated time is a pure function of task and solution. It does not predict real time. The usual optimizations (fewer
-passes over memory, fewer operators, at least as many blocks as threads, vector hints) shorten it, so a policy can learn
-from it."""
+A simulated time is a pure function of task and solution. It does not predict real time. A policy can learn from it,
+because it falls with the usual optimizations: fewer passes over memory, fewer operators, at least as many blocks as
+threads, and vector hints."""
 
 import re
 from typing import Any
@@ -21,7 +21,8 @@ def eager(operators: int, touched: int, threads: int) -> float:
 
 def compiled(spec: TaskSpec, operators: int, touched: int, threads: int) -> float:
     """Returns the seconds of one call of the compiled model. Eager runs ``operators`` operators on ``touched`` bytes.
-    The compiled model runs 1 + ``operators`` / 4, on the inputs, the outputs and a quarter of the other bytes."""
+    The compiled model counts as 1 + ``operators`` / 4 operators. They touch the inputs, the outputs and a quarter of
+    the other bytes."""
     least = call_bytes(spec)
     return _CALL * (1 + operators / 4) + (least + max(0, touched - least) / 4) / (_BYTES_PER_SECOND * threads)
 
@@ -34,8 +35,8 @@ def candidate(request: EvaluateRequest, spec: TaskSpec, threads: int) -> float:
 
 
 def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads: int) -> float:
-    """Returns the seconds of one call of a plan. They depend on its nodes, the bytes of their buffers, the blocks of
-    its kernels, and on vector hints (such as ``restrict``) in ``files``."""
+    """Returns the seconds of one call of a plan. The time depends on the plan's nodes, the bytes of their buffers, the
+    number of blocks of each kernel, and vector hints (such as ``restrict``) in ``files``."""
     sizes = {f"in:{i}": byte_count(t) for i, t in enumerate(spec.inputs)}
     sizes |= {f"out:{i}": byte_count(t) for i, t in enumerate(spec.outputs)}
     sizes |= {f"w:{i}": byte_count(t) for i, t in enumerate(spec.weights.values())}
@@ -56,8 +57,8 @@ def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads
 
 
 def extension(spec: TaskSpec, files: dict[str, str], threads: int) -> float:
-    """Returns the seconds of one call of a solution that is not a plan. They grow with the bytes of inputs, outputs and
-    weights, and with the number of exported functions."""
+    """Returns the seconds of one call of a solution that is not a plan. The time grows with the bytes of inputs,
+    outputs and weights, and with the number of exported functions."""
     least = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs, *spec.weights.values()))
     calls = sum(len(re.findall(r"REGISTER_BINDING", text)) for text in files.values())
     return _CALL * (2 + calls) + least / (_BYTES_PER_SECOND * threads)

@@ -5,18 +5,19 @@ cover. The judge therefore measures a lower bound of a call's time.
 
 The judge times requests for one call, and requests for a chain: several calls on different inputs. The wall time of a
 request ends when the judge holds a copy of all outputs. The judge divides the difference of the two wall times by the
-number of additional calls, so the fixed cost of a request cancels out. It subtracts the time of an empty call, measured
-in the same way before untrusted code was loaded. The result is the lower bound. If the device has room for one slot
-only, there is no chain: the bound is the wall time of one call, less its delay and the time of an empty request.
+number of additional calls, so the fixed cost of a request cancels out. It subtracts the time of an empty call, which it
+measured in the same way before untrusted code was loaded. The result is the lower bound. If the device has room for one
+slot only, there is no chain. The bound is then the wall time of one call, minus the call's delay and the time of an
+empty request.
 
-The delay is a kernel of known length, in which the device waits while the host enqueues the calls. The judge does not
-see work on another stream during the delay. A chain's delay is therefore at most about twice the time in which the host
-would enqueue the same number of calls of eager.
+The delay is a kernel of known length that runs before the calls. The device runs it while the host enqueues the calls.
+The judge does not see work on another stream during the delay. A chain's delay is therefore at most about twice the
+time in which the host would enqueue the same number of calls of eager.
 
 Each wall time is the shortest of several, because stopping processes can only lengthen it (by tenths of a millisecond
-on H200). A reported time counts if it is at least 80 % of the bound, less an allowance for noise. Otherwise the bound
-counts. A reported time below half of the bound is a forgery; above half, honest calls that move gigabytes have been
-seen (10.4 ms reported, 15.1 ms by the judge's clock on H200)."""
+on H200). A reported time counts if it is at least 80 % of the bound, minus an allowance for noise. Otherwise the bound
+counts. A reported time below half of the bound is a forgery. The limit is not higher, because honest calls that move
+gigabytes can report too little. On H200, one such call reported 10.4 ms and took 15.1 ms by the judge's clock."""
 
 import math
 from collections.abc import Callable
@@ -53,7 +54,8 @@ class CrossCheck:
         self._empty = max(0.0, walls.slope(_EMPTY_DELAY))
 
     def heard(self, host: float) -> None:
-        """Sets the delay of later calls to 1.5 times ``host``, the seconds to enqueue the last call, within limits."""
+        """Sets the delay of later calls to 1.5 times ``host``, within limits. ``host`` is the host's seconds to enqueue
+        the last call."""
         self._enqueues = min(1.5 * host, self._allowed)
         self.delay = max(_units(self._enqueues), min(_units(1.5 * host), _ENOUGH))
 
@@ -87,7 +89,8 @@ def _units(seconds: float) -> int:
 
 
 class _Walls:
-    """The shortest wall seconds so far of requests for one call and, if ``count`` exceeds 1, for ``count`` calls."""
+    """The shortest wall seconds so far of requests for one call, and of requests for ``count`` calls if ``count``
+    exceeds 1."""
 
     def __init__(self, count: int) -> None:
         self._count = count

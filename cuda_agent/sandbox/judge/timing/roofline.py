@@ -1,8 +1,9 @@
 """Determines a device's peak rates, and the lower bound of a call's time that follows from them.
 
 The driver reports a GPU's rates. A CPU's rate of memory copies is measured, because virtual machines do not report it.
-The bound counts the bytes of the outputs, which a call must write because they are poisoned before. It counts no
-inputs, which a call need not read entirely. It subtracts the last-level cache, which may still hold outputs."""
+The bound counts the bytes of the outputs: a call must write them, because the judge poisons them before. It does not
+count inputs, because a call need not read them entirely. It subtracts the size of the last-level cache, because outputs
+may still be there."""
 
 import json
 import os
@@ -69,7 +70,7 @@ class Peaks:
 
 def below_physical_floor(seconds: float, eager: float, written: int, peaks: Peaks) -> str:
     """Returns why a call cannot write ``written`` bytes of outputs in ``seconds``, or an empty string if it can.
-    Ignores a bound above eager's own time ``eager``, which must be wrong."""
+    Ignores a bound above ``eager``, the seconds of eager's own call, because such a bound must be wrong."""
     floor = peaks.floor(written)
     if not seconds < floor <= eager:
         return ""
@@ -90,8 +91,8 @@ def of_gpu() -> Peaks:
 
 
 def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[None]], again: bool = False) -> Peaks:
-    """Returns the CPU's peaks from ``file``. Without the file, or if ``again``, measures them in the context
-    ``quiet()`` and writes the file. The higher of an old and a new copy rate counts, because other programs only slow
+    """Returns the CPU's peaks from ``file``. If the file is missing, or if ``again``, measures the peaks in the context
+    ``quiet()`` and writes the file. Of an old and a new copy rate the higher counts, because other programs only slow
     copies down."""
     known = 0.0
     with suppress(OSError, ValueError, TypeError):

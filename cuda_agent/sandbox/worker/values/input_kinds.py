@@ -1,7 +1,7 @@
 """Varies the inputs that a task draws, to catch kernels that are correct only for typical values.
 
-Each kind keeps to the domain of the drawn values: non-negative values remain non-negative (for logarithms and roots),
-values in [0, 1] remain there (probabilities), and integers (indices, labels) and booleans do not change."""
+Each kind keeps to the domain of the drawn values. Non-negative values remain non-negative (for logarithms and roots).
+Values in [0, 1] remain there (probabilities). Integers (indices, labels) and booleans do not change."""
 
 import torch
 

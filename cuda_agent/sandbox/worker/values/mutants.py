@@ -10,9 +10,12 @@ from cuda_agent.sandbox.worker.values.weights import PlainWeights
 
 
 def spoil(how: dict[str, Any], right: list[torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns wrong outputs in place of ``right``. ``how["kind"]`` says how: ``zeros``; ``constant`` fills each output
-    with its mean; ``scale`` multiplies floating outputs by ``how["factor"]``; ``copy`` replaces each output by the
-    input ``given[how["input"]]`` if both have the same number of values."""
+    """Returns wrong outputs in place of ``right``. ``how["kind"]`` says how:
+
+    - ``zeros`` replaces all values by zeros.
+    - ``constant`` fills each output with its mean.
+    - ``scale`` multiplies floating outputs by ``how["factor"]``.
+    - ``copy`` replaces each output by the input ``given[how["input"]]`` if both have the same number of values."""
     match how["kind"]:
         case "zeros":
             return [torch.zeros_like(tensor) for tensor in right]
@@ -37,9 +40,9 @@ def _mean(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def redraw(model: torch.nn.Module, build: Callable[[], torch.nn.Module], how: dict[str, Any]) -> torch.nn.Module | None:
-    """Returns a second model, built under the seed ``how["seed"]``. If ``how["plain"]``, also redraws its
-    ``PlainWeights``. Returns ``None`` if the model has no parameters, and its buffers are equal in both models
-    (constants)."""
+    """Returns a second model, built under the seed ``how["seed"]``. If ``how["plain"]``, also redraws the second
+    model's ``PlainWeights``. Returns ``None`` if the model has no parameters, and all buffers are equal in both
+    models."""
     torch.manual_seed(how["seed"])
     other = build()
     if how["plain"]:
@@ -50,5 +53,5 @@ def redraw(model: torch.nn.Module, build: Callable[[], torch.nn.Module], how: di
 
 
 def in_bfloat16(model: torch.nn.Module, given: list[torch.Tensor]) -> tuple[torch.nn.Module, list[torch.Tensor]]:
-    """Returns a copy of the model, and the inputs, in bfloat16."""
+    """Returns a copy of the model in bfloat16, and the inputs in bfloat16."""
     return copy.deepcopy(model).bfloat16(), [t.bfloat16() if t.is_floating_point() else t for t in given]

@@ -1,8 +1,8 @@
 """Draws new values for weights that a constructor sets to one value, so that a solution cannot ignore them.
 
-LayerNorm's weight, for example, starts with 1 and its bias with 0. A solution that ignores them is right until they
+LayerNorm's weight, for example, starts with 1 and its bias with 0. A solution that ignores both is right until they
 have other values. Weights that the constructor draws at random stay, because they follow from the judge's secret seed.
-The reference worker uses this module, and so does a candidate worker whose weights have other names."""
+The reference worker uses this module. A candidate worker uses it if its weights have other names."""
 
 import hashlib
 from collections import Counter
@@ -29,9 +29,10 @@ class PlainWeights:
         self.addresses = {tensor.data_ptr() for tensor in self._tensors}
 
     def draw(self, seed: int | None) -> None:
-        """Draws new values for all plain weights: each value of the constructor times a number from 0.5 to 1.5, or
-        values from -0.5 to 0.5 for a tensor of zeros. They follow from ``seed`` and from the tensors' shapes, old
-        values and order; names do not matter. If ``seed`` is ``None``, restores the constructor's values."""
+        """Draws new values for all plain weights. A new value is the constructor's value times a number from 0.5 to
+        1.5. A tensor of zeros gets values from -0.5 to 0.5. The new values follow from ``seed`` and from the tensors'
+        shapes, old values and order; names do not matter. If ``seed`` is ``None``, restores the constructor's
+        values."""
         places: Counter[str] = Counter()
         for tensor, original in zip(self._tensors, self._originals, strict=True):
             if seed is None:
