@@ -1,4 +1,4 @@
-"""Defines the interface of the sandbox. ``LocalSandbox`` (this machine) and ``RemoteSandbox`` (servers) have it."""
+"""Defines the sandbox's interface. ``LocalSandbox`` implements it on this machine, ``RemoteSandbox`` on servers."""
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
@@ -14,7 +14,8 @@ from cuda_agent.tasks.task import Task
 
 
 class WorkFolder(Protocol):
-    """An open workspace: an agent's work folder with the tools that act on it, on this machine or on a server."""
+    """An open workspace: an agent's work folder, with tools that read and change it. The folder is on this machine or
+    on a server."""
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult: ...
 
@@ -34,5 +35,6 @@ class Sandbox(Protocol):
 
 
 def open_sandbox(config: SandboxConfig, cache: Path) -> LocalSandbox | RemoteSandbox:
-    """Returns a sandbox on ``config.servers`` if there are any, else a sandbox on this machine that uses ``cache``."""
+    """Returns a sandbox on the servers in ``config.servers``. If there are none, returns a sandbox on this machine that
+    uses the folder ``cache``."""
     return RemoteSandbox(config) if config.servers else LocalSandbox(config, cache)

@@ -1,8 +1,8 @@
-"""Calls the CUDA driver through ctypes: the part of ``libcuda`` that the judge and its workers need.
+"""Calls the CUDA driver (``libcuda``) through ctypes. Covers the functions that the judge and its workers need.
 
-``python driver.py`` prints the device's architecture and identity as JSON, or an error. A process that must not open
-the device itself runs this program instead. Device addresses are integers. The module uses only the default stream, and
-neither textures nor graphs."""
+``python driver.py`` prints JSON: the device's architecture and identity, or an error. A process that must not open the
+device itself runs this program instead. Device addresses are integers. The module uses only the default stream. It does
+not use textures or graphs."""
 
 import ctypes
 import functools
@@ -21,7 +21,7 @@ _RELEASE_THRESHOLD = 4  # attribute of a memory pool
 
 
 class DriverError(RuntimeError):
-    """A call of the driver failed; ``code`` is its ``CUresult``."""
+    """A call of the driver failed. ``code`` is the ``CUresult`` of the call."""
 
     def __init__(self, code: int, call: str) -> None:
         super().__init__(f"{call}: CUDA error {code} ({_name(code)})")
@@ -101,7 +101,8 @@ def attribute(which: int) -> int:
 
 
 def architecture() -> str:
-    """Returns the device's architecture, such as ``sm_90a``. ``a`` allows instructions of this architecture only."""
+    """Returns the device's architecture, such as ``sm_90a``. The suffix ``a`` allows instructions that only this
+    architecture has."""
     major, minor = attribute(_MAJOR), attribute(_MINOR)
     return f"sm_{major}{minor}" + ("a" if major >= 9 else "")
 
@@ -140,25 +141,26 @@ def allocate(size: int) -> int:
 
 
 def keep_freed() -> None:
-    """Makes the driver keep memory that ``give_back`` frees, for later calls of ``take``. ``trim`` releases it."""
+    """Makes the driver keep the memory that ``give_back`` frees. Later calls of ``take`` use this memory again.
+    ``trim`` releases it to the device."""
     forever = ctypes.c_uint64((1 << 64) - 1)
     _call("cuMemPoolSetAttribute", _pool(), ctypes.c_int(_RELEASE_THRESHOLD), ctypes.byref(forever))
 
 
 def take(size: int) -> int:
-    """Allocates ``size`` bytes of device memory, ordered in the default stream, without waiting for the device."""
+    """Allocates ``size`` bytes of device memory, in the order of the default stream. Does not wait for the device."""
     address = ctypes.c_uint64()
     _call("cuMemAllocAsync", ctypes.byref(address), max(size, 1), None)
     return address.value
 
 
 def give_back(address: int) -> None:
-    """Frees memory that ``take`` allocated, ordered in the default stream."""
+    """Frees memory that ``take`` allocated, in the order of the default stream."""
     _call("cuMemFreeAsync", address, None)
 
 
 def trim() -> None:
-    """Releases to the device all memory that ``give_back`` has freed."""
+    """Waits for the device, and then releases to it all memory that ``give_back`` has freed."""
     synchronize()
     _call("cuMemPoolTrimTo", _pool(), 0)
 
@@ -253,8 +255,8 @@ class Module:
         _call("cuModuleUnload", self._module)
 
     def function(self, name: str, shared: int = 0, wide_cluster: bool = False) -> ctypes.c_void_p:
-        """Returns the kernel ``name``, and permits launches of it with ``shared`` bytes of dynamic shared memory. If
-        ``wide_cluster`` is true, also permits clusters of more than 8 blocks."""
+        """Returns the kernel ``name``. Permits launches of the kernel with ``shared`` bytes of dynamic shared memory.
+        If ``wide_cluster`` is true, also permits clusters of more than 8 blocks."""
         found = ctypes.c_void_p()
         _call("cuModuleGetFunction", ctypes.byref(found), self._module, name.encode())
         if shared > 48 << 10:
@@ -271,7 +273,8 @@ class Module:
 
 
 class Launch:
-    """A prepared kernel launch on the default stream. A call launches the kernel with ``arguments`` (ctypes values)."""
+    """A prepared kernel launch on the default stream. Calling the object launches the kernel with ``arguments`` (ctypes
+    values)."""
 
     def __init__(
         self,
@@ -303,7 +306,7 @@ class Launch:
 
 
 def shared_memory_limit() -> int:
-    """Returns the most dynamic shared memory that a block may have, in bytes."""
+    """Returns the largest number of bytes of dynamic shared memory that a block may have."""
     return attribute(_SHARED_OPTIN)
 
 

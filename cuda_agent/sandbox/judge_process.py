@@ -1,4 +1,4 @@
-"""Controls a judge, the process that checks and times solutions: starts it, sends it requests, detects its end."""
+"""Controls a judge: the process that checks and times solutions. Starts it, sends it requests, and notices its end."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,8 @@ class JudgeLost(Exception):
 
 
 class JudgeHandle:
-    """Controls a judge process: starts it at the first request and after a loss, and sends one request at a time."""
+    """Controls one judge process. Starts it at the first request, and again at the first request after a loss. Sends
+    one request at a time."""
 
     program = "cuda_agent.sandbox.judge.judge"
 
@@ -40,7 +41,8 @@ class JudgeHandle:
         self._killed = False
 
     async def begin(self) -> None:
-        """Starts the judge unless it runs. Raises ``SandboxUnready``, or ``JudgeLost`` if the device is faulty."""
+        """Starts the judge if it does not run. Raises ``SandboxUnready`` if the judge cannot start, or ``JudgeLost`` if
+        the device is faulty."""
         async with self._turn:
             await asyncio.shield(asyncio.to_thread(self._begin))
 
@@ -135,7 +137,7 @@ class JudgeHandle:
             self._stop()
 
     def kill(self) -> None:
-        """Kills the judge for good, without waiting for a running request."""
+        """Kills the judge at once, even during a request. Later requests do not start it again."""
         self._killed = True
         if (process := self._process) is not None:
             process.kill()

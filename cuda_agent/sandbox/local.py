@@ -112,7 +112,8 @@ class LocalSandbox:
         return self
 
     def _handle(self, settings: JudgeSettings, name: str) -> JudgeHandle:
-        """Returns the handle of a judge. Its private folder ``name`` lets judges test their jails at the same time."""
+        """Returns the handle of a new judge. The judge has a private folder ``name``, so that several judges can test
+        their jails at the same time."""
         assert self._scratch
         folder = self._scratch / name
         folder.mkdir()
@@ -120,8 +121,8 @@ class LocalSandbox:
         return JudgeHandle(replace(settings, scratch=str(folder)), folder)
 
     async def _device(self) -> tuple[str, str]:
-        """Compiles the judge's kernels (``check.cu``). Returns their path, and a text with the names of the GPU and its
-        driver. Asks the driver in a separate process, because a process that forks must not open the GPU. Raises
+        """Compiles the judge's kernels (``check.cu``). Returns the path of the result, and a text that names the GPU
+        and its driver. A separate process asks the driver, because this process forks and must not open the GPU. Raises
         ``SandboxUnready``."""
         program = [sys.executable, "-P", "-m", "cuda_agent.sandbox.driver"]
         environment = os.environ | {"PYTHONPATH": str(_HERE.parents[1])}
@@ -138,7 +139,8 @@ class LocalSandbox:
         return str(image), found["identity"]
 
     async def ready(self) -> None:
-        """Tests the jail, the device and the compiler. Raises ``SandboxUnready``, which names the part that fails."""
+        """Tests the jail, the device and the compiler. Raises ``SandboxUnready`` with a message that names the part
+        that fails."""
         try:
             await asyncio.gather(*(judge.begin() for judge in self._judges))
         except JudgeLost as faulty:  # its device failed the health probe
@@ -248,8 +250,8 @@ class LocalSandbox:
     async def _load(
         self, task: Task, solution: Solution, spec: TaskSpec, first_pass_time: FirstPassTime
     ) -> tuple[dict[str, Any], float]:
-        """Builds the solution. Also runs its first pass (a run that may start compilers) if ``first_pass_time`` is
-        ``before``. Returns the request that makes a worker load the solution, and the seconds spent."""
+        """Builds the solution. If ``first_pass_time`` is ``before``, also runs the solution's first pass (a run that
+        may start compilers). Returns the request that makes a worker load the solution, and the seconds spent."""
         begin = time.monotonic()
         if self.config.device == "cpu":
             await plan.runtime(self._builder)
@@ -259,9 +261,9 @@ class LocalSandbox:
         return load, time.monotonic() - begin
 
     async def _measure(self, task: Task, wanted: bool) -> None:
-        """Measures the baselines (times of the reference) of ``task`` in a prober, a judge without solutions. Does so
-        only if they are ``wanted``, the task is small, and the task's judge is busy with another request. If they
-        stay unmeasured, the judge measures them later."""
+        """Measures the baselines of ``task`` (times of the reference) in a prober: a judge that runs no solutions.
+        Measures only if the baselines are ``wanted`` and not yet known, the task is small, and the task's judge is busy
+        with another request. Otherwise leaves the measurement to the task's judge."""
         if not wanted or not self._probers:
             return
         file = baselines_file(self._settings, task.digest, importlib.metadata.version("torch"))
@@ -281,7 +283,8 @@ class LocalSandbox:
         return load | {"environment": dict(format.environment.get(self.config.device, {}))}
 
     async def _place(self, task: Task, solution: Solution, own_headers: bool = False) -> dict[str, Any]:
-        """Runs the solution's first pass unless its results are cached. Returns what ``FirstPass`` returns."""
+        """Runs the first pass of ``solution``, unless its results are cached. Returns the answer of ``FirstPass``: the
+        folder of the results, and environment variables."""
         more = FORMATS[solution.format].environment.get(self.config.device, {})
         return await self._first_pass(task, solution.files, self._architecture, more, own_headers)
 
@@ -295,7 +298,8 @@ class LocalSandbox:
         return self._specs[task.digest]
 
     async def build(self, solution: Solution, spec: TaskSpec) -> str:
-        """Builds a solution into the cache, without a judge. Returns the compiler's error message, empty on success."""
+        """Builds a solution into the cache, without a judge. Returns an error message for the author, or an empty text
+        on success."""
         try:
             await self.prepare(solution, spec)
         except (SolutionError, builder.BuildError) as error:
@@ -303,13 +307,13 @@ class LocalSandbox:
         return ""
 
     def kill(self) -> None:
-        """Ends the judges at once and for good, without waiting for pending verdicts."""
+        """Kills the judges at once, even while they judge. Later requests do not start them again."""
         for judge in (*self._judges, *self._probers):
             judge.kill()
 
     async def probe(self, task: Task, compile: bool = True) -> Probe:
-        """Runs a task without a solution; ``compile`` also times it under torch.compile. ``Probe.error`` says why the
-        task did not run. Raises ``SandboxUnready`` if the judge cannot start."""
+        """Runs a task without a solution. If ``compile`` is true, also times the task under torch.compile. If the task
+        does not run, ``Probe.error`` says why. Raises ``SandboxUnready`` if the judge cannot start."""
         first, last = self._prober(task), self._judge(task)
         for judge in (first, last):  # a prober may lack memory that the judge has
             try:
@@ -337,7 +341,8 @@ class LocalSandbox:
         return len(self._judges)
 
     def judge_of(self, task: Task) -> int:
-        """Returns the index of the judge for ``task``, always the same one because judges keep prepared tasks."""
+        """Returns the index of the judge for ``task``. A task always has the same judge, because judges keep prepared
+        tasks."""
         return int(task.digest, 16) % len(self._judges)
 
     def _judge(self, task: Task) -> JudgeHandle:
@@ -369,8 +374,8 @@ class LocalSandbox:
 
 
 def _source(task: Task) -> TaskSource:
-    """Returns the digest and the code of a task. Raises ``TaskError`` if the code is too large: it must fit into one
-    message together with a solution."""
+    """Returns the digest and the code of a task. Raises ``TaskError`` if the code is too large to fit into one message
+    together with a solution."""
     if len(json.dumps(task.code)) > _MOST_OF_A_TASK:
         raise TaskError(f"the task is too large: at most {_MOST_OF_A_TASK} bytes as JSON")
     return {"digest": task.digest, "code": task.code}

@@ -1,8 +1,8 @@
 """Defines the messages between client, judge, workers and workspaces: operations, their bodies, and frames.
 
-The comment beside each operation shows the request's body, an arrow, and the answer's body. The ``slot`` of a request
-that runs a task or a solution is the number of the set of buffers to use. Workers import this module, so it imports
-only the standard library and ``wire``."""
+The comment beside each operation shows the request's body, an arrow, and the answer's body. A request that runs a task
+or a solution has a ``slot``: the number of the set of buffers that the run uses. Workers import this module, so it
+imports only the standard library and ``wire``."""
 
 import json
 import socket
@@ -38,7 +38,8 @@ class JudgeRequest(StrEnum):
 
 
 class WorkerOperation(StrEnum):
-    """The requests of a judge to a warm parent (a process that has imported torch) and to the workers it forks."""
+    """The requests to workers and to a warm parent. A warm parent is a process that has imported torch and forks
+    workers."""
 
     # to a warm parent
     FORK_WORKER = "fork_worker"  # {"role", "threads", "folder", "environment", "device", "policy"} and more -> {"pid"}
@@ -72,7 +73,7 @@ class WorkerOperation(StrEnum):
 
 
 class WorkspaceOperation(StrEnum):
-    """The messages between a client, the warm parent of workspaces, and a workspace."""
+    """The messages between a client, a workspace, and the warm parent that forks workspaces."""
 
     # a client asks the warm parent
     OPEN = "open_workspace"  # its number; the descriptor is the workspace's socket
@@ -183,7 +184,8 @@ def send_frame(
 
 def receive_frame(sock: socket.socket, max_fds: int = 0) -> Frame:
     """Returns the next frame, with at most ``max_fds`` file descriptors. Raises ``ConnectionError`` at the end of the
-    stream, ``TimeoutError`` if the frame exceeds the socket's timeout, or ``ValueError`` for an invalid frame."""
+    stream, ``TimeoutError`` if the frame does not arrive within the socket's timeout, or ``ValueError`` for an invalid
+    frame."""
     fds: list[int] = []
     if max_fds:
         head, fds, _, _ = socket.recv_fds(sock, HEAD.size, max_fds)

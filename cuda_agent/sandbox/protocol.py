@@ -1,7 +1,8 @@
-"""Defines the requests of the sandbox's HTTP service, their limits, and the form of a refusal.
+"""Defines the requests of the sandbox's HTTP service with their limits, and the form of a refusal.
 
 Validation refuses unknown keys, wrong types, invalid Unicode, unsafe file names and deep nesting. A valid request fits
-into one message to the judge, even if JSON escapes every character. Solutions and tasks are not checked here."""
+into one message to the judge, even if JSON escapes every character. Validation does not check whether a task runs or a
+solution builds."""
 
 import hashlib
 import json
@@ -44,8 +45,9 @@ AGREED = (
 
 
 class ServiceError(Exception):
-    """A refusal by the service. ``status`` is the HTTP status. ``kind`` names the reason for programs. ``where`` names
-    the refused part of the request. The client may try again after ``retry_after`` seconds."""
+    """A refusal by the service. ``status`` is the HTTP status. ``kind`` is the reason as one word, for programs.
+    ``where`` names the wrong part of the request, or is empty. ``retry_after`` is the number of seconds after which the
+    client may try again, or ``None``."""
 
     def __init__(self, status: int, kind: str, message: str, where: str = "", retry_after: float | None = None) -> None:
         super().__init__(message)
@@ -66,7 +68,8 @@ def _text(limit: int) -> Any:
 
 
 def file_name(name: str) -> str:
-    """Returns ``name`` if it is a relative path that stays inside its folder. Otherwise raises ``ValueError``."""
+    """Returns ``name`` if it is the relative path of a file inside its folder. Raises ``ValueError`` for another path,
+    and for a path that is too long or too deep."""
     name.encode()
     parts = name.split("/")
     if len(name) > MOST_NAME or len(parts) > MOST_DEPTH:
@@ -119,7 +122,7 @@ class Body(BaseModel):
 
 
 class TaskBody(Body):
-    """A task: ``code`` is the text of its ``model.py``."""
+    """A task. ``code`` is the text of the task's ``model.py``."""
 
     code: _text(TASK_BYTES)  # type: ignore[valid-type]
     name: _text(MOST_NAME) = "task"  # type: ignore[valid-type]
@@ -139,7 +142,8 @@ class SolutionBody(Body):
 
 
 class Request(Body):
-    """The fields that all jobs have. The server refuses a job whose ``settings`` differ from the server's settings."""
+    """The fields that every request for a job has. The server refuses a request whose ``settings`` differ from the
+    server's settings."""
 
     priority: int = Field(0, ge=-PRIORITIES, le=PRIORITIES, description="jobs with a higher priority start first")
     settings: dict[str, str | bool | int | float] = Field(
@@ -149,7 +153,8 @@ class Request(Body):
     )
 
     def key(self) -> str:
-        """Returns a digest of the request's content, which excludes priority, settings and the task's name."""
+        """Returns a digest of the request. Requests that differ only in priority, settings or the task's name have the
+        same digest."""
         content = self.model_dump(exclude={"priority", "settings"})
         content.get("task", {}).pop("name", None)
         text = json.dumps([type(self).__name__, content], sort_keys=True)
@@ -166,7 +171,8 @@ class EvaluateRequest(Request):
 
 
 class ProbeRequest(Request):
-    """A request to run a task without a solution. If ``compile`` is true, also runs it under torch.compile."""
+    """A request to run a task without a solution. If ``compile`` is true, the task is also timed under
+    torch.compile."""
 
     kind: Literal["probe"] = "probe"
     task: TaskBody
@@ -181,7 +187,8 @@ class SpecRequest(Request):
 
 
 class Build(Request):
-    """A request to build a solution. It holds the task's ``spec`` (the answer to a spec request), not the task."""
+    """A request to build a solution. Instead of the task, it holds the task's ``spec``: the answer to a spec
+    request."""
 
     kind: Literal["build"] = "build"
     solution: SolutionBody
@@ -203,14 +210,15 @@ Submission = Annotated[
 
 
 class OpenWorkspace(Body):
-    """A new work folder with ``files`` (path -> text). ``protected`` names top-level files that cannot be changed."""
+    """A request for a new work folder with ``files`` (path -> text). ``protected`` lists the top-level files that the
+    agent cannot change."""
 
     files: Files
     protected: Annotated[list[Annotated[str, AfterValidator(_at_the_top)]], Field(max_length=MOST_FILES)] = []
 
 
 class Call(Body):
-    """A call of a tool: its name and its arguments."""
+    """A call of a tool: the name of the tool, and the arguments."""
 
     tool: str = Field(max_length=100)
     arguments: Annotated[dict[str, Any], AfterValidator(shallow)] = {}
@@ -240,8 +248,8 @@ def _finite(value: Any) -> Any:
 
 
 def agree(asked: dict[str, str | bool | int | float], config: SandboxConfig) -> None:
-    """Compares ``asked``, a client's settings, with the server's ``config``. Raises ``ServiceError`` if they differ or
-    if a setting is unknown."""
+    """Compares ``asked``, a client's settings, with the server's ``config``. Raises ``ServiceError`` if a setting
+    differs or is unknown."""
     for name, value in asked.items():
         if name not in AGREED:
             raise ServiceError(422, "malformed", f"{name[:40]!r} is none of {', '.join(AGREED)}", "settings")
@@ -259,8 +267,9 @@ def malformed(error: Any) -> ServiceError:
 
 
 def read_token(config: SandboxConfig, environment: Mapping[str, str]) -> str | None:
-    """Returns the token from the file ``config.token_file``, else from the environment variable ``config.token_env``.
-    Returns ``None`` if neither is set. Raises ``ConfigError`` for an unreadable file or a weak token."""
+    """Returns the token from the file ``config.token_file``. If no file is configured, returns the token from the
+    environment variable that ``config.token_env`` names, or ``None`` if this variable is missing or empty. Raises
+    ``ConfigError`` for an unreadable file or a weak token."""
     if config.token_file is not None:
         try:
             token = Path(config.token_file).read_text().strip()

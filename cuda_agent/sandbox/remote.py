@@ -1,8 +1,9 @@
-"""Runs the sandbox on any number of servers (``cuda-agent sandbox serve``), with the interface of ``LocalSandbox``.
+"""Uses the sandboxes of any number of servers, with the interface of ``LocalSandbox``.
 
-Each task has a preferred server, because servers keep prepared tasks and their baseline times. The client skips a full
-or unreachable server for a while. A job that is lost or ends with ``infra`` (a fault of the sandbox) is repeated on
-another server. A workspace cannot move to another server: it is lost with its server (``WorkspaceLost``)."""
+``cuda-agent sandbox serve`` starts a server. Each task has a preferred server, because servers keep prepared tasks and
+their baseline times. The client skips a full or unreachable server for a while. A job that is lost or ends with
+``infra`` (a fault of the sandbox) is repeated, if possible on another server. A workspace cannot move to another
+server. If its server is lost, the workspace is lost (``WorkspaceLost``)."""
 
 import asyncio
 import contextlib
@@ -39,7 +40,7 @@ _log = logging.getLogger("cuda_agent.sandbox")
 
 @dataclass(eq=False)
 class Server:
-    """The client's view of a server in one role (judging or workspaces): its address and its last known state."""
+    """The address and the last known state of one server, in one role: judging or workspaces."""
 
     address: str
     rests_until: float = 0.0  # this client sends the server no request before this monotonic time
@@ -50,7 +51,7 @@ class Server:
 
 
 class _Away(Exception):
-    """A server takes no request before the monotonic time ``until``: it is full, unreachable or not ready."""
+    """A server is full, unreachable or not ready. The client may ask it again at the monotonic time ``until``."""
 
     def __init__(self, message: str, until: float) -> None:
         super().__init__(message)
@@ -58,7 +59,8 @@ class _Away(Exception):
 
 
 class _Lost(Exception):
-    """A request has no result: ``server`` was lost or failed, or no server took the request (``server`` is None)."""
+    """A request has no result. ``server`` is the server that was lost or failed, or ``None`` if no server took the
+    request."""
 
     def __init__(self, message: str, server: Server | None = None, kind: str = "lost") -> None:
         super().__init__(message)
@@ -66,7 +68,7 @@ class _Lost(Exception):
 
 
 class _Refused(Exception):
-    """Every server would refuse this request; ``where`` names the wrong part of the request."""
+    """A server refused a request that every server would refuse. ``where`` names the wrong part of the request."""
 
     def __init__(self, message: str, where: str) -> None:
         super().__init__(message)
@@ -116,13 +118,14 @@ class RemoteSandbox:
             return self._refusal("infra", solution, mode, str(lost))
 
     def verdict_key(self, task: Task, solution: Solution, mode: Mode) -> str:
-        """Returns the sha256 of task, solution, mode and settings. It does not depend on the servers' hardware."""
+        """Returns the key of a verdict: the sha256 of task, solution, mode and settings. The key does not depend on the
+        servers' hardware."""
         key = json.dumps([task.digest, solution.digest, mode, self._settings], sort_keys=True)
         return hashlib.sha256(key.encode()).hexdigest()
 
     async def probe(self, task: Task, compile: bool = True) -> Probe:
-        """Runs a task without a solution; ``compile`` also times it under torch.compile. ``Probe.error`` says why the
-        task did not run. Raises ``SandboxUnready``."""
+        """Runs a task without a solution. If ``compile`` is true, also times the task under torch.compile. If the task
+        does not run, ``Probe.error`` says why. Raises ``SandboxUnready`` if no server is ready."""
         try:
             return Probe.from_json(await self._ask({"kind": "probe", "task": _task(task), "compile": compile}, task))
         except _Refused as refusal:
@@ -131,7 +134,8 @@ class RemoteSandbox:
             return Probe(error=f"{LOST}{lost}")
 
     async def spec(self, task: Task) -> TaskSpec:
-        """Returns the shapes, dtypes and plain values of ``task``. Raises ``TaskError`` or ``SandboxUnready``."""
+        """Returns the shapes, dtypes and plain values of ``task``. Raises ``TaskError`` if the task cannot be run, or
+        ``SandboxUnready`` if no server answers."""
         try:
             return TaskSpec.from_json(await self._ask({"kind": "spec", "task": _task(task)}, task))
         except _Refused as refusal:
@@ -143,8 +147,9 @@ class RemoteSandbox:
     async def workspace(
         self, files: dict[str, str], protected: frozenset[str], commands: Commands
     ) -> "AsyncIterator[RemoteWorkspace]":
-        """Opens a jailed folder on the server where this client has the fewest workspaces open, or on another one if
-        that server is full. Raises ``WorkspaceLost`` or ``SandboxUnready`` if no server opens one."""
+        """Opens a workspace on the server where this client has the fewest open workspaces. If that server is not
+        available, tries the other servers. Raises ``WorkspaceLost`` or ``SandboxUnready`` if no server opens a
+        workspace."""
 
         def order() -> list[Server]:
             return sorted(self.rooms, key=lambda server: (server.workspaces, random.random()))
@@ -217,8 +222,8 @@ class RemoteSandbox:
         failed: Sequence[Server] = (),
         needs: frozenset[str] = _JOB,
     ) -> tuple[Server, dict[str, Any]]:
-        """Posts ``body`` to the first available server of ``order()``, and waits while none is available. Skips the
-        servers in ``failed`` unless all have failed. Returns the server and its answer, which must have the keys
+        """Posts ``body`` to the first available server of ``order()``. Waits while no server is available. Skips the
+        servers in ``failed`` unless all have failed. Returns the server and its answer. The answer must have the keys
         ``needs``. Raises ``_Lost`` or ``SandboxUnready`` after too long a wait."""
         content = json.dumps(body).encode()
         begun = hope = time.monotonic()  # hope: last time that a server was at least full
@@ -246,9 +251,9 @@ class RemoteSandbox:
     async def _send(
         self, server: Server, method: str, url: str, content: bytes | None = None, needs: frozenset[str] = _JOB
     ) -> dict[str, Any]:
-        """Sends a request and returns the answer, which must have the keys ``needs``. Raises ``_Away`` if this server
-        cannot take the request now, ``_Refused`` if no server would take it, or ``SandboxUnready`` for a wrong token or
-        different settings."""
+        """Sends a request and returns the answer. The answer must have the keys ``needs``. Raises ``_Away`` if this
+        server cannot take the request now, and ``_Refused`` if no server would take it. Raises ``SandboxUnready`` if
+        the server does not accept the client's token or settings."""
         try:
             headers = {"Content-Type": "application/json"}
             response = await self._client.request(method, url, headers=headers, content=content)
@@ -276,8 +281,8 @@ class RemoteSandbox:
         raise self._away(server, kind, message, rest)
 
     def _away(self, server: Server, kind: str, reason: str, rest: float) -> _Away:
-        """Makes this client send ``server`` no request for ``rest`` seconds, and returns the exception to raise. A full
-        server may name a different time to each request; the earliest of these times counts."""
+        """Notes that this client sends ``server`` no request for ``rest`` seconds. Returns the exception to raise. A
+        full server may name a different time to each request; the earliest of these times counts."""
         now = time.monotonic()
         earliest = server.rests_until if kind == "full" and server.rests_until > now else now + rest
         server.kind, server.reason, server.rests_until = kind, f"{server.address}: {reason}", min(earliest, now + rest)
@@ -288,7 +293,8 @@ class RemoteSandbox:
 
 
 class RemoteWorkspace:
-    """An open workspace on a server, with the interface of ``workspace.client.Workspace``. Calls run one by one."""
+    """An open workspace on a server, with the interface of ``workspace.client.Workspace``. Its calls run one after the
+    other."""
 
     def __init__(self, client: httpx.AsyncClient, path: str, headers: dict[str, str], commands: Commands) -> None:
         self._client, self._path, self._headers, self._commands = client, path, headers, commands
@@ -296,8 +302,9 @@ class RemoteWorkspace:
         self._timeout = httpx.Timeout(_SILENCE_SECONDS, pool=None)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs a tool and returns its result. If the tool runs compile, verify or profile, this client answers the
-        command with the constructor's ``commands``, whose exceptions pass through. Raises ``WorkspaceLost``."""
+        """Runs a tool and returns its result. If the tool runs compile, verify or profile, this client runs that
+        command with the constructor's ``commands``. An exception of ``commands`` reaches the caller. Raises
+        ``WorkspaceLost``."""
         try:
             body = checked_call(tool[:100], arguments)
         except ToolRefused as refused:
@@ -315,7 +322,7 @@ class RemoteWorkspace:
         raise WorkspaceLost("the workspace is gone: its stream ended")
 
     async def _lines(self, body: bytes) -> AsyncGenerator[ToolResult | tuple[int, str, list[str], dict[str, str]]]:
-        """Sends a tool call. Yields each command that the client must run, then the result of the tool call."""
+        """Sends a tool call. Yields each command that the client must run, and then the result of the tool call."""
         headers, url = self._headers | {"Content-Type": "application/json"}, f"{self._path}/calls"
         sending = self._client.stream("POST", url, content=body, headers=headers, timeout=self._timeout)
         with _losing():
@@ -356,7 +363,7 @@ def _task(task: Task) -> dict[str, str]:
 
 
 def _stretched(header: str) -> float:
-    """Returns the seconds in a ``Retry-After`` header plus a random share, so that clients do not retry together."""
+    """Returns the seconds in a ``Retry-After`` header plus a random share, so that clients do not all retry at once."""
     try:
         seconds = max(0.0, float(header))
     except ValueError:

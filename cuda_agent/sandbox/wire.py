@@ -1,7 +1,7 @@
 """Defines the sandbox's data types and their JSON: solutions, task specifications, verdicts and probes.
 
 ``messages`` defines the frames that carry these types between processes; ``protocol`` defines the service's requests.
-This module imports only the standard library and ``format_names``, because workers import it."""
+Workers import this module, so it imports only the standard library and ``format_names``."""
 
 import hashlib
 import json
@@ -38,7 +38,8 @@ BASELINES = {"eager": "eager", "compile": "torch.compile", "max_autotune": "max-
 
 
 def baseline(name: str, precision: str) -> str:
-    """Returns the label of a baseline, such as ``compile_tf32`` for ``compile`` and ``tf32``."""
+    """Returns the label of the baseline ``name`` in ``precision``. For ``compile`` and ``tf32``, the label is
+    ``compile_tf32``."""
     return f"{name}_{precision}"
 
 
@@ -50,20 +51,22 @@ def baseline_parts(label: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Solution:
-    """The files that solve a task, by path relative to the work folder. ``format`` decides how the files are run."""
+    """A solution of a task. ``files`` maps paths, which are relative to the work folder, to texts. ``format`` decides
+    how the files are run."""
 
     format: Format
     files: dict[str, str]
 
     @property
     def digest(self) -> str:
-        """The sha256 of the format and the files, independent of the files' order."""
+        """The sha256 of the format and the files. The order of the files does not change it."""
         return hashlib.sha256(json.dumps([self.format, sorted(self.files.items())]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class FormatTraits:
-    """Properties of a solution format. Requests carry them, because the judge and its workers import no formats."""
+    """Properties of a solution format. Requests to a judge carry them, because the judge and its workers import no
+    formats."""
 
     host_is_ours: bool = False  # the sandbox's own code launches the kernels, so device times and ``ran`` are exact
     rule: str = ""  # name of the rule for ``ModelNew.forward`` (``worker.candidate.RULES``); empty: none
@@ -93,9 +96,10 @@ class Ran:
 class Verdict:
     """The judge's verdict on one solution.
 
-    Times are median seconds per call, or ``None`` if the solution was not timed. ``reward`` is the paper's Eq. 1: -1 if
-    not correct, 1 if correct, 2 if also more than 5 % faster than eager, 3 if also more than 5 % faster than
-    ``torch.compile``. It is ``None`` if the sandbox failed (``infra``)."""
+    Times are median seconds per call, or ``None`` if the solution was not timed. ``reward`` is the paper's Eq. 1: -1
+    for a solution that is not correct, and 1 for a correct one. A correct solution that is more than 5 % faster than
+    eager gets 2. It gets 3 if it is also more than 5 % faster than ``torch.compile``. ``reward`` is ``None`` if the
+    sandbox failed (status ``infra``)."""
 
     status: Status
     format: Format
@@ -144,14 +148,15 @@ class Verdict:
 
     @property
     def roofline_seconds(self) -> float | None:
-        """The least seconds for ``bytes`` and ``flops`` at the device's peak rates; ``None`` if both are unknown."""
+        """The least seconds in which the device can transfer ``bytes`` and compute ``flops`` at its peak rates.
+        ``None`` if neither limit is known."""
         known = ((self.bytes, self.peak_bytes_per_second), (self.flops, self.peak_flops))
         return max((count / peak for count, peak in known if count and peak), default=None)
 
     @property
     def speed_of_light(self) -> float | None:
         """The share of the device's limit that the solution reaches: ``roofline_seconds`` divided by ``seconds``.
-        ``None`` if either is unknown or times are simulated."""
+        ``None`` if one of the two is unknown, or if times are simulated."""
         least = self.roofline_seconds
         return least / self.seconds if self.seconds and least and self.clock == "real" else None
 
@@ -174,7 +179,7 @@ def _faster(seconds: float | None, baseline: float | None) -> bool:
 
 @dataclass
 class ToolResult:
-    """The result of a workspace's tool: text for the model, and whether it reports an error."""
+    """The result of a tool call in a workspace: text for the model, and whether the text reports an error."""
 
     text: str
     error: bool = False
@@ -186,14 +191,15 @@ NO_PROGRAMS = "no program can be started here, and no file made"  # a worker's m
 
 @dataclass(frozen=True)
 class Tensor:
-    """The shape and dtype (torch's name, such as ``float32``) of an input, output or weight."""
+    """The shape and dtype of an input, an output or a weight. The dtype is torch's name, such as ``float32``."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Returns how many elements of memory a tensor with this ``shape`` and these ``strides`` spans."""
+    """Returns the number of elements of memory from the first to the last element of a tensor, both included. The
+    tensor has this ``shape`` and these ``strides``."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
@@ -245,8 +251,8 @@ class TaskSpec:
 
 @dataclass
 class Probe:
-    """The result of running a task without a solution. ``error`` is empty if the task ran, and begins with ``LOST`` if
-    the sandbox failed; times are median seconds."""
+    """The result of running a task without a solution. ``error`` is empty if the task ran. It begins with ``LOST`` if
+    the sandbox failed. Times are median seconds."""
 
     error: str = ""
     deterministic: bool = False  # the same inputs give the same outputs, within the tolerance
@@ -262,8 +268,8 @@ class Probe:
 
     @property
     def lets_through(self) -> dict[str, float]:
-        """The wrong answers (mutants) that the sandbox's tolerance accepts, each with the least tolerance that accepts
-        it. Excludes the mutants in ``ROUNDING``, whose errors are so small that a tolerance should accept them."""
+        """Maps each wrong answer (mutant) that the sandbox's tolerance accepts to the least tolerance that accepts it.
+        Excludes the mutants in ``ROUNDING``: their errors are so small that a tolerance should accept them."""
         return {name: least for name, least in self.mutants.items() if least is not None and name not in ROUNDING}
 
     def to_json(self) -> dict[str, Any]:

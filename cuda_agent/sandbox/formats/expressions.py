@@ -58,8 +58,8 @@ def evaluate(expression: Any, names: dict[str, Any], where: str) -> int:
 
 
 def _weight_name(text: str, names: dict[str, Any]) -> str:
-    """Returns ``text`` with the weight's name at its start replaced by a Python identifier, and adds the identifier to
-    ``names``. For example, ``w:linear.weight.numel`` becomes ``weight_w_linear_weight.numel``."""
+    """Replaces the weight's name at the start of ``text`` by a Python identifier, and adds the identifier to ``names``.
+    Returns the new text. For example, ``w:linear.weight.numel`` becomes ``weight_w_linear_weight.numel``."""
     fitting = [name for name in names if name.startswith("w:") and f"{text}.".startswith(f"{name}.")]
     known = max(fitting, key=len, default="")
     if not known:

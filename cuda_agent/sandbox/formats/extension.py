@@ -1,8 +1,8 @@
 """Builds the extension format of CUDA Agent: a work folder with ``model_new.py`` and C++ or CUDA files.
 
 C++ files are compiled against ``binding_registry.h`` in under a second; torch's headers would take most of a minute. An
-``#include`` of a torch or pybind11 header finds ``torch_surface.h``, which declares the types that bindings need, but
-no operators. ``model_new.py`` calls the compiled functions through the module ``cuda_extension``."""
+``#include`` of a torch or pybind11 header finds ``torch_surface.h`` instead. This header declares the types that
+bindings need, but no operators. ``model_new.py`` calls the compiled functions through the module ``cuda_extension``."""
 
 import re
 from collections.abc import Mapping
@@ -41,9 +41,9 @@ async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> d
 
 
 def sources_of(files: Mapping[str, str], device: str) -> tuple[dict[str, str], list[str], list[str]]:
-    """Returns the sources by name (with stand-ins for torch's headers), the names of the sources to compile, and the
-    vendor libraries to link. Raises ``SolutionError`` if there is nothing to compile, if no source binds a function, or
-    if a CUDA source includes torch."""
+    """Returns three values: the sources by name, the names of the sources to compile, and the vendor libraries to link.
+    The sources include stand-ins for torch's headers. Raises ``SolutionError`` if there is nothing to compile, if no
+    source binds a function, or if a CUDA source includes torch."""
     endings = _SOURCES[device]
     sources = {name: text for name, text in files.items() if name.endswith(endings) and Path(name).name not in _FIXED}
     units = sorted(name for name in sources if name.endswith(_UNITS))

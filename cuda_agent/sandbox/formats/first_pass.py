@@ -1,8 +1,9 @@
 """Runs first passes. A first pass runs a solution that needs a compiler, in a jailed worker that may start programs.
 
-After the run, the sandbox copies the regular files of the worker's folder to the cache. The second pass is the judged
-run: it reads these files at the same path and starts no program (``worker.replay``). The files are untrusted, so only
-the jailed candidate loads them. The sandbox does not detect a first pass that leaves the GPU in a bad state."""
+The worker writes to a folder in the cache. After the run, the sandbox replaces this folder by a copy of its regular
+files. The second pass is the judged run. It reads these files at the same path and starts no program
+(``worker.replay``). The files are untrusted, so only the jailed candidate loads them. The sandbox does not detect a
+first pass that leaves the GPU in a bad state."""
 
 import asyncio
 import contextlib
@@ -41,7 +42,7 @@ _INCLUDE = re.compile(r"#\s*include\s*[<\"]((?:torch|ATen|c10|pybind11)(?!/heade
 
 
 class FirstPassFailed(Exception):
-    """A solution failed in its first pass, through its own fault. ``status`` becomes the verdict's status."""
+    """A solution failed in its first pass, and the fault is the solution's. ``status`` becomes the verdict's status."""
 
     def __init__(self, status: Status, message: str) -> None:
         super().__init__(message)
@@ -49,8 +50,8 @@ class FirstPassFailed(Exception):
 
 
 def time_for_python(files: Mapping[str, str], device: str) -> FirstPassTime:
-    """Returns ``before`` if the source names a compiler: the first pass then runs before judging. Otherwise returns
-    ``when refused``: the first pass runs only after a judged run could not start a program."""
+    """Returns ``before`` if the source names a compiler. The first pass then runs before judging. Otherwise returns
+    ``when refused``: the first pass runs only if a judged run could not start a program."""
     return "before" if asks(files.get("model_new.py", "")) else "when refused"
 
 
@@ -74,8 +75,9 @@ def _used_stand_ins(folder: Path) -> bool:
 
 
 class FirstPass:
-    """Runs first passes, each at most ``seconds`` long and at most ``parallel`` at a time, and keeps their results in
-    ``folder``. ``scratch`` is a folder that jailed users can reach; ``lease`` is the folder of the timing lease."""
+    """Runs first passes and keeps their results in ``folder``. Each first pass takes at most ``seconds``, and at most
+    ``parallel`` first passes run at the same time. ``scratch`` is a folder that jailed users can reach. ``lease`` is
+    the folder of the timing lease."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path, seconds: float, device: str, threads: int, train_mode: bool,
@@ -90,11 +92,11 @@ class FirstPass:
     async def __call__(
         self, task: Task, files: Mapping[str, str], architecture: str, more: Mapping[str, str], own_headers: bool
     ) -> dict[str, Any]:
-        """Runs the first pass of a solution, unless the cache holds its results. Returns a dictionary of ``folder``,
-        where the results are, and ``environment``, the variables with which the second pass (the judged run) finds
-        them. ``more`` holds environment variables for both passes. If ``own_headers`` is true, compilers get torch's
-        own headers instead of stand-ins. Raises ``FirstPassFailed`` for a fault of the solution, and ``OSError`` for a
-        fault of the machine."""
+        """Runs the first pass of a solution, unless the cache holds its results. Returns a dictionary: ``folder`` is
+        the folder of the results, and ``environment`` holds the variables with which the second pass (the judged run)
+        finds them. The argument ``more`` holds environment variables for both passes. If ``own_headers`` is true,
+        compilers get torch's own headers instead of stand-ins. Raises ``FirstPassFailed`` for a fault of the solution,
+        and ``OSError`` for a fault of the machine."""
         async with self._slots:
             return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more), own_headers)
 
@@ -227,7 +229,8 @@ def _fill(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def _folders(folder: Path) -> dict[str, str]:
-    """Returns environment variables that make compilers write below ``folder``. Their cache keys contain this path."""
+    """Returns environment variables that make compilers write below ``folder``. The compilers' cache keys contain this
+    path."""
     return {
         "HOME": str(folder), "TMPDIR": str(folder), "TORCH_EXTENSIONS_DIR": f"{folder}/extensions",
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_HOME": str(folder),
@@ -236,7 +239,8 @@ def _folders(folder: Path) -> dict[str, str]:
 
 
 def _toolchain(architecture: str) -> dict[str, str]:
-    """Returns environment variables that tell compilers where tools are and which ``architecture`` to build for."""
+    """Returns environment variables that tell compilers where the tools are, and for which ``architecture`` to
+    build."""
     found = {"PATH": f"{sys.prefix}/bin:/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "MAX_JOBS": "2"}
     with contextlib.suppress(toolchain.CompilerMissing):
         home = Path(toolchain.find_nvcc().compiler).resolve().parents[1]
@@ -279,7 +283,8 @@ def _copy(source: str, target: Path) -> None:
 
 
 def _explained(answer: Any, folder: Path) -> str:
-    """Returns the first compiler errors in the log of the worker's ``answer``, or else the solution's exception."""
+    """Returns the first compiler errors in the log in ``answer``, the worker's answer. If there are none, returns the
+    solution's exception."""
     said = answer if isinstance(answer, dict) else {}
     log, error = (str(said.get(key, "")).replace(f"{folder}/", "") for key in ("log", "error"))
     return builder.first_errors(log) if builder.has_errors(log) else printable(error)[:1200]

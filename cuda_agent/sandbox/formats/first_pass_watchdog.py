@@ -1,8 +1,9 @@
 """Limits a first pass (a run that may start compilers), and stops its worker while other processes time kernels.
 
 The first pass shares the timing lease, a lock that a process must hold alone to time a kernel. If another process waits
-for the lease, the worker is stopped and the lease is released until the kernel is timed. On a GPU, the lease is also
-released while the worker's compilers run, because they do not use the device; the worker then continues."""
+to time a kernel, the worker is stopped and the lease is released. The worker continues after the kernel has been timed.
+On a GPU, the lease is also released while the worker's compilers run, because they do not use the device. In this case
+the worker is not stopped."""
 
 import signal
 import time
@@ -25,8 +26,9 @@ _LEAST_RUN = {"cpu": 1.0, "cuda": 0.2}  # seconds between two stops
 @contextmanager
 def watchdog(folders: Sequence[Path], lease: Path, device: str) -> Iterator[Callable[[JailedProcess], str]]:
     """Holds the timing lease in the folder ``lease``. Yields a function that the worker's ``JailedProcess`` calls
-    regularly. The function returns ``memory`` or ``disk`` if the worker exceeds that limit, else an empty string. It
-    also stops the worker and releases the lease for others, at most once in ``_LEAST_RUN`` seconds."""
+    regularly. The function returns ``memory`` or ``disk`` if the worker exceeds that limit, and otherwise an empty
+    string. It also stops the worker and releases the lease for other processes, at most once in ``_LEAST_RUN``
+    seconds."""
     look = ran = time.monotonic()
     look += _LOOK
     devices = {folder.stat().st_dev for folder in folders}

@@ -35,8 +35,8 @@ _FUNCTION = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*\s*(<[\w\s,:.+-]*>)?")
 
 
 def _refuse(words: str, fits: Callable[[Any], bool]) -> BeforeValidator:
-    """Returns a validator that refuses a value unless ``fits(value)``. In the error message ``words``, {0} stands for
-    the ``repr`` of the value, and {1} for the value as JSON."""
+    """Returns a validator that accepts a value only if ``fits(value)`` is true. ``words`` is the error message. In it,
+    {0} stands for the ``repr`` of the value, and {1} for the value as JSON."""
 
     def check(value: Any) -> Any:
         if not fits(value):
@@ -219,7 +219,8 @@ _MODELS: dict[str, type[_Object]] = {"kernel": Kernel, "memset": Memset, **LIBRA
 
 
 def read(text: str, device: str) -> Plan:
-    """Parses the text of ``plan.json``. Raises ``PlanError``, which names the first fault and its place."""
+    """Parses the text of ``plan.json``. Raises ``PlanError`` with a message that names the first fault and its
+    place."""
     try:
         plan = Plan.model_validate(json.loads(text))
     except ValidationError as error:

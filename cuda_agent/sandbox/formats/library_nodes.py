@@ -1,7 +1,8 @@
 """Checks the library nodes of a plan: matrix products and convolutions that a vendor's library computes.
 
-``describe`` checks a node against the shapes of its buffers. It returns a description from which
-``worker.library_nodes`` calls the library. All buffers are contiguous, with batch and channels as first dimensions."""
+``describe`` checks a node against the shapes of its buffers. It returns a description, with which
+``worker.library_nodes`` calls the library. All buffers are contiguous. Their first dimensions are batch and, in a
+convolution, channels."""
 
 import math
 from typing import Any
@@ -19,9 +20,9 @@ _COMPUTE = {
 
 
 def describe(node: Gemm | Convolution, where: str, names: dict[str, Any], device: str) -> dict[str, Any]:
-    """Returns a description of ``node`` for the worker. ``tensors`` maps each role (such as ``a`` or ``bias``) to
-    buffer, shape and dtype; ``writes`` is the buffer of the result. ``names`` maps the plan's names to buffers and
-    numbers. Raises ``PlanError`` with a message that begins with ``where``."""
+    """Returns a description of ``node`` for the worker. In it, ``tensors`` maps each role (such as ``a`` or ``bias``)
+    to buffer, shape and dtype, and ``writes`` is the buffer of the result. The argument ``names`` maps the plan's names
+    to buffers and numbers. Raises ``PlanError`` with a message that begins with ``where``."""
     roles = ("a", "b", "c") if isinstance(node, Gemm) else ("input", "weight", "bias", "output")
     said: dict[str, str] = {role: name for role in roles if (name := getattr(node, role)) is not None}
     buffers: dict[str, Buffer] = {}
@@ -138,7 +139,8 @@ def _convolution(node: Convolution, where: str, names: dict[str, Any], buffers: 
 def _shape(
     given: list[int | str] | None, role: str, where: str, names: dict[str, Any], buffers: dict[str, Buffer]
 ) -> list[int]:
-    """Returns the shape of the tensor ``role``: ``given``, or by default the shape of its buffer."""
+    """Returns the shape of the tensor ``role``: ``given``, or the shape of the tensor's buffer if ``given`` is
+    ``None``."""
     place = f"{where}.{role}_shape"
     shape = list(buffers[role].tensor.shape) if given is None else [_extent(part, 1, names, place) for part in given]
     if not 3 <= len(shape) <= 5 or 0 in shape:

@@ -1,8 +1,9 @@
 """Builds the plan format: compiles ``plan.json`` into a program for the sandbox's executor, which runs in the worker.
 
 ``grammar`` parses the fields of a plan. ``compile_plan`` checks the plan against the task's shapes, evaluates every
-expression, and generates source code. On the CPU, the executor calls the kernels through this C++ code. On a GPU, the
-code includes the kernels' files, and declares variables that hold the types of the kernels' arguments."""
+expression, and generates source code. On the CPU, this is C++ code through which the executor calls the kernels. On a
+GPU, it is CUDA code that includes the kernels' files. It declares variables that hold the types of the kernels'
+arguments."""
 
 import re
 import struct
@@ -49,7 +50,8 @@ template <class... A> struct plan_signature<void(A...)> {
 
 @dataclass
 class Program:
-    """A plan, compiled for the executor. Its buffers are named ``in:0``, ``out:0``, ``w:0`` (a weight), ``ws:name``."""
+    """A plan that is compiled for the executor. The buffers are named ``in:0``, ``out:0``, ``w:0`` (a weight) and
+    ``ws:name`` (a workspace)."""
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
     workspaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> {"bytes": size, "pattern": as hex}
@@ -61,8 +63,9 @@ class Program:
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Builds the kernels. Returns the request that makes a worker load the solution: the program, with the paths of its
-    libraries or cubin. Raises ``PlanError``, ``BuildError``, or ``SandboxUnready`` if the executor does not build."""
+    """Builds the kernels. Returns the request that makes a worker load the solution. The request holds the program and
+    the paths of its libraries or its cubin. Raises ``PlanError``, ``BuildError``, or ``SandboxUnready`` if the executor
+    does not build."""
     program = compile_plan(files, spec, tools.device)
     sources = {name: text for name, text in files.items() if name != "plan.json"}
     load = program.to_json()
@@ -81,7 +84,8 @@ async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> d
 
 
 async def runtime(builder: Builder) -> Path:
-    """Builds the CPU's executor of plans and returns its path. Raises ``SandboxUnready`` if the compiler fails."""
+    """Builds the executor that runs plans on the CPU, and returns its path. Raises ``SandboxUnready`` if the compiler
+    fails."""
     try:
         return await builder.library({"runtime.cpp": _RUNTIME.read_text()}, ["runtime.cpp"], ours=True)
     except (BuildError, CompilerMissing) as error:
@@ -89,7 +93,8 @@ async def runtime(builder: Builder) -> Path:
 
 
 def compile_plan(files: Mapping[str, str], spec: TaskSpec, device: str = "cpu") -> Program:
-    """Compiles ``plan.json`` for the shapes of ``spec``. Raises ``PlanError``, which names node and fault."""
+    """Compiles ``plan.json`` for the shapes of ``spec``. Raises ``PlanError`` with a message that names the node and
+    the fault."""
     if "plan.json" not in files:
         raise PlanError("there is no plan.json")
     plan = grammar.read(files["plan.json"], device)
@@ -184,7 +189,8 @@ def _memset(node: Memset, where: str, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _function(node: Kernel, where: str, names: dict[str, Any], index: int) -> tuple[dict[str, Any], str]:
-    """Returns the program's entry for the C++ kernel ``node``, and source through which the executor calls it."""
+    """Returns the program's entry for the C++ kernel ``node``, and the source of a function through which the executor
+    calls the kernel."""
     grid = evaluate(node.grid, names, f"{where}.grid")
     if not 0 < grid <= _MOST_BLOCKS:
         raise PlanError(f"{where}.grid: 1 to {_MOST_BLOCKS} blocks are possible, not {grid}")

@@ -1,6 +1,6 @@
-"""Builds the python format. Other formats also check their ``model_new.py`` here.
+"""Builds the python format. Other formats use this module to check their ``model_new.py``.
 
-A solution has KernelBench's form: one file that defines ``ModelNew`` and may use torch freely."""
+A solution in this format has KernelBench's form: one file that defines ``ModelNew`` and may use torch freely."""
 
 import ast
 from collections.abc import Mapping

@@ -1,8 +1,9 @@
-"""Finds suspicious code in a solution's text by static rules: uses of torch, streams, threads, monkey patches.
+"""Finds suspicious code in a solution's text by static rules.
 
-``ast`` reads Python; a small tokenizer reads C++ and CUDA, also inside Python strings. Findings are advice for the
-author and for an audit, never a verdict: the rules miss some spellings of a name (``getattr``, macros), and a finding
-may be harmless. The rules execute no code of a solution."""
+Suspicious are, for example, uses of torch, streams and threads, and monkey patches. ``ast`` reads Python. A small
+tokenizer reads C++ and CUDA, even inside Python strings. Findings are advice for the author and for an audit. They do
+not decide a verdict, because the rules miss some spellings of a name (``getattr``, macros), and a finding may be
+harmless. The rules execute no code of a solution."""
 
 import ast
 import re
@@ -132,7 +133,8 @@ class _Reader(ast.NodeVisitor):
         self.found.append(Finding(self._file, getattr(node, "lineno", 1), rule, what))
 
     def _full(self, node: ast.AST) -> str:
-        """Returns the full name of the imported object at ``node`` (``torch.nn.Linear``), or an empty string."""
+        """Returns the full name of the imported object at ``node``, such as ``torch.nn.Linear``. Returns an empty
+        string if ``node`` is not an imported object."""
         parts: list[str] = []
         while isinstance(node, ast.Attribute):
             parts.append(node.attr)
@@ -142,7 +144,7 @@ class _Reader(ast.NodeVisitor):
         return ".".join([self._names[node.id], *reversed(parts)])
 
     def _named(self, node: ast.AST, full: str) -> None:
-        """Adds the findings for a use of the full name ``full``, such as ``time.sleep``, even without a call."""
+        """Adds the findings for a use of the full name ``full``, such as ``time.sleep``. The use need not be a call."""
         if full.startswith(_STREAMS):
             self._add(node, "stream", full)
         for rule, names in _BY_NAME.items():

@@ -1,7 +1,7 @@
 """Defines ``SolutionFormat``, which describes one form of a solution, such as a plan or a Triton module.
 
-``table`` lists the formats. Prompt texts and exported files also depend on the format: ``agent.skill`` and
-``optimize.export`` have tables of them by the format's name."""
+``table`` lists the formats. Two more tables have the format's name as key: the prompt texts in ``agent.skill``, and the
+exported files in ``optimize.export``."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +20,8 @@ class SolutionError(ValueError):
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The tools that build a solution. ``architecture`` is the GPU's, such as ``sm_90a``, or empty for the CPU."""
+    """The tools that build a solution. ``architecture`` is the architecture of the GPU, such as ``sm_90a``, or empty
+    for the CPU."""
 
     builder: Builder
     architecture: str = ""

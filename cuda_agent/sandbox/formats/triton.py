@@ -1,7 +1,8 @@
 """Builds the triton format: one ``model_new.py`` whose ``ModelNew`` computes with kernels of ``triton.jit``.
 
-On a GPU, the first pass compiles and autotunes the kernels; the second pass, which is judged, loads the results. On the
-CPU, Triton's interpreter runs the kernels, and nothing is timed. ``worker.triton_rule`` checks ``ModelNew.forward``."""
+On a GPU, the first pass compiles and autotunes the kernels. The second pass is the judged run; it loads the results. On
+the CPU, Triton's interpreter runs the kernels, and nothing is timed. ``worker.triton_rule`` checks
+``ModelNew.forward``."""
 
 import ast
 import importlib.util
@@ -29,7 +30,8 @@ async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> d
 
 
 def kernels(tree: ast.Module) -> Iterator[str]:
-    """Yields the names of functions with the decorator ``triton.jit``, even if it is imported under another name."""
+    """Yields the names of functions with the decorator ``triton.jit``. The module may import ``triton.jit`` under
+    another name."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

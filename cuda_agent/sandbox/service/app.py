@@ -1,8 +1,8 @@
 """Serves the sandbox over HTTP: routes, the token, limits of size, and a server that drains on SIGTERM.
 
 Every refusal is JSON, ``{"error": {"kind", "message", "where"}}``; ``where`` may be missing. A refusal has the header
-Retry-After if waiting helps. The health routes need no token; /metrics needs none if it is open. The module has no TLS
-and no user accounts: all clients share one token."""
+Retry-After if waiting helps. The health routes need no token. /metrics needs the token, unless ``open_metrics`` is set.
+The module has no TLS and no user accounts: all clients share one token."""
 
 import asyncio
 import contextlib
@@ -68,8 +68,8 @@ _log = logging.getLogger("cuda_agent.sandbox")
 
 
 class Gate:
-    """ASGI middleware. Refuses requests with two length headers, without the required token, or with too large a body.
-    Passes all other requests to ``app``."""
+    """ASGI middleware. Refuses a request that has two length headers, lacks the required token, or has too large a
+    body. Passes all other requests to ``app``."""
 
     def __init__(self, app: ASGIApp, token: str | None, service: Service) -> None:
         self._app, self._service = app, service
@@ -167,8 +167,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> bool
 
 
 def make_app(service: Service, token: str | None) -> ASGIApp:
-    """Returns the HTTP application for ``service``. If ``token`` is set, every route requires it, except the health
-    routes and, if ``service.limits`` opens it, ``/metrics``."""
+    """Returns the HTTP application for ``service``. If ``token`` is set, every route except the health routes requires
+    it. ``/metrics`` does not require it if ``service.limits.open_metrics`` is true."""
     app = FastAPI(
         title="cuda-agent sandbox", description=_ABOUT, version="1", default_response_class=Json, redoc_url=None,
         swagger_ui_oauth2_redirect_url=None, responses=_REFUSALS,
@@ -278,8 +278,8 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.post("/v1/workspaces", status_code=201, response_model=None)
     async def open_workspace(request: protocol.OpenWorkspace) -> dict[str, Any]:
-        """Open a work folder, and return its id and owner.  Later requests for it must send this owner in the header
-        X-Workspace-Owner."""
+        """Open a work folder, and return its id and owner.  Later requests for this folder must send the owner in the
+        header X-Workspace-Owner."""
         service.admit("workspace")
         try:
             opened = await service.rooms.open(request.files, request.protected)
@@ -290,8 +290,8 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.post("/v1/workspaces/{id}/calls", response_model=None)
     async def call(id: str, request: protocol.Call, owner: Owner = "") -> Response:
-        """Call a tool in the work folder.  The answer is a stream of JSON lines: commands that the client is to run,
-        signs of life, and at the end the result (docs/service.md)."""
+        """Call a tool in the work folder.  The answer is a stream of JSON lines: commands that the client must run, a
+        line every few seconds while the tool runs, and at the end the result.  docs/service.md describes the lines."""
         return Lines(service.rooms.call(service.rooms.find(id, owner), request.tool, request.arguments))
 
     @app.post("/v1/workspaces/{id}/answers/{number}", response_model=None)
@@ -342,7 +342,7 @@ class Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """An HTTP server that drains ``service`` before it stops listening. A second signal stops it at once."""
+    """An HTTP server that drains ``service`` at the first signal, and then stops. A second signal stops it at once."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -372,7 +372,8 @@ async def serve(
     config: SandboxConfig, cache: Path, roles: tuple[Role, ...], limits: ServiceLimits, host: str, port: int
 ) -> None:
     """Serves the sandbox over HTTP until SIGTERM, then drains the service. Removes the token from the environment.
-    Raises ``ConfigError`` if ``host`` and ``port`` are not available, or ``SandboxUnready``."""
+    Without a token, listens on 127.0.0.1 only. Raises ``ConfigError`` if the token is not usable or the address is not
+    available, or ``SandboxUnready`` if the sandbox cannot start."""
     token = protocol.read_token(config, os.environ)
     os.environ.pop(config.token_env, None)
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: other processes of this user cannot read the environment

@@ -48,7 +48,7 @@ class Job:
 
 class Queue:
     """Queues jobs and keeps finished jobs. ``places`` maps each judge and the builder to the number of jobs that run on
-    it at once. ``most_jobs`` and ``most_bytes`` limit the queued jobs, ``kept`` limits the finished jobs. Whenever the
+    it at once. ``most_jobs`` and ``most_bytes`` limit the queued jobs. ``kept`` limits the finished jobs. Whenever the
     state of a job changes, the queue calls ``changed`` with this job."""
 
     def __init__(
@@ -90,9 +90,9 @@ class Queue:
     def submit(
         self, id: str, kind: Kind, place: Hashable, priority: int, size: int, request: Any, now: float
     ) -> tuple[Job, bool]:
-        """Returns the ``Job`` with this ``id`` (a digest of the request), and whether it is new. Reuses a job that
-        is queued, running, or finished with a valid verdict; otherwise queues a new job. Raises ``ServiceError`` if the
-        queue is full."""
+        """Returns the job with this ``id`` (a digest of the request), and whether the job is new. Reuses a job that is
+        queued or running, or that has a valid verdict. Otherwise queues a new job. Raises ``ServiceError`` if the queue
+        is full."""
         if job := self._alive.get(id):
             job.interest += 1
             if job.state == "queued":
@@ -114,7 +114,8 @@ class Queue:
         return job, True
 
     def take(self, now: float) -> Job | None:
-        """Marks the first queued job whose place is free as running. Returns this job, or ``None``."""
+        """Finds the first queued job whose place is free, and marks it as running. Returns this job, or ``None`` if
+        there is none."""
         job = next((job for job in self._waiting() if self._free[job.place] > 0), None)
         if job is not None:
             if not self.running:
@@ -137,8 +138,8 @@ class Queue:
             self._end(job, "done" if result is not None else "failed", now)
 
     def cancel(self, job: Job, now: float) -> None:
-        """Withdraws one submission of ``job``. After the last one, a queued job ends. A running job continues, because
-        judges are not interrupted; its result is kept only if the job is submitted again before it ends."""
+        """Withdraws one submission of ``job``. If no submission is left, a queued job ends. A running job continues,
+        because judges cannot be interrupted. Its result is kept only if the job is submitted again before it ends."""
         if job.over or not job.interest:
             return
         job.interest -= 1
@@ -152,8 +153,9 @@ class Queue:
             self._end(job, "failed", now)
 
     def room_in(self) -> float:
-        """Estimates in how many seconds the full queue has room for a client that is refused now. The estimate assumes
-        that each finished job makes room for one client, and that clients refused earlier come first."""
+        """Returns an estimate of the seconds until the full queue has room for a client that is refused now. The
+        estimate assumes that each finished job makes room for one client, and that clients refused earlier come
+        first."""
         return min(max(1.0, self._interval * self._turned_away), _LONGEST_WAIT)
 
     def _end(self, job: Job, state: State, now: float) -> None:
@@ -174,6 +176,6 @@ class Queue:
 
 
 def _stands(job: Job) -> bool:
-    """Returns whether a finished job's result answers later equal requests. Only a valid verdict does. Other jobs run
-    again: probes and specs are cheap, and an error may have been due to load."""
+    """Returns whether the result of the finished ``job`` answers later equal requests. Only a valid verdict does. After
+    other results the job runs again: probes and specs are cheap, and load may have caused an error."""
     return job.kind == "evaluate" and job.result is not None and job.result.get("status") != "infra"

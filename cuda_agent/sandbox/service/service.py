@@ -1,7 +1,8 @@
-"""Runs a ``LocalSandbox`` as a service with a queue. The service takes work once a test shows that its jail holds.
+"""Runs a ``LocalSandbox`` as a service with a queue. The service takes work after a test has shown that its jail holds.
 
 ``Service`` does not depend on HTTP (``app`` does). It gives the sandbox only as many jobs as the sandbox can run at
-once, so that urgent jobs need not wait behind others. Servers share no queue, and a restart empties the queue."""
+once. The other jobs wait in the queue, where an urgent job can overtake them. Each server has a separate queue, and a
+restart empties it."""
 
 import asyncio
 import contextlib
@@ -43,7 +44,8 @@ class ServiceLimits:
 
 
 class Service:
-    """Queues requests and answers them with an open ``sandbox``. ``roles`` lists the kinds of work that it accepts."""
+    """Queues requests and answers them with an open ``sandbox``. ``roles`` lists the kinds of work that the service
+    accepts."""
 
     def __init__(self, sandbox: LocalSandbox, roles: tuple[Role, ...], limits: ServiceLimits) -> None:
         self.sandbox, self.roles, self.limits = sandbox, roles, limits
@@ -80,8 +82,8 @@ class Service:
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def prove(self) -> None:
-        """Tests the jail and, if the roles need them, the compiler and a workspace. Sets ``unready`` to the reason why
-        the service cannot take work, or to an empty string."""
+        """Tests the jail. If the roles need them, also tests the compiler and a workspace. Sets ``unready`` to the
+        reason why the service cannot take work, or to an empty string if all tests pass."""
         try:
             if "evaluate" in self.roles:
                 await self.sandbox.ready()
@@ -116,7 +118,8 @@ class Service:
             raise ServiceError(503, "unready", self.unready, retry_after=_AGAIN_SECONDS)
 
     def submit(self, request: AnyRequest, size: int) -> Job:
-        """Queues a request of ``size`` bytes. Returns its job, or that of an equal request. Raises ``ServiceError``."""
+        """Queues a request of ``size`` bytes and returns its job. If an equal request has a job already, returns that
+        job. Raises ``ServiceError`` if the service does not take the request."""
         self.admit("build" if isinstance(request, Build) else "evaluate")
         protocol.agree(request.settings, self.sandbox.config)
         kind = request.kind
@@ -131,7 +134,7 @@ class Service:
         return job
 
     async def wait(self, job: Job, seconds: float | None) -> None:
-        """Waits until the job is over, at most ``seconds`` (``None``: without a limit)."""
+        """Waits until the job is over, but at most ``seconds``. ``None`` sets no limit."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not job.over:

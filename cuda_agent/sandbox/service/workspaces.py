@@ -1,4 +1,4 @@
-"""Serves workspaces over the network: checks the owner of each open workspace, and streams tool calls as JSON lines.
+"""Serves workspaces over the network: checks the owner of each open workspace, and answers tool calls with JSON lines.
 
 ``docs/service.md`` describes the lines. If the stream of a call breaks, its workspace is closed, because the state of
 the workspace is unknown."""
@@ -39,8 +39,8 @@ class Room:
     questions: int = 0  # number of commands that the client was asked to run
 
     async def ask(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """Asks the client to run the shell's command ``name`` (compile, verify or profile), in the stream of the
-        current tool call. Returns the client's result."""
+        """Sends the command ``name`` (compile, verify or profile) to the client, in the stream of the current tool
+        call. The client runs the command. Returns the client's result."""
         self.questions += 1
         number, answer = self.questions, asyncio.get_running_loop().create_future()
         self.asked[number] = answer
@@ -62,7 +62,8 @@ class Rooms:
         return len(self._rooms)
 
     async def open(self, files: dict[str, str], protected: list[str]) -> Room:
-        """Opens a workspace with ``files``. Raises ``ServiceError`` if too many are open or if it does not open."""
+        """Opens a workspace with ``files``. Raises ``ServiceError`` if too many workspaces are open, or if the new one
+        cannot be opened."""
         if len(self._rooms) >= self._most:
             raise ServiceError(429, "full", f"all {self._most} workspaces are taken", retry_after=_LOOK_AGAIN)
         room = Room(secrets.token_hex(12), secrets.token_urlsafe(24), time.monotonic())

@@ -1,7 +1,7 @@
 """Runs background commands of a workspace. Each command has a keeper: a child of the workspace's process.
 
-The keeper starts the command in the shell's jail and collects its output. It kills the command and all its processes
-on request, at a limit, or when the workspace has ended. It adopts the command's orphaned processes: otherwise the end
+The keeper starts the command in the shell's jail and collects its output. On request, at a limit, or when the workspace
+has ended, the keeper kills all processes of the command. It adopts the command's orphaned processes: otherwise the end
 of a foreground command would kill them. A background command gets no input and cannot run compile, verify or
 profile."""
 
@@ -72,7 +72,7 @@ class Backgrounds:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Suspends all background commands inside the context, so that they disturb neither file tools nor timing."""
+        """Suspends all background commands inside the context, so that file tools and timings are not disturbed."""
         stopped: set[int] = set()
         for _ in range(20):
             found = {pid for keeper in self._keepers.values() for pid in descendants(keeper)} - stopped
@@ -87,7 +87,8 @@ class Backgrounds:
 
     @staticmethod
     def _ask(channel: tuple[int, int], request: bytes) -> dict[str, Any] | None:
-        """Sends ``request`` to the keeper at ``channel``. Returns its answer, or ``None`` if there is no answer."""
+        """Sends ``request`` to the keeper at ``channel``. Returns the keeper's answer, or ``None`` if there is no
+        answer."""
         answers, asks = channel
         said = b""
         try:
@@ -107,8 +108,8 @@ class Backgrounds:
 
 
 def _keep(shell: Shell, requests: int, tells: int, others: list[int], command: str) -> NoReturn:
-    """Makes this process the keeper of ``command``; never returns. Reads one-byte requests from the descriptor
-    ``requests``, and writes answers as lines of JSON to ``tells``. Closes the parent's descriptors ``others``."""
+    """Makes this process the keeper of ``command``. Never returns. Reads one-byte requests from the descriptor
+    ``requests``, and writes answers as lines of JSON to ``tells``. First closes the parent's descriptors ``others``."""
     for descriptor in others:
         os.close(descriptor)
     shell.client.close()

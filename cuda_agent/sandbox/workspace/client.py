@@ -1,7 +1,7 @@
 """Opens workspaces, calls their tools, and answers the compile, verify and profile commands of their shells.
 
-A workspace is an agent's folder with its tools, in a separate jailed process (``worker``). A mistake of the agent
-raises no exception: the tool's result has ``error`` set."""
+A workspace is an agent's folder with its tools. The tools run in a separate jailed process (``worker``). A mistake of
+the agent raises no exception. Instead, the tool's result has ``error`` set."""
 
 import asyncio
 import contextlib
@@ -32,20 +32,21 @@ from cuda_agent.sandbox.workspace.files import ToolRefused
 from cuda_agent.sandbox.workspace.shell import CommandLimits
 
 Commands = Callable[[str, list[str], dict[str, str]], Awaitable[ToolResult]]
-"""Runs a command: (compile, verify or profile; its arguments; text by path) -> its output. An error exits with 1."""
+"""Runs a command of an agent's shell and returns its output. Gets the command's name (compile, verify or profile), the
+command's arguments, and the folder's files (text by path). If the output is an error, the command exits with 1."""
 
 ARGUMENT_BYTES = 1 << 20  # limit of one call's arguments as JSON
 _OPEN_SECONDS, _GRACE_SECONDS = 30.0, 20.0  # how long a start, or a call beyond its own limit, may take
 
 
 class WorkspaceLost(Exception):
-    """The process of a workspace died or hangs; this is an infrastructure fault."""
+    """The process of a workspace has ended or does not answer. This is a fault of the sandbox, not of the agent."""
 
 
 class Workspaces:
-    """Owns the warm parent, the process that forks workspaces. The warm parent starts with ``async with``, or else with
-    the first workspace. At its end it removes the temporary folder that holds all work folders, even if this process
-    was killed."""
+    """Owns the warm parent: the process that forks workspaces. ``async with`` starts the warm parent. Without it, the
+    first workspace does. The warm parent removes the temporary folder of all work folders when it ends, even if this
+    process was killed."""
 
     def __init__(self, limits: CommandLimits | None = None) -> None:
         self.limits = limits or CommandLimits()
@@ -67,7 +68,7 @@ class Workspaces:
         self, files: Mapping[str, str], protected: frozenset[str], commands: Commands
     ) -> "AsyncIterator[Workspace]":
         """Opens a workspace that holds ``files`` (text by path). The agent cannot change the top-level files in
-        ``protected``. ``commands`` runs the agent's compile, verify and profile. Raises ``WorkspaceLost``."""
+        ``protected``. ``commands`` runs the agent's commands compile, verify and profile. Raises ``WorkspaceLost``."""
         await self._start()
         number, control = next(self._numbers), self._control
         assert control is not None
@@ -158,8 +159,9 @@ class Workspace:
         self._broken = False
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs a tool and returns its result. If the tool runs compile, verify or profile, this client answers the
-        command with the constructor's ``commands``, whose exceptions pass through. Raises ``WorkspaceLost``."""
+        """Runs a tool and returns its result. If the tool runs compile, verify or profile, this client runs that
+        command with the constructor's ``commands``. An exception of ``commands`` reaches the caller. Raises
+        ``WorkspaceLost``."""
         try:
             body = checked_call(tool, arguments)
         except ToolRefused as refused:

@@ -93,7 +93,8 @@ class Folder:
         return "\n".join(found) or "(no matches)"
 
     def fill(self, files: dict[str, str]) -> None:
-        """Writes the initial files. The agent must read each of them before it can change it."""
+        """Writes the initial files. Before the agent can change one of these files with a tool, it must read the
+        file."""
         for path, content in files.items():
             self._store(self.resolve(path), content)
         self._seen.clear()
@@ -133,7 +134,8 @@ class Folder:
         return files
 
     def resolve(self, path: str) -> str:
-        """Returns ``path`` relative to the folder, with links followed. Raises ``ToolRefused`` if it leads outside."""
+        """Returns ``path`` relative to the folder, with links followed. Raises ``ToolRefused`` if the path leads
+        outside."""
         if not isinstance(path, str) or not path or len(path) > 1024 or "\0" in path or not path.isprintable():
             raise ToolRefused("not a path")
         if path == "~" or path.startswith("~/"):
@@ -202,7 +204,8 @@ class Folder:
         self._seen[name] = _digest(content)
 
     def _discard(self, path: str) -> None:
-        """Removes the file at ``path``. Moves a folder out of the work folder, since it may be too deep to remove."""
+        """Removes the file at ``path``. If a folder is there, moves it out of the work folder instead, because it may
+        be too deep to remove."""
         if os.path.isdir(path) and not os.path.islink(path):
             self._discarded += 1
             os.rename(path, f"{self.root}.discarded{self._discarded}")
@@ -210,7 +213,8 @@ class Folder:
             os.unlink(path)
 
     def _walk(self, base: str) -> Iterator[tuple[str, int | None]]:
-        """Yields path and size of every file below ``base``, level by level; special files have the size ``None``."""
+        """Yields the path and the size of every file below ``base``, level by level. Special files have the size
+        ``None``."""
         pending, looked = deque([(base, 0)]), 0
         while pending:
             folder, depth = pending.popleft()
@@ -235,7 +239,8 @@ class Folder:
 
 
 def disk_use(root: str, limit: int) -> int:
-    """Returns the bytes on disk below ``root``, at least 4 KiB per entry. Stops once the sum exceeds ``limit``."""
+    """Returns the bytes on disk below ``root``. Counts at least 4 KiB for each entry. Stops once the sum exceeds
+    ``limit``."""
     total, pending = 0, [root]
     while pending and total <= limit:
         try:
@@ -252,7 +257,8 @@ def disk_use(root: str, limit: int) -> int:
 
 
 def _matches(names: tuple[str, ...], pattern: tuple[str, ...]) -> bool:
-    """Returns whether the path ``names`` matches ``pattern``, both split at ``/``. ``**`` matches any folders."""
+    """Returns whether the path ``names`` matches ``pattern``. Both are split at ``/``. ``**`` matches any number of
+    folders."""
     reachable = {0}  # possible positions in the pattern
     for name in names:
         reachable = _skip(reachable, pattern)

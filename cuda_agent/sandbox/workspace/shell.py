@@ -1,9 +1,9 @@
-"""Runs a workspace's shell commands one after the other, each in a jail inside the worker's jail, within limits.
+"""Runs a workspace's shell commands one after the other, within limits.
 
-The worker is the workspace's process. The current folder and the exported variables persist between commands.
-``compile``, ``verify`` and ``profile`` are scripts on the shell's PATH. A script sends its request through a FIFO to
-the worker, which forwards it to the client and returns the answer the same way. Data from a shell may be forged, so the
-worker checks it."""
+The worker is the workspace's process. Each command runs in a jail inside the worker's jail. The current folder and the
+exported variables persist between commands. ``compile``, ``verify`` and ``profile`` are scripts on the shell's PATH. A
+script sends its request through a FIFO to the worker. The worker forwards the request to the client, and returns the
+answer through another FIFO. Data from a shell may be forged, so the worker checks it."""
 
 import contextlib
 import ctypes
@@ -180,8 +180,8 @@ class Shell:
         return CommandOutcome(code if code is not None else -signal.SIGKILL, output.text(), killed)
 
     def become(self, program: list[str], out: int, state: int, environment: dict[str, str]) -> None:
-        """Turns this forked child into the jailed ``program``, with output to the descriptor ``out``. A shell that
-        exits writes its current folder and exported variables to the descriptor ``state``."""
+        """Turns this forked child into the jailed ``program``. The program's output goes to the descriptor ``out``. A
+        shell that exits writes its current folder and exported variables to the descriptor ``state``."""
         os.setsid()
         null = os.open("/dev/null", os.O_RDONLY)
         for descriptor, number in ((null, 0), (out, 1), (out, 2), (state, _STATE_FD)):
@@ -201,8 +201,8 @@ class Shell:
             os._exit(126)
 
     def overuse(self, used: float, seconds: float, disk: bool) -> str:
-        """Returns which limit a command exceeds, as text, or an empty string. The command has used ``used`` of its
-        ``seconds``. If ``disk`` is true, also checks the disk."""
+        """Returns a text that names the limit that a command exceeds, or an empty string. The command has used ``used``
+        of its ``seconds``. Checks the use of the disk only if ``disk`` is true."""
         if used > seconds:
             return f"killed after {seconds:g} s"
         pids = descendants(os.getpid())
@@ -228,7 +228,8 @@ class Shell:
             time.sleep(0.001)
 
     def _requests(self) -> int:
-        """Returns the descriptor of a new FIFO for requests; the previous command may have replaced the old FIFO."""
+        """Makes a new FIFO for requests, because the previous command may have replaced the old one. Returns the
+        descriptor of the new FIFO."""
         path = f"{self.pipes}/requests"
         for folder in (self.files.root, f"{self.folder}/tmp", self.pipes):
             os.chmod(folder, 0o700)
@@ -260,7 +261,7 @@ class Shell:
 
 
 def _records(pending: bytearray, data: bytes) -> Iterable[list[str]]:
-    """Yields complete requests as [process id, command, *arguments], without malformed requests. ``pending`` keeps the
+    """Yields complete requests as [process id, command, *arguments]. Skips malformed requests. ``pending`` keeps the
     start of an incomplete request."""
     pending += data
     *records, rest = bytes(pending).split(b"\x1e")
@@ -275,7 +276,8 @@ def _records(pending: bytearray, data: bytes) -> Iterable[list[str]]:
 
 
 def cut(text: str, limit: int) -> str:
-    """Returns ``text``, shortened to about ``limit`` characters by removing the middle."""
+    """Returns ``text``. If it is longer than ``limit`` characters, cuts its middle so that about ``limit`` characters
+    remain."""
     if len(text) <= limit:
         return text
     return f"{text[: limit // 2]}\n[{len(text) - limit} characters cut]\n{text[-(limit // 2) :]}"
@@ -308,7 +310,7 @@ def drain(descriptor: int) -> bytes:
 
 
 def reap() -> dict[int, int]:
-    """Returns the exit codes of the child processes that have ended, by process id."""
+    """Returns the exit codes of the child processes that have ended since the last call, by process id."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:

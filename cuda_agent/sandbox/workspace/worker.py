@@ -1,8 +1,9 @@
-"""Runs the processes of workspaces: each holds the shell and the file tools of one agent, inside the jail.
+"""Runs the processes of workspaces. Each process runs the shell and the file tools of one agent inside a jail.
 
-``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent. It has one thread, and no torch. It
-forks a worker for every workspace. After a workspace has ended, it kills the remaining processes and removes the
-folder. A worker enters the jail, then serves its client over one socket, one tool call after the other."""
+``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent. It has one thread and does not import
+torch. It forks one worker for each workspace. When a workspace has ended, the warm parent kills the remaining processes
+and removes the folder. A worker enters the jail. Then it serves its client over one socket, one tool call after the
+other."""
 
 import gc
 import os
@@ -25,7 +26,7 @@ from cuda_agent.sandbox.workspace.shell import BASH, WRAPPER, CommandLimits, She
 
 
 def main() -> None:
-    """Runs the warm parent: opens and closes workspaces at the client's request until the client disconnects."""
+    """Runs the warm parent. Opens and closes workspaces at the client's request, until the client disconnects."""
     control, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     processes.prctl(processes.PR_SET_DUMPABLE, 0)
     processes.prctl(processes.PR_SET_CHILD_SUBREAPER, 1)
@@ -72,7 +73,8 @@ def main() -> None:
 
 
 def _remove(folder: str) -> None:
-    """Removes a folder with ``rm`` and ``chmod``. A hostile folder can nest too deep for Python, or forbid access."""
+    """Removes a folder with ``rm`` and ``chmod``, because a hostile folder can be nested too deep for Python, or forbid
+    access."""
     for program in (["/bin/rm", "-rf"], ["/bin/chmod", "-R", "u+rwx"], ["/bin/rm", "-rf"]) * 3:
         if not os.path.lexists(folder):
             return
@@ -177,7 +179,8 @@ class Session:
         return self._presented("\n".join(lines)) or "(no matches)"
 
     def _presented(self, text: str) -> str:
-        """Returns ``text`` for the agent, without the folder's real path, which is private and changes every run."""
+        """Returns ``text`` for the agent, with short names in place of the folder's real path. The real path is
+        private, and it changes with every run."""
         return text.replace(self.files.root, "~").replace(f"{self.folder}/tmp", "$TMPDIR").replace(self.folder, "~/..")
 
 
@@ -196,9 +199,9 @@ _PARAMETERS: dict[str, dict[str, str]] = {  # a name that ends in "?" may be lef
 
 
 def checked(tool: str, arguments: Any, parameters: dict[str, str] | None = None) -> dict[str, Any]:
-    """Returns the arguments of a tool call, converted to the types in ``parameters`` (by default those of ``tool``).
-    Text such as "3" or "true" counts as a number or truth value. Raises ``ToolRefused``, which names the wrong
-    argument."""
+    """Returns the arguments of a call of ``tool``, converted to the types in ``parameters``. By default these are the
+    parameters of ``tool``. Text such as "3" or "true" counts as a number or a truth value. Raises ``ToolRefused`` with
+    a message that names the wrong argument."""
     parameters = parameters or _PARAMETERS.get(tool)
     if parameters is None:
         raise ToolRefused(f"there is no tool {tool[:40]!r}")
