@@ -51,7 +51,7 @@ _ONLY_IN_TRAINING = ("max_off_policy_steps", "oversample")  # keys of ``ray`` th
 
 
 def conf_folder() -> Path:
-    """Returns the folder ``conf/`` of the installed wheel, or of the repository."""
+    """Returns the folder ``conf/`` of the installed wheel.  In a clone, returns the repository's folder ``conf/``."""
     package = Path(__file__).parent
     inside = package / "conf"
     return inside if (inside / "config.yaml").exists() else package.parent / "conf"
@@ -118,8 +118,8 @@ def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
     """Returns the part of the configuration that decides the result of a stage, as JSON values.
 
     The part holds the seed, and the sections or single keys that ``sections`` names, such as ``agentic.reward``.
-    Addresses, resources and the section ``training`` are left out.  The section ``ray`` is left out if ``runtime`` is
-    local, and its keys about training are left out if ``sections`` lacks ``training``."""
+    Addresses, resources and the section ``training`` are left out.  If ``runtime`` is local, the section ``ray`` is
+    left out.  If ``sections`` lacks ``training``, the keys of ``ray`` about training are left out."""
     whole = config.model_dump(mode="json", exclude=_NOT_IN_KEYS)
     if "training" not in sections:
         whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in _ONLY_IN_TRAINING}
@@ -130,8 +130,8 @@ def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
 
 
 def restricted(config: Config, sections: Sequence[str]) -> Config:
-    """Returns a copy of the configuration in which only the seed and the sections and keys named in ``sections`` can be
-    read.  A stage gets such a copy, so its result cannot depend on any other section."""
+    """Returns a copy of the configuration that has only the seed, and the sections and keys that ``sections`` names.  A
+    stage gets such a copy, so the stage's result cannot depend on any other section."""
     return _with_only(config, ("seed", *sections))
 
 

@@ -27,7 +27,7 @@ class Section(BaseModel):
 
 
 def key(default: T, description: str, **limits: Any) -> T:
-    """Returns a pydantic field with this default and description.  ``limits`` constrain its value, as in ``gt=0``."""
+    """Returns a pydantic field with this default and description.  ``limits`` constrain the value, as in ``gt=0``."""
     return Field(default, description=description, **limits)
 
 
@@ -181,8 +181,9 @@ class Lora(Section):
 
 
 class Training(Section):
-    """Settings of how and where training stages compute.  They change results only by rounding errors, so cache keys
-    leave them out.  A stage can resume from a checkpoint that was made with other values."""
+    """Settings that determine how and where training stages compute.  Other values change results only by rounding
+    errors, so cache keys leave these settings out.  A stage can resume from a checkpoint that was made with other
+    values."""
 
     checkpointing: Literal["auto", "on", "off"] = key(
         "auto",

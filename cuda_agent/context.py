@@ -31,13 +31,13 @@ class Checkpoints(Protocol):
         """Calls ``write`` to fill an empty folder, and stores it atomically as a checkpoint.  Keeps the newest two."""
 
     def load(self, read: Callable[[Path], None]) -> int | None:
-        """Calls ``read`` with a copy of the newest complete checkpoint, and returns its step.  Returns None without a
-        checkpoint. If a checkpoint is damaged, adds a note and tries the checkpoint before it."""
+        """Calls ``read`` with a copy of the newest complete checkpoint, and returns the checkpoint's step.  If there is
+        no checkpoint, returns None.  If a checkpoint is damaged, adds a note and tries the previous checkpoint."""
 
 
 @dataclass
 class WorkerContext:
-    """The part of a stage's context that the stage's worker processes also get, even on other machines."""
+    """The part of a stage's context that is passed on to the stage's worker processes, even on other machines."""
 
     name: str  # name of the stage
     config: "Config"  # only the sections that the graph lists for this stage

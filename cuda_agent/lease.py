@@ -1,9 +1,10 @@
 """The timing lease: while one process of this machine times a kernel, no other process uses the device.
 
 The lease is needed because a kernel that takes 1.12 ms on an idle machine takes 1.75 ms beside a matrix multiplication.
-It consists of two file locks.  A process holds the first lock shared while it works (``working``: a step of decoding or
-training, a call of a judge), and exclusively while it times a kernel (``timing``).  The second lock is a gate that each
-step must pass to begin.  To time a kernel, a process closes the gate first, so that no new step can delay it."""
+It consists of two file locks.  The first lock is held shared in ``working``, during a step of decoding or training or
+during other work on the device.  It is held exclusively in ``timing``, while a kernel is timed.  The second lock is a
+gate that each step must pass before it begins.  To time a kernel, a process first closes the gate, so that no new step
+can delay the timing."""
 
 import fcntl
 import os
@@ -13,8 +14,8 @@ from pathlib import Path
 
 
 class Lease:
-    """One thread's handle of the timing lease.  All processes that take part must use the same ``folder``.  If a handle
-    holds the lease already, its ``working`` does nothing."""
+    """One thread's handle of the timing lease.  All processes that take part must use the same ``folder``.  Inside
+    ``working`` or ``timing``, another ``working`` of the same handle does nothing."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +45,7 @@ class Lease:
 
     @property
     def wanted(self) -> bool:
-        """Whether another process waits to time a kernel, or times one. Not for use inside ``timing``."""
+        """Whether another process waits to time a kernel, or times one.  Must not be used inside ``timing``."""
         assert self._held != "timing"
         try:
             fcntl.flock(self._gate, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -62,9 +63,9 @@ class Lease:
 
     @contextmanager
     def lent(self) -> Iterator[int]:
-        """Yields a file descriptor that holds the lease shared until all its copies are closed.  A process that is
-        started inside the context and inherits a copy keeps the lease after the context ends.  Not for use while this
-        handle holds the lease."""
+        """Yields a file descriptor that holds the lease shared.  The lease is released when all copies of the
+        descriptor are closed.  A process that is started inside the context can inherit a copy, and so keep the lease
+        after the context ends.  This handle must not hold the lease already."""
         assert not self._held
         with open(self._folder / "lease.lock") as lock:
             with _locked(self._gate, fcntl.LOCK_SH):

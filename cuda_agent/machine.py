@@ -14,8 +14,8 @@ _PR_SET_PDEATHSIG = 1
 
 
 def processor() -> str:
-    """Returns a digest of the processor's model and features, on which kernels' times and ``-march=native`` depend.
-    Returns the machine type, such as ``x86_64``, if Linux does not report them."""
+    """Returns a digest of the processor's model and features.  Kernels' times and ``-march=native`` depend on these.
+    If Linux does not report them, returns the machine type, such as ``x86_64``."""
     if not (found := processor_facts()):
         return platform.machine()
     wanted = ("model name", "flags", "Features", "CPU part")
@@ -50,8 +50,8 @@ def memory_bytes(device: str) -> int:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Makes Linux kill this process when its parent ends.  Exits at once if the parent's pid is not ``parent`` (None:
-    any)."""
+    """Makes Linux kill this process when its parent ends.  If ``parent`` is given and is not the parent's pid, this
+    process exits at once."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent not in (None, os.getppid()):
         os._exit(EXIT_RETRY)

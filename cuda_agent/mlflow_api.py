@@ -1,7 +1,8 @@
 """A small client for MLflow: finds and creates runs, logs params, tags and metrics, uploads and reads artifacts.
 
-``Rest`` talks to an MLflow server over HTTP.  It does without MLflow's own Python client, because in a pod the import
-of that client takes longer than most stages of a small run.  ``Library`` opens a database through MLflow's client."""
+``Rest`` sends requests to an MLflow server over HTTP.  It does not use MLflow's Python client, because in a pod the
+import of that client takes longer than most stages of a small run.  ``Library`` opens a database through MLflow's
+client."""
 
 import logging
 import os
@@ -54,8 +55,8 @@ class Rest:
         self._artifact_uris: dict[str, str] = {}  # run -> artifact address
 
     def experiment(self, name: str, artifacts: str | None) -> str:
-        """Returns the id of the experiment ``name``.  Creates it if it is missing, with ``artifacts`` as the address of
-        its artifacts (None: the server decides)."""
+        """Returns the id of the experiment ``name``.  If there is no such experiment, creates one, which stores
+        artifacts at the address ``artifacts`` (None: the server decides)."""
         response = self._client.get("mlflow/experiments/get-by-name", params={"experiment_name": name})
         if response.status_code != 404:
             return str(response.raise_for_status().json()["experiment"]["experiment_id"])

@@ -1,11 +1,13 @@
-"""The store of artifacts: objects (bytes under a key) and folders, in a local folder, in memory or in S3 (by obstore).
+"""The store of artifacts.  It holds objects (bytes under a key) and folders, which consist of objects:
 
     cas/<sha256>    the bytes of a file, or the tree of a folder: canonical JSON {"files": {path: {"sha256", "size"}}}
+
+The store is in a local folder, in memory or in S3.  The library obstore reads and writes it.
 
 Every write is atomic.  A folder's tree is written after its files, so a folder exists only once it is complete.  The
 sha256 of the tree is the folder's digest.  Reading a folder verifies digests and removes damaged objects; ``get``
 verifies nothing.  Empty folders, permissions and links are not stored.  A store in a local folder does not call fsync.
-S3 credentials come only from AWS's environment variables, for a pair of keys or for a pod's IAM role."""
+S3 credentials come only from AWS's environment variables.  They hold a pair of keys, or name a pod's IAM role."""
 
 import contextlib
 import hashlib
@@ -144,7 +146,7 @@ class Store:
         """Downloads an object to the file ``path``.
 
         Raises:
-            StoreDamaged: The object is absent or has another sha256.  A wrong object is deleted, and so is the file."""
+            StoreDamaged: The object is absent, or it has another sha256 and was deleted together with the file."""
         actual = hashlib.sha256()
         with self._errors(f"read {key}"), open(path, "wb") as file:
             for chunk in obstore.get(self._backend, key).stream(min_chunk_size=CHUNK):
@@ -230,7 +232,7 @@ def file_sha256(path: Path) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """Returns a value as JSON with sorted keys and without spaces, so that equal values give equal texts."""
+    """Returns a value as JSON with sorted keys and without spaces, so that equal values give the same string."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
 
 

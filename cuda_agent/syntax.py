@@ -8,12 +8,12 @@ _TRIES = 3
 def parse(code: str) -> ast.Module:
     """Returns the syntax tree of ``code``, as ``ast.parse`` does.
 
-    CPython 3.11 counts the depth of a tree for all threads together. It sometimes raises ``SystemError`` for valid code
-    if something else is parsed meanwhile, so this function tries again.
+    CPython 3.11 counts the depth of a tree for all threads together. While another thread parses code, CPython may
+    therefore raise ``SystemError`` for valid code. This function then tries again.
 
     Raises:
         SyntaxError: ``code`` is not valid Python.
-        ValueError: ``code`` holds a null byte, or is not parsed in several tries.
+        ValueError: ``code`` holds a null byte, or every try raised ``SystemError``.
         RecursionError: ``code`` is nested too deep.
         MemoryError: ``code`` is nested too deep."""
     for _ in range(_TRIES):

@@ -1,12 +1,13 @@
 """Records metrics, notes and progress of stages in files, and copies them to MLflow.
 
-A stage writes three files through ``FileTracker``.  Its checkpoints contain the first two:
+A stage writes three files through ``FileTracker``.  The stage's checkpoints contain the first two:
 
-    metrics.jsonl    {"step": 3, "reward": 1.25, ...} per line; of one step and key, the last value counts
+    metrics.jsonl    {"step": 3, "reward": 1.25, ...} per line; the last value of a step and key counts
     notes.jsonl      {"text": ...} per line
     progress.json    {"done", "total", "unit", "rates"}, only while the stage runs
 
-``Mirror`` copies a run to MLflow in a thread, so the run does not wait.  A retried stage continues its MLflow run."""
+``Mirror`` copies a run to MLflow in a thread, so the run does not wait.  A retried stage uses the same MLflow run
+again."""
 
 import contextlib
 import copy
@@ -125,7 +126,7 @@ class Sweep:
 
 @dataclass
 class Wanted:
-    """The wanted content of one run in MLflow: a parent run for the whole workflow, or a child run for a stage."""
+    """The content that one MLflow run should have.  The whole workflow has a parent run, and each stage a child run."""
 
     params: dict[str, Any] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
@@ -135,11 +136,12 @@ class Wanted:
 
 
 class Mirror:
-    """Copies a run of the workflow to MLflow, in a thread: to one MLflow run, with a child run for each stage.
+    """Copies a run of the workflow to MLflow, in a thread.  The workflow has a parent run in MLflow, and each stage has
+    a child run.
 
-    ``update`` sets the wanted content of a stage's child run, or of the parent run if ``stage`` is None.  It returns at
-    once.  ``close`` waits at most ``timeout`` seconds for the last copy, and returns whether everything arrived.  When
-    MLflow fails for the first time, the thread calls ``trouble`` with one line for the user."""
+    ``update`` sets the wanted content of a stage's child run, or of the parent run if ``stage`` is None.  ``update``
+    returns at once.  ``close`` waits at most ``timeout`` seconds for the last copy, and returns whether everything
+    arrived.  When MLflow fails for the first time, the thread calls ``trouble`` with one line for the user."""
 
     def __init__(
         self, uri: str, experiment: str, run: str, artifacts: Path | None, trouble: Trouble, sweep: Sweep | None = None

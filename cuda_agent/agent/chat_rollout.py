@@ -1,7 +1,7 @@
-"""Plays episodes of a model behind a chat API, with the agent loop and the tools of a policy's episodes (``loop``).
+"""Plays episodes of a model behind a chat API. Agent loop and tools are the same as for a policy (``loop``).
 
-The episodes are for evaluation, not for training. The server reports the number of sampled tokens without their ids, so
-``Episode.ids`` holds a zero for each token."""
+The episodes are for evaluation, not for training. The server reports how many tokens it sampled, but not their ids.
+Therefore ``Episode.ids`` holds a zero for each token."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
 """Shortens a conversation so that it fits into a model's context.
 
-The least useful parts are cut first: the middles of old tool results, then the middles of the arguments of old tool
-calls (files can be read again), then whole old turns, and last long texts in the newest turns. The system message and
-the task stay. A tool call and its result stay together, because servers refuse one without the other. Sizes are in
-characters, because only the server can count tokens."""
+The least useful parts are cut first, in this order: the middles of old tool results, the middles of the arguments of
+old tool calls, whole old turns, and the middles of long texts in the newest turns. The system message and the task
+stay. A tool call and its result stay together, because servers refuse a call without a result. Sizes are in characters,
+because only the server can count tokens."""
 
 import json
 from collections.abc import Mapping, Sequence

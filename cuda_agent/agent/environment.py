@@ -1,7 +1,7 @@
 """Defines the environment in which an episode is played: one task with its work folder, tools and verdicts.
 
 ``async with KernelEnvironment(...) as environment`` opens the work folder. ``call`` runs one tool call; ``finish``
-judges the solution in the folder. The player, who makes the tool calls, may be a policy that samples token ids
+judges the solution in the folder. The player makes the tool calls. A player may be a policy that samples token ids
 (``loop``), a model behind a chat API (``chat_rollout``, ``optimize.attempt``), or an external trainer
 (``environments``)."""
 
@@ -37,8 +37,8 @@ class KernelEnvironment:
         files: The player's files, as ``collect`` last read them. A new work folder starts with these files.
         best: The best verdict of quick mode so far.
         flags: The bad patterns seen so far ("malformed_call", "unknown_tool", "loop").
-        repeated: How many times the latest tool call was made, with the same arguments. A new Write, Edit or MultiEdit
-            resets the counts of all other tools.
+        repeated: How many times the latest tool call was made with the same arguments. A successful Write, Edit or
+            MultiEdit with new arguments resets the counts of all tools except these three.
         waiting: Makes the context manager that surrounds each wait for a verdict."""
 
     def __init__(
@@ -116,7 +116,8 @@ class KernelEnvironment:
         return await self.judge(await self.collect())
 
     async def judge(self, solution: Solution, mode: Mode = "quick") -> Verdict:
-        """Judges ``solution``; in quick mode, also updates ``best``. After a fault of the sandbox, tries once more.
+        """Judges ``solution``. After a fault of the sandbox, tries once more. In quick mode, a verdict better than
+        ``best`` replaces ``best``.
 
         Raises:
             SandboxFault: The sandbox failed twice.
@@ -133,7 +134,7 @@ class KernelEnvironment:
         return verdict
 
     async def command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """Judges the solution in ``files``. Returns what the command ``name`` (compile, verify or profile) prints."""
+        """Judges the solution in ``files``. Returns the output of the command ``name`` (compile, verify or profile)."""
         verdict = await self.judge(solution_of(files, self.format))
         return ToolResult(describe(verdict, name, self.style), failed(verdict, name))
 

@@ -5,8 +5,9 @@
 with tools or with one answer and no tools. ``run_many`` plays many episodes at once.
 
 A policy's episode is one growing list of token ids. Sampled ids are appended unchanged (mask 1); the prompt and tool
-results are encoded once and appended (mask 0). An episode ends at the latest when its budget of turns or tokens is used
-up; then its files are judged. An episode that an infrastructure fault or the deadline cuts short has no reward."""
+results are encoded once and appended (mask 0). An episode ends with the policy's answer, or when the budget of turns or
+tokens is used up. The files of the episode are then judged. An episode that an infrastructure fault or the deadline
+cuts short has no reward."""
 
 import asyncio
 import hashlib
@@ -58,7 +59,7 @@ class Player(Protocol):
     """The side of the agent loop that makes tool calls, such as a policy. The environment answers the calls."""
 
     async def speak(self, turn: int) -> Calls | str:
-        """Plays turn number ``turn``. Returns its tool calls, or the reason why the player stops."""
+        """Plays turn number ``turn``. Returns the turn's tool calls, or the reason why the player stops."""
 
     def hear(self, results: Sequence[ToolResult], turn: int) -> str | None:
         """Receives the results of turn ``turn``. Returns the reason why the player stops, or None if it goes on."""
@@ -77,7 +78,7 @@ async def play(player: Player, environment: KernelEnvironment, turns: Iterable[i
 
 
 async def within(limit: asyncio.Timeout, work: Awaitable[str], late: str) -> str:
-    """Returns the result of ``work``. If ``limit`` expires before, cancels ``work`` and returns ``late``."""
+    """Returns the result of ``work``. If ``limit`` expires first, cancels ``work`` and returns ``late``."""
     try:
         async with limit:
             return await work
@@ -112,8 +113,8 @@ async def run_episode(
 ) -> Episode:
     """Plays one episode of a policy. The ``kind`` "agent" has tools. The kind "single" is one answer, whose fenced
     blocks are the files of the solution. ``seed`` and a turn's number determine the turn's sampling noise. ``before``
-    is an earlier run of this episode that an infrastructure fault cut short: its turns are reused, not sampled again,
-    as long as the tokens before them are the same."""
+    is an earlier run of this episode that an infrastructure fault cut short. A turn of the earlier run is reused if all
+    tokens before it are the same. Otherwise the turn is sampled again."""
     player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat, before)
     if kind == "agent":
         player.add(chat.prompt_ids(player.episode.messages, TOOLS), 0)
@@ -154,8 +155,8 @@ class EpisodePlayer(ABC):
         return min(self.settings.turn_tokens, self.settings.context - len(self.episode.ids))
 
     async def run(self, answer: Callable[[], Awaitable[Ended]] | None = None) -> Episode:
-        """Plays the episode by ``answer`` if it is given, else with tools. Then judges the files. Returns the episode,
-        even after an infrastructure fault; ``Episode.ended`` says why it ended."""
+        """Plays the episode and judges its files. Calls ``answer`` to play if it is given, else plays with tools.
+        Returns the episode, even after an infrastructure fault. ``Episode.ended`` says why the episode ended."""
         environment, episode = self.environment, self.episode
         episode.kind = "single" if answer else "agent"
 
@@ -185,9 +186,9 @@ class EpisodePlayer(ABC):
         return ended
 
     def said(self, text: str, calls: Calls, cut: bool, malformed: bool, **more: str) -> Calls | Ended:
-        """Records a turn's message: ``text``, ``calls`` and the fields ``more``. Returns the calls, or the reason why
-        the episode ends: "tokens" if the turn was ``cut`` off, "answer" if it has no call, not even a ``malformed``
-        one."""
+        """Records a turn's message: ``text``, ``calls`` and the fields ``more``. Returns "tokens" if the turn was
+        ``cut`` off, and "answer" if it has no call, not even a ``malformed`` one. Both end the episode. In all other
+        cases, returns the calls."""
         asked = [{"name": call["name"], "arguments": call["arguments"] or {}} for call in calls]
         self.episode.messages.append({"role": "assistant", "content": text, "tool_calls": asked, **more})
         if malformed:
@@ -263,8 +264,8 @@ class TokenPlayer(EpisodePlayer):
         return completion
 
     def _known(self) -> Completion | None:
-        """Returns the next turn of the earlier run ``before``. Returns None if there is none, or if the tokens before
-        the turn differ from this episode's."""
+        """Returns the next turn of the earlier run ``before``. Returns None if that run has no such turn, or if the
+        tokens before the turn differ from those of this episode."""
         here, old = len(self.episode.ids), self.before
         if old is None or old.ids[:here] != self.episode.ids or not any(old.mask[here : here + 1]):
             return None
@@ -291,10 +292,10 @@ def seed_of(seed: int, name: object) -> int:
 
 async def run_many(jobs: Sequence[Callable[[], Awaitable[T]]], concurrency: int, lockstep: bool = False) -> list[T]:
     """Runs ``jobs``, at most ``concurrency`` at once, and returns their results, such as episodes, in order. If a job
-    raises an exception (a bug, a lost engine), cancels the other jobs and raises it.
+    raises an exception (a bug, a lost engine), cancels the other jobs and raises this exception.
 
     With ``lockstep``, all running episodes sample their next turn at the same time, and have no deadline. The engine's
-    batches are then the same in every run. With ``sandbox.clock=model`` all results are the same, too."""
+    batches are then the same in every run. If ``sandbox.clock=model`` is set, the results are the same in every run."""
     slots = asyncio.Semaphore(concurrency)
     lock = _Lockstep(len(jobs), concurrency) if lockstep else None
 

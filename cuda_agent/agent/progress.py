@@ -22,7 +22,7 @@ ENDS = {
     "stuck": "the model said the same over and over", "infra": "the sandbox failed", "deadline": "cut by the deadline",
     "server": "the model's address was lost", "stopped": "stopped",
 }  # fmt: skip
-"""Maps the reason why an attempt or an episode ended to a text for people."""
+"""Maps the reason why an attempt or an episode ended to a message for people."""
 
 _DIFF_LINES = 400
 _COMPARED_LINES = 2000  # most lines compared per file: repeated lines take cubic time
@@ -70,7 +70,8 @@ class Findings:
 
     @property
     def best(self) -> Find | None:
-        """The fastest solution, by its strict verdict if it has one, else its quick verdict; None if there is none."""
+        """The fastest solution; None if there is none. If a solution has no strict verdict, its quick verdict
+        counts."""
         return max(self.by_digest.values(), key=lambda find: factor(find.strict or find.quick) or 0.0, default=None)
 
 
@@ -167,7 +168,7 @@ def read_events(path: Path) -> list[Event]:
 
 def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Findings, Event]:
     """Returns the state of a search after ``events``: the states of the attempts by number, the correct solutions, and
-    the used budget. Leaves out messages of unfinished turns."""
+    the used budget. Leaves out messages of an unfinished turn, unless the attempt ended in this turn."""
     states: dict[int, State] = {}
     pending: dict[int, list[Event]] = {}
     findings, spent = Findings(), dict[str, Any]()

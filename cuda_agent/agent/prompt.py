@@ -1,7 +1,8 @@
 """Makes prompts (the messages that show a task to a policy), and parses the answers of episodes without tools.
 
-A prompt has one of two styles. "full" spells out all rules, for general models. "compact" is for a small policy that is
-trained on it: one word that says whether there are tools, and the task's source in few tokens."""
+A prompt has one of two styles. The style "full" states all rules, for general models. The style "compact" is for a
+small policy that is trained with compact prompts. A compact prompt has one word, which says whether there are tools,
+and the task's source in few tokens."""
 
 import ast
 import re
@@ -118,7 +119,7 @@ def _calls_super(node: ast.stmt) -> bool:
 
 def _unparsed(node: ast.stmt) -> str:
     """Returns the source of ``node``, indented by one space per level, without a leading ``def``. Strings stay
-    unchanged, because ``ast.unparse`` writes each of them on one line, and docstrings were removed before."""
+    unchanged: ``ast.unparse`` writes each string on one line, and docstrings were removed before."""
     text = re.sub(r"^(?: {4})+", lambda match: match[0][::4], ast.unparse(node), flags=re.M)
     return text.removeprefix("def ") if isinstance(node, ast.FunctionDef) else text
 

@@ -44,8 +44,9 @@ def describe(verdict: Verdict, command: str, style: Style) -> str:
 
 def standing(verdict: Verdict) -> str:
     """Returns a line with the task's least possible time on the device (roofline), and the ratio of this time to the
-    solution's time; "" if unknown. The least possible time is the longer of two times at the device's peak rates: to
-    move all inputs and outputs, and to do all arithmetic operations of the reference."""
+    solution's time. Returns "" if the times are unknown. The least possible time is the longer of two times: the time
+    to move all inputs and outputs, and the time to do all arithmetic operations of the reference. Both assume the
+    device's peak rates."""
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return ""
     least = {
@@ -65,7 +66,8 @@ def failed(verdict: Verdict, command: str) -> bool:
 
 
 def first_error(message: str) -> str:
-    """Returns the first error in a compiler's ``message`` as ``path:line: text``; without an error, the first line."""
+    """Returns the first error in a compiler's ``message`` as ``path:line: text``, or the first line if there is
+    none."""
     if found := _COMPILER.search(message):
         message = f"{found[1]}:{found[2] or found[3]}: {found[4]}"
     return (message.splitlines() or [""])[0][:_COMPACT_MESSAGE]

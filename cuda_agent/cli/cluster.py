@@ -132,7 +132,7 @@ def sweep(
 
 
 def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
-    """Executes the runs of a sweep one by one on this machine.  Returns their first nonzero exit code, else 0."""
+    """Executes the runs of a sweep one by one on this machine.  Returns the first nonzero exit code, else 0."""
     from cuda_agent.pipeline import screen, sweep
     from cuda_agent.pipeline.local import RunOutcome, run_pipeline
 

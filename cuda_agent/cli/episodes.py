@@ -93,7 +93,7 @@ def _write(page: Path, text: str) -> None:
 def _entries(
     run: str, store: str, on: str | None, namespace: str | None, folder: Path
 ) -> "tuple[str, Path, list[EpisodeEntry], str]":
-    """Returns (title, folder for the page, episodes, message) for ``run``, a run's name or a path.  The message is
+    """Returns (title, folder for the page, episodes, message).  ``run`` is a run's name or a path.  The message is
     shown if there are no episodes.  The files of a run are fetched into ``folder``."""
     from cuda_agent.cluster import results
     from cuda_agent.pipeline import episodes as left
@@ -128,8 +128,8 @@ def _is_path(text: str) -> bool:
 
 
 def _lines(chosen: "list[EpisodeEntry]", found: int, most: int, nothing: str) -> list[str]:
-    """Returns a table of at most ``most`` of the ``chosen`` episodes, as lines.  ``found`` is the number of episodes
-    from which they were chosen.  If it is 0, the only line is ``nothing``."""
+    """Returns a table of at most ``most`` of the ``chosen`` episodes, as lines.  ``found`` is the number of all
+    episodes, chosen or not.  If ``found`` is 0, the only line is ``nothing``."""
     if not chosen:
         return [f"none of {found} episodes" if found else nothing]
     lines = [_HEAD, *(_line(entry.row) for entry in chosen[:most])]

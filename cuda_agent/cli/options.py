@@ -52,8 +52,8 @@ def command(group: typer.Typer, *examples: str, name: str | None = None) -> Call
 
 
 def composed(overrides: Sequence[str] | None, train_mode: bool = False) -> "tuple[Config, Path]":
-    """Returns the configuration with these overrides, and this machine's cache folder for its store.  ``train_mode``
-    adds the override ``sandbox.train_mode=true``."""
+    """Returns the configuration with these overrides, and the local cache folder that belongs to the store
+    ``run.store``.  ``train_mode`` adds the override ``sandbox.train_mode=true``."""
     from cuda_agent.compose import compose
     from cuda_agent.pipeline.runs import local_home
 

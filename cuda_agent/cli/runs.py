@@ -223,7 +223,8 @@ def logs(
 
 
 def _local_logs(opened: "Store", record: "Run", store: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Yields (stage, line) from the log of ``stage`` (empty: all logs), read from its file or else from the store."""
+    """Yields (stage, line) from the log of ``stage``, or from all logs if ``stage`` is empty.  Reads a log from its
+    file on this machine if the file exists, else from the store."""
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.graph import ROWS
     from cuda_agent.pipeline.manifest import read_manifest
@@ -262,7 +263,8 @@ def _tail(file: Path, follow: bool, running: Callable[[], bool]) -> Iterator[str
 
 
 def _cluster_logs(place: Cluster, name: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Yields (stage, line) from the log of ``stage`` (empty: all logs), read from its pod or else from MLflow."""
+    """Yields (stage, line) from the log of ``stage``, or from the logs of all pods if ``stage`` is empty.  Reads MLflow
+    if the stage has no pod, or if the run has no pods."""
     from cuda_agent.cluster import results
     from cuda_agent.cluster import submit as cluster
 

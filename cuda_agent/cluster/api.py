@@ -86,8 +86,8 @@ class Cluster:
         return cls(client.ApiClient(settings), namespace, "this cluster")
 
     def ask(self, path: str, doing: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Sends a GET, or a POST with ``body``, to any ``path`` of the API server, and returns the JSON answer.
-        ``doing`` names the operation in error messages, such as "list nodes"."""
+        """Sends a request to any ``path`` of the API server, and returns the JSON answer.  The request is a POST with
+        ``body``, or a GET if ``body`` is None.  ``doing`` names the operation in error messages, as in "list nodes"."""
         return self._ask("GET" if body is None else "POST", path, doing, body and dict(body))
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
@@ -120,7 +120,8 @@ class Cluster:
         return _unless(404, lambda: self._ask("DELETE", path, f"delete {kind} {name}", body)) is not None
 
     def logs(self, pod: str, follow: bool = False) -> Iterator[str]:
-        """Yields the log lines of the pod's container ``main``.  With ``follow``, goes on until the container ends."""
+        """Yields the log lines of the pod's container ``main``.  With ``follow``, waits for more lines until the
+        container ends."""
         query = [("container", "main"), *([("follow", "true")] if follow else [])]
         path = f"{self._path('Pod')}/{pod}/log"
         response = self._request("GET", path, f"read the log of {pod}", query=query, stream=True)

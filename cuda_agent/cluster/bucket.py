@@ -13,8 +13,8 @@ PATIENCE = 120.0  # longest wait for a server to start, in seconds
 
 
 def make(store: str, expire_logs_days: int) -> str:
-    """Creates the bucket of ``store`` (s3://bucket/prefix), unless it exists, and returns a message for the user.
-    MinIO then deletes Argo's logs in this bucket after ``expire_logs_days`` days.
+    """Creates the bucket of ``store`` (s3://bucket/prefix) if it is missing.  Sets a rule by which MinIO deletes Argo's
+    logs in this bucket after ``expire_logs_days`` days.  Returns a message for the user.
 
     Raises:
         StoreUnavailable: The address is wrong, or the server refuses or does not answer."""

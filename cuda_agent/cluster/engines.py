@@ -1,8 +1,10 @@
-"""Makes the Kubernetes objects of a run's engine: vLLM servers, called replicas, that all stages of the run share.
+"""Makes the Kubernetes objects of a run's engine.
+
+The engine consists of vLLM servers, called replicas.  All stages of the run share them.  The objects are:
 
     Service         gives each replica a separate address (headless)
     NetworkPolicy   lets only the run's stages and their Ray pods connect to the replicas; replicas connect to nothing
-    StatefulSet     the replicas; they answer once the run has its first policy (``policy.engines.vllm_pool``)
+    StatefulSet     the replicas; requests are answered once the run has its first policy (``policy.engines.vllm_pool``)
 
 With ``policy.vllm.sync=nccl``, stages and replicas may connect to each other on all ports: NCCL chooses its ports."""
 
@@ -38,7 +40,7 @@ def _clients(name: str) -> list[dict[str, str]]:
 
 
 def engine_objects() -> list[dict[str, Any]]:
-    """Returns templates of the engine's objects, in the order of creation, still without the values of a run."""
+    """Returns templates of the engine's objects, in the order of creation.  They hold no run's values yet."""
     container = pools.container(
         "cuda-agent-engine",
         {"HOME": "/scratch", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"},

@@ -59,8 +59,8 @@ class PodEnvironment:
 
 
 def termination_message(here: PodEnvironment, text: str) -> None:
-    """Writes ``text``, the reason why this pod ends, to the pod's status.  The command `watch` shows it.  Not for a
-    step that Argo should retry: words such as "deadline" can prevent the retry."""
+    """Writes ``text``, the reason why this pod ends, to the pod's status.  The command `watch` shows this text.  A step
+    that Argo should retry must not write one: words such as "deadline" can prevent the retry."""
     if here.termination_message.exists():
         here.termination_message.write_text(text[:2000])
 
@@ -89,9 +89,9 @@ def prepare(
         replicas: The Kubernetes objects of the engine replicas; empty: each stage starts engines in its own pod.
 
     Returns:
-        The outputs (name -> text): each stage as ``run``, ``ray`` (run in several pods), ``cached`` or ``absent`` (the
-        run's graph leaves it out); ``servers`` and ``engines`` as addresses, separated by commas; ``finish`` as
-        ``run`` if the step ``finish`` has work, else ``no``.
+        The outputs, name -> text.  The text of a stage is ``run``, ``ray`` (run in several pods), ``cached``, or
+        ``absent`` (not in the run's graph).  The texts of ``servers`` and ``engines`` are addresses, separated by
+        commas.  The text of ``finish`` is ``run`` if the step ``finish`` has work, else ``no``.
 
     Raises:
         ConfigError: The configuration is not the submitted one, or the run's name belongs to another configuration.
@@ -186,7 +186,8 @@ def run_stage(
 
 
 def _follow(spawner: Spawner, name: str, scratch: Path, log: Path, recorder: Recorder) -> int:
-    """Copies a stage's log to stdout, progress to Argo and metrics to MLflow.  Returns the stage's exit code."""
+    """Copies a stage's log to stdout, its progress to Argo and its metrics to MLflow, until the stage ends.  Returns
+    the stage's exit code."""
     shown, told = 0, 0.0
     while True:
         ended = spawner.wait(0.2)
@@ -220,7 +221,8 @@ def run_spread(
     served: str = "",
 ) -> int:
     """Runs the stage ``name`` in a Ray cluster of several pods and returns its exit code.  ``base`` holds the profile's
-    Ray objects.  ``servers`` (sandbox) and ``served`` (engine) are addresses, separated by commas."""
+    Ray objects.  ``servers`` lists the addresses of sandbox servers, and ``served`` those of engine replicas, separated
+    by commas."""
     store = open_store(here.store)
     config = runs.read_config(store, sha256)
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
@@ -286,8 +288,9 @@ def finish(
     cluster: Cluster | None,
     stages: Sequence[Stage] = ROWS,
 ) -> dict[str, Any]:
-    """Removes the run's servers, records how the run ended, and posts facts about it to the webhook, if any.  Returns
-    the facts.  ``status`` is the Workflow's state: Failed, Error, or Running after success (this step still runs)."""
+    """Removes the run's servers and records how the run ended.  Posts facts about the end to the webhook, if there is
+    one, and returns the facts.  ``status`` is the Workflow's state.  After a failure this is Failed or Error.  After a
+    success it is Running, because this step still runs."""
     if cluster is not None:
         run_pools.remove_pools(cluster, workflow)
     if folder := os.environ.get("CUDA_AGENT_ENGINE_FOLDER"):
@@ -323,7 +326,8 @@ def finish(
 
 
 def _how_it_ended(store: Store, run: str, stages: Sequence[Stage]) -> tuple[int, str, str]:
-    """Returns exit code, name and message of the first failed stage.  Without one, the run was stopped: code 75."""
+    """Returns exit code, name and message of the first failed stage.  If no stage failed, the run was stopped, and the
+    code is 75."""
     for stage in stages:
         if read_manifest(store, run, stage.name) is None and store.exists(entry := outcome_entry(run, stage.name)):
             said = json.loads(store.get(entry))

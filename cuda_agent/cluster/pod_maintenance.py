@@ -1,7 +1,7 @@
 """Does the work of maintenance jobs in their pods.  ``maintenance`` starts the jobs.
 
 ``gc`` removes old runs, the data that only they need, and servers that ended runs left behind.  ``doctor`` tests the
-store and MLflow.  It also tests that a sandbox's pod can connect neither to them nor to the API server and DNS."""
+store and MLflow.  It also tests that a sandbox's pod cannot connect to the store, MLflow, the API server or DNS."""
 
 import contextlib
 import json
@@ -106,7 +106,7 @@ def doctor(
 def wall(name: str, address: str, outside: str, sandbox: str) -> Check:
     """Returns a check of the service ``name`` at ``address``.  It passes if this pod can connect and a sandbox cannot.
     ``outside`` is the error of this pod's attempt to connect, and ``sandbox`` that of a sandbox's attempt.  An empty
-    text means that the attempt succeeded."""
+    string means that the attempt succeeded."""
     name = f"wall: {name}"
     if not sandbox:
         mend = "use a network plugin that enforces NetworkPolicies, and set networkPolicy.enabled=true"
@@ -119,7 +119,7 @@ def wall(name: str, address: str, outside: str, sandbox: str) -> Check:
 
 def forbidden(mlflow: str) -> dict[str, str]:
     """Returns name -> host:port of the services that a sandbox must not reach: API server, store, MLflow and DNS.
-    Hosts are IP addresses where this pod can resolve them, because a sandbox has no DNS."""
+    If this pod can resolve a host, gives the host's IP address, because a sandbox has no DNS."""
     store = os.environ.get("AWS_ENDPOINT_URL") or f"https://s3.{os.environ['AWS_REGION']}.amazonaws.com"
     places = {"API server": (os.environ["KUBERNETES_SERVICE_HOST"], int(os.environ["KUBERNETES_SERVICE_PORT"]))}
     for name, uri in {"store": store, "MLflow": mlflow}.items():
@@ -163,8 +163,9 @@ def process_limit() -> str:
 def from_sandbox(
     cluster: Cluster, workflow: str, base: Sequence[Mapping[str, Any]], addresses: Sequence[str]
 ) -> dict[str, Any]:
-    """Starts a pod with a sandbox's restrictions, which tries to connect to ``addresses``.  Returns its answer:
-    ``reached`` (address -> error; empty: connected) and ``processes`` (its limit, such as ``4096 processes``).
+    """Starts a pod with a sandbox's restrictions, which tries to connect to ``addresses``.  Returns the pod's answer, a
+    dict.  ``reached`` is a dict from address to error, which is empty if the pod connected.  ``processes`` is the pod's
+    limit of processes, such as ``4096 processes``.
 
     Raises:
         ClusterError: The pod did not start or did not answer."""

@@ -1,4 +1,4 @@
-"""Makes the Kubernetes objects of a run's sandbox servers.  ``engines`` and ``rayjobs`` use its helpers, too.
+"""Makes the Kubernetes objects of a run's sandbox servers.  ``engines`` and ``rayjobs`` use helpers of this module.
 
     Secret          the token that the run's stages send to the servers
     Service         gives each server a separate address (headless)
@@ -49,7 +49,8 @@ def version_name() -> str:
 
 
 def variables(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns ``values`` as a container's environment variables.  A value is a text, or a mapping for ``valueFrom``."""
+    """Returns ``values`` as a container's environment variables.  A value is a string or a mapping for
+    ``valueFrom``."""
     return [{"name": name, "value" if isinstance(value, str) else "valueFrom": value} for name, value in values.items()]
 
 
@@ -73,7 +74,8 @@ def pod_volumes(**more: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def pod_spec(account: str, grace: int, container: Mapping[str, Any], **volumes: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the spec of a pod with one container.  The pod has the service account ``cuda-agent-<account>``, without
-    a token.  ``grace`` is the time from SIGTERM to SIGKILL in seconds.  ``volumes`` (name -> source) are additional."""
+    a token.  ``grace`` is the time from SIGTERM to SIGKILL in seconds.  Besides the two scratch folders, the pod has
+    the volumes ``volumes`` (name -> source)."""
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -100,7 +102,7 @@ def peers(*labels: Mapping[str, str]) -> list[dict[str, Any]]:
 
 
 def from_to(peers: Sequence[Mapping[str, Any]], port: int) -> dict[str, Any]:
-    """Returns an ingress rule of a NetworkPolicy, which lets ``peers`` connect to ``port``."""
+    """Returns an ingress rule for a NetworkPolicy.  The rule lets ``peers`` connect to ``port``."""
     return {"from": peers, "ports": [{"port": port, "protocol": "TCP"}]}
 
 
@@ -150,9 +152,9 @@ def servers(component: str, name: str, own: dict[str, str], port: int, pod: dict
 def of_run(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, labels: Mapping[str, str] = {}, name: str = ""
 ) -> list[dict[str, Any]]:
-    """Returns copies of the profile's objects ``base`` for one run, owned by its Workflow.  ``name`` (empty: the
-    Workflow's name) replaces the placeholder ``RUN``.  ``labels`` (key -> value) gives the replacements for the labels
-    with these keys."""
+    """Returns copies of the profile's objects ``base`` for one run, owned by the run's Workflow.  ``name`` (empty: the
+    Workflow's name) replaces the placeholder ``RUN``.  In labels with a key of ``labels``, the value of this key
+    replaces the placeholder instead."""
     made = [_named(one, name or workflow, labels) for one in base]
     for one in made:
         one["metadata"]["ownerReferences"] = [owned_by(workflow, uid)]

@@ -139,9 +139,9 @@ def follow(
     should_stop: Callable[[], bool] = lambda: False,
     pause: float = 3.0,
 ) -> tuple[int, str]:
-    """Deletes the stage's old RayJob if it failed. Creates each object of ``made`` that the cluster lacks, waits until
-    the RayJob ends, and returns the stage's exit code and a message.  If the run is stopped, deletes the RayJob.  If
-    only this pod is stopped (``should_stop``), leaves the RayJob running.  Polls every ``pause`` seconds."""
+    """Deletes the stage's old RayJob if that failed.  Creates each object of ``made`` that the cluster lacks.  Waits
+    until the RayJob ends, and returns the stage's exit code and a message.  If the run is stopped, deletes the RayJob.
+    If only this pod is stopped (``should_stop``), leaves the RayJob running.  Polls every ``pause`` seconds."""
     name = next(one["metadata"]["name"] for one in made if one["kind"] == "RayJob")
     found = cluster.find("RayJob", name)
     if found is not None and _state(found)[0] in _ENDED and _state(found)[1] != "SUCCEEDED":

@@ -47,7 +47,7 @@ def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, 
 
 def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
     """Creates the missing objects of a run's engine replicas, and returns their addresses.  ``base`` holds the
-    profile's objects.  Does not wait for the replicas: they answer only once the run has a policy."""
+    profile's objects.  Does not wait for the replicas, because they answer only once the run has a policy."""
     made = engines.objects(base, workflow, cluster.get("Workflow", workflow)["metadata"]["uid"], config)
     for item in made:
         cluster.create_if_absent(item)

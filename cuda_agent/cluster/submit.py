@@ -183,15 +183,16 @@ def resume(cluster: Cluster, run: str) -> Submission:
 
 
 def next_attempt(run: str, taken: Iterable[str]) -> str:
-    """Returns the name of the next Workflow of ``run``: RUN-r2, RUN-r3 and so on. It is above all names in ``taken``,
-    because Argo removes old Workflows and newer ones keep their names."""
+    """Returns the name of the next Workflow of ``run``: RUN-r2, RUN-r3 and so on.  The number is higher than all
+    numbers in ``taken``, the names of existing Workflows.  Lower numbers may be free, because Argo removes old
+    Workflows."""
     numbers = (name.removeprefix(f"{run}-r") for name in taken)
     return f"{run}-r{max((int(number) for number in numbers if number.isdigit()), default=1) + 1}"
 
 
 def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:
     """Stops a run, and returns its full name and the names of its running stages.  If ``now`` is True, the stages write
-    no checkpoint.  The step ``finish`` does not run then, so this function removes the run's servers.
+    no checkpoint, and the step ``finish`` does not run.  This function then removes the run's servers.
 
     Raises:
         ConfigError: The run has ended, or no run or several runs match."""
@@ -252,8 +253,8 @@ def _absent(nodes: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> None:
-    """Adds Kubernetes' warning of a failure, if any, to the notes of each stage in ``shown`` whose pod has waited for
-    over ``PATIENCE`` seconds."""
+    """Looks for stages in ``shown`` whose pods have waited for over ``PATIENCE`` seconds.  If Kubernetes has warned of
+    a failure of such a pod, adds the warning to the notes of the stage."""
     waiting = {view.name: view for view in shown if view.state == "waiting" and view.seconds > PATIENCE}
     if not waiting:
         return

@@ -4,7 +4,7 @@
 
 One template serves every variant of the graph.  ``prepare`` decides which tasks run.  A task is skipped if the run's
 graph lacks its stage, or if the cache has the stage's result.  A stage that can run on Ray has a second task, which
-runs the stage in several pods; ``prepare`` chooses one of the two.  From this template, the chart makes one for each
+runs the stage in several pods; ``prepare`` chooses one of the two.  The chart makes a copy of this template for each
 profile."""
 
 import json
@@ -49,7 +49,7 @@ EXECUTOR_RESOURCES = {
 
 
 def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
-    """Returns the WorkflowTemplate of a run with these stages.  The chart merges its values into it later."""
+    """Returns the WorkflowTemplate of a run with these stages.  The chart adds its values later."""
     check(stages)
     finish = ["pod", "finish", *OF_THE_RUN, "--status", "{{workflow.status}}"]
     # The exit hook removes the run's pools after a failure; after a success the graph's finish task does.
@@ -154,7 +154,8 @@ def _tasks(stages: Sequence[Stage]) -> list[dict[str, Any]]:
 
 
 def _either(stages: Sequence[Stage], names: Sequence[str]) -> list[str]:
-    """Returns the tasks of the stages ``names``: two for a stage that can run on Ray (one of them runs), else one."""
+    """Returns the tasks of the stages ``names``.  A stage that can run on Ray has two tasks, of which only one runs.
+    Any other stage has one task."""
     spread = {stage.name for stage in stages if can_be_spread(stage)}
     return [task for name in names for task in ([name, task_name(name)] if name in spread else [name])]
 

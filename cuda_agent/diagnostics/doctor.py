@@ -59,7 +59,7 @@ def _system() -> Check:
 
 
 def unsupported() -> str:
-    """Returns a text that says what works on this system if it is not Linux."""
+    """Returns a message that says which parts work on a system other than Linux."""
     return (
         f"{platform.system()}: runs, reports and configurations can be read here; kernels run only on Linux, because "
         "the sandbox needs its Landlock and seccomp"
@@ -71,7 +71,7 @@ def _check(name: str, ok: bool, text: str, mend: str = "") -> Check:
 
 
 def _headers() -> Check:
-    """Checks whether Python's C headers are installed: ``torch.compile``, one of the two baselines, needs them."""
+    """Checks whether Python's C headers are installed.  The baseline ``torch.compile`` needs them."""
     path = Path(sysconfig.get_path("include")) / "Python.h"
     text = str(path) if path.exists() else f"there is no {path}"
     return _check("headers", path.exists(), text, "apt-get install python3-dev   (dnf install python3-devel)")

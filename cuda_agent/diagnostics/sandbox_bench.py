@@ -35,7 +35,7 @@ PAUSE = 0.25  # seconds before a solution that is judged alone
 
 
 def formats_of(text: str | None) -> tuple[Format, ...]:
-    """Returns the formats that ``text`` names, such as ``plan,python``, in a fixed order; None: all formats.
+    """Returns the formats that ``text`` lists, as in ``plan,python``, in a fixed order. None lists all formats.
 
     Raises:
         ConfigError: A format does not exist, or has no solutions to measure."""

@@ -39,9 +39,9 @@ class KernelAction(Action):
 
 
 class KernelObservation(Observation):
-    """The result of ``reset`` (the first messages and the tools' schemas) or of ``step`` (the tool's result). When
-    ``done`` is true, ``reward`` is the verdict's reward, or None after an infrastructure fault: a trainer must then
-    drop the episode."""
+    """The result of ``reset`` or ``step``. ``reset`` returns the first messages and the tools' schemas. ``step``
+    returns the tool's result. When ``done`` is true, ``reward`` is the verdict's reward. After an infrastructure fault
+    ``reward`` is None, and a trainer must drop the episode."""
 
     text: str = ""
     messages: list[dict[str, Any]] = Field(default_factory=list)
@@ -97,8 +97,8 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
         return KernelObservation(messages=environment.messages(), tools=TOOLS)
 
     async def step_async(self, action: KernelAction, timeout_s: float | None = None, **_: Any) -> KernelObservation:
-        """Runs the tool that ``action`` names, if any. Without a tool, or at the last step, judges the solution. A step
-        that takes more than ``timeout_s`` seconds ends the episode as an infrastructure fault.
+        """Runs the tool that ``action`` names. Judges the solution if no tool is named, or at the last step. A step
+        that takes more than ``timeout_s`` seconds counts as an infrastructure fault and ends the episode.
 
         Raises:
             ValueError: The episode is over."""
@@ -136,7 +136,7 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
         raise NotImplementedError("the server asks step_async")
 
     def close(self) -> None:
-        """Closes the session, from any thread. The work folder is removed soon after."""
+        """Closes the session. Any thread may call it. The work folder is removed soon after."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(lambda: asyncio.ensure_future(self._stack.aclose()))
 

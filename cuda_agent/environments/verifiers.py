@@ -46,9 +46,9 @@ class KernelTaskConfig(vf.TaskConfig):
 
 class KernelConfig(vf.TasksetConfig):
     tasks: Path = Path("tasks")
-    """A task set, a KernelBench folder, one model.py."""
+    """Path of a task set, of a KernelBench folder or of one model.py."""
     split: str = ""
-    """``train`` or ``heldout``; empty: all."""
+    """Only tasks of this split, ``train`` or ``heldout``; empty: all tasks."""
     task: KernelTaskConfig = KernelTaskConfig()
 
 
@@ -75,7 +75,7 @@ class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
             mcp.add_tool(fn, name=facts["name"], description=facts["description"], structured_output=False)
 
     def _call(self, name: str, schema: dict[str, Any]) -> Callable[..., Any]:
-        """Returns a function that calls the tool ``name``. Its signature tells verifiers the tool's ``schema``."""
+        """Returns a function that calls the tool ``name``. The signature tells verifiers the tool's ``schema``."""
 
         async def call(**arguments: Any) -> str:
             given = {key: value for key, value in arguments.items() if value is not None}
@@ -104,8 +104,12 @@ class KernelTask(vf.Task[KernelData, KernelState, KernelTaskConfig]):
 
     @vf.reward
     async def reward(self, trace: vf.Trace) -> float:
-        """Returns the verdict's reward: -1 for a wrong solution, 1 for a correct one, 2 if it is also more than 5 %
-        faster than eager, 3 if also more than 5 % faster than torch.compile. Raises SandboxFault or TaskError."""
+        """Returns the verdict's reward: -1 for a wrong solution, 1 for a correct one, 2 for a correct one that is more
+        than 5 % faster than eager, 3 for one that is more than 5 % faster than both eager and torch.compile.
+
+        Raises:
+            SandboxFault: The sandbox failed twice.
+            TaskError: The task cannot be run."""
         async with opened(self.data.task(), self.config.tools) as environment:
             verdict = await environment.judge(solution_of(trace.state.files, environment.format))
         metrics = {

@@ -66,8 +66,8 @@ def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, A
 
 
 def least_tokens(task: Task, terms: Terms) -> int:
-    """Estimates the fewest tokens that an attempt needs: in the style ``compact`` the first prompt, in the style
-    ``full`` two turns, because the last turn runs no tool."""
+    """Estimates the fewest tokens that an attempt needs.  The style ``compact`` needs the first prompt.  The style
+    ``full`` needs two turns, because its last turn runs no tool."""
     prompt = size(first_messages(task, terms, "x" * _BASELINES)) // CHARACTERS
     return prompt if terms.style == "compact" else sum(_two_turns(min(prompt, terms.context), terms.answer_tokens))
 
@@ -130,9 +130,9 @@ class SearchEnvironment(KernelEnvironment):
         return ToolResult(text, failed(verdict, name))
 
     async def judge(self, solution: Solution, mode: Mode = "quick", command: str = "end") -> Verdict:
-        """Judges ``solution`` and reports the verdict through ``tell``.  ``command`` is the command's name in
-        the event, such as "verify" ("end": the attempt has ended).  If the sandbox fails, the verdict's status is
-        ``infra``."""
+        """Judges ``solution`` and reports the verdict through ``tell``.  ``command`` names the command that needs the
+        verdict, such as "verify".  At the end of the attempt it is "end".  If the sandbox fails, the verdict's status
+        is ``infra``."""
         try:
             verdict = await super().judge(solution, mode)
             self.faults = 0
@@ -311,7 +311,8 @@ class Attempt:
         return self._said[1] >= _STUCK
 
     def _without_calls(self, turn: int) -> str:
-        """Reminds the model of the target, or, if no reminder is left, returns "answer" to end the attempt."""
+        """Reminds the model of the target and returns "".  If no reminder is left, returns "answer", the reason to end
+        the attempt."""
         if self.terms.style == "compact" or self.nudges >= _NUDGES:
             return "answer"
         self.nudges += 1

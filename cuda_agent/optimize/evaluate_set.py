@@ -5,8 +5,9 @@
     scores.json      the scores, in the form of `cuda-agent benchmark`
     report.html      a page about the results
 
-Each verdict has a key, which depends on solution, task and settings: a changed record is judged again, and two equal
-records are judged once.  A record for which the sandbox failed is tried again, in the same call and in the next."""
+Each verdict has a key, which depends on solution, task and settings.  So a changed record is judged again, and two
+equal records are judged once.  A record for which the sandbox failed is tried again, in the same call and in the
+next."""
 
 import asyncio
 import json
@@ -44,7 +45,7 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class SetResult:
     """The result: a row for each record, and the scores of the judged records.  ``tasks`` is the number of tasks that
-    count in fast_p, the share of tasks that are solved more than p times as fast as a baseline."""
+    count in fast_p.  fast_p is the share of tasks that are solved more than p times as fast as a baseline."""
 
     rows: list[JudgedRow]
     scores: Scores
@@ -65,7 +66,8 @@ class SetResult:
 async def evaluate_set(
     settings: SandboxConfig, cache: Path, given: SolutionSet, mode: Mode, output: Path, say: Say
 ) -> SetResult:
-    """Judges all records; writes results to the folder ``output``, even if interrupted.  ``say`` gets progress lines.
+    """Judges all records and writes the results to the folder ``output``.  An interrupted call writes the results so
+    far.  ``say`` receives progress lines.
 
     Raises:
         OptimizeError: ``output`` cannot be used; nothing in it was changed.
@@ -200,8 +202,8 @@ def _in_short(verdict: Verdict, claim: float | None) -> str:
 
 
 def _result(given: SolutionSet, rows: list[JudgedRow], settings: SandboxConfig) -> SetResult:
-    """Computes the scores.  A task's final score is the mean over its samples; its best score is that of the best
-    sample.  ``SetResult.tasks`` does not count an unscored task that has a record with an outcome of ``LOST``."""
+    """Computes the scores.  A task's final score is the mean over its samples; its best score is the score of its best
+    sample.  ``SetResult.tasks`` leaves out each task that has no score and has a record with an outcome in ``LOST``."""
     judged = [row for row in rows if row.outcome in (*JUDGED, "infra")]
     best: dict[str, Verdict] = {}
     for row in judged:

@@ -1,8 +1,9 @@
 """Exports a solution as one file ``model_new.py``, which needs PyTorch and a compiler, but nothing of this package.
 
-The file holds the kernels as strings, and the code that runs them: ``standalone_*`` modules and the definitions that
-they use.  In the format ``plan`` it also holds the task's source, because ``ModelNew`` inherits from ``Model``. Kernels
-are built in the first call (format ``extension``: at import) and cached in the user's cache folder.
+The file holds the kernels as strings, and the code that runs them.  This code is made of ``standalone_*`` modules and
+the definitions that these modules use.  In the format ``plan`` the file also holds the task's source, because
+``ModelNew`` inherits from ``Model``.  Kernels are built in the first call (format ``extension``: at import) and cached
+in the user's cache folder.
 
 The exported file is for inference, on one device, without CUDA graphs.  Inputs must have the same shapes, types and
 plain arguments as the task's inputs."""
@@ -128,7 +129,7 @@ _BINDING = {
 
 def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
     """Returns the sources of ``standalone_plan`` and of the file ``part``, without their imports of this package.
-    ``shared`` replaces these imports: variable -> (module, names of the used definitions)."""
+    ``shared`` lists the definitions that replace these imports: variable -> (module, names of its definitions)."""
     texts = [_source(f"optimize/{name}") for name in ("standalone_plan.py", part)]
     bodies = [_OURS.sub("", text.partition('"""\n\n')[2]).strip() for text in texts]
     modules = []

@@ -1,4 +1,4 @@
-"""Prepares and locks the folder of a search, new or resumed, and clears the folder if no turn was played.
+"""Prepares and locks the folder of a search.  If a new search fails before its first turn, clears the folder.
 
 model.py          the problem                          solution/     kernels, and plan.json or model_new.py
 model_new.py      the solution for PyTorch alone       verdict.json  the solution's strict verdict
@@ -85,7 +85,7 @@ def so_far(path: Path) -> tuple[dict[int, State], Findings, Event]:
 
 @contextlib.contextmanager
 def opened(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path, resume: bool) -> Iterator[None]:
-    """Prepares ``folder`` for a search and locks it.  If a new search fails before its first turn, removes its files.
+    """Prepares and locks ``folder`` for a search.  If a new search fails before its first turn, removes its files.
 
     Raises:
         OptimizeError: The folder cannot be used; nothing of value in it was overwritten."""
@@ -126,8 +126,8 @@ def alone(folder: Path, command: str) -> Iterator[None]:
 
 
 def _prepare_folder(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path, resume: bool) -> None:
-    """Writes problem and order to ``folder``.  Raises OptimizeError if the folder does not fit: with ``resume`` it must
-    hold a search of this problem, otherwise nothing or a search without turns."""
+    """Writes problem and order to ``folder``.  With ``resume``, the folder must hold a search of this problem.
+    Otherwise it must be empty, or hold a search without turns.  If it does not, raises OptimizeError."""
     if resume:
         if not (folder / "transcript.jsonl").is_file():
             raise OptimizeError(f"{folder}: nothing to go on with; leave out --resume to begin")

@@ -168,8 +168,8 @@ def json_lines(write: Callable[[str], None]) -> Watch:
 
 
 def plain(write: Callable[[str], None], width: int = 0) -> Watch:
-    """Returns a function that writes a line per tool call, diff, verdict, note and end of an attempt.  The line of a
-    tool call includes its error, cut to ``width`` characters (0: the terminal's width)."""
+    """Returns a function that writes a line per tool call, diff, verdict, note and end of an attempt.  If a tool call
+    fails, its line includes the error and is cut to ``width`` characters (0: the terminal's width)."""
     view = View()
     waiting: dict[int, str] = {}  # attempt -> pending line of a tool
     judged: set[int] = set()  # attempts whose last line was a verdict, which has the failure

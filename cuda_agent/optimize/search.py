@@ -193,8 +193,8 @@ async def _confirm(
     task: Task, sandbox: Any, findings: Findings, transcript: Transcript, stop: asyncio.Event
 ) -> Find | None:
     """Judges the best solution in strict mode, and repeats this while another solution becomes the best.  Returns the
-    best confirmed solution, or None.  Returns the best solution so far if ``stop`` is set, the sandbox fails, or
-    ``_CONFIRMED`` solutions were judged."""
+    best solution that strict mode confirms, or None if it confirms none.  If ``stop`` is set, the sandbox fails, or
+    ``_CONFIRMED`` solutions were judged, returns the best solution so far."""
     stop.clear()
     for _ in range(_CONFIRMED):
         best = findings.best
@@ -254,9 +254,9 @@ def _about(verdict: Verdict, device: str) -> str:
 def on_interrupt(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Iterator[None]:
     """Sets ``stop`` at every Ctrl-C inside the ``with`` block.
 
-    A Ctrl-C sends SIGINT to child processes too, and the judge must survive it.  Child processes inherit a blocked
-    signal, but not a handler.  So this thread blocks SIGINT, and another thread waits for it.  Threads that libraries
-    started earlier do not block SIGINT; if one of them receives it, the signal handler sets ``stop``."""
+    A Ctrl-C also sends SIGINT to child processes, and the judge must survive this signal.  Child processes inherit a
+    blocked signal, but not a handler.  So this thread blocks SIGINT, and another thread waits for SIGINT.  Threads that
+    libraries started earlier do not block SIGINT.  If one of them receives it, the signal handler sets ``stop``."""
     loop.add_signal_handler(signal.SIGINT, stop.set)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     over = threading.Event()

@@ -1,4 +1,4 @@
-"""Judges a solution at other shapes than the task's own, to tell a correct solution from a specialised one.
+"""Judges a solution at shapes other than the task's own.  A solution that is wrong at such a shape is specialised.
 
 A variant of a task is its source with other values of module-level constants, or with another size of the inputs' first
 dimension. The list ``SHAPES`` in the source names variants, and the user can name others. Variants are checked, not
@@ -49,7 +49,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class ShapeResult:
-    """The result at one shape other than the task's own. Its status is ``no task`` if the task's model does not run at
+    """The result at one shape other than the task's own. ``status`` is ``no task`` if the task's model does not run at
     this shape."""
 
     name: str
@@ -58,14 +58,14 @@ class ShapeResult:
 
 
 def variants(task: Task, asked: Sequence[str]) -> list[Variant]:
-    """Returns the variants of ``task`` that the texts in ``asked`` name.
+    """Returns the variants of ``task`` that the strings in ``asked`` name.
 
-    A text holds values of constants, as in ``"batch_size=64, dim=100"``, or is ``"auto"``. The text ``"auto"`` names
-    the variants in the task's ``SHAPES``. Without ``SHAPES`` it names two: the inputs' first dimension with one more
-    row, and with half of its rows.
+    A string holds values of constants, as in ``"batch_size=64, dim=100"``, or is ``"auto"``. The string ``"auto"``
+    names the variants in the task's ``SHAPES``. Without ``SHAPES`` it names two variants: the inputs' first dimension
+    has one row more, or half of its rows.
 
     Raises:
-        ConfigError: A text or ``SHAPES`` has a wrong form, or names a constant that the task does not set."""
+        ConfigError: A string or ``SHAPES`` has a wrong form, or names a constant that the task does not set."""
     found: list[Variant] = []
     for text in asked:
         if text != AUTO:
@@ -89,7 +89,7 @@ def _values(text: str) -> dict[str, Any]:
 
 
 def _constants(task: Task) -> dict[str, ast.expr]:
-    """Returns the last value, as a syntax tree, that the module gives to each of its constants."""
+    """Returns name -> value for the module's constants. A value is the syntax tree of the last assignment."""
     found: dict[str, ast.expr] = {}
     for node in syntax.parse(task.code).body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
@@ -111,8 +111,8 @@ def _declared(task: Task) -> list[dict[str, Any]]:
 
 
 def _with_constants(task: Task, values: Mapping[str, Any]) -> Variant:
-    """Returns the variant of ``task`` whose source sets constants to ``values``. Constants that the source computes
-    from these change too."""
+    """Returns the variant of ``task`` whose source sets constants to ``values``. If the source computes other constants
+    from these, they change accordingly."""
     name = ", ".join(f"{name}={value!r}" for name, value in values.items())
     known, lines = _constants(task), task.code.encode().splitlines(keepends=True)
     if missing := [name for name in values if name not in known]:

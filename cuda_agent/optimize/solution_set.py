@@ -1,6 +1,6 @@
-"""Reads a set of finished solutions that others wrote: JSON, JSON lines, or a folder, such as a run of KernelBench.
+"""Reads a set of finished solutions from JSON, JSON lines or a folder, such as a run of KernelBench.
 
-Every record of the input becomes one ``SolutionRecord``, with its task, or with the reason why it cannot be judged.
+Every record of the input becomes one ``SolutionRecord``.  It has a task, or the reason why it cannot be judged.
 Files are read as text; nothing is imported or run."""
 
 import json
@@ -66,7 +66,8 @@ class SolutionSet:
 
 @dataclass(frozen=True)
 class _Place:
-    """What a record says about its task: ``parts`` of its name or path, and KernelBench's ``level`` and ``number``."""
+    """Information that identifies a record's task: ``parts`` of a name or path; KernelBench's ``level`` and
+    ``number``."""
 
     parts: tuple[str, ...] = ()
     level: int | None = None
@@ -115,7 +116,7 @@ def read_set(source: Path, tasks: Sequence[Task] | None, format: Format) -> Solu
 
 
 def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the name and the value of each record.  If a line of the file is not JSON, its value is an exception."""
+    """Yields the name and the value of each record.  The value of a line that is not JSON is an exception."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -172,7 +173,8 @@ def _of_json(name: str, row: Any, format: Format) -> _Found:
 
 
 def _with_files(record: SolutionRecord, files: Any, format: Format) -> SolutionRecord:
-    """Returns ``record`` with ``files`` as its solution, or, if they are not valid, with the reason in ``why``."""
+    """Returns ``record`` with ``files`` as its solution.  If the files are not valid, ``why`` and ``message`` say
+    so."""
     if not files:
         return replace(record, why="no_solution", message="the record holds no code")
     if not isinstance(files, dict) or not all(isinstance(text, str) for item in files.items() for text in item):
@@ -280,7 +282,8 @@ def _level_of(task: Task) -> int | None:
 
 
 class _Index:
-    """Finds tasks by name, by the last part of a name if no other task has it, or by KernelBench's level and number."""
+    """Finds a task by its name, by the last part of its name if no other task shares this part, or by KernelBench's
+    level and number."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = {task.name: task for task in tasks}
@@ -303,7 +306,8 @@ class _Index:
         return record
 
     def _by_name(self, place: _Place) -> Task | None:
-        """Returns the task whose name is the longest part of ``place.parts``.  Skips tasks of another level."""
+        """Returns the task whose name is the longest run of consecutive ``place.parts``.  Skips tasks of another
+        level."""
         parts = (*place.parts[:-1], _SUFFIX.sub("", place.parts[-1])) if place.parts else ()
         for length in range(len(parts), 0, -1):
             for start in range(len(parts) - length + 1):

@@ -1,8 +1,8 @@
 """Part of an exported ``model_new.py``: makes the module ``cuda_extension`` for a solution of the format ``extension``.
 Needs PyTorch and ``g++``, or ``nvcc`` for a GPU.
 
-The kernels run on CUDA's default stream.  If another stream is current, they wait for its earlier work, and its later
-work waits for them."""
+The kernels run on CUDA's default stream.  If another stream is current, the kernels wait for earlier work on that
+stream, and later work on that stream waits for the kernels."""
 
 import sys as _sys
 from typing import Any as _Any
@@ -62,8 +62,8 @@ def _checked(function: _Any, device: str) -> _Any:
 
 
 class _OnDefaultStream:
-    """A context for work on the default stream.  This work waits for earlier work on the current stream, and later work
-    on the current stream waits for it."""
+    """A context for work on the default stream.  The work waits for earlier work on the current stream.  Later work on
+    the current stream waits for the work in this context."""
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -80,7 +80,7 @@ class _OnDefaultStream:
 
 
 def _with_extension(module: _Any, code: str, names: dict[str, _Any]) -> None:
-    """Runs ``code`` in the namespace ``names``; ``import cuda_extension`` in that code gives ``module``."""
+    """Runs ``code`` in the namespace ``names``.  There, ``import cuda_extension`` imports ``module``."""
     before = _sys.modules.get("cuda_extension")
     _sys.modules["cuda_extension"] = module
     try:

@@ -1,8 +1,8 @@
 """Part of an exported ``model_new.py``: the code that a plan needs on the CPU and on a GPU.  Needs only PyTorch.
 
-An exported file holds a copy of this source beside the task's source (see ``export``); therefore all names here begin
-with an underscore.  The kernels are for inference, and only for the shapes, types and plain arguments of
-``get_inputs()``; other inputs are refused with a message."""
+An exported file holds a copy of this source beside the task's source (see ``export``).  All names here begin with an
+underscore, so that they differ from the task's names.  The kernels are for inference, and only for the shapes, types
+and plain arguments of ``get_inputs()``.  Other inputs raise a ValueError."""
 
 import hashlib as _hashlib
 import math as _math

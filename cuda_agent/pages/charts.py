@@ -1,6 +1,6 @@
 """Draws charts for the pages as inline SVG.
 
-Colours and fonts come from CSS classes of the page, so that one chart serves light pages, dark pages and paper."""
+Colours and fonts come from CSS classes of the page, so that the same chart fits light pages, dark pages and paper."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -52,7 +52,8 @@ def _title(text: str) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Formats a number with ``digits`` significant digits, thin spaces between thousands, an exponent if needed."""
+    """Formats a number with ``digits`` significant digits and thin spaces between thousands.  Very small and very large
+    numbers have an exponent."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -78,8 +79,8 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 def line_chart(
     title: str, points: Points, *, from_zero: bool = False, rule: tuple[float, str] | None = None, percent: bool = False
 ) -> Markup:
-    """Draws one curve over steps: of values or, if ``percent``, of shares.  With ``from_zero`` the vertical axis
-    includes 0.  ``rule`` is (value, label) of a dashed horizontal line."""
+    """Draws one curve over steps.  With ``percent``, the values are shares from 0 to 1.  With ``from_zero``, the
+    vertical axis includes 0.  ``rule`` is (value, label) of a dashed horizontal line."""
     width, height, left, right, top, bottom = 320, 178, 44, 14, 12, 28
     end, foot = width - right, height - 9
     shown = [v for _, v in points] + ([rule[0]] if rule else []) + [0.0] * from_zero
@@ -120,8 +121,8 @@ def line_chart(
 def interval_chart(
     title: str, rows: Sequence[tuple[str, str, float | None, tuple[float, float] | None]], ratio: bool
 ) -> Markup:
-    """Draws a dot, its interval and the value as text for each row (label, CSS class, value, interval).  With ``ratio``
-    the values are speed-ups on a logarithmic axis around 1; otherwise they are shares from 0 to 1."""
+    """Draws each row (label, CSS class, value, interval) as a dot with its interval, and writes the value beside it.
+    With ``ratio``, the values are speed-ups on a logarithmic axis around 1.  Otherwise they are shares from 0 to 1."""
     width, row_height, left, right, top = 320, 30, 74, 70, 6
     chart = Drawing(width, top + row_height * len(rows) + 24)
     if ratio:
@@ -173,7 +174,7 @@ def histogram(title: str, edges: Sequence[float], counts: Sequence[float], unit:
 
 
 def stack_chart(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, int]]]]) -> Markup:
-    """Draws each row (label, [(CSS class, count), ...]) as a bar of coloured pieces, with its first count as text."""
+    """Draws each row (label, [(CSS class, count), ...]) as a bar of coloured pieces, with the first count as text."""
     width, row_height, left, right, top = 320, 30, 74, 70, 6
     chart, spoken = Drawing(width, top + row_height * len(rows) + 24), []
     for i, (label, pieces) in enumerate(rows):

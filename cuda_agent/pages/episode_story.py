@@ -1,7 +1,7 @@
-"""Retells an episode, or an attempt of ``optimize``, turn by turn, so that a page can show it.
+"""Converts an episode, or an attempt of ``optimize``, to the ``Story`` that a page shows, turn by turn.
 
-Changes of files are shown as diffs.  An attempt's transcript contains them.  An episode's diffs are computed here from
-its calls of Write, Edit and MultiEdit.  Changes by its shell commands remain unknown."""
+Changes of files are shown as diffs.  An attempt's transcript contains diffs.  For an episode, diffs are computed here
+from the calls of Write, Edit and MultiEdit.  Changes by an episode's shell commands remain unknown."""
 
 import posixpath
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -51,7 +51,8 @@ class Story:
 
 
 def _change(call: Mapping[str, Any], known: dict[str, str]) -> Event | None:
-    """Applies a Write, Edit or MultiEdit to ``known`` (path -> text).  Returns the diff, or None if it does not fit."""
+    """Applies a Write, Edit or MultiEdit to ``known`` (path -> text).  Returns the diff, or None if an edit does not
+    fit."""
     arguments = call["arguments"]
     path = posixpath.normpath(str(arguments.get("path", "")))
     old = known.get(path, "")
@@ -120,13 +121,14 @@ def of_episode(episode: Episode, tokenizer: Any = None) -> Story:
 
 
 def best_verdict(events: Sequence[Event]) -> Event | None:
-    """Returns the event with the best verdict, the first one among equals; None without a verdict."""
+    """Returns the event with the best verdict, or None if there is no verdict.  Of equal ones, returns the first."""
     judged = [event for event in events if event["kind"] == "verdict"]
     return max(judged, key=lambda event: event["factor"] or 0.0, default=None)
 
 
 def of_attempt(events: Sequence[Event], number: int) -> Story:
-    """Retells the attempt ``number``.  ``events`` are the transcript of a run of ``cuda-agent optimize``."""
+    """Converts the attempt ``number`` to the ``Story`` that a page shows.  ``events`` are the transcript of a
+    search."""
     opening, turns = list[tuple[str, str]](), list[Turn]()
     own = [event for event in events if event["attempt"] == number]
     for event in own:
@@ -175,7 +177,8 @@ def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
 
 
 def _spoken(message: Mapping[str, Any], thought: str = "") -> list[StoryPart]:
-    """Returns an assistant's message as parts: thought, text, tool calls.  ``thought`` is kept beside ``message``."""
+    """Returns an assistant's message as parts: thought, text, tool calls.  ``thought`` is a thought that
+    ``message`` does not contain."""
     content = str(message.get("content") or "")
     before, closed, said = content.rpartition("</think>")
     thought = (thought or str(message.get("thought") or "")) + (before.replace("<think>", "") if closed else "")
@@ -205,8 +208,8 @@ def _result(text: str, kind: Kind = "result") -> StoryPart:
 
 
 def _answered(call: Mapping[str, Any] | None, result: str, known: dict[str, str]) -> Iterable[StoryPart]:
-    """Yields the parts that show the outcome of a tool call: its diff, if that is known, and ``result``, unless it is
-    only "ok" after a diff.  Updates ``known`` (path -> text)."""
+    """Yields the parts that show the outcome of a tool call.  A change of a file is shown as a diff if possible, else
+    by the call's arguments.  ``result`` follows, except an "ok" after a diff.  Updates ``known`` (path -> text)."""
     if call is not None and call.get("name") in _WRITERS and isinstance(call.get("arguments"), dict):
         change = None if result.startswith("error") else _change(call, known)
         if change is not None:

@@ -13,11 +13,12 @@ from cuda_agent.sandbox.wire import Verdict
 MOST = 200  # episodes of a page, unless asked for more
 LARGEST = 12 << 20  # most characters of all episodes on a page
 SHADES = ((-0.0513, "95 %"), (-0.357, "70 %"), (-0.916, "40 %"), (-2.303, "10 %"), (-4.605, "1 %"))
-"""(lowest log-probability, the probability in words) of each shade but the last."""
+"""Each shade except the last, as (lowest log-probability, text of this probability)."""
 
 
 def render(title: str, entries: Sequence[EpisodeEntry], found: int, asked: str, most: int = MOST) -> str:
-    """Renders at most ``most`` of ``entries``, chosen from ``found`` episodes.  ``asked`` describes the choice."""
+    """Renders at most ``most`` of ``entries``, which were chosen from ``found`` episodes.  ``asked`` describes the
+    choice."""
     cards: list[str] = []
     rows: list[EpisodeRow] = []
     room = LARGEST

@@ -70,8 +70,9 @@ def accounts(rows: Sequence[JudgedRow]) -> list[tuple[str, int, str]]:
 
 
 def claims(rows: Sequence[JudgedRow]) -> dict[str, Any]:
-    """Counts claimed speed-ups over eager: ``all``, and how many were confirmed, lower, untimed, rejected or unjudged.
-    Adds the geometric means of claims and measurements where both exist.  Empty without claims."""
+    """Counts all claimed speed-ups over eager, and those that were confirmed, lower, untimed, rejected or unjudged.
+    For records with a claim and a measurement, adds the geometric mean of the claims and that of the measurements.
+    Returns an empty dict if there are no claims."""
     claimed = [(row, row.claim_eager) for row in rows if row.claim_eager]
     if not claimed:
         return {}
@@ -93,8 +94,8 @@ def claims(rows: Sequence[JudgedRow]) -> dict[str, Any]:
 
 def fast_rows(scores: Scores, tasks: int) -> list[tuple[float, list[float | None]]]:
     """Returns (p, shares) for each threshold p.  A share is the part of the tasks that are solved more than p times as
-    fast as a baseline.  There are four: for eager and for ``torch.compile``, first among the scored tasks, then among
-    ``tasks`` tasks."""
+    fast as a baseline.  The first two shares, over eager and ``torch.compile``, are of the scored tasks.  The other two
+    are of ``tasks`` tasks."""
     return [
         (p, [fast_p(scores, p, baseline, count) for count in (None, tasks) for baseline in ("eager", "compile")])
         for p in THRESHOLDS
@@ -174,8 +175,8 @@ def _geometric_mean(values: Iterable[float]) -> float | None:
 
 
 def _chart(rows: Sequence[JudgedRow]) -> Markup | None:
-    """Draws measured over claimed speed-ups on logarithmic axes, and the line where they agree.  Rejected records are
-    dots below the axis.  Returns None if there is no record to draw."""
+    """Draws a dot for each judged record with a claim, on logarithmic axes of claimed and measured speed-up.  On a
+    line, both are equal.  Rejected records are dots below the axis.  Returns None if there is no record to draw."""
     points = [(row, row.claim_eager, row.speedup_eager) for row in rows if row.claim_eager and row.outcome in JUDGED]
     points = [point for point in points if point[2] or point[0].outcome != "ok"]  # without correct ones of no time
     if not points:

@@ -136,7 +136,7 @@ def _roofline(verdict: Verdict | None) -> dict[str, Any]:
 
 
 def _roof_chart(verdict: Verdict, peak: float) -> Markup:
-    """Draws the device's roofline (operations per second over operations per byte); solution and baselines are dots."""
+    """Draws the device's roofline: operations per second over operations per byte.  Solution and baselines are dots."""
     assert verdict.flops and verdict.bytes and verdict.seconds
     intensity = verdict.flops / verdict.bytes
     timed = (("this solution", verdict.seconds), ("torch.compile", verdict.compile_seconds),

@@ -1,8 +1,8 @@
 """Renders templates as HTML pages.  The pages are safe to open, although they show untrusted text, such as kernels.
 
-A page loads nothing.  Its security policy allows at most one script: the page's own, known by its hash.  Templates
-escape every text, and replace characters that hide or reorder text by their names.  Only ``Markup``, which holds
-escaped text, stays as it is."""
+A page loads nothing.  Its security policy allows at most one script, the page's own, which the policy identifies by a
+hash.  Templates escape all text, and replace each character that hides or reorders text with the character's name.
+Only ``Markup`` stays unchanged, because it is safe already."""
 
 import base64
 import hashlib
@@ -23,7 +23,8 @@ def plural(count: int, one: str) -> str:
 
 
 def slug(text: str) -> str:
-    """Returns the text as part of a CSS class name: all characters but ASCII letters and digits become dashes."""
+    """Returns the text as part of a CSS class name, in lower case.  A dash replaces each character that is not an ASCII
+    letter or digit."""
     return "".join(c if c.isascii() and c.isalnum() else "-" for c in text.lower())
 
 

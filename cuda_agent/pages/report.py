@@ -72,7 +72,7 @@ def _devices(data: Data) -> list[str]:
 
 def _learning(stages: Sequence[Data]) -> list[Data]:
     """Returns a grid of curves per heading.  ``main`` has the curves that the stages list.  ``rest`` has all other
-    curves, which the page folds away.  ``weak`` names the stages whose critic explains too little variance."""
+    curves, which the page shows folded.  ``weak`` names the stages whose critic explains too little variance."""
     headings: dict[str, list[Data]] = {}
     for stage in stages:
         if stage.get("chart"):
@@ -111,7 +111,8 @@ def _figure(key: str, points: list[tuple[float, float]], before: str) -> tuple[s
 
 
 def funnel(rows: Sequence[Data]) -> list[tuple[str, float, str, str]]:
-    """Returns bars: all candidates, then for each filter the candidates that passed it (pale if it dropped none)."""
+    """Returns a bar for all candidates, and a bar for each filter with the candidates that passed it.  The first bar is
+    pale, and so is the bar of a filter that dropped none."""
     entered = rows[0]["entered"]
     entries = [("candidates", entered, str(entered), "quiet")]
     for row in rows:
@@ -121,7 +122,8 @@ def funnel(rows: Sequence[Data]) -> list[tuple[str, float, str, str]]:
 
 
 def _tokens(stage: Data) -> float:
-    """Returns how many tokens a stage processed or, if its metrics do not say this, how many its episodes sampled."""
+    """Returns how many tokens a stage processed.  For steps whose metrics do not say this, counts the tokens that the
+    step's episodes sampled."""
     steps = [entry["values"] for entry in stage["metrics"]]
     return sum(v.get("tokens", v.get("episodes", 0.0) * v.get("response_length", 0.0)) for v in steps)
 

@@ -25,8 +25,8 @@ STATUSES = ("ok", "wrong", "build_error", "no_answer", "crash", "timeout", "chea
 
 
 def shown_metrics(data: Data) -> tuple[tuple[str, str, str], ...]:
-    """Returns (key, title, explanation) of each metric in the score tables.  The gap to the best design is one of them
-    if the best designs of some tasks are known."""
+    """Returns (key, title, explanation) of each metric in the score tables.  Includes the gap to the best design if the
+    best designs of some tasks are known."""
     tables = [policy[which] for policy in data.get("policies", []) for which in ("final", "best")]
     known = any(table["overall"].get("gap") for table in tables)
     return (*METRICS, GAP) if known else METRICS
@@ -34,7 +34,8 @@ def shown_metrics(data: Data) -> tuple[tuple[str, str, str], ...]:
 
 def groups(data: Data) -> list[Data]:
     """Returns one group per family of tasks: a table of scores, and paired differences between policies.  The first
-    group also has charts.  If there are several families, a last group, ``folded`` on the page, holds all tasks."""
+    group also has charts.  If there are several families, the last group holds all tasks and is ``folded`` on the
+    page."""
     policies, families = data.get("policies", []), data.get("families", [])
     if not any(p["outcomes"] for p in policies):
         return []
@@ -60,7 +61,8 @@ def groups(data: Data) -> list[Data]:
 
 
 def operators(policies: Sequence[Data]) -> Data:
-    """Returns a table of scores: a row per operator, a column per policy with scores by operator.  It may be empty."""
+    """Returns a table of scores: a row per operator, a column per policy with scores by operator.  Returns
+    an empty dict if no policy has such scores."""
     scored = [p for p in policies if p["final"]["operators"]]
     if not scored:
         return {}
@@ -76,8 +78,9 @@ def operators(policies: Sequence[Data]) -> Data:
 
 
 def headline(data: Data) -> Data:
-    """Returns two changes from the first to the last policy, on the first family of tasks: ``passed`` (share of correct
-    answers) and ``faster`` (share that also beats ``torch.compile``), with intervals.  Empty without scores."""
+    """Returns two changes from the first to the last policy, on the first family of tasks, with intervals.  ``passed``
+    is about the share of correct answers.  ``faster`` is about the share that also beats ``torch.compile``.  Returns an
+    empty dict if there are no scores."""
     family = (data.get("families") or [None])[0]
     found = _changes(data, family)
     if family is None or not found:
@@ -120,7 +123,7 @@ def _charts(policies: Sequence[Data], group: str, metrics: Sequence[tuple[str, s
 
 
 def _statuses(policies: Sequence[Data], group: str) -> tuple[list[str], str]:
-    """Returns the statuses of the answers to the tasks of ``group``, and a chart of how often each policy has them."""
+    """Returns the statuses of the answers to the tasks of ``group``, and a chart of their numbers for each policy."""
     counts = {
         p["policy"]: Counter(o["final"]["status"] for o in p["outcomes"] if group in (o["family"], "overall"))
         for p in policies
@@ -135,7 +138,7 @@ def _is_ratio(key: str) -> bool:
 
 
 def cell(key: str, value: float | None, interval: Sequence[float] | None) -> tuple[str, str]:
-    """Returns a score of the metric ``key`` as text, and its interval as text (empty without one)."""
+    """Returns a score of the metric ``key`` as text, and its interval as text (empty if ``interval`` is None)."""
     ratio = _is_ratio(key)
     said = factor(value) if ratio else share(value)
     if value is None or not interval:

@@ -27,7 +27,7 @@ def visible(text: str) -> str:
 
 
 def safe(text: str) -> str:
-    """Returns untrusted text as HTML that is safe also inside an attribute."""
+    """Returns untrusted text as HTML that is safe in an element and in an attribute."""
     return escape(visible(text))
 
 
