@@ -1,9 +1,9 @@
-"""Saves and loads the checkpoints of one stage in the store, under the stage's cache key.  The two newest are kept.
+"""Saves and loads the checkpoints of one stage in the store, under the stage's cache key.  Keeps the two newest.
 
     checkpoints/<stage>/<key>/<step>-<nonce>/<path>   the files
     checkpoints/<stage>/<key>/<step>-<nonce>.json     {"step", "files": {path: {"sha256", "size"}}}, written last
 
-A checkpoint exists once its JSON file is written.  Its files include the stage's metrics and notes up to its step."""
+A checkpoint exists once its JSON file is written.  Its files include the stage's metrics and notes up to this step."""
 
 import json
 import secrets
@@ -21,7 +21,8 @@ _OWN = ".stage"  # folder of metrics, notes and clock inside a checkpoint
 
 
 class StageCheckpoints:
-    """The checkpoints of one stage (``context.Checkpoints``).  ``resumed``: steps from which the stage resumed."""
+    """The checkpoints of one stage.  This class implements ``context.Checkpoints``.  ``resumed`` lists the steps of the
+    checkpoints from which the stage resumed."""
 
     def __init__(self, store: Store, stage: str, key: str, scratch: Path, tracker: FileTracker) -> None:
         self._store, self._prefix, self._scratch, self._tracker = store, f"checkpoints/{stage}/{key}", scratch, tracker
@@ -106,7 +107,8 @@ class StageCheckpoints:
                 self._store.delete(key)
 
     def _remove(self, entry: str) -> None:
-        """Removes a checkpoint.  The JSON file goes first: an interruption leaves no checkpoint without files."""
+        """Removes a checkpoint.  Begins with its JSON file, so that an interruption never leaves a checkpoint without
+        files."""
         self._store.delete(f"{self._prefix}/{entry}.json")
         self._delete_below(f"{self._prefix}/{entry}")
 

@@ -1,13 +1,13 @@
-"""Computes three parts of a stage's cache key: its code version, the software environment (a digest) and the device.
+"""Computes three parts of a stage's cache key: code version, digest of the software environment, and device name.
 
 The code version is a hash over the stage's import closure, which holds these files:
 
 - every module of the package that the stage imports, directly or through other modules, even inside a function;
 - every module whose full name is a string in these modules, such as ``"cuda_agent.sandbox.judge.judge"``;
-- data files (templates, C++ sources) in the sub-packages of these modules.  A data file with the name of a module, such
-  as ``check.cu`` beside ``check.py``, belongs to that module alone.
+- data files, such as templates and C++ sources, in the sub-packages of these modules.  A data file beside a module of
+  the same name, such as ``check.cu`` beside ``check.py``, belongs to that module alone.
 
-The search reads syntax trees and imports nothing.  It does not find a name that is put together at run time."""
+The search reads syntax trees and imports nothing.  It does not find a name that the code builds at run time."""
 
 import ast
 import functools
@@ -39,7 +39,8 @@ def code_version(module: str) -> str:
 
 
 def closure_files(module: str) -> dict[str, Path]:
-    """Returns the files in the import closure of ``module``: name, such as ``cuda_agent/storage.py``, -> path."""
+    """Returns the files in the import closure of ``module``, as a map from name to path.  A name looks like
+    ``cuda_agent/storage.py``."""
     files: dict[str, Path] = {}
     for name in closure_modules(module):
         root, path = _root(name.split(".")[0]), _source(name)
@@ -56,8 +57,8 @@ def closure_files(module: str) -> dict[str, Path]:
 
 
 def closure_modules(module: str) -> set[str]:
-    """Returns the names of ``module`` and of all modules that it may import, directly or not, from ``cuda_agent`` and
-    from the top-level package of ``module``."""
+    """Returns the names of ``module`` and of all modules that it may import, directly or not.  Includes only modules of
+    ``cuda_agent`` and of the top-level package of ``module``."""
     tops = {module.split(".")[0], "cuda_agent"}
     seen: set[str] = set()
     front = [module]
@@ -86,7 +87,8 @@ def environment_digest() -> str:
 
 @functools.cache
 def device_name(device: str) -> str:
-    """Returns a name for ``device``: processor, core count and compiler for "cpu", GPU and driver for "cuda"."""
+    """Returns a name for ``device``.  For "cpu" it gives the processor, the number of cores and the compiler.  For
+    "cuda" it gives the GPU and the driver's version."""
     if device == "cuda":
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         return _first_line_of(query) or "no GPU"

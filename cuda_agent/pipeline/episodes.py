@@ -28,7 +28,8 @@ Sort = Literal["newest", "oldest", "best", "worst", "turns", "tokens", "task"]
 
 @dataclass(frozen=True)
 class Left:
-    """A file with the episodes of one stage.  ``tokenizer`` is the file to decode their token ids (None: unknown)."""
+    """A file with the episodes of one stage.  ``tokenizer`` is the file of the tokenizer that decodes the episodes'
+    token ids, or None if it is unknown."""
 
     stage: str  # name of the stage, or of a folder or file of ``benchmark``
     file: Path
@@ -42,8 +43,8 @@ def of_run(store: Store, run: Run, folder: Path) -> list[Left]:
 
 
 def packed(store: Store, manifest: Manifest, folder: Path) -> list[Path]:
-    """Writes the newest episodes of the stage of ``manifest``, compressed, and their tokenizer into ``folder``.
-    Returns the paths of these files; empty if the stage has no episodes."""
+    """Writes a compressed file with the newest episodes of the stage of ``manifest`` into ``folder``, and the
+    tokenizer beside it, if known.  Returns the paths of these files, or an empty list if the stage has no episodes."""
     left = _fetched(store, manifest, folder)
     if left is None:
         return []
@@ -188,8 +189,8 @@ def chosen(
     min_reward: float | None = None,
     sort: Sort = "newest",
 ) -> list[EpisodeEntry]:
-    """Returns the entries that fit all given conditions, ordered by ``sort``.  ``task`` is a part of a task's name;
-    ``stage`` and ``status`` must be equal to the entry's.
+    """Returns the entries that fit all given conditions, ordered by ``sort``.  An entry fits if it has this ``stage``
+    and ``status``, its task's name contains ``task``, and its reward is at least ``min_reward``.
 
     Raises:
         ConfigError: No entry has this stage or status; the message lists the stages or statuses that exist."""

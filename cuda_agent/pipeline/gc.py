@@ -72,15 +72,16 @@ def plan(store: Store, keep: int = KEEP) -> Plan:
 
 
 def collect(store: Store, what: Plan) -> None:
-    """Removes the objects that ``what`` lists: cache entries and manifests first, so that none refers to lost data."""
+    """Removes the objects that ``what`` lists.  Begins with cache entries and manifests, so that no cache entry or
+    manifest ever refers to removed data."""
     for key in sorted(what.keys, key=lambda key: _ORDER.index(key.split("/")[0])):
         store.delete(key)
 
 
 @contextlib.contextmanager
 def alone(store: Store) -> Iterator[bool]:
-    """Holds the store's lock for garbage collection inside the ``with`` block, and yields True.  Yields False if
-    another process holds the lock."""
+    """Holds the store's lock for garbage collection during the ``with`` block, and yields True.  If another process
+    holds the lock, yields False and takes no lock."""
     if not is_collecting(store):
         store.delete(_LOCK)  # the lock of a killed collection
     if not store.create(_LOCK, b""):

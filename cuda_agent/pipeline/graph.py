@@ -1,7 +1,7 @@
 """Defines the workflow's graph as a table, ``ROWS``, with one row per stage.
 
-A row holds all facts about its stage, such as its inputs, its outputs and the sections of the configuration in its
-cache key.  ``Config.graph`` selects a variant of the graph, which leaves out some rows."""
+A row holds all facts about one stage, such as the stage's inputs, its outputs and the sections of the configuration in
+its cache key.  Each variant of the graph leaves out some rows.  ``Config.graph`` selects the variant."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -164,8 +164,8 @@ def ancestors(stages: Sequence[Stage], name: str) -> list[str]:
 
 
 def needs(stages: Sequence[Stage], stage: Stage) -> Sequence[str]:
-    """Returns the names of the stages that must be done before ``stage``: the stages that make its inputs or, with the
-    input ``STAGES_INPUT`` (metrics and manifests of its ancestors), all its ancestors."""
+    """Returns the names of the stages that must be done before ``stage``.  These are the stages that make its inputs.
+    If ``STAGES_INPUT`` is one of its inputs, they are all stages on which ``stage`` depends, directly or not."""
     return ancestors(stages, stage.name) if STAGES_INPUT in stage.inputs.values() else stage.upstream
 
 

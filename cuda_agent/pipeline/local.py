@@ -294,7 +294,8 @@ def fetch_report(store: Store, home: Path, run: str, manifest: Manifest) -> Path
 
 
 def outcome_message(folder: Path, stage: str, code: int) -> str:
-    """Returns why a stage failed: the message in ``folder``'s ``outcome.json``, or else a text with its exit code."""
+    """Returns why a stage failed: the message in the file ``outcome.json`` of ``folder``.  If there is no message,
+    returns a sentence with the exit code ``code``."""
     with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
         if message := json.loads((folder / "outcome.json").read_text())["message"]:
             return message

@@ -30,7 +30,7 @@ from cuda_agent.tracking import read_metrics, write_metrics
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record of one finished stage: how its result was made, and under which digests it is stored."""
+    """The record of one finished stage: how its result was made, and under which digests the result is stored."""
 
     stage: str
     run: str  # the run that made the result
@@ -79,7 +79,7 @@ def identify(stage: Stage, config: Config, inputs: dict[str, str]) -> Identity:
 def identity_of(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest]
 ) -> Identity:
-    """Returns the identity of ``stage``; ``done`` maps all stages on which it depends to their manifests."""
+    """Returns the identity of ``stage``.  ``done`` has the manifests of all stages on which ``stage`` depends."""
     inputs = {}
     for name, source in stage.inputs.items():
         if source == STAGES_INPUT:
@@ -93,8 +93,8 @@ def identity_of(
 
 
 def placed(config: Config) -> Config:
-    """Returns a copy of ``config`` in which the environment variables of a cluster's pod, if set, give the addresses of
-    sandbox servers, engines and Ray."""
+    """Returns a copy of ``config`` with the addresses of sandbox servers, engines and Ray that environment variables
+    give.  A cluster sets these variables in its pods.  Where a variable is not set, the address stays as it is."""
     given = os.environ.get
     changes: dict[str, Any] = {}
     if servers := given("CUDA_AGENT_SANDBOX_SERVERS"):
@@ -108,7 +108,8 @@ def placed(config: Config) -> Config:
 
 
 def _device(stage: Stage, config: Config) -> str:
-    """Returns the name of the device that measures times.  CUDA_AGENT_DEVICE, which a cluster sets, comes first."""
+    """Returns the name of the device that measures times.  If the environment variable CUDA_AGENT_DEVICE is set, as on
+    a cluster, returns its value."""
     if named := os.environ.get("CUDA_AGENT_DEVICE"):
         return named
     if config.sandbox.servers:
@@ -165,7 +166,7 @@ def serve_from_cache(
     store: Store, run: str, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest]
 ) -> Manifest | None:
     """If the store has a result of ``stage``, publishes it for ``run`` and returns its manifest; else returns None.
-    ``done`` maps all stages on which ``stage`` depends to their manifests."""
+    ``done`` has the manifests of all stages on which ``stage`` depends."""
     result = find_result(store, run, identity_of(store, stages, stage, config, done))
     return None if result is None else publish(store, run, result)
 
@@ -189,8 +190,8 @@ def _make_stages_folder(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest], folder: Path
 ) -> None:
     """Fills ``folder`` with ``graph.json``, ``config.json``, and the metrics, notes and manifests of all stages that
-    ``stage`` depends on.  If ``sandbox.clock`` is model, leaves out all that differs between two equal runs, such as
-    durations."""
+    ``stage`` depends on.  If ``sandbox.clock`` is "model", leaves out all facts that differ between two equal runs,
+    such as durations."""
     timeless = config.sandbox.clock == "model"
     left_out = {"run", "config", "finished", "resumed", "metrics"}
     left_out |= {"seconds", "key", "environment", "device"} if timeless else set()

@@ -1,4 +1,4 @@
-"""Records a run in MLflow as a parent run with a child run per stage.  Works on one machine and in a cluster's pods.
+"""Records a run in MLflow: a parent run with one child run per stage.  Works on one machine and in a cluster's pods.
 
 A thread (``tracking.Mirror``) sends the records to MLflow.  Only ``close`` waits for MLflow."""
 
@@ -24,12 +24,12 @@ class Recorder:
     """Records one run, from its creation until ``close``.
 
     Args:
-        uri: MLflow's address, or ``off``: nothing is recorded.
+        uri: MLflow's address, or ``off`` to record nothing.
         sha256: Hash of ``config``.
         run: Name of the run.
         stages: The stages of the run's graph.
         trouble: Receives one line, from another thread, when MLflow cannot be reached.
-        artifacts: Folder for artifacts if ``uri`` is a local database; None: MLflow's server stores them."""
+        artifacts: Folder for artifacts if ``uri`` is a local database, or None if MLflow's server stores them."""
 
     def __init__(
         self,

@@ -57,9 +57,11 @@ class Run:
 
 
 def local_home(store_uri: str) -> Path:
-    """Returns this machine's folder for caches, locks, scratch files and MLflow's database of a store.  The environment
-    variable CUDA_AGENT_HOME names it.  By default it is ``x`` for the store ``x/store``, ``x/y.local`` for another
-    store ``x/y``, and ``~/.cache/cuda-agent`` for a store in S3 or in memory."""
+    """Returns the folder on this machine for caches, locks, scratch files and MLflow's database.
+
+    The environment variable CUDA_AGENT_HOME names the folder.  If it is not set, the folder is ``x`` for the store
+    ``x/store``, and ``x/y.local`` for any other local store ``x/y``.  For a store in S3 or in memory, it is
+    ``~/.cache/cuda-agent``."""
     if home := os.environ.get("CUDA_AGENT_HOME"):
         return Path(home).absolute()
     folder = local_folder(store_uri)
@@ -69,7 +71,8 @@ def local_home(store_uri: str) -> Path:
 
 
 def create_run(store: Store, config: Config, sha256: str) -> Run:
-    """Creates a run in the store, named by ``run.name`` or else after the date.  ``sha256`` is the hash of ``config``.
+    """Creates a run in the store.  ``sha256`` is the hash of ``config``.  If ``run.name`` is not set, makes a name from
+    the date.
 
     Raises:
         ConfigError: The name ``run.name`` is taken."""
@@ -102,7 +105,8 @@ def newest_unfinished(store: Store, sha256: str) -> Run | None:
 
 
 def find_run(store: Store, name: str) -> Run:
-    """Returns the run that ``name`` means: a run's name, the beginning of a name, or ``last`` for the newest run.
+    """Returns the run that ``name`` selects.  ``name`` is a run's name, the beginning of a name, or ``last`` for the
+    newest run.
 
     Raises:
         ConfigError: No run or several match; the message lists the choices."""
@@ -111,15 +115,15 @@ def find_run(store: Store, name: str) -> Run:
 
 
 def matching(names: Sequence[str], asked: str) -> list[str]:
-    """Returns the names that ``asked`` matches: the equal name, else all names that begin with ``asked``.  The text
-    ``last`` matches only the last name."""
+    """Returns the names that ``asked`` matches.  If a name equals ``asked``, only this name matches.  Otherwise all
+    names match that begin with ``asked``.  The text ``last`` matches only the last name."""
     if asked == "last":
         return list(names[-1:])
     return [name for name in names if name == asked] or [name for name in names if name.startswith(asked)]
 
 
 def choose(names: Sequence[str], asked: str, where: str) -> str:
-    """Returns the only match of ``asked`` in ``names``: a name, the beginning of a name, or ``last`` for the newest.
+    """Returns the one name in ``names`` that ``asked`` matches (see ``matching``).
 
     Raises:
         ConfigError: No name or several match; the message lists the choices and contains the text ``where``."""
@@ -163,9 +167,10 @@ def facts(store: Store, run: Run, stages: Sequence[Stage]) -> Facts:
 
 
 def diff(one: Facts, other: Facts) -> dict[str, Any]:
-    """Compares two runs.  Returns the settings that differ, and the stages that only one run has finished or whose
-    cache keys differ.  A stage with different keys has the differing parts of the key, both durations in seconds, and
-    the names of equal outputs."""
+    """Compares two runs.  Returns the settings that differ, and the stages that differ.
+
+    A stage differs if only one run has finished it, or if its cache key differs between the runs.  If the key differs,
+    the result has the different parts of the key, both durations in seconds, and the names of the equal outputs."""
     keys = [key for key in one.settings | other.settings if one.settings.get(key) != other.settings.get(key)]
     changes: dict[str, Any] = {}
     for name in one.manifests | other.manifests:

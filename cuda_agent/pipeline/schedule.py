@@ -22,7 +22,7 @@ def derived(config: Config) -> dict[str, Any]:
     ``stages`` has for each stage the number of samples (tasks, examples or episodes), an upper bound of their tokens,
     the optimizer steps and the estimated seconds.  A stage that trains also has the peak memory of a training step in
     bytes, or None if ``policy.base`` is not on this machine.  ``machines`` describes the machines that the run needs.
-    Seconds are None with ``policy.base``; else they hold for 2 CPU cores or one GPU (``RATES``)."""
+    Seconds are estimates for 2 CPU cores or one GPU (``RATES``).  With ``policy.base`` they are None."""
     small = config.policy.base is None
     decoding, training = (_token_seconds(config, device) for device in (config.policy.device, config.training.device))
     rows: dict[str, dict[str, Any]] = {}
@@ -52,7 +52,7 @@ def derived(config: Config) -> dict[str, Any]:
 
 
 def machines(config: Config) -> list[str]:
-    """Returns one line per kind of machine that a run needs, with its number of GPUs."""
+    """Returns one line of text for each kind of machine that a run needs.  Each line gives the number of GPUs."""
     lines = _local_machines(config) if config.runtime == "local" else _ray_machines(config)
     if config.sandbox.device == "cuda" and (count := len(config.sandbox.servers)):
         lines.append(f"judges with GPUs: {count} server{'s' * (count > 1)} (sandbox.servers)")
@@ -92,7 +92,7 @@ def _ray_machines(config: Config) -> list[str]:
 
 
 def _judge_gpus(config: Config) -> int:
-    """Returns the number of GPUs of a judge on the run's own machines."""
+    """Returns the number of GPUs that the judge needs on the run's own machines: 0 or 1."""
     return int(config.sandbox.device == "cuda" and not config.sandbox.servers)
 
 
@@ -101,7 +101,8 @@ def _trainer_gpus(config: Config) -> int:
 
 
 def _vllm_servers(config: Config) -> int:
-    """Returns the number of vLLM's servers on the run's own machines (with Ray: on each worker)."""
+    """Returns the number of vLLM servers on the run's machine, without external servers.  With Ray, this is the number
+    on each worker."""
     return config.policy.vllm.replicas if config.policy.engine == "vllm" and not config.policy.vllm.servers else 0
 
 
@@ -167,7 +168,8 @@ def _shape(policy: PolicyConfig) -> Shape | None:
 
 
 def _base_config(base: str) -> Path:
-    """Returns the path of config.json of the model ``base``: a folder, or a downloaded model of Hugging Face's hub."""
+    """Returns the path of config.json of the model ``base``.  ``base`` is a folder, or the name of a downloaded model
+    of Hugging Face's hub."""
     if Path(base).is_dir() or base.count("/") != 1:
         return Path(base) / "config.json"
     from huggingface_hub import try_to_load_from_cache

@@ -23,7 +23,7 @@ LOOKS = {
 @contextmanager
 def watching(as_json: bool = False) -> Iterator[Watch]:
     """Yields a function that shows a run's progress: as a live table if stdout is a terminal, otherwise as lines.  With
-    ``as_json`` it writes lines to stderr, because stdout is for JSON."""
+    ``as_json`` the function writes lines to stderr, because stdout is for JSON."""
     if as_json:
         yield plain(lambda line: print(line, file=sys.stderr))
     elif sys.stdout.isatty():

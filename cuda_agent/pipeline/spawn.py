@@ -1,7 +1,7 @@
 """The fork server: a process that imports torch and transformers once, and then forks a process for each stage.
 
-A stage then does not wait for these imports.  The forked process works like a fresh one, because the server runs no
-tensor operation, and its only threads are those of OpenBLAS, which restarts them after a fork.
+A stage therefore does not wait for these imports.  A forked process works like a fresh one: the server runs no tensor
+operations, and has no threads except those of OpenBLAS.  OpenBLAS restarts its threads after a fork.
 
 No process is left behind.  The server ends with the executor, the process that started it.  Each stage ends with the
 server.  When a stage ends, the server kills the stage's process group.  Executor and server exchange JSON objects, one
@@ -51,8 +51,8 @@ class Spawner:
                 )
 
     def start(self, name: str, order: dict[str, Any], log: Path) -> None:
-        """Starts the process of stage ``name``, whose stdout and stderr go to the file ``log``.  ``order`` has the
-        fields of ``stage_main.StageOrder``."""
+        """Starts the process of stage ``name``.  The process's stdout and stderr go to the file ``log``.  ``order`` has
+        the fields of ``stage_main.StageOrder``."""
         self.open()
         self._running.add(name)
         self._tell({"start": name, "order": order, "log": str(log)})
@@ -63,9 +63,9 @@ class Spawner:
             self._tell({"signal": name, "number": int(number)})
 
     def wait(self, seconds: float) -> dict[str, int]:
-        """Waits at most ``seconds`` until a stage ends, and returns name -> exit code; empty if none ended.  A stage
-        that ended by SIGKILL, SIGTERM or the end of the server has the code 75 (try again).  A stage that ended by
-        another signal N has the code -N."""
+        """Waits at most ``seconds`` until a stage ends.  Returns a map from the names of ended stages to their exit
+        codes.  The map is empty if no stage ended.  A stage that ended by SIGKILL, SIGTERM or the end of the server has
+        the code 75 (try again).  A stage that ended by another signal N has the code -N."""
         if self._server is None or not select.select([self._socket], [], [], seconds)[0]:
             return {}
         if packet := _receive(self._socket):

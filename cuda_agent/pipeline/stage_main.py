@@ -1,7 +1,8 @@
 """Runs one stage of the workflow in a separate process, for the local executor or in a pod of a cluster.
 
-The process computes the stage's cache key and takes a lock on it.  If the store has no result for the key, the process
-fetches inputs, runs the stage (from the newest checkpoint, if any), and stores outputs, manifest and cache entry."""
+The process computes the stage's cache key and takes a lock on the key.  If the store has no result for the key, the
+process fetches inputs, runs the stage, and stores outputs, manifest and cache entry.  The stage continues from its
+newest checkpoint, if it has one."""
 
 import contextlib
 import errno
@@ -58,7 +59,8 @@ class StageOrder:
 
 
 def graph_of(config: Config, table: str = "") -> Sequence[Stage]:
-    """Returns the stages of ``table`` (``package.module:NAME``) or, if that is empty, of the configuration's graph."""
+    """Returns the stages of ``table`` (``package.module:NAME``).  If ``table`` is empty, returns the stages of the
+    configuration's graph."""
     if not table:
         return stages_of(config)
     module, attribute = table.split(":")
@@ -66,7 +68,8 @@ def graph_of(config: Config, table: str = "") -> Sequence[Stage]:
 
 
 def run_stage(order: StageOrder) -> int:
-    """Runs the stage that ``order`` names.  Returns its exit code; ``outcome.json`` also has the error's message."""
+    """Runs the stage that ``order`` names.  Writes ``outcome.json`` with the exit code and the error's message.
+    Returns the exit code."""
     stopped = False
 
     def stop(number: int, frame: Any) -> None:

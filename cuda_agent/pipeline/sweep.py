@@ -60,8 +60,8 @@ def points(overrides: Sequence[str]) -> tuple[str, list[Point]]:
 
 
 def run_here(points: Sequence[Point], execute: Callable[[Point], RunOutcome]) -> Iterator[tuple[Point, RunOutcome]]:
-    """Runs ``points`` one after the other and yields each with its outcome.  A failed run does not end the sweep.
-    A run that is stopped, or that cannot use the store, does.  Runs that are done already are not executed again.
+    """Runs ``points`` one after the other and yields each with its outcome.  Does not repeat runs that are done.  The
+    sweep continues after a failed run.  It ends after a run that was stopped or could not use the store.
 
     Raises:
         ConfigError: A point's name belongs to a run of another configuration; checked before any run begins."""
@@ -85,8 +85,8 @@ def _is_done(point: Point) -> bool:
 
 
 def _read(overrides: Sequence[str]) -> tuple[str, list[str], dict[str, list[str]]]:
-    """Splits ``overrides`` into the sweep's name (or ""), the overrides that all runs share, and the swept keys:
-    ``critic.lr=1e-5,3e-5`` gives critic.lr -> ["critic.lr=1e-5", "critic.lr=3e-5"]."""
+    """Splits ``overrides`` into the sweep's name (or ""), the overrides that all runs share, and the swept keys with
+    their overrides.  ``critic.lr=1e-5,3e-5`` gives critic.lr -> ["critic.lr=1e-5", "critic.lr=3e-5"]."""
     from hydra.errors import HydraException
 
     name, fixed, swept = "", [], {}

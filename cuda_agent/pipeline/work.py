@@ -37,7 +37,8 @@ def synthesis(config: Config) -> Work:
 
 
 def bootstrap(config: Config) -> Work:
-    """Returns the work of training a policy from scratch by imitation.  With ``policy.base`` there is almost none."""
+    """Returns the work of training a policy from scratch by imitation.  With ``policy.base`` nothing is trained, and
+    only a few seconds of overhead remain."""
     work, settings = Work(overhead=10, models=1, longest=config.policy.context, from_scratch=True), config.bootstrap
     if config.policy.base is not None:
         return work

@@ -19,7 +19,7 @@ TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text()
 
 END = "<|im_end|>"
 CONTROL = (END, "<|im_start|>", "<|im_start|>system\n", "<|im_start|>user\n", "<|im_start|>assistant\n")
-"""Control tokens of our own tokenizer; the last three make a whole header one token."""
+"""The control tokens of the tokenizer that this project trains. Each of the last three is a whole header."""
 
 MARKUP = (
     "<tool_call>\n<function=",
@@ -34,7 +34,7 @@ MARKUP = (
     "<tool_response>\n",
     "\n</tool_response>",
 )
-"""Strings that our own tokenizer encodes as one token each. The longest matching string wins."""
+"""Strings that the tokenizer of this project encodes as one token each. If several match, the longest is taken."""
 
 Form = Literal["native", "text", "raw"]  # see ``on_the_wire``
 
@@ -121,7 +121,7 @@ class Chat:
 
     def turn_ids(self, message: Message) -> list[int]:
         """Returns the token ids of a written assistant message, with its stop token, as a policy would sample them.
-        Raises ``ValueError`` if the chat template opens a turn in another way than it writes one."""
+        Raises ``ValueError`` if the chat template begins a written message with another header than a new turn."""
         before = self._render([_user("?")], header=True)
         whole = self._render([_user("?"), message])
         if not whole.startswith(before):
@@ -156,8 +156,8 @@ class Chat:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _clean(self, message: Message) -> dict[str, Any]:
-        """Returns the message in the form of Hugging Face's templates, with a space inside each control token of its
-        text, such as ``<|im_end|>``. The text of a task or a tool can therefore not end or open a turn."""
+        """Returns the message in the form of Hugging Face's templates. Puts a space into each control token, such as
+        ``<|im_end|>``, that the message's text contains. This text can therefore neither end nor begin a turn."""
 
         def broken(value: Any) -> Any:
             if isinstance(value, str):
@@ -233,8 +233,8 @@ def _parse_call(body: str) -> ToolCall | None:
 
 
 def _typed(call: ToolCall, properties: Mapping[str, Any]) -> ToolCall:
-    """Parses as JSON each string argument that ``properties``, the schemas of the tool's parameters, declares as
-    another type than string. Text that is not valid JSON stays a string."""
+    """Parses a string argument as JSON if its parameter has another type than string. ``properties`` holds the schemas
+    of the tool's parameters. Text that is not valid JSON stays a string."""
 
     def typed(name: str, value: Any) -> Any:
         if not isinstance(value, str) or properties.get(name, {}).get("type", "string") == "string":

@@ -21,7 +21,7 @@ def group_of(id: str) -> str:
 class Episode:
     """One episode. The lists ``ids`` to ``turns`` have one entry per token of the conversation, prompt included.
     ``mask`` is 1 on tokens that the policy sampled, and 0 on tokens of prompts and tools; only sampled tokens are
-    trained on. ``reward`` is None after a deadline or an infrastructure fault; training drops the episode."""
+    trained on. ``reward`` is None after a deadline or an infrastructure fault; training then drops the episode."""
 
     id: str  # <group>/<sample>, unique within its set, e.g. "warmup/3/relu_sum-0017/2"
     task: str  # name

@@ -21,7 +21,7 @@ _WEIGHTS, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 
 class Adapted(nn.Module):
-    """The linear layer ``base`` with an adapter. At first the adapter's matrix ``up`` is zero and changes nothing."""
+    """The linear layer ``base`` with an adapter. At first the matrix ``up`` is zero, so the adapter changes nothing."""
 
     def __init__(self, base: nn.Linear, rank: int, alpha: float, generator: torch.Generator) -> None:
         super().__init__()
@@ -77,7 +77,8 @@ def merged_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_merged(model: Any, folder: Path | str) -> None:
-    """Saves the merged model as a Hugging Face folder, and its adapters, if any, in the sub-folder ``adapter``."""
+    """Saves the merged model as a Hugging Face folder. If the model has adapters, saves them in the sub-folder
+    ``adapter``."""
     if not adapters(model):
         model.save_pretrained(folder)
         return

@@ -13,9 +13,10 @@ from cuda_agent.policy.chat import CONTROL, END, MARKUP, TEMPLATE
 PAD = "<|pad|>"
 
 PIECES = r" ?\d+|[^\n\d]*?\n+|[^\n\d]+?(?= ?\d)|[^\n\d]+"
-"""A pattern of the text that one token may span: at most a line, without its numbers. Kernels repeat whole lines, so
-they need a third of the tokens, and a small model learns them better (docs/lab-notebook.md). Numbers are separate
-tokens, because they are what a kernel's author decides or copies."""
+"""A pattern for the pieces into which text is cut. No token spans more than one piece. A piece is a number, a line
+without numbers, or a part of a line between numbers. Kernels repeat whole lines: with pieces this long a kernel needs
+a third of the tokens, and a small model learns kernels better (docs/lab-notebook.md). Numbers are separate, because a
+kernel's author decides or copies each of them."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
@@ -106,7 +107,7 @@ def load_policy(folder: Path | str) -> tuple[Any, Any]:
 
 def load_model(folder: Path | str) -> Any:
     """Loads the causal model of a Hugging Face folder in float32 and eval mode. Raises ``PolicyError`` if a weight is
-    missing or has the wrong shape, where transformers would use random numbers."""
+    missing or has the wrong shape. Transformers would use random numbers instead."""
     from transformers import AutoModelForCausalLM
 
     with _named(f"{folder}: its weights cannot be loaded as a causal model"):

@@ -22,8 +22,8 @@ def speedup(verdict: Json) -> float | None:
 
 
 def raw(verdict: Json) -> float | None:
-    """Returns the speed-up itself over the faster of eager and ``torch.compile``, without an upper bound: the reward of
-    an ablation in the paper's Table 2. An untimed correct solution gets 0, an incorrect one -1, and ``infra`` None."""
+    """Returns the speed-up over the faster of eager and ``torch.compile``, without an upper bound. The paper uses this
+    reward in an ablation (Table 2). An untimed correct solution gets 0, an incorrect one -1, and ``infra`` None."""
     if verdict["status"] != "ok":
         return ladder(verdict)
     ratios = (verdict["speedup_eager"], verdict["speedup_compile"])

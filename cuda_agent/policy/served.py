@@ -90,7 +90,7 @@ def check_address(url: str, key_env: str) -> None:
 class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
     """The client of one model, to be used as an async context manager. ``url`` is the server's address, which ends in
     ``/v1``. ``timeout`` and ``pause``, the pause before the first retry, are in seconds. ``lost`` counts the tokens of
-    answers that broke off; vendors charge for these too."""
+    answers that broke off, because vendors charge for these tokens."""
 
     def __init__(
         self,
@@ -165,7 +165,8 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         return {key: value for key, value in body.items() if key not in self._lacks and value is not None}
 
     def _adapted(self, refusal: str, body: dict[str, Any], hear: Listener) -> bool:
-        """Removes from later requests a feature of ``body`` that ``refusal`` mentions. Returns whether there is one."""
+        """Finds a feature of ``body`` that ``refusal`` mentions, and leaves it out of later requests. Returns whether
+        there is such a feature."""
         text = refusal.lower()
         for named, left_out in _OPTIONAL.items():
             if named in text and left_out in body and left_out not in self._lacks:

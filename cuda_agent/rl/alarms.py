@@ -15,8 +15,9 @@ _GREW = f"entropy is more than {GROWTH:g} times that of the first step: the poli
 
 
 def alarms(metrics: Mapping[str, float], first: Mapping[str, float]) -> list[str]:
-    """Returns one line for each entry of ``metrics`` that is outside its limits or NaN, and one if the entropy exceeds
-    ``GROWTH`` times that of ``first``. These are the metrics of the current step and of this process's first step."""
+    """Returns one line for each alarm. ``metrics`` are those of the current step, and ``first`` those of the first step
+    that this process took. A metric outside its limits or NaN causes an alarm. An entropy above ``GROWTH`` times the
+    first entropy causes another."""
     lines = [
         f"{name} left its limits, {low:g} to {high:g}: {meaning}"
         for name, (low, high, meaning) in ALARMS.items()

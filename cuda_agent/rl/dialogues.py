@@ -2,8 +2,8 @@
 
 The dialogues look like the policy's episodes. The program makes up the verdicts in tool results, so the corpus needs no
 compiler. Tests and ``bootstrap`` check a sample of the verdicts in the sandbox. The teacher draws its designs without
-regard to the task's shape, and after ``profile`` it acts at random: only reinforcement learning teaches the policy
-which designs are right and fast for which shape."""
+regard to the task's shape, and after ``profile`` it acts at random. The corpus therefore does not teach which designs
+are right and fast for which shape. Only reinforcement learning teaches this."""
 
 import random
 from collections.abc import Collection
@@ -50,8 +50,8 @@ def texts(dialogues: Collection[Dialogue]) -> list[str]:
 
 
 def encode(dialogue: Dialogue, chat: Chat) -> tuple[list[int], list[int]]:
-    """Returns the token ids of ``dialogue``, and a mask that is 1 on the tokens to imitate: the assistant's turns,
-    except turns marked "spoilt", which contain a mistake."""
+    """Returns the token ids of ``dialogue``, and a mask that is 1 on the tokens to imitate. These are the assistant's
+    turns, except turns marked "spoilt", because these contain a mistake."""
     ids, mask = chat.encode_dialogue(dialogue, TOOLS)
     turns = [message for message in dialogue if message["role"] == "assistant"]
     starts = [i for i, one in enumerate(mask) if one and not mask[i - 1]]
@@ -69,8 +69,8 @@ def one_shot(task: Task, rng: random.Random, device: str = "cpu") -> Dialogue:
 def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu") -> Dialogue:
     """Returns an episode with tools. The agent writes a solution and verifies it. If ``repair`` is set and the design
     is correct, the solution first contains a mistake, which the agent then repairs. If the design is wrong, the agent
-    tries others: at most ``REFUSED`` wrong ones come before a correct one. Then it sometimes profiles the solution, and
-    sometimes tries another design."""
+    tries others: at most ``REFUSED`` wrong designs come before a correct one. The agent sometimes profiles the correct
+    solution, and sometimes tries another design after that."""
     worked, spec = solve(task, rng, device), parse(task)
     mistake = spoil(task, worked, rng) if repair and worked.status == "ok" else None
     written = _stripped(mistake.files if mistake else worked.files)
@@ -100,7 +100,7 @@ def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu") -
 
 
 def _rewritten(worked: Worked, other: Worked) -> tuple[Worked, list[dict[str, Any]]]:
-    """Returns ``other``, and the tool calls that write those of its files that differ from ``worked``."""
+    """Returns ``other``, and the tool calls that write the files in which ``other`` differs from ``worked``."""
     before, after = _stripped(worked.files), _stripped(other.files)
     return other, [_call("Write", path=path, content=after[path]) for path in after if after[path] != before[path]]
 
@@ -142,8 +142,8 @@ def _verdict(device: str, status: Status, message: str = "", ratios: tuple[float
 
 
 def _ratios(spec: FamilySpec, worked: Worked, rng: random.Random) -> tuple[float, float]:
-    """Draws two speed-ups of ``worked``, over eager and over ``torch.compile``; they share one random factor. The CPU's
-    medians and spreads were measured on idle machines. A GPU's speed-ups do not depend on the design."""
+    """Draws two speed-ups of ``worked``: over eager and over ``torch.compile``. They share one random factor. Their
+    medians and spreads on the CPU were measured on idle machines. On a GPU they do not depend on the design."""
     slower, design = 1.0, worked.design
     if worked.device == "cpu":
         slower *= 1.9 if design.number == "double" else 1

@@ -124,7 +124,7 @@ async def prefetch(
 async def _retried_after_losses(
     ctx: StageContext, runtime: Runtime, step: int, job: Callable[[], Awaitable[Result]]
 ) -> Result:
-    """Runs ``job``, which starts from the trainer's state at ``step``, and returns its result. If the trainer is lost,
+    """Runs ``job`` and returns its result. The job starts from the trainer's state at ``step``. If the trainer is lost,
     restores the checkpoint of ``step`` and runs the job again. Raises TryAgain after ``LOSSES`` losses, or if the
     newest checkpoint is of another step."""
     for attempt in range(LOSSES):
@@ -138,8 +138,8 @@ async def _retried_after_losses(
 
 
 def heldout_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Returns the pass rate of ``episodes`` and, if any passed, the geometric mean of their speed-ups over
-    torch.compile. These metrics only show the course of the training; they select nothing."""
+    """Returns the pass rate of ``episodes``. If some passed, also returns the geometric mean of their speed-ups over
+    torch.compile. These metrics only show the course of the training. No decision depends on them."""
     rates = {f"heldout_{name}": value for name, value in episode_metrics(episodes).items() if name == "pass_rate"}
     verdicts = [episode.verdict for episode in episodes if episode.verdict and episode.verdict["status"] == "ok"]
     speedups = [verdict["speedup_compile"] for verdict in verdicts if verdict.get("speedup_compile")]
@@ -147,7 +147,8 @@ def heldout_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def oldest(episode: Episode) -> float:
-    """Returns the version of the weights that sampled the episode's oldest token, or infinity if there is none."""
+    """Returns the oldest version of the weights that sampled a token of ``episode``, or infinity without such a
+    token."""
     return min((v for v, mask in zip(episode.versions, episode.mask, strict=True) if mask), default=math.inf)
 
 

@@ -74,7 +74,7 @@ class Rollouts:
 
 def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
     """Returns the jobs of ``samples`` episodes per task, in the order of ``tasks``, with the ids ``label/task/sample``.
-    The second occurrence of a task has the ids ``label/task#2/sample``, and so its own seeds and groups."""
+    The second occurrence of a task has the ids ``label/task#2/sample``, and therefore another group and other seeds."""
     draws: Counter[str] = Counter()
     jobs: list[Job] = []
     for task in tasks:
@@ -85,7 +85,8 @@ def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
 
 
 def check_losses(ctx: StageContext, episodes: Sequence[Episode], where: str) -> None:
-    """Adds a note if the deadline or infrastructure faults cut some of ``episodes``. ``where`` names the step.
+    """Adds a note if some of ``episodes`` were lost to infrastructure faults or to the deadline. ``where`` names the
+    step or the round.
 
     Raises:
         TryAgain: No episode has a reward."""
@@ -103,7 +104,7 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
     Raises:
         PolicyError: The folder holds no usable policy.
         BadConfiguration: ``policy.device`` is cuda, and there is no GPU; or ``servers_apart`` refuses the vLLM servers.
-        SandboxUnready: A required wall of the sandbox or the compiler is missing.
+        SandboxUnready: The compiler, or a required wall of the sandbox, is missing.
         TryAgain: No vLLM server is left."""
     import torch
 
@@ -120,9 +121,9 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
 
 
 def servers_apart(config: Config, here: int) -> None:
-    """Raises BadConfiguration if a vLLM server of the stage would run on this machine's first GPU although the GPU has
-    another use: the judge measures times there, or the stage broadcasts weights from there. ``here`` is this machine's
-    number of GPUs."""
+    """Raises BadConfiguration if a vLLM server of the stage would run on this machine's first GPU although this GPU has
+    another use. It has one if the judge measures times there, or if the stage broadcasts weights from there. ``here``
+    is this machine's number of GPUs."""
     sandbox, vllm = config.sandbox, config.policy.vllm
     if vllm.servers or not 0 < here <= vllm.replicas:
         return

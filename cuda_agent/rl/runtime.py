@@ -1,4 +1,4 @@
-"""Defines ``Runtime``, through which PPO plays and trains, and ``LocalRuntime``, its implementation without Ray."""
+"""Defines ``Runtime``, the interface through which PPO plays and trains. ``LocalRuntime`` implements it without Ray."""
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -89,13 +89,14 @@ class ActorCritic:
             trainer.save(folder / name)
 
     def load(self, folder: Path) -> None:
-        """Restores what ``save`` wrote to ``folder``. Raises CorruptCheckpoint if it is damaged or of another model."""
+        """Restores the states that ``save`` wrote to ``folder``. Raises CorruptCheckpoint if they are damaged or belong
+        to another model."""
         for name, trainer in self._trainers.items():
             trainer.load(folder / name)
 
 
 class LocalRuntime:
-    """The runtime without Ray. The stage's own process plays; it also trains, alone or with ranks on this machine.
+    """The runtime without Ray. The stage's process plays the episodes. It trains alone, or with ranks on this machine.
     Playing and training take turns."""
 
     def __init__(self, ctx: StageContext, settings: Ppo, kind: Kind, rollouts: Rollouts, learner: ActorCritic) -> None:
@@ -110,7 +111,8 @@ class LocalRuntime:
         return RolloutBatch(episodes, time.monotonic() - began, spent)
 
     def _engine_seconds(self) -> dict[str, float]:
-        """Returns how long the engine has computed, and waited for the timing lease; nothing if it is a server."""
+        """Returns for how many seconds the engine has computed, and has waited for the timing lease. Returns an empty
+        dict if the engine is not a ``LocalEngine``."""
         engine = self._rollouts.engine
         if not isinstance(engine, LocalEngine):
             return {}
@@ -143,8 +145,8 @@ def settings_of(ctx: WorkerContext, settings: Ppo) -> EpisodeSettings:
 async def open_local(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
 ) -> AsyncIterator[LocalRuntime]:
-    """Opens the engine and the sandbox in this process, and the trainers in this process or its ranks
-    (``shared_training``). If ``make_critic`` is None, trains no critic."""
+    """Opens the engine, the sandbox and the trainers in this process. With several trainer processes, the trainers use
+    ranks (``shared_training``). If ``make_critic`` is None, there is no critic."""
     with shared_training(ctx) as ctx:
         async with open_rollouts(ctx, ctx.inputs["policy"], settings_of(ctx, settings)) as rollouts:
 

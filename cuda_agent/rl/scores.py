@@ -1,10 +1,11 @@
 """Computes the scores of a policy from the verdicts of its episodes: the metrics of the paper's table, with intervals.
 
 Each metric is computed twice: for the final solution of every episode, and for the best solution judged in the episode.
-There are metrics over all tasks, per family of tasks and per operator. ``compare`` compares two policies task by task:
-rates on the tasks that both have played, speed-ups on those that both have solved. Episodes lost by infrastructure
-faults or the deadline are counted, but not scored. Intervals come from a bootstrap over tasks. They cover the choice of
-tasks, but not timing noise or training seeds."""
+There are metrics over all tasks, per family of tasks and per operator. ``compare`` compares two policies task by task.
+It compares rates on the tasks that both policies have played, and speed-ups on the tasks that both have solved.
+
+Episodes lost by infrastructure faults or the deadline are counted, but not scored. Intervals come from a bootstrap over
+tasks. They account for the choice of tasks, but not for noise in times or for the choice of training seeds."""
 
 import json
 import warnings
@@ -115,10 +116,10 @@ class Scores:
 
 @dataclass
 class Difference:
-    """The change of one metric between two policies on their common tasks: a difference for rates, a ratio for
-    speed-ups and the gap. Common tasks are those that both policies have played or, for a ratio, solved. ``interval``
-    (95 %) comes from a bootstrap over tasks. It is None if there are too few tasks, or if both policies have equal
-    values on every task."""
+    """The change of one metric between two policies on their common tasks. The change is a difference for rates, and a
+    ratio for speed-ups and the gap. For rates, the common tasks are those that both policies have played. For ratios,
+    they are those that both have solved. ``interval`` (95 %) comes from a bootstrap over tasks. It is None if there are
+    too few tasks, or if the policies have equal values on every task."""
 
     group: str  # "overall" or a family
     metric: str
@@ -137,8 +138,8 @@ def score(
     seed: int = 0,
     fastest: Mapping[str, float] | None = None,
 ) -> Scores:
-    """Returns the scores of the policy named ``policy`` from its ``episodes`` on ``tasks``. ``fastest`` maps a task's
-    name to the speed-up over eager of its best known design, if there is one.
+    """Returns the scores of the policy named ``policy`` from its ``episodes`` on ``tasks``. ``fastest`` maps the names
+    of tasks whose best design is known to that design's speed-up over eager.
 
     Raises:
         ValueError: An episode's task is not in ``tasks``, a verdict's clock is not ``clock``, or the final verdicts are

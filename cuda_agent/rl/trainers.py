@@ -81,8 +81,8 @@ Place = TypeVar("Place", bound=WorkerContext)
 
 @contextmanager
 def shared_training(ctx: Place) -> Iterator[Place]:
-    """Starts ``training.num_processes`` trainer processes (ranks). Yields a copy of ``ctx`` with these ranks. For one
-    process starts nothing and yields ``ctx`` itself: the stage's own process trains.
+    """Starts ``training.num_processes`` trainer processes (ranks). Yields a copy of ``ctx`` with these ranks. If the
+    number is 1, starts no process and yields ``ctx`` itself: the stage's process trains.
 
     Raises:
         BadConfiguration: The machine has too few GPUs.

@@ -2,7 +2,7 @@
 4). Inputs: tasks, policy, critic; outputs: ``policy``, ``critic``.
 
 Without the optional input ``critic``, the first critic is made from the policy. If ``agentic.advantage`` needs a
-critic, the stage trains it. The output ``critic`` is the trained critic or, without training, the first one."""
+critic, the stage trains the first critic, and the output ``critic`` is the trained one. Otherwise it is the first."""
 
 import asyncio
 from collections.abc import Mapping
@@ -22,5 +22,5 @@ def run(ctx: StageContext) -> None:
 
 
 def first_critic(inputs: Mapping[str, Path]) -> Critic:
-    """Returns the initial critic: the pretrained critic in ``inputs`` or, without it, one made from the policy."""
+    """Returns the initial critic: the pretrained critic if ``inputs`` has one, otherwise one made from the policy."""
     return load_critic(inputs["critic"]) if "critic" in inputs else critic_from_policy(inputs["policy"])

@@ -3,8 +3,7 @@ Inputs: tasks, policy; output: ``scores``.
 
 All these stages play the same tasks with the same budget and seeds. In ``-one-shot`` the policy gives one answer
 without tools; in the others it works in the agent loop. The final solutions are judged in the mode ``evaluate.mode``,
-all others in quick mode. Where synthesis knows the best design of a task, the scores say how far a solution is from
-it."""
+all other solutions in quick mode. If synthesis knows a task's best design, the scores compare solutions with it."""
 
 import asyncio
 

@@ -2,8 +2,8 @@
 and with the best design of each task if ``synthesis.headroom`` asks for a sweep.
 
 A candidate task runs only in the sandbox; such a run is called a probe. Results of probes are cached, so a killed stage
-loses only unfinished probes. The checkpoint keeps sweeps, and the answers of a language model that writes candidates.
-"""
+loses only unfinished probes. The checkpoint keeps the results of sweeps, and the answers of a language model that
+writes candidates."""
 
 import asyncio
 import contextlib

@@ -1,8 +1,8 @@
 """Lists the operators that can be stacked in a chain: the operator catalogue.
 
 Each row has the operator's source text, its cost, and the shapes and ranges of values that it takes and gives (a
-logarithm takes positive values). There are no random, in-place or backward operators. Operators like ``floor`` and
-``argmax`` are left out too: a rounding error can change their results so much that a correct kernel fails."""
+logarithm takes positive values). There are no random, in-place or backward operators. Operators such as ``floor`` and
+``argmax`` are left out, because a rounding error can change their results so much that a correct kernel fails."""
 
 import math
 from functools import partial

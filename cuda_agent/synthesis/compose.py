@@ -1,8 +1,8 @@
 """Composes tasks with one of two writers: a program that samples operators and shapes, or a language model.
 
 The program stacks operators of the catalogue, or takes one layer of ``transformers``. It chooses a batch size for which
-a cost model predicts an eager time within the limits; later, the filters check the measured time. A language model's
-answer is only checked here; the sandbox executes it. Chains are float32, without branches or residual connections."""
+a cost model predicts an eager time within the limits. Later, the filters check the measured time. This module checks a
+language model's answer, but only the sandbox runs it. Chains are float32, without branches or residual connections."""
 
 import math
 import re
@@ -44,7 +44,7 @@ class Composer(Protocol):
 
 @dataclass(frozen=True)
 class Speed:
-    """A rough cost model of eager on a device. Its rates are those that eager reaches on tensors of medium size."""
+    """A rough cost model of PyTorch's eager mode on a device. The rates are those on tensors of medium size."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -276,7 +276,8 @@ class ModelWriter:
     repeatable: bool = False
 
     async def compose(self, rng: Random) -> Task:
-        """Asks the model for a task. Raises ComposeError or, if the address does not answer, ServedModelError."""
+        """Asks the model for a task. Raises ComposeError if this attempt gives no task, and ServedModelError if the
+        address does not answer."""
         chosen = pick_operators(CATALOGUE, draw_count(self.max_ops, rng), rng)
         if chosen is None:
             raise ComposeError("no operators fit together")

@@ -1,11 +1,13 @@
 """Filters candidate tasks by their source and by their probe: a run of the task in the sandbox, without a solution.
 
 The paper has five filters. A task must run in eager mode and under torch.compile; be deterministic; have outputs that
-vary, also between inputs; take an eager time within limits; and be unlike the evaluation set. Here the third filter is
-stricter: the judge must reject each wrong answer of ``sandbox.judge.mutants``. This module also checks the form of the
-source, and refuses tasks with the bytes or the structure of an earlier task. Two filters need a sweep over the designs
-of a task (``design_sweep``): the choice of a design must matter, and the best design must be ``headroom`` times as fast
-as torch.compile. Cheap filters come first: a task is not swept if torch.compile reaches the memory's peak rate."""
+are not constant and differ between inputs; take an eager time within limits; and be unlike the evaluation set. Here the
+third filter is stricter: the judge must reject each wrong answer of ``sandbox.judge.mutants``. This module also checks
+the form of the source, and refuses tasks with the bytes or the structure of an earlier task.
+
+Two filters need a sweep over the designs of a task (``design_sweep``): the choice of a design must matter, and the best
+design must be ``headroom`` times as fast as torch.compile. Cheap filters come first. For example, a task is not swept
+if torch.compile is so close to the memory's peak rate that no design can have this headroom."""
 
 import math
 from collections import Counter
@@ -103,7 +105,7 @@ def check_compiled(probe: Probe) -> None:
 
 def check_roofline(probe: Probe, headroom: float) -> None:
     """Raises TaskRefused if no kernel can be ``headroom`` times as fast as torch.compile, because every kernel must
-    move the inputs and outputs. With a headroom of 0, or without a known peak rate, passes every task."""
+    move the inputs and outputs. Accepts every task if ``headroom`` is 0 or the memory's peak rate is unknown."""
     assert probe.compile_seconds is not None  # else check_compiled refused the task
     if probe.compile_seconds * REACHED * (probe.peak_bytes_per_second or math.inf) < headroom * probe.bytes:
         raise TaskRefused("above the roofline", "torch.compile is at the memory's peak rate")
@@ -118,8 +120,8 @@ def check_choice(optimum: Optimum) -> None:
 
 
 def check_headroom(optimum: Optimum, probe: Probe, headroom: float) -> None:
-    """Raises TaskRefused if the best design is not ``headroom`` times as fast as torch.compile. Times of judge and
-    sweep are not comparable, but both have also timed eager. So this function compares speed-ups over eager."""
+    """Raises TaskRefused if the best design is not ``headroom`` times as fast as torch.compile. Compares speed-ups over
+    eager, because times of the judge (``probe``) and of the sweep (``optimum``) are not comparable."""
     assert optimum.speedup is not None  # else check_choice refused the task
     assert probe.eager_seconds and probe.compile_seconds  # timed in turn
     if optimum.speedup < headroom * probe.eager_seconds / probe.compile_seconds:

@@ -1,4 +1,4 @@
-"""Lints task sets: finds the wrong answers that each task accepts, and lists them for people and for programs.
+"""Lints task sets: finds the wrong answers that each task accepts, and lists them as text, JSON or CSV.
 
 The sandbox makes and compares the wrong answers, called mutants (``sandbox.judge.mutants``)."""
 
@@ -20,7 +20,7 @@ _AT_ONCE = 64  # tasks that servers may have in their queues
 async def lint(
     tasks: Sequence[Task], sandbox: Prober, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Probe]:
-    """Probes ``tasks``, calls ``say`` with one line for each task, and returns task name -> probe."""
+    """Probes ``tasks`` and returns the probes by the tasks' names. Calls ``say`` with one line for each task."""
     done, turns = 0, asyncio.Semaphore(_AT_ONCE)
 
     async def one(task: Task) -> Probe:
@@ -36,7 +36,7 @@ async def lint(
 
 
 def names(probe: Probe) -> list[str]:
-    """Returns "NAME (TOLERANCE)" for each mutant that a task accepts, with the smallest tolerance that accepts it."""
+    """Returns "NAME (TOLERANCE)" for each mutant that a task accepts. TOLERANCE is the least at which it passes."""
     return [f"{name} ({least:g})" for name, least in probe.lets_through.items()]
 
 

@@ -1,4 +1,4 @@
-"""Defines rules, which describe how an operator continues a chain.
+"""Defines rules. A rule describes how an operator continues a chain.
 
 A ``Rule`` is a function of the shape of the operator's incoming tensor. It returns a ``Use``: the source text, the
 output shape and the cost of the operator for this shape. ``catalogue`` lists the operators with their rules. All
@@ -66,7 +66,7 @@ def fixed(
     """Returns a rule for an operator with the fixed source text ``form``.
 
     Args:
-        shape: Maps the incoming tensor's shape to the output's shape, or to None if the operator does not fit it.
+        shape: Maps the incoming tensor's shape to the output's shape, or to None if the operator does not fit.
         work: Operations per element of the incoming tensor, or a function that returns their total number.
         moved: Elements read and written per element of the output; 0 for views.
         inputs: Templates of further inputs. {shape}, {batch}, {last} and {half} are sizes of the incoming tensor."""
@@ -98,8 +98,8 @@ def layer(
     work: float | Callable[[Shape], float],
     form: str = "self.{m}({x})",
 ) -> Rule:
-    """Returns a rule for an operator that keeps the shape and has a module or parameter, made by the expression
-    ``init``. ``sizes`` draws the expression's arguments; if one is None, the operator does not fit. ``work`` is the
+    """Returns a rule for an operator that keeps the shape and has a module or parameter. The expression ``init`` makes
+    the module or parameter. ``sizes`` draws its arguments; if one is None, the operator does not fit. ``work`` is the
     number of operations per element of the incoming tensor, or a function that returns their total number."""
 
     def use(rng: Random, x: Shape) -> Use | None:

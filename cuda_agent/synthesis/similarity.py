@@ -18,8 +18,8 @@ Shingles = Counter[int]
 
 
 def shingles(code: str) -> Shingles:
-    """Returns the multiset of hashed subtrees of the class ``Model`` or, if there is none, of the whole file. For
-    invalid Python it is empty."""
+    """Returns the multiset of hashed subtrees of the class ``Model``. Without this class, returns the subtrees of the
+    whole file. For invalid Python, returns an empty multiset."""
     try:
         tree = syntax.parse(code)
     except (SyntaxError, ValueError, RecursionError):
@@ -43,8 +43,8 @@ def nearest(code: str, references: Sequence[tuple[str, Shingles]]) -> tuple[str,
 
 
 def duplicate_key(code: str) -> str:
-    """Returns a sha256 of the source, without local names, formatting, comments and docstrings. A named top-level
-    constant counts by its value. Tasks with equal keys have equal structures and shapes."""
+    """Returns a sha256 of the source that ignores local names, formatting, comments and docstrings. It replaces a named
+    top-level constant by its value. Tasks with equal keys have equal structures and shapes."""
     tree = syntax.parse(code)
     aliases = import_aliases(tree)
     constants: dict[str, ast.expr] = {

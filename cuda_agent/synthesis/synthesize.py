@@ -3,7 +3,7 @@
 The kinds are training tasks, held-out tasks of the teacher's family, and held-out tasks of the catalogue. No training
 task has the operator combination of a held-out task. Candidate number i of a family depends only on (seed, family, i),
 unless a language model writes it. So equal configurations, seeds and probes give equal tasks. Candidates are accepted
-in order of their numbers, but the next ones are probed ahead."""
+in order of their numbers. To save time, the next candidates are probed before it is their turn."""
 
 import asyncio
 import contextlib
@@ -100,8 +100,8 @@ async def synthesize(
     """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks, and their data card. At the limit of
     candidates or probes, makes fewer; ``card["short"]`` says how many of each kind are missing.
 
-    Each result is passed to ``report(key, JSON value)``: probes, sweeps, and the tasks of a composer that is not
-    repeatable. A later call with these results as ``known`` does not repeat them. ``progress(done, total)`` counts
+    Calls ``report(key, JSON value)`` with each result: of a probe, of a sweep, or of a composer that is not
+    repeatable. A later call with these results as ``known`` does not repeat the work. ``progress(done, total)`` counts
     accepted tasks. ``composer`` replaces the configured writer. ``sweep`` finds the best design of a task of the
     teacher's family; without it, the last three of ``FILTERS`` pass every task.
 
@@ -161,7 +161,8 @@ async def synthesize(
 
 
 def optima(tasks: Sequence[Task], known: Mapping[str, Any]) -> dict[str, Optimum]:
-    """Returns the optimum of each task that was swept. ``known`` holds what ``synthesize`` reported."""
+    """Returns the optimum of each task that was swept, by the task's name. ``known`` holds the values that
+    ``synthesize`` reported."""
     return {task.name: from_json(known[key]) for task in tasks if (key := f"sweep/{task.digest}") in known}
 
 
@@ -218,7 +219,8 @@ def _key(code: str) -> str | None:
 
 @dataclass
 class _Work:
-    """Takes candidates through the filters until the allowed probes are used up. Meanwhile, probes the next ones."""
+    """Takes candidates through the filters until the allowed probes are used up. During this, probes the next
+    candidates."""
 
     config: Synthesis
     seed: int
@@ -357,7 +359,8 @@ class _Work:
         return from_json(await self._once(f"sweep/{task.digest}", swept))
 
     async def _once(self, key: str, work: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
-        """Returns the value for ``key``. If it is not known, waits for the work under way, or else starts ``work``."""
+        """Returns the value for ``key``. If it is not known, waits for the running work that computes it. If there is
+        none, starts ``work``."""
 
         async def do() -> None:
             try:

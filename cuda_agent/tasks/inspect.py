@@ -39,7 +39,7 @@ _OPERATORS: dict[type, str] = {
 
 
 def problems(code: str) -> list[str]:
-    """Returns the reasons why ``code`` is not a task, with line numbers. The list is empty for a task."""
+    """Returns the reasons why ``code`` is not a task, with line numbers. If ``code`` is a task, the list is empty."""
     try:
         tree = syntax.parse(code)
     except SyntaxError as error:
@@ -79,7 +79,8 @@ def import_aliases(tree: ast.AST) -> Aliases:
 
 
 def dotted(node: ast.AST, aliases: Aliases) -> str | None:
-    """Returns the dotted path of an imported name (``F.relu`` -> ``torch.nn.functional.relu``), else None."""
+    """Returns the dotted path of ``node`` (``F.relu`` -> ``torch.nn.functional.relu``), or None if ``node`` does not
+    begin with an imported name."""
     if isinstance(node, ast.Name):
         return aliases.get(node.id)
     if isinstance(node, ast.Attribute) and (base := dotted(node.value, aliases)):
@@ -187,7 +188,7 @@ class _Reader:
 
     def note(self, node: ast.AST) -> bool:
         """Adds the operator that ``node`` names, or the operators of the class that ``node`` names. Returns whether
-        ``node`` names either."""
+        ``node`` names an operator or such a class."""
         if isinstance(node, ast.Name) and isinstance(local := self.definitions.get(node.id), ast.ClassDef):
             self.read_class(local)
             return True

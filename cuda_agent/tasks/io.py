@@ -40,7 +40,8 @@ def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
 
 
 def read_tasks(folder: Path) -> list[Task]:
-    """Returns the tasks that ``write_tasks`` wrote to ``folder`` (or to the file ``folder``), in the order of the file.
+    """Returns the tasks that ``write_tasks`` wrote to ``folder``, in the same order. ``folder`` may be the path of the
+    parquet file itself.
 
     Raises:
         TaskError: The file is missing or is not a task set."""
@@ -64,9 +65,9 @@ def read_ops6k(path: Path) -> list[Task]:
 
 def _read_kernelbench(folder: Path) -> tuple[list[Task], list[TaskError]]:
     """Returns the tasks in a KernelBench folder, in KernelBench's order, and an error for each file that is not a task.
-    The tasks are the ``*.py`` files in the sub-folders ``level1``, ``level2``, ... or, without these, in ``folder``.
-    The family of a task is its level, or ``kernelbench``; a name is like ``level1/19_ReLU``; the split is ``heldout``.
-    Raises TaskError if there is no ``*.py`` file."""
+    Reads the ``*.py`` files in the sub-folders ``level1``, ``level2``, and so on. If there are no such sub-folders,
+    reads those in ``folder``. A task has a name such as ``level1/19_ReLU``, its level or ``kernelbench`` as family, and
+    the split ``heldout``. Raises TaskError if there is no ``*.py`` file."""
     levels = sorted((p for p in folder.iterdir() if p.is_dir() and re.fullmatch(r"level\d+", p.name)), key=natural)
     found, refused = list[Task](), list[TaskError]()
     for place in levels or [folder]:

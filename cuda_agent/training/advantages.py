@@ -71,18 +71,18 @@ def explained_variance(values: Tensor, targets: Tensor) -> float:
 
 
 def group(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """Returns the rewards, normalised within each group: GRPO (arXiv 2402.03300). The result is (reward - mean) /
-    (biased standard deviation + epsilon), both of the group, or 0 in a group of one. ``rewards`` (float), ``groups``
-    (int64, equal within a group) and the result are [sequences]."""
+    """Returns the rewards, normalised within each group, as in GRPO (arXiv 2402.03300): (reward - mean of the group) /
+    (biased standard deviation of the group + epsilon). In a group of one, the result is 0. ``rewards`` (float),
+    ``groups`` (int64, equal within a group) and the result are [sequences]."""
     centred, sizes = _centred(rewards, groups)
     spread = (_group_sums(centred.square(), groups) / sizes).sqrt()
     return (centred / (spread + epsilon)).to(rewards.dtype)
 
 
 def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Returns each reward minus the mean of the other rewards in its group, or 0 in a group of one: REINFORCE
-    leave-one-out (arXiv 2402.14740). A sequence's baseline does not depend on the sequence, so the gradient estimate is
-    unbiased. ``rewards`` (float), ``groups`` (int64) and the result are [sequences]."""
+    """Returns each reward minus the mean of the other rewards in the same group: REINFORCE leave-one-out (arXiv
+    2402.14740). In a group of one, the result is 0. A sequence's baseline does not depend on the sequence, so the
+    gradient estimate is unbiased. ``rewards`` (float), ``groups`` (int64) and the result are [sequences]."""
     centred, sizes = _centred(rewards, groups)
     return (centred * sizes / (sizes - 1).clamp(min=1)).to(rewards.dtype)
 

@@ -8,7 +8,7 @@ computes one sequence after the other, in memory linear in the length.
 
 With ``training.parallelism=context`` the trainer's processes (ranks) share each row. A row is cut into two blocks per
 rank. Rank r computes the r-th block from the front and the r-th from the back. This balances the work, because later
-tokens attend to more keys. Each rank gathers the keys and values of all ranks. Only tests do this on CPUs."""
+tokens attend to more keys. Each rank gathers the keys and values of all ranks. On CPUs, only tests share rows."""
 
 import functools
 import itertools
@@ -30,7 +30,7 @@ BLOCK = 128  # query rows of one blocked product
 
 class Segments:
     """The ``lengths`` of a row's sequences. ``part`` is the part of the row that this process has, or None for the
-    whole row. If this were a dataclass, ``torch.compile`` would recompile for the lengths of every row."""
+    whole row. This is not a dataclass, because ``torch.compile`` would compile again for the lengths of every row."""
 
     def __init__(self, lengths: tuple[int, ...], part: PackedPart | None = None) -> None:
         self.lengths, self.part = lengths, part
@@ -42,8 +42,8 @@ class Segments:
 
 
 def register(compiled: bool = False) -> None:
-    """Registers packed attention with transformers, for all trainers of this process. If ``compiled``, excludes it from
-    ``torch.compile``, which later calls do not undo."""
+    """Registers packed attention with transformers, for all trainers of this process. If ``compiled``, excludes packed
+    attention from ``torch.compile``. Later calls do not undo this exclusion."""
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

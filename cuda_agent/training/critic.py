@@ -1,7 +1,7 @@
 """Defines the critic, which estimates the value (expected reward) of each state of an episode.
 
-A critic consists of a value head and a trunk, which starts as a copy of the policy's trunk. On disk it is a folder: the
-trunk in Hugging Face format and ``value_head.safetensors``. The head always computes in float32."""
+A critic consists of a trunk and a value head. The trunk starts as a copy of the policy's trunk. On disk a critic is a
+folder: the trunk in Hugging Face format and ``value_head.safetensors``. The head always computes in float32."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ HEAD = "value_head.safetensors"
 
 
 class Critic(nn.Module):
-    """A transformer ``trunk``, without a language-model head, and a linear value head, which at first returns zero."""
+    """A transformer ``trunk`` without a language-model head, and a linear value head. At first this head returns 0."""
 
     def __init__(self, trunk: Any) -> None:
         super().__init__()

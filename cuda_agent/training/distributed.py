@@ -60,9 +60,9 @@ def _errors(calls: Sequence[Future[Any]]) -> list[BaseException]:
 
 
 class DistributedTrainer:
-    """The driver's handle of the trainers that the ranks hold under ``name``. ``model`` is the driver's copy; reading
-    it fetches changed weights from the ranks. If the handle is an argument of a call to the ranks, each rank receives
-    its own ``Trainer`` instead."""
+    """The driver's handle of the trainers that the ranks hold under ``name``. The attribute ``model`` is the driver's
+    copy of the model. Reading it fetches changed weights from the ranks. If the handle is an argument of a call to the
+    ranks, each rank receives its ``Trainer`` instead."""
 
     def __init__(self, ranks: RankGroup, name: str, model: Any, **options: Any) -> None:
         self.step, self.seconds = 0, 0.0

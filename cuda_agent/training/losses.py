@@ -2,7 +2,7 @@
 
 A loss function takes flat tensors (one entry per sampled token of one row) and ``total``, the number of sampled tokens
 of the whole minibatch. It returns the row's share of the minibatch's mean loss; the shares of all rows add up to the
-mean. Metrics are shares too, except maxima (``added``)."""
+mean. Metrics are also such shares, except maxima (``added``)."""
 
 from collections.abc import Callable
 
@@ -14,8 +14,8 @@ Metrics = dict[str, Tensor]
 
 
 def added(known: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    """Returns the metrics in ``more``, each added to its value in ``known``; for names ``*_max``, the maximum of both.
-    Leaves out metrics that only ``known`` has."""
+    """Adds the metrics in ``more`` to those in ``known``, and returns the sums. For names ``*_max``, takes the maximum
+    instead of the sum. Leaves out metrics that only ``known`` has."""
     return {
         name: max(known.get(name, 0.0), value) if name.endswith("_max") else known.get(name, 0.0) + value
         for name, value in more.items()

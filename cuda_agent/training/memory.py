@@ -2,8 +2,8 @@
 decides whether activations are kept or computed twice (``layout``).
 
 The estimate adds up the tensors that the layers of Llama, Qwen2 and Qwen3 keep for the backward pass. It excludes
-memory that the allocator holds unused, a GPU's context (0.5 GB) and an engine in the same process. Tests compare it
-with measured steps, except for mixtures of experts. To load fast, this module does not import PyTorch."""
+memory that the allocator holds unused, a GPU's context (0.5 GB) and an engine in the same process. Tests compare the
+estimate with measured steps, except for mixtures of experts. To load fast, this module does not import PyTorch."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -170,11 +170,13 @@ def layout(config: Config, shape: Shape | None, longest: int, *, scratch: bool =
 
 
 def _kept(shape: Shape, low: bool, device: str, segment: int, lora_rank: int) -> int:
-    """Returns the bytes per token that one layer keeps for its backward pass. In float32 a layer keeps 6 tensors of the
-    hidden size (input, normalised input and output of its two norms), 5 of the queries' size, 4 of the keys' size, and
-    4 of the feed-forward layer's inner size. In bfloat16, results of matrix products take half the bytes, but each
-    projection also keeps a rounded copy of its input. With adapters, the frozen norms do not keep the normalised input,
-    but each adapter keeps the states between its two matrices."""
+    """Returns the bytes per token that one layer keeps for its backward pass.
+
+    In float32 a layer keeps 6 tensors of the hidden size: input, normalised input and output of each of the two norms.
+    It keeps 5 tensors of the queries' size, 4 of the keys' size, and 4 of the feed-forward layer's inner size. In
+    bfloat16, results of matrix products take half the bytes, but each projection also keeps a rounded copy of its
+    input. With adapters, the frozen norms do not keep the normalised input, but each adapter keeps the states between
+    its two matrices."""
     h, queries, keys = shape.hidden, shape.heads * shape.head, shape.kv_heads * shape.head
     if low:
         kept = 26 * h + 12 * queries + 10 * keys + 8 * shape.wide

@@ -49,8 +49,8 @@ def tokens_of_episode(episode: Episode) -> Tokens:
 
 
 def tokens_to_imitate(episode: Episode, stop_ids: Collection[int]) -> Tokens:
-    """Returns an episode as a sequence to imitate. If its last sampled turn was cut off, that is, does not end with one
-    of ``stop_ids``, the sequence's mask leaves this turn out. Raises ``ValueError`` if the episode has no token."""
+    """Returns an episode as a sequence to imitate. If the last sampled turn does not end with one of ``stop_ids``, it
+    was cut off, and the mask leaves it out. Raises ``ValueError`` if the episode has no token."""
     sampled = [number for number, mask in enumerate(episode.mask) if mask]
     cut = episode.turns[sampled[-1]] if sampled and episode.ids[sampled[-1]] not in stop_ids else None
     return tokens_of(
@@ -152,9 +152,11 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 
 def pack_evenly(lengths: Sequence[int], row_tokens: int, multiple: int) -> list[list[int]]:
-    """Packs sequences into rows of similar length, and returns the indices of each row's sequences. Aims at a number of
-    rows divisible by ``multiple``, the number of rows computed side by side, but may return fewer rows. Like MULTIFIT
-    (Coffman et al., 1978), calls ``pack`` with ever longer rows, up to ``row_tokens``, until they are few enough."""
+    """Packs sequences into rows of similar length, and returns the indices of each row's sequences.
+
+    Aims at a number of rows divisible by ``multiple``, the number of rows computed side by side, but may return fewer.
+    Like MULTIFIT (Coffman et al., 1978), tries longer and longer rows, up to ``row_tokens``, until ``pack`` needs few
+    enough of them."""
     rows = pack(lengths, row_tokens)
     wanted = -(-len(rows) // multiple) * multiple
     budget = max(-(-sum(lengths) // max(wanted, 1)), *lengths, 1)

@@ -32,7 +32,8 @@ PRELOAD = ["cuda_agent.training.ranks", "transformers", "transformers.models.qwe
 
 
 def open_store(host: str) -> tuple[Any, str]:
-    """Opens the store where ranks meet; it listens on ``host`` only. Returns the store and its host:port."""
+    """Opens the store where ranks meet. The store listens on ``host`` only. Returns the store and its address, as
+    host:port."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -116,8 +117,8 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
     manager; its exit ends the processes.
 
     ``threads`` is the number of threads of each rank on a CPU. ``lease`` is the folder of the timing lease, which rank
-    0 holds for all ranks. If other machines run ranks of the same group, ``world`` is the number of all ranks,
-    ``first`` the number of the first rank here, and ``address`` (host:port) is the store where the ranks meet."""
+    0 holds for all ranks. Three arguments are for groups with ranks on other machines: ``world`` is the number of all
+    ranks, ``first`` is the number of the first rank here, and ``address`` (host:port) is the store where ranks meet."""
 
     def __init__(
         self,
@@ -163,8 +164,8 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         return cast(tuple[int, float], self.call("load", name, folder))
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of every rank and returns the first rank's result. If a rank is gone, ends the other ranks,
-        which would wait forever, and raises ``TrainerLost``."""
+        """Calls a method of every rank and returns the first rank's result. If a rank is gone, raises ``TrainerLost``
+        and ends the remaining ranks, because they would wait forever."""
         return self.send(pickle.dumps((method, arguments)))
 
     def send(self, message: bytes) -> Any:

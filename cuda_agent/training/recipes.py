@@ -65,9 +65,9 @@ def sft(
 
     Yields the metrics of each optimizer step (``sft_batches``). ``seed`` decides the order of the sequences. A restored
     trainer continues after its last step. Training also ends when ``trainer.seconds`` reaches ``max_seconds``. The
-    learning rate (``learning_rate``) peaks at ``lr`` and follows the share of the steps that are done or, if larger,
-    the share of ``max_seconds``. Give either ``steps`` or ``epochs``. Raises ``ValueError`` for both, for neither, and
-    without sequences."""
+    learning rate (``learning_rate``) peaks at ``lr``. It depends on the fraction of the training that is done. This is
+    the larger of two: the fraction of the steps, and the fraction of ``max_seconds``. Give either ``steps`` or
+    ``epochs``. Raises ``ValueError`` if both or neither are given, or if there are no sequences."""
     if (steps is None) == (epochs is None):
         raise ValueError("give either steps or epochs")
     if not sequences:
@@ -100,8 +100,8 @@ def _endless(lengths: Sequence[int], tokens_per_step: int, seed: int, epochs: in
 
 @over_ranks
 def sft_step(trainer: Trainer, batch: Batch, lr: float) -> dict[str, float]:
-    """Takes one optimizer step on the negative log-likelihood of a batch. Adds its time to ``trainer.seconds``, except
-    for a step in which ``torch.compile`` compiles."""
+    """Takes one optimizer step on the negative log-likelihood of a batch. Adds the step's time to ``trainer.seconds``,
+    unless ``torch.compile`` compiled something during the step."""
     start, graphs = time.monotonic(), trainer.graphs
 
     def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:
@@ -175,9 +175,12 @@ def ppo_update(
     before the actor.
 
     Drops episodes without a reward or without sampled tokens; if none is left, trains nothing. ``seed`` decides how
-    episodes are shuffled into minibatches. The episodes were sampled at ``temperature``. Returns metrics of the
-    episodes, and means of the training metrics over the steps (maxima of ``*_max``). Names of the critic's metrics
-    begin with ``critic_``. Raises ``ValueError`` if ``settings.advantage`` needs a critic and there is none."""
+    episodes are shuffled into minibatches. The episodes were sampled at ``temperature``. Raises ``ValueError`` if
+    ``settings.advantage`` needs a critic and there is none.
+
+    Returns metrics of the episodes and of the training. Training metrics are means over the steps, or maxima for names
+    ``*_max``. ``train_inference_mismatch`` is that of the first step. Names of the critic's metrics begin with
+    ``critic_``."""
     start = time.monotonic()
     kept = trainable(episodes)
     summary = episode_metrics(episodes)
@@ -222,8 +225,9 @@ def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """Returns metrics of ``episodes``. Rates are shares of the episodes that have a reward and sampled tokens.
-    ``faster_than_eager`` and ``faster_than_compile`` use the reward of the paper's Eq. 1 in the verdict, whatever the
-    episode's own reward is. ``judge_<phase>_seconds`` are means over the uncached final verdicts."""
+    ``faster_than_eager`` and ``faster_than_compile`` use the verdict's reward (the paper's Eq. 1), even if the episode
+    has another form of reward. ``judge_<phase>_seconds`` are means over all episodes except those with a cached final
+    verdict."""
     kept = trainable(episodes)
     metrics = {"episodes": float(len(kept)), "dropped": float(len(episodes) - len(kept))}
     if not kept:

@@ -37,7 +37,7 @@ RowLoss = Callable[[PackedRow], tuple[Tensor, Metrics]]
 class Trainer:
     """Trains one model on rows of at most ``row_tokens`` tokens; no sequence may be longer than a row. On a CPU,
     without a ``mesh``, a small model computes as many rows at the same time as torch has threads. The constructor
-    raises ``ValueError`` if it cannot train this model correctly with these options."""
+    raises ``ValueError`` if this class cannot train the model correctly with these options."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Trainer:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Holds the lease (``leased``) during the context, and lets the model use packed attention if possible."""
+        """Holds the lease (``leased``) during the context. Models that support packed attention use it."""
         with self.leased():
             usual = self.trunk.config._attn_implementation
             if self._packed:
@@ -156,8 +156,8 @@ class Trainer:
         return self.model.values(self.states(row))
 
     def flat(self, batch: Batch, of_row: Callable[[PackedRow], Tensor]) -> Tensor:
-        """Applies ``of_row``, which returns one number per sampled token of a row, to all rows of a batch, without
-        gradients. Returns these numbers in batch order: float32 [sampled tokens], on the CPU."""
+        """Applies ``of_row`` to all rows of a batch, without gradients. ``of_row`` returns one number per sampled token
+        of a row. Returns these numbers in batch order: float32 [sampled tokens], on the CPU."""
         out = torch.zeros(len(batch))
 
         def fill(row: PackedRow) -> None:
@@ -241,7 +241,8 @@ class Trainer:
         return ((name, tensor) for name, tensor in self.model.named_parameters() if tensor.requires_grad)
 
     def weights(self) -> dict[str, Tensor]:
-        """Returns the trained parameters, whole and on the CPU, on the first rank; an empty dict on the other ranks."""
+        """On the first rank, returns the trained parameters, whole and on the CPU. On the other ranks, returns an empty
+        dict."""
         gathered = ((name, sharding.whole(tensor)) for name, tensor in self.trained())
         return {name: tensor.cpu() for name, tensor in gathered if self.rank == 0}
 
@@ -252,8 +253,8 @@ class Trainer:
         checkpoint.write(table | {"seconds": torch.tensor(self.seconds, dtype=torch.float64)}, folder)
 
     def load(self, folder: Path) -> None:
-        """Restores a state that ``save`` wrote, with any number of ranks. Raises ``CorruptCheckpoint``, before any
-        change, if the state does not fit the model or is damaged."""
+        """Restores a state that ``save`` wrote, with any number of ranks. If the state does not fit the model or is
+        damaged, changes nothing and raises ``CorruptCheckpoint``."""
         table = checkpoint.read(folder, self.trained())
         random, step, seconds = (table.pop(name) for name in ("random", "step", "seconds"))
         checkpoint.restore(table, self.trained(), self.optimizers)
@@ -262,9 +263,9 @@ class Trainer:
 
 
 def _compile_layers(layers: Any, gradient_checkpointing: bool) -> None:
-    """Compiles the layers with ``torch.compile``. All layers have the same code, so one compilation serves all. A
-    checkpointed layer is compiled inside its checkpoint: our attention is a graph break, and PyTorch runs a checkpoint
-    that contains one eagerly."""
+    """Compiles the layers with ``torch.compile``. All layers have the same code, so one compilation serves all. With
+    gradient checkpointing, each layer is compiled inside its checkpoint. The reason is that packed attention is a graph
+    break, and that PyTorch runs a checkpoint eagerly if it contains a graph break."""
     if gradient_checkpointing:  # dynamic: a row may be recomputed after a longer one was compiled
         call = _limited(torch.compile(_call, dynamic=True))
         for layer in layers:
@@ -298,8 +299,9 @@ def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:
 
 
 def _optimizers(model: Any, name: Literal["adamw", "muon"], weight_decay: float) -> list[torch.optim.Optimizer]:
-    """Makes AdamW for all parameters or, if ``name`` is "muon", Muon for all matrices except the embeddings and AdamW
-    for the rest. Muon's steps are scaled to AdamW's (arXiv 2502.16982), so that one learning rate serves both."""
+    """Makes the optimizers. If ``name`` is "adamw", AdamW trains all parameters. If it is "muon", Muon trains all
+    matrices except the embeddings, and AdamW trains the rest. Muon's steps are scaled to the size of AdamW's (arXiv
+    2502.16982), so that one learning rate serves both."""
     ends = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     inner = [p for p in trained if p.ndim == 2 and min(p.shape) > 1 and id(p) not in ends] if name == "muon" else []

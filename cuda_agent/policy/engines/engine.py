@@ -13,7 +13,7 @@ class EngineError(RuntimeError):
 
 
 class EngineLost(EngineError):
-    """No server of the engine is left; a new engine may work."""
+    """The engine has lost all its servers. A new engine may work."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class StepGraphs:
         self.forget()
 
     def __call__(self, ids: Tensor, positions: Tensor, length: int, longest: int) -> Tensor:
-        """Returns the logits of one decoding step, which reads the first ``length`` cache positions. ``length`` is
+        """Returns the logits of one decoding step. The step reads the first ``length`` cache positions. ``length`` is
         rounded up (``padded_length``), but not beyond ``longest``, the length of the cache."""
         n = len(ids)
         rows, length = min(1 << (n - 1).bit_length(), self._rows), padded_length(length, longest)

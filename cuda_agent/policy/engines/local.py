@@ -141,7 +141,8 @@ class LocalEngine:
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
     async def _drive(self) -> None:
-        """Adds waiting requests to the batch, decodes until one ends or arrives, and repeats until none is left."""
+        """Adds waiting requests to the batch, then decodes until a request ends or a new one arrives. Repeats this
+        until no request is left."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -368,8 +369,9 @@ def draw(logits: Tensor, noise: Tensor, temperatures: Sequence[float]) -> tuple[
 
 
 def copied(model: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Returns a copy of ``model`` on ``device`` whose parameters have ``dtype``, or keep their types if it is None.
-    Buffers always keep their types: rotary frequencies in bfloat16 would turn distant positions by radians."""
+    """Returns a copy of ``model`` on ``device``. Its parameters get the type ``dtype``; if ``dtype`` is None, they keep
+    their types. Buffers always keep their types: rotary frequencies in bfloat16 would be so inexact that the angles of
+    distant positions would be wrong by radians."""
     copy_of = copy.deepcopy(model).to(device)
     for parameter in copy_of.parameters():
         parameter.data = parameter.data.to(dtype or parameter.dtype)

@@ -1,7 +1,7 @@
 """Compiles ``step.cpp``, which holds some of the decoder's operations in C++, for one model shape.
 
-Each process compiles and loads its own library, in about a second. The library does not stay on disk, so no stale or
-foreign one can be loaded. Without a C++ compiler the decoder uses torch's slower operators."""
+Each process compiles its library in about a second, and loads it. The library does not stay on disk, so a process never
+loads an outdated library or another user's. Without a C++ compiler the decoder uses torch's slower operators."""
 
 import ctypes
 import functools

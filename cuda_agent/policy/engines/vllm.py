@@ -1,8 +1,8 @@
 """Serves a policy by one or many vLLM servers over HTTP: ``VllmEngine`` (docs/engines.md).
 
-All turns of an episode go to one server, which caches the episode's tokens. If a server dies, it is not restarted, and
-other servers answer its requests. Completions are the same up to rounding, because they depend only on weights, prompt
-and seed. Weights are replaced while no request runs; a probe then checks that every server uses them."""
+All turns of an episode go to one server, which caches the episode's tokens. A server that dies is not restarted. Other
+servers answer its requests with the same completions up to rounding, because a completion depends only on weights,
+prompt and seed. Weights are replaced while no request runs. A probe then checks that every server uses the new ones."""
 
 import asyncio
 import contextlib
@@ -275,7 +275,8 @@ class VllmEngine:
 
 
 def _put_first(policy: Path, shared: Path) -> None:
-    """Copies ``policy`` to ``shared``/policy if that is missing. A pool's servers (``vllm_pool``) wait for it."""
+    """Copies ``policy`` to ``shared``/policy, for which a pool's servers wait (``vllm_pool``). Does nothing if that
+    folder exists."""
     if (shared / FIRST).exists():
         return
     shared.mkdir(parents=True, exist_ok=True)
@@ -304,8 +305,10 @@ async def open_vllm(
 
     If ``config.vllm.servers`` is empty, starts ``config.vllm.replicas`` servers and spreads them over the GPUs. Without
     a GPU the servers run on the CPU in float32, and pause while a judge holds the timing lease in the folder ``lease``.
-    If servers are listed, sends them the weights; with ``sync=lora`` they must already serve this policy. New weights
-    are written below ``work``. For listed servers, ``$CUDA_AGENT_ENGINE_FOLDER`` replaces ``work`` if it is set.
+
+    If ``config.vllm.servers`` lists servers, sends them the weights. With ``sync=lora``, sends none: the servers must
+    already serve this policy. New weights are written below ``work``. For listed servers, the folder in
+    ``$CUDA_AGENT_ENGINE_FOLDER``, if set, replaces ``work``.
 
     Raises:
         PolicyError: vLLM is not installed.

@@ -1,7 +1,7 @@
 """Runs inside vLLM's processes: a plugin for vLLM, and methods that vLLM adds to its workers.
 
-vLLM calls ``register`` in each process, through the entry point ``vllm.general_plugins``. It also adds the methods of
-``WeightSync`` to its workers; the engine calls them through vLLM's route ``/collective_rpc``. A server must be able to
+vLLM calls ``register`` in each process, through the entry point ``vllm.general_plugins``. vLLM also adds the methods of
+``WeightSync`` to its workers. The engine calls them through vLLM's route ``/collective_rpc``. A server must be able to
 import this package, but its environment may lack the package's requirements. Functions therefore import ``torch``
 themselves. With ``python -m`` this module runs a vLLM server."""
 
@@ -42,7 +42,7 @@ def register() -> None:
 
 
 def _keep_plain_weights() -> None:
-    """Turns off packed copies of the weights on a CPU, because loading new weights does not change them."""
+    """Turns off packed copies of the weights on a CPU, because loading new weights would not change these copies."""
     from vllm import _custom_ops  # type: ignore[import-not-found, unused-ignore]
     from vllm.model_executor.layers import utils  # type: ignore[import-not-found, unused-ignore]
 
@@ -70,7 +70,7 @@ def _work_under_lease(folder: Path) -> None:
 
 
 class WeightSync:
-    """Methods for replacing weights, which vLLM adds to its workers. They return dicts, which vLLM sends over HTTP."""
+    """Methods that replace weights. vLLM adds them to its workers. Each returns a dict, which vLLM sends over HTTP."""
 
     model_runner: Any
     device: Any
@@ -112,8 +112,8 @@ class WeightSync:
 
 
 def transfer_store(host: str, port: int, size: int, master: bool) -> Any:
-    """Opens the TCP store through which the members of a broadcast group meet. The trainer sets ``master`` and thereby
-    runs the store; its ``port`` may be 0 for any free port."""
+    """Opens the TCP store through which the members of a broadcast group meet. If ``master`` is true, this process runs
+    the store: only the trainer does so. The trainer may pass ``port`` 0 for any free port."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=TRANSFER_SECONDS)

@@ -121,8 +121,8 @@ class Busy(Fault):
 
 
 class Replica:
-    """One vLLM server of an engine, and the connections to it. ``url`` is ``http://host:port`` or, for a Unix socket,
-    ``unix:/path``. ``server`` is None if this process did not start the server."""
+    """One vLLM server of an engine, and the connections to it. ``url`` has the form ``http://host:port``, or the form
+    ``unix:/path`` for a Unix socket. ``server`` is None if this process did not start the server."""
 
     def __init__(self, url: str, server: VllmServer | None = None) -> None:
         self.url, self.server = url, server

@@ -27,8 +27,8 @@ class Broadcast:
     async def send(self, replicas: Sequence[Replica], model: Any) -> None:
         """Sends the parameters of ``model`` to all ``replicas``. If a server fails, the next call makes a new group.
 
-        A model that is not on the servers' kind of device is copied there, one parameter at a time. Raises EngineError
-        if this process has no such device, or the servers have several kinds."""
+        If the model is on another kind of device than the servers, copies its parameters one by one to that kind.
+        Raises EngineError if this process has no device of that kind, or if the servers run on several kinds."""
         device, *others = sorted({replica.device for replica in replicas})
         if others or (device == "cuda" and not gpus()):
             there = ", ".join([device, *others])

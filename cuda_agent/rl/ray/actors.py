@@ -1,7 +1,7 @@
 """Defines two classes of Ray actors: one plays episodes, and one runs trainer processes.
 
 The actors and the stage share no folder. Inputs and checkpoints are sent as parts of files, episodes as lines of JSON,
-and weights as arrays. A digest accompanies the weights; the receiver checks it after loading them."""
+and weights as arrays. Weights come with a digest. The receiver loads the weights and then checks the digest."""
 
 import asyncio
 import shutil
@@ -46,8 +46,8 @@ class RolloutWorker:
         self._rollouts = await self._stack.enter_async_context(opening)
 
     async def play(self, jobs: Sequence[Job], kind: Kind) -> AsyncIterator[str]:
-        """Plays ``jobs`` and yields each finished episode as a line of JSON. Yields an empty line, as a sign of life,
-        after every ``BEAT_SECONDS`` without an episode. Ends early if ``stop`` is called."""
+        """Plays ``jobs`` and yields each finished episode as a line of JSON. Yields an empty line after every
+        ``BEAT_SECONDS`` without an episode, to show that the actor is alive. Ends early if ``stop`` is called."""
         assert self._rollouts is not None, "open comes first"
         finished: asyncio.Queue[str | None] = asyncio.Queue()
         work = self._rollouts.play(jobs, kind, lambda episode: finished.put_nowait(to_line(episode)))
@@ -96,7 +96,8 @@ class RankHost:
         self._coming, self._going = home / "coming", home / "going"
 
     def meet(self) -> str:
-        """Opens torch's TCP store on this machine, to which all ranks connect. Returns its address, host:port."""
+        """Opens torch's TCP store, to which all ranks connect, on this machine. Returns the store's address, as
+        host:port."""
         import ray
 
         self._store, address = open_store(ray.util.get_node_ip_address())

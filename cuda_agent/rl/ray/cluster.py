@@ -1,7 +1,7 @@
 """Connects a stage to a running Ray instance, or starts an instance on this machine that ends with the stage.
 
-A new instance listens on 127.0.0.1 only, asks for a secret token, keeps its files in a private folder, and has no
-dashboard. If the stage is killed, Linux ends most of Ray's processes, and the program ``watch`` cleans up the rest."""
+A new instance listens on 127.0.0.1 only, requires a secret token, keeps its files in a private folder, and has no
+dashboard. If the stage is killed, Linux ends most of Ray's processes, and the program ``watch`` ends the rest."""
 
 import os
 import secrets
@@ -96,6 +96,6 @@ def on_bundle(group: Any, bundle: int, cpus: float, gpus: float) -> dict[str, An
 
 
 def raise_if_init_failed(error: BaseException | None) -> None:
-    """Raises RuntimeError if ``error`` means that an actor's constructor failed. A new actor would fail too."""
+    """Raises RuntimeError if ``error`` means that an actor's constructor failed, because it would fail again."""
     if getattr(error, "actor_init_failed", False):
         raise RuntimeError(f"an actor could not be made: {error}") from error

@@ -1,7 +1,7 @@
 """Distributes episodes over rollout workers, which are actors of Ray, and collects the finished episodes.
 
-If a worker or its engine is lost, the living workers replay its unfinished episodes from the beginning with the same
-seeds. A new worker replaces the lost one; it gets the newest weights before it plays."""
+If a worker or its engine is lost, the living workers replay the worker's unfinished episodes from the beginning, with
+the same seeds. A new worker replaces the lost worker, and gets the newest weights before it plays."""
 
 import asyncio
 import math
@@ -54,8 +54,9 @@ class WorkerSlot:
 
 class EpisodeCollector:
     """Collects the episodes of one round. The samples of one drawn task form a group (``policy.episode.group_of``). The
-    collector keeps ``samples`` episodes of each group: first those with a reward, then others. It is ``full`` when
-    every group has ``samples`` episodes with a reward, or no unfinished episode."""
+    collector keeps ``samples`` episodes of each group, and prefers episodes with a reward. A group is complete when it
+    has ``samples`` episodes with a reward, or no unfinished episode. The collector is ``full`` when all groups are
+    complete."""
 
     def __init__(self, jobs: Sequence[Job], samples: int) -> None:
         self._order = {name: index for index, (_, name) in enumerate(jobs)}
@@ -177,7 +178,7 @@ class RayPlayers:
         return self.living
 
     async def _of_all(self, call: Callable[[WorkerSlot, Any], Awaitable[Any]]) -> None:
-        """Awaits ``call`` for all living workers at once, and replaces the workers that are lost meanwhile."""
+        """Awaits ``call`` for all living workers at once. Replaces workers that are lost during the call."""
 
         async def one(worker: WorkerSlot, actor: Any) -> None:
             try:

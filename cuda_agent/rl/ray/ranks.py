@@ -1,6 +1,6 @@
-"""Runs a trainer's processes (ranks) on Ray. The stage calls one actor per machine, which holds that machine's ranks.
+"""Runs a trainer's processes (ranks) on Ray. On each machine one actor holds the ranks. The stage calls these actors.
 
-To save a checkpoint, each machine sends its files to the stage. To load it, the stage sends all files to all machines.
+To save a checkpoint, each machine sends its files to the stage. To load one, the stage sends all files to all machines.
 Files are sent in parts, so that no process holds more than a few parts in memory."""
 
 import pickle

@@ -1,7 +1,7 @@
 """Runs PPO on Ray: rollout workers, and a trainer whose processes are on one machine or on several.
 
-The stage's process controls both. A lost trainer restarts from the newest checkpoint, on the same machines. PPO's loop
-is in ``rl.ppo``; ``players`` controls the rollout workers; the actors' classes are in ``actors``."""
+The stage's process controls workers and trainer. A lost trainer restarts from the newest checkpoint, on the same
+machines. PPO's loop is in ``rl.ppo``; ``players`` controls the rollout workers; ``actors`` has the actors' classes."""
 
 import asyncio
 import math
@@ -109,8 +109,8 @@ class RayRuntime:
         await asyncio.gather(self._players.close(), end_actors(self._hosts))
 
     async def _of(self, job: Callable[[], Result]) -> Result:
-        """Runs ``job``, which uses the trainer's processes, in a thread, and returns its result. If a process is gone,
-        ends the others and raises LearnerLost."""
+        """Runs ``job`` in a thread and returns its result. The job uses the trainer's processes. If one is gone, ends
+        the remaining processes and raises LearnerLost."""
         try:
             return await asyncio.to_thread(job)
         except TrainerLost as error:

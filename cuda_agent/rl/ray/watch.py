@@ -1,4 +1,4 @@
-"""Ends the remaining processes of a stage's Ray instance and removes its folder: ``python watch.py FOLDER``.
+"""Ends the remaining processes of a stage's Ray instance and removes the instance's folder: ``python watch.py FOLDER``.
 
 Without this program some of Ray's processes would outlive the stage by minutes. The program's stdin is a pipe, which
 closes when the stage ends. A process belongs to the instance if it has a file in FOLDER open, such as its log. The

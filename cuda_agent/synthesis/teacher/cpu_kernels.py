@@ -1,7 +1,7 @@
 """Writes C++ kernels for the tasks of ``family``: one source and one plan for each design.
 
-Every design is correct. Each choice is drawn uniformly, so kernels range from ten times slower than eager to several
-times faster than ``torch.compile``."""
+Every design is correct. Each choice is drawn uniformly, so some kernels take ten times as long as eager, and others are
+several times as fast as ``torch.compile``."""
 
 import json
 import random
@@ -25,14 +25,15 @@ DESIGNS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Design:
-    """The design of a kernel. Brackets hold how many times as long the slow choice takes (quartiles, two idle cores).
+    """The design of a kernel. A number in brackets is the factor by which the choice before it lengthens the kernel's
+    time (quartiles, measured on two idle cores).
 
     ``number``  arithmetic type; "double" is slow (1.5-2; up to 4.5 in transcendental functions)
-    ``order``   the elements of block b; "chunk": neighbours; "stride": b, b + grid, ..., which cannot be vectorised
-                and lets threads share cache lines (5-30; near 1 if a block takes whole rows)
+    ``order``   which elements block b computes; "chunk": neighbours; "stride": b, b + grid, and so on.  A stride cannot
+                be vectorised and makes threads share cache lines (5-30; near 1 if a block takes whole rows)
     ``grid``    number of blocks; 1: only one thread works (2); one block per row: one call per row (1.1-2)
     ``passes``  "fused": one loop over the elements; "split": one loop per operator, through memory (1.0-1.4)
-    ``moments`` how a variance is computed; "one" pass: from sums of v and v * v; "two": the mean first (1.05-1.15)"""
+    ``moments`` how a variance is computed; "one": from sums of v and v * v; "two": the mean first (1.05-1.15)"""
 
     number: Literal["float", "double"]
     order: Literal["chunk", "stride"]
@@ -47,7 +48,7 @@ def draw_design(spec: FamilySpec, rng: random.Random) -> Design:
 
 
 def redraw(spec: FamilySpec, design: Design, rng: random.Random) -> Design:
-    """Returns ``design`` with one choice drawn anew, so that a file changes. ``moments`` stays."""
+    """Returns ``design`` with one choice, but never ``moments``, drawn again until a file of the solution changes."""
     while True:
         field = rng.choice(("number", "order", "grid", "passes"))
         other = replace(design, **{field: getattr(draw_design(spec, rng), field)})
@@ -75,7 +76,7 @@ def _plan(spec: FamilySpec, design: Design) -> str:
 
 
 def _workspace(spec: FamilySpec, design: Design) -> bool:
-    """Returns whether the kernel keeps the chain's values in a workspace, for a second loop of a reduction."""
+    """Returns whether the kernel keeps the chain's values in a workspace, because a reduction loops over them again."""
     if spec.ending is None or ENDINGS[spec.ending].maps:
         return False
     return design.passes == "split" or (spec.ending == "var" and design.moments == "two")

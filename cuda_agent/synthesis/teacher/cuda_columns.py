@@ -47,7 +47,7 @@ class ColumnDesign:
     """The design of a kernel for an ending over columns.
 
     ``threads``  threads of a block
-    ``deep``     threads that share a column; they meet in shared memory
+    ``deep``     threads that share a column; they combine their results in shared memory
     ``vector``   adjacent columns of a thread (1: float, 4: float4); columns after the last whole vector are left out
     ``guard``    whether threads beyond the last column do nothing; without it, only whole blocks are launched
     ``split``    parts of a column that different blocks reduce; a second kernel joins them
@@ -64,7 +64,7 @@ class ColumnDesign:
 
     @property
     def wide(self) -> int:
-        """The number of threads side by side in a block."""
+        """The number of threads of a block that lie side by side, on different columns or vectors."""
         return self.threads // self.deep
 
     @property
@@ -77,8 +77,8 @@ class ColumnDesign:
 class TransposeDesign:
     """The design of a kernel that writes the chain's values transposed.
 
-    ``tile``     whether a block's square of values goes through shared memory ("none": directly from input to output),
-                 and whether a row of it is padded by one element, against bank conflicts
+    ``tile``     how a block's square of values gets from input to output; "none": directly; "plain": through shared
+                 memory; "padded": the same, but with rows that are one element longer, to avoid bank conflicts
     ``along``    without a tile: whether adjacent threads have adjacent elements of the input or of the output
     ``side``     rows and columns of a block's square
     ``threads``  threads of a block
@@ -109,8 +109,8 @@ def plain_columns(spec: FamilySpec, design: ColumnDesign) -> ColumnDesign:
 
 
 def columns_fault(spec: FamilySpec, design: ColumnDesign) -> Fault:
-    """Predicts the judge's status and message: ``wrong`` if the kernel leaves out columns, ``build_error`` if it cannot
-    be launched, else ``ok``."""
+    """Predicts the judge's status and message. The status is ``wrong`` if the kernel leaves out columns,
+    ``build_error`` if the kernel cannot be launched, and otherwise ``ok``."""
     shared = 4 * spec.rows * design.columns if design.cache == "shared" else 0
     whole, rest = divmod(spec.columns, design.columns)
     if found := launch_fault(shared, [1 if design.guard else whole, *[design.split] * (design.split > 1)]):
@@ -233,7 +233,7 @@ def _started(design: ColumnDesign, values: Sequence[tuple[str, str]]) -> str:
 
 
 def _each(design: ColumnDesign, statement: str) -> str:
-    """Returns ``statement`` for column ``j`` of a vector, if there are vectors."""
+    """Returns ``statement`` for column ``j`` of a vector. Without vectors, returns it unchanged."""
     return statement if design.vector == 1 else re.sub(r"\b([st])\b", r"\1[j]", statement)
 
 
@@ -257,8 +257,8 @@ def plain_transpose(spec: FamilySpec, design: TransposeDesign) -> TransposeDesig
 
 
 def transpose_fault(spec: FamilySpec, design: TransposeDesign) -> Fault:
-    """Predicts the judge's status and message: ``wrong`` if the kernel leaves out elements at the edges,
-    ``build_error`` if the grid has no square, else ``ok``."""
+    """Predicts the judge's status and message. The status is ``wrong`` if the kernel leaves out elements at the edges,
+    ``build_error`` if the grid has no square, and otherwise ``ok``."""
     sizes = spec.columns, spec.rows
     if found := launch_fault(0, [1 if design.guard else size // design.side for size in sizes]):
         return found

@@ -1,8 +1,8 @@
 """Writes CUDA kernels for the tasks of ``family``: one source and one plan for each design.
 
-A design is a choice of mapping, sizes and caches. The task's shape decides which design is fast, and also which design
-is right: vectors must divide the lengths, registers must hold a whole row, and shared memory has a limit. ``fault``
-predicts from shape and design alone what the judge finds wrong with a design. This module holds the designs of chains
+A design is a choice of mapping, sizes and caches. The task's shape decides which designs are fast, and also which
+designs are right: vectors must divide the lengths, registers must hold a whole row, and shared memory has a limit.
+``fault`` predicts the judge's verdict from the shape and the design alone. This module holds the designs of chains
 and row-wise endings; ``cuda_columns`` holds those of the other endings."""
 
 import random
@@ -99,7 +99,7 @@ def draw_design(spec: FamilySpec, rng: random.Random) -> Design:
 
 
 def redraw(spec: FamilySpec, design: Design, rng: random.Random) -> Design:
-    """Returns ``design`` with one choice drawn anew, so that the kernel or its launch changes."""
+    """Returns ``design`` with one choice drawn again until the kernel or its launch changes."""
     kind = _KINDS[spec.kind]
     while True:
         name = rng.choice(tuple(kind.choices))
@@ -115,8 +115,8 @@ def plain(spec: FamilySpec, design: Design) -> Design:
 
 
 def fault(spec: FamilySpec, design: Design) -> Fault:
-    """Predicts the judge's status and message for ``design``: "ok", "wrong" (elements are left out) or "build_error"
-    (too much shared memory, or a grid without blocks)."""
+    """Predicts the judge's status and message for ``design``. The status is "wrong" if the kernel leaves out elements.
+    It is "build_error" if the kernel needs too much shared memory or has a grid without blocks. Else it is "ok"."""
     return _KINDS[spec.kind].fault(spec, design)
 
 

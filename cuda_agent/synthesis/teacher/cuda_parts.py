@@ -1,4 +1,4 @@
-"""Holds what the teacher's CUDA kernels share: the chain as a function, the reductions, the plan and its limits."""
+"""Holds the parts that all CUDA kernels of the teacher share: the chain, the reductions, the plan and its limits."""
 
 import json
 from collections.abc import Sequence
@@ -25,8 +25,8 @@ def head(spec: FamilySpec, vector: int) -> list[str]:
 
 
 def signature(spec: FamilySpec, vector: int, result: str, sizes: str, threads: int = 0) -> str:
-    """Returns the first line of the kernel. ``result`` is the type of its output's elements. With ``threads``, the
-    compiler limits registers so that a block of so many threads can be launched."""
+    """Returns the first line of the kernel. ``result`` is the type of the output's elements. With ``threads``, the
+    compiler limits the registers so that a block of this many threads can be launched."""
     kind = "float4" if vector == 4 else "float"
     buffers = [f"const {kind}* x", *([f"const {kind}* y"] if spec.binary else [])]
     bound = f"__launch_bounds__({threads}) " if threads else ""
@@ -61,7 +61,7 @@ def inputs(spec: FamilySpec) -> list[str]:
 
 
 def launch_fault(shared: int, grid: Sequence[int] = (1,)) -> Fault | None:
-    """Returns the fault of a launch with ``shared`` bytes of shared memory a block, if it has one."""
+    """Returns the fault of a launch with ``shared`` bytes of shared memory per block, or None if it has no fault."""
     if shared > MOST_SHARED:
         return "build_error", f"nodes[0].shared: {shared} bytes of shared memory are not possible"
     if 0 in grid:

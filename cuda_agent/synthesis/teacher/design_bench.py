@@ -1,9 +1,9 @@
-"""Times designs on a GPU: the child process of ``design_sweep``, which runs this module as a program.
+"""Times designs on a GPU. ``design_sweep`` runs this module as a program, in a child process.
 
-The program compares outputs as the judge does, but only for one input; it cannot notice a kernel that writes beyond its
-outputs. It prints lines of JSON. A line ``{"ready": true}`` says that it has started. For each request, it prints
-``{"held": true}`` when it holds the timing lease, then eager's time, then one answer for each design. After an error it
-prints ``{"error": why}`` and ends."""
+The program compares outputs as the judge does, but only for one input. It does not notice a kernel that writes beyond
+its outputs. The program prints lines of JSON: first ``{"ready": true}``, when it has started. For each request, it
+prints ``{"held": true}`` when it holds the timing lease, then eager's time, then one answer for each design. After an
+error it prints ``{"error": why}`` and ends."""
 
 import contextlib
 import json
@@ -64,9 +64,9 @@ def values_off(want: torch.Tensor, have: torch.Tensor, tolerance: float) -> int:
 
 
 def _answers(request: Mapping[str, Any], open_bench: Callable[[], _Bench]) -> Iterator[dict[str, Any]]:
-    """Yields the answers to ``request``: a line when the timing lease is held, eager's time, and for each program (a
-    built design) its seconds or what is wrong. Holds the lease for the whole request (about a second), because the
-    untimed work on the device would disturb the judge's times too."""
+    """Yields the answers to ``request``. The first says that the timing lease is held. The second has eager's time.
+    Then each program (a built design) has one answer, with its time or its fault. Holds the lease for the whole request
+    (about a second), because even untimed work on the device would disturb the judge's times."""
     names: dict[str, Any] = {}
     exec(request["code"], names)
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """Finds the best design of a task of the teacher's family on a GPU: draws designs, builds them and times them.
 
 ``Sweep`` builds all designs of a task at once and asks a child process (``design_bench``) for times. The child needs no
-jail, because all code that it runs is ours: ``family.parse`` refuses any other task."""
+jail, because it runs only code that this project has made: ``family.parse`` refuses any other task."""
 
 import asyncio
 import contextlib
@@ -65,8 +65,8 @@ class Sweep:
         return summary(eager, drawn, found)
 
     async def _built(self, designs: Sequence[Worked], spec: TaskSpec) -> list[dict[str, Any] | str]:
-        """Returns the program of each design, or why it does not build. Builds all designs together (``unit``) or, if
-        that fails, each one alone."""
+        """Returns the program of each design, or the reason why the design does not build. Builds all designs together
+        (``unit``). If that fails, builds each one alone."""
         try:
             whole = await self._sandbox.prepare(Solution("plan", unit([worked.files for worked in designs])), spec)
         except (SolutionError, BuildError):
@@ -80,8 +80,8 @@ class Sweep:
             return f"does not build: {error}"
 
     async def _times(self, task: Task, programs: Sequence[dict[str, Any]]) -> tuple[float, list[float | str]]:
-        """Returns eager's seconds and, for each program, its seconds or why it failed. If a program kills the child, a
-        new one goes on with the next program."""
+        """Returns eager's seconds, and for each program its seconds or the reason why it failed. If a program kills the
+        child, a new child continues with the next program."""
         eager: float | None = None
         found: list[float | str] = []
         failures = 0
@@ -101,8 +101,8 @@ class Sweep:
         return eager, found
 
     async def _ask(self, request: Mapping[str, Any]) -> float | str:
-        """Sends a request to the child, which starts if there is none. Returns the first answer: eager's seconds, or
-        why there is none."""
+        """Sends a request to the child. Starts the child if it does not run. Returns eager's seconds, or the reason why
+        the child did not time eager."""
         if self._child is None:
             folders = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
@@ -140,8 +140,8 @@ class Sweep:
 
 
 def unit(solutions: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Returns the files of one solution with the kernels of all ``solutions``, each in its own namespace, and all their
-    nodes in order. Building this solution takes a tenth of the time of 48 builds."""
+    """Returns the files of one solution that joins all ``solutions``: their kernels, each in a separate namespace, and
+    their nodes, in order. For 48 solutions, this one build takes a tenth of the time of separate builds."""
     sources, nodes = [], []
     workspaces: dict[str, Any] = {}
     for number, files in enumerate(solutions):
@@ -156,8 +156,8 @@ def unit(solutions: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def programs(whole: Mapping[str, Any], solutions: Sequence[Mapping[str, str]]) -> Iterator[dict[str, Any]]:
-    """Yields the program of each of ``solutions``: its part of the nodes and workspaces in ``whole``, the program that
-    was built from their ``unit``."""
+    """Yields the program of each of ``solutions``. ``whole`` is the program that was built from their ``unit``. Each
+    solution's program has that solution's part of the nodes and workspaces in ``whole``."""
     nodes = iter(whole["nodes"])
     for number, files in enumerate(solutions):
         own = {name: made for name, made in whole["workspaces"].items() if name.startswith(f"d{number}_")}
@@ -169,7 +169,8 @@ def _result(line: Mapping[str, Any]) -> float | str:
 
 
 def draw_designs(task: Task, designs: int = DESIGNS) -> tuple[Counter[Any], list[Worked]]:
-    """Returns how often each design was drawn, and at most ``designs`` different ones that the teacher believes right.
+    """Returns how often each design was drawn, and at most ``designs`` solutions with different designs. The teacher
+    predicts that these are right.
 
     Raises:
         ValueError: The task is not of the teacher's family."""
@@ -185,9 +186,8 @@ def draw_designs(task: Task, designs: int = DESIGNS) -> tuple[Counter[Any], list
 
 
 def summary(eager: float, drawn: Counter[Any], found: Mapping[Any, float | str]) -> Optimum:
-    """Returns the optimum. ``found`` maps each design to its seconds, or to the reason why it failed. A design that is
-    not in ``found`` counts as wrong. ``eager`` is eager's time in seconds.
-    ``drawn`` counts the draws of each design."""
+    """Returns the optimum. ``eager`` is eager's time in seconds. ``drawn`` counts the draws of each design. ``found``
+    maps a design to its seconds, or to the reason why it failed. A design that is not in ``found`` counts as wrong."""
     times = {design: seconds for design, seconds in found.items() if not isinstance(seconds, str)}
     surprises = tuple(f"{design}: {reason}" for design, reason in found.items() if isinstance(reason, str))
     if not times:

@@ -1,10 +1,11 @@
 """Defines the tasks of the scripted teacher: one to three element-wise operators and, in some tasks, an ending.
 
-An ending works along the rows of the input; on a GPU, it may also work along the columns or transpose the input.
+An ending works along the rows of the input. In tasks for a GPU, it may also work along the columns or transpose the
+input.
 
 A table gives the name, the PyTorch code and the C++ code of each operator. ``sample_task`` draws a task, and ``parse``
-reads a task's specification back from its code. Training tasks and held-out tasks never share a ``combination``. The
-CPU's shapes are drawn so that eager takes roughly 0.05-5 ms on two cores; the filters later enforce exact limits."""
+reads a task's specification from its code. Training tasks and held-out tasks never share a ``combination``. Shapes for
+the CPU are drawn so that eager takes roughly 0.05-5 ms on two cores. Later, the filters enforce exact limits."""
 
 import hashlib
 import math
@@ -99,7 +100,7 @@ CONSTANTS = ("2", "3", "4", "5", "6", "7", "8", "9")
 @dataclass(frozen=True)
 class Ending:
     """An operator after an element-wise chain. ``length`` and ``spread`` ensure that different inputs give outputs that
-    differ by more than the judge's tolerance of 1e-2. A softmax over 1,024 values gives too small values."""
+    differ by more than the judge's tolerance of 1e-2. In a softmax over 1,024 values, outputs would be too small."""
 
     torch: str  # its form in PyTorch
     maps: bool  # whether the output has the shape of the input
@@ -187,7 +188,7 @@ class FamilySpec:
 
 
 def steps(spec: FamilySpec) -> list[str]:
-    """Returns the chain in C++ and CUDA: a statement for each operator, which changes ``v``."""
+    """Returns the chain in C++ and CUDA: one statement for each operator. Each statement changes ``v``."""
     return [f"v = {_fill(OPERATORS[name].cpp, constant)};" for name, constant in spec.chain]
 
 
@@ -233,7 +234,7 @@ def make_task(spec: FamilySpec) -> Task:
 
 
 def task_spec(spec: FamilySpec) -> TaskSpec:
-    """Returns what the judge reports about the task with the specification ``spec``: shapes, dtypes and arguments."""
+    """Returns the shapes, dtypes and arguments that the judge reports for the task with the specification ``spec``."""
     shape = Tensor((spec.rows, spec.columns), "float32")
     inputs = (shape,) * (1 + spec.binary)
     arguments = tuple({"tensor": index} for index in range(len(inputs)))
@@ -297,7 +298,7 @@ _OTHERS = (5.2, -0.7, 1.1, -1.8, 0.2, -0.4, 2.1, 0.9, -0.2, -2.4, 1.6, -1.2, 0.4
 
 
 def chain_values(chain: tuple[tuple[str, str | None], ...]) -> list[float]:
-    """Returns the results of ``chain`` for fixed inputs from -5.2 to 5.2. Second inputs are fixed, too."""
+    """Returns the results of ``chain`` for fixed inputs between -5.2 and 5.2."""
     values = list(_POINTS)
     for name, constant in chain:
         others = [float(constant)] * len(values) if constant else _OTHERS

@@ -1,6 +1,7 @@
-"""The best known design of a task of the teacher's family, as ``design_sweep`` finds it, and its file beside the tasks.
+"""Defines ``Optimum``, the result of a search for a task's best design (``design_sweep``), and a file of optima.
 
-The filters of synthesis and the scores of an evaluation use it. Episodes, rewards and training do not."""
+The file lies beside the tasks of the teacher's family. The filters of synthesis and the scores of an evaluation use the
+optima. Episodes, rewards and training do not."""
 
 import json
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ def write_optima(folder: Path, optima: Mapping[str, Optimum]) -> None:
 
 
 def read_optima(folder: Path) -> dict[str, Optimum]:
-    """Returns the optima that ``write_optima`` wrote to ``folder``; none if synthesis made no sweep."""
+    """Returns the optima that ``write_optima`` wrote to ``folder``, or an empty dict if synthesis made no sweep."""
     path = folder / FILE
     rows = json.loads(path.read_text()) if path.exists() else {}
     return {name: from_json(row) for name, row in rows.items()}

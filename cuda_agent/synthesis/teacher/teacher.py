@@ -67,7 +67,7 @@ def solve(task: Task, rng: random.Random, device: str = "cpu") -> Worked:
 
 
 def redesign(task: Task, worked: Worked, rng: random.Random) -> Worked:
-    """Returns ``worked`` with one choice of its design drawn anew. At least one file changes."""
+    """Returns a solution like ``worked``, with one choice of the design drawn again. At least one file changes."""
     spec = parse(task)
     return _worked(spec, worked.device, _KERNELS[worked.device].redraw(spec, worked.design, rng))
 
