@@ -39,9 +39,15 @@ def run(ctx: StageContext) -> None:
         return
     require_gpus(config.training.device, 1)
     family = [task for task in read_tasks(ctx.inputs["tasks"]) if task.family == "teacher"]
-    asyncio.run(verify_teacher(ctx, [task for task in family if task.split == "train"]))
     heldout, device = heldout_combinations(family, combination), config.sandbox.device
-    model, tokenizer = pretrain(ctx, corpus(config.bootstrap, config.seed, heldout, device))
+    train = [task for task in family if task.split == "train"]
+
+    async def prepare() -> list[Dialogue]:
+        writing = asyncio.to_thread(corpus, config.bootstrap, config.seed, heldout, device)
+        dialogues, _ = await asyncio.gather(writing, verify_teacher(ctx, train))
+        return dialogues
+
+    model, tokenizer = pretrain(ctx, asyncio.run(prepare()))
     save_policy(model, tokenizer, ctx.outputs["policy"])
 
 

@@ -44,7 +44,7 @@ ATTEMPTS_A_TASK = 60  # most proposals per wanted task of a stream
 PROBES_A_COMPILE = 6  # eager probes per allowed compilation
 MOST_LOST = 5  # candidates in a row on which the sandbox fails: then the sandbox is at fault, not a task
 BINS = 12  # bins of the histogram of times in the data card
-AHEAD = {"cpu": 3, "cuda": 12}  # candidates whose probes run before their turn: one compilation uses one core
+AHEAD = {"cpu": 3, "cuda": 32}  # candidates whose probes run before their turn: one compilation uses one core
 
 
 Times = dict[str, tuple[float, float | None]]  # task -> eager and compiled seconds
@@ -72,6 +72,11 @@ class Stream:
     @property
     def done(self) -> bool:
         return not any(self.wants(split) for split in self.wanted)
+
+    @property
+    def rate(self) -> float:
+        """The share of accepted candidates so far; 1 before the first."""
+        return (len(self.tasks) + 1) / (len(self.tasks) + self.refused.total() + 1)
 
 
 class FamilyWriter:
@@ -294,7 +299,7 @@ class _Work:
                 if split is None or drawn in combinations or (key := _key(task.code)) is None or key in keys:
                     continue
                 pending[split] += 1
-                if stream.made(split) + pending[split] > stream.wanted[split]:
+                if pending[split] * stream.rate > stream.wanted[split] - stream.made(split):
                     continue
                 keys.add(key)
                 if split == "heldout":

@@ -5,8 +5,8 @@ model, one sequence after the other. Each row of the cache holds one sequence. T
 rows: when a sequence ends, ``move`` puts the last sequence into the free row."""
 
 import copy
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -43,6 +43,8 @@ class DenseDecoder:
         plain = self.embed.device.type == "cpu" and self.embed.dtype == torch.float32
         self.native = native.library(self.head, self.heads // self.kv_heads) if plain else None
         on_gpu = self.embed.device.type == "cuda"
+        half = on_gpu and self.embed.dtype in (torch.float16, torch.bfloat16) and self.head in range(8, 257, 8)
+        self.packed = half and torch.cuda.get_device_capability(self.embed.device) >= (8, 0)
         self.graphs = StepGraphs(self._plain_step, rows, self.embed.device) if on_gpu else None
 
     @staticmethod
@@ -161,35 +163,65 @@ class DenseDecoder:
         tokens = torch.tensor([i for _, _, ids in jobs for i in ids], device=device)
         rows = torch.tensor([row for row, _, ids in jobs for _ in ids], device=device)
         positions = torch.cat([torch.arange(start, start + len(ids)) for _, start, ids in jobs]).to(device)
-        spans, masks, begin = [], [], 0
-        for _, start, ids in jobs:
-            spans.append(slice(begin, begin + len(ids)))
-            seen = torch.arange(start + len(ids), device=device) <= positions[spans[-1], None]
-            masks.append(seen if start else None)  # tokens that begin at position 0 need only the causal mask
-            begin += len(ids)
-        ends = torch.tensor([span.stop - 1 for span in spans], device=device)
+        attend = (self._attend_packed if self.packed else self._attend_each)(jobs, positions)
+        ends = torch.tensor([len(ids) for _, _, ids in jobs], device=device).cumsum(0) - 1
         x = self.embed[tokens]
         for index, layer in enumerate(self.layers):
             cache = self.cache[index]
             qkv = self._placed(layer, cache, x, rows, positions)
-            attended = torch.empty_like(qkv[:, : self.heads])
-            final = index == len(self.layers) - 1  # only the last token of each job is needed
-            for (row, start, ids), span, mask in zip(jobs, spans, masks, strict=True):
-                both = cache[row : row + 1, :, : start + len(ids)]
-                asking = slice(span.stop - 1, span.stop) if final else span
-                out = F.scaled_dot_product_attention(
-                    qkv[asking, : self.heads].transpose(0, 1)[None],
-                    both[:, : self.kv_heads],
-                    both[:, self.kv_heads :],
-                    attn_mask=None if final else mask,
-                    is_causal=mask is None and not final,
-                    enable_gqa=True,
-                )
-                attended[asking] = out[0].transpose(0, 1)
-            if final:
+            attended = attend(qkv[:, : self.heads], cache)
+            if index == len(self.layers) - 1:  # only the last token of each job is needed
                 x, attended = x[ends], attended[ends]
             x = self._rest(layer, x, attended.flatten(1))
         return F.linear(self._norm(x), self.unembed).float()
+
+    def _attend_each(self, jobs: Sequence[Job], positions: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        """Returns a function that computes attention for one job after the other. It gets the queries [n, H, D] of all
+        new tokens and a layer's cache, and returns [n, H, D]. ``positions`` are the n tokens' positions."""
+        spans, masks, begin = [], [], 0
+        for _, start, ids in jobs:
+            spans.append(slice(begin, begin + len(ids)))
+            seen = torch.arange(start + len(ids), device=positions.device) <= positions[spans[-1], None]
+            masks.append(seen if start else None)  # tokens that begin at position 0 need only the causal mask
+            begin += len(ids)
+
+        def attend(queries: Tensor, cache: Tensor) -> Tensor:
+            attended = torch.empty_like(queries)
+            for (row, start, ids), span, mask in zip(jobs, spans, masks, strict=True):
+                both = cache[row : row + 1, :, : start + len(ids)]
+                out = F.scaled_dot_product_attention(
+                    queries[span].transpose(0, 1)[None],
+                    both[:, : self.kv_heads],
+                    both[:, self.kv_heads :],
+                    attn_mask=mask,
+                    is_causal=mask is None,
+                    enable_gqa=True,
+                )
+                attended[span] = out[0].transpose(0, 1)
+            return attended
+
+        return attend
+
+    def _attend_packed(self, jobs: Sequence[Job], positions: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+        """Does what ``_attend_each`` does, but one call of FlashAttention computes all jobs. With one call per job,
+        cuDNN would plan each new pair of lengths for about 0.1 s."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        device, group = positions.device, self.heads // self.kv_heads
+        asked, seen = [len(ids) for _, _, ids in jobs], [start + len(ids) for _, start, ids in jobs]
+        where = [torch.full((length,), row) for (row, _, _), length in zip(jobs, seen, strict=True)]
+        rows, places = torch.cat(where).to(device), torch.cat([*map(torch.arange, seen)]).to(device)
+        ends = torch.tensor([asked, seen], dtype=torch.int32).cumsum(1, dtype=torch.int32)
+        first, second = F.pad(ends, (1, 0)).to(device)
+
+        def attend(queries: Tensor, cache: Tensor) -> Tensor:
+            both = cache[rows, :, places]  # [tokens that are seen, 2 K, D]
+            keys, values = (part.repeat_interleave(group, 1) for part in both.chunk(2, 1))
+            # A window of (-1, 0) is causal: the last query of a job sees all its keys.
+            bounds = first, second, max(asked), max(seen)
+            return cast(Tensor, varlen_attn(queries, keys, values, *bounds, window_size=(-1, 0)))
+
+        return attend
 
     def _placed(self, layer: dict[str, Any], cache: Tensor, x: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         """Returns q, k and v of the states ``x`` at ``rows`` and ``positions``. Writes k and v into ``cache``."""
