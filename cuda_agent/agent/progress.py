@@ -168,7 +168,7 @@ def read_events(path: Path) -> list[Event]:
 
 def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Findings, Event]:
     """Returns the state of a search after ``events``: the states of the attempts by number, the correct solutions, and
-    the used budget. Leaves out messages of an unfinished turn, unless the attempt ended in this turn."""
+    the used budget. Leaves out the messages of an unfinished turn, because its tool calls may have no answers."""
     states: dict[int, State] = {}
     pending: dict[int, list[Event]] = {}
     findings, spent = Findings(), dict[str, Any]()
@@ -193,7 +193,7 @@ def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Fin
         elif kind == "spent":
             spent = {key: event[key] for key in ("prompt", "sampled", "estimated", "seconds")}
         elif kind == "ended":
-            state.messages += pending.pop(number, [])
+            pending.pop(number, None)
     return states, findings, spent
 
 

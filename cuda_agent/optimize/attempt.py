@@ -252,6 +252,8 @@ class Attempt:
         else:
             ended = self._without_calls(turn)
         if ended:
+            if reply.calls and (last or ended == "stuck"):
+                self._refuse(reply, "[not run: the attempt ended]")  # servers refuse a call without an answer
             self._finish_turn()
         return ended or ()
 

@@ -142,6 +142,7 @@ def test_the_same_call_again_is_pointed_out_until_the_folder_changes():
 def test_a_turn_that_says_the_same_again_and_again_is_the_end():
     ended, attempt, _ = run(Model(said(PROFILE)), Sandbox(verdict(ratio=1.0)), replace(TERMS, turns=50))
     assert ended == "stuck" and attempt.state.turn == 6
+    assert len(results(attempt)) == 6, "a call without an answer would break a resumed attempt"
 
 
 def test_the_last_turn_runs_no_tool():
@@ -150,7 +151,7 @@ def test_the_last_turn_runs_no_tool():
     ended, attempt, events = run(model, sandbox, replace(TERMS, turns=3))
     assert ended == "turns" and attempt.state.turn == 3 and "last turn" in model.asked[-1][-1]["content"]
     assert [event["last"] for event in events if event["kind"] == "turn"] == [False, False, True]
-    assert len(results(attempt)) == 2
+    assert results(attempt) == ["ok", "ok", "[not run: the attempt ended]"]
 
 
 def test_a_cut_answer_runs_nothing_and_is_said_so():

@@ -1,0 +1,22 @@
+"""What a search knows after the events of its transcript."""
+
+from cuda_agent.agent.progress import replayed
+
+
+def event(kind, **facts):
+    return {"kind": kind, "attempt": 1} | facts
+
+
+def message(role, **facts):
+    return event("message", message={"role": role, "content": ""} | facts)
+
+
+def test_an_attempt_that_was_cut_off_in_a_turn_goes_on_from_the_turn_before():
+    call = {"id": "c0", "name": "Read", "arguments": {}}
+    whole = [message("user"), event("turn", turn=0), message("assistant", tool_calls=[call])]
+    whole += [message("tool", tool_call_id="c0"), event("files", changed={}, gone=[])]
+    cut = [event("turn", turn=1), message("assistant", tool_calls=[call]), event("ended", why="minutes")]
+    resumed = [message("user", content="opened again")]
+    states, _, _ = replayed([*whole, *cut, *resumed])
+    assert states[1].turn == 1
+    assert [said["role"] for said in states[1].messages] == ["user", "assistant", "tool", "user"]
