@@ -263,8 +263,8 @@ def _tail(file: Path, follow: bool, running: Callable[[], bool]) -> Iterator[str
 
 
 def _cluster_logs(place: Cluster, name: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Yields (stage, line) from the log of ``stage``, or from the logs of all pods if ``stage`` is empty.  Reads MLflow
-    if the stage has no pod, or if the run has no pods."""
+    """Yields (stage, line) from the log of ``stage``, or from all logs if ``stage`` is empty.  Reads the log of a stage
+    without a pod from MLflow."""
     from cuda_agent.cluster import results
     from cuda_agent.cluster import submit as cluster
 
@@ -272,11 +272,19 @@ def _cluster_logs(place: Cluster, name: str, stage: str, follow: bool) -> Iterat
     for said_by in [stage] if stage else list(pods):
         if said_by in pods:
             yield from ((said_by, line) for line in place.logs(pods[said_by], follow=follow))
-    if stage in pods or (pods and not stage):
+    if stage in pods:
         return
-    with results.mlflow(place) as address:
-        for said_by in [stage] if stage else results.logged(address, name):
-            yield from ((said_by, line) for line in results.log(address, name, said_by))
+    try:
+        with results.mlflow(place) as address:
+            names = [stage] if stage else results.logged(address, name)
+            if not names and not pods:
+                raise ConfigError(f"Run {name} has no log.")
+            for said_by in names:
+                if said_by not in pods:
+                    yield from ((said_by, line) for line in results.log(address, name, said_by))
+    except ConfigError:  # the release has no MLflow, or MLflow does not know the run
+        if stage or not pods:
+            raise
 
 
 def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[tuple[Store, Run] | Cluster, str]":

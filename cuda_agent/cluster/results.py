@@ -97,8 +97,13 @@ def log(address: str, run: str, stage: str) -> list[str]:
 
 
 def logged(address: str, run: str) -> list[str]:
-    """Returns the names of a run's stages that have records in the MLflow at ``address``, oldest first."""
-    return [stage for stage in _open(address, run)[1] if stage]
+    """Returns the names of a run's stages that have a log in the MLflow at ``address``, oldest first.  A stage that was
+    served from the cache has none.
+
+    Raises:
+        ConfigError: MLflow does not know the run."""
+    api, entries = _open(address, run)
+    return [stage for stage, entry in entries.items() if stage and "log.txt" in api.files(entry.run_id)]
 
 
 def episodes(address: str, run: str, folder: Path) -> list[Left]:

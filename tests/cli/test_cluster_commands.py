@@ -1,5 +1,6 @@
 """The commands of the cluster: what they say before anything runs."""
 
+import contextlib
 import subprocess
 import sys
 from typing import Any
@@ -9,7 +10,9 @@ from typer.testing import CliRunner
 
 from cuda_agent.cli import cluster as cli_cluster
 from cuda_agent.cli import main
+from cuda_agent.cli import runs as cli_runs
 from cuda_agent.cluster.api import ClusterError
+from cuda_agent.errors import ConfigError
 
 COMMANDS = ["submit", "sweep", "watch", "logs", "runs", "report", "diff"]
 COMMANDS += ["episodes", "cancel", "resume", "mlflow", "render", "doctor", "gc"]
@@ -55,6 +58,35 @@ def test_following_all_pods_at_once_is_refused():
     script = [sys.executable, "-m", "cuda_agent.cli", "logs", "last", "-f"]
     ended = subprocess.run(script, capture_output=True, text=True)
     assert ended.returncode == 78 and "name one stage" in ended.stderr
+
+
+class Logging:
+    """A cluster whose pods say their names."""
+
+    def logs(self, pod: str, follow: bool = False) -> list[str]:
+        return [f"pod {pod}"]
+
+
+def logs_of(monkeypatch: pytest.MonkeyPatch, pods: dict[str, str], mlflow: Any) -> list[tuple[str, str]]:
+    monkeypatch.setattr("cuda_agent.cluster.submit.pods_of", lambda place, run: pods)
+    monkeypatch.setattr("cuda_agent.cluster.results.mlflow", mlflow)
+    monkeypatch.setattr("cuda_agent.cluster.results.logged", lambda address, run: ["synthesis", "critic"])
+    monkeypatch.setattr("cuda_agent.cluster.results.log", lambda address, run, stage: [f"mlflow {stage}"])
+    return list(cli_runs._cluster_logs(Logging(), "r", "", False))  # type: ignore[arg-type]
+
+
+def test_the_logs_of_a_run_are_those_of_its_pods_and_of_the_stages_whose_pods_are_gone(monkeypatch):
+    found = logs_of(monkeypatch, {"critic": "c"}, lambda place: contextlib.nullcontext(""))
+    assert sorted(found) == [("critic", "pod c"), ("synthesis", "mlflow synthesis")]
+
+
+def test_without_mlflow_the_logs_of_a_run_are_those_of_its_pods(monkeypatch):
+    def off(place):
+        raise ConfigError("no MLflow")
+
+    assert logs_of(monkeypatch, {"critic": "c"}, off) == [("critic", "pod c")]
+    with pytest.raises(ConfigError, match="no MLflow"):
+        logs_of(monkeypatch, {}, off)
 
 
 def test_a_pods_command_outside_of_a_pod_says_so(monkeypatch):

@@ -135,6 +135,7 @@ def test_the_log_of_a_stage_from_the_cache_is_with_the_run_that_made_it(server, 
     assert isinstance(results.log(server, "maker", "train"), list)
     with pytest.raises(ConfigError, match="run maker made it and has its log"):
         results.log(server, "served", "train")
+    assert "train" in results.logged(server, "maker") and "train" not in results.logged(server, "served")
 
 
 def test_the_episodes_of_a_stage_are_fetched_also_where_the_cache_served_it(server, tmp_path, monkeypatch):
