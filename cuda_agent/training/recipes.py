@@ -226,8 +226,7 @@ def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """Returns metrics of ``episodes``. Rates are shares of the episodes that have a reward and sampled tokens.
     ``faster_than_eager`` and ``faster_than_compile`` use the verdict's reward (the paper's Eq. 1), even if the episode
-    has another form of reward. ``judge_<phase>_seconds`` are means over all episodes except those with a cached final
-    verdict."""
+    has another form of reward. ``judge_<phase>_seconds`` are means over the final verdicts that are not cached."""
     kept = trainable(episodes)
     metrics = {"episodes": float(len(kept)), "dropped": float(len(episodes) - len(kept))}
     if not kept:
@@ -239,7 +238,7 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     def share(hits: Sequence[bool]) -> float:
         return sum(hits) / len(kept)
 
-    judged = [verdict.get("phases") or {} for verdict in verdicts if not verdict.get("cached")]
+    judged = [verdict.get("phases") or {} for verdict in verdicts if verdict and not verdict.get("cached")]
     phases = sorted(set().union(*judged))
     metrics |= {f"judge_{name}_seconds": sum(one.get(name, 0.0) for one in judged) / len(judged) for name in phases}
     return metrics | {

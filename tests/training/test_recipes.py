@@ -54,6 +54,7 @@ def test_the_judges_seconds_are_means_over_verdicts_that_were_judged_anew() -> N
         {"status": "ok", "phases": {"start": 0.2, "time": 0.4}, "cached": False},
         {"status": "wrong", "phases": {"start": 0.4}, "cached": False},
         {"status": "ok", "phases": {"start": 9.0, "time": 9.0}, "cached": True},
+        None,
     ]
     metrics = episode_metrics([replace(random_episode(n), verdict=one) for n, one in enumerate(verdicts)])
     assert metrics["judge_start_seconds"] == pytest.approx(0.3)
