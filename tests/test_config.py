@@ -324,6 +324,12 @@ def test_the_memory_of_a_base_that_is_here_is_worked_out(tmp_path, monkeypatch, 
     assert 120 < taken < 180, "weights, gradients and moments of policy and critic, and one row of 4,096 tokens"
 
 
+def test_the_schedule_shows_the_memory_of_bootstrap_only_where_it_trains():
+    bases: list[str | None] = [None, "some/model"]
+    rows = [derived(Config.model_validate({"policy": {"base": base}}))["stages"]["bootstrap"] for base in bases]
+    assert rows[0]["memory"] > 0 and "memory" not in rows[1]
+
+
 def test_how_training_computes_is_no_part_of_a_cache_key():
     one, other = Config(), Config.model_validate({"training": {"checkpointing": "on"}})
     for stage in STAGES:

@@ -4,7 +4,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cuda_agent.config import EVAL_TASKS, Config, CriticConfig, Ppo, Sft
 
@@ -39,13 +39,21 @@ def synthesis(config: Config) -> Work:
 def bootstrap(config: Config) -> Work:
     """Returns the work of training a policy from scratch by imitation.  With ``policy.base`` nothing is trained, and
     only a few seconds of overhead remain."""
-    work, settings = Work(overhead=10, models=1, longest=config.policy.context, from_scratch=True), config.bootstrap
     if config.policy.base is not None:
-        return work
-    steps, tokens = settings.steps, settings.steps * settings.tokens_per_step
-    trained = replace(work, samples=settings.examples, tokens=tokens, optimizer_steps=steps, trained=tokens)
-    overhead = work.overhead + COMPILATION * config.training.compile  # which ``max_seconds`` does not count
-    return replace(trained, most_seconds=settings.max_seconds, overhead=overhead)
+        return Work(overhead=10)
+    settings = config.bootstrap
+    tokens = settings.steps * settings.tokens_per_step
+    return Work(
+        samples=settings.examples,
+        tokens=tokens,
+        optimizer_steps=settings.steps,
+        trained=tokens,
+        overhead=10 + COMPILATION * config.training.compile,  # which ``max_seconds`` does not count
+        most_seconds=settings.max_seconds,
+        models=1,
+        longest=config.policy.context,
+        from_scratch=True,
+    )
 
 
 def ppo(config: Config, ppo: Ppo, answer_tokens: int) -> Work:
