@@ -120,7 +120,11 @@ _EXPORTERS: dict[Format, Callable[[str, Solution, TaskSpec, str], str]] = {"plan
 # Variable of an exported file -> module of this package, and the definitions of it that are used.
 _LIBRARY = {"_library_nodes": ("sandbox.worker.library_nodes", ["bind"])}
 _CPU = {"_machine": ("machine", ["processor"])}
-_GPU = {"_driver": ("sandbox.driver", ["Module", "Launch"]), "_gpu": ("sandbox.worker.gpu", ["_arguments"])}
+_GPU = {
+    "_driver": ("sandbox.driver", ["Module", "Launch"]),
+    "_gpu": ("sandbox.worker.gpu", ["_arguments"]),
+    "_toolchain": ("sandbox.build.toolchain", ["_packages", "_newest_first"]),
+}
 _BINDING = {
     "_toolchain": ("sandbox.build.toolchain", ["find_nvcc"]),
     "_binding": ("sandbox.worker.binding", ["load_module"]),

@@ -2,7 +2,6 @@
 
 Kernels run on PyTorch's current stream, and only on the device that is current in the first call."""
 
-import importlib.util as _importlib_util
 import json as _json
 import sys as _sys
 from pathlib import Path as _Path
@@ -12,6 +11,7 @@ import torch
 
 from cuda_agent.optimize.standalone_plan import _built, _Kernels
 from cuda_agent.sandbox import driver as _driver
+from cuda_agent.sandbox.build import toolchain as _toolchain
 from cuda_agent.sandbox.worker import gpu as _gpu
 
 
@@ -72,12 +72,11 @@ class _OnCuda(_Kernels):
 
 def _nvrtc() -> tuple[str, list[str]]:
     """Returns the path of NVRTC, from PyTorch's packages or a CUDA toolkit, and the folders of CUDA's headers."""
-    found = _importlib_util.find_spec("nvidia")
-    packages = [_Path(place) for place in (found.submodule_search_locations or [])] if found else []
-    homes = [home for place in packages for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
+    packages = _toolchain._packages()
+    homes = [home for place in packages for home in _toolchain._newest_first(place.glob("cu[0-9]*"))]
     homes += [place / "cuda_nvrtc" for place in packages] + [_Path("/usr/local/cuda")]
     for home in homes:
-        for library in sorted(home.glob("lib*/libnvrtc.so.*")):
+        for library in _toolchain._newest_first(home.glob("lib*/libnvrtc.so.*")):
             includes = [home / "include", *(place / "cuda_runtime" / "include" for place in packages)]
             return str(library), [str(folder) for folder in includes if folder.is_dir()]
     raise RuntimeError("no libnvrtc: neither beside PyTorch nor in /usr/local/cuda")

@@ -4,8 +4,10 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,10 +51,10 @@ def find_nvrtc() -> Nvrtc:
     """Returns the newest NVRTC in the installed packages, or else the one in ``/usr/local/cuda``. Raises
     ``CompilerMissing``."""
     packages = _packages()
-    homes = [home for place in packages for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
+    homes = [home for place in packages for home in _newest_first(place.glob("cu[0-9]*"))]
     homes += [place / "cuda_nvrtc" for place in packages] + [Path("/usr/local/cuda")]
     for home in homes:
-        for library in sorted(home.glob("lib*/libnvrtc.so.*")):
+        for library in _newest_first(home.glob("lib*/libnvrtc.so.*")):
             includes = [home / "include", *(p / "cuda_runtime" / "include" for p in packages)]
             digest = hashlib.sha256(NVRTC_PROGRAM.read_bytes()).hexdigest()[:8]
             version = f"{library.name}, {library.resolve().stat().st_size} bytes, {digest}"
@@ -80,7 +82,7 @@ class Nvcc:
 def find_nvcc() -> Nvcc:
     """Returns the nvcc on PATH, or else the one in CUDA_HOME, or else the one in the installed packages. Raises
     ``CompilerMissing``."""
-    homes = [home for place in _packages() for home in sorted(place.glob("cu[0-9]*"), reverse=True)]
+    homes = [home for place in _packages() for home in _newest_first(place.glob("cu[0-9]*"))]
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     compilers = [shutil.which("nvcc"), f"{toolkit}/bin/nvcc", *(str(home / "bin" / "nvcc") for home in homes)]
     for compiler in compilers:
@@ -99,3 +101,8 @@ def _packages() -> list[Path]:
     """Returns the folders into which pip installs NVIDIA's packages."""
     found = importlib.util.find_spec("nvidia")
     return [Path(place) for place in found.submodule_search_locations or []] if found else []
+
+
+def _newest_first(paths: Iterable[Path]) -> list[Path]:
+    """Returns ``paths``, such as ``cu9`` and ``cu13``, by the version numbers in their names, the highest first."""
+    return sorted(paths, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)], reverse=True)
