@@ -42,17 +42,18 @@ class JudgeHandle:
 
     async def begin(self) -> None:
         """Starts the judge if it does not run. Raises ``SandboxUnready`` if the judge cannot start, or ``JudgeLost`` if
-        the device is faulty."""
+        it was killed or its device is faulty."""
         async with self._turn:
             await asyncio.shield(asyncio.to_thread(self._begin))
 
     def _begin(self) -> None:
         with self._lock:
-            self._refuse_in_quarantine()
+            self._refuse_if_lost()
             try:
                 self._start()
             except (OSError, ValueError) as error:
                 self._stop()
+                self._refuse_if_lost()  # ``kill`` was called during the start
                 raise SandboxUnready(f"the judge does not start: {error}; {self._last_line_of_log()}") from None
 
     @property
@@ -71,9 +72,7 @@ class JudgeHandle:
 
     def _ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
         with self._lock:
-            self._refuse_in_quarantine()
-            if self._killed:
-                raise JudgeLost("the judge was ended")
+            self._refuse_if_lost()
             try:
                 self._start()
                 send_frame(self._socket, operation, body)
@@ -87,7 +86,9 @@ class JudgeHandle:
                 raise TaskError(answer.body["message"])
             return answer.body
 
-    def _refuse_in_quarantine(self) -> None:
+    def _refuse_if_lost(self) -> None:
+        if self._killed:
+            raise JudgeLost("the judge was ended")
         until, why = self._quarantine
         if time.monotonic() < until:
             raise JudgeLost(why)

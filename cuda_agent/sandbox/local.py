@@ -143,7 +143,7 @@ class LocalSandbox:
         that fails."""
         try:
             await asyncio.gather(*(judge.begin() for judge in self._judges))
-        except JudgeLost as faulty:  # its device failed the health probe
+        except JudgeLost as faulty:  # it was killed, or its device failed the health probe
             raise SandboxUnready(str(faulty)) from None
         await self.prove_compiler()
 

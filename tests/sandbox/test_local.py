@@ -11,11 +11,12 @@ import pytest
 
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import SandboxUnready, TaskError
+from cuda_agent.sandbox import judge_process
 from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.judge.prepared import baselines_file
 from cuda_agent.sandbox.judge_process import JudgeHandle, JudgeLost
 from cuda_agent.sandbox.local import LocalSandbox
-from cuda_agent.sandbox.messages import JudgeRequest
+from cuda_agent.sandbox.messages import JudgeRequest, receive_frame
 from cuda_agent.sandbox.wire import Probe, Solution, TaskSpec, Tensor, Verdict
 from tests.sandbox.conftest import task
 from tests.sandbox.judge.fakes import settings_in
@@ -210,9 +211,17 @@ def test_a_quarantined_device_is_not_asked_and_a_killed_judge_stays_dead(tmp_pat
             asyncio.run(use())
     handle._quarantine = (0.0, "")
     handle.kill()
-    with pytest.raises(JudgeLost, match="was ended"):
-        asyncio.run(handle.ask(JudgeRequest.SPEC, {}))
+    for use in (lambda: handle.ask(JudgeRequest.SPEC, {}), handle.begin):
+        with pytest.raises(JudgeLost, match="was ended"):
+            asyncio.run(use())
     assert not (tmp_path / "judge.log").exists(), "no process was started"
+
+
+def test_a_judge_that_is_killed_while_it_starts_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = JudgeHandle(settings_in(tmp_path), tmp_path)
+    monkeypatch.setattr(judge_process, "receive_frame", lambda _: handle.kill() or receive_frame(handle._socket))
+    with pytest.raises(JudgeLost, match="was ended"):
+        asyncio.run(handle.begin())
 
 
 @pytest.fixture
