@@ -146,12 +146,15 @@ class Store:
         """Downloads an object to the file ``path``.
 
         Raises:
-            StoreDamaged: The object is absent, or it has another sha256 and was deleted together with the file."""
+            StoreDamaged: The object is absent and no file was made, or the object has another sha256 and was deleted
+                together with the file."""
         actual = hashlib.sha256()
-        with self._errors(f"read {key}"), open(path, "wb") as file:
-            for chunk in obstore.get(self._backend, key).stream(min_chunk_size=CHUNK):
-                actual.update(chunk)
-                file.write(chunk)
+        with self._errors(f"read {key}"):
+            found = obstore.get(self._backend, key)  # before the file is made: the object may be absent
+            with open(path, "wb") as file:
+                for chunk in found.stream(min_chunk_size=CHUNK):
+                    actual.update(chunk)
+                    file.write(chunk)
         if actual.hexdigest() != sha256:
             path.unlink()
             self._remove_damaged(key)

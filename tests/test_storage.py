@@ -172,6 +172,12 @@ def test_an_absent_object_is_said_to_be_absent(store):
         store.get("nothing")
 
 
+def test_an_absent_object_leaves_no_file(store, tmp_path):
+    with pytest.raises(StoreDamaged, match="no such object"):
+        store.get_file("nothing", tmp_path / "file", "0" * 64)
+    assert not (tmp_path / "file").exists()
+
+
 def test_a_folder_comes_back_as_it_was_and_has_one_digest(tmp_path, folder):
     store = open_store(tmp_path / "store")
     digest = store.put_folder(folder)
