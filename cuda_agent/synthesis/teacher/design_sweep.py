@@ -125,8 +125,10 @@ class Sweep:
         try:
             text = await asyncio.wait_for(self._child.stdout.readline(), seconds)
             line = json.loads(text) if text else {"error": f"the child ended with {await self._child.wait()}"}
-        except (TimeoutError, ValueError):  # ValueError: half a line
-            line = {"error": f"the child gave no answer in {_ANSWER_SECONDS:g} s"}
+        except TimeoutError:
+            line = {"error": f"the child gave no answer in {seconds:g} s"}
+        except ValueError as error:  # half a line
+            line = {"error": f"the child's answer is damaged: {error}"}
         if "error" in line:
             await self._end()
         return line

@@ -175,6 +175,13 @@ def test_a_child_that_does_not_answer_is_replaced(log: Path, monkeypatch: pytest
     assert optimum.seconds == 4.0 and "no answer in 2 s" in optimum.surprises[0]
 
 
+def test_a_damaged_answer_of_the_child_is_named_and_the_child_is_replaced(log: Path) -> None:
+    broken = CHILD.replace("sys.exit(3)", "print('{\"seconds\": 1.', flush=True)")
+    (log.parent / "child.py").write_text(broken)
+    (optimum,) = swept(Fake(4.0, 5.0, 6.0, "die"), ROWS)
+    assert optimum.seconds == 4.0 and "the child's answer is damaged" in optimum.surprises[0]
+
+
 def test_a_child_may_wait_for_the_lease_longer_than_for_an_answer(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     held = 'print(json.dumps({"held"'
     (log.parent / "child.py").write_text(CHILD.replace(held, f"__import__('time').sleep(3); {held}"))
