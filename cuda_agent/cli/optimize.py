@@ -181,7 +181,7 @@ def _lines(outcome: Any) -> list[str]:
 
     lines = ["", ENDS.get(outcome.why, outcome.why)]
     if outcome.best is None:
-        return [*lines, f"no correct solution was found; {outcome.folder}/report.html tells what was tried"]
+        return [*lines, f"no solution was confirmed to be correct; {outcome.folder}/report.html tells what was tried"]
     reached = "reached" if outcome.reached else "not reached"
     return [
         *lines,

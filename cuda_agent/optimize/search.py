@@ -42,9 +42,9 @@ class SearchOutcome:
 
     folder: Path  # holds the result
     why: str  # why the search ended: a key of ``progress.ENDS``
-    best: Find | None  # the best correct solution, judged strictly if possible; None: no correct solution
+    best: Find | None  # the best correct solution, judged strictly if possible; None: none, or none was confirmed
     target: float  # the speed-up that the user asked for
-    reached: bool  # whether ``best`` reaches the target
+    reached: bool  # whether ``best`` reaches the target in strict mode
     spent: Event  # how much of the budget was used, from ``SearchBudget.facts``
     message: str = ""  # the latest note about an attempt
 
@@ -112,7 +112,8 @@ async def optimize(
                     attempts = [Attempt(number, *facts, states.get(number, State())) for number in numbers]
                     why = await _run_attempts(attempts, transcript, stop)
                 best = await _confirm(task, sandbox, findings, transcript, stop)
-                reached = best is not None and (factor(best.strict or best.quick) or 0.0) >= order.terms.target
+                strict = best.strict if best else None
+                reached = strict is not None and (factor(strict) or 0.0) >= order.terms.target
                 outcome = SearchOutcome(folder, why, best, order.terms.target, reached, budget.facts(), transcript.note)
                 shown = {key: value for key, value in outcome.to_json().items() if key not in ("kind", "verdict")}
                 transcript.tell("outcome", **shown)
@@ -192,16 +193,14 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: 
 async def _confirm(
     task: Task, sandbox: Any, findings: Findings, transcript: Transcript, stop: asyncio.Event
 ) -> Find | None:
-    """Judges the best solution in strict mode, and repeats this while another solution becomes the best.  Returns the
-    best solution that strict mode confirms, or None if it confirms none.  If ``stop`` is set, the sandbox fails, or
-    ``_CONFIRMED`` solutions were judged, returns the best solution so far."""
+    """Judges the best solution in strict mode, and repeats this while another solution becomes the best, for at most
+    ``_CONFIRMED`` solutions.  Returns the best solution that strict mode confirms, or None if it confirms none.  If
+    ``stop`` is set or the sandbox fails, returns the best solution so far, which may lack a strict verdict."""
     stop.clear()
     for _ in range(_CONFIRMED):
         best = findings.best
-        if best is None or (best.strict is not None and factor(best.strict) is not None):
-            return best
-        if best.strict is not None:
-            return None  # unconfirmed solutions rank last: no solution was confirmed
+        if best is None or best.strict is not None:  # a solution that strict mode refuses ranks last
+            break
         transcript.tell("note", text="measuring the best solution strictly", passing=True)
         verdict: Verdict | None = await _unless(stop, sandbox.evaluate(task, best.solution, "strict"), sandbox)
         if verdict is None:
@@ -211,7 +210,11 @@ async def _confirm(
         if verdict.status == "infra":
             return best
         best.strict = verdict
-    return findings.best
+    judged = {digest: find for digest, find in findings.by_digest.items() if find.strict is not None}
+    confirmed = Findings({digest: find for digest, find in judged.items() if find.strict and factor(find.strict)}).best
+    if judged and confirmed is None:
+        transcript.tell("note", text=f"strict mode confirmed none of the {len(judged)} solutions that it judged")
+    return confirmed
 
 
 def write_result(

@@ -1,20 +1,25 @@
 """`optimize` in the real sandbox, with a server that is scripted and real HTTP."""
 
+import asyncio
 import json
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from chat_server import call, said, serve, turn_of
 from optimizing import DONE, KERNEL, MODEL, PROFILE, WRITE, Run, SharedSandbox, plan
 
-from cuda_agent.agent.progress import read_events, replayed
+from cuda_agent.agent.progress import Findings, Transcript, factor, read_events, replayed
 from cuda_agent.errors import TaskError
 from cuda_agent.errors import TaskError as NoTask
+from cuda_agent.optimize import search
 from cuda_agent.optimize.folder import OptimizeError, SearchOrder, opened, read_order
+from cuda_agent.sandbox.wire import Solution, Verdict
+from cuda_agent.tasks.task import Task
 from tests import made_once
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +76,40 @@ def test_the_fastest_of_the_way_is_kept_not_the_last(run):
 def test_what_was_left_unjudged_is_judged_at_the_end(run):
     outcome = run(said([[WRITE], DONE]), target=1000.0, turns=2)
     assert outcome.best and run.kinds("verdict")[0]["command"] == "end"
+
+
+def test_a_solution_without_a_strict_verdict_has_not_reached_the_target(run, monkeypatch):
+    async def stopped(task, sandbox, findings, *_):
+        return findings.best
+
+    monkeypatch.setattr(search, "_confirm", stopped)
+    outcome = run(said([[WRITE], DONE]), turns=2)
+    assert factor(outcome.best.quick) >= outcome.target and outcome.best.strict is None
+    assert not outcome.reached
+
+
+QUICK = Verdict("ok", "plan", "quick", "cpu", "model", seconds=1.0, eager_seconds=3.0)
+
+
+@pytest.mark.parametrize("answers, confirmed", [(["wrong"] * 7, None), (["wrong", "ok", *["wrong"] * 5], 5)])
+def test_only_solutions_that_strict_mode_confirms_are_results(tmp_path, answers, confirmed):
+    """Seven solutions are correct in quick mode; number 6 is the fastest, and strict mode measures all as slow."""
+    findings, events, left = Findings(), [], list(answers)
+    for number in range(7):
+        solution = Solution("plan", {"plan.json": str(number)})
+        findings.add(solution, replace(QUICK, eager_seconds=3.0 + number), 1, number)
+
+    class Strict:
+        async def evaluate(self, task, solution, mode):
+            return replace(QUICK, status=left.pop(0), mode=mode, eager_seconds=1.5)
+
+    async def confirm():
+        transcript = Transcript(tmp_path / "transcript.jsonl", lambda: 0.0, events.append)
+        return await search._confirm(Task("t", "", (), ""), Strict(), findings, transcript, asyncio.Event())
+
+    best = asyncio.run(confirm())
+    assert (best and best.turn) == confirmed and len(left) == 2
+    assert any("confirmed none of the 5" in event.get("text", "") for event in events) == (confirmed is None)
 
 
 def test_the_last_turn_asks_for_an_answer_and_runs_no_tool(run):
