@@ -38,7 +38,8 @@ class KernelEnvironment:
         best: The best verdict of quick mode so far.
         flags: The bad patterns seen so far ("malformed_call", "unknown_tool", "loop").
         repeated: How many times the latest tool call was made with the same arguments. A successful Write, Edit or
-            MultiEdit with new arguments resets the counts of all tools except these three.
+            MultiEdit with new arguments resets the counts of all tools except these three. So does a compile, verify or
+            profile that finds other files than the one before, because Bash can change files, too.
         waiting: Makes the context manager that surrounds each wait for a verdict."""
 
     def __init__(
@@ -60,6 +61,7 @@ class KernelEnvironment:
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._given = {"model.py": task.code, "SKILL.md": skill_text(format, device)}
         self._seen: Counter[str] = Counter()
+        self._commanded: dict[str, str] = {}  # the files that the latest command found
         self._opened: AbstractAsyncContextManager[WorkFolder] | None = None
         self._folder: WorkFolder | None = None
 
@@ -95,13 +97,13 @@ class KernelEnvironment:
             self.flags.add("malformed_call")
             return ToolResult("error: the arguments are no JSON object", error=True)
         key = f"{name} {_canonical(arguments)}"
-        self._seen[key] += 1
+        result = await self._folder.call(name, arguments)
+        self._seen[key] += 1  # after the call, in which ``command`` may reset the counts
         self.repeated = self._seen[key]
         if self.repeated >= LOOP:
             self.flags.add("loop")
-        result = await self._folder.call(name, arguments)
         if name in _CHANGING and not result.error and self.repeated == 1:
-            self._seen = Counter({k: n for k, n in self._seen.items() if k.startswith(_CHANGING)})
+            self._forget_calls()
         return result
 
     async def collect(self) -> Solution:
@@ -135,8 +137,14 @@ class KernelEnvironment:
 
     async def command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
         """Judges the solution in ``files``. Returns the output of the command ``name`` (compile, verify or profile)."""
+        if files != self._commanded:
+            self._commanded = files
+            self._forget_calls()
         verdict = await self.judge(solution_of(files, self.format))
         return ToolResult(describe(verdict, name, self.style), failed(verdict, name))
+
+    def _forget_calls(self) -> None:
+        self._seen = Counter({k: n for k, n in self._seen.items() if k.startswith(_CHANGING)})
 
 
 def _merit(verdict: Verdict) -> tuple[float, float]:

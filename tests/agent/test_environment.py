@@ -47,6 +47,14 @@ def test_mistakes_of_the_player_are_answers_and_are_noted(loop, sandbox):
     assert environment.flags == {"unknown_tool", "loop"} and verdict.reward == -1
 
 
+def test_a_command_after_other_edits_through_bash_is_no_loop(loop, sandbox):
+    verify = ("Bash", {"command": "verify"})
+    edits = [("Bash", {"command": f"echo '// {n}' >> kernels/fused.cpp"}) for n in range(3)]
+    calls = [*WRITES, *(call for edit in edits for call in (edit, verify))]
+    assert not loop.run(play(sandbox, calls))[0].flags
+    assert loop.run(play(sandbox, [*calls, verify, verify]))[0].flags == {"loop"}
+
+
 def test_a_player_is_told_the_task_and_in_full_the_rules(loop, sandbox):
     system, user = KernelEnvironment(TASK, sandbox).messages()
     assert "plan.json" in system["content"] and "torch.relu" in user["content"]
