@@ -53,7 +53,7 @@ _HERE = Path(__file__).parent
 _ONLY_CHECKED = "mode check only checks"
 _MOST_SPECS = 4096  # kept in memory
 _MOST_OF_A_TASK = FRAME_LIMIT // 4  # bytes as JSON
-_MOST_PROBERS = 12  # on a GPU; each has a CUDA context, and uses one core
+_MOST_PROBERS = 8  # on a GPU; each has a CUDA context, and uses one core
 
 
 class LocalSandbox:

@@ -46,7 +46,7 @@ from cuda_agent.sandbox.wire import FormatTraits, Probe, Verdict
 
 _Answer = TypeVar("_Answer")
 _MOST_PREPARED = {"cpu": 24, "cuda": 64}  # most prepared tasks; the least recently used one is removed first
-_MOST_OF_A_PROBER = 3 << 30  # most bytes that prepared tasks hold on the device
+_MOST_OF_A_PROBER = 4 << 30  # most bytes that prepared tasks hold on the device
 _SHORT_OF_MEMORY = "out of (device )?memory|more than the device has left"  # in errors of torch, driver and judge
 _PROBE_SECONDS = 10  # limit of a health probe of the device
 _RANDOM = "; but the task's own outputs for the same inputs differ from call to call, so no solution can match them"

@@ -8,8 +8,9 @@ import torch
 
 from cuda_agent.config import PolicyConfig
 from cuda_agent.lease import Lease
+from cuda_agent.policy.engines.decoder import DenseDecoder
 from cuda_agent.policy.engines.engine import SamplingParams
-from cuda_agent.policy.engines.local import LocalEngine
+from cuda_agent.policy.engines.local import LocalEngine, copied
 from cuda_agent.policy.model import new_policy
 
 pytestmark = pytest.mark.gpu
@@ -104,3 +105,20 @@ def test_the_lease_is_free_once_the_device_is_done(models, tmp_path):
         await engine.close()
 
     asyncio.run(script())
+
+
+def test_one_call_for_prompts_of_many_lengths_gives_what_one_call_for_each_gives(models):
+    model, draw = copied(models[0], torch.device("cuda"), torch.bfloat16), np.random.default_rng(0)
+    turns = [(0, 10), (3, 130), (1, 7), (2, 1)], [(3, 40), (0, 1), (4, 300), (1, 25)]  # row, number of new tokens
+    found = []
+    with torch.inference_mode():
+        packed, each = DenseDecoder(model, 5), DenseDecoder(model, 5)
+        assert packed.packed
+        each.packed = False
+        filled = dict.fromkeys(range(5), 0)
+        for turn in turns:
+            jobs = [(row, filled[row], draw.integers(0, 256, count).tolist()) for row, count in turn]
+            filled |= {row: filled[row] + count for row, count in turn}
+            found.append([torch.log_softmax(decoder.prefill(jobs), -1) for decoder in (packed, each)])
+    for one, other in found:
+        assert (one.exp() * (one - other).abs()).sum(-1).max() < 0.05
