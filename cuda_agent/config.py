@@ -206,7 +206,10 @@ class Training(Section):
 class Bootstrap(Section):
     examples: Positive = key(6000, "number of the teacher's worked examples in the corpus")
     agent_share: Share = key(0.4, "share of the examples that are episodes with tools; the others are single answers")
-    repair_share: Share = key(0.2, "share of the episodes with tools in which a mistake is made and repaired")
+    repair_share: Share = key(0.2, "share of the other episodes with tools in which a mistake is made and repaired")
+    careless_share: Share = key(
+        0.6, "share of the episodes with tools that end after the first solution, even if it is wrong or not verified"
+    )
     verify: int = key(24, "number of the teacher's solutions that the sandbox verifies", ge=0)
     steps: Positive = key(600, "number of optimizer steps")
     tokens_per_step: Positive = key(4096, "limit of tokens in one optimizer step")

@@ -7,7 +7,7 @@ from cuda_agent.agent.tools import TOOLS
 from cuda_agent.config import Bootstrap
 from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.model import train_tokenizer
-from cuda_agent.rl.dialogues import REFUSED, corpus, encode, episode, one_shot, texts
+from cuda_agent.rl.dialogues import REFUSED, careless, corpus, encode, episode, one_shot, texts
 from cuda_agent.synthesis.teacher.cpu_kernels import KERNEL, PLAN
 from cuda_agent.synthesis.teacher.family import combination, sample_task
 
@@ -58,16 +58,18 @@ def test_the_same_seed_gives_the_same_corpus_and_another_seed_another(dialogues)
 def test_held_out_combinations_never_occur():
     rng = random.Random(0)
     excluded = {combination(sample_task(rng)) for _ in range(3000)}
-    wanted = one_shot, episode
     seen = set()
 
-    def spy(task, rng, *rest):
-        seen.add(combination(task))
-        return wanted[bool(rest)](task, rng, *rest)
+    def spy(write):
+        def written(task, rng, *rest):
+            seen.add(combination(task))
+            return write(task, rng, *rest)
+
+        return written
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cuda_agent.rl.dialogues.one_shot", spy)
-        patch.setattr("cuda_agent.rl.dialogues.episode", spy)
+        for write in (one_shot, careless, episode):
+            patch.setattr(f"cuda_agent.rl.dialogues.{write.__name__}", spy(write))
         corpus(Bootstrap(examples=300), 0, excluded)
     assert seen and not seen & excluded
 
@@ -96,6 +98,8 @@ def test_a_mistake_is_reported_mended_and_not_imitated(chat):
         dialogue = episode(sample_task(rng), rng, repair=True)
         first, second = _replayed(dialogue)[:2]
         assert first != second
+        if not any(turn.get("spoilt") for turn in _assistant(dialogue)):
+            continue  # the design is wrong already
         reports = [message["content"] for message in dialogue if message["role"] == "tool"]
         assert reports[2].startswith(("verify: wrong", "build error: kernels/fused.cpp:"))
         assert "verify: ok" in reports[3:]
@@ -132,6 +136,37 @@ def test_on_a_gpu_results_are_true_of_the_files_and_episodes_end_correct_and_sho
         assert len(wrong) <= REFUSED + 1
         assert len(encode(dialogue, chat)[0]) <= 2048
     assert refused > 100, "designs are drawn without regard to the shape"
+
+
+def test_a_careless_agent_ends_after_its_first_solution_right_or_wrong_verified_or_not():
+    rng = random.Random(11)
+    ends = set()
+    for device in ("cpu", "cuda"):
+        for _ in range(60):
+            dialogue = careless(sample_task(rng, device), rng, device)
+            first, last = _assistant(dialogue)
+            assert last == {"role": "assistant", "content": "done"} and len(_replayed(dialogue)[0]) == 2
+            assert {call["name"] for call in first["tool_calls"]} <= {"Write", "Bash"}
+            ends.add(dialogue[-2]["content"])
+    assert {"ok", "verify: ok", "verify: wrong"} <= ends
+
+
+def test_an_agent_goes_back_to_the_former_solution_if_the_other_is_slower():
+    rng = random.Random(12)
+    back = 0
+    for _ in range(300):
+        dialogue = episode(sample_task(rng), rng, False)
+        speeds = [float(m["content"].split()[3][:-1]) for m in dialogue if m["content"].startswith("profile: ")]
+        states = _replayed(dialogue)
+        profiled = [
+            files
+            for files, turn in zip(states, _assistant(dialogue), strict=True)
+            if any(call["arguments"].get("command") == "profile" for call in turn.get("tool_calls", ()))
+        ]
+        if len(speeds) == 2 and states[-1] == profiled[0]:
+            assert speeds[1] <= speeds[0]
+            back += 1
+    assert back > 10
 
 
 def test_a_refused_design_is_followed_by_another_one():

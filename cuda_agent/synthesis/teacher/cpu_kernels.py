@@ -1,7 +1,7 @@
 """Writes C++ kernels for the tasks of ``family``: one source and one plan for each design.
 
-Every design is correct. Each choice is drawn uniformly, so some kernels take ten times as long as eager, and others are
-several times as fast as ``torch.compile``."""
+Each choice is drawn uniformly, without regard to the task's shape. Some kernels leave elements out. Some take ten times
+as long as eager, and others are several times as fast as ``torch.compile``."""
 
 import json
 import random
@@ -16,8 +16,9 @@ ROWS = "in0.shape[0]"
 GRIDS: tuple[int | str, ...] = (1, 2, 8, ROWS)
 DESIGNS: dict[str, tuple[Any, ...]] = {
     "number": ("float", "double"),
-    "order": ("chunk", "stride"),
+    "order": ("part", "stride"),
     "grid": GRIDS,
+    "width": (1, 8),
     "passes": ("fused", "split"),
     "moments": ("one", "two"),
 }
@@ -29,36 +30,50 @@ class Design:
     time (quartiles, measured on two idle cores).
 
     ``number``  arithmetic type; "double" is slow (1.5-2; up to 4.5 in transcendental functions)
-    ``order``   which elements block b computes; "chunk": neighbours; "stride": b, b + grid, and so on.  A stride cannot
-                be vectorised and makes threads share cache lines (5-30; near 1 if a block takes whole rows)
-    ``grid``    number of blocks; 1: only one thread works (2); one block per row: one call per row (1.1-2)
+    ``order``   which elements (or rows) block b computes. "part": n / grid neighbours; if ``grid`` does not divide n, some
+                elements are left out. "stride": b, b + grid, and so on; it cannot be vectorised, and threads share
+                cache lines (3-10; 1.3 with a ``width`` of 8; 1.0-1.6 if a block takes whole rows)
+    ``grid``    number of blocks; 1: only one thread works (1.1-2.8); one block per row: one call per row (1.0-3)
+    ``width``   neighbours that one step of a loop computes; 8: elements after the last whole step are left out (1.4-2;
+                5 in rows). Without effect on an ending that returns one value per row
     ``passes``  "fused": one loop over the elements; "split": one loop per operator, through memory (1.0-1.4)
     ``moments`` how a variance is computed; "one": from sums of v and v * v; "two": the mean first (1.05-1.15)"""
 
     number: Literal["float", "double"]
-    order: Literal["chunk", "stride"]
+    order: Literal["part", "stride"]
     grid: int | str
+    width: Literal[1, 8]
     passes: Literal["fused", "split"]
     moments: Literal["one", "two"]
 
 
 def draw_design(spec: FamilySpec, rng: random.Random) -> Design:
-    """Draws each choice uniformly."""
-    return Design(**{choice: rng.choice(values) for choice, values in DESIGNS.items()})
+    """Draws each choice uniformly. Then resets a ``width`` without effect to 1."""
+    design = Design(**{choice: rng.choice(values) for choice, values in DESIGNS.items()})
+    return design if _steps_matter(spec) else replace(design, width=1)
 
 
 def redraw(spec: FamilySpec, design: Design, rng: random.Random) -> Design:
     """Returns ``design`` with one choice, but never ``moments``, drawn again until a file of the solution changes."""
     while True:
-        field = rng.choice(("number", "order", "grid", "passes"))
+        field = rng.choice(("number", "order", "grid", "width", "passes"))
         other = replace(design, **{field: getattr(draw_design(spec, rng), field)})
         if files(spec, other) != files(spec, design):
             return other
 
 
 def fault(spec: FamilySpec, design: Design) -> tuple[Status, str]:
-    """Returns the judge's status and message for ``design``: always "ok"."""
-    return "ok", ""
+    """Predicts the judge's status and message for ``design``. The status is "wrong" if the kernel leaves out elements,
+    else "ok"."""
+    grid = spec.rows if design.grid == ROWS else int(design.grid)
+    units, row = (spec.rows, spec.columns) if spec.ending else (spec.rows * spec.columns // design.width, 0)
+    whole = (row or spec.rows * spec.columns) % design.width == 0
+    return ("ok" if whole and (design.order == "stride" or units % grid == 0) else "wrong"), ""
+
+
+def _steps_matter(spec: FamilySpec) -> bool:
+    """Returns whether the output has a value for each element, so that one that is left out is seen."""
+    return spec.ending is None or ENDINGS[spec.ending].maps
 
 
 def files(spec: FamilySpec, design: Design) -> dict[str, str]:
@@ -89,10 +104,12 @@ def _signature(spec: FamilySpec, design: Design) -> str:
     return f"#include <math.h>\nvoid fused(long block, long grid, {inputs}{buffers}, {sizes})"
 
 
-def _share(variable: str, design: Design) -> str:
-    if design.order == "chunk":
-        return f"for (long {variable} = n * block / grid; {variable} < n * (block + 1) / grid; {variable}++)"
-    return f"for (long {variable} = block; {variable} < n; {variable} += grid)"
+def _share(variable: str, count: str, design: Design) -> str:
+    """Returns the loop of a block over its part of ``count`` elements or rows."""
+    if design.order == "part":
+        part = f"{count} / grid"
+        return f"for (long {variable} = {part} * block; {variable} < {part} * (block + 1); {variable}++)"
+    return f"for (long {variable} = block; {variable} < {count}; {variable} += grid)"
 
 
 def _load(source: str, step_names: list[str], design: Design) -> str:
@@ -106,7 +123,8 @@ def _elements(spec: FamilySpec, design: Design) -> str:
     lines = []
     for k, group in enumerate(groups):
         body = [_load("z" if k else "x", names[group], design), *statements[group], "z[i] = v;"]
-        lines += [f"  {_share('i', design)} {{", *(f"    {line}" for line in body), "  }"]
+        loop = _share("i", "n", design) if design.width == 1 else f"{_share('g', 'n / 8', design)} {_STEP}"
+        lines += [f"  {loop} {{", *(f"    {line}" for line in body), "  }"]
     return f"{_signature(spec, design)} {{\n" + "\n".join(lines) + "\n}\n"
 
 
@@ -140,20 +158,24 @@ _REDUCTIONS: dict[str, _Reduction] = {
     ),
     "layer_norm two": _Reduction(*_MEAN, (*_VARIANCE, "t = 1 / sqrt(t / m + 1e-5f);", "loop: @[i] = (@[i] - s) * t;")),
 }
-_ROW = "for (long i = r * m; i < r * m + m; i++)"
+_STEP = "for (long i = g * 8; i < g * 8 + 8; i++)"
+_ROW = {
+    1: "for (long i = r * m; i < r * m + m; i++)",
+    8: "for (long g = 0; g < m / 8; g++) for (long i = r * m + g * 8; i < r * m + g * 8 + 8; i++)",
+}
 
 
 def _rows(spec: FamilySpec, design: Design) -> str:
     assert spec.ending is not None
     reduction = _REDUCTIONS.get(f"{spec.ending} {design.moments}") or _REDUCTIONS[spec.ending]
     buffer = "b" if _workspace(spec, design) else "z"
-    kept = ENDINGS[spec.ending].maps or buffer == "b"
+    kept, loop = ENDINGS[spec.ending].maps or buffer == "b", _ROW[design.width]
     body = [_load("x", [name for name, _ in spec.chain], design), *steps(spec), *([f"{buffer}[i] = v;"] * kept)]
-    lines = [f"{design.number} {reduction.start};", f"{_ROW} {{", *(f"  {line}" for line in body)]
+    lines = [f"{design.number} {reduction.start};", f"{loop} {{", *(f"  {line}" for line in body)]
     if design.passes == "split":
-        lines += ["}", f"{_ROW} {{", f"  {design.number} v = {buffer}[i];"]
+        lines += ["}", f"{loop} {{", f"  {design.number} v = {buffer}[i];"]
     lines += [f"  {reduction.add}", "}"]
-    lines += [line.replace("loop:", _ROW).replace("@", buffer) for line in reduction.then]
+    lines += [line.replace("loop:", loop).replace("@", buffer) for line in reduction.then]
     lines += [f"z[r] = {reduction.result};"] * bool(reduction.result)
     inner = "".join(f"    {line}\n" for line in lines)
-    return f"{_signature(spec, design)} {{\n  {_share('r', design)} {{\n{inner}  }}\n}}\n"
+    return f"{_signature(spec, design)} {{\n  {_share('r', 'n', design)} {{\n{inner}  }}\n}}\n"

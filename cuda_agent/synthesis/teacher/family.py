@@ -109,13 +109,13 @@ class Ending:
     kind: Literal["row", "column", "transpose"] = "row"
 
 
-# Lengths of a row or column, by device. On a GPU, lengths that 4 or 32 do not divide decide which designs are right.
+# Lengths of a row or column, by device. Lengths that 4 or 8 do not divide decide which designs are right.
 LENGTHS: dict[str, dict[str, tuple[int, ...]]] = {
     "cpu": {
-        "narrow": (32, 64),
-        "medium": (64, 128, 256),
-        "wide": (64, 128, 256, 512, 1024),
-        "plain": (128, 256, 512, 1024, 2048),
+        "narrow": (32, 50, 63, 64),
+        "medium": (63, 64, 100, 127, 128, 255, 256),
+        "wide": (63, 100, 127, 128, 255, 256, 500, 512, 999, 1024),
+        "plain": (125, 255, 512, 625, 999, 1023, 1024, 2001, 2047),
     },
     "cuda": {
         "narrow": (32, 40, 50, 63, 64),
@@ -210,7 +210,8 @@ def sample_spec(rng: random.Random, device: str = "cpu") -> FamilySpec:
         if _admissible(chain, ending):
             break
     length = rng.choice(LENGTHS[device][ENDINGS[ending].length if ending else "plain"])
-    other = (1 << rng.randint(*ELEMENTS[device])) // length
+    exponent = rng.uniform(*ELEMENTS[device]) if device == "cpu" else rng.randint(*ELEMENTS[device])
+    other = int(2**exponent) // length
     if ending and ENDINGS[ending].kind == "column":
         return FamilySpec(chain, ending, length, other)
     return FamilySpec(chain, ending, other, length)

@@ -57,8 +57,7 @@ class Mistake:
 
 
 def solve(task: Task, rng: random.Random, device: str = "cpu") -> Worked:
-    """Returns a solution of ``task`` with a random design. On the CPU it is correct; on a GPU the design may not fit
-    the task's shape.
+    """Returns a solution of ``task`` with a random design, which may not fit the task's shape.
 
     Raises:
         ValueError: The task is not of the teacher's family."""

@@ -13,15 +13,15 @@ from kernels import FLAGS, build, call, reference
 from cuda_agent.agent.tools import first_error
 from cuda_agent.sandbox.build.builder import Builder, BuildError
 from cuda_agent.sandbox.build.toolchain import CompilerMissing
-from cuda_agent.synthesis.teacher.cpu_kernels import GRIDS, KERNEL, Design, files
+from cuda_agent.synthesis.teacher.cpu_kernels import GRIDS, KERNEL, Design, draw_design, fault, files
 from cuda_agent.synthesis.teacher.family import DRAWN, OPERATORS, FamilySpec, make_task, parse, sample_task
 from cuda_agent.synthesis.teacher.teacher import redesign, solve, spoil
 
 # All designs, and few enough of them for one compilation: every operator and every ending meets every choice.
 DESIGNS = [
-    Design(number, order, grid, passes, moments)
-    for number, order, grid, passes, moments in itertools.product(
-        ("float", "double"), ("chunk", "stride"), GRIDS, ("fused", "split"), ("one", "two")
+    Design(*choices)
+    for choices in itertools.product(
+        ("float", "double"), ("part", "stride"), GRIDS, (1, 8), ("fused", "split"), ("one", "two")
     )
 ]
 
@@ -33,21 +33,25 @@ def _cover() -> list[tuple[FamilySpec, Design]]:
     for k in range(0, len(names), 2):  # two operators at a time, as they come: the C++ forms are what is tested
         pair = tuple((name, "4" if OPERATORS[name].has_constant else None) for name in names[k : k + 2])
         if sum(OPERATORS[name].binary for name, _ in pair) == 2:
-            cases += [(FamilySpec((one,), None, 12, 40), rng.choice(DESIGNS)) for one in pair]
+            cases += [(FamilySpec((one,), None, 16, 40), rng.choice(DESIGNS)) for one in pair]
         else:
-            cases.append((FamilySpec(pair, None, 12, 40), rng.choice(DESIGNS)))
+            cases.append((FamilySpec(pair, None, 16, 40), rng.choice(DESIGNS)))
     for ending in DRAWN["cpu"]:
         for passes, moments in itertools.product(("fused", "split"), ("one", "two")):
             design = replace(rng.choice(DESIGNS), passes=passes, moments=moments)
-            cases.append((FamilySpec((("mul_y", None), ("add", "3")), ending, 12, 40), design))
+            cases.append((FamilySpec((("mul_y", None), ("add", "3")), ending, 16, 40), design))
     return cases
 
 
 @pytest.fixture(scope="module")
 def sampled():
     rng = random.Random(11)
-    tasks = [sample_task(rng) for _ in range(12)]
-    return [(task, solve(task, rng)) for task in tasks]
+    found = []
+    while len(found) < 12:
+        task = sample_task(rng)
+        if (worked := solve(task, rng)).status == "ok":
+            found.append((task, worked))
+    return found
 
 
 def test_every_operator_ending_and_choice_computes_what_torch_computes(tmp_path):
@@ -60,6 +64,25 @@ def test_every_operator_ending_and_choice_computes_what_torch_computes(tmp_path)
         expected = reference(task.code)(*inputs)
         got = call(library, k, inputs, expected)
         assert torch.allclose(got, expected, rtol=1e-3, atol=1e-3), (task.name, design)
+
+
+def test_a_design_is_right_or_leaves_elements_out_as_its_fault_says(tmp_path):
+    rng, cases = random.Random(12), []
+    for ending in (None, "sum", "amax", "log_softmax", "rms_norm"):
+        for rows, columns in ((48, 64), (51, 63), (50, 40), (47, 24)):
+            spec = FamilySpec((("mul", "5"), ("tanh", None)), ending, rows, columns)
+            cases += [(spec, draw_design(spec, rng)) for _ in range(6)]
+    library = build([files(*case) for case in cases], tmp_path)
+    found = []
+    for k, (spec, design) in enumerate(cases):
+        inputs = [torch.randn(spec.rows, spec.columns)]
+        expected = reference(make_task(spec).code)(*inputs)
+        right = torch.allclose(call(library, k, inputs, expected), expected, rtol=1e-2, atol=1e-2)
+        assert fault(spec, design) == ("ok" if right else "wrong", ""), (spec, design)
+        found.append(right)
+    assert 10 < found.count(False)
+    shares = [solve(sample_task(rng), rng).status for _ in range(1000)]
+    assert 500 < shares.count("ok") < 700, "designs are drawn without regard to the shape"
 
 
 def test_sampled_solutions_are_right_and_mistakes_are_seen(sampled, tmp_path):
@@ -117,8 +140,9 @@ def test_choices_are_drawn_uniformly_and_show_in_the_files():
     task = make_task(FamilySpec((("tanh", None), ("mul", "5")), None, 64, 128))
     texts = [solve(task, rng).files for _ in range(400)]
     doubles = sum("double v" in text[KERNEL] for text in texts)
-    strides = sum("i += grid" in text[KERNEL] for text in texts)
-    assert 150 < doubles < 250 and 150 < strides < 250
+    strides = sum("+= grid" in text[KERNEL] for text in texts)
+    wide = sum("g * 8" in text[KERNEL] for text in texts)
+    assert 150 < doubles < 250 and 150 < strides < 250 and 150 < wide < 250
     grids = [json.loads(text["plan.json"])["nodes"][0]["grid"] for text in texts]
     assert all(60 < grids.count(grid) < 140 for grid in GRIDS)
 
