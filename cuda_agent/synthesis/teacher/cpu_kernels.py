@@ -30,8 +30,8 @@ class Design:
     time (quartiles, measured on two idle cores).
 
     ``number``  arithmetic type; "double" is slow (1.5-2; up to 4.5 in transcendental functions)
-    ``order``   which elements (or rows) block b computes. "part": n / grid neighbours; if ``grid`` does not divide n, some
-                elements are left out. "stride": b, b + grid, and so on; it cannot be vectorised, and threads share
+    ``order``   which elements (or rows) block b computes. "part": n / grid neighbours; if ``grid`` does not divide n,
+                some elements are left out. "stride": b, b + grid, and so on; it cannot be vectorised, and threads share
                 cache lines (3-10; 1.3 with a ``width`` of 8; 1.0-1.6 if a block takes whole rows)
     ``grid``    number of blocks; 1: only one thread works (1.1-2.8); one block per row: one call per row (1.0-3)
     ``width``   neighbours that one step of a loop computes; 8: elements after the last whole step are left out (1.4-2;

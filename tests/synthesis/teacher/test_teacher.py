@@ -80,7 +80,7 @@ def test_a_design_is_right_or_leaves_elements_out_as_its_fault_says(tmp_path):
         right = torch.allclose(call(library, k, inputs, expected), expected, rtol=1e-2, atol=1e-2)
         assert fault(spec, design) == ("ok" if right else "wrong", ""), (spec, design)
         found.append(right)
-    assert 10 < found.count(False)
+    assert found.count(False) > 10
     shares = [solve(sample_task(rng), rng).status for _ in range(1000)]
     assert 500 < shares.count("ok") < 700, "designs are drawn without regard to the shape"
 
