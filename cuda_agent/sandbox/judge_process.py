@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import socket
 import subprocess
@@ -81,7 +82,9 @@ class JudgeHandle:
                 raise
             except (OSError, ValueError) as error:
                 self._stop()
-                raise JudgeLost(f"the judge was lost: {error}; {self._last_line_of_log()}") from None
+                lost = f"the judge was lost: {error}; {self._last_line_of_log()}"
+                logging.getLogger(__name__).warning(lost)  # another judge may do its work
+                raise JudgeLost(lost) from None
             if answer.operation == Reply.ERROR:
                 raise TaskError(answer.body["message"])
             return answer.body

@@ -6,10 +6,9 @@ third filter is stricter: the judge must reject each wrong answer of ``sandbox.j
 the form of the source, and refuses tasks with the bytes or the structure of an earlier task.
 
 Two filters need a sweep over the designs of a task (``design_sweep``): the choice of a design must matter, and the best
-design must be ``headroom`` times as fast as torch.compile. Cheap filters come first. For example, a task is not swept
-if torch.compile is so close to the memory's peak rate that no design can have this headroom."""
+design must be ``headroom`` times as fast as torch.compile. Cheap filters come first: a sweep takes two seconds, a
+compiled probe ten or more."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -31,12 +30,10 @@ FILTERS = (
     "deterministic",
     "rejects wrong answers",  # a constant, an input, the answer to other inputs or weights
     "time window",
+    "choice matters",  # of a design, to speed or to correctness; only with a sweep
     "compiles",
-    "above the roofline",  # torch.compile leaves the memory room for ``headroom``; only with a sweep
-    "choice matters",  # to speed or to correctness; only with a sweep
     "headroom",  # of the best design over torch.compile; only with a sweep
 )
-REACHED = 0.9  # share of the memory's peak rate that the best kernels reach
 SPREAD, RIGHT = 1.5, 0.7  # a choice matters if median time / best time >= SPREAD, or the share of right designs < RIGHT
 
 
@@ -101,14 +98,6 @@ def check_eager(probe: Probe, window: tuple[float, float]) -> None:
 def check_compiled(probe: Probe) -> None:
     if probe.error or probe.compile_seconds is None:
         raise TaskRefused("compiles", last_line(probe.error))
-
-
-def check_roofline(probe: Probe, headroom: float) -> None:
-    """Raises TaskRefused if no kernel can be ``headroom`` times as fast as torch.compile, because every kernel must
-    move the inputs and outputs. Accepts every task if ``headroom`` is 0 or the memory's peak rate is unknown."""
-    assert probe.compile_seconds is not None  # else check_compiled refused the task
-    if probe.compile_seconds * REACHED * (probe.peak_bytes_per_second or math.inf) < headroom * probe.bytes:
-        raise TaskRefused("above the roofline", "torch.compile is at the memory's peak rate")
 
 
 def check_choice(optimum: Optimum) -> None:

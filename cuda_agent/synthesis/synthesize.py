@@ -29,7 +29,6 @@ from cuda_agent.synthesis.filters import (
     check_compiled,
     check_eager,
     check_headroom,
-    check_roofline,
     yields,
 )
 from cuda_agent.synthesis.layers import LAYERS
@@ -260,13 +259,15 @@ class _Work:
             self.eager += 1
             eager = await self._probe(task, compile=False)
             check_eager(eager, self.window)
+            optimum = await self._optimum(task)
+            if optimum:
+                self.surprises += [f"{task.name}: {what}" for what in optimum.surprises]
+                check_choice(optimum)
             self.compiled += 1
             compiled = await self._probe(task, compile=True)
             self.lost = 0
             check_compiled(compiled)
-            if optimum := await self._optimum(task, compiled):
-                self.surprises += [f"{task.name}: {what}" for what in optimum.surprises]
-                check_choice(optimum)
+            if optimum:
                 check_headroom(optimum, compiled, self.config.headroom)
         except ComposeError as error:
             stream.refused["composed"] += 1
@@ -314,8 +315,9 @@ class _Work:
         with contextlib.suppress(TaskRefused):
             check_eager(await self._probe(task, compile=False), self.window)
             if compilations <= self.config.max_candidates:
-                check_compiled(compiled := await self._probe(task, compile=True))
-                await self._optimum(task, compiled)
+                if optimum := await self._optimum(task):
+                    check_choice(optimum)
+                await self._probe(task, compile=True)
 
     async def close(self) -> None:
         left = [*self.early.values(), *self.probes.values()]
@@ -350,12 +352,10 @@ class _Work:
 
         return Probe.from_json(await self._once(f"{'compiled' if compile else 'eager'}/{task.digest}", probe))
 
-    async def _optimum(self, task: Task, compiled: Probe) -> Optimum | None:
-        """Returns the result of a sweep, if there are sweeps and ``task`` is of the teacher's family. Raises
-        TaskRefused if the ``compiled`` probe shows that no sweep can find the headroom."""
+    async def _optimum(self, task: Task) -> Optimum | None:
+        """Returns the result of a sweep, if there are sweeps and ``task`` is of the teacher's family."""
         if self.sweep is None or task.family != "teacher":
             return None
-        check_roofline(compiled, self.config.headroom)
         sweep = self.sweep
 
         async def swept() -> dict[str, Any]:

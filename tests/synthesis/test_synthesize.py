@@ -27,7 +27,6 @@ from cuda_agent.synthesis.filters import (
     check_compiled,
     check_eager,
     check_headroom,
-    check_roofline,
     yields,
 )
 from cuda_agent.synthesis.synthesize import AHEAD, optima, synthesize
@@ -254,15 +253,6 @@ def test_headroom_compares_judge_and_sweep_by_way_of_eager():
         check_headroom(optimum, probe, headroom=1.21)
 
 
-def test_where_torch_compile_moves_its_bytes_at_the_peak_rate_there_is_no_headroom():
-    probe = Probe(compile_seconds=1e-3, bytes=8 * 10**8, peak_bytes_per_second=1e12)  # 1.125 times the roofline's time
-    check_roofline(probe, headroom=1.12)
-    with pytest.raises(TaskRefused, match="above the roofline"):
-        check_roofline(probe, headroom=1.13)
-    check_roofline(probe, headroom=0.0)
-    check_roofline(Probe(compile_seconds=1e-3, bytes=8 * 10**8), headroom=1.13)
-
-
 class FakeSweep:
     """Draws an optimum from the task's digest: of four tasks one is refused by each filter."""
 
@@ -284,7 +274,8 @@ def test_a_sweep_refuses_tasks_whose_design_does_not_matter_or_that_leave_no_hea
     assert len(tasks) == 17 and {int(task.digest, 16) % 4 for task in family} == {2, 3}
     assert all(task.family == "teacher" for task in sweep.tasks)
     compiled = {digest for digest, compile in prober.calls if compile}
-    assert {task.digest for task in sweep.tasks} <= compiled
+    swept = {task.digest for task in sweep.tasks}
+    assert not [digest for digest in compiled & swept if int(digest, 16) % 4 == 1], "its choice does not matter"
     dropped = {row["filter"]: row["dropped"] for row in card["yield"]["teacher"]}
     assert dropped["choice matters"] > 0 and dropped["headroom"] > 0
     assert card["surprises"] and all(": design: wrong" in line for line in card["surprises"])

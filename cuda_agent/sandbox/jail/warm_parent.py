@@ -27,10 +27,10 @@ _PACKAGE = Path(__file__).resolve().parents[3]
 _COMPILING = ("cuda_agent.sandbox.worker.compiling", "torch._inductor.compile_fx")
 
 
-def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmParent":
+def warm_parent(threads: int, log: Path, imports: Sequence[str] = (), pinned: bool = True) -> "WarmParent":
     """Starts a warm parent, which imports torch and the modules ``imports``. It is ready when ``wait_ready`` returns.
-    It writes errors to the file ``log``. Each worker gets ``threads`` threads. All workers, including those of
-    baselines, share the same ``threads`` processors."""
+    It writes errors to the file ``log``. Each worker gets ``threads`` threads. If ``pinned``, all workers,
+    including those of baselines, share the same ``threads`` processors. Otherwise they may use every processor."""
     ours, theirs = socket.socketpair()
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
@@ -38,7 +38,7 @@ def warm_parent(threads: int, log: Path, imports: Sequence[str] = ()) -> "WarmPa
         "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": str(threads),
         "TORCHINDUCTOR_COMPILE_THREADS": "1", **KEEPING_MEMORY, "USER": "worker", "LOGNAME": "worker",
     }  # fmt: skip
-    with open(log, "ab") as errors, _processors(threads), theirs:
+    with open(log, "ab") as errors, _processors(threads) if pinned else contextlib.nullcontext(), theirs:
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", "cuda_agent.sandbox.worker.main", str(theirs.fileno()), *imports],
             env=environment, cwd="/", stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,

@@ -22,6 +22,7 @@ from cuda_agent.errors import TaskError
 from cuda_agent.machine import die_with_parent
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail import jail
+from cuda_agent.sandbox.jail.processes import NotStarted
 from cuda_agent.sandbox.judge import mutants
 from cuda_agent.sandbox.judge.decisions import BELIEVED, CandidateRefused
 from cuda_agent.sandbox.judge.memory.buffers import call_bytes
@@ -59,13 +60,13 @@ def _short_of_memory(error: Exception) -> bool:
 
 def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
     """Wraps a method of ``Judge`` so that a failed call is repeated once. It is repeated if a SIGKILL from outside the
-    judge ended the reference worker, or if ``make_room`` freed device memory after an error. Raises ``TaskError`` if
-    the driver still lacks memory."""
+    judge ended the reference worker, if a worker did not start, or if ``make_room`` freed device memory after an
+    error. Raises ``TaskError`` if the driver still lacks memory."""
 
     def once_more(judge: "Judge", *arguments: Any) -> _Answer:
         try:
             return method(judge, *arguments)
-        except TaskKilled:
+        except (TaskKilled, NotStarted):
             pass
         except (TaskError, driver.DriverError) as error:
             if not judge.make_room(error):

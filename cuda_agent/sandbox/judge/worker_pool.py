@@ -49,7 +49,7 @@ class WorkerPool:
         self.lease = Lease(Path(settings.lease))  # the judge has one thread, so it needs one lease
         self._log = Path(settings.scratch) / "workers.log"
         self._groups = cgroups.find()
-        self._plain = warm_parent(settings.threads, self._log)
+        self._plain = warm_parent(settings.threads, self._log, pinned=not settings.prober)
         self._compiling: WarmParent | None = None
         self._spare: JailedProcess | None = None
         self.areas = buffers.Spare()  # for candidates on the CPU
@@ -101,6 +101,8 @@ class WorkerPool:
     def compiler(self) -> tuple[JailedProcess, str]:
         """Starts a reference worker that may run compilers. Returns the worker, and the folder with a warm-up's
         results."""
+        if self.settings.device == "cuda":
+            self._parent_that_compiles()  # its imports take seconds, but not the device: they need no lease
         known = str(self._known())
         with self.lease.working():
             return self._start_compiler(self._home(), (known,)), known

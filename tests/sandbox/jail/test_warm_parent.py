@@ -31,6 +31,17 @@ def test_what_compiling_workers_find_imported_asks_no_gpu() -> None:
     subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"CUDA_HOME": "/nowhere"})
 
 
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_parent_of_measurements_keeps_its_processors_and_a_probers_may_use_all(tmp_path: Path, pinned: bool) -> None:
+    parent = warm_parent.warm_parent(1, tmp_path / "log", pinned=pinned)
+    try:
+        parent.wait_ready()
+        mine = os.sched_getaffinity(0)
+        assert len(os.sched_getaffinity(parent.pid)) == (1 if pinned else len(mine))
+    finally:
+        parent.close()
+
+
 class Parent:
     def __init__(self, imports: Any, fault: str) -> None:
         self.imports, self.fault, self.closed = imports, fault, False

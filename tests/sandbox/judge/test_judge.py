@@ -9,6 +9,7 @@ import pytest
 
 from cuda_agent.errors import TaskError
 from cuda_agent.sandbox import driver
+from cuda_agent.sandbox.jail.processes import NotStarted
 from cuda_agent.sandbox.judge import judge as judges
 from cuda_agent.sandbox.judge import prepared
 from cuda_agent.sandbox.judge.decisions import CandidateRefused
@@ -346,6 +347,8 @@ def test_a_new_best_time_of_a_used_context_is_timed_again_in_a_new_one(sharing: 
 def test_a_reference_that_is_killed_is_asked_again_once(make: Make, trials: Trials) -> None:
     judge = make()
     trials.script = [TaskKilled("killed")]
+    assert judge.evaluate(request())["status"] == "ok"
+    trials.script = [NotStarted("a worker exceeded its time before it began")]
     assert judge.evaluate(request())["status"] == "ok"
     trials.script = [TaskKilled("killed"), TaskKilled("killed")]
     with pytest.raises(TaskKilled):

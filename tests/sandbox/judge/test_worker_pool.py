@@ -43,6 +43,28 @@ def test_a_task_that_opens_stands_still_while_another_process_times(tmp_path: Pa
         scratch.remove(folder)
 
 
+def test_on_a_gpu_others_may_time_while_the_parent_of_compilers_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = scratch.make_folder("pool")
+    pool = WorkerPool(settings_in(folder, clock="real", device="cuda"))
+    free: list[bool] = []
+
+    def parent(start: Any) -> None:
+        free.append(free_for(folder / "lease", fcntl.LOCK_EX))
+
+    def start(home: Path, read: Sequence[str]) -> None:
+        free.append(free_for(folder / "lease", fcntl.LOCK_EX))
+
+    monkeypatch.setattr("cuda_agent.sandbox.judge.worker_pool.compiling_parent", parent)
+    monkeypatch.setattr(pool, "_known", lambda: folder)
+    monkeypatch.setattr(pool, "_start_compiler", start)
+    try:
+        pool.compiler()
+        assert free == [True, False]
+    finally:
+        pool.close()
+        scratch.remove(folder)
+
+
 def test_a_worker_that_is_started_ahead_holds_the_timing_lease_until_it_is_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
