@@ -263,8 +263,6 @@ class Probe:
     inputs: list[Tensor] = field(default_factory=list)
     outputs: list[Tensor] = field(default_factory=list)
     parameter_count: int = 0
-    bytes: int = 0  # of the inputs and outputs of one call
-    peak_bytes_per_second: float | None = None  # of the device's memory
 
     @property
     def lets_through(self) -> dict[str, float]:

@@ -290,8 +290,6 @@ class Judge:
             inputs=list(spec.inputs),
             outputs=list(spec.outputs),
             parameter_count=spec.parameter_count,
-            bytes=call_bytes(spec),
-            peak_bytes_per_second=prepared.peaks.bytes_per_second,
         )
 
     def healthy(self) -> bool:
