@@ -54,7 +54,8 @@ def submission(config: Config, profile: str, release: str, group: str = "") -> S
 def sweep_submissions(
     configs: Sequence[Config], profile: str, release: str, parallel: int | None = None
 ) -> list[Submission]:
-    """Returns the objects of a sweep's runs.  Argo runs at most ``parallel`` of them at a time (None: no limit)."""
+    """Returns the objects to submit for a sweep.  Argo executes at most ``parallel`` of the sweep's runs at a time.
+    None: no limit."""
     return [
         submission(config, profile, release, f"{config.run.sweep}-group-{number % parallel + 1}" if parallel else "")
         for number, config in enumerate(configs)

@@ -64,7 +64,7 @@ class Pools(ValuesGroup):
 
 
 class EnginePods(ValuesGroup):
-    """The vLLM servers of a run with ``policy.engine=vllm``.  Without them, each stage starts servers."""
+    """The vLLM servers of a run with ``policy.engine=vllm``.  Without them, each stage starts its own servers."""
 
     replicas: Annotated[int, Field(ge=0, le=512)] = value(
         0, "number of servers; above 0 requires `claim` and `parallelism: 1`"

@@ -177,8 +177,8 @@ def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
 
 
 def _spoken(message: Mapping[str, Any], thought: str = "") -> list[StoryPart]:
-    """Returns an assistant's message as parts: thought, text, tool calls.  ``thought`` is a thought that
-    ``message`` does not contain."""
+    """Returns an assistant's message as parts: thought, text, tool calls.  ``thought`` is its thought if that is kept
+    apart from ``message``."""
     content = str(message.get("content") or "")
     before, closed, said = content.rpartition("</think>")
     thought = (thought or str(message.get("thought") or "")) + (before.replace("<think>", "") if closed else "")

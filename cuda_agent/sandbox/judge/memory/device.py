@@ -220,7 +220,8 @@ def takes_turns(part: float, of_whole: float, floor: float) -> bool:
 
 
 def healthy() -> bool:
-    """Returns whether known arrays compare correctly. This tests memory, a kernel launch and a copy to the host."""
+    """Returns whether a comparison of arrays with known contents gives the expected result. This tests memory, a kernel
+    launch and a copy to the host."""
     ones, twos, tensors = Array(4096), Array(4096), [Tensor((1024,), "float32")]
     for array, word in ((ones, 0x3F800000), (twos, 0x40000000)):
         driver.fill_words(array.address, word, 1024)

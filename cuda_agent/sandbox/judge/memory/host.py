@@ -66,6 +66,6 @@ def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:
 
 
 def healthy() -> bool:
-    """Returns whether known arrays compare correctly."""
+    """Returns whether a comparison of two arrays with known contents gives the expected result."""
     ones, tensors = numpy.ones(1024, numpy.float32), [Tensor((1024,), "float32")]
     return not mismatch([ones], [ones], tensors, 0.1)[0] and bool(mismatch([ones], [2 * ones], tensors, 0.1)[0])

@@ -89,8 +89,8 @@ def _units(seconds: float) -> int:
 
 
 class _Walls:
-    """The shortest wall seconds so far of requests for one call, and of requests for ``count`` calls if ``count``
-    exceeds 1."""
+    """The shortest wall time so far, in seconds, of a request for one call and, if ``count`` exceeds 1, of a request
+    for ``count`` calls."""
 
     def __init__(self, count: int) -> None:
         self._count = count
