@@ -103,7 +103,7 @@ async def measure(tasks: int, solutions: int) -> list[dict[str, Any]]:
     from cuda_agent.sandbox.build.toolchain import FLAGS
     from cuda_agent.sandbox.local import LocalSandbox
     from cuda_agent.sandbox.wire import Solution
-    from cuda_agent.synthesis.teacher.teacher import solve
+    from cuda_agent.synthesis.teacher.teacher import solve_right
 
     rng = random.Random(0)
     rows: list[dict[str, Any]] = []
@@ -115,7 +115,7 @@ async def measure(tasks: int, solutions: int) -> list[dict[str, Any]]:
                 prepared,
                 solutions + 1,
                 rng,
-                lambda task: Solution("plan", solve(task, rng).files),
+                lambda task: Solution("plan", solve_right(task, rng).files),
             )
             first: set[str] = set()
             for task, solution in drawn:

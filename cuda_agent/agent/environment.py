@@ -61,7 +61,7 @@ class KernelEnvironment:
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._given = {"model.py": task.code, "SKILL.md": skill_text(format, device)}
         self._seen: Counter[str] = Counter()
-        self._commanded: dict[str, str] = {}  # the files that the latest command found
+        self._commanded: set[int] = set()  # hashes of the files that commands found
         self._opened: AbstractAsyncContextManager[WorkFolder] | None = None
         self._folder: WorkFolder | None = None
 
@@ -137,8 +137,8 @@ class KernelEnvironment:
 
     async def command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
         """Judges the solution in ``files``. Returns the output of the command ``name`` (compile, verify or profile)."""
-        if files != self._commanded:
-            self._commanded = files
+        if (found := hash(frozenset(files.items()))) not in self._commanded:
+            self._commanded.add(found)
             self._forget_calls()
         verdict = await self.judge(solution_of(files, self.format))
         return ToolResult(describe(verdict, name, self.style), failed(verdict, name))

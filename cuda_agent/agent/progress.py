@@ -202,5 +202,5 @@ def _note_verdict(findings: Findings, event: Mapping[str, Any], turn: int) -> No
     solution = Solution(verdict.format, dict(event["files"]))
     if verdict.mode == "quick":
         findings.add(solution, verdict, int(event["attempt"]), turn)
-    elif solution.digest in findings.by_digest:
+    elif verdict.status != "infra" and solution.digest in findings.by_digest:
         findings.by_digest[solution.digest].strict = verdict

@@ -282,7 +282,7 @@ def _cluster_logs(place: Cluster, name: str, stage: str, follow: bool) -> Iterat
             for said_by in names:
                 if said_by not in pods:
                     yield from ((said_by, line) for line in results.log(address, name, said_by))
-    except ConfigError:  # the release has no MLflow, or MLflow does not know the run
+    except (ConfigError, ClusterError):  # the release has no MLflow, it does not answer, or it does not know the run
         if stage or not pods:
             raise
 

@@ -26,7 +26,7 @@ from cuda_agent.sandbox.wire import Format, Solution, TaskSpec, Verdict
 from cuda_agent.synthesis.filters import TaskRefused, check_eager
 from cuda_agent.synthesis.teacher.cpu_kernels import KERNEL, PLAN
 from cuda_agent.synthesis.teacher.family import sample_task
-from cuda_agent.synthesis.teacher.teacher import solve
+from cuda_agent.synthesis.teacher.teacher import solve_right
 from cuda_agent.tasks.task import Task
 
 WINDOW = (1e-4, 5e-3)  # seconds that an eager call may take: the demo's range
@@ -166,8 +166,8 @@ def _reference(task: Task, rng: random.Random) -> dict[str, str]:
 
 # Functions that write the files of a solution of a teacher's task, by format.
 _SOLUTIONS: dict[Format, Callable[[Task, TaskSpec, random.Random], dict[str, str]]] = {
-    "plan": lambda task, spec, rng: dict(solve(task, rng).files),
-    "extension": lambda task, spec, rng: work_folder(solve(task, rng).files, spec),
+    "plan": lambda task, spec, rng: dict(solve_right(task, rng).files),
+    "extension": lambda task, spec, rng: work_folder(solve_right(task, rng).files, spec),
     "python": lambda task, spec, rng: _reference(task, rng),
 }
 

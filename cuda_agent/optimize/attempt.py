@@ -142,7 +142,7 @@ class SearchEnvironment(KernelEnvironment):
         self._judged.add(solution.digest)
         if mode == "quick":
             self.findings.add(solution, verdict, self.attempt, self.turn)
-        elif found := self.findings.by_digest.get(solution.digest):
+        elif verdict.status != "infra" and (found := self.findings.by_digest.get(solution.digest)):
             found.strict = verdict
         self.tell("verdict", command=command, verdict=verdict.to_json(), files=solution.files, factor=factor(verdict))
         return verdict

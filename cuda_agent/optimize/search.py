@@ -195,8 +195,10 @@ async def _confirm(
 ) -> Find | None:
     """Judges the best solution in strict mode, and repeats this while another solution becomes the best, for at most
     ``_CONFIRMED`` solutions.  Returns the best solution that strict mode confirms, or None if it confirms none.  If
-    ``stop`` is set or the sandbox fails, returns the best solution so far, which may lack a strict verdict."""
+    ``stop`` is set or the sandbox fails before one is confirmed, returns the best solution so far, which lacks a
+    strict verdict."""
     stop.clear()
+    unconfirmed: Find | None = None
     for _ in range(_CONFIRMED):
         best = findings.best
         if best is None or best.strict is not None:  # a solution that strict mode refuses ranks last
@@ -204,17 +206,19 @@ async def _confirm(
         transcript.tell("note", text="measuring the best solution strictly", passing=True)
         verdict: Verdict | None = await _unless(stop, sandbox.evaluate(task, best.solution, "strict"), sandbox)
         if verdict is None:
-            return best
+            unconfirmed = best
+            break
         said = {"verdict": verdict.to_json(), "files": best.solution.files, "factor": factor(verdict)}
         transcript.tell("verdict", attempt=best.attempt, command="end", **said)
         if verdict.status == "infra":
-            return best
+            unconfirmed = best
+            break
         best.strict = verdict
     judged = {digest: find for digest, find in findings.by_digest.items() if find.strict is not None}
     confirmed = Findings({digest: find for digest, find in judged.items() if find.strict and factor(find.strict)}).best
-    if judged and confirmed is None:
+    if judged and confirmed is None and unconfirmed is None:
         transcript.tell("note", text=f"strict mode confirmed none of the {len(judged)} solutions that it judged")
-    return confirmed
+    return confirmed or unconfirmed
 
 
 def write_result(

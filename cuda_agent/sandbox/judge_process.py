@@ -83,7 +83,8 @@ class JudgeHandle:
             except (OSError, ValueError) as error:
                 self._stop()
                 lost = f"the judge was lost: {error}; {self._last_line_of_log()}"
-                logging.getLogger(__name__).warning(lost)  # another judge may do its work
+                if not self._killed:
+                    logging.getLogger(__name__).warning(lost)  # another judge may do its work
                 raise JudgeLost(lost) from None
             if answer.operation == Reply.ERROR:
                 raise TaskError(answer.body["message"])

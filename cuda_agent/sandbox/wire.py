@@ -275,7 +275,8 @@ class Probe:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Probe":
-        return cls(**(data | {name: _tensors(data[name]) for name in ("inputs", "outputs")}))
+        fields = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}  # a server may be older or newer
+        return cls(**(fields | {name: _tensors(data[name]) for name in ("inputs", "outputs")}))
 
 
 def _tensors(items: Iterable[Any]) -> list[Tensor]:

@@ -107,7 +107,7 @@ async def synthesize(
     Calls ``report(key, JSON value)`` with each result: of a probe, of a sweep, or of a composer that is not
     repeatable. A later call with these results as ``known`` does not repeat the work. ``progress(done, total)`` counts
     accepted tasks. ``composer`` replaces the configured writer. ``sweep`` finds the best design of a task of the
-    teacher's family; without it, the last three of ``FILTERS`` pass every task.
+    teacher's family; without it, the filters "choice matters" and "headroom" pass every task.
 
     Raises:
         TaskError: The evaluation set cannot be read.
@@ -261,6 +261,7 @@ class _Work:
             check_eager(eager, self.window)
             optimum = await self._optimum(task)
             if optimum:
+                self.lost = 0
                 self.surprises += [f"{task.name}: {what}" for what in optimum.surprises]
                 check_choice(optimum)
             self.compiled += 1

@@ -53,6 +53,8 @@ def test_a_command_after_other_edits_through_bash_is_no_loop(loop, sandbox):
     calls = [*WRITES, *(call for edit in edits for call in (edit, verify))]
     assert not loop.run(play(sandbox, calls))[0].flags
     assert loop.run(play(sandbox, [*calls, verify, verify]))[0].flags == {"loop"}
+    to_and_fro = [("Bash", {"command": f"printf '{text}' > note.txt"}) for text in "ab"]
+    assert loop.run(play(sandbox, [*WRITES, *(call for one in to_and_fro * 4 for call in (one, verify))]))[0].flags
 
 
 def test_a_player_is_told_the_task_and_in_full_the_rules(loop, sandbox):

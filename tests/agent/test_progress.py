@@ -1,6 +1,7 @@
 """What a search knows after the events of its transcript."""
 
 from cuda_agent.agent.progress import replayed
+from cuda_agent.sandbox.wire import Verdict
 
 
 def event(kind, **facts):
@@ -20,3 +21,12 @@ def test_an_attempt_that_was_cut_off_in_a_turn_goes_on_from_the_turn_before():
     states, _, _ = replayed([*whole, *cut, *resumed])
     assert states[1].turn == 1
     assert [said["role"] for said in states[1].messages] == ["user", "assistant", "tool", "user"]
+
+
+def test_a_fault_of_the_sandbox_is_no_strict_verdict_on_a_solution():
+    def judged(status, mode):
+        verdict = Verdict(status, "plan", mode, "cpu", "real", seconds=1.0, eager_seconds=2.0)
+        return event("verdict", verdict=verdict.to_json(), files={"plan.json": "{}"}, command="verify")
+
+    (_, findings, *_) = replayed([event("turn", turn=0), judged("ok", "quick"), judged("infra", "strict")])
+    assert findings.best and findings.best.strict is None

@@ -112,6 +112,29 @@ def test_only_solutions_that_strict_mode_confirms_are_results(tmp_path, answers,
     assert any("confirmed none of the 5" in event.get("text", "") for event in events) == (confirmed is None)
 
 
+@pytest.mark.parametrize("first", ["ok", "infra"])
+def test_a_fault_of_the_strict_judge_hides_no_solution_that_is_confirmed(tmp_path, first):
+    """Number 2 is the fastest in quick mode; strict mode confirms number 0 first, unless it fails at once."""
+    findings = Findings()
+    for number in range(3):
+        solution = Solution("plan", {"plan.json": str(number)})
+        findings.add(solution, replace(QUICK, eager_seconds=3.0 + number), 1, number)
+    if first == "ok":
+        findings.by_digest[Solution("plan", {"plan.json": "0"}).digest].strict = replace(QUICK, mode="strict")
+
+    class Strict:
+        async def evaluate(self, task, solution, mode):
+            return replace(QUICK, status="infra", mode=mode)
+
+    async def confirm():
+        transcript = Transcript(tmp_path / "transcript.jsonl", lambda: 0.0, lambda event: None)
+        return await search._confirm(Task("t", "", (), ""), Strict(), findings, transcript, asyncio.Event())
+
+    best = asyncio.run(confirm())
+    assert best and best.turn == (0 if first == "ok" else 2)
+    assert (best.strict is None) == (first == "infra")
+
+
 def test_the_last_turn_asks_for_an_answer_and_runs_no_tool(run):
     outcome = run(said([[WRITE]]), target=1000.0, turns=3)
     last = run.served.requests[-1]

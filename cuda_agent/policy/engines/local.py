@@ -27,6 +27,7 @@ from cuda_agent.policy.engines.engine import Completion, EngineError, SamplingPa
 QUIET_PASSES = 8
 KEPT_TOKENS_PER_ROW = 1024  # times the number of rows: most tokens of finished sequences that are kept
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # most per pass, or one prompt; the lease is released between passes
+SEEN_TOKENS = {"cpu": 1 << 30, "cuda": 131_072}  # most that these see: a pass copies their keys and values on a GPU
 PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # else 0.05; rounding alone causes 1e-6
 
 
@@ -248,7 +249,8 @@ class LocalEngine:
                 self.counts.prefilled += len(prompt) - start
             picks.append(leaders[prompt])
         parts = []
-        for chunk in _chunks(jobs, PREFILL_TOKENS[self._device.type]):
+        kind = self._device.type
+        for chunk in _chunks(jobs, PREFILL_TOKENS[kind], SEEN_TOKENS[kind]):
             with self._working():
                 for row, start, _ in chunk:
                     if start:
@@ -332,14 +334,15 @@ def _noise(request: _Request) -> float:
     return float(request.noise[len(request.ids)])
 
 
-def _chunks(jobs: Sequence[Job], most: int) -> Iterator[Sequence[Job]]:
-    """Yields groups of consecutive jobs with at most ``most`` tokens together; a longer job is its own group."""
-    begin, tokens = 0, 0
-    for index, (_, _, ids) in enumerate(jobs):
-        if index > begin and tokens + len(ids) > most:
+def _chunks(jobs: Sequence[Job], most: int, seen: int) -> Iterator[Sequence[Job]]:
+    """Yields groups of consecutive jobs. A group has at most ``most`` new tokens, and at most ``seen`` tokens including
+    those before them, unless it is one job."""
+    begin, new, whole = 0, 0, 0
+    for index, (_, start, ids) in enumerate(jobs):
+        if index > begin and (new + len(ids) > most or whole + start + len(ids) > seen):
             yield jobs[begin:index]
-            begin, tokens = index, 0
-        tokens += len(ids)
+            begin, new, whole = index, 0, 0
+        new, whole = new + len(ids), whole + start + len(ids)
     yield jobs[begin:]
 
 

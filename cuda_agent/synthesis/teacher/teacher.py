@@ -65,6 +65,13 @@ def solve(task: Task, rng: random.Random, device: str = "cpu") -> Worked:
     return _worked(spec, device, _KERNELS[device].draw_design(spec, rng))
 
 
+def solve_right(task: Task, rng: random.Random, device: str = "cpu") -> Worked:
+    """Does what ``solve`` does, until the design fits the task's shape."""
+    while (worked := solve(task, rng, device)).status != "ok":
+        pass
+    return worked
+
+
 def redesign(task: Task, worked: Worked, rng: random.Random) -> Worked:
     """Returns a solution like ``worked``, with one choice of the design drawn again. At least one file changes."""
     spec = parse(task)

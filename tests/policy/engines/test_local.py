@@ -11,7 +11,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cuda_agent.lease import Lease
-from cuda_agent.policy.engines import native
+from cuda_agent.policy.engines import local, native
 from cuda_agent.policy.engines.decoder import DenseDecoder, GenericDecoder, make_decoder, verify
 from cuda_agent.policy.engines.engine import SamplingParams
 from cuda_agent.policy.engines.local import EngineError, LocalEngine, copied, draw, uniforms
@@ -322,6 +322,15 @@ def test_a_cancelled_request_frees_its_row(policy, tmp_path):
     assert [isinstance(result, asyncio.CancelledError) for result in done] == [False, True, False, False]
     assert len(after.ids) == 3 and engine.counts.sampled < 3 * 30 + 3 + 30
     asyncio.run(engine.close())
+
+
+def test_prompts_are_computed_in_groups_by_new_tokens_and_by_tokens_that_they_see():
+    jobs = [
+        (row, start, [1] * new) for row, (start, new) in enumerate([(0, 6), (0, 4), (50, 1), (30, 1), (0, 12), (99, 1)])
+    ]
+    groups = [[row for row, _, _ in group] for group in local._chunks(jobs, 10, 70)]
+    assert groups == [[0, 1], [2], [3], [4], [5]]
+    assert [row for group in local._chunks(jobs, 100, 1000) for row, _, _ in group] == [0, 1, 2, 3, 4, 5]
 
 
 def test_the_context_is_a_limit(engine):
