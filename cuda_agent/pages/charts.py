@@ -129,7 +129,8 @@ def interval_chart(
         known = [v for _, _, value, interval in rows for v in (value, *(interval or ())) if v is not None]
         high = math.exp(1.08 * max(abs(math.log(v)) for v in [*known, 1.25] if v > 0))
         low = 1 / high
-        marks = [m for m in (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 10, 20, 100) if low <= m <= high]
+        fine, coarse = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2, 4, 10, 20, 100), (0.01, 0.05, 0.25, 1, 4, 20, 100)
+        marks = [m for m in (coarse if high / low > 32 else fine) if low <= m <= high]
         if len(marks) < 3:
             marks = [m for m in (0.6, 0.8, 1, 1.25, 1.6) if low <= m <= high]
     else:

@@ -414,7 +414,7 @@ def put(page: Page, name: str, value: str) -> None:
 
 @in_browser
 def test_it_searches_filters_and_sorts(opened):
-    assert shown(opened) == ["relu_add", "lost", "tanh-0001"]
+    assert shown(opened) == ["lost", "tanh-0001", "relu_add"]
     put(opened, "search", "OUTPUT 0 differs")
     assert shown(opened) == ["tanh-0001"] and "1 of 3" in opened.text()
     put(opened, "search", "")
@@ -422,7 +422,7 @@ def test_it_searches_filters_and_sorts(opened):
     assert shown(opened) == ["relu_add"]
     put(opened, "status", "")
     put(opened, "least", "-1")
-    assert shown(opened) == ["relu_add", "tanh-0001"]
+    assert shown(opened) == ["tanh-0001", "relu_add"]
     put(opened, "least", "")
     put(opened, "sort", "reward")
     assert shown(opened) == ["relu_add", "tanh-0001", "lost"]
