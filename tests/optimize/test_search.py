@@ -153,9 +153,13 @@ def test_the_last_turn_asks_for_an_answer_and_runs_no_tool(run):
 )
 def test_every_budget_ends_the_search_and_keeps_what_was_found(run, budget, why):
     spend = {"usage": (2000, 500)}
-    outcome = run(
-        lambda request: [WRITE, spend] if turn_of(request) == 0 else [PROFILE, spend], target=1000.0, **budget
-    )
+
+    def script(request):  # the same call again and again would end the search before a minute does
+        turn = turn_of(request)
+        commands = "profile", f"echo {turn}"
+        return [WRITE if turn == 0 else {"calls": [call("Bash", command=command) for command in commands]}, spend]
+
+    outcome = run(script, target=1000.0, turns=1000, **budget)
     assert outcome.why == why
     assert outcome.best is not None or why == "minutes"
     if "tokens" in budget:
