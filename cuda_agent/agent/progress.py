@@ -68,6 +68,13 @@ class Findings:
         if factor(verdict) is not None:
             self.by_digest.setdefault(solution.digest, Find(solution, verdict, attempt, turn))
 
+    def note(self, solution: Solution, verdict: Verdict, attempt: int, turn: int) -> None:
+        """Adds ``solution`` after a quick verdict. Keeps a strict verdict, unless the sandbox failed."""
+        if verdict.mode == "quick":
+            self.add(solution, verdict, attempt, turn)
+        elif verdict.status != "infra" and solution.digest in self.by_digest:
+            self.by_digest[solution.digest].strict = verdict
+
     @property
     def best(self) -> Find | None:
         """The fastest solution; None if there is none. If a solution has no strict verdict, its quick verdict
@@ -199,8 +206,4 @@ def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Fin
 
 def _note_verdict(findings: Findings, event: Mapping[str, Any], turn: int) -> None:
     verdict = Verdict.from_json(event["verdict"])
-    solution = Solution(verdict.format, dict(event["files"]))
-    if verdict.mode == "quick":
-        findings.add(solution, verdict, int(event["attempt"]), turn)
-    elif verdict.status != "infra" and solution.digest in findings.by_digest:
-        findings.by_digest[solution.digest].strict = verdict
+    findings.note(Solution(verdict.format, dict(event["files"])), verdict, int(event["attempt"]), turn)

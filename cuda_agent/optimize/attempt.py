@@ -140,10 +140,7 @@ class SearchEnvironment(KernelEnvironment):
             verdict = fault.verdict
             self.faults += 1
         self._judged.add(solution.digest)
-        if mode == "quick":
-            self.findings.add(solution, verdict, self.attempt, self.turn)
-        elif verdict.status != "infra" and (found := self.findings.by_digest.get(solution.digest)):
-            found.strict = verdict
+        self.findings.note(solution, verdict, self.attempt, self.turn)
         self.tell("verdict", command=command, verdict=verdict.to_json(), files=solution.files, factor=factor(verdict))
         return verdict
 

@@ -123,7 +123,7 @@ _CPU = {"_machine": ("machine", ["processor"])}
 _GPU = {
     "_driver": ("sandbox.driver", ["Module", "Launch"]),
     "_gpu": ("sandbox.worker.gpu", ["_arguments"]),
-    "_toolchain": ("sandbox.build.toolchain", ["_packages", "_newest_first"]),
+    "_toolchain": ("sandbox.build.toolchain", ["nvrtc_files"]),
 }
 _BINDING = {
     "_toolchain": ("sandbox.build.toolchain", ["find_nvcc"]),

@@ -205,12 +205,10 @@ async def _confirm(
             break
         transcript.tell("note", text="measuring the best solution strictly", passing=True)
         verdict: Verdict | None = await _unless(stop, sandbox.evaluate(task, best.solution, "strict"), sandbox)
-        if verdict is None:
-            unconfirmed = best
-            break
-        said = {"verdict": verdict.to_json(), "files": best.solution.files, "factor": factor(verdict)}
-        transcript.tell("verdict", attempt=best.attempt, command="end", **said)
-        if verdict.status == "infra":
+        if verdict is not None:
+            said = {"verdict": verdict.to_json(), "files": best.solution.files, "factor": factor(verdict)}
+            transcript.tell("verdict", attempt=best.attempt, command="end", **said)
+        if verdict is None or verdict.status == "infra":
             unconfirmed = best
             break
         best.strict = verdict

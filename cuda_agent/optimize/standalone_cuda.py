@@ -34,7 +34,7 @@ class _OnCuda(_Kernels):
     def _compiled(self) -> _Path:
         major, minor = torch.cuda.get_device_capability()
         architecture = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
-        library, includes = _nvrtc()
+        library, includes = _toolchain.nvrtc_files()
         request = {
             "library": library, "includes": includes, "architecture": architecture, "unit": "unit.cu",
             "expressions": self.program["expressions"],
@@ -68,15 +68,3 @@ class _OnCuda(_Kernels):
                 self.library(step, buffers)
             else:
                 self.memory(step["memset"], buffers).view(torch.uint8)[: step["bytes"]].fill_(step["value"])
-
-
-def _nvrtc() -> tuple[str, list[str]]:
-    """Returns the path of NVRTC, from PyTorch's packages or a CUDA toolkit, and the folders of CUDA's headers."""
-    packages = _toolchain._packages()
-    homes = [home for place in packages for home in _toolchain._newest_first(place.glob("cu[0-9]*"))]
-    homes += [place / "cuda_nvrtc" for place in packages] + [_Path("/usr/local/cuda")]
-    for home in homes:
-        for library in _toolchain._newest_first(home.glob("lib*/libnvrtc.so.*")):
-            includes = [home / "include", *(place / "cuda_runtime" / "include" for place in packages)]
-            return str(library), [str(folder) for folder in includes if folder.is_dir()]
-    raise RuntimeError("no libnvrtc: neither beside PyTorch nor in /usr/local/cuda")

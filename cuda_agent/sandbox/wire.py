@@ -168,8 +168,7 @@ class Verdict:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Verdict":
         """Returns the verdict in ``data``, a result of ``to_json``."""
-        fields = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
-        return cls(**(fields | {"ran": [Ran(**item) for item in data.get("ran", ())]}))
+        return cls(**(_known(cls, data) | {"ran": [Ran(**item) for item in data.get("ran", ())]}))
 
 
 def _faster(seconds: float | None, baseline: float | None) -> bool:
@@ -275,8 +274,12 @@ class Probe:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Probe":
-        fields = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}  # a server may be older or newer
-        return cls(**(fields | {name: _tensors(data[name]) for name in ("inputs", "outputs")}))
+        return cls(**(_known(cls, data) | {name: _tensors(data[name]) for name in ("inputs", "outputs")}))
+
+
+def _known(cls: Any, data: dict[str, Any]) -> dict[str, Any]:
+    """Returns the items of ``data`` that are fields of ``cls``. A server may be older or newer than this program."""
+    return {key: value for key, value in data.items() if key in cls.__dataclass_fields__}
 
 
 def _tensors(items: Iterable[Any]) -> list[Tensor]:

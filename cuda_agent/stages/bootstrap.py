@@ -7,7 +7,6 @@ combination of a held-out task. The sandbox verifies a sample of the teacher's s
 import asyncio
 import random
 from collections.abc import Sequence
-from functools import partial
 
 from cuda_agent.context import StageContext
 from cuda_agent.errors import BadConfiguration, PolicyError
@@ -40,18 +39,9 @@ def run(ctx: StageContext) -> None:
         return
     require_gpus(config.training.device, 1)
     family = [task for task in read_tasks(ctx.inputs["tasks"]) if task.family == "teacher"]
+    asyncio.run(verify_teacher(ctx, [task for task in family if task.split == "train"]))
     heldout, device = heldout_combinations(family, combination), config.sandbox.device
-    train = [task for task in family if task.split == "train"]
-
-    async def prepare() -> list[Dialogue]:
-        write = partial(corpus, config.bootstrap, config.seed, heldout, device)
-        if device == "cpu":  # nothing else may compute while a solution is timed
-            await verify_teacher(ctx, train)
-            return write()
-        dialogues, _ = await asyncio.gather(asyncio.to_thread(write), verify_teacher(ctx, train))
-        return dialogues
-
-    model, tokenizer = pretrain(ctx, asyncio.run(prepare()))
+    model, tokenizer = pretrain(ctx, corpus(config.bootstrap, config.seed, heldout, device))
     save_policy(model, tokenizer, ctx.outputs["policy"])
 
 

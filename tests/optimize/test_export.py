@@ -260,7 +260,7 @@ def test_kernels_of_an_exported_plan_for_a_gpu_compile_with_what_is_in_the_file(
         tools = toolchain.find_nvrtc()
     except toolchain.CompilerMissing:
         pytest.skip("no NVRTC")
-    assert names["_nvrtc"]()[0] == tools.library
+    assert names["_toolchain"].nvrtc_files()[0] == tools.library
     for name, source in {**names["_SOURCES"], "nvrtc.py": names["_PROGRAM"]["nvrtc"]}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(source)

@@ -169,15 +169,17 @@ class DenseDecoder:
         for index, layer in enumerate(self.layers):
             cache = self.cache[index]
             qkv = self._placed(layer, cache, x, rows, positions)
-            attended = attend(qkv[:, : self.heads], cache)
-            if index == len(self.layers) - 1:  # only the last token of each job is needed
+            last = index == len(self.layers) - 1  # only the last token of each job is needed
+            attended = attend(qkv[:, : self.heads], cache, last)
+            if last:
                 x, attended = x[ends], attended[ends]
             x = self._rest(layer, x, attended.flatten(1))
         return F.linear(self._norm(x), self.unembed).float()
 
-    def _attend_each(self, jobs: Sequence[Job], positions: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    def _attend_each(self, jobs: Sequence[Job], positions: Tensor) -> Callable[[Tensor, Tensor, bool], Tensor]:
         """Returns a function that computes attention for one job after the other. It gets the queries [n, H, D] of all
-        new tokens and a layer's cache, and returns [n, H, D]. ``positions`` are the n tokens' positions."""
+        new tokens, a layer's cache, and whether only the last token of each job needs a result. It returns [n, H, D].
+        ``positions`` are the n tokens' positions."""
         spans, masks, begin = [], [], 0
         for _, start, ids in jobs:
             spans.append(slice(begin, begin + len(ids)))
@@ -185,24 +187,25 @@ class DenseDecoder:
             masks.append(seen if start else None)  # tokens that begin at position 0 need only the causal mask
             begin += len(ids)
 
-        def attend(queries: Tensor, cache: Tensor) -> Tensor:
+        def attend(queries: Tensor, cache: Tensor, last: bool) -> Tensor:
             attended = torch.empty_like(queries)
             for (row, start, ids), span, mask in zip(jobs, spans, masks, strict=True):
                 both = cache[row : row + 1, :, : start + len(ids)]
+                asking = slice(span.stop - 1, span.stop) if last else span
                 out = F.scaled_dot_product_attention(
-                    queries[span].transpose(0, 1)[None],
+                    queries[asking].transpose(0, 1)[None],
                     both[:, : self.kv_heads],
                     both[:, self.kv_heads :],
-                    attn_mask=mask,
-                    is_causal=mask is None,
+                    attn_mask=None if last else mask,
+                    is_causal=mask is None and not last,
                     enable_gqa=True,
                 )
-                attended[span] = out[0].transpose(0, 1)
+                attended[asking] = out[0].transpose(0, 1)
             return attended
 
         return attend
 
-    def _attend_packed(self, jobs: Sequence[Job], positions: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    def _attend_packed(self, jobs: Sequence[Job], positions: Tensor) -> Callable[[Tensor, Tensor, bool], Tensor]:
         """Does what ``_attend_each`` does, but one call of FlashAttention computes all jobs. With one call per job,
         cuDNN would plan each new pair of lengths for about 0.1 s."""
         from torch.nn.attention.varlen import varlen_attn
@@ -214,7 +217,7 @@ class DenseDecoder:
         ends = torch.tensor([asked, seen], dtype=torch.int32).cumsum(1, dtype=torch.int32)
         first, second = F.pad(ends, (1, 0)).to(device)
 
-        def attend(queries: Tensor, cache: Tensor) -> Tensor:
+        def attend(queries: Tensor, cache: Tensor, last: bool) -> Tensor:
             both = cache[rows, :, places]  # [tokens that are seen, 2 K, D]
             keys, values = (part.repeat_interleave(group, 1) for part in both.chunk(2, 1))
             # A window of (-1, 0) is causal: the last query of a job sees all its keys.

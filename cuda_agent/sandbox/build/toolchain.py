@@ -50,15 +50,22 @@ class Nvrtc:
 def find_nvrtc() -> Nvrtc:
     """Returns the newest NVRTC in the installed packages, or else the one in ``/usr/local/cuda``. Raises
     ``CompilerMissing``."""
+    library, includes = nvrtc_files()
+    digest = hashlib.sha256(NVRTC_PROGRAM.read_bytes()).hexdigest()[:8]
+    version = f"{Path(library).name}, {Path(library).resolve().stat().st_size} bytes, {digest}"
+    return Nvrtc(library, includes, version)
+
+
+def nvrtc_files() -> tuple[str, list[str]]:
+    """Returns the path of the library that ``find_nvrtc`` chooses, and the folders of CUDA's headers. Raises
+    ``CompilerMissing``."""
     packages = _packages()
     homes = [home for place in packages for home in _newest_first(place.glob("cu[0-9]*"))]
     homes += [place / "cuda_nvrtc" for place in packages] + [Path("/usr/local/cuda")]
     for home in homes:
         for library in _newest_first(home.glob("lib*/libnvrtc.so.*")):
             includes = [home / "include", *(p / "cuda_runtime" / "include" for p in packages)]
-            digest = hashlib.sha256(NVRTC_PROGRAM.read_bytes()).hexdigest()[:8]
-            version = f"{library.name}, {library.resolve().stat().st_size} bytes, {digest}"
-            return Nvrtc(str(library), [str(folder) for folder in includes if folder.is_dir()], version)
+            return str(library), [str(folder) for folder in includes if folder.is_dir()]
     raise CompilerMissing("no CUDA compiler: libnvrtc is neither in the installed packages nor in /usr/local/cuda")
 
 

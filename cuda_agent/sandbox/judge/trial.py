@@ -46,8 +46,7 @@ _HARMLESS = ("ok", *decisions.BELIEVED)  # statuses of plans after which a share
 
 
 class Trial:
-    """One trial of a candidate. If ``shared`` is given, the worker comes from this CUDA context and may go back to
-    it."""
+    """One trial of a candidate. With ``shared``, the worker comes from this CUDA context and may go back to it."""
 
     def __init__(
         self,
@@ -176,8 +175,7 @@ class Trial:
     @contextlib.contextmanager
     def _alternating(self) -> Iterator[tuple[Callable[[], tuple[list[Any], float]], Callable[[list[Any]], float], Any]]:
         """Holds the timing lease. Yields ``candidate``, ``eager``, and inputs for eager. ``candidate()`` times and
-        checks a call on new inputs, and returns these inputs and the call's seconds. ``eager(inputs)`` returns the
-        seconds of eager's call."""
+        checks a call on new inputs, and returns these inputs and its seconds. ``eager(inputs)`` returns its seconds."""
         prepared, oracle, worker = self._prepared, self._prepared.oracle, self._worker
         assert worker
         workers = (worker, oracle.worker) if self._settings.device == "cpu" else ()
@@ -198,10 +196,9 @@ class Trial:
             yield candidate, lambda inputs: net(oracle.seconds(inputs), empty), first
 
     def _believed(self, told: float) -> float:
-        """Returns the seconds per call for the verdict. This is ``told``, the worker's median, or the judge's lower
-        bound if ``told`` is clearly below the bound. Scales the samples to the result. Raises ``CandidateRefused`` if
-        ``told`` is far below the bound, or if the device cannot write the outputs in the resulting time. Plans need
-        neither check. The caller holds the timing lease."""
+        """Returns the seconds per call for the verdict: ``told`` (the worker's median), or the judge's lower bound if
+        ``told`` is clearly below it. Scales the samples to the result. Raises ``CandidateRefused`` if ``told`` is far
+        below, or if the device cannot write the outputs so fast. Plans need neither check. Call it within the lease."""
         seconds, doubt = told, ""
         if self._cross:
             with self._judged("in a timed call"):
@@ -216,9 +213,8 @@ class Trial:
         return seconds
 
     def _doubt(self, doubt: str) -> None:
-        """Ends the candidate's worker and raises ``CandidateRefused``, because the judge's clock contradicts the
-        worker's times. The status is ``infra`` if another process uses the device. Otherwise it is ``cheat``, which a
-        second trial must confirm."""
+        """Ends the worker and raises ``CandidateRefused``: the judge's clock contradicts the worker's times. The status
+        is ``infra`` if another process uses the device. Else it is ``cheat``, which a second trial must confirm."""
         self.end()
         self._verdict.samples.clear()
         if self._memory.shared(self._prepared.peaks.bytes_per_second):
@@ -226,9 +222,8 @@ class Trial:
         raise CandidateRefused("cheat", doubt, retryable=True)
 
     def observe(self) -> None:
-        """Records in the verdict which kernels run. Makes extra calls after the timed ones, so that a failure of an
-        extra call changes no result. Outside strict mode, a plan needs no extra call, and other formats are observed
-        only if the request asks for it."""
+        """Records in the verdict which kernels run. Makes extra calls after the timed ones; if they fail, no result
+        changes. Outside strict mode a plan needs no extra call, and other formats are observed only on request."""
         request, verdict = self._request, self._verdict
         plan, strict_mode = self._traits.host_is_ours, verdict.mode == "strict"
         nodes = request["load"]["nodes"] if plan else []
@@ -292,8 +287,7 @@ class Trial:
         return (None, f"another answer while it was observed: {wrong}") if wrong else (told, "")
 
     def _spent(self, phase: str, begin: float) -> None:
-        """Adds the seconds since ``begin`` to a phase of the verdict. The phase may already hold seconds of an earlier
-        trial."""
+        """Adds the seconds since ``begin`` to a phase of the verdict, which may hold seconds of an earlier trial."""
         phases = self._verdict.phases
         phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - begin
 
@@ -336,10 +330,9 @@ class Trial:
             verdict.advice.append(_BUSY)
 
     def eager_alone(self) -> None:
-        """Ensures that a candidate gains nothing from slowing eager down. Acts only if the verdict uses eager's time
-        beside the candidate. In this case, times eager alone, and scales the baselines down if eager alone is clearly
-        faster. First ends the candidate's worker, because kernels of a stopped process keep running. A worker from a
-        shared context is not ended."""
+        """Ensures that a candidate gains nothing from slowing eager down. If the verdict uses eager's time beside the
+        candidate, times eager alone, and scales the baselines down if that is clearly faster. First ends the worker,
+        because kernels of a stopped process keep running. A worker from a shared context is not ended."""
         if self._anchor is None:
             return
         if not self._shared:
@@ -442,8 +435,7 @@ class Trial:
                 self._worker.kill()
 
     def give_back(self) -> bool:
-        """Gives the worker back to its shared context. Returns whether the worker then computes correctly. Returns
-        false if there is no shared context."""
+        """Gives the worker back to its shared context, if any. Returns whether it then computes correctly."""
         if not self._shared or not self._worker:
             return False
         worker, self._worker = self._worker, None

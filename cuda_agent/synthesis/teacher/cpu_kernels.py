@@ -66,9 +66,10 @@ def fault(spec: FamilySpec, design: Design) -> tuple[Status, str]:
     """Predicts the judge's status and message for ``design``. The status is "wrong" if the kernel leaves out elements,
     else "ok"."""
     grid = spec.rows if design.grid == ROWS else int(design.grid)
-    units, row = (spec.rows, spec.columns) if spec.ending else (spec.rows * spec.columns // design.width, 0)
-    whole = (row or spec.rows * spec.columns) % design.width == 0
-    return ("ok" if whole and (design.order == "stride" or units % grid == 0) else "wrong"), ""
+    elements = spec.columns if spec.ending else spec.rows * spec.columns  # of one loop
+    shared = spec.rows if spec.ending else elements // design.width  # rows or steps, among the blocks
+    right = elements % design.width == 0 and (design.order == "stride" or shared % grid == 0)
+    return ("ok" if right else "wrong"), ""
 
 
 def _steps_matter(spec: FamilySpec) -> bool:

@@ -36,4 +36,4 @@ def test_the_newest_cuda_is_chosen_by_number(packages: Path) -> None:
 
 
 def test_an_exported_file_chooses_the_same_nvrtc(packages: Path) -> None:
-    assert standalone_cuda._nvrtc()[0] == toolchain.find_nvrtc().library
+    assert standalone_cuda._toolchain.nvrtc_files()[0] == toolchain.find_nvrtc().library
