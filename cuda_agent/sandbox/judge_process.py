@@ -40,6 +40,7 @@ class JudgeHandle:
         self._turn = asyncio.Lock()
         self._quarantine = (0.0, "")  # until when (monotonic), and why
         self._killed = False
+        self.torch = ""  # version of the workers' torch, as in ``torch.__version__``, once the judge has started
 
     async def begin(self) -> None:
         """Starts the judge if it does not run. Raises ``SandboxUnready`` if the judge cannot start, or ``JudgeLost`` if
@@ -122,6 +123,7 @@ class JudgeHandle:
                 raise SandboxUnready(answer.body["message"])
             self._quarantine = (time.monotonic() + _QUARANTINE, f"{answer.body['message']}: quarantined")
             raise JudgeLost(self._quarantine[1])
+        self.torch = answer.body["torch"]
 
     def _last_line_of_log(self) -> str:
         with contextlib.suppress(OSError):

@@ -6,7 +6,6 @@ wrote."""
 
 import asyncio
 import contextlib
-import importlib.metadata
 import json
 import os
 import secrets
@@ -266,7 +265,7 @@ class LocalSandbox:
         with another request. Otherwise leaves the measurement to the task's judge."""
         if not wanted or not self._probers:
             return
-        file = baselines_file(self._settings, task.digest, importlib.metadata.version("torch"))
+        file = baselines_file(self._settings, task.digest, self._judge(task).torch)
         async with self._measuring.setdefault(task.digest, asyncio.Lock()):  # once for all solutions of a task
             if (
                 self._judge(task).busy

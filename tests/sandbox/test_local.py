@@ -18,7 +18,7 @@ from cuda_agent.sandbox.judge_process import JudgeHandle, JudgeLost
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.messages import JudgeRequest, receive_frame
 from cuda_agent.sandbox.wire import Probe, Solution, TaskSpec, Tensor, Verdict
-from tests.sandbox.conftest import task
+from tests.sandbox.conftest import Running, task
 from tests.sandbox.judge.fakes import settings_in
 
 SPEC = TaskSpec((Tensor((2,), "float32"),), (Tensor((2,), "float32"),), {}, ({"tensor": 0},), ({"value": 1.5},))
@@ -28,6 +28,8 @@ SOLUTION = Solution("python", {"model_new.py": CODE})
 
 class Judge:
     """Answers each request by the next entry of ``answers``, or the last one."""
+
+    torch = "2.0+cu130"
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
@@ -253,10 +255,26 @@ def test_a_prober_measures_the_baselines_of_a_small_task_while_the_judge_is_busy
     judge.busy = False
     assert not asked_to_measure(on_gpu), "an idle judge measures at once"
     judge.busy = True
-    file = baselines_file(on_gpu._settings, task().digest, importlib.metadata.version("torch"))
+    file = baselines_file(on_gpu._settings, task().digest, judge.torch)
     file.parent.mkdir()
     file.write_text('{"compile_tried": true}')
     assert not asked_to_measure(on_gpu), "they are known"
+
+
+def test_baselines_that_the_judge_has_measured_are_not_measured_again(
+    timed: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed.probe(task())  # starts the judge
+    prober: Any = Judge(Probe(deterministic=True))
+    monkeypatch.setattr(timed.sandbox, "_probers", [prober])
+
+    async def measure_beside_the_judge() -> None:
+        async with timed.sandbox._judges[0]._turn:
+            await timed.sandbox._measure(task(), True)
+
+    timed.wait(timed.sandbox.spec(task()))
+    timed.wait(measure_beside_the_judge())
+    assert prober.asked == []
 
 
 @pytest.mark.parametrize("failure", [JudgeLost("gone"), TaskError("too large"), SandboxUnready("no device")])

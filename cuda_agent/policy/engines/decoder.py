@@ -373,7 +373,7 @@ def verify(decoder: Decoder, model: Any) -> float:
     Overwrites rows 0 and 1 of the cache."""
     ids, device = probe_prompt(model, 20), model.device
     with torch.inference_mode():
-        wanted = torch.log_softmax(model(input_ids=torch.tensor([ids], device=device)).logits[0].float(), -1)
+        wanted = _log_probs(model, input_ids=torch.tensor([ids], device=device))
         first = decoder.prefill([(0, 0, ids[:12]), (1, 0, ids[:12])])
         got = {11: first[0]}
         for position in (12, 13):
@@ -382,7 +382,29 @@ def verify(decoder: Decoder, model: Any) -> float:
             got[position] = decoder.step(token, at, position)[1]
         decoder.restore(0, decoder.keep(1, 14), 14)
         got[19] = decoder.prefill([(0, 14, ids[14:])])[0]
-        return max(
-            float((wanted[at].exp() * (wanted[at] - torch.log_softmax(logits, -1)).abs()).sum())
-            for at, logits in got.items()
-        )
+        return max(_distance(wanted[at], torch.log_softmax(logits, -1)) for at, logits in got.items())
+
+
+def rounding(model: Any) -> float:
+    """Returns by how much the log-probabilities of ``model`` change, at the positions of ``verify``, if each value of
+    the embeddings is rounded to one of its neighbours. Two right implementations in the same dtype differ by about as
+    much. Returns the largest of four draws."""
+    ids = torch.tensor([probe_prompt(model, 20)], device=model.device)
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    with torch.inference_mode():
+        wanted, embedded = _log_probs(model, input_ids=ids), model.get_input_embeddings()(ids)
+        for _ in range(4):
+            signs = torch.randint(0, 2, embedded.shape, generator=generator).to(embedded) * 2 - 1
+            moved = embedded.float() * (1 + torch.finfo(embedded.dtype).eps * signs)
+            got = _log_probs(model, inputs_embeds=moved.to(embedded.dtype))
+            found += [_distance(wanted[at], got[at]) for at in (11, 12, 13, 19)]
+    return max(found)
+
+
+def _log_probs(model: Any, **inputs: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(model(**inputs).logits[0].float(), -1)
+
+
+def _distance(wanted: torch.Tensor, got: torch.Tensor) -> float:
+    return float((wanted.exp() * (wanted - got).abs()).sum())

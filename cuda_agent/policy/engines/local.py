@@ -21,14 +21,15 @@ from torch import Tensor
 
 from cuda_agent.config import PolicyConfig
 from cuda_agent.lease import Lease
-from cuda_agent.policy.engines.decoder import Decoder, Job, make_decoder, verify
+from cuda_agent.policy.engines.decoder import Decoder, Job, make_decoder, rounding, verify
 from cuda_agent.policy.engines.engine import Completion, EngineError, SamplingParams, fitted
 
 QUIET_PASSES = 8
 KEPT_TOKENS_PER_ROW = 1024  # times the number of rows: most tokens of finished sequences that are kept
 PREFILL_TOKENS = {"cpu": 1024, "cuda": 16384}  # most per pass, or one prompt; the lease is released between passes
 SEEN_TOKENS = {"cpu": 1 << 30, "cuda": 131_072}  # most that these see: a pass copies their keys and values on a GPU
-PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # else 0.05; rounding alone causes 1e-6
+PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}  # rounding alone causes 1e-6
+LOW_TOLERANCE, ROUNDINGS = 0.05, 4  # in half precision: the larger of 0.05 and of 4 times the effect of a rounding
 
 
 @dataclass(eq=False)
@@ -187,7 +188,10 @@ class LocalEngine:
             if decoder is None or not decoder.take(model):
                 decoder = make_decoder(model, max(self._batch, 2))
             difference = verify(decoder, model)
-            if not difference <= PROBE_TOLERANCE.get(model.dtype, 0.05):
+            tolerance = PROBE_TOLERANCE.get(model.dtype, LOW_TOLERANCE)
+            if model.dtype not in PROBE_TOLERANCE and not difference <= tolerance:
+                tolerance = max(tolerance, ROUNDINGS * rounding(model))
+            if not difference <= tolerance:
                 raise EngineError(f"the decoder's log-probabilities differ from the model's by {difference:.2e}")
         self._kept.clear()
         return decoder

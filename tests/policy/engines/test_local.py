@@ -81,6 +81,30 @@ def test_every_decoder_agrees_with_its_model(model):
     assert verify(decoder, model) < 1e-5
 
 
+def peaked(seed=0):
+    """A bfloat16 model that is nearly sure of each next token, so that rounding moves its log-probabilities a lot."""
+    torch.manual_seed(seed)
+    model = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**DENSE, num_key_value_heads=2)).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(120)
+    return model.to(torch.bfloat16)
+
+
+def test_a_peaked_policy_in_half_precision_is_served():
+    model = peaked()
+    assert verify(make_decoder(model, 2), model) > local.LOW_TOLERANCE, "else the test shows nothing"
+    asyncio.run(LocalEngine(model, threads=1, batch=2, dtype="bfloat16").close())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decoder_that_computes_another_function_is_refused(dtype, monkeypatch):
+    model, other = peaked().to(dtype), peaked(seed=1).to(dtype)
+    other.lm_head, other.model.embed_tokens = model.lm_head, model.model.embed_tokens
+    monkeypatch.setattr(local, "make_decoder", lambda _, rows: make_decoder(other, rows))
+    with pytest.raises(EngineError, match="differ from the model's"):
+        LocalEngine(model, threads=1, batch=2)
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 def test_steps_agree_with_the_model_with_and_without_a_compiler(policy, monkeypatch, compiled):
     if not compiled:
