@@ -117,7 +117,7 @@ def load(text: str, sha256: str) -> Config:
 def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
     """Returns the part of the configuration that decides the result of a stage, as JSON values.
 
-    The part holds the seed, and the sections or single keys that ``sections`` names, such as ``agentic.reward``.
+    The part holds the seed (``synthesis`` has its own), and the sections or single keys that ``sections`` names, such as ``agentic.reward``.
     Addresses, resources and the section ``training`` are left out.  If ``runtime`` is local, the section ``ray`` is
     left out.  If ``sections`` lacks ``training``, the keys of ``ray`` about training are left out."""
     whole = config.model_dump(mode="json", exclude=_NOT_IN_KEYS)
@@ -125,14 +125,18 @@ def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
         whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in _ONLY_IN_TRAINING}
     if config.runtime == "local":
         del whole["ray"]
-    names = [name for name in ("seed", *sections) if name.split(".")[0] in whole]
+    names = [name for name in _with_seed(sections) if name.split(".")[0] in whole]
     return {name: reduce(getitem, name.split("."), whole) for name in names}
 
 
 def restricted(config: Config, sections: Sequence[str]) -> Config:
-    """Returns a copy of the configuration that has only the seed, and the sections and keys that ``sections`` names.  A
-    stage gets such a copy, so the stage's result cannot depend on any other section."""
-    return _with_only(config, ("seed", *sections))
+    """Returns a copy of the configuration that has only the seed (``synthesis`` has its own), and the sections and keys
+    that ``sections`` names.  A stage gets such a copy, so the stage's result cannot depend on any other section."""
+    return _with_only(config, _with_seed(sections))
+
+
+def _with_seed(sections: Sequence[str]) -> Sequence[str]:
+    return sections if "synthesis" in sections else ("seed", *sections)
 
 
 def _with_only(model: Model, names: Sequence[str]) -> Model:

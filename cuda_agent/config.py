@@ -86,6 +86,7 @@ class SandboxConfig(Section):
 
 
 class Synthesis(Section):
+    seed: int = key(0, "seed of the tasks; by default the run's seed; runs with equal values share their tasks")
     train: Positive = key(16, "number of training tasks")
     heldout: int = key(24, "number of held-out tasks of the teacher's family", ge=0)
     catalogue: int = key(

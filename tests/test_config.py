@@ -296,6 +296,16 @@ def test_a_stage_sees_only_its_sections():
         _ = part.agentic
 
 
+def test_runs_with_different_seeds_can_have_the_same_tasks():
+    stage = next(stage for stage in STAGES if stage.name == "synthesis")
+    one, other, same = (compose(["seed=1"]), compose(["seed=2"]), compose(["seed=2", "synthesis.seed=1"]))
+    assert [each.synthesis.seed for each in (one, other, same)] == [1, 2, 1]
+    keys = [section_values(each, stage.config) for each in (one, other, same)]
+    assert keys[0] == keys[2] != keys[1]
+    with pytest.raises(AttributeError):
+        _ = restricted(one, stage.config).seed
+
+
 def test_a_stage_may_see_one_key_of_a_section_and_only_this_is_in_its_cache_key():
     raw, faster = (Config.model_validate({"agentic": other}) for other in ({"reward": "raw"}, {"actor_lr": 0.5}))
     part = restricted(raw, ("critic", "agentic.reward"))

@@ -55,7 +55,7 @@ async def _run(ctx: StageContext) -> None:
             sweep = await opened.enter_async_context(Sweep(sandbox))
         tasks, card = await synthesize(
             config.synthesis,
-            config.seed,
+            config.synthesis.seed,
             sandbox,
             device=config.sandbox.device,
             threads=config.sandbox.threads,
