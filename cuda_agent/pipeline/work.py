@@ -27,13 +27,16 @@ class Work:
 
 Estimate = Callable[[Config], Work]
 COMPILATION = 60.0  # seconds in which torch.compile compiles a model
-GPU_VERDICT = 0.33  # seconds of a verdict on a GPU; the judge gives one after the other
+GPU_VERDICT = 0.1  # seconds of an episode's verdict on a GPU, one after the other; a third are known already
+GPU_TASK = {False: 2.4, True: 13.0}  # seconds of synthesis for each task on a GPU, without and with a headroom
 
 
 def synthesis(config: Config) -> Work:
-    tasks, heldout = config.synthesis, _heldout(config)
-    compiled = min(tasks.max_candidates, 4 * heldout)
-    return Work(samples=tasks.train + heldout, overhead=1.5 * compiled)
+    settings, heldout = config.synthesis, _heldout(config)
+    tasks = settings.train + heldout
+    on_gpu = config.sandbox.device == "cuda"
+    seconds = GPU_TASK[settings.headroom > 0] * tasks if on_gpu else 1.5 * min(settings.max_candidates, 4 * heldout)
+    return Work(samples=tasks, overhead=seconds)
 
 
 def bootstrap(config: Config) -> Work:

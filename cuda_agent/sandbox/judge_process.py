@@ -40,6 +40,7 @@ class JudgeHandle:
         self._turn = asyncio.Lock()
         self._quarantine = (0.0, "")  # until when (monotonic), and why
         self._killed = False
+        self.pending = 0  # requests without an answer so far
         self.torch = ""  # version of the workers' torch, as in ``torch.__version__``, once the judge has started
 
     async def begin(self) -> None:
@@ -67,10 +68,14 @@ class JudgeHandle:
         """Sends one request and returns its answer. Raises ``TaskError`` if the task does not run, ``SandboxUnready``
         if the jail or the GPU does not work, ``JudgeLost`` if the judge or its device fails, or ``FrameTooLarge`` if
         the request is too large."""
-        async with self._turn:
-            answer = asyncio.ensure_future(asyncio.to_thread(self._ask, operation, body))
-            answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio would warn
-            return await asyncio.shield(answer)
+        self.pending += 1
+        try:
+            async with self._turn:
+                answer = asyncio.ensure_future(asyncio.to_thread(self._ask, operation, body))
+                answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio would warn
+                return await asyncio.shield(answer)
+        finally:
+            self.pending -= 1
 
     def _ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
         with self._lock:

@@ -70,6 +70,7 @@ class LocalSandbox:
         self._specs: dict[str, TaskSpec] = {}
         self._asked: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()  # one per verdict asked for now
         self._probers: list[JudgeHandle] = []  # on a GPU: they run tasks without solutions beside each other
+        self._prober_of: dict[str, JudgeHandle] = {}  # digest of a task -> the prober that was asked last
         self._measuring: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by digest of a task
         self._architecture = self._identity = ""  # of the GPU; the latter with its driver
 
@@ -348,7 +349,16 @@ class LocalSandbox:
         return self._judges[self.judge_of(task)]
 
     def _prober(self, task: Task) -> JudgeHandle:
-        return self._probers[int(task.digest, 16) % len(self._probers)] if self._probers else self._judge(task)
+        """Returns the prober with the fewest requests, or the task's judge if there are no probers. Prefers the prober
+        that was asked for this task before, because it may have kept the task."""
+        if not self._probers:
+            return self._judge(task)
+        if len(self._prober_of) >= _MOST_SPECS:
+            self._prober_of.clear()
+        last = self._prober_of.get(task.digest)
+        prober = min(self._probers, key=lambda one: (one.pending, one is not last))
+        self._prober_of[task.digest] = prober
+        return prober
 
     def _refusal(self, solution: Solution, mode: Mode, status: Any, message: str) -> Verdict:
         advisory = FORMATS[solution.format].traits.advisory

@@ -30,6 +30,7 @@ class Judge:
     """Answers each request by the next entry of ``answers``, or the last one."""
 
     torch = "2.0+cu130"
+    pending = 0
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
@@ -284,6 +285,34 @@ def test_a_prober_that_fails_costs_no_verdict(on_gpu: LocalSandbox, failure: Exc
     on_gpu._specs[task().digest] = SPEC
     asyncio.run(on_gpu._measure(task(), True))
     assert prober.asked == [JudgeRequest.MEASURE]
+
+
+def test_a_task_goes_to_the_prober_with_the_fewest_requests_and_rather_to_the_one_that_knows_it(
+    on_gpu: LocalSandbox,
+) -> None:
+    probers: Any = [Judge(Probe(deterministic=True)) for _ in range(3)]
+    on_gpu._probers = probers
+    probers[0].pending = probers[2].pending = 1
+    asyncio.run(on_gpu.probe(task()))
+    assert [len(one.asked) for one in probers] == [0, 1, 0]
+    probers[0].pending = 0
+    asyncio.run(on_gpu.probe(task()))
+    assert [len(one.asked) for one in probers] == [0, 2, 0], "both are free, and one has the task"
+    probers[1].pending = 1
+    asyncio.run(on_gpu.probe(task()))
+    assert [len(one.asked) for one in probers] == [1, 2, 0]
+
+
+def test_a_judge_counts_the_requests_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = JudgeHandle(settings_in(tmp_path), tmp_path)
+    seen = []
+    monkeypatch.setattr(handle, "_ask", lambda *_: seen.append(handle.pending))
+
+    async def two() -> None:
+        await asyncio.gather(*(handle.ask(JudgeRequest.SPEC, {}) for _ in range(2)))
+
+    asyncio.run(two())
+    assert seen == [2, 1] and handle.pending == 0
 
 
 @pytest.mark.parametrize(
