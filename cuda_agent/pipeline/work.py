@@ -27,7 +27,7 @@ class Work:
 
 Estimate = Callable[[Config], Work]
 COMPILATION = 60.0  # seconds in which torch.compile compiles a model
-GPU_VERDICT = 0.1  # seconds of an episode's verdict on a GPU, one after the other; a third are known already
+GPU_START, GPU_VERDICT = 10.0, 0.1  # seconds until the judge of a GPU answers, and of an episode's verdict
 GPU_TASK = {False: 2.4, True: 13.0}  # seconds of synthesis for each task on a GPU, without and with a headroom
 
 
@@ -72,7 +72,7 @@ def ppo(config: Config, ppo: Ppo, answer_tokens: int) -> Work:
         optimizer_steps=ppo.steps * ppo.epochs * ppo.minibatches,
         decoded=tokens // 2,
         trained=trained * longest * ppo.epochs,  # half of the bound, twice: policy and critic
-        overhead=episodes * _verdict(config, 0.05),
+        overhead=_verdicts(config, episodes, 0.05),
         models=2,
         longest=ppo.context,
     )
@@ -102,11 +102,16 @@ def evaluate(config: Config) -> Work:
 
 def _play(config: Config, episodes: int, turns: int, seconds: float) -> Work:
     tokens = episodes * agent_tokens(config, turns)
-    return Work(samples=episodes, tokens=tokens, decoded=tokens // 2, overhead=episodes * _verdict(config, seconds))
+    overhead = _verdicts(config, episodes, seconds)
+    return Work(samples=episodes, tokens=tokens, decoded=tokens // 2, overhead=overhead)
 
 
-def _verdict(config: Config, seconds: float) -> float:
-    return GPU_VERDICT if config.sandbox.device == "cuda" and config.sandbox.clock == "real" else seconds
+def _verdicts(config: Config, episodes: int, seconds: float) -> float:
+    """Returns the seconds of the verdicts of ``episodes``; on a CPU a verdict takes ``seconds``. One GPU gives verdicts
+    one after the other."""
+    if config.sandbox.device == "cuda" and config.sandbox.clock == "real":
+        return GPU_START + GPU_VERDICT * episodes
+    return seconds * episodes
 
 
 def agent_tokens(config: Config, turns: int) -> int:
