@@ -117,9 +117,10 @@ def load(text: str, sha256: str) -> Config:
 def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
     """Returns the part of the configuration that decides the result of a stage, as JSON values.
 
-    The part holds the seed (``synthesis`` has its own), and the sections or single keys that ``sections`` names, such as ``agentic.reward``.
-    Addresses, resources and the section ``training`` are left out.  If ``runtime`` is local, the section ``ray`` is
-    left out.  If ``sections`` lacks ``training``, the keys of ``ray`` about training are left out."""
+    The part holds the seed (``synthesis`` has its own), and the sections or single keys that ``sections`` names, such
+    as ``agentic.reward``.  Addresses, resources and the section ``training`` are left out.  If ``runtime`` is local,
+    the section ``ray`` is left out.  If ``sections`` lacks ``training``, the keys of ``ray`` about training are left
+    out."""
     whole = config.model_dump(mode="json", exclude=_NOT_IN_KEYS)
     if "training" not in sections:
         whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in _ONLY_IN_TRAINING}
