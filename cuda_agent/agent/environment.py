@@ -7,7 +7,7 @@ judges the solution in the folder. The player makes the tool calls. A player may
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from typing import Any, Literal, Self
 
@@ -18,7 +18,7 @@ from cuda_agent.sandbox.client import Sandbox, WorkFolder
 from cuda_agent.sandbox.wire import Format, Mode, Solution, ToolResult, Verdict
 from cuda_agent.tasks.task import Task
 
-_CHANGING = ("Write", "Edit", "MultiEdit")  # after one of these tools, a repeated verify is not a loop
+_CHANGING = ("Write", "Edit", "MultiEdit", "NotebookEdit")  # after these, a repeated verify is not a loop
 LOOP = 3  # the same call this many times counts as a loop
 
 
@@ -37,9 +37,9 @@ class KernelEnvironment:
         files: The player's files, as ``collect`` last read them. A new work folder starts with these files.
         best: The best verdict of quick mode so far.
         flags: The bad patterns seen so far ("malformed_call", "unknown_tool", "loop").
-        repeated: How many times the latest tool call was made with the same arguments. A successful Write, Edit or
-            MultiEdit with new arguments resets the counts of all tools except these three. So does a compile, verify or
-            profile that finds other files than the one before, because Bash can change files, too.
+        repeated: How many times the latest tool call was made with the same arguments. A successful Write, Edit,
+            MultiEdit or NotebookEdit with new arguments resets the counts of all tools except these. So does a compile,
+            verify or profile that finds other files than the one before, because Bash can change files, too.
         waiting: Makes the context manager that surrounds each wait for a verdict."""
 
     def __init__(
@@ -49,11 +49,10 @@ class KernelEnvironment:
         format: Format = "plan",
         device: Literal["cpu", "cuda"] = "cpu",
         style: Style = "full",
-        tools: Sequence[Mapping[str, Any]] = TOOLS,
     ) -> None:
         self.task, self.sandbox = task, sandbox
         self.format, self.device, self.style = format, device, style
-        self.tools = [tool["function"]["name"] for tool in tools]
+        self.tools = [tool["function"]["name"] for tool in TOOLS]
         self.files: dict[str, str] = {}
         self.best: Verdict | None = None
         self.flags: set[str] = set()

@@ -109,7 +109,17 @@ _EDIT: dict[str, dict[str, Any]] = {
     "replace_all": {"type": "boolean", "description": "replace every occurrence"},
 }
 TOOLS = [
-    _bash(". There is no network. compile, verify and profile are commands here."),
+    _bash(
+        ", unless run_in_background is set: then it goes on, for some minutes at most, and BashOutput tells what it "
+        "has printed. There is no network. compile, verify and profile are commands here, though not in the "
+        "background.",
+        run_in_background={"type": "boolean", "description": "do not wait for it"},
+    ),
+    _tool(
+        "BashOutput", "What a background command has printed since it was asked last, and whether it still runs.",
+        ["id"], id=_text("the id that Bash gave"),
+    ),
+    _tool("KillBash", "End a background command.", ["id"], id=_text("the id that Bash gave")),
     _tool(
         "Read", "Read a text file.", ["path"], path=_PATH,
         offset={"type": "integer", "description": "first line, from 1"},
@@ -128,6 +138,13 @@ TOOLS = [
         path=_PATH, edits=_list(["old_string", "new_string"], **_EDIT),
     ),
     _tool(
+        "NotebookEdit", "Replace, insert or delete one cell of a Jupyter notebook that was read before.",
+        ["path", "new_source"], path=_PATH, new_source=_text("the cell's new text"),
+        cell_id=_text("the cell's id, or cell-0, cell-1, ...; a new cell comes after it, or first without it"),
+        cell_type={"type": "string", "enum": ["code", "markdown"]},
+        edit_mode={"type": "string", "enum": ["replace", "insert", "delete"]},
+    ),
+    _tool(
         "Glob", "List files by pattern, such as kernels/*.cpp or **/*.json.", ["pattern"],
         pattern=_text("the pattern"), path=_text("folder to start from"),
     ),
@@ -143,21 +160,4 @@ TOOLS = [
             status={"type": "string", "enum": ["pending", "in_progress", "completed"]},
         ),
     ),
-]  # fmt: skip
-
-# The tools of a model behind a text interface in a search.  Trained policies never see the additional tools: a change
-# of their prompts would invalidate learned policies and cached results.
-ALL_TOOLS = [
-    _bash(
-        ", unless run_in_background is set: then it goes on, for some minutes at most, and BashOutput tells what it "
-        "has printed. There is no network. compile, verify and profile are commands here, though not in the "
-        "background.",
-        run_in_background={"type": "boolean", "description": "do not wait for it"},
-    ),
-    _tool(
-        "BashOutput", "What a background command has printed since it was asked last, and whether it still runs.",
-        ["id"], id=_text("the id that Bash gave"),
-    ),
-    _tool("KillBash", "End a background command.", ["id"], id=_text("the id that Bash gave")),
-    *TOOLS[1:],
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from cuda_agent.agent.environment import LOOP, KernelEnvironment, Sandbox, Sandb
 from cuda_agent.agent.loop import MALFORMED, Calls, play, within
 from cuda_agent.agent.progress import Findings, SearchBudget, State, Tell, difference, factor
 from cuda_agent.agent.prompt import agent_messages
-from cuda_agent.agent.tools import ALL_TOOLS, TOOLS, Style, describe, failed, solution_of, standing
+from cuda_agent.agent.tools import TOOLS, Style, describe, failed, solution_of, standing
 from cuda_agent.policy.served import CHARACTERS, ContextTooLong, Reply, ServedModel, ServedModelError
 from cuda_agent.sandbox.wire import Format, Mode, Solution, ToolResult, Verdict
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
@@ -30,7 +30,7 @@ _LOSSES = 3  # lost workspaces, or faults of the sandbox in a row, that end an a
 _LEAST_CONTEXT, _LEAST_ANSWER = 2048, 16  # tokens below which nothing is shortened
 _BASELINES = 100  # most characters of the line about baselines
 _CHARACTERS = (1.5, 6.0)  # bounds of characters per token: a server's count outside of them is not used
-_CHANGING = ("Write", "Edit", "MultiEdit", "Bash", "KillBash")
+_CHANGING = ("Write", "Edit", "MultiEdit", "NotebookEdit", "Bash", "KillBash")
 
 _LAST = """This is the last turn: no tool can be called any more, and the fastest correct solution so far is kept. Say
 in a few sentences what makes it fast, what did not work, and what you would try next."""
@@ -82,9 +82,9 @@ class SearchEnvironment(KernelEnvironment):
     target in quick mode is also judged in strict mode.  ``faults`` counts consecutive sandbox failures."""
 
     def __init__(
-        self, task: Task, sandbox: Sandbox, terms: Terms, tools: Calls, findings: Findings, attempt: int, tell: Tell
+        self, task: Task, sandbox: Sandbox, terms: Terms, findings: Findings, attempt: int, tell: Tell
     ) -> None:
-        super().__init__(task, sandbox, terms.format, terms.device, terms.style, tools)
+        super().__init__(task, sandbox, terms.format, terms.device, terms.style)
         self.terms, self.findings, self.attempt, self.tell = terms, findings, attempt, tell
         self.turn = self.faults = 0
         self._judged: set[str] = set()
@@ -171,12 +171,9 @@ class Attempt:
         self.context = terms.context
         self.ratio = float(CHARACTERS)  # characters per token
         self.nudges = 0
-        self._tools = TOOLS if terms.style == "compact" else ALL_TOOLS
         self._calls: Calls = ()
         self._said = ("", 0)  # the last turn, and its repetitions in a row
-        self.environment = SearchEnvironment(
-            self.task, self.sandbox, terms, self._tools, self.findings, self.number, self.tell
-        )
+        self.environment = SearchEnvironment(self.task, self.sandbox, terms, self.findings, self.number, self.tell)
         self.environment.files = dict(self.state.files)
 
     async def run(self) -> str:
@@ -278,7 +275,7 @@ class Attempt:
             try:
                 reply = await self.model.chat(
                     sent,
-                    self._tools,
+                    TOOLS,
                     answer,
                     self.terms.temperature,
                     self.terms.seed * 1000 + self.number * 100_000 + self.state.turn,

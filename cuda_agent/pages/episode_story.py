@@ -192,7 +192,7 @@ def _called(call: Mapping[str, Any]) -> StoryPart:
     name, arguments = str(call.get("name", "")), call.get("arguments")
     if not isinstance(arguments, dict):
         return StoryPart("call", "", name)
-    if name in _WRITERS:
+    if name in (*_WRITERS, "NotebookEdit"):
         return StoryPart("call", "", f"{name} {arguments.get('path', '')}"[:200])
     if len(arguments) == 1:
         return StoryPart("call", _short(next(iter(arguments.values()))), name)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuda_agent.agent.prompt import agent_messages, compact_source, one_shot_messages, parse_answer, write_answer
-from cuda_agent.agent.tools import ALL_TOOLS, TOOLS, describe, failed, solution_of
+from cuda_agent.agent.tools import TOOLS, describe, failed, solution_of
 from cuda_agent.sandbox.wire import Verdict
 from cuda_agent.sandbox.workspace.worker import _PARAMETERS
 from cuda_agent.synthesis.teacher.family import sample_task
@@ -146,12 +146,8 @@ def test_only_the_files_of_the_lane_are_the_solution():
 
 
 def test_the_schemas_are_what_the_workspace_checks():
-    assert (
-        set(_PARAMETERS)
-        == {tool["function"]["name"] for tool in ALL_TOOLS}
-        >= {tool["function"]["name"] for tool in TOOLS}
-    )
-    for tool in [*TOOLS, *ALL_TOOLS]:
+    assert set(_PARAMETERS) == {tool["function"]["name"] for tool in TOOLS}
+    for tool in TOOLS:
         schema = tool["function"]["parameters"]
         checked = _PARAMETERS[tool["function"]["name"]]
         assert set(schema["properties"]) <= {name.rstrip("?") for name in checked}

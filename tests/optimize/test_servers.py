@@ -8,7 +8,7 @@ import pytest
 from chat_server import call, said, serve, turn_of
 from optimizing import DONE, PROFILE, SANDBOX, WRITE, Run
 
-from cuda_agent.agent.tools import ALL_TOOLS
+from cuda_agent.agent.tools import TOOLS
 from cuda_agent.policy.chat import written
 from cuda_agent.policy.served import ContextTooLong, ServedModel, ServedModelError
 from tests.sandbox.service.serving import Served as Sandboxes
@@ -180,7 +180,7 @@ def test_a_conversation_that_outgrows_the_context_is_cut_and_goes_on(run):
 def ask(url, **options):
     async def inside():
         async with ServedModel(url, "m", **options) as model:
-            return await model.chat([{"role": "user", "content": "x"}], ALL_TOOLS, 500, 1.0, 7)
+            return await model.chat([{"role": "user", "content": "x"}], TOOLS, 500, 1.0, 7)
 
     return asyncio.run(inside())
 

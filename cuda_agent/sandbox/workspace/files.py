@@ -10,7 +10,7 @@ import os
 import posixpath
 import stat
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 FILE_BYTES = 256 << 10  # of one file to read, write or collect
@@ -78,6 +78,12 @@ class Folder:
             if len(text) > FILE_BYTES:
                 raise ToolRefused(f"{name} would be larger than {FILE_BYTES} bytes")
         self._store(name, text)
+        return "ok"
+
+    def change(self, path: str, edited: Callable[[str], str]) -> str:
+        """Replaces the text of a file that the agent knows by ``edited`` of it."""
+        name = self._writable(path)
+        self._store(name, edited(self._must_know(name)))
         return "ok"
 
     def glob(self, pattern: str, path: str = ".") -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.jail.descendants import descendants
 from cuda_agent.sandbox.messages import Reply, WorkspaceOperation, receive_frame, send_frame
-from cuda_agent.sandbox.workspace import background
+from cuda_agent.sandbox.workspace import background, notebook
 from cuda_agent.sandbox.workspace import shell as processes
 from cuda_agent.sandbox.workspace.files import Folder, ToolRefused
 from cuda_agent.sandbox.workspace.shell import BASH, WRAPPER, CommandLimits, Shell, cut, fork, kill, reap
@@ -139,6 +139,9 @@ class Session:
                 return self._grep(**values), False
             if tool == "TodoWrite":
                 return "ok", False
+            if tool == "NotebookEdit":
+                with self.backgrounds.paused():
+                    return self._notebook_edit(**values), False
             method = {"Read": "read", "Write": "write", "Edit": "edit", "MultiEdit": "multi_edit", "Glob": "glob"}[tool]
             with self.backgrounds.paused():
                 return cut(getattr(self.files, method)(**values), self.limits.output_chars), False
@@ -178,6 +181,12 @@ class Session:
         lines = sorted(line.removeprefix("./") for line in outcome.output.splitlines())
         return self._presented("\n".join(lines)) or "(no matches)"
 
+    def _notebook_edit(
+        self, path: str, new_source: str, cell_id: str | None = None, cell_type: str | None = None,
+        edit_mode: str = "replace",
+    ) -> str:  # fmt: skip
+        return self.files.change(path, lambda text: notebook.edited(text, new_source, cell_id, cell_type, edit_mode))
+
     def _presented(self, text: str) -> str:
         """Returns ``text`` for the agent, with short names in place of the folder's real path. The real path is
         private, and it changes with every run."""
@@ -192,6 +201,13 @@ _PARAMETERS: dict[str, dict[str, str]] = {  # a name that ends in "?" may be lef
     "Write": {"path": "text", "content": "text"},
     "Edit": {"path": "text", "old_string": "text", "new_string": "text", "replace_all?": "true or false"},
     "MultiEdit": {"path": "text", "edits": "edits"},
+    "NotebookEdit": {
+        "path": "text",
+        "new_source": "text",
+        "cell_id?": "text",
+        "cell_type?": "text",
+        "edit_mode?": "text",
+    },
     "Glob": {"pattern": "text", "path?": "text"},
     "Grep": {"pattern": "text", "path?": "text", "glob?": "text"},
     "TodoWrite": {"todos": "todos"},

@@ -378,12 +378,16 @@ def test_a_session_of_file_tools(use):
             ("Glob", {"pattern": "kernels/*"}),
             ("TodoWrite", {"todos": [{"content": "go on", "status": "pending"}]}),
             ("Write", {"path": "kernels/a.cpp", "content": ""}),
+            ("Write", {"path": "a.ipynb", "content": '{"cells": []}'}),
+            ("NotebookEdit", {"path": "a.ipynb", "new_source": "x", "cell_type": "code", "edit_mode": "insert"}),
+            ("NotebookEdit", {"path": "kernels/b.cpp", "new_source": "x", "cell_id": "cell-0"}),
         ]
         return [(await workspace.call(*call)).text for call in calls]
 
     assert use(body) == [
         "ok", "float y;\n", "ok", "ok", "kernels/a.cpp:1:int x;\nkernels/b.cpp:1:double z;", "kernels/a.cpp:1:int x;",
         "kernels/a.cpp\nkernels/b.cpp", "ok", "error: read kernels/a.cpp first",
+        "ok", "ok", "error: the file is not a Jupyter notebook",
     ]  # fmt: skip
 
 

@@ -1,0 +1,85 @@
+"""Edits one cell of a Jupyter notebook (the JSON of nbformat 4), for the tool NotebookEdit. Pure functions on text."""
+
+import json
+from typing import Any
+
+from cuda_agent.sandbox.workspace.files import ToolRefused
+
+MODES = ("replace", "insert", "delete")
+TYPES = ("code", "markdown")
+
+
+def edited(text: str, new_source: str, cell_id: str | None, cell_type: str | None, edit_mode: str) -> str:
+    """Returns the notebook ``text`` with one cell replaced, inserted or deleted.
+
+    Args:
+        text: The JSON of a notebook.
+        new_source: The cell's new text. Not used to delete.
+        cell_id: The cell's id; ``cell-3`` also names the fourth cell. A new cell comes after this cell, or first if the
+            id is None.
+        cell_type: ``code`` or ``markdown``. None keeps the type of a replaced cell.
+        edit_mode: ``replace``, ``insert`` or ``delete``.
+
+    Raises:
+        ToolRefused: The text is no notebook, there is no such cell, or an argument is wrong."""
+    if edit_mode not in MODES:
+        raise ToolRefused(f"edit_mode must be one of {', '.join(MODES)}")
+    if cell_type is not None and cell_type not in TYPES:
+        raise ToolRefused(f"cell_type must be one of {', '.join(TYPES)}")
+    notebook = _notebook(text)
+    cells = notebook["cells"]
+    if edit_mode == "insert":
+        if cell_type is None:
+            raise ToolRefused("a new cell needs cell_type")
+        place = 0 if cell_id is None else _index(cells, cell_id) + 1
+        cell = {"cell_type": cell_type, "metadata": {}}
+        if (notebook.get("nbformat"), notebook.get("nbformat_minor")) >= (4, 5):
+            cell["id"] = _new_id(cells)
+        cells.insert(place, _with_source(cell, new_source))
+    elif cell_id is None:
+        raise ToolRefused(f"{edit_mode} needs cell_id")
+    elif edit_mode == "delete":
+        del cells[_index(cells, cell_id)]
+    else:
+        place = _index(cells, cell_id)
+        kept = {name: cells[place][name] for name in ("id", "metadata") if name in cells[place]}
+        kind = cell_type or cells[place].get("cell_type", "code")
+        cells[place] = _with_source({"cell_type": kind, "metadata": {}} | kept, new_source)
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+
+
+def _notebook(text: str) -> dict[str, Any]:
+    try:
+        notebook = json.loads(text)
+    except ValueError:
+        notebook = None
+    cells = notebook.get("cells") if isinstance(notebook, dict) else None
+    numbers = (notebook.get(name, 0) for name in ("nbformat", "nbformat_minor")) if isinstance(notebook, dict) else ()
+    if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
+        raise ToolRefused("the file is not a Jupyter notebook")
+    if not all(type(number) is int for number in numbers):
+        raise ToolRefused("nbformat and nbformat_minor of the notebook must be integers")
+    return {"nbformat": 0, "nbformat_minor": 0} | notebook
+
+
+def _index(cells: list[dict[str, Any]], cell_id: str) -> int:
+    for index, cell in enumerate(cells):
+        if cell.get("id") == cell_id:
+            return index
+    number = cell_id.removeprefix("cell-")
+    if cell_id != number and number.isdecimal() and len(number) < 9 and int(number) < len(cells):
+        return int(number)
+    raise ToolRefused(f"the notebook has no cell {cell_id[:40]!r}")
+
+
+def _new_id(cells: list[dict[str, Any]]) -> str:
+    taken = {cell.get("id") for cell in cells if isinstance(cell.get("id"), str)}
+    return next(name for number in range(len(cells) + 1) if (name := f"new-{number}") not in taken)
+
+
+def _with_source(cell: dict[str, Any], source: str) -> dict[str, Any]:
+    """Returns ``cell`` with this text. A changed code cell has no outputs."""
+    cell["source"] = source.splitlines(keepends=True)
+    if cell["cell_type"] == "code":
+        cell |= {"execution_count": None, "outputs": []}
+    return cell
