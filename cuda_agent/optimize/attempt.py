@@ -66,8 +66,8 @@ def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, A
 
 
 def least_tokens(task: Task, terms: Terms) -> int:
-    """Estimates the fewest tokens that an attempt needs.  The style ``compact`` needs the first prompt.  The style
-    ``full`` needs two turns, because its last turn runs no tool."""
+    """Estimates the fewest tokens that an attempt needs.  In the style ``compact`` these are the tokens of the first
+    prompt.  In the style ``full`` they are those of two turns: the last turn runs no tool, so an earlier one must."""
     prompt = size(first_messages(task, terms, "x" * _BASELINES)) // CHARACTERS
     return prompt if terms.style == "compact" else sum(_two_turns(min(prompt, terms.context), terms.answer_tokens))
 

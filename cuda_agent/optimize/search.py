@@ -38,7 +38,7 @@ _LONGEST_FILE = 1 << 20
 
 @dataclass
 class SearchOutcome:
-    """The outcome of a search."""
+    """What a search found, why it ended, and how much of its budget it used."""
 
     folder: Path  # holds the result
     why: str  # why the search ended: a key of ``progress.ENDS``

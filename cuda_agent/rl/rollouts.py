@@ -121,9 +121,8 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
 
 
 def servers_apart(config: Config, here: int) -> None:
-    """Raises BadConfiguration if a vLLM server of the stage would run on this machine's first GPU although this GPU has
-    another use. It has one if the judge measures times there, or if the stage broadcasts weights from there. ``here``
-    is this machine's number of GPUs."""
+    """Raises BadConfiguration if a vLLM server of the stage would run on this machine's first GPU although the judge
+    measures times there, or the stage broadcasts weights from there. ``here`` is this machine's number of GPUs."""
     sandbox, vllm = config.sandbox, config.policy.vllm
     if vllm.servers or not 0 < here <= vllm.replicas:
         return

@@ -349,8 +349,8 @@ class LocalSandbox:
         return self._judges[self.judge_of(task)]
 
     def _prober(self, task: Task) -> JudgeHandle:
-        """Returns the prober with the fewest requests, or the task's judge if there are no probers. Prefers the prober
-        that was asked for this task before, because it may have kept the task."""
+        """Returns the prober with the fewest requests, or the task's judge if there are no probers. Of several such
+        probers, takes the one that got this task's last request, because it may have kept the task."""
         if not self._probers:
             return self._judge(task)
         if len(self._prober_of) >= _MOST_SPECS:

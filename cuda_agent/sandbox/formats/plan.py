@@ -1,9 +1,9 @@
-"""Builds the plan format: compiles ``plan.json`` into a program for the sandbox's executor, which runs in the worker.
+"""Builds solutions in the plan format: compiles ``plan.json`` into a program. The executor in the worker runs it.
 
 ``grammar`` parses the fields of a plan. ``compile_plan`` checks the plan against the task's shapes, evaluates every
 expression, and generates source code. On the CPU, this is C++ code through which the executor calls the kernels. On a
-GPU, it is CUDA code that includes the kernels' files. It declares variables that hold the types of the kernels'
-arguments."""
+GPU, it is CUDA code that includes the kernels' files. For each kernel, this code declares a variable whose C++ type
+names the types of the kernel's arguments."""
 
 import re
 import struct
