@@ -86,10 +86,13 @@ def compose(overrides: Sequence[str] = ()) -> Config:
 
 
 def validate(values: Any) -> Config:
-    """Returns the configuration with these values; missing keys take their defaults.
+    """Returns the configuration with these values; missing keys take their defaults.  Without a seed of the tasks, as
+    in configurations of older runs, it is the run's.
 
     Raises:
         ConfigError: A key or a value is wrong; the message explains at most 8 mistakes."""
+    if isinstance(values, dict) and "seed" in values and isinstance(tasks := values.get("synthesis", {}), dict):
+        values = values | {"synthesis": {"seed": values["seed"]} | tasks}
     try:
         return Config.model_validate_json(json.dumps(values), strict=True)  # strict: neither true nor "3" is a number
     except ValidationError as error:

@@ -1,5 +1,6 @@
 """Configuration: composition, validation, freezing, and what a person is told about a mistake."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -302,6 +303,13 @@ def test_a_stage_sees_only_its_sections():
     assert (part.seed, part.critic.epochs, part.policy.layers) == (3, Config().critic.epochs, 4)
     with pytest.raises(AttributeError):
         _ = part.agentic
+
+
+def test_the_tasks_of_an_older_configuration_have_the_seed_of_its_run():
+    values = compose(["seed=3"]).model_dump(mode="json")
+    assert values["synthesis"].pop("seed") == 3
+    text = json.dumps(values)
+    assert load(text, hashlib.sha256(text.encode()).hexdigest()).synthesis.seed == 3
 
 
 def test_runs_with_different_seeds_can_have_the_same_tasks():

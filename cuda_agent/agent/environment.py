@@ -97,6 +97,8 @@ class KernelEnvironment:
             return ToolResult("error: the arguments are no JSON object", error=True)
         key = f"{name} {_canonical(arguments)}"
         result = await self._folder.call(name, arguments)
+        if name == "BashOutput":
+            key += result.text  # to ask again is no loop if there is an answer
         self._seen[key] += 1  # after the call, in which ``command`` may reset the counts
         self.repeated = self._seen[key]
         if self.repeated >= LOOP:

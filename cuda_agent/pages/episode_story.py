@@ -17,7 +17,7 @@ Token = tuple[str, float]
 """Text and log-probability (in nats).  Several tokens that encode a single character are merged into one."""
 
 MOST_TURNS, MOST_TOKENS, LONGEST = 80, 4000, 6000  # turns and sampled tokens of an episode, characters of a text
-_WRITERS = ("Write", "Edit", "MultiEdit")
+_WRITERS = ("Write", "Edit", "MultiEdit", "NotebookEdit")
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,13 @@ class Story:
 
 def _change(call: Mapping[str, Any], known: dict[str, str]) -> Event | None:
     """Applies a Write, Edit or MultiEdit to ``known`` (path -> text).  Returns the diff, or None if an edit does not
-    fit."""
+    fit.  A NotebookEdit has no diff either; it removes the path from ``known``."""
     arguments = call["arguments"]
     path = posixpath.normpath(str(arguments.get("path", "")))
     old = known.get(path, "")
+    if call["name"] == "NotebookEdit":
+        known.pop(path, None)
+        return None
     if call["name"] == "Write":
         new = str(arguments.get("content", ""))
     else:
@@ -192,7 +195,7 @@ def _called(call: Mapping[str, Any]) -> StoryPart:
     name, arguments = str(call.get("name", "")), call.get("arguments")
     if not isinstance(arguments, dict):
         return StoryPart("call", "", name)
-    if name in (*_WRITERS, "NotebookEdit"):
+    if name in _WRITERS:
         return StoryPart("call", "", f"{name} {arguments.get('path', '')}"[:200])
     if len(arguments) == 1:
         return StoryPart("call", _short(next(iter(arguments.values()))), name)

@@ -133,6 +133,9 @@ def _run(data: Data) -> list[tuple[str, Any]]:
     facts = [*(("device", device) for device in _devices(data)), *data.get("versions", {}).items()]
     if "seed" in config:
         facts.append(("seed", config["seed"]))
+        tasks = config.get("synthesis", {}).get("seed", config["seed"])
+        if tasks != config["seed"]:
+            facts.append(("seed of the tasks", tasks))
     for stage in data.get("stages", []):
         settings = config.get(stage["name"])
         if settings and "actor_lr" in settings:

@@ -28,15 +28,17 @@ class Work:
 Estimate = Callable[[Config], Work]
 COMPILATION = 60.0  # seconds in which torch.compile compiles a model
 GPU_START, GPU_VERDICT = 10.0, 0.1  # seconds until the judge of a GPU answers, and of an episode's verdict
-GPU_TASK = {False: 2.4, True: 13.0}  # seconds of synthesis for each task on a GPU, without and with a headroom
+GPU_TASK, GPU_SWEPT = 2.4, 13.0  # seconds of synthesis for a task on a GPU; for one with a headroom
 
 
 def synthesis(config: Config) -> Work:
     settings, heldout = config.synthesis, _heldout(config)
     tasks = settings.train + heldout
-    on_gpu = config.sandbox.device == "cuda"
-    seconds = GPU_TASK[settings.headroom > 0] * tasks if on_gpu else 1.5 * min(settings.max_candidates, 4 * heldout)
-    return Work(samples=tasks, overhead=seconds)
+    if config.sandbox.device == "cpu":
+        return Work(samples=tasks, overhead=1.5 * min(settings.max_candidates, 4 * heldout))
+    catalogue = settings.catalogue + round(settings.train * settings.catalogue_share)
+    swept = tasks - catalogue if settings.headroom else 0
+    return Work(samples=tasks, overhead=GPU_TASK * (tasks - swept) + GPU_SWEPT * swept)
 
 
 def bootstrap(config: Config) -> Work:

@@ -64,18 +64,30 @@ class JudgeHandle:
         """Whether the judge is answering a request."""
         return self._turn.locked()
 
+    @property
+    def quarantined(self) -> bool:
+        """Whether requests are refused because the device failed its health probe a moment ago."""
+        return time.monotonic() < self._quarantine[0]
+
     async def ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
         """Sends one request and returns its answer. Raises ``TaskError`` if the task does not run, ``SandboxUnready``
         if the jail or the GPU does not work, ``JudgeLost`` if the judge or its device fails, or ``FrameTooLarge`` if
         the request is too large."""
         self.pending += 1
+        answer: asyncio.Future[Any] | None = None
         try:
             async with self._turn:
                 answer = asyncio.ensure_future(asyncio.to_thread(self._ask, operation, body))
-                answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # else asyncio would warn
+                answer.add_done_callback(self._answered)
                 return await asyncio.shield(answer)
         finally:
-            self.pending -= 1
+            if answer is None:  # cancelled before its turn
+                self.pending -= 1
+
+    def _answered(self, answer: asyncio.Future[Any]) -> None:
+        self.pending -= 1
+        if not answer.cancelled():
+            answer.exception()  # else asyncio would warn if a cancelled caller does not read it
 
     def _ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
         with self._lock:
@@ -99,9 +111,8 @@ class JudgeHandle:
     def _refuse_if_lost(self) -> None:
         if self._killed:
             raise JudgeLost("the judge was ended")
-        until, why = self._quarantine
-        if time.monotonic() < until:
-            raise JudgeLost(why)
+        if self.quarantined:
+            raise JudgeLost(self._quarantine[1])
 
     def _start(self) -> None:
         if self._process is not None:

@@ -70,7 +70,7 @@ class LocalSandbox:
         self._specs: dict[str, TaskSpec] = {}
         self._asked: WeakValueDictionary[Path, asyncio.Lock] = WeakValueDictionary()  # one per verdict asked for now
         self._probers: list[JudgeHandle] = []  # on a GPU: they run tasks without solutions beside each other
-        self._prober_of: dict[str, JudgeHandle] = {}  # digest of a task -> the prober that was asked last
+        self._prober_of: dict[str, JudgeHandle] = {}  # digest of a task -> the prober that last answered
         self._measuring: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()  # by digest of a task
         self._architecture = self._identity = ""  # of the GPU; the latter with its driver
 
@@ -328,6 +328,10 @@ class LocalSandbox:
                 continue
             if judge is last or not probe.error:
                 break
+        if self._probers and judge is first:
+            if len(self._prober_of) >= _MOST_SPECS:
+                self._prober_of.clear()
+            self._prober_of[task.digest] = first
         return probe
 
     def workspace(
@@ -350,15 +354,11 @@ class LocalSandbox:
 
     def _prober(self, task: Task) -> JudgeHandle:
         """Returns the prober with the fewest requests, or the task's judge if there are no probers. Of several such
-        probers, takes the one that got this task's last request, because it may have kept the task."""
+        probers, takes the one that last answered for this task, because it may have kept the task."""
         if not self._probers:
             return self._judge(task)
-        if len(self._prober_of) >= _MOST_SPECS:
-            self._prober_of.clear()
         last = self._prober_of.get(task.digest)
-        prober = min(self._probers, key=lambda one: (one.pending, one is not last))
-        self._prober_of[task.digest] = prober
-        return prober
+        return min(self._probers, key=lambda one: (one.quarantined, one.pending, one is not last))
 
     def _refusal(self, solution: Solution, mode: Mode, status: Any, message: str) -> Verdict:
         advisory = FORMATS[solution.format].traits.advisory

@@ -57,6 +57,30 @@ def test_a_command_after_other_edits_through_bash_is_no_loop(loop, sandbox):
     assert loop.run(play(sandbox, [*WRITES, *(call for one in to_and_fro * 4 for call in (one, verify))]))[0].flags
 
 
+def test_to_ask_a_background_command_again_is_a_loop_only_without_an_answer(loop, sandbox):
+    start = (
+        "Bash",
+        {"command": "for i in 1 2 3 4 5 6; do echo $i; sleep 0.3; done; sleep 60", "run_in_background": True},
+    )
+    ask = ("BashOutput", {"id": "bg1"})
+    waits = [("Bash", {"command": f"sleep 0.4{n}"}) for n in range(2)]
+    environment, said, _ = loop.run(play(sandbox, [start, ask, waits[0], ask, waits[1], ask], judge=False))
+    assert environment.flags == set(), said
+    environment, said, _ = loop.run(
+        play(sandbox, [("Bash", start[1] | {"command": "sleep 60"}), *[ask] * 4], judge=False)
+    )
+    assert environment.flags == {"loop"} and "bg1" in said[0], said
+
+
+def test_a_cell_that_changes_resets_the_counts_as_an_edit_does(loop, sandbox):
+    wrote = ("Write", {"path": "a.ipynb", "content": '{"cells": []}'})
+    insert = [{"path": "a.ipynb", "new_source": str(i), "cell_type": "code", "edit_mode": "insert"} for i in range(2)]
+    read = ("Read", {"path": "a.ipynb"})
+    calls = [wrote, read, read, ("NotebookEdit", insert[0]), read, read, ("NotebookEdit", insert[1]), read]
+    environment, said, _ = loop.run(play(sandbox, calls, judge=False))
+    assert environment.flags == set(), said
+
+
 def test_a_player_is_told_the_task_and_in_full_the_rules(loop, sandbox):
     system, user = KernelEnvironment(TASK, sandbox).messages()
     assert "plan.json" in system["content"] and "torch.relu" in user["content"]

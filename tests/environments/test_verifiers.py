@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cuda_agent.agent.tools import TOOLS
 from tests.environments.examples import blocks, guides_model, surroundings
 from tests.optimize.chat_server import call, said, serve
 
@@ -51,7 +52,7 @@ def test_a_rollout_plays_with_our_tools_and_is_rewarded_by_the_verdict(tmp_path)
     assert trace["errors"] == [] and trace["rewards"]["reward"]["score"] == 3.0
     assert trace["metrics"]["correct"] == 1.0 and trace["metrics"]["speedup_eager"] > 1
     tools = {tool["function"]["name"]: tool["function"] for tool in asked[0]["tools"]}
-    assert set(tools) == {"Bash", "Read", "Write", "Edit", "MultiEdit", "Glob", "Grep", "TodoWrite"}
+    assert set(tools) == {tool["function"]["name"] for tool in TOOLS}
     assert tools["Write"]["parameters"]["required"] == ["path", "content"]
     assert asked[0]["messages"][0]["role"] == "system" and "plan.json" in asked[0]["messages"][0]["content"]
     assert "profile: " in str(asked[-1]["messages"][-1]["content"])

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.metadata
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,7 +31,7 @@ class Judge:
     """Answers each request by the next entry of ``answers``, or the last one."""
 
     torch = "2.0+cu130"
-    pending = 0
+    pending, quarantined = 0, False
 
     def __init__(self, *answers: Any) -> None:
         self.answers = list(answers)
@@ -301,6 +302,10 @@ def test_a_task_goes_to_the_prober_with_the_fewest_requests_and_rather_to_the_on
     probers[1].pending = 1
     asyncio.run(on_gpu.probe(task()))
     assert [len(one.asked) for one in probers] == [1, 2, 0]
+    probers[0].quarantined = True  # it would refuse at once, and so always be free
+    probers[2].pending = 3
+    asyncio.run(on_gpu.probe(task()))
+    assert [len(one.asked) for one in probers] == [1, 3, 0]
 
 
 def test_a_judge_counts_the_requests_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +318,24 @@ def test_a_judge_counts_the_requests_without_an_answer(tmp_path: Path, monkeypat
 
     asyncio.run(two())
     assert seen == [2, 1] and handle.pending == 0
+
+
+def test_a_judge_works_on_although_its_caller_was_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle, go_on = JudgeHandle(settings_in(tmp_path), tmp_path), threading.Event()
+    monkeypatch.setattr(handle, "_ask", lambda *_: go_on.wait(30))
+
+    async def cancelled() -> None:
+        working, waiting = (asyncio.ensure_future(handle.ask(JudgeRequest.SPEC, {})) for _ in range(2))
+        await asyncio.sleep(0.05)
+        for one in (working, waiting):
+            one.cancel()
+        await asyncio.gather(working, waiting, return_exceptions=True)
+        assert handle.pending == 1
+        go_on.set()
+        while handle.pending:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(cancelled(), 30))
 
 
 @pytest.mark.parametrize(

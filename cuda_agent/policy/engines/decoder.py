@@ -367,11 +367,14 @@ def _fold(weight: Tensor, norm: Tensor) -> Tensor:
     return (weight.float() * norm.float()).to(weight.dtype)
 
 
+_PROBE_TOKENS, _PROBED = 20, (11, 12, 13, 19)  # length of the prompt, and the positions that ``verify`` compares
+
+
 def verify(decoder: Decoder, model: Any) -> float:
     """Returns the largest difference between the log-probabilities of ``decoder`` and ``model`` at four positions. A
     position's difference is a mean of absolute differences over the vocabulary, weighted by the model's probabilities.
     Overwrites rows 0 and 1 of the cache."""
-    ids, device = probe_prompt(model, 20), model.device
+    ids, device = probe_prompt(model, _PROBE_TOKENS), model.device
     with torch.inference_mode():
         wanted = _log_probs(model, input_ids=torch.tensor([ids], device=device))
         first = decoder.prefill([(0, 0, ids[:12]), (1, 0, ids[:12])])
@@ -387,9 +390,9 @@ def verify(decoder: Decoder, model: Any) -> float:
 
 def rounding(model: Any) -> float:
     """Returns by how much the log-probabilities of ``model`` change, at the positions of ``verify``, if each value of
-    the embeddings is rounded to one of its neighbours. Two right implementations in the same dtype differ by about as
-    much. Returns the largest of four draws."""
-    ids = torch.tensor([probe_prompt(model, 20)], device=model.device)
+    the embeddings moves by one or two units in the last place. Two right implementations in the same dtype differ by
+    about as much. Returns the largest of four draws."""
+    ids = torch.tensor([probe_prompt(model, _PROBE_TOKENS)], device=model.device)
     generator = torch.Generator().manual_seed(0)
     found = []
     with torch.inference_mode():
@@ -398,7 +401,7 @@ def rounding(model: Any) -> float:
             signs = torch.randint(0, 2, embedded.shape, generator=generator).to(embedded) * 2 - 1
             moved = embedded.float() * (1 + torch.finfo(embedded.dtype).eps * signs)
             got = _log_probs(model, inputs_embeds=moved.to(embedded.dtype))
-            found += [_distance(wanted[at], got[at]) for at in (11, 12, 13, 19)]
+            found += [_distance(wanted[at], got[at]) for at in _PROBED]
     return max(found)
 
 

@@ -1,4 +1,5 @@
-"""Implements the file tools of a workspace (Read, Write, Edit, MultiEdit, Glob), and collects the workspace's files.
+"""Implements the file tools of a workspace (Read, Write, Edit, MultiEdit, Glob, and the file of a NotebookEdit), and
+collects the workspace's files.
 
 Everything in the folder may be hostile (links, FIFOs, huge or binary files, a million names), so every path is resolved
 and every read is limited. The code runs inside the workspace's jail."""

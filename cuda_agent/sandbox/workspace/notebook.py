@@ -5,6 +5,7 @@ from typing import Any
 
 from cuda_agent.sandbox.workspace.files import ToolRefused
 
+DEPTH = 50  # most nested levels of a notebook: one of some hundreds takes seconds to write
 MODES = ("replace", "insert", "delete")
 TYPES = ("code", "markdown")
 
@@ -33,33 +34,49 @@ def edited(text: str, new_source: str, cell_id: str | None, cell_type: str | Non
             raise ToolRefused("a new cell needs cell_type")
         place = 0 if cell_id is None else _index(cells, cell_id) + 1
         cell = {"cell_type": cell_type, "metadata": {}}
-        if (notebook.get("nbformat"), notebook.get("nbformat_minor")) >= (4, 5):
+        if (notebook.get("nbformat", 0), notebook.get("nbformat_minor", 0)) >= (4, 5):
             cell["id"] = _new_id(cells)
-        cells.insert(place, _with_source(cell, new_source))
+        cells.insert(place, _changed(cell, cell_type, new_source))
     elif cell_id is None:
         raise ToolRefused(f"{edit_mode} needs cell_id")
     elif edit_mode == "delete":
         del cells[_index(cells, cell_id)]
     else:
-        place = _index(cells, cell_id)
-        kept = {name: cells[place][name] for name in ("id", "metadata") if name in cells[place]}
-        kind = cell_type or cells[place].get("cell_type", "code")
-        cells[place] = _with_source({"cell_type": kind, "metadata": {}} | kept, new_source)
-    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+        cell = cells[_index(cells, cell_id)]
+        _changed(cell, cell_type or cell.get("cell_type", "code"), new_source)
+    return json.dumps(notebook, indent=1, ensure_ascii=_has_surrogate(notebook)) + "\n"
 
 
 def _notebook(text: str) -> dict[str, Any]:
     try:
         notebook = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         notebook = None
     cells = notebook.get("cells") if isinstance(notebook, dict) else None
-    numbers = (notebook.get(name, 0) for name in ("nbformat", "nbformat_minor")) if isinstance(notebook, dict) else ()
     if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
         raise ToolRefused("the file is not a Jupyter notebook")
-    if not all(type(number) is int for number in numbers):
+    if not all(type(notebook.get(name, 0)) is int for name in ("nbformat", "nbformat_minor")):
         raise ToolRefused("nbformat and nbformat_minor of the notebook must be integers")
-    return {"nbformat": 0, "nbformat_minor": 0} | notebook
+    if _depth(notebook) > DEPTH:
+        raise ToolRefused(f"the notebook has more than {DEPTH} nested levels")
+    return notebook
+
+
+def _depth(value: Any) -> int:
+    depth, level = 0, [value]
+    while level and depth <= DEPTH:
+        depth += 1
+        inner = [list(one.values()) if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [item for items in inner for item in items]
+    return depth
+
+
+def _has_surrogate(notebook: dict[str, Any]) -> bool:
+    try:
+        json.dumps(notebook, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _index(cells: list[dict[str, Any]], cell_id: str) -> int:
@@ -77,9 +94,14 @@ def _new_id(cells: list[dict[str, Any]]) -> str:
     return next(name for number in range(len(cells) + 1) if (name := f"new-{number}") not in taken)
 
 
-def _with_source(cell: dict[str, Any], source: str) -> dict[str, Any]:
-    """Returns ``cell`` with this text. A changed code cell has no outputs."""
-    cell["source"] = source.splitlines(keepends=True)
-    if cell["cell_type"] == "code":
+def _changed(cell: dict[str, Any], cell_type: str, source: str) -> dict[str, Any]:
+    """Gives ``cell`` a type and a text. Its outputs are dropped, since they belong to another text, and so is what a
+    cell of the new type cannot have. Everything else stays. Returns ``cell``."""
+    cell |= {"cell_type": cell_type, "source": source.splitlines(keepends=True)}
+    if cell_type == "code":
         cell |= {"execution_count": None, "outputs": []}
+        cell.pop("attachments", None)
+    else:
+        cell.pop("execution_count", None)
+        cell.pop("outputs", None)
     return cell

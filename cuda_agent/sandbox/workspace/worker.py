@@ -226,7 +226,7 @@ def checked(tool: str, arguments: Any, parameters: dict[str, str] | None = None)
     names = {name.rstrip("?"): kind for name, kind in parameters.items()}
     if unknown := sorted(map(str, arguments.keys() - names.keys())):
         raise ToolRefused(f"{tool} has no parameter {unknown[0][:40]!r}")
-    if missing := [name for name in parameters if not name.endswith("?") and name not in arguments]:
+    if missing := [name for name in parameters if not name.endswith("?") and arguments.get(name) is None]:
         raise ToolRefused(f"{tool} needs {missing[0]}")
     values = {name: _typed(tool, name, names[name], value) for name, value in arguments.items() if value is not None}
     values.pop("description", None)

@@ -49,6 +49,29 @@ def test_a_notebook_of_an_older_format_gets_no_ids():
     assert "id" not in cells(edited(old, "c", None, "code", "insert"))[0]
 
 
+def test_everything_else_of_the_notebook_stays():
+    """Keys in their order, also ones that nbformat does not know, and embedded pictures of a text."""
+    cell = {"cell_type": "markdown", "id": "a", "attachments": {"p.png": {}}, "own": 1, "metadata": {}, "source": []}
+    text = json.dumps({"cells": [cell], "metadata": {}, "other": [1, None]})
+    made = json.loads(edited(text, "x", "a", None, "replace"))
+    assert list(made) == ["cells", "metadata", "other"] and made["cells"] == [cell | {"source": ["x"]}]
+    assert "attachments" not in json.loads(edited(text, "x", "a", "code", "replace"))["cells"][0]
+
+
+def test_text_that_is_no_valid_unicode_stays_escaped():
+    text = json.dumps({"cells": [], "metadata": {"broken": "\ud800", "umlaut": "\u00fc"}})
+    made = edited(text, "x", None, "code", "insert")
+    made.encode()
+    assert json.loads(made)["metadata"] == {"broken": "\ud800", "umlaut": "\u00fc"}
+
+
+@pytest.mark.parametrize("depth", [60, 100_000])
+def test_a_deeply_nested_notebook_is_refused_at_once(depth):
+    text = f'{{"cells": [], "metadata": {"[" * depth}{"]" * depth}}}'
+    with pytest.raises(ToolRefused, match=r"nested levels|not a Jupyter notebook"):
+        edited(text, "x", None, "code", "insert")
+
+
 def test_a_deleted_cell_is_gone():
     assert [cell["id"] for cell in cells(edited(NOTEBOOK, "", "top", None, "delete"))] == ["run"]
 

@@ -403,6 +403,8 @@ def test_a_session_of_file_tools(use):
         ("Bash", {"command": "ls", "timeout": "nan"}, "Bash: timeout must be a number above zero"),
         ("Bash", {"command": "ls", "colour": "red"}, "Bash has no parameter 'colour'"),
         ("Read", {"path": ["x"]}, "Read: path must be text"),
+        ("Write", {"path": "x", "content": None}, "Write needs content"),
+        ("NotebookEdit", {"path": "x", "new_source": None, "edit_mode": "delete"}, "NotebookEdit needs new_source"),
         ("Read", {"path": "model.py", "offset": "-1"}, "Read: offset must be an integer above zero"),
         ("Read", {"path": "../x"}, "../x is outside the work folder"),
         ("MultiEdit", {"path": "model.py", "edits": "all"}, "MultiEdit: edits must be a list"),
