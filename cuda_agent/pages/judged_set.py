@@ -175,8 +175,9 @@ def _geometric_mean(values: Iterable[float]) -> float | None:
 
 
 def _chart(rows: Sequence[JudgedRow]) -> Markup | None:
-    """Draws a dot for each judged record with a claim, on logarithmic axes of claimed and measured speed-up.  On a
-    line, both are equal.  Rejected records are dots below the axis.  Returns None if there is no record to draw."""
+    """Draws a dot for each judged record with a claim, on logarithmic axes of claimed and measured speed-up.  A
+    line shows where the two are equal.  Rejected records are dots below the axis.  Returns None if there is no record
+    to draw."""
     points = [(row, row.claim_eager, row.speedup_eager) for row in rows if row.claim_eager and row.outcome in JUDGED]
     points = [point for point in points if point[2] or point[0].outcome != "ok"]  # without correct ones of no time
     if not points:

@@ -43,7 +43,7 @@ ATTEMPTS_A_TASK = 60  # most proposals per wanted task of a stream
 PROBES_A_COMPILE = 6  # eager probes per allowed compilation
 MOST_LOST = 5  # candidates in a row on which the sandbox fails: then the sandbox is at fault, not a task
 BINS = 12  # bins of the histogram of times in the data card
-AHEAD = {"cpu": 3, "cuda": 12}  # candidates whose probes run before their turn: one compilation uses one core
+AHEAD = {"cpu": 3, "cuda": 24}  # candidates probed before their turn; with 12, the probers of a GPU were half idle
 
 
 Times = dict[str, tuple[float, float | None]]  # task -> eager and compiled seconds

@@ -76,7 +76,7 @@ class LocalEngine:
         self._device = torch.empty(0, device=device).device  # a device with its number, such as cuda:0
         self._waiting: list[_Request] = []
         self._active: list[_Request] = []  # request i is row i; only the worker thread uses it while it works
-        self._kept: list[tuple[np.ndarray, Any]] = []  # (ids, the decoder's copy), oldest first
+        self._kept: list[tuple[np.ndarray, Any]] = []  # (ids, what the decoder kept of them), oldest first
         self._interrupt = False  # tells the worker to return after its current step
         self._driver: asyncio.Task[None] | None = None
         self._updating = asyncio.Lock()
@@ -271,7 +271,8 @@ class LocalEngine:
 
     def _take_kept(self, prompt: list[int]) -> tuple[int, Any]:
         """Finds the kept sequence that shares the longest prefix with ``prompt[:-1]``. Returns the prefix's length and
-        the decoder's copy, or 0 and None. Removes the sequence from ``_kept`` if the prompt continues all of it."""
+        what the decoder kept of it, or 0 and None. Removes the sequence from ``_kept`` if the prompt continues all of
+        it."""
         best, best_length = None, 0
         wanted = np.array(prompt[:-1])
         for index in reversed(range(len(self._kept))):

@@ -114,8 +114,8 @@ def check(
 
 def _as_good_as_eager(prepared: PreparedTask, entry: PoolEntry, mine: float) -> bool:
     """Returns whether the candidate's error ``mine`` on ``entry``, which has exact outputs, is at most ``_AS_GOOD``
-    times eager's error in fp32 or tf32. Without this rule, correct candidates would fail on tasks where large terms
-    cancel out. On such tasks, eager itself exceeds the tolerance."""
+    times eager's error, in fp32 or in tf32, whichever is larger. Without this rule, correct candidates would fail on
+    tasks where large terms cancel out. On such tasks, eager itself exceeds the tolerance."""
     return any(
         mine <= _AS_GOOD * error(prepared, prepared.outputs_at(entry.inputs, precision), entry.exact or [])
         for precision in _PRECISIONS[prepared.settings.device]

@@ -97,8 +97,8 @@ class TransposeDesign:
 
 
 def plain_columns(spec: FamilySpec, design: ColumnDesign) -> ColumnDesign:
-    """Returns ``design`` with the first value of ``COLUMN_DESIGNS`` for each choice that has no effect or is
-    impossible."""
+    """Returns ``design`` with each choice that has no effect, or is impossible, set to its first value in
+    ``COLUMN_DESIGNS``."""
     assert spec.ending is not None
     if ENDINGS[spec.ending].maps:
         design = replace(design, split=1)
@@ -252,7 +252,7 @@ def _scaled(design: ColumnDesign, place: str) -> str:
 
 
 def plain_transpose(spec: FamilySpec, design: TransposeDesign) -> TransposeDesign:
-    """Returns ``design`` with the first value of ``TRANSPOSE_DESIGNS`` for each choice that has no effect."""
+    """Returns ``design`` with each choice that has no effect set to its first value in ``TRANSPOSE_DESIGNS``."""
     return replace(design, vector=1) if design.tile == "none" else replace(design, along="input")
 
 

@@ -109,7 +109,7 @@ def redraw(spec: FamilySpec, design: Design, rng: random.Random) -> Design:
 
 
 def plain(spec: FamilySpec, design: Design) -> Design:
-    """Returns ``design`` with the first possible value for each choice that has no effect."""
+    """Returns ``design`` with each choice that has no effect set to its first possible value."""
     made: Design = _KINDS[spec.kind].plain(spec, design)
     return made
 
