@@ -8,11 +8,11 @@ import sys
 import pytest
 
 from cuda_agent.compose import RENAMED, compose, flat, freeze, key_paths, load, restricted, section_values
-from cuda_agent.config import Config
+from cuda_agent.config import Config, PolicyConfig
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline import work
 from cuda_agent.pipeline.graph import STAGES, check
-from cuda_agent.pipeline.schedule import derived, machines, parameter_count, schedule_lines
+from cuda_agent.pipeline.schedule import base_parameters, derived, machines, parameter_count, schedule_lines
 from cuda_agent.training.memory import layout, shape_of_policy
 
 
@@ -348,6 +348,32 @@ def test_the_memory_of_a_base_that_is_here_is_worked_out(tmp_path, monkeypatch, 
     (folder / "config.json").write_text(json.dumps(shape))
     taken = derived(settings)["stages"]["agentic"]["memory"] / 2**30
     assert 120 < taken < 180, "weights, gradients and moments of policy and critic, and one row of 4,096 tokens"
+
+
+@pytest.mark.parametrize(
+    ("base", "billions"),
+    [
+        ("Qwen/Qwen3-Coder-30B-A3B-Instruct", (30, 3)), ("Qwen/Qwen2.5-Coder-1.5B-Instruct", (1.5, 1.5)),
+        ("meta-llama/Llama-3.1-70B", (70, 70)), ("org/mixtral-8x7b", None), ("gpt2", None), ("org/model-7b-v2", (7, 7)),
+    ],
+)  # fmt: skip
+def test_the_parameters_of_a_base_that_is_not_here_are_in_its_name(base, billions):
+    found = base_parameters(PolicyConfig(base=base))
+    assert found == (None if billions is None else tuple(1e9 * count for count in billions))
+
+
+def test_the_time_of_a_base_needs_its_size_and_falls_with_more_machines():
+    def row(*overrides):
+        return derived(compose(["experiment=paper", *overrides]))
+
+    usual, unknown = row(), row("policy.base=org/secret")
+    assert usual["seconds"] > 24 * 3600 and unknown["seconds"] is None
+    assert "on these machines" in "\n".join(schedule_lines(usual)) and "unknown" in "\n".join(schedule_lines(unknown))
+    stages = usual["stages"]
+    for change, stage in (("ray.workers=32", "agentic"), ("sandbox.servers=[http://a,http://b]", "collect"),
+                          ("training.num_processes=8", "rft")):  # fmt: skip
+        other = row(change)["stages"][stage]["seconds"]
+        assert (other < stages[stage]["seconds"]) == (stage != "rft"), change  # rft has one machine of 8 GPUs
 
 
 def test_the_schedule_shows_the_memory_of_bootstrap_only_where_it_trains():

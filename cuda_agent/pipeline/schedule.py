@@ -1,6 +1,7 @@
 """Estimates, before a run, the work, time and memory of each stage of a configuration: its schedule."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,14 @@ from cuda_agent.training.memory import Shape, layout, shape_of, shape_of_policy
 # Parameters of the measured model, tokens that it samples in a second, and tokens that it trains on.  Twice the
 # parameters halve both rates.  The GPU is an H200: bfloat16, compiled layers, 256 sequences decoded together.
 RATES = {"cpu": (1.3e6, 9_000, 7_000), "cuda": (27.3e6, 73_000, 300_000)}
+# A base is too large for these rates.  Its times follow from the bfloat16 operations and bytes of memory a second of an
+# H100 or H200, and from the shares of them that an engine and a trainer usually reach.
+OPERATIONS, BYTES = 990e12, 3.3e12
+ENGINE_SHARE, TRAINER_SHARE = 0.5, 0.35
+ALONE = {"rft", "critic"}  # stages with a base that train on one machine, also with Ray
+MACHINE = 8  # GPUs of one machine
+
+_BILLIONS = re.compile(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)b(?:-a(\d+(?:\.\d+)?)b)?(?![a-z0-9])")  # 30b-a3b, 1.5b
 
 
 def derived(config: Config) -> dict[str, Any]:
@@ -22,31 +31,34 @@ def derived(config: Config) -> dict[str, Any]:
     ``stages`` has for each stage the number of samples (tasks, examples or episodes), an upper bound of their tokens,
     the optimizer steps and the estimated seconds.  A stage that trains also has the peak memory of a training step in
     bytes, or None if ``policy.base`` is not on this machine.  ``machines`` describes the machines that the run needs.
-    Seconds are estimates for 2 CPU cores or one GPU (``RATES``).  With ``policy.base`` they are None."""
-    small = config.policy.base is None
-    decoding, training = (_token_seconds(config, device) for device in (config.policy.device, config.training.device))
+    Seconds are estimates for 2 CPU cores or one GPU (``RATES``).  With ``policy.base`` they are estimates for the GPUs
+    in ``machines``, or None if the number of the base's parameters is not known here, or a CPU computes."""
     rows: dict[str, dict[str, Any]] = {}
     for stage in stages_of(config):
         if stage.work is None:
             continue
         work = stage.work(config)
-        seconds = round(work.decoded * decoding[0] + work.trained * training[1] + work.overhead, 1)
-        if work.most_seconds:
-            seconds = min(seconds, work.most_seconds + work.overhead)
+        rates, seconds = token_seconds(config, stage.name), None
+        if rates:
+            seconds = round(work.decoded * rates[0] + work.trained * rates[1] + work.overhead, 1)
+            if work.most_seconds:
+                seconds = min(seconds, work.most_seconds + work.overhead)
         rows[stage.name] = {
             "samples": work.samples,
             "tokens": work.tokens,
             "optimizer_steps": work.optimizer_steps,
-            "seconds": seconds if small else None,
+            "seconds": seconds,
             **({"memory": training_memory(config, work)} if work.models else {}),
         }
     return {
         "machines": machines(config),
-        "parameters": parameter_count(config.policy) if small else None,
+        "parameters": parameter_count(config.policy) if config.policy.base is None else None,
         "base": config.policy.base,
         "stages": rows,
         "optimizer_steps": sum(row["optimizer_steps"] for row in rows.values()),
-        "seconds": sum(row["seconds"] for row in rows.values()) if small else None,
+        "seconds": None
+        if any(row["seconds"] is None for row in rows.values())
+        else sum(row["seconds"] for row in rows.values()),
         "device": config.training.device,
     }
 
@@ -77,7 +89,7 @@ def _ray_machines(config: Config) -> list[str]:
         f"PPO: {_several(ray.trainers, 'machine', ray.trainer_gpus)} for the trainer",
         f"rollouts: {_several(ray.workers, 'worker', ray.worker_gpus)}",
     ]
-    alone = {"rft", "critic"} | ({"bootstrap"} if config.policy.base is None else set())
+    alone = ALONE | ({"bootstrap"} if config.policy.base is None else set())
     alone_stages = [stage.name for stage in stages_of(config) if stage.name in alone]
     if trainer and alone_stages:
         may = " (training.num_processes, which may be lower for them)" if trainer > 1 else ""
@@ -114,13 +126,46 @@ def _gpus(count: float) -> str:
     return f"{count:g} GPU{'s' * (count > 1)}" if count else "no GPU"
 
 
-def _token_seconds(config: Config, device: str) -> tuple[float, float]:
+def token_seconds(config: Config, stage: str) -> tuple[float, float] | None:
+    """Returns the seconds that ``stage`` takes to sample a token, and to train on one, with all engines and trainers
+    that it has.  Returns None for a base whose time cannot be estimated."""
+    if config.policy.base is None:
+        decoding, training = (_small(config, device) for device in (config.policy.device, config.training.device))
+        return decoding[0], training[1]
+    sizes = base_parameters(config.policy)
+    if sizes is None or config.policy.device == "cpu" or config.training.device == "cpu":
+        return None
+    whole, active = sizes
+    batch = config.policy.engine_batch
+    reading, computing = 2 * whole / BYTES, 2 * active * batch / OPERATIONS  # seconds of a step at full speed
+    trainers = min(config.training.num_processes, MACHINE if stage in ALONE else config.training.num_processes)
+    sampled = max(reading, computing) / ENGINE_SHARE / batch / _engines(config)
+    return sampled, 6 * active / (OPERATIONS * TRAINER_SHARE * trainers)
+
+
+def _small(config: Config, device: str) -> tuple[float, float]:
     """Returns the seconds that the model of ``config`` takes to sample a token, and to train on one."""
     parameters, sampled, trained = RATES[device]
     scale = parameter_count(config.policy) / parameters
     if device == "cuda":  # a smaller model does not fill a GPU
         scale = max(scale, 1.0)
     return scale / sampled, scale / trained
+
+
+def _engines(config: Config) -> int:
+    """Returns the number of engines that sample at the same time."""
+    here = max(1, len(config.policy.vllm.servers) or _vllm_servers(config))
+    return here * (config.ray.workers if config.runtime == "ray" else 1)
+
+
+def base_parameters(policy: PolicyConfig) -> tuple[float, float] | None:
+    """Returns the number of parameters of ``policy.base``, and how many of them compute a token.  Reads config.json, or
+    else the name, which often has both numbers: ``Qwen3-30B-A3B``.  Returns None if neither tells."""
+    if shape := _shape(policy):
+        idle = (shape.experts - shape.active) * 3 * shape.hidden * shape.intermediate * shape.layers
+        return shape.parameters, shape.parameters - idle
+    named = _BILLIONS.search((policy.base or "").lower())
+    return (float(named[1]) * 1e9, float(named[2] or named[1]) * 1e9) if named else None
 
 
 def schedule_lines(schedule: dict[str, Any]) -> list[str]:
@@ -131,7 +176,7 @@ def schedule_lines(schedule: dict[str, Any]) -> list[str]:
         memory = _size(row["memory"]) if "memory" in row else ""
         lines.append(f"{name:18} {numbers} {_about(row['seconds']):>8} {memory:>9}".rstrip())
     size = f"{schedule['parameters'] / 1e6:.2f}M parameters" if schedule["parameters"] else schedule["base"]
-    place = "one GPU" if schedule["device"] == "cuda" else "2 CPU cores"
+    place = "these machines" if schedule["base"] else "one GPU" if schedule["device"] == "cuda" else "2 CPU cores"
     time = "" if schedule["seconds"] is None else f"; on {place} {_about(schedule['seconds'])}"
     lines.append(f"\n{size}; {schedule['optimizer_steps']:,} optimizer steps{time}")
     lines += [f"needs: {line}" for line in schedule["machines"]]

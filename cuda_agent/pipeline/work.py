@@ -27,7 +27,8 @@ class Work:
 
 Estimate = Callable[[Config], Work]
 COMPILATION = 60.0  # seconds in which torch.compile compiles a model
-GPU_START, GPU_VERDICT = 10.0, 0.1  # seconds until the judge of a GPU answers, and of an episode's verdict
+GPU_START = 10.0  # seconds until the judge of a GPU answers
+GPU_VERDICT, HOST_VERDICT = 0.1, 0.45  # seconds of an episode's verdict on a GPU; if it runs the solution's host code
 GPU_TASK, GPU_SWEPT = 2.4, 13.0  # seconds of synthesis for a task on a GPU; for one with a headroom
 
 
@@ -109,10 +110,12 @@ def _play(config: Config, episodes: int, turns: int, seconds: float) -> Work:
 
 
 def _verdicts(config: Config, episodes: int, seconds: float) -> float:
-    """Returns the seconds of the verdicts of ``episodes``; on a CPU a verdict takes ``seconds``. One GPU gives verdicts
-    one after the other."""
-    if config.sandbox.device == "cuda" and config.sandbox.clock == "real":
-        return GPU_START + GPU_VERDICT * episodes
+    """Returns the seconds of the verdicts of ``episodes``; on a CPU a verdict takes ``seconds``. A GPU gives verdicts
+    one after the other; each server has one."""
+    sandbox = config.sandbox
+    if sandbox.device == "cuda" and sandbox.clock == "real":
+        each = GPU_VERDICT if sandbox.format == "plan" else HOST_VERDICT
+        return GPU_START + each * episodes / max(1, len(sandbox.servers))
     return seconds * episodes
 
 
