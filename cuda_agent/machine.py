@@ -30,6 +30,12 @@ def processor_facts() -> dict[str, str]:
     return {}
 
 
+def cores() -> int:
+    """Returns the number of processors that this process may use."""
+    count = os.cpu_count() or 1
+    return min(count, len(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else count
+
+
 def gpus() -> int:
     import torch
 

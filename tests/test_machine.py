@@ -52,3 +52,11 @@ def test_the_memory_is_that_of_the_gpu_or_of_the_machine(monkeypatch):
         assert machine.memory_bytes("cuda") == bytes_
     facts = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     assert 2**28 < machine.memory_bytes("cpu") <= 1024 * int(facts["MemTotal"].split()[0])
+
+
+def test_processors_that_this_process_may_not_use_do_not_count(monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: 32)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(16)))
+    assert machine.cores() == 16
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    assert machine.cores() == 1

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from cuda_agent.config import SandboxConfig
+from cuda_agent.machine import cores
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,9 @@ def _memory() -> Check:
 
 
 def _processors() -> Check:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = cores()
     mend = "set sandbox.threads=1 policy.threads=1, and expect twice the time"
-    return _check("processors", cores >= 2, f"{cores} core{'s' * (cores != 1)}", mend)
+    return _check("processors", count >= 2, f"{count} core{'s' * (count != 1)}", mend)
 
 
 def _package(name: str, mend: str) -> Check:

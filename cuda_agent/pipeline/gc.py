@@ -8,6 +8,7 @@ takes a lock in the store (``alone``), then checks that no run is active.  A new
 
 import contextlib
 import time
+import uuid
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,7 +20,6 @@ from cuda_agent.storage import Store, StoreDamaged
 
 YOUNG = 3600.0  # seconds
 LOCK_SECONDS = 3600  # the process that took an older lock was killed
-_LOCK = "locks/gc"
 KEEP = 10  # newest runs of each pipeline
 _ORDER = ("cache", "runs", "sweeps", "checkpoints", "configs", "cas")  # the order of removal
 
@@ -80,21 +80,28 @@ def collect(store: Store, what: Plan) -> None:
 
 @contextlib.contextmanager
 def alone(store: Store) -> Iterator[bool]:
-    """Holds the store's lock for garbage collection during the ``with`` block, and yields True.  If another process
-    holds the lock, yields False and takes no lock."""
-    if not is_collecting(store):
-        store.delete(_LOCK)  # the lock of a killed collection
-    if not store.create(_LOCK, b""):
-        yield False
-        return
+    """Holds a lock for garbage collection in the store during the ``with`` block, and yields True.  If another process
+    holds one, yields False and leaves no lock.  Each process first writes its lock and then looks for others, so of two
+    that begin at the same time at most one gets True."""
+    mine = f"locks/gc-{uuid.uuid4().hex}"
+    store.put(mine, b"")
     try:
-        yield True
+        others = {key: changed for key, (_, changed) in store.sizes("locks").items() if key != mine}
+        free = not any(map(_is_held, others.values()))
+        if free:
+            for stale in others:  # locks of killed collections
+                store.delete(stale)
+        yield free
     finally:
-        store.delete(_LOCK)
+        store.delete(mine)
 
 
 def is_collecting(store: Store) -> bool:
-    return any(time.time() - changed < LOCK_SECONDS for _, changed in store.sizes("locks").values())
+    return any(_is_held(changed) for _, changed in store.sizes("locks").values())
+
+
+def _is_held(changed: float) -> bool:
+    return time.time() - changed < LOCK_SECONDS
 
 
 def await_end(store: Store, patience: float) -> bool:

@@ -23,7 +23,7 @@ from weakref import WeakValueDictionary
 
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import SandboxUnready, TaskError
-from cuda_agent.machine import processor_facts
+from cuda_agent.machine import cores, processor_facts
 from cuda_agent.sandbox import verdict_key
 from cuda_agent.sandbox.build import builder, toolchain
 from cuda_agent.sandbox.formats import first_pass, plan, rules
@@ -83,14 +83,14 @@ class LocalSandbox:
             raise SandboxUnready(f"the sandbox needs its cache and a temporary folder: {error}") from None
         config = self.config
         on_cpu = config.device == "cpu"
-        parallel = 2 if on_cpu else max(2, (os.cpu_count() or 2) - 2)
+        parallel = 2 if on_cpu else max(2, cores() - 2)
         self._builder = builder.Builder(
             self.cache / "builds", self._scratch, self.lease_folder if on_cpu else None, config.build_seconds,
             config.memory_mb, parallel,
         )  # fmt: skip
         self._first_pass = FirstPass(
             self.cache / "passes", self._scratch, self.lease_folder, config.first_pass_seconds, config.device,
-            config.threads, config.train_mode, 2 if on_cpu else max(2, (os.cpu_count() or 2) // 2),
+            config.threads, config.train_mode, 2 if on_cpu else max(2, cores() // 2),
         )  # fmt: skip
         settings = JudgeSettings(
             threads=config.threads, checks=config.checks, tolerance=config.tolerance, timed_calls=config.timed_calls,
@@ -99,14 +99,14 @@ class LocalSandbox:
             required_walls=config.required_walls, cache=str(self.cache), scratch="",
             lease=str(self.lease_folder), device=config.device,
         )  # fmt: skip
-        count = min(2, os.cpu_count() or 1)
+        count = min(2, cores())
         if config.device == "cuda":
             count = 1  # solutions are alone on their device
             kernels, self._identity = await self._device()
             settings = replace(settings, kernels=kernels, identity=self._identity)
         self._settings = settings
         self._judges = [self._handle(settings, f"judge-{number}") for number in range(count)]
-        probers = min(_MOST_PROBERS, (os.cpu_count() or 2) // 2) if config.device == "cuda" else 0
+        probers = min(_MOST_PROBERS, max(1, cores() // 2)) if config.device == "cuda" else 0
         prober = replace(settings, prober=True)
         self._probers = [self._handle(prober, f"prober-{number}") for number in range(probers)]
         return self

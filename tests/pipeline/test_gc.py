@@ -1,8 +1,11 @@
 """Retention: what stays with the newest runs, what goes, in which order, and who may collect."""
 
+import contextlib
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -123,3 +126,22 @@ def test_the_lock_of_one_that_was_ended_is_taken_over(store: Store, monkeypatch:
     monkeypatch.setattr(gc, "LOCK_SECONDS", -1)
     with gc.alone(store) as mine:
         assert mine
+
+
+def test_of_two_that_find_the_same_stale_lock_one_collects(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one begins between the first one's look at the locks and what it does then."""
+    store.put("locks/gc", b"")
+    monkeypatch.setattr(gc, "LOCK_SECONDS", 1)
+    time.sleep(1.1)
+    sizes, holds, second = store.sizes, [], contextlib.ExitStack()
+
+    def listed(prefix: str) -> Any:
+        found = sizes(prefix)
+        monkeypatch.setattr(store, "sizes", sizes)
+        holds.append(second.enter_context(gc.alone(store)))
+        return found
+
+    monkeypatch.setattr(store, "sizes", listed)
+    with gc.alone(store) as mine, second:
+        assert [*holds, mine].count(True) == 1
+    assert not list(store.sizes("locks"))

@@ -102,6 +102,8 @@ def prove(required: Iterable[str], folder: "Path") -> dict[str, str]:
             [sys.executable, "-I", "-S", __file__, "--attack", str(canary)],
             env={}, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=30,
         )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise JailError("the test of the jail took more than 30 s: the machine is too busy") from None
     finally:
         canary.unlink()
     if child.returncode != 0:

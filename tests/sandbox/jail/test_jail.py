@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -225,3 +226,13 @@ def interpret(program: list[tuple[int, int, int, int]], data: dict[int, int]) ->
                 opcode
             ]
             position += yes if holds else no
+
+
+def test_a_proof_that_takes_too_long_is_an_error_of_the_jail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never_ends(command: list[str], **how: Any) -> None:
+        raise subprocess.TimeoutExpired(command, how["timeout"])
+
+    monkeypatch.setattr(subprocess, "run", never_ends)
+    with pytest.raises(jail.JailError, match="took more than 30 s"):
+        jail.prove((), tmp_path)
+    assert not list(tmp_path.iterdir())
