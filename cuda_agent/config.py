@@ -23,7 +23,7 @@ _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"  # the form of the name of a run or a sw
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def key(default: T, description: str, **limits: Any) -> T:
@@ -43,6 +43,15 @@ def _addresses(servers: list[str]) -> list[str]:
 Addresses = Annotated[list[str], AfterValidator(_addresses)]
 
 
+def _without_password(address: str | None) -> str | None:
+    if address and re.match(r"[a-z+]+://[^/?#]*@", address):
+        raise ValueError("expected an address without user and password: it is stored with the run")
+    return address
+
+
+Address = Annotated[str | None, AfterValidator(_without_password)]
+
+
 class RunConfig(Section):
     """Where a run is stored and tracked, and how its stages are executed.  Stages cannot read this section."""
 
@@ -50,7 +59,7 @@ class RunConfig(Section):
     name: str | None = key(None, "name of the run; none: date, time and the configuration's hash", pattern=_NAME)
     sweep: str | None = key(None, "sweep that the run belongs to; set by `cuda-agent sweep`", pattern=_NAME)
     store: str = key(".cuda-agent/store", "where runs are stored: a folder, memory:// or s3://bucket/prefix")
-    mlflow: str | None = key(None, "tracking URI of MLflow; none: SQLite beside the store; off: no tracking")
+    mlflow: Address = key(None, "tracking URI of MLflow; none: SQLite beside the store; off: no tracking")
     parallel_stages: bool = key(
         False, "run independent stages side by side, unless one measures times (needs the memory and cores)"
     )
@@ -111,7 +120,7 @@ class Synthesis(Section):
     writer: Literal["programmatic", "model"] = key(
         "programmatic", "what composes tasks of the full catalogue: a program, or a language model"
     )
-    writer_url: str | None = key(None, "OpenAI-compatible address of the language model, for writer=model")
+    writer_url: Address = key(None, "OpenAI-compatible address of the language model, for writer=model")
     writer_model: str | None = key(None, "name of the language model at writer_url")
     writer_key_env: str = key("OPENAI_API_KEY", "environment variable that holds the API key for writer_url")
 
@@ -290,7 +299,7 @@ class Agent(Section):
     deadline_seconds: float = key(
         120.0, "time limit for one episode, in seconds; waiting for the judge does not count", gt=0
     )
-    temperature: float = key(1.0, "sampling temperature in training", ge=0)
+    temperature: float = key(1.0, "sampling temperature in training", gt=0)
 
 
 class Collect(Section):

@@ -312,6 +312,26 @@ def test_the_tasks_of_an_older_configuration_have_the_seed_of_its_run():
     assert load(text, hashlib.sha256(text.encode()).hexdigest()).synthesis.seed == 3
 
 
+@pytest.mark.parametrize("key", ["run.mlflow", "synthesis.writer_url"])
+def test_an_address_with_a_password_is_refused_and_not_repeated(key):
+    with pytest.raises(ConfigError, match=key) as refused:
+        compose([f"{key}='http://user:hunter2@host/path'"])
+    assert "without user and password" in str(refused.value) and "hunter2" not in str(refused.value)
+    assert compose([f"{key}='http://host/path@version'"])
+
+
+@pytest.mark.parametrize("key", ["sandbox.tolerance=inf", "agentic.clip_high=inf", "warmup.tis_cap=nan"])
+def test_numbers_that_are_not_finite_are_refused(key):
+    with pytest.raises(ConfigError, match=key.partition("=")[0]):
+        compose([key])
+
+
+def test_a_policy_cannot_learn_from_its_likeliest_tokens_alone():
+    with pytest.raises(ConfigError, match=r"agent\.temperature"):
+        compose(["agent.temperature=0"])
+    assert compose(["evaluate.temperature=0"]).evaluate.temperature == 0
+
+
 def test_runs_with_different_seeds_can_have_the_same_tasks():
     stage = next(stage for stage in STAGES if stage.name == "synthesis")
     one, other, same = (compose(["seed=1"]), compose(["seed=2"]), compose(["seed=2", "synthesis.seed=1"]))

@@ -13,7 +13,7 @@ from cuda_agent.agent.loop import Calls, Ended, EpisodePlayer, EpisodeSettings
 from cuda_agent.agent.tools import TOOLS
 from cuda_agent.policy.engines.engine import Completion
 from cuda_agent.policy.episode import Episode
-from cuda_agent.policy.served import CHARACTERS, ServedModel
+from cuda_agent.policy.served import CHARACTERS, ContextTooLong, ServedModel
 from cuda_agent.tasks.task import Task
 
 
@@ -36,7 +36,10 @@ class ChatPlayer(EpisodePlayer):
     async def speak(self, turn: int) -> Calls | Ended:
         if self.room <= 0:
             return "tokens"
-        reply = await self.model.chat(self._sent, TOOLS, self.room, self.settings.temperature, self.seed + turn)
+        try:
+            reply = await self.model.chat(self._sent, TOOLS, self.room, self.settings.temperature, self.seed + turn)
+        except ContextTooLong:  # ``room`` counts sampled tokens only
+            return "tokens"
         self.add([0] * reply.tokens, turn, Completion([], [0.0] * reply.tokens, 0, "stop"))
         self._sent.append(reply.message())
         self._calls = reply.calls

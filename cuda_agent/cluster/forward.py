@@ -20,7 +20,7 @@ def forwarded(cluster: Cluster, pod: str, port: int, local: int = 0) -> Iterator
     """Forwards the port ``local`` of this machine (0: any free port) to the pod's ``port``, and yields the local port.
 
     Raises:
-        ClusterError: The pod refuses the first connection."""
+        ClusterError: The pod refuses the first connection, or the port of this machine is in use."""
 
     class Connection(socketserver.BaseRequestHandler):
         def handle(self) -> None:
@@ -31,7 +31,11 @@ def forwarded(cluster: Cluster, pod: str, port: int, local: int = 0) -> Iterator
                 back.join()
 
     _open(cluster, pod, port).close()  # fails here with a clear message, not later in a thread
-    with _Server(("127.0.0.1", local), Connection) as server:
+    try:
+        opened = _Server(("127.0.0.1", local), Connection)
+    except OSError as error:
+        raise ClusterError(f"port {local} of this machine cannot be used: {error.strerror}") from None
+    with opened as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         try:
             yield server.server_address[1]

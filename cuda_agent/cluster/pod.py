@@ -117,6 +117,10 @@ def prepare(
         if ready and (result := serve_from_cache(store, run, graph, stage, config, done)):
             done[stage.name] = result
     left = [stage for stage in graph if stage.name not in done]
+    spread = spread and config.runtime == "ray"
+    for stage in left:  # how an earlier attempt ended says nothing about this one; a RayJob may still be running
+        if not (spread and rayjobs.can_be_spread(stage)):
+            store.delete(outcome_entry(run, stage.name))
     with tempfile.TemporaryDirectory() as folder, _recording(here, store, config, sha256, run, graph) as recorder:
         for name, manifest in done.items():
             recorder.finished(name, manifest)
@@ -129,7 +133,6 @@ def prepare(
             runs.end_run(store, record, EXIT_DONE, "", "")
             _record_report(recorder, store, done, Path(folder))
             recorder.ended(EXIT_DONE)
-    spread = spread and config.runtime == "ray"
     outputs = {row.name: ABSENT for row in ROWS} if stages is None else {}
     outputs |= {stage.name: "ray" if spread and rayjobs.can_be_spread(stage) else "run" for stage in graph}
     outputs |= dict.fromkeys(done, "cached")
@@ -179,7 +182,7 @@ def run_stage(
             else:
                 message = outcome_message(scratch, name, code)
             with contextlib.suppress(StoreError):
-                store.put(outcome_entry(run, name), _outcome(code, message))
+                store.put(outcome_entry(run, name), _outcome(code if code > 0 else EXIT_BUG, message))
             recorder.failed(name, code)
             _explain(here, code, message)
             return code if code > 0 else EXIT_BUG

@@ -222,7 +222,8 @@ async def _confirm(
 def write_result(
     outcome: SearchOutcome, task: Task, spec: TaskSpec, probe: Probe, order: SearchOrder, settings: SandboxConfig
 ) -> None:
-    """Writes report.html and, for a correct solution, the solution, its verdict and ``model_new.py`` to the folder."""
+    """Writes report.html and, for a correct solution, the solution, its verdict and ``model_new.py`` to the folder.
+    Without one, removes these three: an earlier call may have written a solution that strict mode has since refused."""
     from cuda_agent.pages.optimize import render
 
     folder, best = outcome.folder, outcome.best
@@ -239,6 +240,10 @@ def write_result(
         write_whole(folder / "verdict.json", json.dumps(verdict.to_json(), indent=1))
         about = _about(verdict, settings.device)
         write_whole(folder / "model_new.py", model_new(task.code, best.solution, spec, settings.device, about))
+    else:
+        shutil.rmtree(folder / "solution", ignore_errors=True)
+        for name in ("verdict.json", "model_new.py"):
+            (folder / name).unlink(missing_ok=True)
     events = read_events(folder / "transcript.jsonl")
     where = f"{order.model} at {order.base_url}"
     page = render(task.name, task.code, events, best, probe, outcome.why, order.terms.target, where)

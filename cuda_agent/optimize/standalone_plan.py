@@ -37,8 +37,9 @@ class _Kernels:
     def __call__(self, model: _Any, args: tuple[_Any, ...]) -> _Any:
         with torch.no_grad():
             if self.form is None:
-                self.form = self.reference(model, *args)
+                form = self.reference(model, *args)
                 self.prepare()
+                self.form = form
             inputs = [x if x.is_contiguous() else x.contiguous() for x in self.tensors(args)]
             if model._weights is None:
                 model._weights = self.weights(model)

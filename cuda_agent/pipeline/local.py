@@ -134,6 +134,7 @@ class _Execution:
     again_at: dict[str, float] = field(default_factory=dict)  # stage -> time of its next attempt
     stopping: bool = False
     recorded: float = 0.0  # time of the last record in MLflow
+    notes: dict[str, list[str]] = field(default_factory=dict)  # stage -> this process's notes
 
     def __post_init__(self) -> None:
         self.scratch = self.home / "work" / self.run_record.name
@@ -206,6 +207,8 @@ class _Execution:
         if result is not None:
             self._finish(stage, result, "cached")
             return
+        if self.stopping:  # a signal arrived meanwhile
+            return
         folder = self.scratch / stage.name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -213,6 +216,8 @@ class _Execution:
         order = StageOrder(store, sha256, run, stage.name, str(folder), str(self.home), self.table)
         spawner.start(stage.name, asdict(order), folder / "log.txt")
         self.running[stage.name] = stage
+        if self.stopping:
+            spawner.signal(stage.name, signal.SIGTERM)
         view.state, view.began, view.attempt = "running", time.monotonic(), view.attempt + 1
 
     def _ended(self, stage: Stage, code: int) -> None:
@@ -230,8 +235,8 @@ class _Execution:
         view.message = outcome_message(folder, stage.name, code)
         if code == EXIT_RETRY and not self.stopping and view.attempt <= self.config.run.retries:
             for above in stage.upstream:  # make a damaged input again
-                if not is_whole(self.store, self.done[above]):
-                    self.views[above].notes.append("its result is damaged and is made again")
+                if above in self.done and not is_whole(self.store, self.done[above]):
+                    self._note("its result is damaged and is made again", above)
                     self.views[above].state = "waiting"
                     del self.done[above]
             self.again_at[stage.name] = time.monotonic() + self.pause * 2 ** (view.attempt - 1)
@@ -260,7 +265,7 @@ class _Execution:
 
     def _read(self, view: StageView) -> None:
         folder = self.scratch / view.name
-        view.notes = read_notes(folder / "notes.jsonl")
+        view.notes = read_notes(folder / "notes.jsonl") + self.notes.get(view.name, [])
         if progress := read_progress(folder / "progress.json"):
             vars(view).update(progress)  # done, total, unit, rates
 
@@ -273,8 +278,11 @@ class _Execution:
                 self.recorder.running(name, self.scratch / name)
         self.watch(self.run_record.name, list(self.views.values()))
 
-    def _note(self, text: str) -> None:
-        next(iter(self.views.values())).notes.append(text)
+    def _note(self, text: str, stage: str = "") -> None:
+        """Shows a note with ``stage``, or with the first stage. The stage's own notes are read again and again."""
+        view = self.views[stage or next(iter(self.views))]
+        self.notes.setdefault(view.name, []).append(text)
+        view.notes = [*view.notes, text]
 
     def _close_recorder(self) -> None:
         if self.outcome.report:

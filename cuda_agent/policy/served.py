@@ -291,8 +291,8 @@ class _Turn:
     def reply(self, tools: Tools, form: Form, prompt: int) -> Reply:
         """Returns the turn that has been read. If the server did not count tokens, estimates them from characters;
         ``prompt`` is the number of characters in the request's messages."""
-        raw = self._clean("".join(self._text))
-        thought = self._clean("".join(self._thought))
+        raw = _valid(self._clean("".join(self._text)))
+        thought = _valid(self._clean("".join(self._thought)))
         if not thought and "</think>" in raw:
             thought, _, raw = raw.rpartition("</think>")
             thought, raw = thought.replace("<think>", "").strip(), raw.lstrip()
@@ -345,9 +345,15 @@ async def _bounded(answer: httpx.Response) -> bytes:
 def _arguments(value: str) -> dict[str, Any] | None:
     try:
         parsed = json.loads(value) if value.strip() else {}
+        parsed = json.loads(_valid(json.dumps(parsed, ensure_ascii=False)))
     except (ValueError, RecursionError):
         return None
     return parsed if isinstance(parsed, dict) else None
+
+
+def _valid(text: str) -> str:
+    """Returns ``text`` as valid Unicode: a lone surrogate, which JSON can hold and UTF-8 cannot, is replaced."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _message(text: str) -> str:

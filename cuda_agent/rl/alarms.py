@@ -9,15 +9,17 @@ ALARMS = {
     "train_inference_mismatch": (0.0, 0.1, "engine and trainer give tokens different probabilities"),
     "cut_short": (0.0, 0.5, "most episodes use up their turns or tokens"),
     "explained_variance": (-0.1, 1.0, "the critic predicts rewards worse than a constant"),
+    "skipped": (0.0, 0.0, "gradients of the policy were not finite, so updates were left out"),
+    "critic_skipped": (0.0, 0.0, "gradients of the critic were not finite, so updates were left out"),
 }
 GROWTH = 3.0  # greatest sound entropy, as a multiple of the first step's
 _GREW = f"entropy is more than {GROWTH:g} times that of the first step: the policy forgets; try a smaller actor_lr"
 
 
 def alarms(metrics: Mapping[str, float], first: Mapping[str, float]) -> list[str]:
-    """Returns one line for each alarm. ``metrics`` are those of the current step, and ``first`` those of the first step
-    that this process took. A metric outside its limits or NaN causes an alarm. An entropy above ``GROWTH`` times the
-    first entropy causes another."""
+    """Returns one line for each alarm. ``metrics`` are those of the current step, and ``first`` maps each metric to its
+    value in the first step of this process that has it. A metric outside its limits or NaN causes an alarm. An entropy
+    above ``GROWTH`` times the first entropy causes another."""
     lines = [
         f"{name} left its limits, {low:g} to {high:g}: {meaning}"
         for name, (low, high, meaning) in ALARMS.items()

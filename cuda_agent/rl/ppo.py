@@ -67,8 +67,8 @@ async def train_ppo(
             episodes = [episode for episode in played.episodes if oldest(episode) >= step - max_off_policy_steps]
             check_losses(ctx, episodes, f"step {step + 1}")
             metrics = await runtime.learn(step, episodes) | played.metrics
-            if not first:
-                first.update(metrics)  # of the first step that this process takes
+            for name, value in metrics.items():  # of this process's first step with the metric
+                first.setdefault(name, value)
             for alarm in alarms(metrics, first):
                 ctx.tracker.note(f"{ctx.name}: {alarm}")  # an equal note is kept once
             metrics["stale"] = float(len(played.episodes) - len(episodes))

@@ -224,7 +224,7 @@ def compare(
         if metric == "gap" and not both.any():  # no best design is known
             continue
         old, new = a[metric][both], b[metric][both]
-        told = len(old) >= FEWEST_TASKS and not np.array_equal(old, new)
+        told = len(old) >= FEWEST_TASKS and not np.allclose(new - old, new[0] - old[0])  # else its width would be 0
         interval = _percentiles(_means(new - old, _draws(len(old), seed), ratio)) if told else None
         first, second, change = (_mean(column, ratio) for column in (old, new, new - old))
         found.append(Difference(family or "overall", metric, len(old), first, second, change, interval))
@@ -291,6 +291,8 @@ def _row(group: str, outcomes: Sequence[EpisodeScore], which: str, seed: int) ->
             intervals[metric] = None
         elif metric in RATES and bool(np.all(column == column[0])) and column[0] in (0.0, 1.0):
             intervals[metric] = _unanimous(float(column[0]), len(column))
+        elif np.allclose(column, column[0]):  # its width would be 0
+            intervals[metric] = None
         else:
             intervals[metric] = _percentiles(_means(columns[metric], draws, metric in SPEEDUPS))
     return ScoreRow(group, len(names), int(np.sum(columns["passed"] > 0)), **values, intervals=intervals)  # type: ignore[arg-type]

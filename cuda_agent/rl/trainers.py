@@ -111,6 +111,8 @@ def imitate(
     cost = 0.0
     for metrics in sft(trainer, sequences, tokens_per_step=tokens, lr=lr, seed=ctx.config.seed, **limits):
         fraction = metrics.pop("progress")
+        if metrics.get("skipped"):
+            ctx.tracker.note(f"{ctx.name}: updates were left out, because their gradients were not finite")
         ctx.tracker.log(trainer.step, metrics)
         ctx.tracker.progress(round(1000 * fraction), 1000, unit="‰", tokens_per_second=metrics["tokens_per_second"])
         stopping = ctx.should_stop()

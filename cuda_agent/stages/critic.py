@@ -42,7 +42,7 @@ def pretrain(ctx: StageContext) -> None:
         if ctx.should_stop() and epoch + 1 < settings.epochs:
             raise TryAgain(f"stopped after epoch {epoch + 1} of {settings.epochs}")
     explained = value_quality(trainer, heldout)["explained_variance"]
-    if explained < settings.min_explained_variance:
+    if not explained >= settings.min_explained_variance:  # also if it is NaN
         limit = f"{settings.min_explained_variance} (critic.min_explained_variance)"
         text = f"critic: held-out explained variance is {explained:.2f}, below {limit}"
         if settings.gate == "stop":

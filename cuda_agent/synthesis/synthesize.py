@@ -17,7 +17,7 @@ from random import Random
 from typing import Any
 
 from cuda_agent.config import Synthesis
-from cuda_agent.errors import SandboxUnready
+from cuda_agent.errors import TryAgain
 from cuda_agent.sandbox.wire import LOST, Probe
 from cuda_agent.synthesis.catalogue import CATALOGUE
 from cuda_agent.synthesis.compose import ComposeError, Composer, ModelWriter, ProgrammaticWriter, speed_of
@@ -112,7 +112,7 @@ async def synthesize(
     Raises:
         TaskError: The evaluation set cannot be read.
         ServedModelError: The model writer's address does not answer.
-        SandboxUnready: The sandbox failed on several candidates in a row."""
+        TryAgain: The sandbox failed on several candidates in a row."""
     window = (max(config.window_ms[0], 1e-3) * 1e-3, config.window_ms[1] * 1e-3)  # seconds; nothing takes under 1 us
     references = read_any(Path(config.evaluation_set)) if config.evaluation_set else []
     source = SourceFilter([(task.name, shingles(task.code)) for task in references], config.max_similarity)
@@ -277,7 +277,7 @@ class _Work:
             if isinstance(refused, ProbeLost):
                 self.lost += 1
                 if self.lost == MOST_LOST:
-                    raise SandboxUnready(str(refused)) from None
+                    raise TryAgain(f"the sandbox failed on {MOST_LOST} candidates in a row: {refused}") from None
             stream.refused[refused.filter] += 1
             stream.reasons[str(refused)] += 1
         else:

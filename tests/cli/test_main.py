@@ -86,11 +86,11 @@ def test_config_prints_configuration_and_schedule():
     text = ask("config", "experiment=smoke")
     assert "clock: model" in text and "optimizer steps" in text
     answer = json.loads(ask("config", "experiment=paper", "--json"))
+    assert answer["schedule"]["stages"]["agentic"].pop("seconds") > 24 * 3600
     assert answer["schedule"]["stages"]["agentic"] == {
         "samples": 150 * 1024,
         "tokens": 150 * 1024 * 131072,
         "optimizer_steps": 150,
-        "seconds": None,
         "memory": None,
     }
     small = json.loads(ask("config", "experiment=smoke", "--json"))["schedule"]["stages"]

@@ -52,3 +52,13 @@ def test_a_pod_that_refuses_is_an_error_at_once(monkeypatch):
     monkeypatch.setattr(forward, "_open", refuse)
     with pytest.raises(ClusterError, match="refused to forward"), forward.forwarded(Cluster(None, "n", "c"), "p", 5000):
         pass
+
+
+def test_a_port_that_is_in_use_is_one_clear_error(pod):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with (
+            pytest.raises(ClusterError, match=f"port {port} of this machine cannot be used"),
+            forward.forwarded(Cluster(None, "n", "c"), "p", 5000, port),
+        ):
+            pass

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from chat_server import call, said, serve, turn_of
@@ -451,3 +453,15 @@ def test_control_c_ends_at_once_while_baselines_are_measured(tmp_path):
         _, err = process.communicate(timeout=120)
     assert process.returncode == 130 and "Traceback" not in err and served.turns() == 0
     assert not (tmp_path / "model-optimized").exists()
+
+
+def test_a_solution_that_strict_mode_has_refused_since_leaves_the_folder(tmp_path, monkeypatch):
+    (tmp_path / "solution").mkdir()
+    for name in ("solution/plan.json", "verdict.json", "model_new.py", "model.py"):
+        (tmp_path / name).write_text("before")
+    monkeypatch.setattr(search, "read_events", lambda _: [])
+    monkeypatch.setattr("cuda_agent.pages.optimize.render", lambda *_: "page")
+    order = SimpleNamespace(model="m", base_url="http://u", terms=SimpleNamespace(target=1.0))
+    outcome: Any = SimpleNamespace(folder=tmp_path, best=None, why="turns")
+    search.write_result(outcome, SimpleNamespace(name="t", code=""), *[None] * 2, order, None)  # type: ignore[arg-type]
+    assert {path.name for path in tmp_path.iterdir()} == {"model.py", "report.html"}

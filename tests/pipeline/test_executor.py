@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from drill import journal, table
@@ -14,8 +16,8 @@ from drill import journal, table
 from cuda_agent.config import Config
 from cuda_agent.pipeline import local, recorder, runs
 from cuda_agent.pipeline.closure import environment_digest
-from cuda_agent.pipeline.graph import STAGES
-from cuda_agent.pipeline.local import run_pipeline
+from cuda_agent.pipeline.graph import STAGES, Stage
+from cuda_agent.pipeline.local import StageView, run_pipeline
 from cuda_agent.pipeline.manifest import cache_entry, identify
 from cuda_agent.storage import open_store
 from cuda_agent.tracking import read_metrics
@@ -319,3 +321,43 @@ def test_losing_mlflow_never_stops_a_run(tmp_path, cache, monkeypatch):
     monkeypatch.setattr(recorder.Mirror, "close", lambda self, timeout: False)
     config = settings(tmp_path, run={"mlflow": "http://127.0.0.1:9"})
     assert execute(config).code == 0
+
+
+def execution(tmp_path, stages) -> Any:
+    """An execution of ``stages`` that has started no process."""
+    made = object.__new__(local._Execution)
+    views = {stage.name: StageView(stage.name, 1.0) for stage in stages}
+    run = SimpleNamespace(retries=2, store=str(tmp_path), parallel_stages=True)
+    facts = {
+        "config": SimpleNamespace(run=run), "store": open_store(tmp_path / "store"), "stages": stages, "table": "",
+        "run_record": SimpleNamespace(name="r", config="c"), "scratch": tmp_path / "scratch", "views": views,
+        "home": tmp_path, "done": {}, "running": {}, "again_at": {}, "notes": {}, "pause": 0.0, "stopping": False,
+    }  # fmt: skip
+    vars(made).update(facts)
+    return made
+
+
+def test_two_stages_that_find_one_input_damaged_have_it_made_once(tmp_path, monkeypatch):
+    above = Stage("above", "m", outputs=("x",))
+    one, two = (Stage(name, "m", inputs={"x": "above.x"}) for name in ("one", "two"))
+    made = execution(tmp_path, [above, one, two])
+    made.done["above"] = "damaged"
+    monkeypatch.setattr(local, "is_whole", lambda store, manifest: False)
+    for stage in (one, two):
+        made.views[stage.name].attempt = 1
+        made._ended(stage, 75)
+    assert made.done == {} and [made.views[n].state for n in ("above", "one", "two")] == ["waiting", "retry", "retry"]
+    made._read(made.views["above"])
+    assert made.views["above"].notes == ["its result is damaged and is made again"], "a note outlives the next look"
+
+
+def test_a_stage_does_not_start_after_a_signal_that_came_while_the_cache_was_asked(tmp_path, monkeypatch):
+    stage = Stage("one", "m")
+    made = execution(tmp_path, [stage])
+
+    def asked(*_):
+        made.stopping = True
+
+    monkeypatch.setattr(local, "serve_from_cache", asked)
+    made._serve_or_start(stage, None)
+    assert made.running == {}

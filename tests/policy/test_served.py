@@ -51,6 +51,17 @@ def test_a_body_that_is_not_streamed_is_read_with_its_calls_and_counts():
     assert reply.message() == {"role": "assistant", "content": "I look.", "tool_calls": asked}
 
 
+def test_lone_surrogates_of_a_model_are_replaced_and_pairs_that_come_in_pieces_are_joined():
+    """JSON can hold them and UTF-8 cannot, so neither a transcript nor the next request could."""
+    call = {"index": 0, "function": {"name": "Write", "arguments": '{"content": "a\\ud800b", "\\udfff": [1]}'}}
+    answer = stream(
+        text("x\ud83d"), text("\ude00y\ud800"), {"choices": [{"delta": {"tool_calls": [call]}}]}, text("", "stop")
+    )
+    reply, _, _, _ = chat(answer, tools=TOOLS)
+    assert reply.content == "x\U0001f600y\ufffd"
+    assert reply.calls[0]["arguments"] == {"content": "a\ufffdb", "\ufffd": [1]}
+
+
 def test_calls_that_come_in_pieces_are_put_together_in_order():
     def piece(index: int, name: str, arguments: str) -> dict:
         return {

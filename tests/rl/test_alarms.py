@@ -12,6 +12,8 @@ SOUND = {
     "train_inference_mismatch": 0.01,
     "cut_short": 0.2,
     "explained_variance": 0.5,
+    "skipped": 0.0,
+    "critic_skipped": 0.0,
 }
 
 
@@ -36,6 +38,8 @@ def test_an_entropy_that_grows_far_above_the_first_steps_gives_an_alarm():
         ("cut_short", 0.8),
         ("explained_variance", -0.5),
         ("entropy", math.nan),
+        ("skipped", 0.25),
+        ("critic_skipped", 1.0),
     ],
 )
 def test_each_metric_beyond_its_limits_gives_its_alarm(name, value):

@@ -151,6 +151,17 @@ def test_unanimous_rates_do_not_claim_certainty_and_few_tasks_claim_nothing():
     assert few.intervals["passed"] is None
 
 
+def test_tasks_that_all_agree_give_no_interval_of_width_zero():
+    tasks = [task(i) for i in range(6)]
+    half = score(
+        "a", [episode(i, verdict() if n else verdict("wrong"), n=n) for i in range(6) for n in (0, 1)], tasks, "model"
+    )
+    assert (half.final.overall.passed, half.final.overall.intervals["passed"]) == (0.5, None)
+    none, every = (score(w, [episode(i, verdict(w)) for i in range(6)], tasks, "model") for w in ("wrong", "ok"))
+    passed = compare(none, every)[0]
+    assert (passed.metric, passed.change, passed.interval) == ("passed", 1.0, None)
+
+
 def test_paired_differences_are_sharper_than_unpaired_and_have_the_right_sign():
     tasks = [task(i) for i in range(30)]
     base = score("a", [episode(i, verdict() if i % 2 else verdict("wrong")) for i in range(30)], tasks, "model")

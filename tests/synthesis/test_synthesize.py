@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from cuda_agent.config import Synthesis
-from cuda_agent.errors import SandboxUnready
+from cuda_agent.errors import TryAgain
 from cuda_agent.sandbox.wire import LOST, Probe
 from cuda_agent.synthesis import filters
 from cuda_agent.synthesis.compose import as_task
@@ -302,7 +302,7 @@ def test_a_sandbox_that_fails_again_and_again_ends_synthesis_and_a_single_failur
     assert tasks and any(f"{LOST}the judge was lost" in reason for reason in card["reasons"]["teacher"])
     assert not any("judge was lost" in str(value) for value in kept.values())
     prober = Failing(lambda number: number > 3)
-    with pytest.raises(SandboxUnready, match="the judge was lost"):
+    with pytest.raises(TryAgain, match="the judge was lost"):
         make(prober=prober)
     assert prober.probes < 20
 

@@ -310,7 +310,9 @@ class GenericDecoder:
     def take(self, model: Any) -> bool:
         if str(model.config) != str(self.model.config) or model.device != self.model.device:
             return False
-        self.model.load_state_dict(model.state_dict())
+        if (weights := model.state_dict()).keys() != self.model.state_dict().keys():  # adapters were attached
+            return False
+        self.model.load_state_dict(weights)
         self.rows = [None] * len(self.rows)
         return True
 

@@ -81,6 +81,23 @@ def test_every_decoder_agrees_with_its_model(model):
     assert verify(decoder, model) < 1e-5
 
 
+def test_a_decoder_of_any_model_takes_a_model_that_got_adapters():
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=90, n_positions=128, n_embd=32, n_layer=2, n_head=4)
+    ).eval()
+
+    async def script():
+        engine = LocalEngine(model, threads=1, batch=2)
+        learner = copy.deepcopy(model)
+        learner.transformer.h[0].mlp.add_module("down", torch.nn.Linear(2, 2))  # other keys, as ``attach`` makes
+        for version in (1, 2):
+            await engine.update_from(learner, version)
+        await engine.close()
+        return engine.version
+
+    assert asyncio.run(script()) == 2
+
+
 def peaked(seed=0):
     """A bfloat16 model that is nearly sure of each next token, so that rounding moves its log-probabilities a lot."""
     torch.manual_seed(seed)

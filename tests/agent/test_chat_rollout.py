@@ -1,0 +1,19 @@
+"""The player behind a chat API, without a server."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from cuda_agent.agent.chat_rollout import ChatPlayer
+from cuda_agent.policy.served import ContextTooLong
+
+
+def test_a_conversation_that_the_server_cannot_take_ends_for_lack_of_tokens():
+    """It must not end the other episodes of a benchmark, which run beside it."""
+
+    class Model:
+        async def chat(self, *_: Any) -> None:
+            raise ContextTooLong("the prompt has 140000 tokens")
+
+    player: Any = SimpleNamespace(room=100, model=Model(), _sent=[], settings=SimpleNamespace(temperature=1.0), seed=0)
+    assert asyncio.run(ChatPlayer.speak(player, 0)) == "tokens"
