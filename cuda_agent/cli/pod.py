@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from typing import Annotated
 
@@ -9,7 +10,7 @@ from typer import Option
 
 from cuda_agent.cli.options import command_group
 from cuda_agent.cluster.api import Cluster
-from cuda_agent.errors import ConfigError
+from cuda_agent.errors import EXIT_RETRY, ConfigError
 
 pod_app = command_group("What the chart's pods run.")
 Run = Annotated[str, Option(help="name of the run; empty: that of its Workflow")]
@@ -101,6 +102,7 @@ def gc(
     from cuda_agent.cluster import pod_maintenance
     from cuda_agent.cluster.pod import PodEnvironment
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_RETRY))  # the lock in the store goes with this process
     here = PodEnvironment.from_environment()
     found = pod_maintenance.collect(here, keep, dry_run, workflow, Cluster.of_pod())
     pod_maintenance.answer(here, found)

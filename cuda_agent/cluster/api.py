@@ -122,13 +122,18 @@ class Cluster:
     def logs(self, pod: str, follow: bool = False) -> Iterator[str]:
         """Yields the log lines of the pod's container ``main``.  With ``follow``, waits for more lines until the
         container ends."""
+        from urllib3.exceptions import HTTPError
+
         query = [("container", "main"), *([("follow", "true")] if follow else [])]
         path = f"{self._path('Pod')}/{pod}/log"
         response = self._request("GET", path, f"read the log of {pod}", query=query, stream=True)
         rest = b""
-        for chunk in response.stream(4096):
-            *lines, rest = (rest + chunk).split(b"\n")
-            yield from (line.decode(errors="replace") for line in lines)
+        try:
+            for chunk in response.stream(4096):
+                *lines, rest = (rest + chunk).split(b"\n")
+                yield from (line.decode(errors="replace") for line in lines)
+        except HTTPError as error:
+            raise ClusterError(f"the log of {pod} broke off: {type(error).__name__}") from None
         if rest:
             yield rest.decode(errors="replace")
 

@@ -11,10 +11,12 @@ from typing import Any
 
 from cuda_agent.cluster.api import Cluster, ClusterError, new_object
 from cuda_agent.cluster.submit import ENDED, phase, require_template, template_name
+from cuda_agent.errors import EXIT_RETRY
 
 JOB_LABEL = "cuda-agent.io/maintenance"
 START_SECONDS = 180.0  # longest wait for the job's pod to start
 EVERY = 0.5  # seconds between two queries
+AWAY = 120.0  # seconds without an answer of the API server until the wait for a job ends
 
 
 def ask(cluster: Cluster, release: str, job: str) -> Any:
@@ -34,9 +36,17 @@ def ask(cluster: Cluster, release: str, job: str) -> Any:
 
 
 def _answer(cluster: Cluster, name: str, job: str) -> Any:
-    deadline = time.monotonic() + START_SECONDS
+    heard = time.monotonic()
+    deadline = heard + START_SECONDS
     while True:
-        workflow = cluster.get("Workflow", name)
+        try:
+            workflow = cluster.get("Workflow", name)
+            heard = time.monotonic()
+        except ClusterError as error:  # the job itself continues while the API server restarts
+            if error.exit_code != EXIT_RETRY or time.monotonic() - heard > AWAY:
+                raise
+            time.sleep(EVERY)
+            continue
         nodes = [*workflow.get("status", {}).get("nodes", {}).values()]
         if phase(workflow) in ENDED:
             break
