@@ -35,6 +35,9 @@ def run(ctx: StageContext) -> None:
             Chat(tokenizer)
         except (PolicyError, ValueError) as error:
             raise BadConfiguration(f"policy.base cannot be used: {error}") from error
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if config.policy.engine == "local" and longest and longest < config.policy.context:
+            raise BadConfiguration(f"policy.context: policy.base has {longest} positions, got {config.policy.context}.")
         save_policy(model, tokenizer, ctx.outputs["policy"])
         return
     require_gpus(config.training.device, 1)

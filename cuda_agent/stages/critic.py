@@ -42,7 +42,9 @@ def pretrain(ctx: StageContext) -> None:
         if ctx.should_stop() and epoch + 1 < settings.epochs:
             raise TryAgain(f"stopped after epoch {epoch + 1} of {settings.epochs}")
     explained = value_quality(trainer, heldout)["explained_variance"]
-    if not explained >= settings.min_explained_variance:  # also if it is NaN
+    if len({episode.reward for episode in heldout}) == 1:
+        ctx.tracker.note("critic: all held-out episodes have the same reward, so it is not known how much it explains")
+    elif not explained >= settings.min_explained_variance:  # also if it is NaN
         limit = f"{settings.min_explained_variance} (critic.min_explained_variance)"
         text = f"critic: held-out explained variance is {explained:.2f}, below {limit}"
         if settings.gate == "stop":

@@ -140,6 +140,14 @@ def test_a_base_without_a_tokenizer_is_a_wrong_configuration(tmp_path, policy):
         bootstrap.run(ctx)
 
 
+def test_a_context_longer_than_the_bases_positions_is_a_wrong_configuration(tmp_path, policy):
+    """Else the engine of a later stage would fail at the first long conversation."""
+    longest = load_model(policy).config.max_position_embeddings
+    settings = config(policy={"base": str(policy), "context": longest + 1})
+    with pytest.raises(BadConfiguration, match=f"policy.context: policy.base has {longest} positions"):
+        bootstrap.run(context(tmp_path, "bootstrap", settings, {}, "policy"))
+
+
 def test_a_base_that_is_whole_is_handed_on(tmp_path, policy):
     ctx = context(tmp_path / "stage", "bootstrap", config(policy=POLICY | {"base": str(policy)}), {}, "policy")
     bootstrap.run(ctx)
@@ -205,7 +213,7 @@ def test_the_critics_gate_warns_or_stops(tmp_path, policy):
     rewards = [(task, sample, float(sample % 2)) for task in ("x", "y", "z") for sample in range(3)]
     episodes = collected(tmp_path / "episodes", policy, rewards)
     inputs = {"episodes": episodes, "policy": policy}
-    strict = {"epochs": 1, "min_explained_variance": 0.999}
+    strict = {"epochs": 1, "min_explained_variance": 0.999, "heldout": 0.5}
     warned = context(tmp_path / "warn", "critic", config(critic=strict), inputs, "critic")
     critic.run(warned)
     assert "below 0.999" in warned.tracker.notes()[0] and (warned.outputs["critic"] / "config.json").exists()
@@ -213,6 +221,15 @@ def test_the_critics_gate_warns_or_stops(tmp_path, policy):
     stopped = context(tmp_path / "stop", "critic", config(critic=strict | {"gate": "stop"}), inputs, "critic")
     with pytest.raises(NotGoodEnough, match=r"critic\.min_explained_variance"):
         critic.run(stopped)
+
+
+def test_the_critics_gate_does_not_judge_rewards_that_are_all_the_same(tmp_path, policy):
+    """The explained variance is then 0, however good the critic is."""
+    episodes = collected(tmp_path / "episodes", policy, [(name, 0, 3.0) for name in "uvwxyz"])
+    settings = config(critic={"epochs": 1, "gate": "stop"})
+    ctx = context(tmp_path / "stage", "critic", settings, {"episodes": episodes, "policy": policy}, "critic")
+    critic.run(ctx)
+    assert "the same reward" in ctx.tracker.notes()[0] and (ctx.outputs["critic"] / "config.json").exists()
 
 
 @pytest.mark.parametrize(("form", "reward"), [("ladder", 3.0), ("raw", 10.0), ("speedup", 30 / 11)])
