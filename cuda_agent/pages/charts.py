@@ -67,13 +67,14 @@ def number(value: float | None, digits: int = 3) -> str:
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
     """Returns about ``most`` round numbers, at equal distances, that cover the range from ``low`` to ``high``."""
-    if not high > low:
+    if not high - low > 1e-9 * max(abs(low), abs(high)):  # also if the numbers differ by rounding alone
         low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
     raw = (high - low) / max(1, most - 1)
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    digits = max(12, 3 - math.floor(math.log10(step)))
+    return [round(i * step, digits) for i in range(first, last + 1)]
 
 
 def line_chart(

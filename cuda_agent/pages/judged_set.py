@@ -178,7 +178,8 @@ def _chart(rows: Sequence[JudgedRow]) -> Markup | None:
     """Draws a dot for each judged record with a claim, on logarithmic axes of claimed and measured speed-up.  A
     line shows where the two are equal.  Rejected records are dots below the axis.  Returns None if there is no record
     to draw."""
-    points = [(row, row.claim_eager, row.speedup_eager) for row in rows if row.claim_eager and row.outcome in JUDGED]
+    claimed = [(row, row.claim_eager) for row in rows if row.claim_eager and row.outcome in JUDGED]
+    points = [(row, min(max(claim, 1e-6), 1e9), row.speedup_eager) for row, claim in claimed]  # any number is claimed
     points = [point for point in points if point[2] or point[0].outcome != "ok"]  # without correct ones of no time
     if not points:
         return None

@@ -46,6 +46,8 @@ def diff_rows(text: str) -> Markup:
     return Markup("".join(map(shown, text.splitlines())))
 
 
+_LONGEST_MARKED, _LONG_RUN = 50_000, re.compile(r"\s{200}")
+
 # Kind of token -> class; the first that fits counts.
 _CLASSES = (
     (Comment.Preproc, "pre"), (Comment.PreprocFile, "pre"), (Comment, "comment"), (String, "string"), (Number, "num"),
@@ -54,7 +56,10 @@ _CLASSES = (
 
 
 def highlight_cpp(source: str) -> str:
-    """Returns C++ or CUDA as escaped HTML, in which ``span`` elements with CSS classes mark the kinds of tokens."""
+    """Returns C++ or CUDA as escaped HTML, in which ``span`` elements with CSS classes mark the kinds of tokens. Marks
+    nothing in a long text, or in one with a long run of white space: the lexer's time grows with the run's square."""
+    if len(source) > _LONGEST_MARKED or _LONG_RUN.search(source):
+        return escape(source)
     out = []
     for _, kind, text in CudaLexer().get_tokens_unprocessed(source):
         css = next((css for known, css in _CLASSES if kind in known), "")

@@ -3,6 +3,7 @@
 Task sets are local files. This module handles the source of tasks as text, and never executes it."""
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -34,7 +35,9 @@ def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
     table = pa.Table.from_pylist([vars(task) for task in tasks], schema)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        pq.write_table(table, folder / FILE)
+        written = folder / f"{FILE}.{os.getpid()}.new"
+        pq.write_table(table, written)
+        os.replace(written, folder / FILE)
     except OSError as error:
         raise TaskError(f"{folder}: cannot be written: {error.strerror or error}") from None
 
@@ -177,9 +180,14 @@ def _rows(path: Path, required: Sequence[str]) -> list[dict[str, Any]]:
     if missing := [column for column in required if column not in there]:
         raise TaskError(f"{path}: no column {', '.join(missing)}; it has {', '.join(there) or 'none'}")
     try:
-        return pq.read_table(path, columns=list(required)).to_pylist()
+        rows = pq.read_table(path, columns=list(required)).to_pylist()
     except (pa.ArrowException, OSError) as error:
         raise TaskError(f"{path}: damaged parquet file: {str(error).splitlines()[0]}") from None
+    for number, row in enumerate(rows):
+        for name in required:
+            if row[name] is None or (name != "ops" and not isinstance(row[name], str)):
+                raise TaskError(f"{path}: row {number}: {name} holds no text")
+    return rows
 
 
 def _ops_list(value: Any, path: Path, row: int) -> tuple[str, ...]:

@@ -131,3 +131,12 @@ def test_what_cannot_be_read_is_said_plainly(tmp_path):
         with pytest.raises(TaskError, match=message):
             import_tasks(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("column", ["code", "ops", "data_source"])
+def test_a_row_with_an_empty_cell_is_named(tmp_path, column):
+    good = {"ops": ["relu"], "data_source": "here", "code": "x", "name": "a", "family": "f", "split": "train"}
+    pq.write_table(pa.Table.from_pylist([good, good | {column: None}]), tmp_path / "tasks.parquet")
+    for read in (read_tasks, read_ops6k):
+        with pytest.raises(TaskError, match=f"row 1: {column} holds no text"):
+            read(tmp_path / "tasks.parquet")

@@ -46,6 +46,10 @@ class _TooLong(BuildError):
     """The compiler exceeded its time limit."""
 
 
+class _Interrupted(Exception):
+    """The caller that ran a build was cancelled, so the build has no result."""
+
+
 class _Killed(BuildError):
     """The compiler was killed: by its limit of CPU time, by the system, or by an operator."""
 
@@ -184,9 +188,12 @@ class Builder:
         if done.exists():
             return done
         if failed.exists():
-            raise BuildError(failed.read_text())
-        if key in self._under_way:
-            return await asyncio.shield(self._under_way[key])
+            raise BuildError(failed.read_text() or "the build failed")
+        while key in self._under_way:
+            try:
+                return await asyncio.shield(self._under_way[key])
+            except _Interrupted:  # the caller that built it was cancelled: this one builds it
+                pass
         future: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
         self._under_way[key] = future
         try:
@@ -202,8 +209,10 @@ class Builder:
             if isinstance(error, BuildError) and not isinstance(error, _Killed) and "limit" not in str(error):
                 with contextlib.suppress(OSError):
                     failed.parent.mkdir(parents=True, exist_ok=True)
-                    failed.write_text(str(error))
-            future.set_exception(error if isinstance(error, Exception) else BuildError("the build was interrupted"))
+                    written = failed.with_suffix(f".{os.getpid()}")
+                    written.write_text(str(error))
+                    os.replace(written, failed)
+            future.set_exception(error if isinstance(error, Exception) else _Interrupted())
             future.exception()
             raise
         finally:

@@ -18,8 +18,9 @@ HEADER, _SURFACE = "binding_registry.h", "torch_surface.h"
 _FIXED = ("binding.cpp", HEADER)  # files of the published folder that the sandbox replaces
 _SOURCES = {"cpu": (".cpp", ".cc", ".h", ".hpp"), "cuda": (".cpp", ".cc", ".h", ".hpp", ".cu", ".cuh")}
 _UNITS = (".cpp", ".cc", ".cu")
-_FOREIGN = re.compile(r"^\s*#\s*include\s*[<\"]((?:torch|ATen|c10|pybind11)/[^>\"]*)[>\"]", re.MULTILINE)
-_BINDING = re.compile(r"^\s*REGISTER_BINDING\(\s*(\w+)\s*,", re.MULTILINE)
+# Without \s at a line's start: over a run of newlines its time would grow with the square of the run.
+_FOREIGN = re.compile(r"^[ \t]*#[ \t]*include[ \t]*[<\"]((?:torch|ATen|c10|pybind11)/[^>\"]*)[>\"]", re.MULTILINE)
+_BINDING = re.compile(r"\bREGISTER_BINDING\s*\(\s*\w")
 
 
 def header() -> str:

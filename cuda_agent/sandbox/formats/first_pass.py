@@ -267,6 +267,10 @@ def _freeze(folder: Path, device: str) -> None:
                 target.chmod(0o755)
             elif entry.is_file(follow_symlinks=False):
                 _copy(entry.path, target)
+    except PermissionError:
+        scratch.remove(staged)
+        why = "the solution left a file or folder that cannot be read where it compiled"
+        raise FirstPassFailed("build_error", why) from None
     except BaseException:
         scratch.remove(staged)
         raise

@@ -224,7 +224,11 @@ def read(text: str, device: str) -> Plan:
     try:
         plan = Plan.model_validate(json.loads(text))
     except ValidationError as error:
-        raise PlanError(_in_words(error.errors(include_url=False), device)) from None
+        try:
+            words = _in_words(error.errors(include_url=False), device)
+        except RecursionError:
+            words = "plan.json is nested too deeply"
+        raise PlanError(words) from None
     except (ValueError, RecursionError) as error:
         raise PlanError(f"plan.json is not JSON: {error}") from None
     for index, node in enumerate(plan.nodes):

@@ -210,14 +210,19 @@ class PreparedTask:
 
     def fresh(self, kind: str) -> PoolEntry | None:
         """Draws new inputs of ``kind`` (``wire.KINDS``) outside of the pool. Returns them with eager's outputs and
-        exact outputs (float64). Returns ``None`` if the task has no inputs of this kind. Also returns ``None`` if there
-        are no finite exact outputs, unless ``kind`` is ``normal``."""
+        exact outputs (float64). Returns ``None`` if the task has no inputs of this kind. Unless ``kind`` is
+        ``normal``, also returns ``None`` if the model raises an error, or there are no finite exact outputs."""
         self._fresh += 1
         with self.lease.working():
-            inputs = self.oracle.inputs(self._seed(-1 - self._fresh), kind)
-            if inputs is None:
-                return None
-            outputs = self.oracle.outputs(inputs)
+            try:
+                inputs = self.oracle.inputs(self._seed(-1 - self._fresh), kind)
+                if inputs is None:
+                    return None
+                outputs = self.oracle.outputs(inputs)
+            except TaskError:
+                if kind == "normal" or not self.oracle.alive:
+                    raise
+                return None  # such as the inverse of a singular matrix
             exact = self.exact(inputs)
         return PoolEntry(-1, inputs, outputs, exact) if exact is not None or kind == "normal" else None
 
@@ -342,10 +347,15 @@ class PreparedTask:
                 base.compile_error = f"torch.compile: {error}"
                 base.eager = statistics.median(self.samples(self.oracle)[0]) if base.eager is None else base.eager
             else:
-                eager, compiled = self.samples(self.oracle, oracle)
-                base.eager, base.compile = statistics.median(eager), statistics.median(compiled)
-                base.share = share_of(compiled, eager)
-                self.close(oracle)
+                try:
+                    eager, compiled = self.samples(self.oracle, oracle)
+                    base.eager, base.compile = statistics.median(eager), statistics.median(compiled)
+                    base.share = share_of(compiled, eager)
+                except TaskError as error:  # for example, it compiles again for other values of the inputs
+                    base.compile_error = f"torch.compile: {error}"
+                    base.eager = statistics.median(self.samples(self.oracle)[0])  # raises if eager is at fault
+                finally:
+                    self.close(oracle)
             break
         base.compile_tried = True
 
@@ -404,7 +414,9 @@ class PreparedTask:
         return baselines_file(self.settings, self._digest, self._workers.torch)
 
     def save(self) -> None:
-        roofline.keep(self._file(), vars(self.baselines))
+        """Keeps the baselines for other judges, unless their times are simulated."""
+        if not self._fixed:
+            roofline.keep(self._file(), vars(self.baselines))
 
 
 def _steady(calls: Sequence[float]) -> bool:

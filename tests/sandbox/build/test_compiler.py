@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,3 +109,30 @@ def test_who_is_refused_does_not_wait_for_the_baselines(start: Callable[..., Run
     verdict = running.evaluate(task(), plan_solution(KERNEL.replace("0.0f)", "0.0f) + 0.5f")))
     assert (verdict.status, verdict.eager_seconds, verdict.compile_seconds) == ("wrong", None, None)
     assert not (running.sandbox.cache / "baselines").exists()
+
+
+def test_one_who_waits_for_a_build_whose_caller_was_cancelled_builds_it(
+    builder: build.Builder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is no error of the source, and is not kept."""
+    started: list[str] = []
+
+    async def compile_one(order: Any) -> None:
+        started.append("build")
+        if len(started) == 1:
+            await asyncio.sleep(60)
+        order.target.mkdir(parents=True)
+
+    async def both() -> Path:
+        await builder.toolchain()
+        monkeypatch.setattr(builder, "_compile", compile_one)
+        source = {"a.cpp": "int a;", "b.cpp": "int b;"}
+        first, second = (asyncio.ensure_future(builder.library(source, [*source])) for _ in range(2))
+        while not started:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+        first.cancel()
+        return await second
+
+    asyncio.run(both())
+    assert started == ["build", "build"]

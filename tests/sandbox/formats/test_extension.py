@@ -1,8 +1,11 @@
 """The extension format: a work folder with a Python module, kernels and bindings."""
 
+import time
+
 import pytest
 import torch
 
+from cuda_agent.sandbox.formats import extension
 from cuda_agent.sandbox.wire import Solution
 from cuda_agent.sandbox.worker.binding import Outputs
 from tests.sandbox.conftest import Running, task
@@ -134,3 +137,15 @@ def test_outputs_that_lie_in_each_others_memory_are_not_mixed_up() -> None:
         made = [outputs.empty([2], torch.float32).fill_(value) for value in (1, 2)]
         outputs.store([made[i] for i in order])
         assert [t[0].item() for t in targets[0]] == [order[0] + 1, order[1] + 1]
+
+
+def test_a_long_run_of_newlines_takes_no_time() -> None:
+    files = {"kernels/a.cpp": "REGISTER_BINDING(f, f);", "kernels/pad.h": "\n" * 250_000 + "x"}
+    begin = time.process_time()
+    extension.sources_of(files, "cpu")
+    assert time.process_time() - begin < 5, "it took minutes: the square of the run"
+
+
+@pytest.mark.parametrize("binding", ["REGISTER_BINDING (f, f);", "namespace a { REGISTER_BINDING(f, f); }"])
+def test_a_binding_may_stand_anywhere_on_a_line(binding: str) -> None:
+    assert extension.sources_of({"kernels/a.cpp": binding}, "cpu")[1] == ["kernels/a.cpp"]

@@ -219,3 +219,47 @@ def test_a_model_that_once_took_too_long_to_compile_is_not_compiled_again(make: 
     task.baselines.compile_error = "torch.compile: did not finish in time"
     with pytest.raises(WorkerError, match="did not finish in time"):
         task.compiled("max-autotune-no-cudagraphs", "fp32")
+
+
+def test_a_model_that_raises_on_a_kind_of_inputs_has_none_of_it(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as the inverse of a singular matrix. On normal inputs it is the task's fault."""
+    task = make()
+
+    def fails(inputs: list[Any]) -> list[Any]:
+        raise TaskError("singular")
+
+    monkeypatch.setattr(task.oracle, "outputs", fails)
+    assert task.fresh("boundary") is None
+    with pytest.raises(TaskError, match="singular"):
+        task.fresh("normal")
+    task.oracle.alive = False
+    with pytest.raises(TaskError, match="singular"):
+        task.fresh("boundary")
+
+
+def test_simulated_times_are_never_kept_for_other_judges(make: Make, tmp_path: Path) -> None:
+    task = make()
+    task.measure(compile=True)
+    task.save()
+    assert not (tmp_path / "baselines").exists()
+
+
+def test_a_compiled_model_that_fails_while_it_is_timed_is_an_error_of_torch_compile(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = make(clock="real")
+    closed = []
+
+    class Compiled(Reference):
+        def seconds(self, inputs: list[Any], null: bool = False) -> float:
+            raise TaskError("recompiles for ever")
+
+        def close(self) -> None:
+            closed.append(self)
+
+    monkeypatch.setattr(prepared, "_BASELINE_SECONDS", 0.01)
+    monkeypatch.setattr(task, "compiled", lambda mode, precision: Compiled())
+    task.measure(compile=True)
+    base = task.baselines
+    assert (base.compile_tried, base.compile, base.eager) == (True, None, 2.0) and len(closed) == 1
+    assert base.compile_error == "torch.compile: recompiles for ever"

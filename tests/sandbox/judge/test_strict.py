@@ -2,12 +2,17 @@
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from cuda_agent.sandbox.judge import strict
-from cuda_agent.sandbox.wire import KINDS, Solution, Verdict
+from cuda_agent.sandbox.judge.memory import host
+from cuda_agent.sandbox.judge.prepared import PoolEntry
+from cuda_agent.sandbox.wire import KINDS, Solution, Tensor, Verdict
 from cuda_agent.sandbox.worker.values import input_kinds
 from tests.sandbox.conftest import KERNEL, Running, plan_solution, task
 
@@ -110,3 +115,45 @@ def test_an_error_names_the_arithmetic_that_explains_it(own: float, name: str) -
 def test_baselines_are_compiled_in_both_modes(start: Callable[..., Running]) -> None:
     verdict = judged(start(clock="real"), "", plan_solution())
     assert verdict.strict and {"eager_fp32", "compile_fp32", "max_autotune_fp32"} == set(verdict.strict["baselines"])
+
+
+def excused(
+    wanted: list[Any], exact: list[Any], have: list[Any], dtypes: tuple[str, ...], tf32: list[Any] | None = None
+) -> bool:
+    """Whether strict mode accepts ``have``. ``tf32`` are eager's outputs at this precision (default: ``wanted``)."""
+    tensors = tuple(Tensor(value.shape, dtype) for value, dtype in zip(wanted, dtypes, strict=True))
+    task: Any = SimpleNamespace(
+        memory=host, spec=SimpleNamespace(outputs=tensors), settings=SimpleNamespace(device="cuda" if tf32 else "cpu"),
+        outputs_at=lambda inputs, precision: tf32 if tf32 and precision == "tf32" else wanted,
+    )  # fmt: skip
+    return strict._as_good_as_eager(task, PoolEntry(-1, [], wanted, exact), have, 1e-2)
+
+
+def test_only_floating_outputs_that_are_as_good_as_eagers_are_excused() -> None:
+    random = numpy.random.default_rng(0)
+    exact = random.standard_normal(1000)
+    eager = (exact + 0.1 * random.standard_normal(1000)).astype("f4")  # large terms cancel out
+    as_good = (exact + 0.1 * random.standard_normal(1000)).astype("f4")
+    worse = (exact + random.standard_normal(1000)).astype("f4")
+    assert excused([eager], [exact], [as_good], ("float32",)) and not excused([eager], [exact], [worse], ("float32",))
+    places, none = numpy.arange(1000), numpy.zeros(1000, int)
+    both = ("float32", "int64")
+    assert excused([eager, places], [exact, places], [as_good, places], both)
+    assert not excused([eager, places], [exact, places], [as_good, none], both), "an index has no rounding"
+    assert not excused([none], [none], [places], ("int64",))
+
+
+def test_a_small_output_is_not_excused_by_the_error_of_a_large_one() -> None:
+    exact = [numpy.full(1000, 1e3), numpy.array(0.5)]
+    eager = [exact[0].astype("f4") * numpy.float32(1 + 1e-6), numpy.array(0.5, "f4")]
+    assert not excused(eager, exact, [eager[0], numpy.array(0.53, "f4")], ("float32", "float32"))
+
+
+def test_tf32_excuses_only_what_eager_in_tf32_gets_wrong_too() -> None:
+    exact = numpy.random.default_rng(0).standard_normal(1_000_000)
+    eager = exact.astype("f4")
+    tf32 = (exact * (1 + 5e-4)).astype("f4")
+    zeroed = eager.copy()
+    zeroed[7] = 0
+    assert strict._relative([host.distance(zeroed, exact, Tensor(zeroed.shape, "float32"))]) < 4 * 5e-4
+    assert not excused([eager], [exact], [zeroed], ("float32",), [tf32])

@@ -55,7 +55,7 @@ def real(values: Array, dtype: str) -> Array:
     if dtype == "bfloat16":
         return (values.astype(numpy.uint32) << 16).view(numpy.float32)
     if dtype in ("complex64", "complex128"):
-        return values.view(values.real.dtype)
+        return numpy.atleast_1d(values).view(values.real.dtype)
     return values
 
 

@@ -64,3 +64,8 @@ def test_bfloat16_is_compared_as_the_number_it_is() -> None:
 
 def test_nothing_to_compare_is_right() -> None:
     assert wrong(numpy.empty(0, numpy.float32), numpy.empty(0, numpy.float32)) == ""
+
+
+def test_a_complex_number_without_dimensions_is_compared_as_two_numbers() -> None:
+    one, other = numpy.array(1 + 2j, numpy.complex64), numpy.array(1 + 3j, numpy.complex64)
+    assert wrong(one, one, "complex64") == "" and wrong(one, other, "complex64")
