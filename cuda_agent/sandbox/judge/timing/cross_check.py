@@ -6,9 +6,11 @@ cover. The judge therefore measures a lower bound of a call's time.
 The judge times requests for one call, and requests for a chain: several calls on different inputs. The wall time of a
 request ends when the judge holds a copy of all outputs. The judge divides the difference of the two wall times by the
 number of additional calls, so the fixed cost of a request cancels out. It subtracts the time of an empty call, which it
-measured in the same way before untrusted code was loaded. The result is the lower bound. If the device has room for one
-slot only, there is no chain. The bound is then the wall time of one call, minus the call's delay and the time of an
-empty request.
+measured in the same way before untrusted code was loaded. The result is a lower bound. A candidate could make it small
+by a pause in its requests for one call. So there is a second bound without such requests: the wall time of a chain,
+minus its delay and the time of an empty chain, divided by the number of calls. The larger bound counts. If the device
+has room for one slot only, there is no chain. The bound is then the wall time of one call, minus the call's delay and
+the time of an empty request.
 
 The delay is a kernel of known length that runs before the calls. The device runs it while the host enqueues the calls.
 The judge does not see work on another stream during the delay. A chain's delay is therefore at most about twice the
@@ -52,6 +54,7 @@ class CrossCheck:
         for _ in range(2 * _ROUNDS):
             walls.add(lambda count: empty(count, _EMPTY_DELAY))
         self._empty = max(0.0, walls.slope(_EMPTY_DELAY))
+        self._request = walls.request(_EMPTY_DELAY)
 
     def heard(self, host: float) -> None:
         """Sets the delay of later calls to 1.5 times ``host``, within limits. ``host`` is the host's seconds to enqueue
@@ -76,7 +79,7 @@ class CrossCheck:
         walls, slack = _Walls(count), _SLACK / max(1, count - 1)
         for number in range(_MOST_ROUNDS):
             walls.add(wall)
-            bound = walls.slope(delay) - self._empty
+            bound = max(walls.slope(delay) - self._empty, walls.share(delay, self._request, self._empty))
             if number + 1 >= _ROUNDS and told >= _SHARE * bound - slack:
                 return told, ""
         if min(late) > 0 or told >= _FORGED * bound - slack:
@@ -107,3 +110,17 @@ class _Walls:
         if self._count == 1:
             return self._short - delay * DELAY_UNIT
         return (self._long - self._short) / (self._count - 1)
+
+    def request(self, delay: int) -> float:
+        """Returns the wall seconds of one call without its ``delay``."""
+        return self._short - delay * DELAY_UNIT
+
+    def share(self, delay: int, request: float, empty: float) -> float:
+        """Returns the seconds of one call in the long chain: its wall seconds without ``delay`` and without those of an
+        empty chain, divided by the number of calls. An empty chain takes ``request`` seconds with one call, and
+        ``empty`` seconds more for each further call. Subtracts the noise of both wall times. Without a chain, returns
+        0."""
+        if self._count == 1:
+            return 0.0
+        rest = self._long - delay * DELAY_UNIT - request - (self._count - 1) * empty
+        return (rest - _SLACK) / self._count

@@ -85,3 +85,25 @@ def test_a_host_that_says_it_is_slow_hides_no_more_than_eagers_would() -> None:
 
     assert check.believe(1e-6, chain)[0] > device - 3 * EAGER_HOST
     assert check.delay * DELAY_UNIT < 3 * EAGER_HOST
+
+
+@pytest.mark.parametrize("device", [2e-3, 2e-2])
+def test_a_pause_in_chains_of_one_call_hides_nothing(device: float) -> None:
+    """It makes the difference between a long chain and one call as small as the candidate likes."""
+    check, chain = made(device)
+
+    def paused(count: int, delay: int) -> tuple[float, float]:
+        wall, host = chain(count, delay)
+        return wall + 7 * device * (count == 1), host
+
+    bound, doubt = check.believe(1e-5, paused)
+    assert bound == pytest.approx(device, rel=0.1) and "10 us of calls that take at least" in doubt
+
+
+def test_an_honest_time_stays_below_the_second_bound_too() -> None:
+    rng = random.Random(2)
+    for _ in range(500):
+        device, host = 10 ** rng.uniform(-5.5, -1.5), 10 ** rng.uniform(-5, -3.5)
+        check, chain = made(device, host, noise=lambda: rng.expovariate(10_000))
+        seconds, doubt = check.believe(device, chain)
+        assert doubt == "" and seconds == pytest.approx(device, abs=host + 1e-4)
