@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from cuda_agent.cli.options import AsJson, Namespace, Overrides, Release, RunName, command, command_group, print_json
 from cuda_agent.cli.runs import cluster_of
-from cuda_agent.cluster.api import Cluster, ClusterError
+from cuda_agent.cluster.api import AWAY, Cluster, ClusterError
 from cuda_agent.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ On = Annotated[
 Watching = Annotated[bool, Option("--watch", help="follow the run until it ends")]
 Profile = Annotated[str, Option(help="profile of the chart, which sets the resources of the run's pods")]
 EVERY = 1.0  # seconds between two queries of a run
-AWAY = 120.0  # seconds without an answer of the API server before watching ends
 
 
 @command(

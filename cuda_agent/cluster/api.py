@@ -25,6 +25,9 @@ def new_object(kind: str, name: str, labels: Mapping[str, str], **fields: Any) -
     return {"apiVersion": API_VERSIONS[kind], "kind": kind, "metadata": metadata} | fields
 
 
+AWAY = 120.0  # seconds without an answer of the API server until waiting for a run or a job ends
+
+
 class ClusterError(UserError):
     """A failed operation on a cluster.  ``status`` is the HTTP status of the answer, or 0 if there was no answer."""
 

@@ -9,14 +9,13 @@ import secrets
 import time
 from typing import Any
 
-from cuda_agent.cluster.api import Cluster, ClusterError, new_object
+from cuda_agent.cluster.api import AWAY, Cluster, ClusterError, new_object
 from cuda_agent.cluster.submit import ENDED, phase, require_template, template_name
 from cuda_agent.errors import EXIT_RETRY
 
 JOB_LABEL = "cuda-agent.io/maintenance"
 START_SECONDS = 180.0  # longest wait for the job's pod to start
 EVERY = 0.5  # seconds between two queries
-AWAY = 120.0  # seconds without an answer of the API server until the wait for a job ends
 
 
 def ask(cluster: Cluster, release: str, job: str) -> Any:

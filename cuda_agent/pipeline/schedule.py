@@ -50,15 +50,14 @@ def derived(config: Config) -> dict[str, Any]:
             "seconds": seconds,
             **({"memory": training_memory(config, work)} if work.models else {}),
         }
+    times = [row["seconds"] for row in rows.values()]
     return {
         "machines": machines(config),
         "parameters": parameter_count(config.policy) if config.policy.base is None else None,
         "base": config.policy.base,
         "stages": rows,
         "optimizer_steps": sum(row["optimizer_steps"] for row in rows.values()),
-        "seconds": None
-        if any(row["seconds"] is None for row in rows.values())
-        else sum(row["seconds"] for row in rows.values()),
+        "seconds": None if None in times else sum(times),
         "device": config.training.device,
     }
 
@@ -138,7 +137,9 @@ def token_seconds(config: Config, stage: str) -> tuple[float, float] | None:
     whole, active = sizes
     batch = config.policy.engine_batch
     reading, computing = 2 * whole / BYTES, 2 * active * batch / OPERATIONS  # seconds of a step at full speed
-    trainers = min(config.training.num_processes, MACHINE if stage in ALONE else config.training.num_processes)
+    trainers = config.training.num_processes
+    if stage in ALONE:
+        trainers = min(trainers, MACHINE)
     sampled = max(reading, computing) / ENGINE_SHARE / batch / _engines(config)
     return sampled, 6 * active / (OPERATIONS * TRAINER_SHARE * trainers)
 

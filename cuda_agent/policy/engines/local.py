@@ -190,7 +190,7 @@ class LocalEngine:
             difference = verify(decoder, model)
             tolerance = PROBE_TOLERANCE.get(model.dtype, LOW_TOLERANCE)
             if model.dtype not in PROBE_TOLERANCE and not difference <= tolerance:
-                tolerance = max(tolerance, ROUNDINGS * rounding(model))
+                tolerance = ROUNDINGS * rounding(model)
             if not difference <= tolerance:
                 raise EngineError(f"the decoder's log-probabilities differ from the model's by {difference:.2e}")
         self._kept.clear()

@@ -137,15 +137,17 @@ def _as_good_as_eager(prepared: PreparedTask, entry: PoolEntry, outputs: Sequenc
     def off(index: int, have: Sequence[Any]) -> float:
         return _relative([prepared.memory.distance(have[index], exact[index], tensors[index])])
 
+    def good(index: int, eagers: Sequence[Any], precision: str) -> bool:
+        counts = precision == "fp32" or differs(index, eagers)
+        return counts and off(index, outputs) <= _AS_GOOD * off(index, eagers)
+
     left = [index for index in range(len(tensors)) if differs(index, outputs)]
     if not all(tensors[index].dtype.startswith(("float", "bfloat")) for index in left):
         return False
     for precision in _PRECISIONS[prepared.settings.device]:
         if precision in _TIMED and left:
             eagers = prepared.outputs_at(entry.inputs, precision)
-            counts = [index for index in left if precision == "fp32" or differs(index, eagers)]
-            good = {index for index in counts if off(index, outputs) <= _AS_GOOD * off(index, eagers)}
-            left = [index for index in left if index not in good]
+            left = [index for index in left if not good(index, eagers, precision)]
     return not left
 
 

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from cuda_agent.sandbox.wire import shallow
 from cuda_agent.sandbox.workspace.files import ToolRefused
 
 DEPTH = 50  # most nested levels of a notebook: one of some hundreds takes seconds to write
@@ -44,7 +45,7 @@ def edited(text: str, new_source: str, cell_id: str | None, cell_type: str | Non
     else:
         cell = cells[_index(cells, cell_id)]
         _changed(cell, cell_type or cell.get("cell_type", "code"), new_source)
-    return json.dumps(notebook, indent=1, ensure_ascii=_has_surrogate(notebook)) + "\n"
+    return _written(notebook)
 
 
 def _notebook(text: str) -> dict[str, Any]:
@@ -57,26 +58,21 @@ def _notebook(text: str) -> dict[str, Any]:
         raise ToolRefused("the file is not a Jupyter notebook")
     if not all(type(notebook.get(name, 0)) is int for name in ("nbformat", "nbformat_minor")):
         raise ToolRefused("nbformat and nbformat_minor of the notebook must be integers")
-    if _depth(notebook) > DEPTH:
-        raise ToolRefused(f"the notebook has more than {DEPTH} nested levels")
+    try:
+        shallow(notebook, DEPTH)
+    except ValueError:
+        raise ToolRefused(f"the notebook has more than {DEPTH} nested levels") from None
     return notebook
 
 
-def _depth(value: Any) -> int:
-    depth, level = 0, [value]
-    while level and depth <= DEPTH:
-        depth += 1
-        inner = [list(one.values()) if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
-        level = [item for items in inner for item in items]
-    return depth
-
-
-def _has_surrogate(notebook: dict[str, Any]) -> bool:
+def _written(notebook: dict[str, Any]) -> str:
+    """Returns ``notebook`` as JSON. Escapes all but ASCII only if some text is no valid Unicode."""
+    text = json.dumps(notebook, indent=1, ensure_ascii=False)
     try:
-        json.dumps(notebook, ensure_ascii=False).encode()
+        text.encode()
     except UnicodeEncodeError:
-        return True
-    return False
+        text = json.dumps(notebook, indent=1)
+    return text + "\n"
 
 
 def _index(cells: list[dict[str, Any]], cell_id: str) -> int:

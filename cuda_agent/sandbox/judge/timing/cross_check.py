@@ -108,7 +108,7 @@ class _Walls:
         """Returns the wall seconds that each further call adds to a chain. Without a chain, returns the wall seconds of
         one call after its ``delay`` (in units of ``DELAY_UNIT``)."""
         if self._count == 1:
-            return self._short - delay * DELAY_UNIT
+            return self.request(delay)
         return (self._long - self._short) / (self._count - 1)
 
     def request(self, delay: int) -> float:
