@@ -13,7 +13,7 @@ from typing import Any, Literal, Self
 
 from cuda_agent.agent.prompt import agent_messages
 from cuda_agent.agent.skill import skill_text
-from cuda_agent.agent.tools import TOOLS, Style, describe, failed, solution_of
+from cuda_agent.agent.tools import TOOLS, Style, describe, failed, merit, solution_of
 from cuda_agent.sandbox.client import Sandbox, WorkFolder
 from cuda_agent.sandbox.wire import Format, Mode, Solution, ToolResult, Verdict
 from cuda_agent.tasks.task import Task
@@ -132,7 +132,7 @@ class KernelEnvironment:
                 break
         else:
             raise SandboxFault(verdict)
-        if mode == "quick" and (self.best is None or _merit(verdict) > _merit(self.best)):
+        if mode == "quick" and (self.best is None or merit(verdict) > merit(self.best)):
             self.best = verdict
         return verdict
 
@@ -141,15 +141,12 @@ class KernelEnvironment:
         if (found := hash(frozenset(files.items()))) not in self._commanded:
             self._commanded.add(found)
             self._forget_calls()
+        before = self.best
         verdict = await self.judge(solution_of(files, self.format))
-        return ToolResult(describe(verdict, name, self.style), failed(verdict, name))
+        return ToolResult(describe(verdict, name, self.style, before), failed(verdict, name))
 
     def _forget_calls(self) -> None:
         self._seen = Counter({k: n for k, n in self._seen.items() if k.startswith(_CHANGING)})
-
-
-def _merit(verdict: Verdict) -> tuple[float, float]:
-    return float(verdict.reward or 0), verdict.speedup_compile or verdict.speedup_eager or 0.0
 
 
 def _canonical(arguments: Mapping[str, Any]) -> str:

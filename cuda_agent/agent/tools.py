@@ -20,9 +20,15 @@ _COMPACT_MESSAGE = 100  # characters of a build error in compact style
 _COMPILER = re.compile(r"^(\S+?)(?::(\d+):(?:\d+:)?|\((\d+)\):) (?:fatal )?error: (.+)$", re.M)
 
 
-def describe(verdict: Verdict, command: str, style: Style) -> str:
-    """Returns the text that ``command`` (compile, verify or profile) prints for ``verdict``. In compact style this is
-    only the kind of mistake, the first build error, or the two speed-ups."""
+def merit(verdict: Verdict) -> tuple[float, float]:
+    """Returns what makes one verdict better than another: the reward, then the speed-up."""
+    return float(verdict.reward or 0), verdict.speedup_compile or verdict.speedup_eager or 0.0
+
+
+def describe(verdict: Verdict, command: str, style: Style, before: Verdict | None = None) -> str:
+    """Returns the text that ``command`` (compile, verify or profile) prints for ``verdict``. ``before`` is the best
+    verdict that the agent got before, if there is one. In compact style the text is only the kind of mistake, the first
+    build error, or the two speed-ups and how they compare with ``before``."""
     if verdict.status == "build_error":
         return f"build error: {first_error(verdict.message) if style == 'compact' else verdict.message}"
     if command == "compile":
@@ -33,10 +39,12 @@ def describe(verdict: Verdict, command: str, style: Style) -> str:
         return "verify: ok" if style == "compact" else f"verify: ok ({verdict.checks} checks passed)"
     if verdict.untimed:
         return f"profile: correct, not timed: {verdict.untimed}"
-    against = {"eager": verdict.speedup_eager, "compile": verdict.speedup_compile}
-    ratios = [f"{_ratio(value)}x {name}" for name, value in against.items() if value is not None]
-    text = f"profile: {' '.join(ratios)}"
-    if style == "full" and verdict.clock == "real":
+    text = f"profile: {_ratios(verdict)}"
+    faster = before if before and merit(verdict) < merit(before) else None
+    if style == "compact":
+        return f"{text}, {'slower' if faster else 'best'}"
+    text += f"\nslower than the best solution so far: {_ratios(faster)}" if faster else "\nthe best solution so far"
+    if verdict.clock == "real":
         times = {"solution": verdict.seconds, "eager": verdict.eager_seconds, "torch.compile": verdict.compile_seconds}
         text += "\n" + "\n".join(f"{name}: {value * 1e6:.1f} us" for name, value in times.items() if value is not None)
     return text
@@ -76,6 +84,11 @@ def first_error(message: str) -> str:
 def solution_of(files: Mapping[str, str], format: Format) -> Solution:
     """Returns the solution in a work folder's ``files``: only the files that a solution in ``format`` can have."""
     return Solution(format, {path: text for path, text in files.items() if FORMATS[format].belongs(path)})
+
+
+def _ratios(verdict: Verdict) -> str:
+    against = {"eager": verdict.speedup_eager, "compile": verdict.speedup_compile}
+    return " ".join(f"{_ratio(value)}x {name}" for name, value in against.items() if value is not None)
 
 
 def _ratio(value: float) -> str:

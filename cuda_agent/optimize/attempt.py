@@ -111,9 +111,9 @@ class SearchEnvironment(KernelEnvironment):
                 self.tell("diff", **difference(path, old, new))
 
     async def command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        terms, solution = self.terms, solution_of(files, self.format)
+        terms, solution, before = self.terms, solution_of(files, self.format), self.best
         verdict = await self.judge(solution, command=name)
-        text = describe(verdict, name, terms.style)
+        text = describe(verdict, name, terms.style, before)
         if verdict.status == "infra":
             return ToolResult("the sandbox failed, which is not the solution's fault: try again", error=True)
         if terms.style == "full" and name == "profile" and verdict.status == "ok":

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 from cuda_agent.agent.prompt import agent_messages, one_shot_messages, write_answer
-from cuda_agent.agent.tools import TOOLS, describe
+from cuda_agent.agent.tools import TOOLS, describe, merit
 from cuda_agent.config import Bootstrap
 from cuda_agent.policy.chat import Chat
 from cuda_agent.sandbox.wire import Status, Verdict
@@ -20,7 +20,7 @@ from cuda_agent.synthesis.teacher.teacher import Worked, redesign, solve, spoil
 from cuda_agent.tasks.task import Task
 
 REFUSED = 3  # most solutions of an episode that the judge refuses for their design
-REVERTED = 0.7  # share of the slower solutions after which the agent goes back to the former one
+REVERTED = 0.7  # share of the episodes whose last solution is slower in which the agent goes back to the best one
 # Messages: role, content, an assistant's tool_calls; "spoilt": True on a turn that is shown but must not be imitated.
 Dialogue = list[dict[str, Any]]
 
@@ -39,7 +39,7 @@ def corpus(settings: Bootstrap, seed: int, excluded: Collection[str], device: st
         elif rng.random() < settings.careless_share:
             dialogues.append(careless(task, rng, device))
         else:
-            dialogues.append(episode(task, rng, rng.random() < settings.repair_share, device))
+            dialogues.append(episode(task, rng, rng.random() < settings.repair_share, device, settings.designs))
     return dialogues
 
 
@@ -75,47 +75,52 @@ def careless(task: Task, rng: random.Random, device: str = "cpu") -> Dialogue:
     worked = solve(task, rng, device)
     calls = _writes(_stripped(worked.files))
     verdict = _judged(worked) if rng.random() < 0.5 else None
-    return [*agent_messages(task, "compact"), *_turn(calls, verdict, "verify"), _says("done")]
+    return [*agent_messages(task, "compact"), *_turn(calls, "verify", verdict), _says("done")]
 
 
-def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu") -> Dialogue:
+def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu", designs: int = 2) -> Dialogue:
     """Returns an episode with tools. The agent writes a solution and verifies it. If ``repair`` is set and the design
     is correct, the solution first contains a mistake, which the agent then repairs. If the design is wrong, the agent
-    tries others: at most ``REFUSED`` wrong designs come before a correct one. The agent sometimes profiles the correct
-    solution, tries another design, and goes back to the former one if the other is slower."""
-    worked, spec = solve(task, rng, device), parse(task)
+    tries others: at most ``REFUSED`` wrong designs come before a correct one. Then the agent profiles up to ``designs``
+    correct designs: this one, and changes of the best one so far. If the last one is slower than the best one, the
+    agent mostly goes back."""
+    worked = solve(task, rng, device)
     mistake = spoil(task, worked, rng) if repair and worked.status == "ok" else None
     written = _stripped(mistake.files if mistake else worked.files)
     dialogue = agent_messages(task, "compact")
     calls = _writes(written)
     if mistake is not None:
-        dialogue += _turn(calls, _verdict(device, mistake.status, mistake.message), "verify")
+        dialogue += _turn(calls, "verify", _verdict(device, mistake.status, mistake.message))
         next(message for message in dialogue if message["role"] == "assistant")["spoilt"] = True
         calls = [_call("Edit", path=mistake.path, old_string=mistake.wrong, new_string=mistake.right)]
-    dialogue += _turn(calls, _judged(worked), "verify")
+    dialogue += _turn(calls, "verify", _judged(worked))
     shown = 1  # solutions that the judge refuses
     while worked.status != "ok":
         other, shown = worked, shown + 1
         while other.files == worked.files or (shown > REFUSED and other.status != "ok"):
             other = solve(task, rng, device)
         worked, calls = _rewritten(worked, other)
-        dialogue += _turn(calls, _judged(worked), "verify")
-    former, speed = worked, 0.0
-    for _ in range(rng.choice((0, 1, 2, 2))):
-        ratios = _ratios(spec, worked, rng)
-        dialogue += _turn([], _verdict(device, "ok", ratios=ratios), "profile")
-        if ratios[1] < speed and rng.random() < REVERTED:
-            worked, calls = _rewritten(worked, former)
-            dialogue += _turn(calls, _judged(worked), "verify")
-            break
-        if rng.random() < 0.5:
-            break
-        former, speed = worked, ratios[1]
-        while (other := redesign(task, worked, rng)).status != "ok":
-            pass
-        worked, calls = _rewritten(worked, other)
-        dialogue += _turn(calls, _judged(worked), "verify")
-    return [*dialogue, _says("done")]
+        dialogue += _turn(calls, "verify", _judged(worked))
+    return [*dialogue, *_profiled(task, worked, rng, rng.randint(0, designs)), _says("done")]
+
+
+def _profiled(task: Task, worked: Worked, rng: random.Random, designs: int) -> Dialogue:
+    """Returns the turns in which the agent profiles ``worked``, which is in the work folder, and further designs."""
+    dialogue: Dialogue = []
+    best, fastest = worked, None
+    for number in range(designs):
+        calls: list[dict[str, Any]] = []
+        if number:
+            while (other := redesign(task, best, rng)).status != "ok" or other.files == worked.files:
+                pass
+            worked, calls = _rewritten(worked, other)
+        verdict = _verdict(worked.device, "ok", ratios=_ratios(parse(task), worked, rng))
+        dialogue += _turn(calls, "profile", verdict, fastest)
+        if fastest is None or merit(verdict) >= merit(fastest):
+            best, fastest = worked, verdict
+    if best is not worked and rng.random() < REVERTED:
+        dialogue += _turn(_rewritten(worked, best)[1], "verify", _judged(best))
+    return dialogue
 
 
 def _rewritten(worked: Worked, other: Worked) -> tuple[Worked, list[dict[str, Any]]]:
@@ -128,12 +133,14 @@ def _writes(files: dict[str, str]) -> list[dict[str, Any]]:
     return [_call("Write", path=path, content=text) for path, text in files.items()]
 
 
-def _turn(calls: list[dict[str, Any]], verdict: Verdict | None, command: str) -> Dialogue:
+def _turn(
+    calls: list[dict[str, Any]], command: str, verdict: Verdict | None, before: Verdict | None = None
+) -> Dialogue:
     """Returns an assistant turn with ``calls``, and their results. If there is a ``verdict``, a last call runs
-    ``command``, which shows it."""
+    ``command``, which shows it. ``before`` is the best verdict before it."""
     results = ["ok"] * len(calls)
     if verdict:
-        calls, results = [*calls, _bash(command)], [*results, describe(verdict, command, "compact")]
+        calls, results = [*calls, _bash(command)], [*results, describe(verdict, command, "compact", before)]
     return [
         {"role": "assistant", "content": "", "tool_calls": calls},
         *({"role": "tool", "content": result} for result in results),

@@ -93,10 +93,22 @@ def verdict(status="ok", message="", **times):
 def test_what_the_commands_say_in_few_words():
     fast = verdict(seconds=1e-3, eager_seconds=1.424e-3, compile_seconds=0.968e-3)
     assert [describe(fast, command, "compact") for command in ("compile", "verify", "profile")] == [
-        "compile: ok", "verify: ok", "profile: 1.42x eager 0.97x compile",
+        "compile: ok", "verify: ok", "profile: 1.42x eager 0.97x compile, best",
     ]  # fmt: skip
     faster = verdict(seconds=1e-5, eager_seconds=3.14159e-5, compile_seconds=1e-3)
-    assert describe(faster, "profile", "compact") == "profile: 3.1x eager 100x compile"
+    assert describe(faster, "profile", "compact", fast) == "profile: 3.1x eager 100x compile, best"
+    assert describe(fast, "profile", "compact", faster) == "profile: 1.42x eager 0.97x compile, slower"
+    assert describe(fast, "profile", "compact", fast) == "profile: 1.42x eager 0.97x compile, best"
+
+
+def test_profile_compares_a_solution_with_the_best_one_so_far():
+    slow, fast = (verdict(seconds=1e-3, eager_seconds=e, compile_seconds=1e-3) for e in (0.9e-3, 2e-3))
+    text = describe(slow, "profile", "full", fast)
+    assert text.splitlines()[:2] == [
+        "profile: 0.90x eager 1.00x compile", "slower than the best solution so far: 2.0x eager 1.00x compile",
+    ]  # fmt: skip
+    assert describe(fast, "profile", "full", slow).splitlines()[1] == "the best solution so far"
+    assert "best" not in describe(slow, "verify", "full", fast)
 
 
 def test_a_mistake_in_few_words_does_not_depend_on_the_inputs():

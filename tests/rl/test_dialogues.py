@@ -1,4 +1,5 @@
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -124,7 +125,7 @@ def test_answers_and_episodes_are_short(chat, dialogues):
 
 def test_on_a_gpu_results_are_true_of_the_files_and_episodes_end_correct_and_short():
     rng = random.Random(9)
-    dialogues = [episode(sample_task(rng, "cuda"), rng, number % 2 == 0, "cuda") for number in range(300)]
+    dialogues = [episode(sample_task(rng, "cuda"), rng, number % 2 == 0, "cuda", 4) for number in range(300)]
     chat = Chat(train_tokenizer(texts(dialogues), 4096), "compact")
     refused = 0
     for dialogue in dialogues:
@@ -151,21 +152,41 @@ def test_a_careless_agent_ends_after_its_first_solution_right_or_wrong_verified_
     assert {"ok", "verify: ok", "verify: wrong"} <= ends
 
 
-def test_an_agent_goes_back_to_the_former_solution_if_the_other_is_slower():
+def _profiles(dialogue):
+    """Each profile of a dialogue: the files that it finds, and what it says."""
+    states, said = _replayed(dialogue), [m["content"] for m in dialogue if m["content"].startswith("profile: ")]
+    turns = zip(states, _assistant(dialogue), strict=True)
+    asked = [
+        files
+        for files, turn in turns
+        if any(call["arguments"].get("command") == "profile" for call in turn.get("tool_calls", ()))
+    ]
+    return list(zip(asked, said, strict=True))
+
+
+def test_an_agent_profiles_as_many_designs_as_the_setting_says_each_another_one():
     rng = random.Random(12)
-    back = {True: 0, False: 0}  # by whether the other solution was slower
+    seen = [_profiles(episode(sample_task(rng, "cuda"), rng, False, "cuda", 4)) for _ in range(200)]
+    assert {len(profiles) for profiles in seen} == {0, 1, 2, 3, 4}
+    for profiles in seen:
+        assert all(one[0] != two[0] for one, two in pairwise(profiles))
+        assert not profiles or profiles[0][1].endswith(", best")
+
+
+def test_an_agent_mostly_goes_back_to_the_best_solution_if_the_last_one_is_slower():
+    rng = random.Random(12)
+    back, stayed = 0, 0
     for _ in range(300):
-        dialogue = episode(sample_task(rng), rng, False)
-        speeds = [float(m["content"].split()[3][:-1]) for m in dialogue if m["content"].startswith("profile: ")]
-        states = _replayed(dialogue)
-        profiled = [
-            files
-            for files, turn in zip(states, _assistant(dialogue), strict=True)
-            if any(call["arguments"].get("command") == "profile" for call in turn.get("tool_calls", ()))
-        ]
-        if len(speeds) == 2 and states[-1] == profiled[0]:
-            back[speeds[1] < speeds[0]] += 1
-    assert back[True] > 10 and back[True] > 2 * back[False], f"{back}: another design may be the former one by chance"
+        dialogue = episode(sample_task(rng, "cuda"), rng, False, "cuda", 4)
+        profiles = _profiles(dialogue)
+        best = [files for files, said in profiles if said.endswith(", best")]
+        if profiles and profiles[-1][1].endswith(", slower"):
+            final = _replayed(dialogue)[-1]
+            assert final in (best[-1], profiles[-1][0])
+            back, stayed = back + (final == best[-1]), stayed + (final != best[-1])
+        elif profiles:
+            assert _replayed(dialogue)[-1] == best[-1]
+    assert back > 2 * stayed > 0
 
 
 def test_a_refused_design_is_followed_by_another_one():
