@@ -1,10 +1,10 @@
 """Limits a worker's memory and number of tasks with control groups, if this process may create them.
 
-In version 1 of control groups, a worker has two groups, for memory and for pids. Both are children of this process's
-group. In version 2, a worker has one group. It is a child of this process's group if that group can have children with
-limits, otherwise a sibling. A group that holds processes cannot have such children (systemd: ``Delegate=yes`` with
-``DelegateSubgroup=``). Without groups, as in a restricted pod, the watchdog (``processes``) and the jail's resource
-limits remain."""
+Tasks are processes and threads. In version 1 of control groups, a worker has two groups, for memory and for pids. Both
+are children of this process's group. In version 2, a worker has one group. It is a child of this process's group if
+that group can have children with limits, otherwise a sibling. A group that holds processes cannot have such children.
+(A systemd service therefore needs ``Delegate=yes`` and ``DelegateSubgroup=``.) Without groups, as in a restricted pod,
+the watchdog (``processes``) and the jail's resource limits remain."""
 
 import contextlib
 import itertools
@@ -47,8 +47,8 @@ class ControlGroup:
 
 
 class Groups:
-    """Creates the control groups of workers. ``places`` maps each controller to the folder that will hold the
-    groups."""
+    """Creates the control groups of workers. ``places`` maps the controllers ``memory`` and ``pids`` to the folders in
+    which the groups are made. Removes the groups that ended judges left there."""
 
     def __init__(self, places: dict[str, Path], version: int) -> None:
         self._places = places
@@ -72,7 +72,8 @@ class Groups:
 
 
 def find(root: Path = _ROOT, own: Path = _OWN) -> Groups | None:
-    """Returns a ``Groups``, or ``None`` if this process may not create groups with limits of memory and tasks."""
+    """Returns a ``Groups``, or ``None`` if this process may not create groups with limits of memory and tasks. ``root``
+    is the folder where control groups are mounted. ``own`` is the file that lists the groups of this process."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:

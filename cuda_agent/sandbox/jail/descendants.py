@@ -21,7 +21,7 @@ def children(pid: int) -> set[int]:
 
 def state(stat: str) -> str:
     """Returns the state of a process or thread: R, S, D, T (stopped), Z (zombie), X (ended) or another letter. ``stat``
-    is the path of the file ``stat`` in ``/proc``."""
+    is the path of its ``stat`` file in ``/proc``."""
     try:
         with open(stat, "rb", 0) as file:
             return chr(file.read(512).rpartition(b") ")[2][0])
@@ -64,8 +64,8 @@ def deleted_bytes(pid: int, devices: Set[int]) -> int:
 
 
 def descendants(pid: int, without: Set[int] = frozenset(), most: int = 1 << 22) -> set[int]:
-    """Returns the descendants of ``pid``, except ``without`` and their descendants. Stops soon after it has found more
-    than ``most``."""
+    """Returns the process ids of the descendants of ``pid``, except ``without`` and their descendants. Stops soon after
+    it has found more than ``most``."""
     found: set[int] = set()
     unread = [pid]
     while unread and len(found) <= most:

@@ -59,8 +59,9 @@ class JailPolicy:
 
 
 def enter(policy: JailPolicy) -> None:
-    """Sets up the walls around the calling process permanently. Threads that already exist, such as those of the CUDA
-    driver, get the separate user and the seccomp filter, but not Landlock. Raises ``JailError``."""
+    """Sets up the walls of a jail around the calling process permanently. As root, also changes to a separate user.
+    Threads that already exist, such as those of the CUDA driver, get this user and the seccomp filter, but not the
+    limits of Landlock. Raises ``JailError`` if a wall cannot be set up."""
     parent = os.getppid()
     _limits(policy)
     if policy.own_user and os.geteuid() == 0:

@@ -1,6 +1,6 @@
 """Starts an untrusted process, sends it requests, and kills it if it exceeds its limits.
 
-While a caller waits for an answer, the watchdog checks time, memory and threads of the process every 20 ms."""
+While a caller waits for an answer, a watchdog checks time, memory and threads of the process every 20 ms."""
 
 import contextlib
 import os
@@ -62,8 +62,8 @@ class WorkerError(Exception):
 class JailedProcess:
     """A jailed process with a private folder. Callers call ``wait_started`` before the first request. Before each
     request they set ``seconds``, the time limit for the answer. If ``verified`` is true, ``stop`` waits until no thread
-    runs. Callers may set ``verified`` to false if the process gains nothing from running on. ``gives_way`` is a flag
-    that ``overrun`` may read."""
+    runs. Callers may set ``verified`` to false if the process gains nothing from running on after ``stop``.
+    ``gives_way`` is a flag for the watchdog's check ``overrun``: whether it may pause the process."""
 
     def __init__(
         self,
@@ -131,8 +131,9 @@ class JailedProcess:
         return str(place)
 
     def call(self, operation: WorkerOperation, body: Any = None, slot: int = 0, fds: Sequence[int] = ()) -> Any:
-        """Sends one request and returns the body of its answer. Raises ``WorkerError`` if untrusted code fails, and
-        ``WorkerDied`` if the worker ends, exceeds a limit or sends an invalid answer."""
+        """Sends one request and returns the body of its answer. Then stops the process until the next request. Raises
+        ``WorkerError`` if untrusted code fails, and ``WorkerDied`` if the worker ends, exceeds a limit or sends an
+        invalid answer."""
         self._go_on()
         try:
             send_frame(self._socket, operation, body, slot, fds)
@@ -145,6 +146,7 @@ class JailedProcess:
 
     def timed(self, operation: WorkerOperation, slot: int, extra: int = 0) -> tuple[float, Any]:
         """Sends one request. Returns the seconds from request to answer by the judge's clock, and the answer's body.
+        ``slot`` and ``extra`` are two numbers in the request's frame (``messages.Frame``).
 
         The worker runs only between the two readings of the clock. It is stopped while callers fill its inputs and copy
         its outputs. So it cannot gain time by reading inputs early or by answering early. Raises ``WorkerError`` if
@@ -214,7 +216,7 @@ class JailedProcess:
         return all(state(f"/proc/{self.pid}/task/{thread}/stat") in _STANDING for thread in threads)
 
     def _said(self) -> bool:
-        """Returns whether the process has sent data. Returns false at the end of the stream."""
+        """Returns whether the process has sent data that is not read yet. Returns false at the end of the stream."""
         try:
             return bool(self._socket.recv(1, socket.MSG_PEEK))
         except OSError:
@@ -336,8 +338,9 @@ class JailedProcess:
         return int(Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[36])
 
     def kill(self, wait: float = 0.0) -> tuple[int, bool]:
-        """Waits up to ``wait`` seconds for the process to end by itself, then kills it. Returns its exit code
-        (negative: the signal), and whether the OOM killer ended a process of its control group."""
+        """Waits up to ``wait`` seconds for the process to end by itself, then kills it. Returns its exit code (or the
+        negative number of the signal that ended it), and whether the OOM killer ended a process of its control group.
+        Returns (0, False) if it was killed before."""
         if not self.alive:
             return 0, False
         self.alive = False
@@ -393,8 +396,8 @@ def _give_precedence(thread: int, rank: int) -> None:
 
 @contextlib.contextmanager
 def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], None]]:
-    """Yields the function ``turn``. ``turn(worker)`` stops all other ``workers`` to free their processors, and moves
-    this process to the processor of ``worker``."""
+    """Lets several workers run in turn. Yields the function ``turn``. ``turn(worker)`` stops all other ``workers`` to
+    free their processors, and moves this process to the processor of ``worker``."""
     running: JailedProcess | None = None
 
     def turn(worker: JailedProcess) -> None:

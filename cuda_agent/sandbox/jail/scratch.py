@@ -13,7 +13,8 @@ _MOST_DEPTH = 16
 
 
 def make_folder(kind: str) -> Path:
-    """Creates a temporary folder of this process. Other users can enter the folder, but cannot list it."""
+    """Creates a temporary folder of this process and returns its path. Other users can enter the folder, but cannot
+    list it. Also removes the folders of processes that have ended. ``kind`` becomes a part of the folder's name."""
     sweep()
     folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}-{os.getpid()}-"))
     folder.chmod(0o711)

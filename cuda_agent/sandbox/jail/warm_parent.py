@@ -29,8 +29,9 @@ _COMPILING = ("cuda_agent.sandbox.worker.compiling", "torch._inductor.compile_fx
 
 def warm_parent(threads: int, log: Path, imports: Sequence[str] = (), pinned: bool = True) -> "WarmParent":
     """Starts a warm parent, which imports torch and the modules ``imports``. It is ready when ``wait_ready`` returns.
-    It writes errors to the file ``log``. Each worker gets ``threads`` threads. If ``pinned``, all workers,
-    including those of baselines, share the same ``threads`` processors. Otherwise they may use every processor."""
+    It writes errors to the file ``log``. Each worker gets ``threads`` threads. If ``pinned``, all workers share the
+    same ``threads`` processors, so a solution cannot have more of them than its baselines. Otherwise they may use every
+    processor."""
     ours, theirs = socket.socketpair()
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
@@ -91,16 +92,18 @@ class WarmParent:
         self.torch, self.opened_gpu = answer["torch"], answer["opened_gpu"]
 
     def fork(self, options: Mapping[str, Any], fds: Sequence[int]) -> int:
-        """Forks a worker. The first of ``fds`` is the worker's socket. Returns the worker's process id."""
+        """Forks a worker with these ``options``. The worker gets copies of the descriptors ``fds``; the first is its
+        socket. Returns the worker's process id."""
         return int(self._ask(WorkerOperation.FORK_WORKER, options, fds)["pid"])
 
     def reap(self, pid: int) -> int:
-        """Waits for a worker that is dead or dying. Returns its exit code (negative: the signal)."""
+        """Waits for a worker that is dead or dying. Returns its exit code, or the negative number of the signal that
+        ended it."""
         return int(self._ask(WorkerOperation.REAP_WORKER, {"pid": pid})["status"])
 
     def branch(self, imports: Sequence[str]) -> "WarmParent":
-        """Forks a second warm parent, which also imports the modules ``imports``. Returns the second parent. Close it
-        before this one."""
+        """Forks a second warm parent, which also imports the modules ``imports``. Returns the second parent. The caller
+        must close it before this one."""
         ours, theirs = socket.socketpair()
         with theirs:
             pid = int(self._ask(WorkerOperation.FORK_PARENT, {"imports": [*imports]}, [theirs.fileno()])["pid"])

@@ -24,8 +24,8 @@ Spread = tuple[float, float, float]  # lower end of an interval, middle, upper e
 
 
 class CandidateRefused(Exception):
-    """The candidate is refused, which ends its trial. ``status`` becomes the verdict's status. If ``retryable``, the
-    candidate gets a second trial, because the cause may lie outside the candidate."""
+    """A candidate (the solution under judgement) is refused, which ends its trial. ``status`` becomes the verdict's
+    status. If ``retryable``, the candidate gets a second trial, because the cause may lie outside the candidate."""
 
     def __init__(self, status: Status, message: str, retryable: bool = False) -> None:
         super().__init__(message)
@@ -35,7 +35,8 @@ class CandidateRefused(Exception):
 
 def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> CandidateRefused:
     """Converts a worker's death or error to a refusal. If ``loaded`` is false, no untrusted code has run, and the
-    status is ``infra``. ``when`` is the end of the message, such as "in check 3"."""
+    status is ``infra``. Otherwise the status is ``timeout`` or ``crash`` after a death, and ``build_error``, ``cheat``
+    or ``crash`` after an error. ``when`` is the end of the message, such as "in check 3"."""
     if isinstance(error, WorkerDied):
         if not loaded:
             return CandidateRefused("infra", f"a worker {error} before the solution was loaded", retryable=True)
@@ -61,8 +62,8 @@ def spread(samples: Sequence[float]) -> Spread:
 
 
 def quotient(*over: Spread, under: Spread = (1.0, 1.0, 1.0)) -> Interval:
-    """Returns an interval for the product of ``over`` divided by ``under``. Each argument is (lower end, value, upper
-    end). Adds the squares of the logarithmic errors, as for independent errors."""
+    """Returns an interval (lower end, upper end) for the product of ``over`` divided by ``under``. Each argument is
+    (lower end, value, upper end). Adds the squares of the logarithmic errors, as for independent errors."""
     middle = math.prod(middle for _, middle, _ in over) / under[1]
     down = math.hypot(*(math.log(middle / low) for low, middle, _ in over), math.log(under[2] / under[1]))
     up = math.hypot(*(math.log(high / middle) for _, middle, high in over), math.log(under[1] / under[0]))
@@ -70,22 +71,25 @@ def quotient(*over: Spread, under: Spread = (1.0, 1.0, 1.0)) -> Interval:
 
 
 def share_of(part: Sequence[float], whole: Sequence[float]) -> Spread:
-    """Returns the median of ``part`` over the median of ``whole``, with an interval: (lower end, value, upper end)."""
+    """Returns the median of ``part`` divided by the median of ``whole``, with an interval: (lower end, value, upper
+    end)."""
     over, under = spread(part), spread(whole)
     low, high = quotient(over, under=under)
     return low, over[1] / under[1], high
 
 
 def speedups_of(samples: Sequence[float], anchors: Sequence[float], share: Spread | None) -> list[Interval]:
-    """Returns the intervals of the speed-ups over eager and, if ``share`` is given, over torch.compile. ``samples`` and
-    ``anchors`` are seconds of the candidate's and of eager's calls. ``share`` is torch.compile's time over eager's."""
+    """Returns the intervals (lower end, upper end) of the speed-ups over eager and, if ``share`` is given, over
+    torch.compile. ``samples`` and ``anchors`` are the seconds of the candidate's and of eager's calls. ``share`` is
+    torch.compile's time divided by eager's, as (lower end, value, upper end)."""
     mine, eager = spread(samples), spread(anchors)
     over = [quotient(eager, under=mine)]
     return [*over, quotient(eager, share, under=mine)] if share else over
 
 
 def is_clear(speedups: Sequence[Interval]) -> bool:
-    """Returns whether each interval in ``speedups`` lies clearly on one side of ``FASTER``, the bound of the reward."""
+    """Returns whether each interval in ``speedups`` lies clearly on one side of ``FASTER``, the speed-up above which
+    the reward grows."""
     return all(low > _MARGIN * FASTER or _MARGIN * high < FASTER for low, high in speedups)
 
 
@@ -99,13 +103,15 @@ def fewest_calls(device: str, elapsed: float, speedup: Interval) -> int:
 
 
 def is_undecided(speedups: Sequence[Interval], anchor: Spread) -> bool:
-    """Returns whether the machine is too busy to tell the reward. It is if two intervals are wide (ends more than 20 %
-    apart): ``anchor``, the interval of eager's time, and an interval in ``speedups`` that contains ``FASTER``."""
+    """Returns whether times are too noisy to tell the reward. They are if the ends of two intervals are more than 20 %
+    apart. The first interval is ``anchor``, that of eager's time. The second is an interval in ``speedups`` that
+    contains ``FASTER``, the speed-up above which the reward grows."""
     return disagree(anchor[0], anchor[2]) and any(low < FASTER < high and disagree(low, high) for low, high in speedups)
 
 
 def too_busy(speedups: Sequence[Interval]) -> CandidateRefused:
-    """Returns the refusal of a candidate whose reward is undecided. The message shows an interval around ``FASTER``."""
+    """Returns the refusal of a candidate whose reward is undecided. The message shows an interval in ``speedups`` that
+    contains ``FASTER``, the speed-up above which the reward grows."""
     low, high = next(ends for ends in reversed(speedups) if ends[0] < FASTER < ends[1])
     what = f"this solution may be {low:.2f} or {high:.2f} times as fast as a baseline"
     return CandidateRefused("infra", f"{TOO_BUSY}: {what}")
@@ -117,7 +123,7 @@ def disagree(low: float, high: float) -> bool:
 
 
 def scale_baselines(verdict: Verdict, share: float) -> None:
-    """Multiplies the baseline times and the speed-up intervals in ``verdict`` by ``share``."""
+    """Multiplies the baseline times and the speed-up intervals in ``verdict`` by the factor ``share``."""
     if verdict.eager_seconds is not None:
         verdict.eager_seconds *= share
     if verdict.compile_seconds is not None:

@@ -60,8 +60,8 @@ def _short_of_memory(error: Exception) -> bool:
 
 def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
     """Wraps a method of ``Judge`` so that a failed call is repeated once. It is repeated if a SIGKILL from outside the
-    judge ended the reference worker, if a worker did not start, or if ``make_room`` freed device memory after an
-    error. Raises ``TaskError`` if the driver still lacks memory."""
+    judge ended the reference worker, if a worker did not start, or if ``make_room`` freed device memory after an error.
+    The wrapped method raises ``TaskError`` if the driver still lacks memory."""
 
     def once_more(judge: "Judge", *arguments: Any) -> _Answer:
         try:
@@ -100,9 +100,9 @@ class Judge:
 
     def prepared(self, task: TaskSource) -> PreparedTask:
         """Returns the ``PreparedTask`` of ``task``, kept from an earlier request or new. If memory is short, first
-        frees the pools of the other prepared tasks. If that is not enough, closes these tasks, beginning with the least
-        recently used one. Raises ``TaskError`` if the task is too large for a prober (a judge that only runs tasks
-        without solutions)."""
+        frees the inputs and outputs that other prepared tasks keep in their pools. If that is not enough, or if there
+        are too many prepared tasks, closes them, beginning with the least recently used one. Raises ``TaskError`` if
+        the task fails, or if it is too large for a prober (a judge that only runs tasks without solutions)."""
         self._latest = digest = task["digest"]
         found = self._prepared.pop(digest, None)
         if found is not None and not found.oracle.alive:
@@ -144,8 +144,8 @@ class Judge:
         return sum(one.bytes for one in self._prepared.values())
 
     def make_room(self, error: Exception) -> bool:
-        """Drops all prepared tasks under two conditions: ``error`` reports a lack of GPU memory, and tasks other than
-        the requested one are prepared. Returns whether it dropped them."""
+        """Closes all prepared tasks to free device memory, under two conditions: ``error`` reports a lack of GPU
+        memory, and tasks other than the requested one are prepared. Returns whether it closed them."""
         short = self.settings.device == "cuda" and _short_of_memory(error)
         if not short or self._prepared.keys() <= {self._latest}:
             return False
@@ -258,14 +258,15 @@ class Judge:
 
     @_once_more
     def measure(self, request: dict[str, Any]) -> None:
-        """Measures the baselines of the task in ``request``, if they are not known."""
+        """Measures the baselines of the task in ``request``, if they are not known: the seconds per call of the task's
+        model in eager PyTorch and with ``torch.compile``."""
         prepared = self.prepared(request["task"])
         prepared.draw_weights()  # as for every candidate
         prepared.measure(compile=True)
 
     def probe(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Runs the task in ``request`` without a solution. Returns a ``Probe`` as JSON. The probe may hold the task's
-        error."""
+        """Runs the task in ``request`` without a solution. Returns a ``Probe`` as JSON. If the task fails, the probe
+        holds the error message."""
         try:
             return self._probe(request["task"], request["compile"]).to_json()
         except TaskError as error:
@@ -293,8 +294,7 @@ class Judge:
         )
 
     def healthy(self) -> bool:
-        """Returns whether the device compares known arrays correctly. SIGALRM ends this process if the test takes 10
-        s."""
+        """Returns whether the device compares known arrays correctly. SIGALRM ends this process after 10 s."""
         with self._workers.lease.working():
             signal.alarm(_PROBE_SECONDS)
             try:
@@ -316,8 +316,8 @@ class Judge:
         self._trim()
 
     def rest(self, keep: bool) -> None:
-        """Frees unused device memory after a request to a prober. Also closes the prepared tasks, unless ``keep`` is
-        true and they hold at most 4 GiB."""
+        """Frees unused device memory after a request to a prober (a judge that only runs tasks without solutions). Also
+        closes the prepared tasks, unless ``keep`` is true and they hold at most 4 GiB."""
         if not keep or self.held_bytes > _MOST_OF_A_PROBER:
             self.release()
         else:

@@ -25,7 +25,7 @@ _SHOWN = 4
 
 def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran]:
     """Returns the kernels that one call of a plan runs. ``nodes`` lists the plan's kernels, library calls and memsets.
-    ``seconds`` lists the reported time of each node. If this list is invalid, all times count as unknown."""
+    ``seconds`` lists the reported seconds of each node. If it is not a valid list, all times count as unknown."""
     times: list[Any] = [None] * len(nodes)
     if isinstance(seconds, list) and len(seconds) == len(nodes) and all(map(_is_time, seconds)):
         whole = sum(seconds)
@@ -42,9 +42,9 @@ def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran
 
 
 def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes = b"") -> list[Ran]:
-    """Returns the kernels of one call. ``told`` holds a worker's reports: lists of records ``[name, kind, calls,
-    share]``. Drops invalid records. Derives a missing kind from the solution's ``sources`` and its built
-    ``library``."""
+    """Returns the kernels and operators that ran in one call. ``told`` holds a worker's reports: lists of records
+    ``[name, kind, calls, share]``. Drops invalid records. Derives a missing kind from the solution's ``sources`` and
+    its built ``library``."""
     text = "\n".join(sources)
     rows: list[tuple[str, RanKind, int, float | None]] = []
     for item in [item for part in told if isinstance(part, list) for item in part[:_MOST]]:
@@ -101,8 +101,8 @@ def short(name: str) -> str:
 
 
 def advice(ran: Sequence[Ran], own_work: str) -> list[str]:
-    """Returns advice about kernels in ``ran`` that may not be the solution's own. ``own_work`` names what a call should
-    run, such as "kernel of triton.jit". It may be empty."""
+    """Returns lines of advice about kernels in ``ran`` that may not be the solution's own. ``own_work`` names what a
+    call should run, such as "kernel of triton.jit". It may be empty."""
     if not ran:
         return []
     kinds = {r.kind for r in ran}

@@ -19,8 +19,8 @@ _FLOATING = ("float", "bfloat", "complex")  # how the names of these dtypes begi
 
 class _Mutant(NamedTuple):
     """A wrong answer to a task. ``make(entry, other)`` returns wrong outputs for the inputs of the pool entry
-    ``entry``, or ``None`` if the task has no such answer. It may use values of another entry, ``other``. ``wrong``
-    holds the indices of the outputs to compare."""
+    ``entry``, or ``None`` if the task has no such answer. ``make`` may use values of a second entry, ``other``. A pool
+    entry is a set of inputs with the right outputs. ``wrong`` holds the indices of the outputs to compare."""
 
     name: str
     wrong: Sequence[int]
@@ -66,10 +66,11 @@ def _with_one_of_another(prepared: PreparedTask, position: int) -> Callable[[Poo
 
 
 def survey(prepared: PreparedTask) -> dict[str, float | None]:
-    """Returns a dictionary from each mutant's name to the least of the tried tolerances that accepts the mutant on all
-    inputs. The value is ``None`` if the sandbox's own tolerance rejects the mutant. Leaves out mutants that the
-    reference cannot compute. Compares the mutants in ``ROUNDING`` on one set of inputs only. Raises ``TaskError`` if
-    the task itself fails."""
+    """Compares every mutant (a wrong answer made on purpose) with the right outputs at several tolerances. Returns a
+    dictionary from each mutant's name to the least of these tolerances that accepts the mutant on all inputs. The value
+    is ``None`` if the sandbox's own tolerance rejects the mutant. Compares the mutants in ``ROUNDING`` on one set of
+    inputs only. Leaves out mutants that the task's model cannot compute. If such a mutant ends the model's process,
+    returns the results so far. Raises ``TaskError`` if the task itself fails."""
     found: dict[str, float | None] = {}
     pending = list(_mutants(prepared))
     for number in range(prepared.base, prepared.base + prepared.settings.checks):

@@ -42,8 +42,9 @@ _CAREFUL_ROUNDS = 12  # most rounds if ``careful``
 
 @dataclass
 class PoolEntry:
-    """One set of inputs with the reference's outputs. Each list holds one array per tensor of the spec. ``index`` is
-    the entry's number in the pool; -1 if the entry is not in the pool."""
+    """One set of inputs, and the outputs of the task's model for them. Each list holds one array per tensor of the
+    spec. ``index`` is the entry's number in the task's pool (a secret supply of such sets), or -1 if the entry is not
+    in the pool."""
 
     index: int
     inputs: list[Any]  # the judge's own copies: numpy arrays, or ``device.Array``
@@ -54,8 +55,8 @@ class PoolEntry:
 
 @dataclass
 class Baselines:
-    """The median seconds per call of a task's model, eager and compiled, and facts about the model. ``None`` means that
-    a value was not measured."""
+    """The median seconds per call of a task's model in eager PyTorch and with ``torch.compile``, and facts about the
+    model. ``None`` means that a value was not measured."""
 
     eager: float | None = None
     compile: float | None = None
@@ -69,15 +70,16 @@ class Baselines:
 
     @property
     def compile_share(self) -> Spread | None:
-        """torch.compile's time over eager's, with an interval: (lower end, value, upper end). ``None`` if unknown."""
+        """torch.compile's time divided by eager's, with an interval: (lower end, value, upper end). ``None`` if
+        unknown."""
         if self.compile is None or not self.eager:
             return None
         return self.share or (self.compile / self.eager,) * 3
 
 
 def baselines_file(settings: JudgeSettings, digest: str, torch: str) -> Path:
-    """Returns the path of a task's cached baselines. The file's name is a hash of everything that the baselines depend
-    on."""
+    """Returns the path of a task's cached baselines. ``digest`` identifies the task, and ``torch`` is PyTorch's
+    version. The file's name is a hash of everything that the baselines depend on."""
     identity = settings.identity + (", train()" if settings.train_mode else "")
     key = json.dumps([digest, _CLOCK, torch, processor(), settings.threads, identity])
     return Path(settings.cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
@@ -91,9 +93,10 @@ def read_baselines(file: Path) -> Baselines:
 
 
 class PreparedTask:
-    """A task that is ready for candidates. Methods that run its model raise ``TaskError`` if the model fails. They hold
-    ``lease``, the timing lease, so that no other process times a kernel meanwhile. There is one exception: a worker
-    that opens or compiles a model pauses whenever another process wants to time a kernel."""
+    """A task that is ready for candidates, the solutions under judgement. A reference worker runs the task's model.
+    Methods that run the model raise ``TaskError`` if it fails. They hold ``lease``, the timing lease, so that no other
+    process times a kernel meanwhile. Callers of ``exact`` and ``empty_call`` must already hold it. A worker that opens
+    or compiles a model pauses whenever another process wants to time a kernel."""
 
     def __init__(self, code: str, digest: str, workers: WorkerPool) -> None:
         settings = workers.settings
@@ -128,8 +131,9 @@ class PreparedTask:
         self.peaks = roofline.Peaks()
 
     def draw_weights(self) -> None:
-        """Redraws the weights for the next trial. Does nothing if the task has no weights to redraw, or if they are
-        redrawn already. With simulated times, all trials share the same weights."""
+        """Redraws, for the next trial of a candidate, the weights that the model's constructor does not draw at random.
+        Does nothing if there are no such weights, or if they are redrawn already. With simulated times, all trials
+        share the same weights."""
         if self._plain:
             with self.lease.working():
                 changed = self.oracle.draw_weights(self._variation())
@@ -138,9 +142,10 @@ class PreparedTask:
             self._varies = changed and not self._fixed
 
     def candidate_buffers(self, host_is_ours: bool, areas: Callable[[int, int], Any] | None) -> Any:
-        """Makes the buffers of one candidate, and writes the weights of its trial to them. Unless ``host_is_ours``, a
-        GPU candidate gets slots for a chain of calls. ``areas`` takes two sizes in bytes and makes the input area and
-        the output area. If ``areas`` is ``None``, the device's default function makes them."""
+        """Makes the memory that the judge shares with one candidate (``Buffers``), and writes the weights of its trial
+        to it. The memory has slots; each holds the inputs and outputs of one call. On a GPU, a candidate with host code
+        (``host_is_ours`` is false) gets slots for a chain: several calls in one request. ``areas`` is a function from
+        two sizes in bytes to an input area and an output area, or ``None`` for the device's default function."""
         memory, chains = self.memory, self.settings.device == "cuda" and not host_is_ours
         slots = memory.chained_slots(self._call_bytes) if chains else memory.slots(self._call_bytes)
         areas = areas or (self._workers.areas.take if self.settings.device == "cpu" else None)
@@ -152,12 +157,13 @@ class PreparedTask:
         return buffers
 
     def _variation(self) -> int | None:
-        """Returns the seed for the weights that are redrawn for one trial."""
+        """Returns the seed for the weights that are redrawn for one trial. The seed is fixed if times are simulated."""
         return self.weights_seed if self._fixed else secrets.randbits(56)
 
     def rotate(self, used: int) -> None:
-        """Replaces what the last trial has seen: ``used`` pool entries (at least one) and, if they vary, the weights.
-        Also makes the entries that the next trial usually needs. Does nothing with simulated times."""
+        """Replaces the inputs and weights that the last trial used, so that the next candidate cannot know them. Drops
+        the ``used`` oldest entries of the pool (at least one), and calls ``draw_weights``. Also makes the entries that
+        the next trial usually needs. Does nothing with simulated times."""
         if self._fixed:
             return
         self.base += max(1, used)
@@ -173,8 +179,8 @@ class PreparedTask:
         self._pool.clear()
 
     def _make_ahead(self) -> None:
-        """Makes the pool entries that the next trial usually needs. Draws all inputs first, because torch's CPU threads
-        spin for some milliseconds after each computation."""
+        """Makes the pool entries that the next trial usually needs. On the CPU, draws all inputs before it computes
+        outputs, because torch's threads spin for some milliseconds after each computation."""
         calls = self.settings.checks + _FEW_TIMED[self.settings.device]
         ahead = range(self.base, self.base + min(self.pool_size, calls))
         self._draw([index for index in ahead if self._drawn(index) is None])
@@ -209,9 +215,10 @@ class PreparedTask:
         return entry
 
     def fresh(self, kind: str) -> PoolEntry | None:
-        """Draws new inputs of ``kind`` (``wire.KINDS``) outside of the pool. Returns them with eager's outputs and
-        exact outputs (float64). Returns ``None`` if the task has no inputs of this kind. Unless ``kind`` is
-        ``normal``, also returns ``None`` if the model raises an error, or there are no finite exact outputs."""
+        """Draws new inputs of ``kind`` (one of ``wire.KINDS``) that are not in the pool. Returns them with the model's
+        outputs, and with its outputs in float64 (``exact``). Returns ``None`` if the task has no inputs of this kind.
+        Unless ``kind`` is ``normal``, also returns ``None`` if the model raises an error, or if it has no finite
+        outputs in float64. For ``normal`` inputs without finite outputs in float64, ``exact`` is ``None``."""
         self._fresh += 1
         with self.lease.working():
             try:
@@ -227,8 +234,9 @@ class PreparedTask:
         return PoolEntry(-1, inputs, outputs, exact) if exact is not None or kind == "normal" else None
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
-        """Returns the model's outputs in double precision, or ``None`` if they are not finite or the model cannot
-        compute them. The reference's last call must have been ``outputs`` with the same ``inputs``."""
+        """Returns the model's outputs for ``inputs`` in float64. Returns ``None`` if they, or the outputs in the usual
+        precision, are not all finite, or if the model cannot run in float64. The reference's last call must have been
+        ``outputs`` with the same ``inputs``. The caller holds the timing lease."""
         if not self._inexact:
             try:
                 return self.oracle.exact(inputs)
@@ -237,12 +245,13 @@ class PreparedTask:
         return None
 
     def outputs_at(self, inputs: list[Any], precision: str) -> list[Any]:
-        """Returns eager's outputs for ``inputs`` at ``precision`` (default, fp32, tf32 or bf16)."""
+        """Returns the outputs of eager PyTorch for ``inputs`` at ``precision`` (default, fp32, tf32 or bf16)."""
         with self.lease.working(), at_precision(self.oracle, precision):
             return self.oracle.outputs(inputs)
 
     def repeats(self) -> bool:
-        """Returns whether the reference computes the same outputs again for the same inputs, within the tolerance."""
+        """Returns whether the task's model computes the same outputs again for the same inputs, within the
+        tolerance."""
         with self.lease.working():
             first = self.entry(self.base)
             again = self.oracle.outputs(first.inputs)
@@ -250,8 +259,9 @@ class PreparedTask:
 
     def compiled(self, mode: str, precision: str) -> ReferenceClient:
         """Returns a new reference client whose model is compiled with torch.compile's ``mode`` and computes at
-        ``precision``. The caller closes it. Raises ``WorkerError`` if torch.compile fails, or if an earlier measurement
-        took too long. Raises ``WorkerDied`` if the worker dies."""
+        ``precision``. The caller closes it. Raises ``WorkerError`` if torch.compile fails, or took too long in an
+        earlier measurement. Raises ``WorkerDied`` if the worker dies while it compiles, ``TaskError`` if the task
+        fails."""
         if self.baselines.compile_error.endswith(TOO_LONG):
             raise WorkerError(TOO_LONG)
         inputs = self.entry(self.base).inputs
@@ -272,8 +282,9 @@ class PreparedTask:
         return self._fixed or (self.baselines.compile_tried and (mode != "strict" or bool(self.baselines.strict)))
 
     def measure(self, compile: bool) -> None:
-        """Measures eager's time. If ``compile``, also measures torch.compile's time and facts about the model. Skips
-        what is known. With simulated times, computes the times of eager and of torch.compile instead."""
+        """Measures the seconds per call of the model in eager PyTorch. If ``compile``, also measures those with
+        ``torch.compile``, and counts the model's operations and written bytes. Skips values that are known. With
+        simulated times, computes both times instead."""
         if self._fixed:
             with self.lease.working():
                 counts = self.oracle.count(self.entry(0).inputs)
@@ -320,7 +331,8 @@ class PreparedTask:
 
     @property
     def bytes(self) -> int:
-        """The approximate bytes that the task holds on the device: pool, areas, torch's memory, model and context."""
+        """The approximate bytes that the task holds on the device: the pool, the areas shared with its worker, torch's
+        memory, the model and the CUDA context."""
         calls = len(self._pool) + _SLOTS + self.oracle.batch + 1
         return calls * self._call_bytes + 3 * self._weight_bytes + _CONTEXT_BYTES
 
@@ -332,7 +344,8 @@ class PreparedTask:
 
     @property
     def views(self) -> Views:
-        """One item per output of the reference: the strides if the output is known to be a view, else ``None``."""
+        """One item per output of the task's model: its strides if it is known to be a view, else ``None``. An empty
+        list marks an output whose elements share memory."""
         known, count = self.baselines.views, len(self.spec.outputs)
         return known if known and len(known) == count else [None] * count
 
@@ -361,7 +374,8 @@ class PreparedTask:
 
     def empty_call(self, oracle: ReferenceClient, inputs: list[Any]) -> float:
         """Times calls of ``oracle`` that compute nothing. Returns the shortest time so far, in seconds; 0 on a GPU. The
-        caller subtracts this time from other times. A longer time would make calls look too fast."""
+        caller subtracts the result from the times of other calls. A longer time would make these calls look too fast.
+        The caller holds the timing lease."""
         if self.settings.device == "cuda":
             return 0.0  # the device's clock runs during the call only
         calls = _EMPTY_CALLS[self._empty < math.inf]
@@ -371,8 +385,9 @@ class PreparedTask:
     def samples(self, *oracles: ReferenceClient, careful: bool = False) -> list[list[float]]:
         """Times calls of the reference clients ``oracles`` in turn, in several rounds. Returns for each client the
         seconds of the calls in its best round, minus the time of an empty call. The best round is the one with the
-        least median: other work on the machine only slows calls down. The rounds end after one whose calls vary little,
-        or after 6. If ``careful``, they end when the two best medians of each client agree within 5 %, or after 12."""
+        least median: other work on the machine only slows calls down. The last round is the first one in which the
+        calls of each client vary little, or round 6. If ``careful``, it is the first one after which the two best
+        medians of each client agree within 5 %, or round 12."""
         entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
         rounds: list[list[tuple[float, ...]]] = []  # of each round, the calls' seconds by reference
 
@@ -414,7 +429,7 @@ class PreparedTask:
         return baselines_file(self.settings, self._digest, self._workers.torch)
 
     def save(self) -> None:
-        """Keeps the baselines for other judges, unless their times are simulated."""
+        """Writes the baselines to the cache, where other judges read them. Does nothing if times are simulated."""
         if not self._fixed:
             roofline.keep(self._file(), vars(self.baselines))
 

@@ -32,9 +32,10 @@ def memory_of(device: str) -> Any:
 
 
 def seconds_of_call(device: str, wall: float, told: Any) -> float:
-    """Returns the seconds of one call. On the CPU this is ``wall``, the judge's seconds from request to answer. On a
-    GPU, ``told`` is the worker's list [seconds on the device, seconds on the host], and its first number is returned.
-    Raises ``WorkerError`` if a number in ``told`` is invalid or exceeds ``wall``."""
+    """Returns the seconds of one call in a worker. On the CPU, these are ``wall``, the seconds from request to answer
+    by the judge's clock. On a GPU, they are the first number of ``told``, the worker's report: [seconds on the device,
+    seconds that the host needed to enqueue the call]. Raises ``WorkerError`` if ``told`` has another form, or if a
+    number in it is not positive or exceeds ``wall``."""
     if device == "cpu":
         return wall
     match told:
@@ -44,8 +45,8 @@ def seconds_of_call(device: str, wall: float, told: Any) -> float:
 
 
 def net(seconds: float, empty: float) -> float:
-    """Returns ``seconds`` minus ``empty``, the seconds of an empty call. Returns at least a tenth of ``seconds``, so
-    that noise cannot make a time almost zero."""
+    """Returns ``seconds`` (the measured time of a call) minus ``empty`` (the time of a call that computes nothing).
+    Returns at least a tenth of ``seconds``, so that noise cannot make a time almost zero."""
     return max(seconds - empty, seconds / 10)
 
 
@@ -54,9 +55,10 @@ class TaskKilled(TaskError):
 
 
 class ReferenceClient:
-    """Owns the reference worker of one task, and the worker's buffers. Inputs, outputs and weights are lists with one
-    array per tensor of the spec: NumPy arrays on the CPU, ``device.Array`` on a GPU. Methods raise ``TaskError`` if the
-    task fails. They raise its subclass ``TaskKilled`` if a SIGKILL from outside the judge ended the worker."""
+    """Sends requests to the reference worker of one task, the jailed process that runs the task's model. Owns this
+    worker and the memory that the judge shares with it. Inputs, outputs and weights are lists with one array per tensor
+    of the spec: NumPy arrays on the CPU, ``device.Array`` on a GPU. Methods raise ``TaskError`` if the task fails. They
+    raise its subclass ``TaskKilled`` if a SIGKILL from outside the judge ended the worker."""
 
     def __init__(self, worker: JailedProcess, code: str, weights_seed: int, settings: JudgeSettings) -> None:
         self.worker = worker
@@ -108,9 +110,10 @@ class ReferenceClient:
         return self.worker.alive
 
     def draw_weights(self, seed: int | None) -> bool:
-        """Draws new values from ``seed`` for those weights that the model's constructor does not draw at random. If
-        ``seed`` is ``None``, restores the constructor's values. Returns whether the model has weights of this kind. If
-        it has, outputs that were computed before this call are outdated."""
+        """Redraws, from ``seed``, the weights that the model's constructor does not draw at random, such as a bias of
+        zeros. Keeps the constructor's values if new ones give more infinite or NaN outputs; ``kept`` is then true. If
+        ``seed`` is ``None``, restores the constructor's values. Returns whether the model has such weights. If it has,
+        outputs that were computed before this call are outdated."""
         if seed is not None:
             self._buffers.fill(0, self.inputs(seed) or [])
         answer = self._ask(WorkerOperation.DRAW_WEIGHTS, {"seed": seed})
@@ -126,8 +129,8 @@ class ReferenceClient:
         return bool(changed)
 
     def inputs(self, seed: int, kind: str = "normal") -> list[Any] | None:
-        """Returns inputs of ``kind`` (``wire.KINDS``) drawn under ``seed``, or ``None`` if the task has no such
-        inputs."""
+        """Returns inputs of ``kind`` (one of ``wire.KINDS``), drawn from ``seed``. Returns ``None`` if the task has no
+        inputs of this kind."""
         if not self._ask(WorkerOperation.DRAW_INPUTS, {"seed": seed, "kind": kind}):
             return None
         inputs = self.spec.inputs
@@ -141,8 +144,9 @@ class ReferenceClient:
         return self._buffers.outputs(0)
 
     def examples(self, seeds: Sequence[int]) -> list[tuple[list[Any], list[Any]]]:
-        """Returns for each of ``seeds`` the drawn inputs and the model's outputs. One request for many seeds is faster
-        than many requests, because the device switches between judge and worker only once."""
+        """Returns a pair for each of ``seeds``: normal inputs drawn from the seed, and the model's outputs for them.
+        One request for many seeds is faster than many requests, because the GPU then switches between judge and worker
+        only once."""
         found: list[tuple[list[Any], list[Any]]] = []
         count, tensors = len(self.spec.inputs), (*self.spec.inputs, *self.spec.outputs)
         while rest := seeds[len(found) : len(found) + self.batch]:
@@ -155,11 +159,12 @@ class ReferenceClient:
 
     @property
     def batch(self) -> int:
-        """The largest number of seeds for which one request of ``examples`` draws inputs."""
+        """The largest number of seeds that ``examples`` sends to the worker in one request."""
         return len(self._buffers.examples)
 
     def seconds(self, inputs: list[Any], null: bool = False) -> float:
-        """Times one call on ``inputs`` and returns the seconds. If ``null``, the call computes nothing."""
+        """Times one call of the model on ``inputs`` and returns the seconds. If ``null`` (CPU only), times a call that
+        computes nothing instead."""
         slot = secrets.randbelow(len(self._buffers.slots))
         self.worker.stop()
         self._buffers.fill(slot, inputs)
@@ -175,8 +180,8 @@ class ReferenceClient:
         return seconds
 
     def host_seconds(self, inputs: list[Any]) -> float:
-        """Returns the fewest seconds that the host has needed to enqueue a call. If no call was timed before, times
-        three calls first."""
+        """Returns the least time so far, in seconds, that the host has needed to enqueue a call on the GPU. If no call
+        was timed before, times three calls first."""
         for _ in range(3 if self._host == math.inf else 0):  # the first calls also start libraries
             self.seconds(inputs)
         return self._host
@@ -187,9 +192,9 @@ class ReferenceClient:
         self._ask(WorkerOperation.SET_PRECISION, {"precision": name})
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
-        """Returns the outputs in double precision. Returns ``None`` if a value in these outputs, or in the usual
-        outputs, is not finite. Call ``outputs`` with the same ``inputs`` first. Raises ``TaskError`` if the model
-        cannot run in double precision."""
+        """Returns the model's outputs for ``inputs``, computed in float64. Returns ``None`` if a value in them, or in
+        the last result of ``outputs``, is infinite or NaN. Call ``outputs`` with the same ``inputs`` first. Raises
+        ``TaskError`` if the model cannot run in float64."""
         if self._exact is None:
             wide = [replace(t, dtype="float64") if t.dtype in _FLOATING else t for t in self.spec.outputs]
             spec = replace(self.spec, inputs=(), outputs=tuple(wide), weights={})
@@ -198,16 +203,18 @@ class ReferenceClient:
         return self._exact.outputs(0) if self._on(inputs, WorkerOperation.RUN_EXACT) else None
 
     def mutant(self, inputs: list[Any], how: dict[str, Any]) -> list[Any] | None:
-        """Returns wrong outputs for ``inputs``. ``how`` describes how to make them (``worker.values.mutants``). Returns
-        ``None`` if the task has no such outputs. Call ``outputs`` with the same ``inputs`` first, because some kinds of
-        wrong outputs are made from its result."""
+        """Returns wrong outputs for ``inputs``, to test whether the judge's comparison rejects them. ``how`` describes
+        how to make them (see ``worker.values.mutants``). Returns ``None`` if the task has no wrong outputs of this
+        kind. Call ``outputs`` with the same ``inputs`` first, because some kinds of wrong outputs are made from its
+        result."""
         self._buffers.fill(0, inputs)
         return self._buffers.outputs(0) if self._ask(WorkerOperation.RUN_MUTANT, how) else None
 
     def compile(self, inputs: list[Any], known: str, mode: str = "") -> None:
-        """Compiles the model with torch.compile's ``mode`` for all later calls, and runs it on ``inputs``. ``known`` is
-        the folder with the results of an earlier warm-up. In the warm-up itself ``known`` is empty. Raises
-        ``WorkerError`` if compilation fails, ``WorkerDied`` if the worker dies."""
+        """Compiles the model with torch.compile's ``mode`` (empty: the default) for all later calls, and runs it on
+        ``inputs``. ``known`` is the folder with the results of a warm-up, an earlier compilation of a small model. If
+        ``known`` is empty, this call is the warm-up. Raises ``WorkerError`` if compilation fails, ``WorkerDied`` if the
+        worker dies."""
         self._compiled = True
         self._buffers.fill(0, inputs)
         self.worker.seconds = _COMPILE_SECONDS
@@ -223,8 +230,9 @@ class ReferenceClient:
             raise TaskError(f"the task gave no count of a call: {error}") from None
 
     def account(self, inputs: list[Any]) -> tuple[int, int, Views]:
-        """Returns three facts about one call: the number of floating-point operations (0 if unknown), the bytes that
-        the call writes for its outputs, and the result of ``views``."""
+        """Returns three facts about one call of the model: the number of floating-point operations (0 if unknown), the
+        bytes that the call must write for its outputs, and the strides of outputs that are views (the result of
+        ``views``)."""
         answer = self._on(inputs, WorkerOperation.ACCOUNT)
         most = sum(byte_count(t) for t in self.spec.outputs)
         try:
@@ -258,10 +266,15 @@ class ReferenceClient:
 
 
 def views(answer: Any, spec: TaskSpec) -> Views:
-    """Checks a worker's report on views and returns one item per output. ``answer["views"]`` holds the report: for each
-    output its strides, or ``None`` if the output is not a view. The returned item is an empty list if elements of the
-    output share memory, as after ``expand``. It is ``None`` if the output is not a view, or spans more memory than all
-    inputs and weights. Otherwise it is the strides. Raises ``ValueError`` or ``TypeError`` for a bad report."""
+    """Returns which outputs of the task's model are views, after a check of the worker's report. ``answer["views"]`` is
+    the report: for each output its strides in elements, or ``None`` if the output is not a view. The result holds one
+    item per output:
+
+    - ``None`` if the output is not a view, or spans more memory than all inputs and weights together.
+    - An empty list if elements of the output share memory, as after ``expand``.
+    - The strides otherwise.
+
+    Raises ``KeyError``, ``TypeError`` or ``ValueError`` for an invalid report."""
     room = sum(byte_count(tensor) for tensor in (*spec.inputs, *spec.weights.values()))
     found: Views = []
     for strides, tensor in zip(answer["views"], spec.outputs, strict=True):
@@ -276,7 +289,8 @@ def views(answer: Any, spec: TaskSpec) -> Views:
 
 @contextmanager
 def at_precision(oracle: ReferenceClient, name: str) -> Iterator[None]:
-    """Makes the reference compute at the precision ``name`` inside the context, and at ``default`` after it."""
+    """Makes the model of ``oracle`` compute at the precision ``name`` inside the context, and at ``default`` after
+    it."""
     oracle.precision(name)
     try:
         yield

@@ -19,8 +19,8 @@ _SAME = 0.95  # a time is a new best only below this share of the best; rewards 
 
 
 def may_share(request: EvaluateRequest, settings: JudgeSettings, size: int) -> bool:
-    """Returns whether the solution in ``request`` may run in a shared context. It must be a plan in quick mode, and
-    three kinds of plans get a new context:
+    """Returns whether the solution in ``request`` may run in a CUDA context that other solutions use, too. It must be a
+    plan (a solution without host code) that is judged in quick mode on a GPU. Three kinds of plans get a new context:
 
     - Plans with library calls: other plans' kernels could damage the library's memory in the context.
     - Plans with kernels that call ``malloc``: they could leave too little of the context's heap to later plans.
@@ -43,13 +43,14 @@ def _allocates(image: str) -> bool:
 
 
 def is_best(seconds: float | None, best: float | None) -> bool:
-    """Returns whether ``seconds`` is clearly less than ``best``, the task's best time so far."""
+    """Returns whether ``seconds`` is clearly less than ``best``, the task's best time so far. ``best`` may be
+    ``None``."""
     return seconds is not None and (best is None or seconds < _SAME * best)
 
 
 class SharedContext:
-    """Keeps the worker that holds the shared context, and the worker's memory areas. ``start`` starts a candidate
-    worker."""
+    """Keeps the candidate worker whose CUDA context many plans use, one after the other. Also keeps the memory areas
+    that the judge shares with this worker. ``start`` starts such a worker."""
 
     def __init__(self, start: Callable[[], JailedProcess]) -> None:
         self._start = start
@@ -75,7 +76,8 @@ class SharedContext:
         self._areas = None
 
     def take(self) -> JailedProcess:
-        """Returns the kept worker, or starts a new one. The caller gives it back or kills it. Raises ``NotStarted``."""
+        """Returns the kept worker, or a new one if none is kept alive. The caller gives it back or kills it. Raises
+        ``NotStarted`` if a new worker does not start."""
         worker, self._worker = self._worker, None
         if worker is None or not worker.alive:
             self.served = 0
@@ -84,7 +86,7 @@ class SharedContext:
 
     def give_back(self, worker: JailedProcess, seconds: float) -> bool:
         """Takes ``worker`` back after a plan. Returns whether the worker unloads the plan within ``seconds`` and then
-        computes a known result. Ends the worker if it fails, or if it has served 64 plans."""
+        computes a known result. Ends the worker if it does not, or if it has served 64 plans."""
         self.served += 1
         proven = worker.alive
         if proven:

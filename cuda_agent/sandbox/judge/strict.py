@@ -1,9 +1,9 @@
 """Measures a solution in strict mode, for a report. Quick mode (``trial``) measures a solution for a training reward.
 
-Strict mode checks inputs of many kinds. It measures the errors of the solution and of eager against the model in
-float64. It times until the speed-up's confidence interval is narrow. It reports the times of eager and
-``torch.compile`` in fp32. On a GPU, it also reports both in tf32, and eager in bf16. It covers neither non-contiguous
-inputs nor gradients."""
+Strict mode checks inputs of many kinds. It measures the errors of the solution and of eager PyTorch against the model
+in float64. It times until the speed-up's confidence interval is narrow. It reports the times of eager PyTorch and of
+``torch.compile`` (with its default mode and with max-autotune) in fp32. On a GPU, it also reports these times in tf32,
+and eager's in bf16. It covers neither non-contiguous inputs nor gradients."""
 
 import itertools
 import math
@@ -32,10 +32,11 @@ _RESAMPLES = 400
 
 
 def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
-    """Returns the baselines of strict mode, measured once per task, as four dictionaries. ``seconds`` holds each
-    baseline's time. ``shares`` holds each compiled baseline's time divided by eager's at the same precision (lower end,
-    middle, upper end). ``errors`` holds eager's relative error by precision. ``failed`` holds the error message of each
-    compiled baseline that failed."""
+    """Returns the baselines of strict mode, measured once per task, as four dictionaries. The keys of ``seconds``,
+    ``shares`` and ``failed`` are labels of baselines, such as ``compile_tf32``. ``seconds`` holds each baseline's time.
+    ``shares`` holds each compiled baseline's time divided by eager's at the same precision, as (lower end, middle,
+    upper end). ``errors`` holds eager's relative error by precision. ``failed`` holds the error message of each
+    compiled baseline that failed. Leaves out a precision that does not change eager's error."""
     if prepared.baselines.strict:
         return prepared.baselines.strict
     oracle, device = prepared.oracle, prepared.settings.device
@@ -94,8 +95,9 @@ def _relative(squares: Sequence[tuple[float, float]]) -> float:
 def check(
     prepared: PreparedTask, call: Callable[[Any, str], list[Any]], tolerance: float
 ) -> tuple[dict[str, Any], str]:
-    """Checks a candidate on inputs of every kind. ``call(entry, when)`` runs the candidate on an entry's inputs and
-    returns its outputs. Returns the facts for the report, and the reason for a refusal (empty if there is none)."""
+    """Checks a candidate on inputs of every kind. ``call(entry, when)`` runs the candidate on the inputs of a pool
+    entry and returns the outputs; ``when`` ends the message of an error. Returns the facts for the report (such as
+    errors by kind of inputs), and the reason for a refusal (empty if there is none)."""
     said: dict[str, Any] = {"kinds": {}, "skipped": [], "error": 0.0, "eager_error": 0.0, "repeatable": True}
     count = 0
     for number, kind in enumerate(itertools.chain(KINDS, itertools.repeat("normal"))):
@@ -124,10 +126,11 @@ def check(
 
 
 def _as_good_as_eager(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any], tolerance: float) -> bool:
-    """Returns whether each output that differs from eager's by more than ``tolerance`` is still as good as eager's. It
-    is if its error against the exact output is at most ``_AS_GOOD`` times eager's, in fp32 or in tf32; tf32 counts only
-    if eager's own output then exceeds the tolerance, too. Integers, truth values and complex numbers are never excused.
-    Without this rule, correct candidates would fail on tasks where large terms cancel out."""
+    """Returns whether all outputs that differ from eager's by more than ``tolerance`` still count as right. Each of
+    them must be floating, and its error must be at most ``_AS_GOOD`` times the error of eager PyTorch in fp32 or in
+    tf32 (GPU only). An error is the distance from the model's output in float64. Eager in tf32 counts only if its own
+    output also differs from the expected one by more than ``tolerance``. Without this rule, correct candidates would
+    fail on tasks where large terms cancel out."""
     tensors, exact = prepared.spec.outputs, entry.exact or []
 
     def differs(index: int, have: Sequence[Any]) -> bool:
@@ -153,7 +156,7 @@ def _as_good_as_eager(prepared: PreparedTask, entry: PoolEntry, outputs: Sequenc
 
 def excused(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any]) -> bool:
     """Returns whether ``outputs`` count as right although they exceed the tolerance. They do if their errors are at
-    most a small multiple of eager's. The caller holds the timing lease, and has set the reference to fp32."""
+    most a small multiple of eager's. The caller holds the timing lease, and has set the reference worker to fp32."""
     prepared.oracle.outputs(entry.inputs)
     exact = prepared.exact(entry.inputs)
     if exact is None:
@@ -164,9 +167,9 @@ def excused(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any]) ->
 
 
 def precision_of(own: float, errors: dict[str, float]) -> str:
-    """Returns the most exact precision at which eager's error is at least half of ``own``, a solution's relative error.
-    ``errors`` maps precisions to eager's errors, the most exact precision first. If every error is too small, returns
-    "below" with the last precision. If ``errors`` is empty, returns an empty string."""
+    """Returns the most exact precision at which eager's error is at least about half of ``own``, a solution's relative
+    error. ``errors`` maps precisions to eager's errors, the most exact precision first. If every error is too small,
+    returns "below" and the last precision, such as "below bf16". If ``errors`` is empty, returns an empty string."""
     if not errors:
         return ""
     for name, eagers in errors.items():  # from the most exact one
@@ -224,8 +227,8 @@ def report(verdict: Verdict, anchors: Sequence[float], yard: dict[str, dict[str,
 
 
 def _intervals(over_eager: Sequence[float], yard: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """Returns the interval of the speed-up over each baseline in ``yard``. ``over_eager`` is the interval of the
-    speed-up over eager in fp32."""
+    """Returns the interval [lower end, upper end] of the speed-up over each baseline, by the baseline's label. ``yard``
+    is the result of ``strict_baselines``. ``over_eager`` is the interval of the speed-up over eager in fp32."""
     seconds, shares = yard["seconds"], yard["shares"]
     low, high = over_eager
     middle, found = math.sqrt(low * high), {}

@@ -1,10 +1,10 @@
 """Runs one trial of a candidate, the solution under judgement: starts its worker, and checks and times its calls.
 
-On the CPU the judge times a call from request to answer, and subtracts the time of an empty call. On a GPU the worker
-reports times of the device's clock. If the worker runs the solution's host code, ``cross_check`` checks these times.
-Between the candidate's calls, the judge times eager, the task's own model. Every call has new inputs, and the judge
-checks its outputs, so no call can skip its work unnoticed. Only ``trial``, ``decisions`` and ``judge`` decide a
-verdict's status."""
+On the CPU the judge times a call from request to answer, and subtracts the time of a call that computes nothing. On a
+GPU the worker reports times of the device's clock. If the worker runs the solution's host code, ``cross_check`` checks
+these times. Between the candidate's calls, the judge times eager: the task's own model in eager PyTorch. Every call has
+new inputs, and the judge checks its outputs, so no call can skip its work unnoticed. Only ``trial``, ``decisions`` and
+``judge`` decide a verdict's status."""
 
 import contextlib
 import math
@@ -46,7 +46,7 @@ _HARMLESS = ("ok", *decisions.BELIEVED)  # statuses of plans after which a share
 
 
 class Trial:
-    """One trial of a candidate. With ``shared``, the worker comes from this CUDA context and may go back to it."""
+    """One run of a candidate. With ``shared``, its worker comes from this shared CUDA context and may go back to it."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Trial:
             self.eager_alone()
 
     def start(self) -> None:
-        """Starts the candidate's worker, times an empty call, and loads the solution."""
+        """Starts the candidate's worker, times a call that computes nothing, and loads the solution."""
         begin = time.perf_counter()
         on_gpu, prepared = self._settings.device == "cuda", self._prepared
         with self._lease.working(), self._judged():
@@ -174,7 +174,7 @@ class Trial:
 
     @contextlib.contextmanager
     def _alternating(self) -> Iterator[tuple[Callable[[], tuple[list[Any], float]], Callable[[list[Any]], float], Any]]:
-        """Holds the timing lease. Yields ``candidate``, ``eager``, and inputs for eager. ``candidate()`` times and
+        """Yields ``candidate``, ``eager``, and inputs for eager, and holds the timing lease. ``candidate()`` times and
         checks a call on new inputs, and returns these inputs and its seconds. ``eager(inputs)`` returns its seconds."""
         prepared, oracle, worker = self._prepared, self._prepared.oracle, self._worker
         assert worker
@@ -196,9 +196,9 @@ class Trial:
             yield candidate, lambda inputs: net(oracle.seconds(inputs), empty), first
 
     def _believed(self, told: float) -> float:
-        """Returns the seconds per call for the verdict: ``told`` (the worker's median), or the judge's lower bound if
+        """Returns the seconds per call for the verdict: ``told`` (the samples' median), or the judge's lower bound if
         ``told`` is clearly below it. Scales the samples to the result. Raises ``CandidateRefused`` if ``told`` is far
-        below, or if the device cannot write the outputs so fast. Plans need neither check. Call it within the lease."""
+        below, or if the device cannot write the outputs so fast. Does not check plans. The caller holds the lease."""
         seconds, doubt = told, ""
         if self._cross:
             with self._judged("in a timed call"):
@@ -266,8 +266,8 @@ class Trial:
         return (None, missing) if missing else self._observed(WorkerOperation.OBSERVE_KERNELS)
 
     def _observed(self, operation: WorkerOperation, first: bool = False) -> tuple[Any, str]:
-        """Observes one more call. Returns the worker's report and an empty string, or ``None`` and the reason why there
-        is none. ``first`` lifts the limit ``_OBSERVE_SECONDS``."""
+        """Runs one more call, whose operators or kernels the worker records. Returns the worker's report and an empty
+        string, or ``None`` and the reason why there is none. ``first`` lifts the limit ``_OBSERVE_SECONDS``."""
         worker = self._worker
         if worker is None or not worker.alive:
             return None, "the solution has ended"
@@ -330,9 +330,9 @@ class Trial:
             verdict.advice.append(_BUSY)
 
     def eager_alone(self) -> None:
-        """Ensures that a candidate gains nothing from slowing eager down. If the verdict uses eager's time beside the
-        candidate, times eager alone, and scales the baselines down if that is clearly faster. First ends the worker,
-        because kernels of a stopped process keep running. A worker from a shared context is not ended."""
+        """Times eager without the candidate, so that a candidate gains nothing from slowing eager down. If eager is
+        then clearly faster, scales the baselines down. Does nothing if they were timed without a candidate. Unless its
+        context is shared, first ends the worker: GPU kernels of a stopped process keep running."""
         if self._anchor is None:
             return
         if not self._shared:
@@ -350,7 +350,7 @@ class Trial:
     # ------------------------------------------------------------------------------------------------------------ calls
 
     def _take(self) -> PoolEntry:
-        """Returns the next pool entry, which the candidate has not seen."""
+        """Returns the next pool entry (inputs and expected outputs), which the candidate has not seen."""
         entry = self._prepared.entry(self._next)
         self._next += 1
         return entry
@@ -370,8 +370,8 @@ class Trial:
         return seconds_of_call(self._settings.device, wall, told), outputs
 
     def _chain(self, count: int, delay: int) -> tuple[float, float]:
-        """Runs ``count`` calls on different inputs after a ``delay`` in units of ``DELAY_UNIT``, and checks their
-        outputs. Returns the wall seconds, and the host's seconds to enqueue the calls."""
+        """Runs a chain: ``count`` calls on different inputs in one request, after a ``delay`` in units of
+        ``DELAY_UNIT``. Checks the outputs. Returns the wall seconds, and the host's seconds to enqueue the calls."""
         entries = [self._take() for _ in range(count)]
         assert self._worker
         self._worker.stop()
@@ -400,7 +400,7 @@ class Trial:
 
     @contextlib.contextmanager
     def _judged(self, when: str = "") -> Iterator[None]:
-        """Raises ``CandidateRefused`` if the worker dies or reports an error. ``when`` ends the message."""
+        """Converts a worker's death or error to ``CandidateRefused``. ``when`` ends the message."""
         try:
             yield
         except (WorkerDied, WorkerError) as error:
@@ -435,7 +435,7 @@ class Trial:
                 self._worker.kill()
 
     def give_back(self) -> bool:
-        """Gives the worker back to its shared context, if any. Returns whether it then computes correctly."""
+        """Gives the worker back to its shared context. Returns whether there is one and it then computes correctly."""
         if not self._shared or not self._worker:
             return False
         worker, self._worker = self._worker, None

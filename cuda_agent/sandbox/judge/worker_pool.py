@@ -42,7 +42,8 @@ get_inputs, get_init_inputs = lambda: [torch.randn(64, 64)], lambda: []
 
 
 class WorkerPool:
-    """Starts jailed workers. Owns their private folders, and the warm parents (with torch) that fork them."""
+    """Starts jailed workers. Owns their private folders, and the warm parents (processes that have imported torch) that
+    fork them."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -64,9 +65,9 @@ class WorkerPool:
         self, place: dict[str, Any] | None = None, profiler: bool = False, strictly: bool = False
     ) -> JailedProcess:
         """Starts a worker for one solution. The worker can read its private folder and can write only its output area.
-        If ``place`` is given, the worker can also read the results of the solution's first pass, in which compilers
-        ran. ``profiler`` starts torch's profiler; such a worker is never timed. Both ``strictly`` and ``place`` give
-        the worker's CUDA context all hardware queues. Raises ``NotStarted``."""
+        If ``place`` is given, the worker can also read the results of the solution's first pass, an earlier run that
+        may start compilers. ``profiler`` starts torch's profiler; such a worker is never timed. With ``strictly``
+        (strict mode) or ``place``, the worker's CUDA context has all hardware queues. Raises ``NotStarted``."""
         if place:
             return self._locked(place, profiler)
         queues = strictly and self.settings.device == "cuda"
@@ -78,7 +79,8 @@ class WorkerPool:
 
     def start_spare(self) -> None:
         """Begins to start a worker for the next candidate, unless one exists, and returns at once. The worker holds the
-        timing lease until it is ready, because its start on a GPU would disturb a timing."""
+        timing lease, which keeps other processes from timing kernels, until it is ready. Its start on a GPU would
+        disturb a timing."""
         if self._spare is None or not self._spare.alive:
             with self.lease.lent() as lent:
                 self._spare = self._start_candidate(lent=(lent,))
@@ -91,7 +93,7 @@ class WorkerPool:
         return self._start(self._plain, "candidate", policy, home, **more)
 
     def reference(self) -> JailedProcess:
-        """Starts a worker for one task, with a small private folder where libraries may create their caches."""
+        """Starts a worker that runs one task's model. Libraries may create their caches in its small private folder."""
         assert self.torch
         home = self._home()
         policy = jail.JailPolicy(write=(str(home),), file_mb=16)
@@ -99,8 +101,8 @@ class WorkerPool:
         return self._start(self._plain, "reference", policy, home, watch).wait_started()
 
     def compiler(self) -> tuple[JailedProcess, str]:
-        """Starts a reference worker that may run compilers. Returns the worker, and the folder with a warm-up's
-        results."""
+        """Starts a reference worker that may run compilers. Returns the worker, and the folder with compilation results
+        of a warm-up, which the worker can reuse."""
         if self.settings.device == "cuda":
             self._parent_that_compiles()  # its imports take seconds, but not the device: they need no lease
         known = str(self._known())
@@ -198,8 +200,8 @@ class WorkerPool:
 
 
 def _giving_way(lease: Lease, check: Callable[[JailedProcess], str]) -> Callable[[JailedProcess], str]:
-    """Returns a check for the watchdog, which must run inside ``lease.working``. If the worker's flag ``gives_way`` is
-    set, the check first pauses the worker while another process times a kernel. Then it calls ``check``."""
+    """Returns a check for the watchdog, to be called inside ``lease.working``. If the worker's flag ``gives_way`` is
+    set, this check pauses the worker while another process times a kernel. Then it returns the result of ``check``."""
     ran = time.monotonic()
 
     def checked(worker: JailedProcess) -> str:

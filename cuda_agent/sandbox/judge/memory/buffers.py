@@ -1,10 +1,11 @@
 """Manages the memory that the judge shares with its workers.
 
-Each worker has two areas. The input area holds inputs and weights, and the worker can only read it. The worker writes
-to the output area, and the judge copies the outputs from there. A slot is the room for the inputs and outputs of one
-call. Before every call the judge fills the outputs, and the gaps beside them, with poison (large numbers). So the judge
-detects an output that the worker did not write, and a write to a gap. It does not detect writes beyond a gap. ``Area``
-lies on the CPU, with NumPy arrays (bfloat16 as its 16 raw bits); ``device.Area`` lies on the GPU."""
+Each worker has two areas. The worker can only read the input area, which holds inputs and a candidate's weights. The
+worker writes to the output area, and the judge copies the outputs from there. A slot is the room for the inputs and
+outputs of one call. Before every call the judge fills the outputs, and the gaps beside them, with poison (large
+numbers). So the judge detects an output that the worker did not write, and a write to a gap. It does not detect writes
+beyond a gap. ``Area`` lies on the CPU, with NumPy arrays (bfloat16 as its 16 raw bits); ``device.Area`` lies on the
+GPU."""
 
 import contextlib
 import fcntl
@@ -60,7 +61,8 @@ class Area:
             self.fit(size)
 
     def fit(self, size: int) -> None:
-        """Shrinks the area to ``size`` bytes and seals its size, so that a write past its last page faults."""
+        """Shrinks the area to ``size`` bytes (at least one page) and seals its size. A write past its last page then
+        faults."""
         size = max(size, mmap.PAGESIZE)
         if size < self.size:
             self._map.resize(size)
@@ -177,7 +179,8 @@ class Buffers:
         return start
 
     def fill(self, slot: int, inputs: Sequence[Any]) -> None:
-        """Copies ``inputs`` into a slot, and fills the slot's outputs and gaps with new poison."""
+        """Copies ``inputs`` into a slot, and fills the slot's outputs and the gaps between them with poison: large
+        numbers in a new random pattern."""
         for offset, tensor, values in zip(self.slots[slot]["in"], self.spec.inputs, inputs, strict=True):
             self.input_area.write(offset, tensor, values)
         room = self._rooms[slot]
@@ -190,7 +193,8 @@ class Buffers:
         return self.values(self.slots[slot]["out"], self.spec.outputs)
 
     def written(self, slot: int) -> list[Any]:
-        """Returns copies of a slot's outputs. Raises ``WorkerError`` if the worker also wrote to a gap."""
+        """Returns copies of the outputs that the worker wrote to a slot. Raises ``WorkerError`` if the worker also
+        wrote to a gap between them."""
         room, pattern = self._rooms[slot], self._patterns.get(slot)
         begin = room.start
         for offset, tensor in zip([*self.slots[slot]["out"], room.stop], [*self.spec.outputs, _NOTHING], strict=True):

@@ -43,7 +43,7 @@ def agree(expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[
 def values_off(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> int:
-    """Returns how many values of ``actual`` differ from ``expected`` by more than ``tolerance`` and ``cap`` allow."""
+    """Returns how many values of ``actual`` differ from ``expected`` by more than ``mismatch`` allows."""
     count = 0
     for want, have, tensor in zip(expected, actual, tensors, strict=True):
         count += _compare(real(want, tensor.dtype).ravel(), real(have, tensor.dtype).ravel(), tolerance, cap)[2]
@@ -51,7 +51,8 @@ def values_off(
 
 
 def real(values: Array, dtype: str) -> Array:
-    """Returns ``values`` as real numbers: raw bits of bfloat16 become float32, a complex number becomes two numbers."""
+    """Returns ``values`` as real numbers: raw bits of bfloat16 become float32, and a complex number becomes two
+    numbers. Other values stay as they are."""
     if dtype == "bfloat16":
         return (values.astype(numpy.uint32) << 16).view(numpy.float32)
     if dtype in ("complex64", "complex128"):

@@ -51,8 +51,8 @@ class Array:
 
 
 class Area(driver.Shared):
-    """An area of GPU memory, shared with a worker. Copies to and from it are finished only after ``settle``. Closed
-    areas are kept for later workers, because the driver needs much time to make an area."""
+    """An area of GPU memory that the judge shares with a worker. Copies to and from it are finished only after
+    ``settle``. Closed areas are kept for later workers, because the driver needs much time to make an area."""
 
     _idle: ClassVar[dict[int, list["Area"]]] = {}  # closed areas by size; no process but this one maps them
     _numbers: ClassVar[Iterator[int]] = itertools.count(1)
@@ -143,7 +143,8 @@ def _ours() -> _Judge:
 
 
 def slots(size: int) -> int:
-    """Returns the number of slots of a worker's buffers, for a task whose inputs and outputs take ``size`` bytes."""
+    """Returns the number of slots of a worker's buffers, for a task whose inputs and outputs take ``size`` bytes. A
+    slot holds the inputs and outputs of one call."""
     return 3 if size <= SLOTS_BYTES else 2 if size <= pool_bytes() // 2 else 1
 
 
@@ -153,7 +154,8 @@ def pool_bytes() -> int:
 
 
 def prepared_bytes() -> int:
-    """Returns the most bytes of the device that prepared tasks may hold together. Candidates need the rest."""
+    """Returns the most bytes of the device that prepared tasks (the tasks that the judge keeps ready) may hold
+    together. Candidates need the rest."""
     return driver.memory_bytes()[1] // 2
 
 
@@ -169,8 +171,9 @@ def free_bytes() -> int:
 
 
 def chained_slots(size: int) -> int:
-    """Returns the number of slots of a candidate that runs chains of calls, for a task whose inputs and outputs take
-    ``size`` bytes. The largest tasks get one slot, because the device also holds the judge's copies."""
+    """Returns the number of slots of a candidate that runs chains (several calls in one request). The task's inputs and
+    outputs take ``size`` bytes; each slot holds those of one call. The largest tasks get one slot, because the device
+    also holds the judge's copies."""
     if size > driver.memory_bytes()[1] // 12:
         return 1
     return min(max(2, 3 * SLOTS_BYTES // max(1, size)), LONGEST_CHAIN)
@@ -192,9 +195,9 @@ def flush() -> None:
 
 
 def shared(peak: float | None) -> bool:
-    """Returns whether another process uses the device now. If so, the processes take turns of some milliseconds each.
-    Work in one long piece then takes longer than the same work in short pieces. ``peak`` is the memory's peak rate in
-    bytes/s."""
+    """Returns whether another process uses the device now. Processes that share a device take turns of some
+    milliseconds each. Work in one long piece then takes longer than the same work in short pieces, so the function
+    times both. ``peak`` is the memory's peak rate in bytes/s, or ``None`` if unknown."""
 
     def wall(fills: int) -> float:
         begin = time.perf_counter()
@@ -250,7 +253,7 @@ def agree(expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[
 def values_off(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> int:
-    """Returns how many values of ``actual`` differ from ``expected`` by more than ``tolerance`` and ``cap`` allow."""
+    """Returns how many values of ``actual`` differ from ``expected`` by more than ``mismatch`` allows."""
     return sum(_compare(*pair, tolerance, cap)[2] for pair in zip(expected, actual, tensors, strict=True))
 
 

@@ -25,7 +25,8 @@ __all__ = [
 
 
 def slots(size: int) -> int:
-    """Returns the number of slots of a worker's buffers, for a task whose inputs and outputs take ``size`` bytes."""
+    """Returns the number of slots of a worker's buffers, for a task whose inputs and outputs take ``size`` bytes. A
+    slot holds the inputs and outputs of one call."""
     return 3 if size <= 64 << 20 else 2
 
 
@@ -35,17 +36,20 @@ def pool_bytes() -> int:
 
 
 def prepared_bytes() -> int:
-    """Returns a number that prepared tasks never reach, because the CPU's memory is limited per worker."""
+    """Returns the most bytes that prepared tasks (the tasks that the judge keeps ready) may hold together. It is a
+    number that they never reach, because the CPU's memory is limited per worker."""
     return 1 << 62
 
 
 def policy_bytes() -> int:
-    """Returns 0, because the CPU's memory is limited per worker."""
+    """Returns the bytes that the judge leaves free for a policy (a language model): 0, because the CPU's memory is
+    limited per worker."""
     return 0
 
 
 def free_bytes() -> int:
-    """Returns a number that no task reaches, because the CPU's memory is limited per worker."""
+    """Returns the free bytes of the device. On the CPU it is a number that no task reaches, because the CPU's memory is
+    limited per worker."""
     return 1 << 62
 
 

@@ -15,14 +15,15 @@ _CALL, _BYTES_PER_SECOND = 2e-6, 1e10  # seconds of one operator; bytes/s of one
 
 
 def eager(operators: int, touched: int, threads: int) -> float:
-    """Returns the seconds of a call with ``operators`` operators that read and write ``touched`` bytes."""
+    """Returns the simulated seconds of one call of a model in eager PyTorch. The call runs ``operators`` operators,
+    which read and write ``touched`` bytes, on ``threads`` threads."""
     return _CALL * operators + touched / (_BYTES_PER_SECOND * threads)
 
 
 def compiled(spec: TaskSpec, operators: int, touched: int, threads: int) -> float:
-    """Returns the seconds of one call of the compiled model. Eager runs ``operators`` operators on ``touched`` bytes.
-    The compiled model counts as 1 + ``operators`` / 4 operators. They touch the inputs, the outputs and a quarter of
-    the other bytes."""
+    """Returns the simulated seconds of one call of a compiled model. In eager PyTorch the call runs ``operators``
+    operators, which read and write ``touched`` bytes. Compiled, it counts as 1 + ``operators`` / 4 operators, which
+    touch the inputs, the outputs and a quarter of the other bytes."""
     least = call_bytes(spec)
     return _CALL * (1 + operators / 4) + (least + max(0, touched - least) / 4) / (_BYTES_PER_SECOND * threads)
 
@@ -35,8 +36,9 @@ def candidate(request: EvaluateRequest, spec: TaskSpec, threads: int) -> float:
 
 
 def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads: int) -> float:
-    """Returns the seconds of one call of a plan. The time depends on the plan's nodes, the bytes of their buffers, the
-    number of blocks of each kernel, and vector hints (such as ``restrict``) in ``files``."""
+    """Returns the simulated seconds of one call of a plan, a solution whose kernels the sandbox launches. The time
+    depends on the nodes of ``program``, the bytes of their buffers, the number of blocks of each kernel, and vector
+    hints (such as ``restrict``) in ``files``."""
     sizes = {f"in:{i}": byte_count(t) for i, t in enumerate(spec.inputs)}
     sizes |= {f"out:{i}": byte_count(t) for i, t in enumerate(spec.outputs)}
     sizes |= {f"w:{i}": byte_count(t) for i, t in enumerate(spec.weights.values())}
@@ -57,8 +59,8 @@ def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads
 
 
 def extension(spec: TaskSpec, files: dict[str, str], threads: int) -> float:
-    """Returns the seconds of one call of a solution that is not a plan. The time grows with the bytes of inputs,
-    outputs and weights, and with the number of exported functions."""
+    """Returns the simulated seconds of one call of a solution that is not a plan. The time grows with the bytes of
+    inputs, outputs and weights, and with the number of functions that ``files`` export."""
     least = sum(byte_count(t) for t in (*spec.inputs, *spec.outputs, *spec.weights.values()))
     calls = sum(len(re.findall(r"REGISTER_BINDING", text)) for text in files.values())
     return _CALL * (2 + calls) + least / (_BYTES_PER_SECOND * threads)

@@ -6,11 +6,11 @@ cover. The judge therefore measures a lower bound of a call's time.
 The judge times requests for one call, and requests for a chain: several calls on different inputs. The wall time of a
 request ends when the judge holds a copy of all outputs. The judge divides the difference of the two wall times by the
 number of additional calls, so the fixed cost of a request cancels out. It subtracts the time of an empty call, which it
-measured in the same way before untrusted code was loaded. The result is a lower bound. A candidate could make it small
-by a pause in its requests for one call. So there is a second bound without such requests: the wall time of a chain,
-minus its delay and the time of an empty chain, divided by the number of calls. The larger bound counts. If the device
-has room for one slot only, there is no chain. The bound is then the wall time of one call, minus the call's delay and
-the time of an empty request.
+measured in the same way before untrusted code was loaded. The result is a lower bound. A candidate could make this
+bound small by a pause in its requests for one call. So there is a second bound without such requests: the wall time of
+a chain, minus its delay and the time of an empty chain, divided by the number of calls. The larger bound counts. If the
+device only has room for the inputs and outputs of one call, there is no chain. The bound is then the wall time of one
+call, minus the call's delay and the time of an empty request.
 
 The delay is a kernel of known length that runs before the calls. The device runs it while the host enqueues the calls.
 The judge does not see work on another stream during the delay. A chain's delay is therefore at most about twice the
@@ -18,8 +18,9 @@ time in which the host would enqueue the same number of calls of eager.
 
 Each wall time is the shortest of several, because stopping processes can only lengthen it (by tenths of a millisecond
 on H200). A reported time counts if it is at least 80 % of the bound, minus an allowance for noise. Otherwise the bound
-counts. A reported time below half of the bound is a forgery. The limit is not higher, because honest calls that move
-gigabytes can report too little. On H200, one such call reported 10.4 ms and took 15.1 ms by the judge's clock."""
+counts. A reported time below half of the bound is a forgery, unless the host always needed longer than the delay to
+enqueue the chain. The limit is not higher, because honest calls that move gigabytes can report too little. On H200, one
+such call reported 10.4 ms and took 15.1 ms by the judge's clock."""
 
 import math
 from collections.abc import Callable
@@ -37,7 +38,8 @@ _SHARE, _FORGED = 0.8, 0.5
 
 
 def longest(host: float) -> float:
-    """Returns the longest delay per call of a chain in seconds; ``host`` is the seconds to enqueue a call of eager."""
+    """Returns the longest delay per call of a chain, in seconds. ``host`` is the host's seconds to enqueue a call of
+    eager."""
     return 2 * host
 
 
@@ -57,8 +59,8 @@ class CrossCheck:
         self._request = walls.request(_EMPTY_DELAY)
 
     def heard(self, host: float) -> None:
-        """Sets the delay of later calls to 1.5 times ``host``, within limits. ``host`` is the host's seconds to enqueue
-        the last call."""
+        """Sets the delay before later calls to 1.5 times ``host``, within limits. ``host`` is the host's seconds to
+        enqueue the last call."""
         self._enqueues = min(1.5 * host, self._allowed)
         self.delay = max(_units(self._enqueues), min(_units(1.5 * host), _ENOUGH))
 
@@ -92,8 +94,8 @@ def _units(seconds: float) -> int:
 
 
 class _Walls:
-    """The shortest wall time so far, in seconds, of a request for one call and, if ``count`` exceeds 1, of a request
-    for ``count`` calls."""
+    """Holds the shortest wall times so far, in seconds: that of a request for one call and, if ``count`` exceeds 1,
+    that of a request for a chain of ``count`` calls."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -105,21 +107,21 @@ class _Walls:
             self._long = min(self._long, wall(self._count))
 
     def slope(self, delay: int) -> float:
-        """Returns the wall seconds that each further call adds to a chain. Without a chain, returns the wall seconds of
-        one call after its ``delay`` (in units of ``DELAY_UNIT``)."""
+        """Returns the wall seconds that each further call adds to a chain. Without a chain (``count`` is 1), returns
+        the wall seconds of one call after its ``delay`` (in units of ``DELAY_UNIT``)."""
         if self._count == 1:
             return self.request(delay)
         return (self._long - self._short) / (self._count - 1)
 
     def request(self, delay: int) -> float:
-        """Returns the wall seconds of one call without its ``delay``."""
+        """Returns the wall seconds of a request for one call, minus its ``delay`` (in units of ``DELAY_UNIT``)."""
         return self._short - delay * DELAY_UNIT
 
     def share(self, delay: int, request: float, empty: float) -> float:
-        """Returns the seconds of one call in the long chain: its wall seconds without ``delay`` and without those of an
-        empty chain, divided by the number of calls. An empty chain takes ``request`` seconds with one call, and
-        ``empty`` seconds more for each further call. Subtracts the noise of both wall times. Without a chain, returns
-        0."""
+        """Returns a lower bound of the seconds of one call in the chain; 0 without a chain. It is the chain's wall
+        seconds, minus its ``delay`` (in units of ``DELAY_UNIT``), an empty chain's seconds and an allowance for noise,
+        divided by the number of calls. An empty chain takes ``request`` seconds with one call, and ``empty`` seconds
+        more for each further call."""
         if self._count == 1:
             return 0.0
         rest = self._long - delay * DELAY_UNIT - request - (self._count - 1) * empty

@@ -1,7 +1,7 @@
 """Determines a device's peak rates, and the lower bound of a call's time that follows from them.
 
 The driver reports a GPU's rates. A CPU's rate of memory copies is measured, because virtual machines do not report it.
-The bound counts the bytes of the outputs: a call must write them, because the judge poisons them before. It does not
+The bound counts the bytes of the outputs: a call must write them, because the judge overwrites them before. It does not
 count inputs, because a call need not read them entirely. It subtracts the size of the last-level cache, because outputs
 may still be there."""
 
@@ -44,8 +44,8 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 @dataclass(frozen=True)
 class Peaks:
     """The peak rates of a device: ``bytes_per_second`` of its memory, and ``operations`` per second by type, such as
-    ``tf32``. ``cache_bytes`` is the size of the last-level cache. A measured peak of the memory may be too low: the
-    true rate is at most ``slack`` times ``bytes_per_second``."""
+    ``tf32``. ``cache_bytes`` is the size of the last-level cache. ``None`` means unknown. A measured peak of the memory
+    may be too low: the true rate is at most ``slack`` times ``bytes_per_second``."""
 
     bytes_per_second: float | None = None
     cache_bytes: int | None = None
