@@ -1,4 +1,5 @@
-"""Defines the sandbox's interface. ``LocalSandbox`` implements it on this machine, ``RemoteSandbox`` on servers."""
+"""Defines the interface of the sandbox, which judges solutions and runs the tools of agents. ``LocalSandbox``
+implements it on this machine, ``RemoteSandbox`` on servers."""
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
@@ -23,7 +24,8 @@ class WorkFolder(Protocol):
 
 
 class Sandbox(Protocol):
-    """The methods of the sandbox that an agent's environment calls."""
+    """The methods of a sandbox that an agent's tools call. ``LocalSandbox`` and ``RemoteSandbox`` have these
+    methods."""
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick") -> Verdict: ...
 
@@ -35,6 +37,6 @@ class Sandbox(Protocol):
 
 
 def open_sandbox(config: SandboxConfig, cache: Path) -> LocalSandbox | RemoteSandbox:
-    """Returns a sandbox on the servers in ``config.servers``. If there are none, returns a sandbox on this machine that
-    uses the folder ``cache``."""
+    """Returns a ``RemoteSandbox`` for the servers in ``config.servers``. If there are none, returns a ``LocalSandbox``,
+    which stores builds and verdicts below the folder ``cache``. The caller enters the result with ``async with``."""
     return RemoteSandbox(config) if config.servers else LocalSandbox(config, cache)

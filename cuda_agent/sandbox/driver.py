@@ -134,33 +134,34 @@ def synchronize() -> None:
 
 
 def allocate(size: int) -> int:
-    """Allocates ``size`` bytes of device memory, private to this process."""
+    """Allocates ``size`` bytes of device memory and returns their address. No other process can map this memory."""
     address = ctypes.c_uint64()
     _call("cuMemAlloc_v2", ctypes.byref(address), max(size, 1))
     return address.value
 
 
 def keep_freed() -> None:
-    """Makes the driver keep the memory that ``give_back`` frees. Later calls of ``take`` use this memory again.
-    ``trim`` releases it to the device."""
+    """Makes the driver keep the memory that ``give_back`` frees, so that later calls of ``take`` use this memory again.
+    ``trim`` returns it to the device."""
     forever = ctypes.c_uint64((1 << 64) - 1)
     _call("cuMemPoolSetAttribute", _pool(), ctypes.c_int(_RELEASE_THRESHOLD), ctypes.byref(forever))
 
 
 def take(size: int) -> int:
-    """Allocates ``size`` bytes of device memory, in the order of the default stream. Does not wait for the device."""
+    """Allocates ``size`` bytes of device memory and returns their address. The allocation takes its turn on the default
+    stream, so this function does not wait for the device."""
     address = ctypes.c_uint64()
     _call("cuMemAllocAsync", ctypes.byref(address), max(size, 1), None)
     return address.value
 
 
 def give_back(address: int) -> None:
-    """Frees memory that ``take`` allocated, in the order of the default stream."""
+    """Frees memory that ``take`` allocated. The release takes its turn on the default stream."""
     _call("cuMemFreeAsync", address, None)
 
 
 def trim() -> None:
-    """Waits for the device, and then releases to it all memory that ``give_back`` has freed."""
+    """Waits for the device, then returns to the device all memory that ``give_back`` has freed."""
     synchronize()
     _call("cuMemPoolTrimTo", _pool(), 0)
 
@@ -212,7 +213,8 @@ class Shared:
     """Device memory that this process has mapped. Other processes can map the same memory through ``descriptor``."""
 
     def __init__(self, size: int, descriptor: int | None = None, access: int = READ_WRITE) -> None:
-        """Allocates ``size`` bytes. If ``descriptor`` is given, maps the memory of another process instead."""
+        """Allocates ``size`` bytes, rounded up to the driver's granularity, and maps them. If ``descriptor`` is given,
+        maps the memory of another process instead. ``access`` is ``READ`` or ``READ_WRITE``."""
         properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, _Location(_ON_DEVICE, 0))
         granularity, self._handle = ctypes.c_size_t(), ctypes.c_uint64()
         _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(properties), 0)

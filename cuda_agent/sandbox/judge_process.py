@@ -45,7 +45,7 @@ class JudgeHandle:
 
     async def begin(self) -> None:
         """Starts the judge if it does not run. Raises ``SandboxUnready`` if the judge cannot start, or ``JudgeLost`` if
-        it was killed or its device is faulty."""
+        ``kill`` was called or the judge's device is faulty."""
         async with self._turn:
             await asyncio.shield(asyncio.to_thread(self._begin))
 
@@ -66,13 +66,14 @@ class JudgeHandle:
 
     @property
     def quarantined(self) -> bool:
-        """Whether requests are refused because the device failed its health probe a moment ago."""
+        """Whether requests are refused because the device failed its health probe less than ``_QUARANTINE`` seconds
+        ago."""
         return time.monotonic() < self._quarantine[0]
 
     async def ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:
-        """Sends one request and returns its answer. Raises ``TaskError`` if the task does not run, ``SandboxUnready``
-        if the jail or the GPU does not work, ``JudgeLost`` if the judge or its device fails, or ``FrameTooLarge`` if
-        the request is too large."""
+        """Sends one request and returns the body of the answer. Raises ``TaskError`` if the task does not run,
+        ``SandboxUnready`` if the jail or the GPU does not work, ``JudgeLost`` if the judge or its device fails, or
+        ``FrameTooLarge`` if the request is too large."""
         self.pending += 1
         answer: asyncio.Future[Any] | None = None
         try:

@@ -123,7 +123,7 @@ class LocalSandbox:
     async def _device(self) -> tuple[str, str]:
         """Compiles the judge's kernels (``check.cu``). Returns the path of the result, and a text that names the GPU
         and its driver. A separate process asks the driver, because this process forks and must not open the GPU. Raises
-        ``SandboxUnready``."""
+        ``SandboxUnready`` if the GPU or its compiler does not work."""
         program = [sys.executable, "-P", "-m", "cuda_agent.sandbox.driver"]
         environment = os.environ | {"PYTHONPATH": str(_HERE.parents[1])}
         answer = await asyncio.to_thread(subprocess.run, program, capture_output=True, env=environment)
@@ -148,7 +148,8 @@ class LocalSandbox:
         await self.prove_compiler()
 
     async def prove_compiler(self) -> None:
-        """Tests the compiler on a source that no cache can hold. Raises ``SandboxUnready`` if the build fails."""
+        """Compiles a small source that holds a random name, so that no cached build can replace the test. Raises
+        ``SandboxUnready`` if the build fails."""
         proof = secrets.token_hex(16)
         try:
             if self.config.device == "cuda":
@@ -251,7 +252,8 @@ class LocalSandbox:
         self, task: Task, solution: Solution, spec: TaskSpec, first_pass_time: FirstPassTime
     ) -> tuple[dict[str, Any], float]:
         """Builds the solution. If ``first_pass_time`` is ``before``, also runs the solution's first pass (a run that
-        may start compilers). Returns the request that makes a worker load the solution, and the seconds spent."""
+        may start compilers). Returns two values: the request that makes a worker load the solution, and the seconds
+        spent."""
         begin = time.monotonic()
         if self.config.device == "cpu":
             await plan.runtime(self._builder)
@@ -261,9 +263,10 @@ class LocalSandbox:
         return load, time.monotonic() - begin
 
     async def _measure(self, task: Task, wanted: bool) -> None:
-        """Measures the baselines of ``task`` (times of the reference) in a prober: a judge that runs no solutions.
-        Measures only if the baselines are ``wanted`` and not yet known, the task is small, and the task's judge is busy
-        with another request. Otherwise leaves the measurement to the task's judge."""
+        """Measures the baselines of ``task`` (the times of its own model) in a prober, which is a judge that runs no
+        solutions. Does so only if four conditions hold: ``wanted`` is true, the baselines are not yet known, the task
+        is small, and the task's judge is busy with another request. Otherwise does nothing, and the task's judge
+        measures the baselines when it needs them."""
         if not wanted or not self._probers:
             return
         file = baselines_file(self._settings, task.digest, self._judge(task).torch)
@@ -277,19 +280,22 @@ class LocalSandbox:
                     await self._prober(task).ask(JudgeRequest.MEASURE, {"task": _source(task)})
 
     async def prepare(self, solution: Solution, spec: TaskSpec) -> dict[str, Any]:
-        """Builds the solution. Returns the request that makes a worker load it."""
+        """Builds the solution. Returns the request that makes a worker load the solution. Raises ``SolutionError`` or
+        ``BuildError`` if the solution does not build."""
         format = FORMATS[solution.format]
         load = await format.build(solution.files, spec, Toolchain(self._builder, self._architecture))
         return load | {"environment": dict(format.environment.get(self.config.device, {}))}
 
     async def _place(self, task: Task, solution: Solution, own_headers: bool = False) -> dict[str, Any]:
-        """Runs the first pass of ``solution``, unless its results are cached. Returns the answer of ``FirstPass``: the
-        folder of the results, and environment variables."""
+        """Runs the first pass of ``solution`` (a run that may start compilers), unless its results are cached. If
+        ``own_headers`` is true, compilers get torch's own headers instead of short stand-ins. Returns the answer of
+        ``FirstPass``: the folder of the results, and environment variables."""
         more = FORMATS[solution.format].environment.get(self.config.device, {})
         return await self._first_pass(task, solution.files, self._architecture, more, own_headers)
 
     async def spec(self, task: Task) -> TaskSpec:
-        """Returns the shapes, dtypes and plain values of ``task``. Raises ``TaskError`` if the task cannot be run."""
+        """Returns the shapes and dtypes of the tensors of ``task``, and its arguments that are not tensors. Raises
+        ``TaskError`` if the task cannot be run."""
         if task.digest not in self._specs:
             spec = TaskSpec.from_json(await self._judge(task).ask(JudgeRequest.SPEC, {"task": _source(task)}))
             if len(self._specs) >= _MOST_SPECS:
@@ -353,7 +359,8 @@ class LocalSandbox:
         return self._judges[self.judge_of(task)]
 
     def _prober(self, task: Task) -> JudgeHandle:
-        """Returns the prober with the fewest requests, or the task's judge if there are no probers. Of several such
+        """Returns the judge process that probes ``task`` (runs it without a solution). This is the prober with the
+        fewest requests, or the task's judge if there are no probers. A prober with a faulty device comes last. Of equal
         probers, takes the one that last answered for this task, because it may have kept the task."""
         if not self._probers:
             return self._judge(task)

@@ -1,4 +1,5 @@
-"""Defines the messages between client, judge, workers and workspaces: operations, their bodies, and frames.
+"""Defines the messages between client, judge, workers and workspaces: the operations, their bodies, and the frames in
+which messages cross a socket.
 
 The comment beside each operation shows the request's body, an arrow, and the answer's body. A request that runs a task
 or a solution has a ``slot``: the number of the set of buffers that the run uses. Workers import this module, so it

@@ -180,7 +180,8 @@ class ProbeRequest(Request):
 
 
 class SpecRequest(Request):
-    """A request for the shapes, dtypes and plain values of a task."""
+    """A request for the spec of a task: the shapes and dtypes of its tensors, and its arguments that are not
+    tensors."""
 
     kind: Literal["spec"] = "spec"
     task: TaskBody
@@ -218,14 +219,15 @@ class OpenWorkspace(Body):
 
 
 class Call(Body):
-    """A call of a tool: the name of the tool, and the arguments."""
+    """A call of an agent's tool in a work folder: the name of the tool, and the arguments."""
 
     tool: str = Field(max_length=100)
     arguments: Annotated[dict[str, Any], AfterValidator(shallow)] = {}
 
 
 class Answer(Body):
-    """The output of a command (compile, verify or profile), and whether the command failed."""
+    """The output of a command (compile, verify or profile) that the client ran for a work folder, and whether the
+    command failed."""
 
     text: _text(SOLUTION_BYTES)  # type: ignore[valid-type]
     error: bool = False

@@ -60,7 +60,7 @@ class _Away(Exception):
 
 class _Lost(Exception):
     """A request has no result. ``server`` is the server that was lost or failed, or ``None`` if no server took the
-    request."""
+    request. ``kind`` is the reason as one word."""
 
     def __init__(self, message: str, server: Server | None = None, kind: str = "lost") -> None:
         super().__init__(message)
@@ -76,7 +76,7 @@ class _Refused(Exception):
 
 
 class RemoteSandbox:
-    """Judges solutions on remote servers. An async context manager."""
+    """Judges solutions and opens workspaces on remote servers. An async context manager."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self.config = config
@@ -134,8 +134,8 @@ class RemoteSandbox:
             return Probe(error=f"{LOST}{lost}")
 
     async def spec(self, task: Task) -> TaskSpec:
-        """Returns the shapes, dtypes and plain values of ``task``. Raises ``TaskError`` if the task cannot be run, or
-        ``SandboxUnready`` if no server answers."""
+        """Returns the shapes and dtypes of the tensors of ``task``, and its arguments that are not tensors. Raises
+        ``TaskError`` if the task cannot be run, or ``SandboxUnready`` if no server answers."""
         try:
             return TaskSpec.from_json(await self._ask({"kind": "spec", "task": _task(task)}, task))
         except _Refused as refusal:
@@ -170,7 +170,9 @@ class RemoteSandbox:
                 await self._client.delete(path, headers=headers)
 
     async def _ask(self, request: dict[str, Any], task: Task) -> dict[str, Any]:
-        """Returns the result of the job ``request`` from the first server that completes the job."""
+        """Returns the result of the job ``request`` from the first server that completes the job. Asks servers in the
+        order of preference of ``task``, and makes at most ``ATTEMPTS`` attempts. Raises ``_Lost``, ``_Refused``,
+        ``TaskError`` or ``SandboxUnready`` if there is no result."""
 
         def weight(server: Server) -> bytes:
             return hashlib.sha256(f"{server.address} {task.digest}".encode()).digest()
@@ -222,9 +224,9 @@ class RemoteSandbox:
         failed: Sequence[Server] = (),
         needs: frozenset[str] = _JOB,
     ) -> tuple[Server, dict[str, Any]]:
-        """Posts ``body`` to the first available server of ``order()``. Waits while no server is available. Skips the
-        servers in ``failed`` unless all have failed. Returns the server and its answer. The answer must have the keys
-        ``needs``. Raises ``_Lost`` or ``SandboxUnready`` after too long a wait."""
+        """Posts ``body`` to the first available server in the list ``order()``. Waits while no server is available.
+        Skips the servers in ``failed`` unless all have failed. Returns the server and its answer. The answer must have
+        the keys ``needs``. Raises ``_Lost`` or ``SandboxUnready`` after too long a wait."""
         content = json.dumps(body).encode()
         begun = hope = time.monotonic()  # hope: last time that a server was at least full
         told: dict[str, float] = {}  # the time that each server named for another attempt
@@ -252,8 +254,8 @@ class RemoteSandbox:
         self, server: Server, method: str, url: str, content: bytes | None = None, needs: frozenset[str] = _JOB
     ) -> dict[str, Any]:
         """Sends a request and returns the answer. The answer must have the keys ``needs``. Raises ``_Away`` if this
-        server cannot take the request now, and ``_Refused`` if no server would take it. Raises ``SandboxUnready`` if
-        the server does not accept the client's token or settings."""
+        server cannot take the request now, and ``_Refused`` if every server would refuse the request. Raises
+        ``SandboxUnready`` if the server does not accept the client's token or settings."""
         try:
             headers = {"Content-Type": "application/json"}
             response = await self._client.request(method, url, headers=headers, content=content)
@@ -281,8 +283,9 @@ class RemoteSandbox:
         raise self._away(server, kind, message, rest)
 
     def _away(self, server: Server, kind: str, reason: str, rest: float) -> _Away:
-        """Notes that this client sends ``server`` no request for ``rest`` seconds. Returns the exception to raise. A
-        full server may name a different time to each request; the earliest of these times counts."""
+        """Records that ``server`` does not take requests now: this client sends it none for ``rest`` seconds. Returns
+        the exception for the caller to raise. A full server may ask each client request to wait for a different time.
+        In this case, the earliest end of such a wait counts."""
         now = time.monotonic()
         earliest = server.rests_until if kind == "full" and server.rests_until > now else now + rest
         server.kind, server.reason, server.rests_until = kind, f"{server.address}: {reason}", min(earliest, now + rest)
@@ -304,7 +307,7 @@ class RemoteWorkspace:
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Runs a tool and returns its result. If the tool runs compile, verify or profile, this client runs that
         command with the constructor's ``commands``. An exception of ``commands`` reaches the caller. Raises
-        ``WorkspaceLost``."""
+        ``WorkspaceLost`` if the workspace has ended or its server does not answer."""
         try:
             body = checked_call(tool[:100], arguments)
         except ToolRefused as refused:
@@ -322,7 +325,9 @@ class RemoteWorkspace:
         raise WorkspaceLost("the workspace is gone: its stream ended")
 
     async def _lines(self, body: bytes) -> AsyncGenerator[ToolResult | tuple[int, str, list[str], dict[str, str]]]:
-        """Sends a tool call. Yields each command that the client must run, and then the result of the tool call."""
+        """Sends a tool call. Yields a tuple (number, name, arguments, files) for each command that the client must run,
+        and then the result of the tool call. Raises ``WorkspaceLost`` if the workspace has ended or its server does not
+        answer."""
         headers, url = self._headers | {"Content-Type": "application/json"}, f"{self._path}/calls"
         sending = self._client.stream("POST", url, content=body, headers=headers, timeout=self._timeout)
         with _losing():
@@ -343,7 +348,8 @@ class RemoteWorkspace:
                         yield asked["number"], asked["name"], asked["argv"], asked["files"]
 
     async def files(self) -> dict[str, str]:
-        """Returns the text files by path, within the limits of ``workspace.files``. Raises ``WorkspaceLost``."""
+        """Returns the texts of the workspace's files by path, within the limits of ``workspace.files``. Raises
+        ``WorkspaceLost`` if the workspace has ended or its server does not answer."""
         with _losing():
             async with self._turn:
                 response = await self._client.get(f"{self._path}/files", headers=self._headers, timeout=60.0)
@@ -363,7 +369,8 @@ def _task(task: Task) -> dict[str, str]:
 
 
 def _stretched(header: str) -> float:
-    """Returns the seconds in a ``Retry-After`` header plus a random share, so that clients do not all retry at once."""
+    """Returns the seconds in a ``Retry-After`` header, extended by up to 30 % at random, so that clients do not all
+    retry at once. An invalid header counts as one second."""
     try:
         seconds = max(0.0, float(header))
     except ValueError:

@@ -21,8 +21,8 @@ _TOP = ("format_names.py", "lease.py", "machine.py", "syntax.py")  # modules of 
 
 
 def verdict_key(config: SandboxConfig, made: Sequence[str], task: Task, solution: Solution, mode: Mode) -> str:
-    """Returns the key, a sha256. The first item of ``made`` names the GPU and its driver, or is empty. The other items
-    are the versions from ``software``."""
+    """Returns the key under which a verdict is cached: a sha256 as hexadecimal digits. The first item of ``made`` names
+    the GPU and its driver, or is empty. The other items are the versions from ``software``."""
     settings = config.model_dump(exclude={"required_walls", "format", *WHERE_JUDGED})
     machine = processor() if config.clock == "real" else ""
     key = json.dumps([task.digest, solution.digest, mode, settings, machine, made, code_version()])

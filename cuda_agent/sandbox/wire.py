@@ -38,13 +38,13 @@ BASELINES = {"eager": "eager", "compile": "torch.compile", "max_autotune": "max-
 
 
 def baseline(name: str, precision: str) -> str:
-    """Returns the label of the baseline ``name`` in ``precision``. For ``compile`` and ``tf32``, the label is
-    ``compile_tf32``."""
+    """Returns the label of a baseline (a time of the task's own model): ``name`` and ``precision``, joined by ``_``. An
+    example is ``compile_tf32``."""
     return f"{name}_{precision}"
 
 
 def baseline_parts(label: str) -> tuple[str, str]:
-    """Splits a label such as ``compile_tf32`` into name and precision."""
+    """Splits the label of a baseline, such as ``compile_tf32``, into name and precision."""
     name, _, precision = label.rpartition("_")
     return name, precision
 
@@ -65,8 +65,8 @@ class Solution:
 
 @dataclass(frozen=True)
 class FormatTraits:
-    """Properties of a solution format. Requests to a judge carry them, because the judge and its workers import no
-    formats."""
+    """Properties of a solution format. Requests to a judge carry them, because the judge and its workers do not import
+    the modules of the formats."""
 
     host_is_ours: bool = False  # the sandbox's own code launches the kernels, so device times and ``ran`` are exact
     rule: str = ""  # name of the rule for ``ModelNew.forward`` (``worker.candidate.RULES``); empty: none
@@ -96,10 +96,10 @@ class Ran:
 class Verdict:
     """The judge's verdict on one solution.
 
-    Times are median seconds per call, or ``None`` if the solution was not timed. ``reward`` is the paper's Eq. 1: -1
-    for a solution that is not correct, and 1 for a correct one. A correct solution that is more than 5 % faster than
-    eager gets 2. It gets 3 if it is also more than 5 % faster than ``torch.compile``. ``reward`` is ``None`` if the
-    sandbox failed (status ``infra``)."""
+    Times are median seconds per call, or ``None`` if the solution was not timed. ``reward`` is Eq. 1 of the CUDA Agent
+    paper: -1 for a solution that is not correct, and 1 for a correct one. A correct solution that is more than 5 %
+    faster than eager PyTorch gets 2. It gets 3 if it is also more than 5 % faster than ``torch.compile``. ``reward`` is
+    ``None`` if the sandbox failed (status ``infra``)."""
 
     status: Status
     format: Format
@@ -204,7 +204,9 @@ def span(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """The facts about a task that a solution may use besides the task's source: shapes, dtypes and plain values."""
+    """The facts about a task that a solution may use besides the task's source: the shapes and dtypes of its tensors,
+    and its plain arguments. An argument is plain if it is a number, a string, a bool or ``None``, or a list or
+    dictionary of such values."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
@@ -225,7 +227,8 @@ class TaskSpec:
         return spec
 
     def check(self) -> None:
-        """Raises ``ValueError`` if no task can have this spec."""
+        """Raises ``ValueError`` if the spec is invalid: an impossible shape or dtype, too deep nesting, or an argument
+        in another form than the comments beside the fields describe."""
         for tensor in (*self.inputs, *self.outputs, *self.weights.values()):
             extents = all(type(extent) is int and extent >= 0 for extent in tensor.shape)
             if not extents or math.prod(tensor.shape) > _MOST_ELEMENTS or not isinstance(tensor.dtype, str):
@@ -287,7 +290,8 @@ def _tensors(items: Iterable[Any]) -> list[Tensor]:
 
 
 def shallow(value: Any, depth: int = NESTING) -> Any:
-    """Returns ``value``. Raises ``ValueError`` if its lists and dictionaries nest deeper than ``depth``."""
+    """Returns ``value``. Raises ``ValueError`` if ``value`` has more than ``depth`` levels. Each list or dictionary
+    adds a level, and the values inside the innermost one are a level, too."""
     if depth == 0:
         raise ValueError(f"nested deeper than {NESTING}")
     for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():

@@ -72,9 +72,9 @@ class _Order:
 
 class Builder:
     """Runs builds, at most ``parallel`` at a time, and caches their products in ``folder``. Compilers work below
-    ``scratch``, a folder that jailed users can reach. A build holds the timing lease in the folder ``lease``, so that
-    no kernel is timed meanwhile. If ``lease`` is ``None``, builds hold no lease: on a GPU they do not disturb timings.
-    ``seconds`` and ``memory_mb`` limit one build."""
+    ``scratch``, a folder that jailed users can reach. A build shares the timing lease, a lock in the folder ``lease``,
+    so that no kernel is timed meanwhile. If ``lease`` is ``None``, builds take no lock: on a GPU they do not disturb
+    timings. ``seconds`` and ``memory_mb`` limit one build."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path | None, seconds: float, memory_mb: int, parallel: int = 2
@@ -94,7 +94,7 @@ class Builder:
 
     async def toolchain(self) -> Toolchain:
         """Returns the C++ compiler and the folders of its precompiled headers. The first call precompiles the headers.
-        Raises ``CompilerMissing``."""
+        Raises ``CompilerMissing`` if there is no g++."""
         async with self._preparing:
             if self._toolchain is None:
                 found = await asyncio.to_thread(find_toolchain)
@@ -181,7 +181,7 @@ class Builder:
     ) -> Path:
         """Returns the folder with ``products``. The folder comes from the cache (key: ``parts`` and ``files``), from an
         equal build that already runs, or from a new run of ``command``. If ``unit`` names the only source, a compiler
-        that was started in advance tries the new build first. Raises ``BuildError``."""
+        that was started in advance tries the new build first. Raises ``BuildError`` if the sources do not build."""
         content = [*parts, *(f"{name}\0{files[name]}" for name in sorted(files))]
         key = hashlib.sha256("\0\0".join(content).encode(errors="surrogatepass")).hexdigest()
         done, failed = self._folder / key[:2] / key, self._folder / key[:2] / f"{key}.error"
@@ -230,7 +230,7 @@ class Builder:
 
     @contextlib.contextmanager
     def _beside_timing(self) -> Iterator[None]:
-        """Holds the timing lease, if there is one, so that no kernel is timed meanwhile."""
+        """Shares the timing lease (a lock), if there is one, so that no kernel is timed inside the context."""
         with contextlib.ExitStack() as held:
             if self._lease is not None:
                 held.enter_context(held.enter_context(contextlib.closing(Lease(self._lease))).working())

@@ -27,7 +27,7 @@ _START_SECONDS = 10.0
 
 
 class Compiler:
-    """A compiler that runs ``command`` in the jail, in the folder ``work``."""
+    """A running compiler: a jailed process with the command line ``command`` and the current folder ``work``."""
 
     def __init__(self, policy: jail.JailPolicy, command: Sequence[str], work: Path) -> None:
         environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LC_ALL": "C", "TMPDIR": str(work), "HOME": str(work)}
@@ -119,7 +119,7 @@ class Waiting(Compiler):
         raise OSError(errno.ECHILD, "a compiler that was started ahead does not wait for its source")
 
     def go(self, unit: str) -> None:
-        """Makes the compiler compile ``unit``, a file in ``work``."""
+        """Makes the waiting compiler compile ``unit``, a file in ``work``."""
         os.unlink(self.work / _SOURCE)  # only this compiler reads the pipe, and only once
         try:
             os.write(self._pipe, f'#include "{unit}"\n'.encode())

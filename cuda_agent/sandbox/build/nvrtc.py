@@ -1,7 +1,8 @@
 """Compiles one CUDA source with NVRTC. This program runs in the jail, in the folder that holds the sources.
 
-``python nvrtc.py REQUEST`` takes a request in JSON, writes ``kernels.cubin`` and ``names.json``, and prints the log to
-stderr. NVRTC has no host headers, so the program supplies a few that kernels often include."""
+``python nvrtc.py REQUEST`` takes a request in JSON (made by ``Builder.kernels``), writes ``kernels.cubin`` and
+``names.json``, and prints the log to stderr. NVRTC has no host headers, so the program supplies a few that kernels
+often include."""
 
 import ctypes
 import json

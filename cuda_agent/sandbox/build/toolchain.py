@@ -31,7 +31,8 @@ class Toolchain:
 
 
 def find_toolchain() -> Toolchain:
-    """Returns the C++ compiler of this machine, without precompiled headers. Raises ``CompilerMissing``."""
+    """Returns the C++ compiler of this machine, without precompiled headers. Raises ``CompilerMissing`` if there is no
+    g++."""
     path = shutil.which("g++")
     if path is None:
         raise CompilerMissing("no C++ compiler: 'g++' is not on PATH")
@@ -49,7 +50,7 @@ class Nvrtc:
 @functools.cache
 def find_nvrtc() -> Nvrtc:
     """Returns the newest NVRTC in the installed packages, or else the one in ``/usr/local/cuda``. Raises
-    ``CompilerMissing``."""
+    ``CompilerMissing`` if there is none."""
     library, includes = nvrtc_files()
     digest = hashlib.sha256(NVRTC_PROGRAM.read_bytes()).hexdigest()[:8]
     version = f"{Path(library).name}, {Path(library).resolve().stat().st_size} bytes, {digest}"
@@ -58,7 +59,7 @@ def find_nvrtc() -> Nvrtc:
 
 def nvrtc_files() -> tuple[str, list[str]]:
     """Returns the path of the library that ``find_nvrtc`` chooses, and the folders of CUDA's headers. Raises
-    ``CompilerMissing``."""
+    ``CompilerMissing`` if there is no such library."""
     packages = _packages()
     homes = [home for place in packages for home in _newest_first(place.glob("cu[0-9]*"))]
     homes += [place / "cuda_nvrtc" for place in packages] + [Path("/usr/local/cuda")]
@@ -77,7 +78,8 @@ class Nvcc:
     identity: str
 
     def libraries(self, name: str) -> list[str]:
-        """Returns a list with the path of the NVIDIA library ``name``. Raises ``CompilerMissing``."""
+        """Returns a list with one item: the path of the NVIDIA library ``name``. Raises ``CompilerMissing`` if the
+        library is not installed."""
         places = [*_packages(), Path("/usr/local/cuda/lib64"), Path("/usr/lib/x86_64-linux-gnu")]
         found = [path for place in places for path in sorted(place.glob(f"**/lib{name}.so*"))]
         if not found:
@@ -88,7 +90,7 @@ class Nvcc:
 @functools.cache
 def find_nvcc() -> Nvcc:
     """Returns the nvcc on PATH, or else the one in CUDA_HOME, or else the one in the installed packages. Raises
-    ``CompilerMissing``."""
+    ``CompilerMissing`` if there is none."""
     homes = [home for place in _packages() for home in _newest_first(place.glob("cu[0-9]*"))]
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     compilers = [shutil.which("nvcc"), f"{toolkit}/bin/nvcc", *(str(home / "bin" / "nvcc") for home in homes)]
@@ -111,5 +113,6 @@ def _packages() -> list[Path]:
 
 
 def _newest_first(paths: Iterable[Path]) -> list[Path]:
-    """Returns ``paths``, such as ``cu9`` and ``cu13``, by the version numbers in their names, the highest first."""
+    """Returns ``paths``, such as ``cu9`` and ``cu13``, sorted by the version numbers in their names, the highest
+    first."""
     return sorted(paths, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)], reverse=True)

@@ -1,4 +1,5 @@
-"""Evaluates a plan's integer expressions: ``+ - * // %``, comparisons, shapes, and min, max, cdiv and select."""
+"""Evaluates the integer expressions in a plan (``plan.json``): ``+ - * // %``, comparisons, shapes, and min, max, cdiv
+and select."""
 
 import ast
 import json

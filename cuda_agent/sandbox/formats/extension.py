@@ -1,4 +1,4 @@
-"""Builds the extension format of CUDA Agent: a work folder with ``model_new.py`` and C++ or CUDA files.
+"""Builds solutions in CUDA Agent's extension format: a work folder with ``model_new.py`` and C++ or CUDA files.
 
 C++ files are compiled against ``binding_registry.h`` in under a second; torch's headers would take most of a minute. An
 ``#include`` of a torch or pybind11 header finds ``torch_surface.h`` instead. This header declares the types that
@@ -30,7 +30,7 @@ def header() -> str:
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
     """Compiles the C++ or CUDA files to a library. Returns the request that makes a worker load the solution. Raises
-    ``SolutionError`` or ``BuildError``."""
+    ``SolutionError`` if a file is missing or invalid, or ``BuildError`` if the files do not compile."""
     check_module(files, spec)
     built, units, libraries = sources_of(files, tools.device)
     extra = ("-I.", "-Isurface")

@@ -61,12 +61,13 @@ def asks(code: str) -> bool:
 
 
 def was_refused(verdict: Verdict) -> bool:
-    """Returns whether the judged run failed before its first check because it may not start programs."""
+    """Returns whether the judged run failed before its first check because the jail let it start no program."""
     return verdict.status != "ok" and not verdict.checks and not verdict.samples and NO_PROGRAMS in verdict.message
 
 
 def is_in_doubt(verdict: Verdict, place: Mapping[str, Any] | None) -> bool:
-    """Returns whether stand-ins for torch's headers in the first pass at ``place`` may have caused ``verdict``."""
+    """Returns whether ``verdict`` may be the fault of stand-ins: short headers that replaced torch's headers in the
+    first pass. ``place`` is the answer of ``FirstPass``, or ``None`` if there was no first pass."""
     return verdict.status in _DOUBTED and place is not None and _used_stand_ins(Path(place["folder"]))
 
 
@@ -77,7 +78,7 @@ def _used_stand_ins(folder: Path) -> bool:
 class FirstPass:
     """Runs first passes and keeps their results in ``folder``. Each first pass takes at most ``seconds``, and at most
     ``parallel`` first passes run at the same time. ``scratch`` is a folder that jailed users can reach. ``lease`` is
-    the folder of the timing lease."""
+    the folder of the timing lease, a lock that a process must hold alone to time a kernel."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path, seconds: float, device: str, threads: int, train_mode: bool,
@@ -94,9 +95,9 @@ class FirstPass:
     ) -> dict[str, Any]:
         """Runs the first pass of a solution, unless the cache holds its results. Returns a dictionary: ``folder`` is
         the folder of the results, and ``environment`` holds the variables with which the second pass (the judged run)
-        finds them. The argument ``more`` holds environment variables for both passes. If ``own_headers`` is true,
-        compilers get torch's own headers instead of stand-ins. Raises ``FirstPassFailed`` for a fault of the solution,
-        and ``OSError`` for a fault of the machine."""
+        finds the results. The argument ``more`` holds environment variables for both passes. If ``own_headers`` is
+        true, compilers get torch's own headers instead of stand-ins. Raises ``FirstPassFailed`` for a fault of the
+        solution, and ``OSError`` for a fault of the machine."""
         async with self._slots:
             return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more), own_headers)
 
@@ -198,7 +199,7 @@ class FirstPass:
             return self._parent
 
     def close(self) -> None:
-        """Ends the warm parent: the process from which workers are forked."""
+        """Ends the warm parent, which is the process that forks the workers."""
         with self._starting:
             if self._parent:
                 self._parent.close()
@@ -254,7 +255,8 @@ def _toolchain(architecture: str) -> dict[str, str]:
 
 def _freeze(folder: Path, device: str) -> None:
     """Replaces ``folder`` by a copy that holds only its regular files and subfolders, owned by this process's user.
-    Raises ``FirstPassFailed`` if ``folder`` exceeds its limit of bytes or files."""
+    Raises ``FirstPassFailed`` if ``folder`` exceeds its limit of bytes or files, or holds a file that cannot be
+    read."""
     if what := too_much(folder, device):
         raise FirstPassFailed("build_error", f"the solution left {what} where it compiled")
     staged = Path(tempfile.mkdtemp(dir=folder.parent))
@@ -287,8 +289,9 @@ def _copy(source: str, target: Path) -> None:
 
 
 def _explained(answer: Any, folder: Path) -> str:
-    """Returns the first compiler errors in the log in ``answer``, the worker's answer. If there are none, returns the
-    solution's exception."""
+    """Returns a message about a failed first pass for the solution's author: the first compiler errors in the log, or
+    the solution's exception if the log has none. ``answer`` is the worker's answer, with the keys ``log`` and
+    ``error``."""
     said = answer if isinstance(answer, dict) else {}
     log, error = (str(said.get(key, "")).replace(f"{folder}/", "") for key in ("log", "error"))
     return builder.first_errors(log) if builder.has_errors(log) else printable(error)[:1200]

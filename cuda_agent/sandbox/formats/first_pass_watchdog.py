@@ -25,10 +25,11 @@ _LEAST_RUN = {"cpu": 1.0, "cuda": 0.2}  # seconds between two stops
 
 @contextmanager
 def watchdog(folders: Sequence[Path], lease: Path, device: str) -> Iterator[Callable[[JailedProcess], str]]:
-    """Holds the timing lease in the folder ``lease``. Yields a function that the worker's ``JailedProcess`` calls
-    regularly. The function returns ``memory`` or ``disk`` if the worker exceeds that limit, and otherwise an empty
-    string. It also stops the worker and releases the lease for other processes, at most once in ``_LEAST_RUN``
-    seconds."""
+    """Shares the timing lease in the folder ``lease``, a lock that a process must hold alone to time a kernel. Yields a
+    function that the worker's ``JailedProcess`` calls regularly. The function returns ``memory`` or ``disk`` if the
+    worker exceeds that limit, and otherwise an empty string. When another process waits to time a kernel, the function
+    also stops the worker, releases the lease until the kernel has been timed, and lets the worker continue. It does
+    this at most once in ``_LEAST_RUN`` seconds. ``folders`` are the folders to which the worker writes."""
     look = ran = time.monotonic()
     look += _LOOK
     devices = {folder.stat().st_dev for folder in folders}

@@ -1,8 +1,9 @@
-"""Checks the library nodes of a plan: matrix products and convolutions that a vendor's library computes.
+"""Checks the library nodes of a plan (``plan.json``): matrix products and convolutions that a vendor's library
+computes.
 
 ``describe`` checks a node against the shapes of its buffers. It returns a description, with which
-``worker.library_nodes`` calls the library. All buffers are contiguous. Their first dimensions are batch and, in a
-convolution, channels."""
+``worker.library_nodes`` calls the library. All buffers are contiguous. The matrices of a product have the shape [batch,
+rows, columns]. The input and the output of a convolution have the shape [batch, channels, extents]."""
 
 import math
 from typing import Any
@@ -20,9 +21,9 @@ _COMPUTE = {
 
 
 def describe(node: Gemm | Convolution, where: str, names: dict[str, Any], device: str) -> dict[str, Any]:
-    """Returns a description of ``node`` for the worker. In it, ``tensors`` maps each role (such as ``a`` or ``bias``)
-    to buffer, shape and dtype, and ``writes`` is the buffer of the result. The argument ``names`` maps the plan's names
-    to buffers and numbers. Raises ``PlanError`` with a message that begins with ``where``."""
+    """Returns a description of ``node`` for the worker. Its item ``tensors`` maps each role (such as ``a`` or ``bias``)
+    to buffer, shape and dtype. Its item ``writes`` is the buffer of the result. The argument ``names`` maps the plan's
+    names to buffers and numbers. Raises ``PlanError`` with a message that begins with ``where``."""
     roles = ("a", "b", "c") if isinstance(node, Gemm) else ("input", "weight", "bias", "output")
     said: dict[str, str] = {role: name for role in roles if (name := getattr(node, role)) is not None}
     buffers: dict[str, Buffer] = {}

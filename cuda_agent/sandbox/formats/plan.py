@@ -1,8 +1,9 @@
-"""Builds solutions in the plan format: compiles ``plan.json`` into a program. The executor in the worker runs it.
+"""Builds solutions in the plan format: compiles ``plan.json`` into a ``Program``. The executor in the worker runs this
+program.
 
 ``grammar`` parses the fields of a plan. ``compile_plan`` checks the plan against the task's shapes, evaluates every
 expression, and generates source code. On the CPU, this is C++ code through which the executor calls the kernels. On a
-GPU, it is CUDA code that includes the kernels' files. For each kernel, this code declares a variable whose C++ type
+GPU, it is CUDA code that includes the kernels' files. For each kernel, the CUDA code declares a variable whose C++ type
 names the types of the kernel's arguments."""
 
 import re
@@ -50,8 +51,8 @@ template <class... A> struct plan_signature<void(A...)> {
 
 @dataclass
 class Program:
-    """A plan that is compiled for the executor. The buffers are named ``in:0``, ``out:0``, ``w:0`` (a weight) and
-    ``ws:name`` (a workspace)."""
+    """A plan (``plan.json``) that is compiled for the executor, the code that runs plans in a worker. The buffers are
+    named ``in:0``, ``out:0``, ``w:0`` (a weight) and ``ws:name`` (a workspace)."""
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
     workspaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> {"bytes": size, "pattern": as hex}
@@ -144,7 +145,8 @@ def _buffers(node: dict[str, Any]) -> list[str]:
 
 
 def _names(spec: TaskSpec) -> dict[str, Any]:
-    """Returns the buffers and plain numbers of a task by their names in a plan, such as ``in0``."""
+    """Returns a dictionary from the names that a plan may use, such as ``in0`` or ``init1``, to the task's buffers and
+    numbers."""
     names: dict[str, Any] = {}
 
     def leaves(arguments: Any) -> list[Any]:
@@ -242,7 +244,7 @@ def _extents(value: Any, names: dict[str, Any], where: str, most: tuple[int, int
 
 
 def _arguments(node: Kernel, where: str, names: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the arguments of a kernel node: each is a buffer with its dtype, or a plain number."""
+    """Returns the arguments of a kernel node. Each is ``{"buffer", "dtype"}``, ``{"int"}`` or ``{"float"}``."""
     arguments: list[dict[str, Any]] = []
     for position, argument in enumerate(node.args):
         value = names.get(argument) if isinstance(argument, str) else None

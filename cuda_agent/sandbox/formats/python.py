@@ -1,4 +1,4 @@
-"""Builds the python format. Other formats use this module to check their ``model_new.py``.
+"""Builds solutions in the python format. Other formats use this module to check their ``model_new.py``.
 
 A solution in this format has KernelBench's form: one file that defines ``ModelNew`` and may use torch freely."""
 
@@ -12,14 +12,16 @@ from cuda_agent.sandbox.wire import TaskSpec
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Checks ``model_new.py`` and returns the request that makes a worker load it. Raises ``SolutionError``."""
+    """Checks ``model_new.py`` and returns the request that makes a worker load the file. Raises ``SolutionError`` for
+    the same reasons as ``check_module``."""
     check_module(files, spec)
     return {"code": files["model_new.py"]}
 
 
 def check_module(files: Mapping[str, str], spec: TaskSpec) -> ast.Module:
     """Parses ``model_new.py`` and returns its syntax tree. Raises ``SolutionError`` if the file is missing or does not
-    parse, or if an init argument of the task is not a plain value."""
+    parse. Also raises it if an init argument of the task is not a plain value: a number, a string, a bool, ``None``, or
+    a list or dictionary of these."""
     if "model_new.py" not in files:
         raise SolutionError("there is no model_new.py")
     try:

@@ -1,9 +1,9 @@
 """Finds suspicious code in a solution's text by static rules.
 
-Suspicious are, for example, uses of torch, streams and threads, and monkey patches. ``ast`` reads Python. A small
-tokenizer reads C++ and CUDA, even inside Python strings. Findings are advice for the author and for an audit. They do
-not decide a verdict, because the rules miss some spellings of a name (``getattr``, macros), and a finding may be
-harmless. The rules execute no code of a solution."""
+Examples are uses of torch, streams and threads, and monkey patches. ``ast`` reads Python. A small tokenizer reads C++
+and CUDA, even inside Python strings. Findings are advice for the author and for an audit. They do not decide a verdict,
+because the rules miss some spellings of a name (``getattr``, macros), and a finding may be harmless. The rules execute
+no code of a solution."""
 
 import ast
 import re

@@ -16,7 +16,7 @@ _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def verdict() -> dict[str, Any]:
-    """Returns the schema of a verdict as JSON. All fields are required, including the derived fields."""
+    """Returns the JSON schema of a verdict. All fields are required, including the derived fields."""
     schema = TypeAdapter(Verdict).json_schema()
     derived = {
         "reward": {

@@ -1,4 +1,5 @@
-"""Builds the triton format: one ``model_new.py`` whose ``ModelNew`` computes with kernels of ``triton.jit``.
+"""Builds solutions in the triton format: one ``model_new.py`` whose ``ModelNew`` computes with kernels of
+``triton.jit``.
 
 On a GPU, the first pass compiles and autotunes the kernels. The second pass is the judged run; it loads the results. On
 the CPU, Triton's interpreter runs the kernels, and nothing is timed. ``worker.triton_rule`` checks
@@ -48,5 +49,6 @@ def kernels(tree: ast.Module) -> Iterator[str]:
 
 
 def first_pass_time(files: Mapping[str, str], device: str) -> FirstPassTime:
-    """Returns when a triton solution gets its first pass: on a GPU before it is judged, on the CPU never."""
+    """Returns when a triton solution gets its first pass (a run that may start compilers): on a GPU before the solution
+    is judged, on the CPU never."""
     return "before" if device == "cuda" else "never"

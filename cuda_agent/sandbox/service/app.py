@@ -68,8 +68,8 @@ _log = logging.getLogger("cuda_agent.sandbox")
 
 
 class Gate:
-    """ASGI middleware. Refuses a request that has two length headers, lacks the required token, or has too large a
-    body. Passes all other requests to ``app``."""
+    """ASGI middleware. Refuses a request that has both length headers (Content-Length and Transfer-Encoding), lacks the
+    required token, or has too large a body. Passes all other requests to ``app``."""
 
     def __init__(self, app: ASGIApp, token: str | None, service: Service) -> None:
         self._app, self._service = app, service
@@ -371,9 +371,10 @@ class _Server(uvicorn.Server):
 async def serve(
     config: SandboxConfig, cache: Path, roles: tuple[Role, ...], limits: ServiceLimits, host: str, port: int
 ) -> None:
-    """Serves the sandbox over HTTP until SIGTERM, then drains the service. Removes the token from the environment.
-    Without a token, listens on 127.0.0.1 only. Raises ``ConfigError`` if the token is not usable or the address is not
-    available, or ``SandboxUnready`` if the sandbox cannot start."""
+    """Serves the sandbox over HTTP until SIGTERM, or until a limit in ``limits`` asks for a fresh process. Then drains
+    the service. Removes the token from the environment. Without a token, listens on 127.0.0.1 only. Raises
+    ``ConfigError`` if the token is not usable or the address is not available, or ``SandboxUnready`` if the sandbox
+    cannot start."""
     token = protocol.read_token(config, os.environ)
     os.environ.pop(config.token_env, None)
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: other processes of this user cannot read the environment

@@ -114,8 +114,8 @@ class Queue:
         return job, True
 
     def take(self, now: float) -> Job | None:
-        """Finds the first queued job whose place is free, and marks it as running. Returns this job, or ``None`` if
-        there is none."""
+        """Finds the first queued job whose judge or builder is free, and marks the job as running. Returns this job, or
+        ``None`` if there is none."""
         job = next((job for job in self._waiting() if self._free[job.place] > 0), None)
         if job is not None:
             if not self.running:

@@ -1,8 +1,8 @@
 """Runs a ``LocalSandbox`` as a service with a queue. The service takes work after a test has shown that its jail holds.
 
 ``Service`` does not depend on HTTP (``app`` does). It gives the sandbox only as many jobs as the sandbox can run at
-once. The other jobs wait in the queue, where an urgent job can overtake them. Each server has a separate queue, and a
-restart empties it."""
+once. The other jobs wait in the queue, where an urgent job can overtake them. Each server has a separate queue. A
+restart of the server empties its queue."""
 
 import asyncio
 import contextlib

@@ -57,7 +57,8 @@ _Entry._fields_ = [
 class Outputs:
     """Lets an extension write its results directly into the judge's output memory, so that no copy is timed. Assumes
     that every call allocates tensors in the same order. If the third tensor of the previous call became an output, the
-    third tensor of this call gets the memory of that output. ``targets[slot]`` lists the output tensors of a slot."""
+    third tensor of this call gets the memory of that output. ``targets[slot]`` lists the output tensors of a slot (the
+    buffers of one call)."""
 
     def __init__(self, targets: list[list[torch.Tensor]], device: str = "cpu") -> None:
         self._targets = targets
@@ -96,7 +97,8 @@ class Outputs:
 
 
 def load_module(library: str, outputs: Outputs) -> types.ModuleType:
-    """Loads the shared library, and returns the module ``cuda_extension`` with the functions that it registers."""
+    """Loads the shared library at the path ``library``. Returns the module ``cuda_extension`` with the functions that
+    the library registers."""
     handle = ctypes.CDLL(library)
     handle.cuda_extension_entries.restype = ctypes.POINTER(_Entry)
     module = types.ModuleType("cuda_extension")
@@ -176,7 +178,8 @@ def _complete(
 
 
 class OnlyTheExtension(TorchFunctionMode):
-    """Raises ``Cheat`` on operators of torch, except those that create, view or inspect tensors (``wire.ALLOWED``)."""
+    """A context that raises ``Cheat`` when an operator of torch is called. Operators that create, view or inspect
+    tensors (``wire.ALLOWED``) are permitted."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__ not in ALLOWED:

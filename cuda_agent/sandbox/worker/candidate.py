@@ -1,5 +1,5 @@
-"""Runs a candidate worker: a process that runs one solution and then ends. On a GPU, one worker may run several plans,
-one after the other.
+"""Runs a candidate worker: a process that runs one solution and then ends. On a GPU, one worker may run several
+solutions in the plan format, one after the other.
 
 ``WorkerOperation`` lists the judge's requests."""
 
@@ -34,8 +34,8 @@ RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]]
 
 
 class Candidate(WorkerLoop):
-    """Runs a solution. Before the solution arrives, maps the buffers and answers empty calls. The judge times these
-    calls."""
+    """Runs a solution for the judge. Before the solution is loaded, maps the judge's buffers and answers empty calls.
+    The judge times these empty calls to measure the overhead of a call."""
 
     def map_buffers(self, frame: Frame) -> None:
         self._options = options = self._options | frame.body
@@ -51,8 +51,9 @@ class Candidate(WorkerLoop):
             self._commands[WorkerOperation.RUN_EMPTY] = lambda frame: None
 
     def empty_chain(self, frame: Frame) -> Any:
-        """Times a chain of ``frame.slot`` empty calls. An empty call only copies zeros to the outputs. Where the
-        reference returns a view, the zeros have the strides of this view."""
+        """Runs a chain of empty calls: enqueues ``frame.slot`` calls without waiting between them. An empty call only
+        copies zeros to the outputs. Where the reference returns a view, the zeros have the strides of this view.
+        Returns the device's seconds, and the host's seconds to enqueue."""
         slots = [self._slots.output_tensors(slot) for slot in range(frame.slot)]
         views = self._options["views"]
         results = [[zeros(*pair) for pair in zip(targets, views, strict=True)] for targets in slots]
@@ -86,8 +87,8 @@ class Candidate(WorkerLoop):
         )
 
     def unload_plan(self, run: Callable[[int], None] | None) -> None:
-        """Unloads a plan from a GPU. ``run`` runs the plan. If the plan could not be loaded, ``run`` is ``None``.
-        Afterwards the worker can take the next plan's buffers."""
+        """Unloads a plan (a solution in the plan format) from a GPU. ``run`` is the function that runs the plan, or
+        ``None`` if the plan could not be loaded. Afterwards the worker can take the next plan's buffers."""
         from cuda_agent.sandbox.worker import gpu
 
         self._clocked = gpu.DeviceClock()
@@ -96,8 +97,9 @@ class Candidate(WorkerLoop):
 
     def load_model(self, frame: Frame) -> None:
         """Builds ``ModelNew`` under the reference's seed. If the weights have the same names as the reference's
-        weights, they get the reference's values. Formats with a rule require these names. Under other names, the
-        weights keep the constructor's values, but ``PlainWeights`` are redrawn as in the reference."""
+        weights, they get the reference's values. Formats with a rule for ``ModelNew.forward`` require these names.
+        Under other names, the weights keep the constructor's values, but ``PlainWeights`` are redrawn as in the
+        reference."""
         spec, restricted = self._options["spec"], bool(self._options["rule"])
         os.environ.update(frame.body["environment"])
         numbers = range(len(self._slots.layout))
@@ -143,7 +145,7 @@ class Candidate(WorkerLoop):
                 ]
 
         def observed(call: Frame, watch: Callable[[Callable[..., Any]], Any]) -> Any:
-            """Runs one call inside ``watch``, and returns the report of ``watch``."""
+            """Calls ``watch`` with a function that runs one call. Returns the report of ``watch``."""
             results: list[Any] = []
 
             def watched(seen: observe.Operators | None = None) -> None:
@@ -185,9 +187,10 @@ class _Node(ctypes.Structure):
 
 
 def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[int], None]:
-    """Loads a plan's libraries, and resolves the arguments of its kernels for each slot. An argument is the address of
-    a buffer, or of an 8-byte cell with a scalar. ``program`` is ``plan.Program`` as JSON. Returns a function that runs
-    the plan in one slot. Its attribute ``steps`` holds, for each slot, one function per node."""
+    """Loads the libraries of a plan (a solution in the plan format), and resolves the arguments of its kernels for each
+    slot (the buffers of one call). An argument is the address of a buffer, or of an 8-byte cell with a scalar.
+    ``program`` is ``plan.Program`` as JSON. Returns a function that runs the plan in the slot with the given number.
+    The attribute ``steps`` of this function holds, for each slot, one function per node."""
     runtime = ctypes.CDLL(program["runtime"])
     library = ctypes.CDLL(program["library"]) if program["library"] else None
     keep: list[Any] = []
@@ -199,8 +202,8 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
             ctypes.memmove(workspaces[name], content, len(content))
 
     def bind(slot: int) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
-        """Returns a slot's steps, and one function per node. A step runs one library node, or a series of other
-        nodes."""
+        """Returns two lists of functions for one slot: the slot's steps, and one function per node. A step runs one
+        library node, or a series of other nodes."""
         address = partial(slots.address, slot, workspaces)
         steps: list[Callable[[], Any]] = []
         each: list[Callable[[], Any]] = []

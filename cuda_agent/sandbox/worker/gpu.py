@@ -1,4 +1,4 @@
-"""Provides the GPU to a worker: the CUDA context, the device's clock, and the executor of plans.
+"""Provides the GPU to a worker: the CUDA context, the device's clock, and the executor of solutions in the plan format.
 
 In the plan format all host code is the sandbox's, so the CUDA events that time a call can be trusted. In the other
 formats the solution shares this process, so the judge checks the event times against its own clock."""
@@ -73,9 +73,10 @@ class DeviceClock:
 
 
 def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
-    """Loads a plan's kernels, and resolves their arguments for each slot. ``program`` is ``plan.Program`` as JSON, with
-    the cubin's path (``image``) and the kernels' mangled ``names``. Returns a function that runs the plan in one slot.
-    Raises ``ValueError`` or ``TypeError`` if a kernel cannot take what the plan gives it."""
+    """Loads the kernels of a plan (a solution in the plan format), and resolves their arguments for each slot (the
+    buffers of one call). ``program`` is ``plan.Program`` as JSON, with the cubin's path (``image``) and the kernels'
+    mangled ``names``. Returns a function that runs the plan in the slot with the given number. Raises ``ValueError`` or
+    ``TypeError`` if the plan gives a kernel wrong arguments or too much shared memory."""
     module = driver.Module(Path(program["image"]).read_bytes()) if program["image"] else None
     try:
         return _bound(program, slots, module)
@@ -133,8 +134,9 @@ def _bound(program: dict[str, Any], slots: Slots, module: driver.Module | None) 
 
 
 def unload_plan(run: Callable[[int], None] | None) -> None:
-    """Removes a plan from the context. ``run`` is ``bind_plan``'s result, or ``None`` if ``bind_plan`` failed. Raises
-    ``RuntimeError`` if the context is damaged."""
+    """Removes a plan (a solution in the plan format) from the CUDA context, so that the process can load another plan.
+    ``run`` is ``bind_plan``'s result, or ``None`` if ``bind_plan`` failed. Raises ``RuntimeError`` if the context is
+    damaged."""
     torch.cuda.synchronize()
     if run and (module := run.module):  # type: ignore[attr-defined]
         module.unload()
@@ -147,8 +149,8 @@ def unload_plan(run: Callable[[int], None] | None) -> None:
 
 
 def _arguments(node: dict[str, Any], codes: str, address: Callable[[str], int]) -> list[Any]:
-    """Returns a kernel node's arguments as ctypes values. ``codes`` holds one letter per argument, for its type. Raises
-    ``TypeError`` if the arguments do not match the letters."""
+    """Returns the arguments of a plan's kernel node as ctypes values. ``codes`` holds one letter per argument, for its
+    type. Raises ``TypeError`` if the arguments do not match the letters."""
     if len(codes) != len(node["args"]):
         raise TypeError(f"{node['symbol']} takes {len(codes)} arguments, the plan gives {len(node['args'])}")
     cells: list[Any] = []

@@ -1,4 +1,5 @@
-"""Runs the library nodes of a plan in a worker: cuBLAS and cuDNN on a GPU, torch's own libraries on a CPU.
+"""Runs the library nodes of a plan in a worker. A plan (``plan.json``) lists what a solution runs. A library node is a
+matrix product or a convolution, computed by cuBLAS or cuDNN on a GPU, and by torch's own libraries on a CPU.
 
 A node's ``compute`` chooses the arithmetic:
 
@@ -20,8 +21,8 @@ _Step = Callable[[], Any]
 
 
 def bind(node: dict[str, Any], tensor: Callable[[dict[str, Any]], _Tensor], device: str) -> _Step:
-    """Returns a function that runs the library node ``node``. ``tensor`` makes a tensor from a description in
-    ``node``."""
+    """Returns a function that runs the library node ``node``, a description from ``formats.library_nodes``. ``tensor``
+    is a function that makes a tensor from the description of a tensor in ``node``."""
     tensors = {role: tensor(item) for role, item in node["tensors"].items()}
     constant = {role for role, item in node["tensors"].items() if item["buffer"].startswith("w:")}
     given = node, tensors, constant

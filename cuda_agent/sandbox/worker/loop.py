@@ -20,7 +20,8 @@ _SOURCES = ("model.py", "model_new.py")  # names under which untrusted Python ru
 
 
 class WorkerLoop:
-    """Answers each message (frame) of the judge. A method with the name of an operation serves this operation."""
+    """Answers each message (frame) of the judge. A subclass has one method for each operation that it answers. The
+    method has the name of the operation (see ``WorkerOperation``)."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any]) -> None:
         self._channel = channel
@@ -48,13 +49,16 @@ class WorkerLoop:
                 send_frame(self._channel, Reply.RESULT, answer)
 
     def settle(self) -> None:
-        """Waits for the device, because the judge copies the outputs as soon as it has the answer."""
+        """Waits until the GPU has finished its work, because the judge copies the outputs as soon as it has the answer.
+        Does nothing on the CPU."""
         if self._options["device"] == "cuda":
             torch.cuda.synchronize()
 
 
 def explain(error: BaseException) -> str:
-    """Returns the error's type and first line, and the innermost line number of untrusted source in its traceback."""
+    """Returns a message about ``error`` for the author of untrusted code. The message has the error's type and first
+    line, and the innermost line number of untrusted source in the traceback. For an error of the CUDA driver, the
+    message explains the error code instead."""
     if isinstance(error, driver.DriverError):
         return driver.explain(error)
     code = getattr(error, "error_code", None)  # torch reports an error of the driver here

@@ -1,7 +1,7 @@
 """Runs the untrusted side of the sandbox: the warm parent and the workers that it forks.
 
 ``python -m cuda_agent.sandbox.worker.main FD`` is the warm parent: it imports torch, starts no thread, and forks
-workers on request. A worker enters the jail, then serves the judge over one socket. A *reference* worker runs the task,
+workers on request. A worker enters the jail, then answers requests over one socket. A *reference* worker runs the task,
 a *candidate* worker runs a solution, and a *first pass* (``replay``) runs a solution that starts compilers."""
 
 # ruff: noqa: E402
@@ -40,8 +40,8 @@ def main() -> None:
 
 
 def _serve(control: socket.socket, imports: Sequence[str]) -> None:
-    """Runs a warm parent until the judge has closed ``control``. The warm parent also imports the modules
-    ``imports``."""
+    """Runs a warm parent, which forks workers at the request of its client. ``control`` is the socket to the client;
+    the function returns when the client has closed it. The warm parent also imports the modules ``imports``."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopts the orphans of a dead worker
     gc.disable()
     for name in imports:

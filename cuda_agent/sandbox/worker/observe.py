@@ -2,7 +2,7 @@
 
 Torch's dispatcher reports operators; CUPTI reports kernels to torch's profiler. The solution runs in the same process
 and may forge the result, so the result is advice only. Operators of other threads are not seen. On the CPU, neither
-NumPy nor native code is seen, except for the extension's functions."""
+NumPy nor native code is seen, except for the functions of a solution in the extension format."""
 
 import itertools
 import time

@@ -25,7 +25,8 @@ _MANY_MODULES = 50  # above it, a model has hundreds of kernels
 
 
 class Reference(WorkerLoop):
-    """Serves the judge's requests about one task. A public method serves the operation of the same name."""
+    """Serves the judge's requests about one task. Each public method answers the request (``WorkerOperation``) of the
+    same name."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any]) -> None:
         super().__init__(channel, options)
@@ -35,8 +36,9 @@ class Reference(WorkerLoop):
         self._double: torch.nn.Module | None = None
 
     def open_task(self, frame: Frame) -> dict[str, Any]:
-        """Imports the task, builds its model, runs the model once on fresh inputs, and returns the task's spec. Raises
-        ``AttributeError``, ``TypeError`` or ``ValueError`` if the source is not a valid task."""
+        """Imports the task, builds its model, runs the model once on fresh inputs, and returns the task's spec (a
+        ``TaskSpec`` as JSON). Raises ``AttributeError``, ``TypeError`` or ``ValueError`` if the source is not a valid
+        task."""
         torch.manual_seed(frame.body["seed"])
         module = run_module("task", frame.body["code"], "model.py")
         for name in ("Model", "get_inputs", "get_init_inputs"):
@@ -73,7 +75,8 @@ class Reference(WorkerLoop):
         return self._spec
 
     def map_buffers(self, frame: Frame) -> None:
-        """Maps the judge's shared memory, and writes the weights to the output area, where the judge reads them."""
+        """Maps the judge's shared memory. Then writes the weights to the output area, the part of this memory that the
+        worker can write and the judge reads."""
         if self._device == "cuda":
             torch.cuda.empty_cache()  # of the first call's tensors; the largest tasks do not fit beside them
         self._slots = Slots(self._spec, frame.body, frame.fds, self._device)
@@ -88,9 +91,10 @@ class Reference(WorkerLoop):
         self.settle()
 
     def draw_weights(self, frame: Frame) -> dict[str, Any]:
-        """Redraws the weights that the constructor does not draw at random, and writes them for the judge. If the new
-        values give more infinite or NaN outputs than the constructor's values, restores the constructor's values and
-        answers ``kept``."""
+        """Redraws the plain weights, which are those that the constructor does not draw at random, and writes them for
+        the judge. The seed ``None`` restores the constructor's values. A draw is undone if it gives more infinite or
+        NaN outputs than the constructor's values give. Returns the positions of the plain weights in the state dict
+        (``changed``), and whether a draw was undone (``kept``)."""
         changed = [i for i, t in enumerate(self._state.values()) if t.data_ptr() in self._plain.addresses]
         seed, kept = frame.body["seed"], False
         if changed:
@@ -109,7 +113,7 @@ class Reference(WorkerLoop):
 
     def draw_inputs(self, frame: Frame) -> bool:
         """Draws inputs under the judge's seed and writes them to the output area. Returns false if the task has no
-        inputs of the requested kind. Uses one thread, because idle threads would spin."""
+        inputs of the requested kind (see ``values.input_kinds``). Uses one thread, because idle threads would spin."""
         with _threads(1):
             found = self._draw_inputs(frame.body["seed"], frame.body["kind"], self._example(0)[0])
         self.settle()
@@ -126,15 +130,16 @@ class Reference(WorkerLoop):
         return True
 
     def _example(self, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns two lists of tensors in the output area. The first list holds the inputs of the drawn set ``number``.
-        The second list holds the model's outputs for these inputs."""
+        """Returns two lists of tensors that lie in the output area. The first list has room for one set of inputs, and
+        the second list for the model's outputs on these inputs. ``number`` selects the set."""
         tensors, count = (*self._spec["inputs"], *self._spec["outputs"]), len(self._spec["inputs"])
         places = zip(self._examples[number], tensors, strict=True)
         made = [self._slots.tensor(self._slots.written + offset, tensor) for offset, tensor in places]
         return made[:count], made[count:]
 
     def draw_and_run(self, frame: Frame) -> None:
-        """Draws inputs under each of the judge's seeds, as ``draw_inputs`` does, and runs the model on them."""
+        """Draws inputs of the kind ``normal`` under each of the judge's seeds and runs the model on them. Writes the
+        inputs and the outputs to the output area."""
         for number, seed in enumerate(frame.body["seeds"]):
             inputs, outputs = self._example(number)
             self._draw_inputs(seed, "normal", inputs)
@@ -143,7 +148,8 @@ class Reference(WorkerLoop):
 
     def run(self, frame: Frame) -> Any:
         """Runs the model on the inputs of ``frame.slot``. The request may give a number of threads. On a GPU, returns
-        the seconds of device and host; on the CPU, returns ``None``."""
+        two times in seconds: the device's time for the call, and the host's time to enqueue it. On the CPU, returns
+        ``None``."""
         with _threads(frame.body["threads"]) if frame.body else contextlib.nullcontext():
             return self._run(frame)
 
@@ -160,16 +166,19 @@ class Reference(WorkerLoop):
         return times
 
     def run_empty(self, frame: Frame) -> None:
-        """Does all that ``run`` does, except the model's call. The judge subtracts the time of this operation."""
+        """Does all that ``run`` does, except the model's call. The judge subtracts the time of this operation from the
+        time of ``run``."""
         rebuild(self._arguments, self._slots.input_tensors(frame.slot))
         if not self._last:
             self._last = [torch.zeros_like(t) for t in self._slots.output_tensors(frame.slot)]
         store(self._last, self._slots.output_tensors(frame.slot))
 
     def compile_task(self, frame: Frame) -> None:
-        """Makes ``run`` call the compiled model. The request's ``known`` is the folder with the results of a warm-up.
-        If ``known`` is empty, this process is the warm-up and records the results. Several processes compile a large
-        model on a GPU. This process compiles all other models alone, because TorchInductor's processes start slowly."""
+        """Compiles the model with ``torch.compile``. Later calls of ``run`` use the compiled model. The request's
+        ``known`` is the folder in which a warm-up process stored results of TorchInductor (see ``compiling``). If
+        ``known`` is empty, this process is the warm-up and stores the results. A large model on a GPU is compiled by
+        several processes. All other models are compiled by this process alone, because TorchInductor's processes start
+        slowly."""
         from cuda_agent.sandbox.worker import compiling
 
         known = frame.body["known"]
@@ -205,8 +214,8 @@ class Reference(WorkerLoop):
         return finite
 
     def run_mutant(self, frame: Frame) -> bool:
-        """Writes wrong outputs for the inputs of ``frame.slot``. The last ``run`` must have had the same inputs.
-        Returns false if the task has no wrong outputs of the requested kind."""
+        """Writes the outputs of a mutant (a wrong answer made on purpose) for the inputs of ``frame.slot``. The last
+        ``run`` must have had the same inputs. Returns false if the task has no mutant of the requested kind."""
         how, given, model = frame.body, self._slots.input_tensors(frame.slot), None
         match how["kind"]:
             case "weights":
@@ -221,8 +230,9 @@ class Reference(WorkerLoop):
         return True
 
     def account(self, frame: Frame) -> dict[str, Any]:
-        """Returns three facts about one call: the number of floating-point operations (0 if unknown), the bytes that
-        the call must write for its outputs, and the strides of outputs that are views."""
+        """Returns three facts about one call. ``flops`` is the number of floating-point operations (0 if unknown).
+        ``written`` is the number of bytes that the call must write for its outputs. ``views`` has one item per output:
+        its strides if the output is a view, else ``None``."""
         given = self._slots.input_tensors(frame.slot)
         flops, answer = observe.flops(lambda: self._model(*rebuild(self._arguments, given)))
         results, memory = flatten(answer), [*given, *self._state.values()]
@@ -230,7 +240,8 @@ class Reference(WorkerLoop):
         return {"flops": flops, "written": written, "views": views}
 
     def count_operators(self, frame: Frame) -> dict[str, int]:
-        """For simulated times, counts the operators of one call, and the bytes that these operators read and write."""
+        """Counts the operators of one call that are not views, and the bytes that these operators read and write. The
+        judge computes simulated times from these numbers."""
         total = {"operators": 0, "bytes": 0}
 
         class Counter(TorchFunctionMode):

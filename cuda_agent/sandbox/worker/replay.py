@@ -1,8 +1,9 @@
-"""Runs solutions that start compilers. A first pass records the programs that run; a second pass replays them.
+"""Runs solutions that start compilers, in two passes.
 
-The second pass starts no recorded program again: it returns the recorded result, and the program's files already exist.
-For example, ``load_inline`` calls ninja, finds that everything is built, and imports the library. The solution's own
-process writes the recording, so the sandbox's security must not depend on it."""
+A first pass runs the solution and records each program that the solution starts. The second pass, which is the judged
+run, starts no program: the solution gets the recorded result, and the program's files already exist. For example,
+``load_inline`` calls ninja, finds that everything is built, and imports the library. The solution's own process writes
+the recording, so the sandbox's security must not depend on it."""
 
 import contextlib
 import errno
@@ -29,7 +30,8 @@ _RealPopen = subprocess.Popen
 
 
 class RecordingPass(WorkerLoop):
-    """Runs a solution once, in a process that may start compilers. Answers ``None``, or the solution's error."""
+    """Runs a solution once, in a process that may start compilers. The answer is ``None`` on success. Otherwise it is a
+    dictionary: ``error`` describes the solution's error, and ``log`` holds the messages of the error and its causes."""
 
     def run_first_pass(self, frame: Frame) -> dict[str, str] | None:
         place, device = Path(self._options["folder"]), self._options["device"]
@@ -62,7 +64,8 @@ class RecordingPass(WorkerLoop):
 
 
 def _settle() -> None:
-    """Applies settings that must be equal in both passes, because cache keys of the compilers depend on them."""
+    """Applies settings that must be equal in both passes (recording and replay), because cache keys of the compilers
+    depend on them."""
     if (extensions := sys.modules.get("torch.utils.cpp_extension")) is not None:  # imported before CUDA_HOME was set
         extensions.CUDA_HOME = os.environ.get("CUDA_HOME")  # type: ignore[attr-defined]
     import torch._inductor.config as config
@@ -146,7 +149,8 @@ def play_back(place: Path) -> None:
 
 
 def _take_no_locks() -> None:
-    """Makes file locks do nothing: lock files cannot be opened for writing, and no other process needs them."""
+    """Makes file locks do nothing. Lock files cannot be opened for writing in the second pass, and no other process
+    uses these locks."""
     import filelock
     from torch.utils.file_baton import FileBaton
 

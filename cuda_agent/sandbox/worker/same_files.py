@@ -1,4 +1,4 @@
-"""Makes a solution's second pass (``replay``) find the files of its first pass.
+"""Makes the second pass of a solution, which is the judged run, find the files of the first pass (see ``replay``).
 
 A solution may write its sources when it is imported, or compile in a new temporary folder. In the second pass, the
 first pass's folder is read-only. The sandbox's security does not depend on this code."""
@@ -64,7 +64,7 @@ def _inside(place: Path) -> Callable[[Any], bool]:
     of_compilers = tuple(f"{own}{name}{os.sep}" for name in _OF_COMPILERS)
 
     def inside(path: Any) -> bool:
-        """Returns whether ``path`` lies in the folder, but not in a compiler's subfolder."""
+        """Returns whether ``path`` lies in the folder ``place``, but not in a compiler's subfolder."""
         if not isinstance(path, str | bytes | os.PathLike):
             return False
         whole = os.path.abspath(os.fsdecode(path))

@@ -16,14 +16,15 @@ from cuda_agent.sandbox.wire import span
 
 class Slots:
     """The judge's shared memory, mapped in a worker. The worker cannot write to inputs and weights. A slot is the room
-    for the inputs and outputs of one call. ``places`` comes from ``Buffers.places``. Its ``layout`` has one item per
-    slot, with offsets in bytes: ``{"in": [offsets], "out": [offsets]}``."""
+    for the inputs and outputs of one call. ``places`` comes from ``judge.memory.buffers.Buffers.places``. Its
+    ``layout`` has one item per slot, with offsets in bytes: ``{"in": [offsets], "out": [offsets]}``."""
 
     def __init__(
         self, spec: dict[str, Any], places: dict[str, Any], fds: list[int], device: str, before: "Slots | None" = None
     ) -> None:
-        """Maps the areas with the descriptors ``fds``. ``before`` holds the slots of an earlier plan. If they have the
-        same GPU areas, reuses their mappings. Otherwise removes their mappings."""
+        """Maps the input area and the output area, whose descriptors are ``fds``. ``spec`` is the ``TaskSpec`` as JSON.
+        ``before`` holds the slots of an earlier plan in this process. If these slots lie in the same GPU areas, their
+        mappings are used again. Otherwise their mappings are removed."""
         layout, sizes = places["layout"], places["sizes"]
         self._numbers = places["areas"]
         self._areas: list[driver.Shared] = []
@@ -60,7 +61,8 @@ class Slots:
         return tensor_at(address, tensor, self.device)
 
     def tensor_of(self, address: Callable[[str], int], tensor: dict[str, Any]) -> torch.Tensor:
-        """Returns a library node's tensor, as ``tensor`` describes it; ``address`` maps buffers to addresses."""
+        """Returns a tensor of a library node. ``tensor`` describes its buffer, shape and dtype. ``address`` is a
+        function from a buffer's name to the address of its memory."""
         return self.tensor(address(tensor["buffer"]), tensor)
 
     def input_tensors(self, slot: int) -> list[torch.Tensor]:
@@ -107,8 +109,8 @@ def tensor_at(address: int, tensor: dict[str, Any], device: str) -> torch.Tensor
 
 
 def flatten(value: Any) -> list[torch.Tensor]:
-    """Returns the tensors in a model's result, in order; numbers become tensors without dimensions. Raises
-    ``TypeError`` for other values."""
+    """Returns the tensors in a model's result, in order. A number becomes a tensor without dimensions, and ``None`` is
+    left out. Lists, tuples and dictionaries are flattened. Raises ``TypeError`` for other values."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, bool | int | float):
@@ -158,8 +160,9 @@ def is_plain(value: Any) -> bool:
 
 
 def argument_of(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """Returns an argument as JSON. Appends its tensors to ``tensors``, and replaces them by their indices. Raises
-    ``TypeError`` if the argument holds anything but plain values, tensors and lists."""
+    """Returns an argument of a model as JSON: ``{"tensor": index}``, ``{"value": plain value}``, or a list of such
+    items. Appends the argument's tensors to ``tensors``; the indices refer to this list. Raises ``TypeError`` if the
+    argument holds anything but plain values, tensors and lists."""
     if isinstance(value, torch.Tensor):
         tensors.append(value)
         return {"tensor": len(tensors) - 1}

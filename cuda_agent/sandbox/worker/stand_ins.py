@@ -1,9 +1,10 @@
-"""Makes ``torch.utils.cpp_extension`` compile in seconds, against stand-ins for torch's headers.
+"""Makes ``torch.utils.cpp_extension`` compile in seconds. It gets stand-ins: short header files that replace torch's
+headers.
 
-Torch runs its usual build with another folder of headers (``cuda_agent/sandbox/formats/stand_ins``). If this build
-fails, or if its library cannot be imported, torch builds again with its own headers. It does not build again if that
-build must also fail. A build that makes no Python module uses torch's headers at once. The second pass (``replay``)
-replays these builds."""
+Torch runs its usual build, but with the stand-ins (``cuda_agent/sandbox/formats/stand_ins``). If this first build
+fails, or if its library cannot be imported, torch builds again with its own headers. There is no second build if the
+first one's errors show that it would fail, too. A build that makes no Python module uses torch's headers at once. All
+of this happens in a first pass, a run that may start compilers. The judged run (``replay``) replays the builds."""
 
 import contextlib
 import inspect
@@ -26,7 +27,8 @@ _LIGHT = ("torch/headeronly", "ATen/dlpack.h")  # headers of torch that the stan
 
 
 def write_headers(place: Path, headers: Mapping[str, str]) -> None:
-    """Writes the stand-ins ``headers`` (texts by path) into the folder ``place`` of a first pass."""
+    """Writes the stand-ins ``headers`` (texts by path) into ``place``, the folder of a first pass (a run that may start
+    compilers). Links the headers of torch that the stand-ins include."""
     if not headers:
         return
     for name, text in headers.items():
@@ -40,9 +42,10 @@ def write_headers(place: Path, headers: Mapping[str, str]) -> None:
 
 
 def _fails_anyway(said: str, folder: Path) -> bool:
-    """Returns whether a build with torch's own headers would fail as well. ``said`` is the failed build's output. The
-    build would fail if the module is defined twice. It would also fail if a command's first error is about a bound
-    function that neither the sources nor torch's headers declare. ``folder`` caches the search in the headers."""
+    """Returns whether a build with torch's own headers would fail as well. ``said`` is the output of the build that
+    failed with the stand-ins. The result is true in two cases. In the first case, the module is defined twice. In the
+    second case, a command's first error is about a bound function that neither the sources nor torch's headers declare.
+    ``folder`` caches the search in the headers."""
     for output in said.split(_FAILED)[1:]:
         if found := _TWICE.search(output) or _UNBOUND.search(output):
             first = output.find("error: ")
@@ -66,7 +69,8 @@ def _in_headers(name: str, folder: Path) -> bool:
 
 
 def offer(place: Path) -> None:
-    """Makes builds of ``torch.utils.cpp_extension`` try the stand-ins in the folder ``place``, if there are any."""
+    """Makes builds of ``torch.utils.cpp_extension`` try the stand-ins below ``place``, the folder of a first pass. Does
+    nothing if this folder holds no stand-ins."""
     folder = place / _FOLDER
     if not folder.is_dir():
         return

@@ -1,7 +1,7 @@
 """Opens workspaces, calls their tools, and answers the compile, verify and profile commands of their shells.
 
 A workspace is an agent's folder with its tools. The tools run in a separate jailed process (``worker``). A mistake of
-the agent raises no exception. Instead, the tool's result has ``error`` set."""
+the agent raises no exception. Instead, the result of the tool call has ``error`` set."""
 
 import asyncio
 import contextlib
@@ -44,9 +44,9 @@ class WorkspaceLost(Exception):
 
 
 class Workspaces:
-    """Owns the warm parent: the process that forks workspaces. ``async with`` starts the warm parent. Without it, the
-    first workspace does. The warm parent removes the temporary folder of all work folders when it ends, even if this
-    process was killed."""
+    """Owns the warm parent: the process that forks the processes of workspaces. ``async with`` starts the warm parent
+    at once. Otherwise the first call of ``open`` starts it. All work folders lie in one temporary folder. The warm
+    parent removes this folder when it ends, even if this process was killed."""
 
     def __init__(self, limits: CommandLimits | None = None) -> None:
         self.limits = limits or CommandLimits()
@@ -68,7 +68,8 @@ class Workspaces:
         self, files: Mapping[str, str], protected: frozenset[str], commands: Commands
     ) -> "AsyncIterator[Workspace]":
         """Opens a workspace that holds ``files`` (text by path). The agent cannot change the top-level files in
-        ``protected``. ``commands`` runs the agent's commands compile, verify and profile. Raises ``WorkspaceLost``."""
+        ``protected``. ``commands`` runs the agent's commands compile, verify and profile. Raises ``WorkspaceLost`` if
+        the workspace does not start."""
         await self._start()
         number, control = next(self._numbers), self._control
         assert control is not None
@@ -149,7 +150,8 @@ def checked_call(tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Workspace:
-    """An open workspace. Its tool calls run one after the other."""
+    """An open workspace: an agent's work folder, with tools that run in a jailed process. Tool calls run one after the
+    other."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, commands: Commands, limits: CommandLimits
@@ -161,7 +163,7 @@ class Workspace:
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Runs a tool and returns its result. If the tool runs compile, verify or profile, this client runs that
         command with the constructor's ``commands``. An exception of ``commands`` reaches the caller. Raises
-        ``WorkspaceLost``."""
+        ``WorkspaceLost`` if the workspace has ended or does not answer."""
         try:
             body = checked_call(tool, arguments)
         except ToolRefused as refused:
@@ -172,7 +174,7 @@ class Workspace:
 
     async def files(self) -> dict[str, str]:
         """Returns the folder's text files by path, within the limits of the module ``files``. Protected files have
-        their original text. Raises ``WorkspaceLost``."""
+        their original text. Raises ``WorkspaceLost`` if the workspace has ended or does not answer."""
         async with self._turn:
             return dict(await self._request(WorkspaceOperation.COLLECT_FILES, None))
 

@@ -1,5 +1,5 @@
-"""Implements the file tools of a workspace (Read, Write, Edit, MultiEdit, Glob, and the file of a NotebookEdit), and
-collects the workspace's files.
+"""Implements the file tools of a workspace, and collects the workspace's files. The tools are Read, Write, Edit,
+MultiEdit and Glob. NotebookEdit reads and writes its file with ``Folder.change``.
 
 Everything in the folder may be hostile (links, FIFOs, huge or binary files, a million names), so every path is resolved
 and every read is limited. The code runs inside the workspace's jail."""
@@ -28,7 +28,8 @@ class ToolRefused(Exception):
 
 class Folder:
     """The work folder ``root`` and its tools. ``protected`` maps each protected file name to its required text, or to
-    ``None`` if the file must not exist. The agent may change a file only if it knows the file's current content."""
+    ``None`` if the file must not exist. The agent may change a file only if it has read or written the file's current
+    content with a tool. A tool raises ``ToolRefused`` if it refuses a call."""
 
     def __init__(self, root: str, protected: dict[str, str | None]) -> None:
         if any("/" in name for name in protected):
@@ -82,7 +83,8 @@ class Folder:
         return "ok"
 
     def change(self, path: str, edited: Callable[[str], str]) -> str:
-        """Replaces the text of a file that the agent knows by ``edited`` of it."""
+        """Replaces the text of the file at ``path`` by the result of ``edited(text)``. Raises ``ToolRefused`` if the
+        agent does not know the file's current text."""
         name = self._writable(path)
         self._store(name, edited(self._must_know(name)))
         return "ok"

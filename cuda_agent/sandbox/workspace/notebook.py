@@ -66,7 +66,7 @@ def _notebook(text: str) -> dict[str, Any]:
 
 
 def _written(notebook: dict[str, Any]) -> str:
-    """Returns ``notebook`` as JSON. Escapes all but ASCII only if some text is no valid Unicode."""
+    """Returns ``notebook`` as JSON. If a text in it is not valid Unicode, escapes all characters that are not ASCII."""
     text = json.dumps(notebook, indent=1, ensure_ascii=False)
     try:
         text.encode()
@@ -91,8 +91,8 @@ def _new_id(cells: list[dict[str, Any]]) -> str:
 
 
 def _changed(cell: dict[str, Any], cell_type: str, source: str) -> dict[str, Any]:
-    """Gives ``cell`` a type and a text. Its outputs are dropped, since they belong to another text, and so is what a
-    cell of the new type cannot have. Everything else stays. Returns ``cell``."""
+    """Sets the type and the text of ``cell``, and returns ``cell``. Removes its outputs, which belong to the old text,
+    and the fields that a cell of the new type cannot have. Keeps all other fields."""
     cell |= {"cell_type": cell_type, "source": source.splitlines(keepends=True)}
     if cell_type == "code":
         cell |= {"execution_count": None, "outputs": []}

@@ -118,7 +118,8 @@ class Shell:
         self.paused: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext  # while a time may be taken
 
     def run(self, program: list[str], seconds: float) -> CommandOutcome:
-        """Runs a program until it ends or exceeds a limit, then kills its remaining processes."""
+        """Runs a program until it ends or exceeds a limit, then kills its remaining processes. ``seconds`` limits the
+        run; the time in which the program waits for compile, verify or profile does not count."""
         requests = self._requests()
         out_read, out_write = os.pipe()
         state_read, state_write = os.pipe()
@@ -201,8 +202,8 @@ class Shell:
             os._exit(126)
 
     def overuse(self, used: float, seconds: float, disk: bool) -> str:
-        """Returns a text that names the limit that a command exceeds, or an empty string. The command has used ``used``
-        of its ``seconds``. Checks the use of the disk only if ``disk`` is true."""
+        """Returns a text that names the limit that a command exceeds, or an empty string. The command has run for
+        ``used`` of its ``seconds``. Checks the use of the disk only if ``disk`` is true."""
         if used > seconds:
             return f"killed after {seconds:g} s"
         pids = descendants(os.getpid())
@@ -294,7 +295,7 @@ def wake_on_child() -> int:
 
 
 def drain(descriptor: int) -> bytes:
-    """Reads the bytes that are available at ``descriptor``, at most about 1 MiB."""
+    """Reads the bytes that are available at ``descriptor``, at most about 1 MiB, and returns them."""
     data = bytearray()
     while len(data) < 1 << 20:
         try:

@@ -26,7 +26,8 @@ from cuda_agent.sandbox.workspace.shell import BASH, WRAPPER, CommandLimits, She
 
 
 def main() -> None:
-    """Runs the warm parent. Opens and closes workspaces at the client's request, until the client disconnects."""
+    """Runs the warm parent, the process that forks the processes of workspaces. Opens and closes workspaces at the
+    client's request, until the client disconnects."""
     control, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     processes.prctl(processes.PR_SET_DUMPABLE, 0)
     processes.prctl(processes.PR_SET_CHILD_SUBREAPER, 1)

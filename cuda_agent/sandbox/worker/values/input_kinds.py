@@ -7,8 +7,8 @@ import torch
 
 
 def vary(tensors: list[torch.Tensor], kind: str) -> list[torch.Tensor] | None:
-    """Returns ``tensors`` with values of ``kind``, in the same shapes and dtypes. Tensors to which the kind does not
-    apply stay as they are. Returns ``None`` if the kind applies to no tensor."""
+    """Returns ``tensors`` with values of ``kind`` (one of ``wire.KINDS``), in the same shapes and dtypes. Tensors to
+    which the kind does not apply stay as they are. Returns ``None`` if the kind applies to no tensor."""
     if kind == "normal":
         return tensors
     varied = [_vary(tensor, kind) for tensor in tensors]

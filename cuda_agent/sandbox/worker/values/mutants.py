@@ -1,4 +1,5 @@
-"""Makes wrong answers to a task (``judge.mutants``) in the reference worker, which alone has the task's model."""
+"""Makes mutants: wrong answers to a task, made on purpose. ``judge.mutants`` chooses them. This module runs in the
+reference worker, because no other process has the task's model."""
 
 import copy
 from collections.abc import Callable

@@ -1,8 +1,9 @@
-"""Draws new values for weights that a constructor sets to one value, so that a solution cannot ignore them.
+"""Draws new values for weights that a model's constructor sets to one value, so that a solution cannot ignore them.
 
 LayerNorm's weight, for example, starts with 1 and its bias with 0. A solution that ignores both is right until they
 have other values. Weights that the constructor draws at random stay, because they follow from the judge's secret seed.
-The reference worker uses this module. A candidate worker uses it if its weights have other names."""
+The reference worker uses this module. A candidate worker uses it if the solution's weights and the reference's weights
+have different names."""
 
 import hashlib
 from collections import Counter
