@@ -1,7 +1,7 @@
-"""Plays episodes of a model behind a chat API. Agent loop and tools are the same as for a policy (``loop``).
+"""Plays episodes of a model behind a chat API. The agent loop and the tools are the same as for a policy (``loop``).
 
 The episodes are for evaluation, not for training. The server reports how many tokens it sampled, but not their ids.
-Therefore ``Episode.ids`` holds a zero for each token."""
+Therefore ``Episode.ids`` holds a zero for each sampled token, and no prompt or tool tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -23,7 +23,8 @@ LOOP = 3  # the same call this many times counts as a loop
 
 
 class SandboxFault(Exception):
-    """The sandbox failed twice on one solution. The player is not at fault."""
+    """The sandbox failed twice to judge one solution. The player is not at fault. ``verdict`` is the second verdict,
+    with the status ``infra``."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.message)
@@ -34,13 +35,15 @@ class KernelEnvironment:
     """The environment of one episode.
 
     Attributes:
-        files: The player's files, as ``collect`` last read them. A new work folder starts with these files.
-        best: The best verdict of quick mode so far.
+        files: The player's files (text by path), as ``collect`` last read them. A new work folder starts with these
+            files.
+        best: The best verdict so far, or None. Only verdicts of quick mode, the judge's usual mode, count.
         flags: The bad patterns seen so far ("malformed_call", "unknown_tool", "loop").
-        repeated: How many times the latest tool call was made with the same arguments. A successful Write, Edit,
-            MultiEdit or NotebookEdit with new arguments resets the counts of all tools except these. So does a compile,
-            verify or profile that finds other files than the one before, because Bash can change files, too.
-        waiting: Makes the context manager that surrounds each wait for a verdict."""
+        repeated: How many times the latest tool call was made with the same arguments. A Write, Edit, MultiEdit or
+            NotebookEdit with new arguments that succeeds resets the counts of all tools except these four. A compile,
+            verify or profile command also resets them if it finds files that no earlier command found, because Bash can
+            change files, too.
+        waiting: A function that makes a context manager. Each wait for a verdict takes place inside such a context."""
 
     def __init__(
         self,
@@ -84,8 +87,12 @@ class KernelEnvironment:
         return await self._opened.__aexit__(*raised)
 
     async def call(self, name: str, arguments: Mapping[str, Any] | None) -> ToolResult:
-        """Runs the tool ``name``. ``arguments`` is None if the player's text could not be parsed. For an unknown tool
-        or wrong arguments, the result is an error message. Raises WorkspaceLost."""
+        """Runs the tool ``name`` and returns its result. ``arguments`` is None if the player's text could not be
+        parsed. For an unknown tool or wrong arguments, the result is an error message.
+
+        Raises:
+            WorkspaceLost: The work folder is lost.
+            SandboxFault, TaskError: The tool ran compile, verify or profile, and ``judge`` raised this exception."""
         assert self._folder is not None, "the work folder is not open"
         self.repeated = 0
         if name not in self.tools:
@@ -115,12 +122,13 @@ class KernelEnvironment:
         return self.solution
 
     async def finish(self) -> Verdict:
-        """Judges the solution in the work folder. Raises SandboxFault, TaskError or WorkspaceLost if that fails."""
+        """Judges the solution in the work folder and returns the verdict. Raises WorkspaceLost if the work folder is
+        lost, and SandboxFault or TaskError as ``judge`` does."""
         return await self.judge(await self.collect())
 
     async def judge(self, solution: Solution, mode: Mode = "quick") -> Verdict:
-        """Judges ``solution``. After a fault of the sandbox, tries once more. In quick mode, a verdict better than
-        ``best`` replaces ``best``.
+        """Judges ``solution`` and returns the verdict. If the sandbox fails, tries once more. In quick mode, a verdict
+        better than ``best`` (``merit``) replaces ``best``.
 
         Raises:
             SandboxFault: The sandbox failed twice.
@@ -137,7 +145,9 @@ class KernelEnvironment:
         return verdict
 
     async def command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """Judges the solution in ``files``. Returns the output of the command ``name`` (compile, verify or profile)."""
+        """Runs the agent's command ``name`` (compile, verify or profile): judges the solution in ``files`` (text by
+        path) and returns the command's output. ``argv`` is ignored. Raises SandboxFault or TaskError as ``judge``
+        does."""
         if (found := hash(frozenset(files.items()))) not in self._commanded:
             self._commanded.add(found)
             self._forget_calls()

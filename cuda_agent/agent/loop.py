@@ -56,7 +56,8 @@ class EpisodeSettings:
 
 
 class Player(Protocol):
-    """The side of the agent loop that makes tool calls, such as a policy. The environment answers the calls."""
+    """The side of the agent loop that makes tool calls, such as a policy. The environment is the side that answers the
+    calls."""
 
     async def speak(self, turn: int) -> Calls | str:
         """Plays turn number ``turn``. Returns the turn's tool calls, or the reason why the player stops."""
@@ -155,8 +156,9 @@ class EpisodePlayer(ABC):
         return min(self.settings.turn_tokens, self.settings.context - len(self.episode.ids))
 
     async def run(self, answer: Callable[[], Awaitable[Ended]] | None = None) -> Episode:
-        """Plays the episode and judges its files. Calls ``answer`` to play if it is given, else plays with tools.
-        Returns the episode, even after an infrastructure fault. ``Episode.ended`` says why the episode ended."""
+        """Plays the episode and judges its final files. Awaits ``answer`` to play if ``answer`` is given, else plays
+        with tools. Returns the episode, even after an infrastructure fault. ``Episode.ended`` says why the episode
+        ended."""
         environment, episode = self.environment, self.episode
         episode.kind = "single" if answer else "agent"
 
@@ -187,8 +189,8 @@ class EpisodePlayer(ABC):
 
     def said(self, text: str, calls: Calls, cut: bool, malformed: bool, **more: str) -> Calls | Ended:
         """Records a turn's message: ``text``, ``calls`` and the fields ``more``. Returns "tokens" if the turn was
-        ``cut`` off, and "answer" if it has no call, not even a ``malformed`` one. Both end the episode. In all other
-        cases, returns the calls."""
+        ``cut`` off. Returns "answer" if the turn has no tool call, not even a ``malformed`` one. These two results end
+        the episode. In all other cases, returns the calls."""
         asked = [{"name": call["name"], "arguments": call["arguments"] or {}} for call in calls]
         self.episode.messages.append({"role": "assistant", "content": text, "tool_calls": asked, **more})
         if malformed:
@@ -318,7 +320,8 @@ async def run_many(jobs: Sequence[Callable[[], Awaitable[T]]], concurrency: int,
 
 
 class _Lockstep:
-    """Makes the running episodes wait for each other before every turn. At most ``places`` of ``jobs`` run at once."""
+    """Makes the running episodes wait for each other before every turn. There are ``jobs`` episodes in all, and at most
+    ``places`` of them run at once."""
 
     def __init__(self, jobs: int, places: int) -> None:
         self._active = min(jobs, places)

@@ -30,7 +30,8 @@ _COMPARED_LINES = 2000  # most lines compared per file: repeated lines take cubi
 
 def difference(path: str, old: str, new: str) -> Event:
     """Returns the fields of the event ``diff`` for a file whose text changed from ``old`` to ``new``: the path, the
-    first lines of the diff, and the numbers of added and removed lines."""
+    first lines of the diff, and the numbers of added and removed lines. Compares only the first ``_COMPARED_LINES``
+    lines."""
     before, after = (text.splitlines()[:_COMPARED_LINES] for text in (old, new))
     lines = list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]
     added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
@@ -38,7 +39,8 @@ def difference(path: str, old: str, new: str) -> Event:
 
 
 def factor(verdict: Verdict) -> float | None:
-    """Returns the speed-up over the faster of eager and ``torch.compile``, or None for a wrong or untimed solution."""
+    """Returns the speed-up of a verdict's solution over the faster of eager and ``torch.compile``, or None for a wrong
+    or untimed solution."""
     if verdict.status != "ok":
         return None
     known = [ratio for ratio in (verdict.speedup_eager, verdict.speedup_compile) if ratio is not None]
@@ -69,7 +71,8 @@ class Findings:
             self.by_digest.setdefault(solution.digest, Find(solution, verdict, attempt, turn))
 
     def note(self, solution: Solution, verdict: Verdict, attempt: int, turn: int) -> None:
-        """Adds ``solution`` after a quick verdict. Keeps a strict verdict, unless the sandbox failed."""
+        """Records a verdict on ``solution``. A quick verdict adds the solution (``add``). A strict verdict is stored
+        with a solution that was added before, unless the sandbox failed."""
         if verdict.mode == "quick":
             self.add(solution, verdict, attempt, turn)
         elif verdict.status != "infra" and solution.digest in self.by_digest:
@@ -77,8 +80,8 @@ class Findings:
 
     @property
     def best(self) -> Find | None:
-        """The fastest solution; None if there is none. If a solution has no strict verdict, its quick verdict
-        counts."""
+        """Returns the fastest solution, or None if there is none. If a solution has no strict verdict, its quick
+        verdict counts."""
         return max(self.by_digest.values(), key=lambda find: factor(find.strict or find.quick) or 0.0, default=None)
 
 
@@ -138,8 +141,9 @@ class State:
 
 
 class Transcript:
-    """Appends the events of a search to the file ``path``, except the kinds in ``SHOWN_ONLY``. ``clock`` returns the
-    time for an event, in seconds. ``watch`` receives every event. ``note`` is the latest note about an attempt."""
+    """Appends the events of a search to the file ``path``, except events of the kinds in ``SHOWN_ONLY``. ``clock``
+    returns the seconds since the search began. ``watch`` receives every event. ``note`` is the latest note about an
+    attempt."""
 
     def __init__(self, path: Path, clock: Callable[[], float], watch: Callable[[Event], None]) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -175,7 +179,8 @@ def read_events(path: Path) -> list[Event]:
 
 def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Findings, Event]:
     """Returns the state of a search after ``events``: the states of the attempts by number, the correct solutions, and
-    the used budget. Leaves out the messages of an unfinished turn, because its tool calls may have no answers."""
+    the used budget. The used budget is a dict of four fields of ``SearchBudget.facts``, or empty if no budget was
+    recorded. Leaves out the messages of an unfinished turn, because its tool calls may have no answers."""
     states: dict[int, State] = {}
     pending: dict[int, list[Event]] = {}
     findings, spent = Findings(), dict[str, Any]()

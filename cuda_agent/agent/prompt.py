@@ -1,8 +1,8 @@
 """Makes prompts (the messages that show a task to a policy), and parses the answers of episodes without tools.
 
 A prompt has one of two styles. The style "full" states all rules, for general models. The style "compact" is for a
-small policy that is trained with compact prompts. A compact prompt has one word, which says whether there are tools,
-and the task's source in few tokens."""
+small policy that is trained with compact prompts. A compact prompt consists of one word and the task's source in few
+tokens (``compact_source``). The word is "agent" if there are tools, and "answer" if there are none."""
 
 import ast
 import re
@@ -46,9 +46,9 @@ def agent_messages(task: Task, style: Style, format: Format = "plan", device: st
 
 
 def parse_answer(text: str) -> dict[str, str]:
-    """Returns the files in the answer ``text``: fenced blocks whose first line names a language and a path. Drops
-    unclosed blocks, files that are too large or too many, and unsafe paths, such as "../a". If several blocks have the
-    same path, the last one counts."""
+    """Returns the files (text by path) in the answer ``text``: fenced blocks whose first line names a language and a
+    path. Drops unclosed blocks, files that are too large or too many, unsafe paths, such as "../a", and the given files
+    ``model.py`` and ``SKILL.md``. If several blocks have the same path, the last one counts."""
     files: dict[str, str] = {}
     for match in _FENCE.finditer(text[: 4 * _ANSWER_BYTES]):
         path, content = match[2], match[3]

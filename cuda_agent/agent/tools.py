@@ -21,14 +21,15 @@ _COMPILER = re.compile(r"^(\S+?)(?::(\d+):(?:\d+:)?|\((\d+)\):) (?:fatal )?error
 
 
 def merit(verdict: Verdict) -> tuple[float, float]:
-    """Returns what makes one verdict better than another: the reward, then the speed-up."""
+    """Returns the sort key of verdicts: a better verdict has a greater pair (reward, speed-up). The speed-up is over
+    torch.compile, or over eager if that over torch.compile is unknown. A missing reward or speed-up is 0."""
     return float(verdict.reward or 0), verdict.speedup_compile or verdict.speedup_eager or 0.0
 
 
 def describe(verdict: Verdict, command: str, style: Style, before: Verdict | None = None) -> str:
     """Returns the text that ``command`` (compile, verify or profile) prints for ``verdict``. ``before`` is the best
-    verdict that the agent got before, if there is one. In compact style the text is only the kind of mistake, the first
-    build error, or the two speed-ups and how they compare with ``before``."""
+    verdict that the agent got before, or None. In compact style the text holds only the status, the first build error,
+    or the two speed-ups and the word "best" or "slower" (than ``before``)."""
     if verdict.status == "build_error":
         return f"build error: {first_error(verdict.message) if style == 'compact' else verdict.message}"
     if command == "compile":
@@ -51,10 +52,10 @@ def describe(verdict: Verdict, command: str, style: Style, before: Verdict | Non
 
 
 def standing(verdict: Verdict) -> str:
-    """Returns a line with the task's least possible time on the device (roofline), and the ratio of this time to the
-    solution's time. Returns "" if the times are unknown. The least possible time is the longer of two times: the time
-    to move all inputs and outputs, and the time to do all arithmetic operations of the reference. Both assume the
-    device's peak rates."""
+    """Returns one line that compares the solution's time with the least possible time of the task on the device
+    (roofline). The least possible time is the longer of two times: the time to move all inputs and outputs, and the
+    time to do all arithmetic operations of the reference. Both assume the device's peak rates. Returns "" if the
+    solution is not correct, or if one of the compared times is unknown or simulated."""
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return ""
     least = {
@@ -74,8 +75,8 @@ def failed(verdict: Verdict, command: str) -> bool:
 
 
 def first_error(message: str) -> str:
-    """Returns the first error in a compiler's ``message`` as ``path:line: text``, or the first line if there is
-    none."""
+    """Returns the first error in a compiler's ``message`` as ``path:line: text``, or the message's first line if no
+    error is found. The result has at most ``_COMPACT_MESSAGE`` characters."""
     if found := _COMPILER.search(message):
         message = f"{found[1]}:{found[2] or found[3]}: {found[4]}"
     return (message.splitlines() or [""])[0][:_COMPACT_MESSAGE]

@@ -1,8 +1,8 @@
 """Adds low-rank adapters (LoRA, arXiv 2106.09685) to linear layers of a frozen model.
 
 A layer with an adapter computes W x + scale B A x, where A is ``down``, B is ``up``, and scale is alpha / rank. The
-layer's attribute ``weight`` returns W + scale B A, so code that reads weights, such as the decoder, gets the merged
-model. Adapters are saved in peft's format."""
+layer's attribute ``weight`` returns W + scale B A. Code that reads this attribute, such as the decoder, therefore gets
+the merged weights. Adapters are saved in peft's format."""
 
 import json
 import math
@@ -77,8 +77,8 @@ def merged_parameters(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_merged(model: Any, folder: Path | str) -> None:
-    """Saves the merged model as a Hugging Face folder. If the model has adapters, saves them in the sub-folder
-    ``adapter``."""
+    """Saves the model as a Hugging Face folder, with adapters merged into the weights. If the model has adapters, also
+    saves them alone in the sub-folder ``adapter``."""
     if not adapters(model):
         model.save_pretrained(folder)
         return

@@ -82,9 +82,9 @@ def save_policy(model: Any, tokenizer: Any, folder: Path | str) -> None:
 
 
 def load_policy(folder: Path | str) -> tuple[Any, Any]:
-    """Loads a model and its tokenizer from a Hugging Face folder, or as ``owner/name`` from the hub. The model is in
-    float32 and eval mode. Raises ``PolicyError`` if a file is missing, or if model and tokenizer do not fit
-    together."""
+    """Loads a policy from a Hugging Face folder, or as ``owner/name`` from the hub. Returns (model, tokenizer). The
+    model is in float32 and eval mode. Raises ``PolicyError`` if a file is missing or unusable, if the tokenizer has no
+    chat template, or if model and tokenizer do not fit together."""
     from transformers import AutoConfig, AutoTokenizer
 
     path = Path(folder)
@@ -128,7 +128,8 @@ def _named(problem: str) -> Iterator[None]:
 
 
 def _check_files(path: Path) -> None:
-    """Raises a ``PolicyError`` that names all missing files. The errors of transformers would be vague."""
+    """Raises ``PolicyError`` if the folder ``path`` lacks files of a policy. The error names all missing files; the
+    errors of transformers would be vague."""
     if not path.is_dir():
         raise PolicyError(f"{path} is not a folder")
     missing = [] if (path / "config.json").exists() else ["no config.json"]

@@ -1,6 +1,7 @@
 """Defines the forms of the reward (``REWARDS``): pure functions of an episode's verdict (``Verdict.to_json``).
 
-A stage learns from the form in its configuration. Pages, scores and the service always show ``Verdict.reward``."""
+A stage trains with the form that its configuration names. Pages, scores and the service always show ``Verdict.reward``,
+which is the form "ladder"."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +10,8 @@ Json = Mapping[str, Any]
 
 
 def ladder(verdict: Json) -> float | None:
-    """Returns the reward of the paper's Eq. 1 (see ``Verdict``), or None for the status ``infra``."""
+    """Returns the reward of the paper's Eq. 1: -1 for an incorrect solution, and 1, 2 or 3 for a correct one, depending
+    on its speed (see ``Verdict``). Returns None for the status ``infra``."""
     return None if verdict["reward"] is None else float(verdict["reward"])
 
 
@@ -22,8 +24,9 @@ def speedup(verdict: Json) -> float | None:
 
 
 def raw(verdict: Json) -> float | None:
-    """Returns the speed-up over the faster of eager and ``torch.compile``, without an upper bound. The paper uses this
-    reward in an ablation (Table 2). An untimed correct solution gets 0, an incorrect one -1, and ``infra`` None."""
+    """Returns the speed-up of a correct solution over the faster of eager and ``torch.compile``, without an upper
+    bound. The paper uses this reward in an ablation (Table 2). An untimed correct solution gets 0, an incorrect one -1,
+    and the status ``infra`` None."""
     if verdict["status"] != "ok":
         return ladder(verdict)
     ratios = (verdict["speedup_eager"], verdict["speedup_compile"])

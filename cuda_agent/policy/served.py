@@ -1,9 +1,10 @@
 """Connects to an external model behind an OpenAI-compatible address, with text as input and output.
 
-Answers are streamed: a user sees them grow, and an endless answer is cut. If the server refuses a feature, such as tool
-calls or a parameter, later requests leave it out. If the server is busy, breaks a stream or answers 5xx, the client
-sends the request again after a pause. The API key comes from the environment. It goes to this address alone, and is
-removed from all text that comes back. The stages of a run use ``engines`` instead."""
+Answers are streamed: a user can watch them grow, and the client cuts an endless answer. If the server refuses a
+feature, such as tool calls or a parameter, later requests leave the feature out. If the server is busy, breaks a stream
+or answers 5xx, the client sends the request again after a pause. The API key comes from the environment. The client
+sends it to this address alone, and removes it from all text that the server returns. The stages of a run do not use
+this module: they use ``engines``."""
 
 import asyncio
 import contextlib
@@ -62,7 +63,7 @@ class Reply:
     content: str
     calls: list[dict[str, Any]] = field(default_factory=list)
     tokens: int = 0
-    cut: bool = False  # whether the turn reached max_tokens, or broke off
+    cut: bool = False  # whether max_tokens, or this client's limit on characters, ended the turn
     prompt_tokens: int = 0
     estimated: bool = False
     thought: str = ""
@@ -89,8 +90,9 @@ def check_address(url: str, key_env: str) -> None:
 
 class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
     """The client of one model, to be used as an async context manager. ``url`` is the server's address, which ends in
-    ``/v1``. ``timeout`` and ``pause``, the pause before the first retry, are in seconds. ``lost`` counts the tokens of
-    answers that broke off, because vendors charge for these tokens."""
+    ``/v1``. ``key_env`` is the environment variable with the API key. ``timeout`` and ``pause``, the pause before the
+    first retry, are in seconds. ``lost`` is the estimated number of tokens in answers that broke off, because vendors
+    charge for these tokens."""
 
     def __init__(
         self,
@@ -124,9 +126,10 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         listen: Listener | None = None,
         call: bool = True,
     ) -> Reply:
-        """Returns the model's next turn. If ``call`` is false, the model may not call tools. ``listen`` gets each piece
-        of the turn as it arrives. Repeats a failed request at most ``RETRIES`` times. Raises ``ServedModelError`` if
-        the server refuses the request or all retries fail, and ``ContextTooLong`` if the conversation is too long."""
+        """Returns the model's next turn. If ``call`` is false, the model may not call tools. ``listen`` receives each
+        piece of the turn when it arrives, and news about retries (``Listener``). Repeats a failed request at most
+        ``RETRIES`` times. Raises ``ServedModelError`` if the server refuses the request or all retries fail, and
+        ``ContextTooLong`` if the conversation is too long."""
         hear = listen or (lambda what, text: None)
         seed = None if seed is None else seed % 2**31
         sampling = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
@@ -320,7 +323,7 @@ class _Turn:
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[str]:
-    """Yields the data of the server-sent events in ``answer``. Raises ``_Again`` if a line is too long."""
+    """Yields the data of each server-sent event in ``answer``. Raises ``_Again`` if a line is too long."""
     rest = b""
     async for block in answer.aiter_bytes():
         *lines, rest = (rest + block).split(b"\n")

@@ -1,4 +1,5 @@
-"""Finds signs of unstable training in the metrics of a PPO step. An alarm is a note: it changes no training."""
+"""Finds signs of unstable training in the metrics of a PPO step. An alarm only tells the user: it changes no
+training."""
 
 from collections.abc import Mapping
 
@@ -17,9 +18,9 @@ _GREW = f"entropy is more than {GROWTH:g} times that of the first step: the poli
 
 
 def alarms(metrics: Mapping[str, float], first: Mapping[str, float]) -> list[str]:
-    """Returns one line for each alarm. ``metrics`` are those of the current step, and ``first`` maps each metric to its
-    value in the first step of this process that has it. A metric outside its limits or NaN causes an alarm. An entropy
-    above ``GROWTH`` times the first entropy causes another."""
+    """Returns one line for each alarm in ``metrics``, the metrics of the current step. A metric that is NaN or outside
+    its limits (``ALARMS``) causes an alarm. An entropy above ``GROWTH`` times the first entropy causes another alarm.
+    ``first`` maps each metric to the first value that this process measured for the metric."""
     lines = [
         f"{name} left its limits, {low:g} to {high:g}: {meaning}"
         for name, (low, high, meaning) in ALARMS.items()

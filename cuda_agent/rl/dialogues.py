@@ -2,8 +2,9 @@
 
 The dialogues look like the policy's episodes. The program makes up the verdicts in tool results, so the corpus needs no
 compiler. Tests and ``bootstrap`` check a sample of the verdicts in the sandbox. The teacher draws its designs without
-regard to the task's shape, and in a share of the episodes it is careless. The corpus therefore does not teach which
-designs are right and fast for which shape, nor to verify every solution. Only reinforcement learning teaches this."""
+regard to the task's shape. In a share of the episodes it ends after its first solution, right or wrong. The corpus
+therefore does not teach which designs are right and fast for which shape, nor to verify every solution. Only
+reinforcement learning teaches this."""
 
 import random
 from collections.abc import Collection
@@ -53,8 +54,8 @@ def texts(dialogues: Collection[Dialogue]) -> list[str]:
 
 
 def encode(dialogue: Dialogue, chat: Chat) -> tuple[list[int], list[int]]:
-    """Returns the token ids of ``dialogue``, and a mask that is 1 on the tokens to imitate. These are the assistant's
-    turns, except turns marked "spoilt", because these contain a mistake."""
+    """Returns the token ids of ``dialogue``, and a mask that is 1 on the tokens to imitate. The mask covers the
+    assistant's turns, except turns marked "spoilt", which contain a mistake."""
     ids, mask = chat.encode_dialogue(dialogue, TOOLS)
     turns = [message for message in dialogue if message["role"] == "assistant"]
     starts = [i for i, one in enumerate(mask) if one and not mask[i - 1]]
@@ -70,8 +71,8 @@ def one_shot(task: Task, rng: random.Random, device: str = "cpu") -> Dialogue:
 
 
 def careless(task: Task, rng: random.Random, device: str = "cpu") -> Dialogue:
-    """Returns an episode with tools that ends after the first solution, even if the solution is wrong. The agent
-    verifies it in half of the cases."""
+    """Returns an episode with tools that ends after the first solution, even if the solution is wrong. In half of the
+    cases, the agent verifies the solution before it ends."""
     worked = solve(task, rng, device)
     calls = _writes(_stripped(worked.files))
     verdict = _judged(worked) if rng.random() < 0.5 else None
@@ -81,9 +82,11 @@ def careless(task: Task, rng: random.Random, device: str = "cpu") -> Dialogue:
 def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu", designs: int = 2) -> Dialogue:
     """Returns an episode with tools. The agent writes a solution and verifies it. If ``repair`` is set and the design
     is correct, the solution first contains a mistake, which the agent then repairs. If the design is wrong, the agent
-    tries others: at most ``REFUSED`` wrong designs come before a correct one. Then the agent profiles up to ``designs``
-    correct designs: this one, and changes of the best one so far. If the last one is slower than the best one, the
-    agent mostly goes back."""
+    tries other designs: at most ``REFUSED`` wrong designs come before a correct one.
+
+    Then the agent profiles up to ``designs`` correct designs. The first is the correct one that it has found. Each of
+    the others is a change of the best one so far. If the last design is slower than the best one, the agent mostly goes
+    back to the best one."""
     worked = solve(task, rng, device)
     mistake = spoil(task, worked, rng) if repair and worked.status == "ok" else None
     written = _stripped(mistake.files if mistake else worked.files)
@@ -105,7 +108,8 @@ def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu", d
 
 
 def _profiled(task: Task, worked: Worked, rng: random.Random, designs: int) -> Dialogue:
-    """Returns the turns in which the agent profiles ``worked``, which is in the work folder, and further designs."""
+    """Returns the turns in which the agent profiles ``designs`` designs: first ``worked``, which is in the work folder,
+    then changes of the best one so far."""
     dialogue: Dialogue = []
     best, fastest = worked, None
     for number in range(designs):
@@ -136,8 +140,8 @@ def _writes(files: dict[str, str]) -> list[dict[str, Any]]:
 def _turn(
     calls: list[dict[str, Any]], command: str, verdict: Verdict | None, before: Verdict | None = None
 ) -> Dialogue:
-    """Returns an assistant turn with ``calls``, and their results. If there is a ``verdict``, a last call runs
-    ``command``, which shows it. ``before`` is the best verdict before it."""
+    """Returns an assistant turn with ``calls``, and their results. If there is a ``verdict``, the turn ends with a call
+    that runs ``command`` and shows the verdict. ``before`` is the best earlier verdict, or None."""
     results = ["ok"] * len(calls)
     if verdict:
         calls, results = [*calls, _bash(command)], [*results, describe(verdict, command, "compact", before)]
@@ -175,8 +179,9 @@ def _verdict(device: str, status: Status, message: str = "", ratios: tuple[float
 
 
 def _ratios(spec: FamilySpec, worked: Worked, rng: random.Random) -> tuple[float, float]:
-    """Draws two speed-ups of ``worked``: over eager and over ``torch.compile``. They share one random factor. Their
-    medians and spreads on the CPU were measured on idle machines. On a GPU they do not depend on the design."""
+    """Draws two speed-ups of ``worked``: over eager and over ``torch.compile``. One random factor is common to the two
+    speed-ups. On the CPU, their medians and spreads follow measurements on idle machines. On a GPU, they do not depend
+    on the design."""
     slower, design = 1.0, worked.design
     if worked.device == "cpu":
         slower *= 1.9 if design.number == "double" else 1

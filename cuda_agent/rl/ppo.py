@@ -124,9 +124,9 @@ async def prefetch(
 async def _retried_after_losses(
     ctx: StageContext, runtime: Runtime, step: int, job: Callable[[], Awaitable[Result]]
 ) -> Result:
-    """Runs ``job`` and returns its result. The job starts from the trainer's state at ``step``. If the trainer is lost,
-    restores the checkpoint of ``step`` and runs the job again. Raises TryAgain after ``LOSSES`` losses, or if the
-    newest checkpoint is of another step."""
+    """Runs ``job`` and returns its result. The job starts from the trainer's state at ``step``. If the trainer is lost
+    during the job, restores the checkpoint of ``step`` and runs the job again. Raises TryAgain after ``LOSSES`` losses,
+    or if the newest checkpoint is of another step."""
     for attempt in range(LOSSES):
         try:
             if attempt and (found := await runtime.restore()) != step:
@@ -138,8 +138,9 @@ async def _retried_after_losses(
 
 
 def heldout_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Returns the pass rate of ``episodes``. If some passed, also returns the geometric mean of their speed-ups over
-    torch.compile. These metrics only show the course of the training. No decision depends on them."""
+    """Returns the pass rate of ``episodes`` as ``heldout_pass_rate``. If some solutions passed and were timed, also
+    returns the geometric mean of their speed-ups over torch.compile as ``heldout_speedup``. These metrics only show the
+    course of the training. No decision depends on them."""
     rates = {f"heldout_{name}": value for name, value in episode_metrics(episodes).items() if name == "pass_rate"}
     verdicts = [episode.verdict for episode in episodes if episode.verdict and episode.verdict["status"] == "ok"]
     speedups = [verdict["speedup_compile"] for verdict in verdicts if verdict.get("speedup_compile")]
@@ -153,6 +154,7 @@ def oldest(episode: Episode) -> float:
 
 
 def mean_age(episodes: Sequence[Episode], step: int) -> float:
-    """Returns the mean age of all sampled tokens: ``step`` minus the version of the weights that sampled the token."""
+    """Returns the mean age of all sampled tokens, in steps, or 0 if there is none. A token's age is ``step`` minus the
+    version of the weights that sampled the token."""
     ages = [step - v for e in episodes for v, mask in zip(e.versions, e.mask, strict=True) if mask]
     return sum(ages) / max(len(ages), 1)

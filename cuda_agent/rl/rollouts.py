@@ -85,8 +85,8 @@ def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
 
 
 def check_losses(ctx: StageContext, episodes: Sequence[Episode], where: str) -> None:
-    """Adds a note if some of ``episodes`` were lost to infrastructure faults or to the deadline. ``where`` names the
-    step or the round.
+    """Adds a note if some of ``episodes`` have no reward, because an infrastructure fault or the deadline ended them.
+    ``where`` names the step or the round in the error message.
 
     Raises:
         TryAgain: No episode has a reward."""
@@ -102,9 +102,9 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
     """Loads the policy from the folder ``policy``, and opens its engine and a sandbox.
 
     Raises:
-        PolicyError: The folder holds no usable policy.
+        PolicyError: The folder holds no usable policy, or vLLM is missing.
         BadConfiguration: ``policy.device`` is cuda, and there is no GPU; or ``servers_apart`` refuses the vLLM servers.
-        SandboxUnready: The compiler, or a required wall of the sandbox, is missing.
+        SandboxUnready: The compiler, or a required protection of the sandbox, is missing.
         TryAgain: No vLLM server is left."""
     import torch
 
@@ -121,8 +121,9 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
 
 
 def servers_apart(config: Config, here: int) -> None:
-    """Raises BadConfiguration if a vLLM server of the stage would run on this machine's first GPU although the judge
-    measures times there, or the stage broadcasts weights from there. ``here`` is this machine's number of GPUs."""
+    """Raises BadConfiguration if a vLLM server of the stage would use this machine's first GPU, and this GPU has
+    another task: the judge times kernels on it, or the stage broadcasts weights from it. ``here`` is this machine's
+    number of GPUs."""
     sandbox, vllm = config.sandbox, config.policy.vllm
     if vllm.servers or not 0 < here <= vllm.replicas:
         return
@@ -170,7 +171,8 @@ def episode_settings(
     mode: Mode = "quick",
     style: Style | None = None,
 ) -> EpisodeSettings:
-    """Returns the settings of the agent loop. ``style`` defaults to "full" with ``policy.base``, else to "compact"."""
+    """Returns the settings of the agent loop. ``style`` defaults to "full" if ``policy.base`` is set, else to
+    "compact"."""
     style = style or ("compact" if config.policy.base is None else "full")
     return EpisodeSettings(
         format=config.sandbox.format,

@@ -96,8 +96,8 @@ class ActorCritic:
 
 
 class LocalRuntime:
-    """The runtime without Ray. The stage's process plays the episodes. It trains alone, or with ranks on this machine.
-    Playing and training take turns."""
+    """The runtime without Ray. The stage's process plays the episodes. Training takes place in the same process, or in
+    trainer processes (ranks) on this machine. Playing and training take turns."""
 
     def __init__(self, ctx: StageContext, settings: Ppo, kind: Kind, rollouts: Rollouts, learner: ActorCritic) -> None:
         self._ctx, self._settings, self._kind = ctx, settings, kind
@@ -111,8 +111,8 @@ class LocalRuntime:
         return RolloutBatch(episodes, time.monotonic() - began, spent)
 
     def _engine_seconds(self) -> dict[str, float]:
-        """Returns for how many seconds the engine has computed, and has waited for the timing lease. Returns an empty
-        dict if the engine is not a ``LocalEngine``."""
+        """Returns the seconds in which the engine has computed ("engine_seconds"), and those in which it has waited for
+        the timing lease ("engine_wait_seconds"). Returns an empty dict if the engine is not a ``LocalEngine``."""
         engine = self._rollouts.engine
         if not isinstance(engine, LocalEngine):
             return {}

@@ -1,4 +1,5 @@
-"""Computes the scores of a policy from the verdicts of its episodes: the metrics of the paper's table, with intervals.
+"""Computes the scores of a policy from the verdicts of its episodes: the metrics of the paper's table, with confidence
+intervals.
 
 Each metric is computed twice: for the final solution of every episode, and for the best solution judged in the episode.
 There are metrics over all tasks, per family of tasks and per operator. ``compare`` compares two policies task by task.
@@ -40,7 +41,7 @@ class Result:
     status: str  # the verdict's status, or ``no_answer`` if there was nothing to judge
     speedup_eager: float | None = None  # over PyTorch's eager mode
     speedup_compile: float | None = None  # over torch.compile
-    gap: float | None = None  # time over that of the task's best known design, each relative to eager
+    gap: float | None = None  # time divided by that of the task's best known design, each relative to eager's time
 
     @property
     def correct(self) -> bool:
@@ -65,8 +66,9 @@ class EpisodeScore:
 class ScoreRow:
     """One row of a table of scores. ``passed``, ``faster_eager`` and ``faster_compile`` are rates: shares of a task's
     episodes (0 to 1), averaged over the tasks. A speed-up is the geometric mean over the tasks with a correct solution,
-    or None if no task has one. ``gap`` is the same mean over the solved tasks whose best design is known. ``intervals``
-    maps each metric to its 95 % interval (low, high), or to None if there are too few tasks."""
+    or None if no task has one. ``gap`` is the geometric mean of ``Result.gap`` over the solved tasks whose best design
+    is known. ``intervals`` maps each metric to its 95 % interval (low, high). A metric has None instead if there are
+    too few tasks, or if all tasks have the same value. A rate that is 0 or 1 in all tasks still has an interval."""
 
     group: str  # "overall", a family or an operator
     tasks: int
@@ -89,8 +91,9 @@ class Table:
 
 @dataclass
 class Scores:
-    """All scores of one policy on one task set: the content of ``scores.json``. ``lets_through`` maps each linted task
-    that accepts wrong answers to the names of these answers."""
+    """All scores of one policy on one task set: the content of ``scores.json``. ``lets_through`` lists the tasks on
+    which the judge accepts deliberately wrong answers: it maps each such task to the names of these answers
+    (``synthesis.lint``)."""
 
     policy: str
     clock: Literal["real", "model"]  # "model": times are a deterministic cost, not measured
@@ -119,7 +122,7 @@ class Difference:
     """The change of one metric between two policies on their common tasks. The change is a difference for rates, and a
     ratio for speed-ups and the gap. For rates, the common tasks are those that both policies have played. For ratios,
     they are those that both have solved. ``interval`` (95 %) comes from a bootstrap over tasks. It is None if there are
-    too few tasks, or if the policies have equal values on every task."""
+    too few tasks, or if the change is the same on every task."""
 
     group: str  # "overall" or a family
     metric: str
@@ -138,8 +141,8 @@ def score(
     seed: int = 0,
     fastest: Mapping[str, float] | None = None,
 ) -> Scores:
-    """Returns the scores of the policy named ``policy`` from its ``episodes`` on ``tasks``. ``fastest`` maps the names
-    of tasks whose best design is known to that design's speed-up over eager.
+    """Returns the scores of the policy named ``policy`` from its ``episodes`` on ``tasks``. ``fastest`` lists tasks
+    whose best design is known: it maps the task's name to this design's speed-up over eager.
 
     Raises:
         ValueError: An episode's task is not in ``tasks``, a verdict's clock is not ``clock``, or the final verdicts are

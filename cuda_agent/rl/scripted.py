@@ -15,8 +15,8 @@ REPAIRED = 0.5  # share of the agent's episodes that begin with a mistake
 
 
 class ScriptedEngine:
-    """An ``Engine`` with the scripted teacher's answers on ``tasks``, for the sandbox's ``device``. An episode's seed
-    decides its answers."""
+    """An ``Engine`` that answers with the scripted teacher's solutions of ``tasks``, made for the sandbox's ``device``.
+    An episode's seed decides its answers."""
 
     def __init__(self, chat: Chat, tasks: Sequence[Task], model: Any, device: str = "cpu") -> None:
         self._chat, self._model, self._version, self._device = chat, model, 0, device

@@ -32,12 +32,14 @@ def make_trainer(
     precision: Literal["auto"] | None = None,
     scratch: bool = False,
 ) -> Trainer:
-    """Makes a trainer for ``model``: in this process on ``training.device``, or over the ranks of ``ctx``.
+    """Makes a trainer for ``model``: in this process on ``training.device``, or on the trainer processes ``ctx.ranks``
+    if these are given.
 
     ``longest`` is the length of the longest sequence in tokens. ``precision`` defaults to that of ``policy.dtype``.
     Only imitation may set it to "auto": PPO needs log-probabilities that are near the engine's. A new model
     (``scratch``) uses Muon, which needs half as many tokens as AdamW. Other models use AdamW, with LoRA adapters if
-    ``lora.rank`` is set. Raises BadConfiguration if the GPU is missing."""
+    ``lora.rank`` is set. Raises BadConfiguration if the GPU is missing, and PolicyError if the model lacks a layer in
+    ``lora.targets``."""
     import torch
 
     config, training = ctx.config, ctx.config.training

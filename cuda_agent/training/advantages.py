@@ -24,8 +24,9 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class Estimator:
-    """A row of ``ADVANTAGES``. ``estimate`` returns the advantages of the sampled tokens, float [mask.sum()], sequence
-    after sequence. If ``critic`` is false, ``estimate`` ignores ``values``, and no critic is trained."""
+    """An estimator of advantages, as listed in ``ADVANTAGES``. ``estimate`` returns the advantages of the sampled
+    tokens, float [mask.sum()], sequence after sequence. If ``critic`` is false, ``estimate`` ignores ``values``, and no
+    critic is trained."""
 
     estimate: Callable[[AdvantageInputs], Tensor]
     critic: bool

@@ -29,8 +29,9 @@ BLOCK = 128  # query rows of one blocked product
 
 
 class Segments:
-    """The ``lengths`` of a row's sequences. ``part`` is the part of the row that this process has, or None for the
-    whole row. This is not a dataclass, because ``torch.compile`` would compile again for the lengths of every row."""
+    """Describes the sequences of a row: ``lengths`` are their numbers of tokens. ``part`` is the part of the row that
+    this process has, or None for the whole row. This class is not a dataclass, because ``torch.compile`` would compile
+    again for the lengths of every row."""
 
     def __init__(self, lengths: tuple[int, ...], part: PackedPart | None = None) -> None:
         self.lengths, self.part = lengths, part
@@ -54,7 +55,8 @@ def register(compiled: bool = False) -> None:
 
 
 def supports(config: Any) -> bool:
-    """Returns whether a model of this (transformers) configuration has plain causal attention in every layer."""
+    """Returns whether packed attention can replace the attention of a model with this (transformers) configuration.
+    Every layer must have full causal attention, without a sliding window and without capped attention scores."""
     text = config.get_text_config()
     layers = set(getattr(text, "layer_types", None) or ["full_attention"])
     plain = getattr(text, "attn_logit_softcapping", None) is None and layers == {"full_attention"}
@@ -72,7 +74,8 @@ def _packed_attention(
     segments: Segments | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Computes packed attention for transformers. Returns [1, tokens, heads, size], and None for the weights."""
+    """Computes packed attention for transformers. Returns the result [1, tokens, heads, size], and None in place of the
+    attention weights."""
     if query.shape[0] != 1 or attention_mask is not None:
         raise ValueError("packed attention takes one row and no mask")
     segments = segments or Segments((query.shape[2],))
@@ -170,7 +173,8 @@ class _Blocked(torch.autograd.Function):
 
 
 def _blocks(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Returns three indices for each block of the row: start of its sequence, start of the block, end of the block."""
+    """Splits each sequence of a row into blocks of at most ``BLOCK`` tokens. Returns three indices in the row for each
+    block: start of its sequence, start of the block, end of the block."""
     blocks, first = [], 0
     for length in lengths:
         end = first + length
@@ -180,8 +184,9 @@ def _blocks(lengths: Sequence[int]) -> list[tuple[int, int, int]]:
 
 
 def part_of(row: PackedRow, ranks: int, rank: int) -> PackedRow:
-    """Returns the part of ``row`` that ``rank`` computes. The row is padded first, so that all blocks are equally long.
-    The part's ``lengths`` describe the whole row; padding counts as one more sequence."""
+    """Returns the part of ``row`` that ``rank`` computes: two of the row's 2 * ``ranks`` blocks. The row is padded
+    first, so that all blocks are equally long. The part's ``lengths`` describe the whole row; padding counts as one
+    more sequence."""
     padding = -len(row.ids) % (2 * ranks)
     ids = torch.cat([row.ids, row.ids.new_zeros(padding)])
     positions = torch.cat([row.positions, torch.arange(padding)])
@@ -223,7 +228,8 @@ def _shared_attention(
 
 
 class _Gathered(torch.autograd.Function):
-    """Joins the ranks' tensors, each [1, heads, tokens of a rank, size], to [1, heads, tokens of the row, size]."""
+    """Gathers the ranks' tensors, each [1, heads, tokens of a rank, size], and joins their blocks in the row's order:
+    [1, heads, tokens of the row, size]."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ranks: int) -> Tensor:

@@ -35,8 +35,8 @@ def table_of(trained: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.o
 
 
 def restore(table: Table, trained: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.optim.Optimizer]) -> None:
-    """Copies ``table`` into parameters and optimizers. If the table was made from another model, changes nothing and
-    raises ``CorruptCheckpoint``."""
+    """Copies ``table`` into the ``trained`` parameters and the state of the ``optimizers``. If the table was made from
+    another model, changes nothing and raises ``CorruptCheckpoint``."""
     trained = list(trained)
     shapes = {name.removeprefix("weight/"): t.shape for name, t in table.items() if name.startswith("weight/")}
     if shapes != {name: tensor.shape for name, tensor in trained}:

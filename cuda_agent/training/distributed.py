@@ -60,9 +60,9 @@ def _errors(calls: Sequence[Future[Any]]) -> list[BaseException]:
 
 
 class DistributedTrainer:
-    """The driver's handle of the trainers that the ranks hold under ``name``. The attribute ``model`` is the driver's
-    copy of the model. Reading it fetches changed weights from the ranks. If the handle is an argument of a call to the
-    ranks, each rank receives its ``Trainer`` instead."""
+    """The driver's handle of a trainer that runs on all ranks under the name ``name``. The attribute ``model`` is the
+    driver's copy of the model. Reading this attribute fetches changed weights from the ranks. If the handle is an
+    argument of a call to the ranks, each rank receives its ``Trainer`` instead."""
 
     def __init__(self, ranks: RankGroup, name: str, model: Any, **options: Any) -> None:
         self.step, self.seconds = 0, 0.0
@@ -101,7 +101,9 @@ def _of_rank(name: str) -> Trainer:
 
 
 def over_ranks(recipe: Callable[P, R]) -> Callable[P, R]:
-    """Makes a recipe run on the ranks if one of its positional arguments is a ``DistributedTrainer``."""
+    """Returns ``recipe`` (a training algorithm) as a function that can run on the ranks. If one of its positional
+    arguments is a ``DistributedTrainer``, the recipe runs on all ranks, and the first rank's result is returned.
+    Otherwise the recipe runs in this process."""
 
     @functools.wraps(recipe)
     def spread(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -25,8 +25,8 @@ def added(known: dict[str, float], more: dict[str, float]) -> dict[str, float]:
 def token_logprobs(
     states: Tensor, ids: Tensor, project: Callable[[Tensor], Tensor], chunk: int, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Returns log-probabilities of the tokens ``ids``, int64 [n], and entropies of the predicted distributions, without
-    gradient. Both are float32 [n], in nats, at ``temperature``.
+    """Returns the log-probabilities of the tokens ``ids``, int64 [n], and the entropies of the predicted distributions.
+    Both are float32 [n], in nats, at ``temperature``. The entropies have no gradient.
 
     ``states``, float [n, hidden], are the states before these tokens (``packing.before_sampled``). ``project`` maps m
     states to logits [m, vocabulary]. At most ``chunk`` rows of logits exist at a time. If there are several chunks, the
@@ -48,7 +48,8 @@ def token_logprobs(
 
 
 def sft_loss(logprobs: Tensor, total: int) -> Tensor:
-    """Returns a row's share of the mean negative log-likelihood of ``total`` tokens. ``logprobs`` is float32 [n]."""
+    """Returns the share (a scalar) of one packed row in the mean negative log-likelihood of a batch's ``total`` tokens.
+    ``logprobs``, float32 [n], are the log-probabilities of the row's tokens."""
     return -logprobs.sum() / total
 
 
@@ -64,8 +65,8 @@ def ppo_loss(
     dual_clip: float | None = None,
     shares: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Returns a row's share of PPO's clipped loss with an asymmetric clipping range (paper, section 3.3; arXiv
-    1707.06347), and its metrics.
+    """Returns one packed row's share of PPO's clipped loss (a scalar), and the row's metrics. The clipping range is
+    asymmetric (paper, section 3.3; arXiv 1707.06347).
 
     Each token is weighted by min(exp(``old`` - ``engine``), ``tis_cap``), without gradient: truncated importance
     sampling corrects for the engine's slightly different probabilities.
@@ -104,10 +105,10 @@ def ppo_loss(
 def value_loss(
     values: Tensor, targets: Tensor, total: int, old: Tensor | None = None, clip: float | None = None
 ) -> Tensor:
-    """Returns a row's share of half the mean squared error between ``values`` (with gradient) and ``targets``. With
-    ``clip`` (as in PPO), each token contributes the larger of two errors: that of its value, and that of its value
-    clipped to ``old`` ± ``clip``. ``old`` are the values before the update. All tensors are float32 [n]. Raises
-    ``ValueError`` if ``clip`` is given without ``old``."""
+    """Returns one packed row's share (a scalar) of half the mean squared error between ``values`` (with gradient) and
+    ``targets``. With ``clip`` (as in PPO), each token contributes the larger of two errors: that of its value, and that
+    of its value clipped to ``old`` ± ``clip``. ``old`` are the values before the update. All tensors are float32 [n].
+    Raises ``ValueError`` if ``clip`` is given without ``old``."""
     error = (values - targets).square()
     if clip is not None:
         if old is None:

@@ -1,9 +1,10 @@
 """Estimates the peak memory of a training step from the model's shape and the length of a row of tokens. The estimate
-decides whether activations are kept or computed twice (``layout``).
+decides whether activations are kept or recomputed (gradient checkpointing; see ``layout``).
 
 The estimate adds up the tensors that the layers of Llama, Qwen2 and Qwen3 keep for the backward pass. It excludes
-memory that the allocator holds unused, a GPU's context (0.5 GB) and an engine in the same process. Tests compare the
-estimate with measured steps, except for mixtures of experts. To load fast, this module does not import PyTorch."""
+memory that the allocator reserves but does not use, a GPU's context (0.5 GB) and an engine in the same process. Tests
+compare the estimate with measured steps, except for mixtures of experts. To load fast, this module does not import
+PyTorch."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -96,8 +97,8 @@ def peak(
     at_once: int = 1,
     parallelism: Literal["data", "context"] = "data",
 ) -> Peak:
-    """Estimates the peak memory of one rank for a row of ``tokens``, all of them trained on, with AdamW and master
-    weights in float32. The ``ranks`` share weights and rows.
+    """Estimates the peak memory of one rank for a row of ``tokens`` tokens, all of them trained on, with AdamW and
+    master weights in float32. The ``ranks`` share weights and rows.
 
     ``segment`` is the length of the row's longest sequence, by default ``tokens``. ``at_once`` rows are computed at the
     same time. A rank computes whole rows if ``parallelism`` is "data", or a part of each row if it is "context"."""
@@ -143,8 +144,8 @@ class Layout:
 
 def layout(config: Config, shape: Shape | None, longest: int, *, scratch: bool = False) -> Layout:
     """Decides how a model of ``shape`` is trained on sequences of at most ``longest`` tokens. A new model (``scratch``)
-    is trained in one process and has no adapters. With ``training.checkpointing=auto``, activations are kept if the
-    step then takes at most ``SHARE`` of the device's memory."""
+    is trained in one process and has no adapters. With ``training.checkpointing=auto``, activations are kept, not
+    recomputed, if the step then takes at most ``SHARE`` of the device's memory. ``shape`` is None if it is unknown."""
     training, device = config.training, config.training.device
     tokens = max(training.microbatch_tokens or MICROBATCH_TOKENS[device], longest)
     twice = training.checkpointing == "on"

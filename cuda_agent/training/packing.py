@@ -29,7 +29,8 @@ class Tokens:
 
 
 def tokens_of(ids: Sequence[int], mask: Sequence[int]) -> Tokens:
-    """Returns a sequence to imitate. Training uses the tokens where ``mask`` is 1, except the first token."""
+    """Returns a sequence to imitate. Training uses the tokens where ``mask`` is 1, except the first token. Raises
+    ``ValueError`` if ``ids`` is empty or differs in length from ``mask``."""
     chosen = torch.tensor(mask, dtype=torch.bool)
     if len(ids) != len(mask) or not len(ids):
         raise ValueError(f"a sequence of {len(ids)} tokens with a mask of {len(mask)}")
@@ -49,8 +50,8 @@ def tokens_of_episode(episode: Episode) -> Tokens:
 
 
 def tokens_to_imitate(episode: Episode, stop_ids: Collection[int]) -> Tokens:
-    """Returns an episode as a sequence to imitate. If the last sampled turn does not end with one of ``stop_ids``, it
-    was cut off, and the mask leaves it out. Raises ``ValueError`` if the episode has no token."""
+    """Returns an episode as a sequence to imitate. If the last sampled turn was cut off, so that it does not end with
+    one of ``stop_ids``, the mask excludes this turn. Raises ``ValueError`` if the episode has no token."""
     sampled = [number for number, mask in enumerate(episode.mask) if mask]
     cut = episode.turns[sampled[-1]] if sampled and episode.ids[sampled[-1]] not in stop_ids else None
     return tokens_of(
@@ -117,7 +118,8 @@ class Batch:
         return [_row([(self.sequences[picked[i]], offsets[picked[i]]) for i in row]) for row in packed]
 
     def padded(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns ``flat`` as [sequences, max(counts)], padded with zeros, and a mask that is false at padding."""
+        """Returns ``flat`` [sampled tokens] as [sequences, max(counts)], padded with zeros, and a mask that is false at
+        padding."""
         parts = flat.split(self.counts)
         mask = torch.arange(max(self.counts)) < torch.tensor(self.counts)[:, None]
         return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True), mask
@@ -169,7 +171,8 @@ def pack_evenly(lengths: Sequence[int], row_tokens: int, multiple: int) -> list[
 
 
 def _row(sequences: Sequence[tuple[Tokens, int]]) -> PackedRow:
-    """Returns a row of ``sequences``, each with the index of its first sampled token in the flat tensors."""
+    """Packs ``sequences`` into one row. Each sequence comes with the index of its first sampled token in the flat
+    tensors."""
     ids = torch.cat([sequence.ids for sequence, _ in sequences])
     positions = torch.cat([torch.arange(len(sequence)) for sequence, _ in sequences])
     sampled = torch.cat([sequence.mask for sequence, _ in sequences]).nonzero()[:, 0]

@@ -32,8 +32,8 @@ PRELOAD = ["cuda_agent.training.ranks", "transformers", "transformers.models.qwe
 
 
 def open_store(host: str) -> tuple[Any, str]:
-    """Opens the store where ranks meet. The store listens on ``host`` only. Returns the store and its address, as
-    host:port."""
+    """Opens the TCP store of torch through which the ranks find each other. The store listens on ``host`` only. Returns
+    the store and its address, as host:port."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     store = dist.TCPStore(host, port, None, True, wait_for_workers=False, master_listen_fd=listener.detach())
@@ -42,8 +42,8 @@ def open_store(host: str) -> tuple[Any, str]:
 
 class Rank:
     """One rank, in its own process. The constructor joins torch's process group of ``world`` ranks through the store at
-    ``address`` (host:port). If ``world`` is 1, there is no process group. Only rank 0 uses ``lease``, the folder of the
-    timing lease."""
+    ``address`` (host:port). If ``world`` is 1, there is no process group. ``lease`` is the folder of the timing lease
+    (``cuda_agent.lease``), or None; only rank 0 uses it."""
 
     def __init__(self, rank: int, world: int, address: str, device: str, threads: int, lease: Path | None) -> None:
         self._device = f"cuda:{rank % torch.cuda.device_count()}" if device == "cuda" else "cpu"
@@ -116,9 +116,10 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
     """Runs ``count`` rank processes on this machine, each with its own GPU if ``device`` is "cuda". Use it as a context
     manager; its exit ends the processes.
 
-    ``threads`` is the number of threads of each rank on a CPU. ``lease`` is the folder of the timing lease, which rank
-    0 holds for all ranks. Three arguments are for groups with ranks on other machines: ``world`` is the number of all
-    ranks, ``first`` is the number of the first rank here, and ``address`` (host:port) is the store where ranks meet."""
+    ``threads`` is the number of threads of each rank on a CPU. ``lease`` is the folder of the timing lease
+    (``cuda_agent.lease``), which rank 0 holds for all ranks. Three arguments are for groups with ranks on other
+    machines: ``world`` is the number of all ranks, ``first`` is the number of the first rank here, and ``address``
+    (host:port) is that of the store through which the ranks find each other (``open_store``)."""
 
     def __init__(
         self,
@@ -164,8 +165,9 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         return cast(tuple[int, float], self.call("load", name, folder))
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of every rank and returns the first rank's result. If a rank is gone, raises ``TrainerLost``
-        and ends the remaining ranks, because they would wait forever."""
+        """Calls a method of every rank here and returns the result of rank 0, or None if rank 0 is on another machine.
+        If a rank is gone, or only some ranks fail, raises ``TrainerLost`` and ends the remaining ranks, because they
+        would wait forever. If all ranks fail, raises the first rank's error."""
         return self.send(pickle.dumps((method, arguments)))
 
     def send(self, message: bytes) -> Any:

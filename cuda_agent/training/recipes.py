@@ -64,10 +64,11 @@ def sft(
     """Trains on the tokens of ``sequences`` whose mask is true (supervised; paper, section 3.3, stage 2).
 
     Yields the metrics of each optimizer step (``sft_batches``). ``seed`` decides the order of the sequences. A restored
-    trainer continues after its last step. Training also ends when ``trainer.seconds`` reaches ``max_seconds``. The
-    learning rate (``learning_rate``) peaks at ``lr``. It depends on the fraction of the training that is done. This is
-    the larger of two: the fraction of the steps, and the fraction of ``max_seconds``. Give either ``steps`` or
-    ``epochs``. Raises ``ValueError`` if both or neither are given, or if there are no sequences."""
+    trainer continues after its last step. Give either ``steps`` or ``epochs``, the length of the training. Training
+    also ends when ``trainer.seconds`` reaches ``max_seconds``. The learning rate peaks at ``lr`` and depends on the
+    fraction of the training that is done (``learning_rate``). This fraction is the larger of two: the fraction of the
+    steps, and the fraction of ``max_seconds``. Raises ``ValueError`` if both ``steps`` and ``epochs`` or neither are
+    given, or if there are no sequences."""
     if (steps is None) == (epochs is None):
         raise ValueError("give either steps or epochs")
     if not sequences:
@@ -116,7 +117,7 @@ def sft_step(trainer: Trainer, batch: Batch, lr: float) -> dict[str, float]:
 
 @over_ranks
 def sft_loss_of(trainer: Trainer, sequences: Sequence[Tokens]) -> float:
-    """Returns the mean negative log-likelihood of sequences without training on them."""
+    """Returns the mean negative log-likelihood of ``sequences``, in nats per token, without training on them."""
     return -float(trainer.flat(batch_of(sequences), lambda row: trainer.logprobs(row)[0]).mean())
 
 
@@ -125,11 +126,12 @@ def value_epoch(
     critic: Trainer, episodes: Sequence[Episode], settings: CriticConfig, *, seed: int, epoch: int
 ) -> dict[str, float]:
     """Runs one epoch of value pretraining (paper, section 3.3, stage 3), with gamma 1, on the ``episodes`` that have a
-    reward. Each step has at most ``settings.tokens_per_step`` tokens. ``seed`` and ``epoch`` decide the order.
+    reward. Each step has at most ``settings.tokens_per_step`` tokens. ``seed`` and ``epoch`` decide the order of the
+    episodes.
 
-    With ``settings.gae_lambda`` 1 the targets are the episodes' rewards. Below 1 they are V + advantage, where V are
-    the critic's values when the epoch begins. The metric ``explained_variance`` compares the rewards with the values
-    that the critic predicted before each update."""
+    If ``settings.gae_lambda`` is 1, the targets are the episodes' rewards. If it is below 1, they are V + advantage,
+    where V are the critic's values when the epoch begins. Returns metrics. ``explained_variance`` compares the rewards
+    with the values that the critic predicted before each update."""
     start = time.monotonic()
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
     lam = settings.gae_lambda
@@ -150,7 +152,8 @@ def value_epoch(
 
 @over_ranks
 def value_quality(critic: Trainer, episodes: Sequence[Episode]) -> dict[str, float]:
-    """Returns explained variance and loss of the critic's values, compared with the rewards of held-out episodes."""
+    """Compares the critic's values with the rewards of held-out episodes. Returns ``explained_variance`` and
+    ``value_loss``."""
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
     values, returns = critic.flat(batch, critic.values), _returns(batch)
     return {
@@ -170,9 +173,10 @@ def ppo_update(
     train_actor: bool = True,
     temperature: float = 1.0,
 ) -> dict[str, float]:
-    """Estimates the advantages of ``episodes``, which must be whole groups. Then passes over the episodes
-    ``settings.epochs`` times, in ``settings.minibatches`` steps each (paper, section 3.3). Each step updates the critic
-    before the actor.
+    """Trains the policy and the critic on ``episodes``, which must be whole groups (``policy.episode.group_of``).
+    Estimates the advantages once. Then passes over the episodes ``settings.epochs`` times, in ``settings.minibatches``
+    steps each (paper, section 3.3). Each step updates the critic before the actor. If ``train_actor`` is false, only
+    the critic is trained.
 
     Drops episodes without a reward or without sampled tokens; if none is left, trains nothing. ``seed`` decides how
     episodes are shuffled into minibatches. The episodes were sampled at ``temperature``. Raises ``ValueError`` if
@@ -213,9 +217,10 @@ def ppo_update(
 
 
 def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor, Tensor | None]:
-    """Returns the advantages of ``batch`` and the critic's targets, both float32 [sampled tokens]. The targets are None
-    without ``values``. ``settings.advantage`` names the estimator. The batch must consist of whole groups. Raises
-    ``ValueError`` if the estimator needs ``values`` and they are None."""
+    """Returns the advantages of ``batch`` and the critic's targets, both float32 [sampled tokens]. ``values`` are the
+    critic's, float32 [sampled tokens]; without them, the targets are None. ``settings.advantage`` names the estimator.
+    The batch must consist of whole groups (``policy.episode.group_of``). Raises ``ValueError`` if the estimator needs
+    ``values`` and they are None."""
     padded, mask = batch.padded(torch.zeros(len(batch)) if values is None else values)
     known = None if values is None else padded
     inputs = AdvantageInputs(batch.rewards, mask, batch.groups, known, settings.gamma, settings.actor_lambda)

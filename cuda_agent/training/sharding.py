@@ -48,8 +48,9 @@ def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
 
 
 def rows_of_rank(rows: Sequence[PackedRow], ranks: int, rank: int) -> list[PackedRow]:
-    """Returns the rows of ``rank``. Rows are dealt out from the longest to the shortest, one to each rank per round.
-    Every second round begins with the last rank. Empty rows fill up the last round."""
+    """Returns the rows that ``rank`` computes, one of ``ranks`` processes. Rows are dealt out from the longest to the
+    shortest, one to each rank per round. Every second round begins with the last rank. Empty rows fill up the last
+    round."""
     order = sorted(range(len(rows)), key=lambda number: (-len(rows[number].ids), number))
     mine = []
     for turn, start in enumerate(range(0, len(order), ranks)):

@@ -35,9 +35,9 @@ RowLoss = Callable[[PackedRow], tuple[Tensor, Metrics]]
 
 
 class Trainer:
-    """Trains one model on rows of at most ``row_tokens`` tokens; no sequence may be longer than a row. On a CPU,
-    without a ``mesh``, a small model computes as many rows at the same time as torch has threads. The constructor
-    raises ``ValueError`` if this class cannot train the model correctly with these options."""
+    """Trains one model on rows (sequences packed side by side) of at most ``row_tokens`` tokens; no sequence may be
+    longer than a row. On a CPU, without a ``mesh``, a small model computes as many rows at the same time as torch has
+    threads. The constructor raises ``ValueError`` if this class cannot train the model correctly with these options."""
 
     def __init__(
         self,
@@ -100,8 +100,9 @@ class Trainer:
 
     @contextmanager
     def leased(self) -> Iterator[None]:
-        """Holds the timing lease (``cuda_agent.lease``) during the context's body, and until the GPU has finished the
-        body's work. Ranks enter and leave the context together; the first rank holds the lease for all."""
+        """Holds the timing lease (``cuda_agent.lease``), so that no kernel is timed meanwhile, during the context's
+        body and until the GPU has finished the body's work. Ranks enter and leave the context together; the first rank
+        holds the lease for all."""
         with self.lease.working() if self.lease else nullcontext():
             if self._root is not None:
                 sharding.wait()
@@ -115,7 +116,8 @@ class Trainer:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Holds the lease (``leased``) during the context. Models that support packed attention use it."""
+        """Holds the timing lease (``leased``) and turns on packed attention, if the model supports it, during the
+        context."""
         with self.leased():
             usual = self.trunk.config._attn_implementation
             if self._packed:
@@ -182,9 +184,9 @@ class Trainer:
 
     def update(self, batch: Batch, chosen: Sequence[int] | None, lr: float, loss_of: RowLoss) -> dict[str, float]:
         """Takes one optimizer step on the sum of ``loss_of`` over the rows of the ``chosen`` sequences, or of all
-        sequences if None. Clips the gradient to the norm ``max_grad_norm``. Returns the loss, the metrics of
-        ``loss_of`` and the norm before clipping. If the gradient is not finite, the weights stay as they are, and the
-        metric ``skipped`` is 1."""
+        sequences if None. Clips the gradient to the norm ``max_grad_norm``. Returns the loss (``loss``), the metrics of
+        ``loss_of`` and the norm before clipping (``grad_norm``). If the gradient is not finite, the weights stay as
+        they are, ``grad_norm`` is 0 and the metric ``skipped`` is 1."""
 
         def backward(row: PackedRow) -> tuple[Metrics, Sequence[Tensor | None]]:
             loss, metrics = self.within(lambda: loss_of(row.to(self.device)))
@@ -264,8 +266,8 @@ class Trainer:
 
 def _compile_layers(layers: Any, gradient_checkpointing: bool) -> None:
     """Compiles the layers with ``torch.compile``. All layers have the same code, so one compilation serves all. With
-    gradient checkpointing, each layer is compiled inside its checkpoint. The reason is that packed attention is a graph
-    break, and that PyTorch runs a checkpoint eagerly if it contains a graph break."""
+    gradient checkpointing, each layer is compiled inside its checkpoint. Otherwise PyTorch would run the checkpoint
+    eagerly, because packed attention is a graph break."""
     if gradient_checkpointing:  # dynamic: a row may be recomputed after a longer one was compiled
         call = _limited(torch.compile(_call, dynamic=True))
         for layer in layers:
@@ -318,7 +320,7 @@ def _optimizers(model: Any, name: Literal["adamw", "muon"], weight_decay: float)
 
 
 def _without_dropout(model: torch.nn.Module) -> None:
-    """Turns dropout off: probability ratios require that equal weights give equal probabilities."""
+    """Turns dropout off. PPO's probability ratios require that equal weights give equal probabilities."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0

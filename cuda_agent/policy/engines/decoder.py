@@ -177,9 +177,10 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed).float()
 
     def _attend_each(self, jobs: Sequence[Job], positions: Tensor) -> Callable[[Tensor, Tensor, bool], Tensor]:
-        """Returns a function that computes attention for one job after the other. It gets the queries [n, H, D] of all
-        new tokens, a layer's cache, and whether only the last token of each job needs a result. It returns [n, H, D].
-        ``positions`` are the n tokens' positions."""
+        """Returns a function that computes attention for one job after the other. The function gets the queries [n, H,
+        D] of all new tokens, a layer's cache, and whether only the last token of each job needs a result. It returns
+        the attention's results [n, H, D]; the entries of tokens that need no result are undefined. ``positions`` are
+        the n tokens' positions."""
         spans, masks, begin = [], [], 0
         for _, start, ids in jobs:
             spans.append(slice(begin, begin + len(ids)))
@@ -206,8 +207,8 @@ class DenseDecoder:
         return attend
 
     def _attend_packed(self, jobs: Sequence[Job], positions: Tensor) -> Callable[[Tensor, Tensor, bool], Tensor]:
-        """Does what ``_attend_each`` does, but one call of FlashAttention computes all jobs. With one call per job,
-        cuDNN would plan each new pair of lengths for about 0.1 s."""
+        """Returns a function like that of ``_attend_each``, which computes all jobs in one call of FlashAttention. One
+        call per job would be slow: cuDNN takes about 0.1 s to plan each new pair of lengths."""
         from torch.nn.attention.varlen import varlen_attn
 
         device, group = positions.device, self.heads // self.kv_heads
@@ -227,7 +228,8 @@ class DenseDecoder:
         return attend
 
     def _placed(self, layer: dict[str, Any], cache: Tensor, x: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Returns q, k and v of the states ``x`` at ``rows`` and ``positions``. Writes k and v into ``cache``."""
+        """Returns q, k and v [n, H + 2 K, D] of the states ``x`` [n, hidden], whose tokens are at ``rows`` and
+        ``positions``, int64 [n]. Writes k and v into the layer's ``cache``."""
         if not self.native:
             qkv = self._qkv(layer, x, self.rotations[positions][:, None])
             cache[rows, :, positions] = qkv[:, self.heads :]
@@ -284,7 +286,8 @@ class DenseDecoder:
         return torch.get_num_threads() if rows >= THREADED_ROWS else 1
 
     def keep(self, row: int, length: int) -> Tensor:
-        """Returns a copy of the cached keys and values of the row's first ``length`` tokens, for ``restore``."""
+        """Returns a copy of the cached keys and values of the row's first ``length`` tokens, [layers, 2 K, length, D].
+        ``restore`` writes this copy into a row."""
         return self.cache[:, row, :, :length].clone()
 
     def restore(self, row: int, kept: Tensor, length: int) -> None:
@@ -373,9 +376,9 @@ _PROBE_TOKENS, _PROBED = 20, (11, 12, 13, 19)  # length of the prompt, and the p
 
 
 def verify(decoder: Decoder, model: Any) -> float:
-    """Returns the largest difference between the log-probabilities of ``decoder`` and ``model`` at four positions. A
-    position's difference is a mean of absolute differences over the vocabulary, weighted by the model's probabilities.
-    Overwrites rows 0 and 1 of the cache."""
+    """Returns the largest difference between the log-probabilities of ``decoder`` and ``model`` at four positions of a
+    fixed prompt. A position's difference is a mean of absolute differences over the vocabulary, weighted by the model's
+    probabilities. Overwrites rows 0 and 1 of the cache."""
     ids, device = probe_prompt(model, _PROBE_TOKENS), model.device
     with torch.inference_mode():
         wanted = _log_probs(model, input_ids=torch.tensor([ids], device=device))
@@ -391,9 +394,9 @@ def verify(decoder: Decoder, model: Any) -> float:
 
 
 def rounding(model: Any) -> float:
-    """Returns by how much the log-probabilities of ``model`` change, at the positions of ``verify``, if each value of
-    the embeddings moves by one or two units in the last place. Two right implementations in the same dtype differ by
-    about as much. Returns the largest of four draws."""
+    """Returns an estimate of the difference that ``verify`` finds between two correct implementations in the model's
+    dtype. For the estimate, each value of the embeddings moves at random by one or two units in the last place. The
+    result is the largest difference that this causes, over the positions of ``verify`` and four draws."""
     ids = torch.tensor([probe_prompt(model, _PROBE_TOKENS)], device=model.device)
     generator = torch.Generator().manual_seed(0)
     found = []

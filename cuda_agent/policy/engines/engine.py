@@ -19,8 +19,8 @@ class EngineLost(EngineError):
 @dataclass(frozen=True)
 class SamplingParams:
     """The parameters of one completion. Up to rounding, a completion depends only on the weights, the prompt and these
-    parameters. At ``temperature`` 0 the engine takes the likeliest token. ``key`` names the episode. An engine sends
-    all requests with the same key to one server, which caches their common beginning."""
+    parameters. At ``temperature`` 0 the engine takes the likeliest token. ``key`` names the episode. An engine with
+    several servers sends all requests with the same key to one server, which caches their common prefix."""
 
     max_tokens: int
     seed: int
@@ -68,7 +68,8 @@ def fitted(params: SamplingParams, prompt: Sequence[int], context: int) -> Sampl
 
 
 def logprobs_of(model: Any, ids: list[int], count: int, temperature: float) -> list[float]:
-    """Returns log-probabilities of the last ``count`` tokens of ``ids`` at ``temperature``, computed by ``model``."""
+    """Returns the log-probabilities, in nats at ``temperature``, of the last ``count`` tokens of ``ids``, computed by
+    ``model``."""
     import torch
 
     training = model.training

@@ -2,8 +2,9 @@
 
 Up to rounding, a completion depends only on weights, prompt and seed: the seed and a token's position give the noise
 that draws the token. Rounding depends on the other requests in the batch. Waiting requests join the batch in order of
-submission, after ``QUIET_PASSES`` passes of the event loop without a new request. If callers wait only for completions,
-every run has the same batches and the same bits. There is no top-p sampling, because it would bias PPO's ratio."""
+submission, after ``QUIET_PASSES`` passes of the event loop without a new request. If callers await nothing but
+completions, every run has the same batches, and its results are the same bit for bit. There is no top-p sampling,
+because it would bias PPO's ratio."""
 
 import asyncio
 import copy
@@ -55,8 +56,9 @@ class Counts:
 class LocalEngine:
     """An engine that computes in this process. It copies ``model``, a causal model of transformers, to ``device`` and
     ``dtype``. CPU operators use up to ``threads`` threads. At most ``batch`` requests are decoded at once. ``lease`` is
-    this engine's own handle of the timing lease (``cuda_agent.lease``). The constructor and ``update_from`` raise
-    ``EngineError`` if the decoder does not reproduce the model's log-probabilities."""
+    a handle of the timing lease (``cuda_agent.lease``) that only this engine uses: the engine pauses while a kernel is
+    timed. The constructor and ``update_from`` raise ``EngineError`` if the decoder does not reproduce the model's
+    log-probabilities."""
 
     def __init__(
         self,
@@ -270,9 +272,9 @@ class LocalEngine:
             return self._sample(picked, noise, len(self._active) - len(joining))
 
     def _take_kept(self, prompt: list[int]) -> tuple[int, Any]:
-        """Finds the kept sequence that shares the longest prefix with ``prompt[:-1]``. Returns the prefix's length and
-        what the decoder kept of it, or 0 and None. Removes the sequence from ``_kept`` if the prompt continues all of
-        it."""
+        """Finds the sequence in ``_kept`` (finished sequences) that shares the longest prefix with ``prompt[:-1]``.
+        Returns the prefix's length and what the decoder kept of the sequence, or (0, None) if no prefix can be reused.
+        Removes the sequence from ``_kept`` if the prompt continues all of it."""
         best, best_length = None, 0
         wanted = np.array(prompt[:-1])
         for index in reversed(range(len(self._kept))):
@@ -323,7 +325,8 @@ class LocalEngine:
 
 
 def make_engine(model: Any, policy: PolicyConfig, lease: Path) -> LocalEngine:
-    """Makes an engine with the settings ``policy``. ``lease`` is the folder of the timing lease."""
+    """Makes an engine with the settings ``policy``. ``lease`` is the folder of the timing lease
+    (``cuda_agent.lease``)."""
     place: dict[str, Any] = {"device": policy.device, "dtype": policy.dtype}
     return LocalEngine(model, policy.threads, policy.engine_batch, Lease(lease), **place)
 
@@ -340,8 +343,9 @@ def _noise(request: _Request) -> float:
 
 
 def _chunks(jobs: Sequence[Job], most: int, seen: int) -> Iterator[Sequence[Job]]:
-    """Yields groups of consecutive jobs. A group has at most ``most`` new tokens, and at most ``seen`` tokens including
-    those before them, unless it is one job."""
+    """Yields groups of consecutive jobs. In each group, the jobs have at most ``most`` new tokens, and at most ``seen``
+    tokens if the cached tokens before the new ones are included. A single job that exceeds these limits is a group of
+    its own."""
     begin, new, whole = 0, 0, 0
     for index, (_, start, ids) in enumerate(jobs):
         if index > begin and (new + len(ids) > most or whole + start + len(ids) > seen):

@@ -2,7 +2,8 @@
 
 All turns of an episode go to one server, which caches the episode's tokens. A server that dies is not restarted. Other
 servers answer its requests with the same completions up to rounding, because a completion depends only on weights,
-prompt and seed. Weights are replaced while no request runs. A probe then checks that every server uses the new ones."""
+prompt and seed. Weights are replaced while no request runs. Then a fixed prompt is sent to every server, to check that
+the server uses the new weights."""
 
 import asyncio
 import contextlib
@@ -275,8 +276,8 @@ class VllmEngine:
 
 
 def _put_first(policy: Path, shared: Path) -> None:
-    """Copies ``policy`` to ``shared``/policy, for which a pool's servers wait (``vllm_pool``). Does nothing if that
-    folder exists."""
+    """Copies ``policy`` to the sub-folder ``FIRST`` of ``shared``. The vLLM servers of a run on a cluster wait for this
+    sub-folder and load it (``vllm_pool``). Does nothing if the sub-folder exists."""
     if (shared / FIRST).exists():
         return
     shared.mkdir(parents=True, exist_ok=True)

@@ -88,8 +88,9 @@ class WeightSync:
         return self.cuda_agent_weights()
 
     def cuda_agent_join(self, host: str, port: int, rank: int, size: int) -> dict[str, str]:
-        """Joins the group in which the trainer broadcasts weights; ``host`` and ``port`` lead to the trainer's store.
-        ``size`` counts the trainer and all workers. ``rank`` is the rank of this server's first worker."""
+        """Joins the group in which the trainer broadcasts weights. ``host`` and ``port`` are the address of the
+        trainer's TCP store. ``size`` counts the trainer and all workers. ``rank`` is the rank of this server's first
+        worker."""
         from vllm.distributed import get_world_group  # type: ignore[import-not-found, unused-ignore]
 
         store = transfer_store(host, port, size, False)
@@ -139,8 +140,8 @@ def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> 
 
 
 def digest(parameters: Iterable[tuple[str, Any]]) -> str:
-    """Returns a hash of the names and weights in ``parameters``. It is the same on every processor, because it uses
-    exact integer sums of the weights' bits."""
+    """Returns a hash (SHA-256, hexadecimal) of the names and weights in ``parameters``. The hash is the same on every
+    processor, because it is made from exact integer sums of the weights' bits."""
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -1,8 +1,9 @@
-"""Runs one vLLM server of a run's pool on a cluster: waits for the run's first policy, then becomes vLLM's server.
+"""Runs one of the vLLM servers of a run on a cluster: waits for the run's first policy, then becomes vLLM's server.
 
 The first stage that needs an engine writes the policy atomically into the sub-folder ``policy`` of a shared folder. A
-restarted server loads this first policy, not the newest weights. Each start gives the policy a new name, so requests
-under the old name fail. Of the package's requirements, this module needs only ``torch``."""
+restarted server loads this first policy, not the newest weights. Each start serves the policy under a new name.
+Requests under the old name then fail, so no client takes the first weights for the newest ones. Of the package's
+requirements, this module needs only ``torch``."""
 
 import argparse
 import os
@@ -19,7 +20,8 @@ FIRST = "policy"  # sub-folder with the initial policy in the shared folder
 
 def command(policy: Path, port: int, context: int, batch: int, memory: float, gpus: int) -> list[str]:
     """Returns the arguments with which a Python interpreter runs vLLM's server on ``gpus`` GPUs, or on the CPU if
-    ``gpus`` is 0. ``memory`` is the share of each GPU's memory that the server may use."""
+    ``gpus`` is 0. ``memory`` is the share of each GPU's memory that the server may use. ``vllm_plugin.served``
+    describes ``context`` and ``batch``."""
     name = f"policy-{secrets.token_hex(6)}"
     line = ["-P", "-m", "vllm.entrypoints.openai.api_server", "--host", "0.0.0.0", "--port", str(port)]
     line += served(policy, name, context, batch, memory if gpus else None, None)

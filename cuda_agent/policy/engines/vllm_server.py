@@ -172,7 +172,8 @@ class Replica:
 
     async def ask(self, path: str, body: Any = None) -> Any:
         """Sends a request: POST with ``body``, or GET if ``body`` is None. Returns the answer's JSON, or None for other
-        content. Raises EngineError if the server refuses the request, and Fault if the server fails."""
+        content. Raises EngineError if the server refuses the request, Busy if it is overloaded, and Fault if it fails
+        otherwise."""
         method = "GET" if body is None else "POST"
         try:
             try:
@@ -204,7 +205,8 @@ class Replica:
         return list((answer or {}).get("results", []))
 
     async def greet(self) -> None:
-        """Reads from the server: the policy's name and context, and the workers' number, element type and device."""
+        """Asks the server for the policy's name and context, and for the number, element type and device of its
+        workers. Stores the answers in the attributes ``model``, ``context``, ``workers``, ``dtype`` and ``device``."""
         models = [model for model in (await self.ask("/v1/models"))["data"] if not model.get("parent")]
         self.model, self.context = models[0]["id"], models[0]["max_model_len"]
         weights = await self.call("cuda_agent_weights")

@@ -25,10 +25,13 @@ class Broadcast:
         self._members: list[Replica] = []
 
     async def send(self, replicas: Sequence[Replica], model: Any) -> None:
-        """Sends the parameters of ``model`` to all ``replicas``. If a server fails, the next call makes a new group.
+        """Sends the parameters of ``model`` to all ``replicas``. If the model is on another kind of device than the
+        servers, copies its parameters one by one to that kind.
 
-        If the model is on another kind of device than the servers, copies its parameters one by one to that kind.
-        Raises EngineError if this process has no device of that kind, or if the servers run on several kinds."""
+        Raises:
+            Fault: A server failed. The next call makes a new group.
+            EngineError: The broadcast failed, this process has no device of the servers' kind, or the servers run on
+                several kinds of devices."""
         device, *others = sorted({replica.device for replica in replicas})
         if others or (device == "cuda" and not gpus()):
             there = ", ".join([device, *others])

@@ -87,7 +87,7 @@ class RolloutWorker:
 
 
 class RankHost:
-    """An actor that holds the trainer's processes on one machine (``training.ranks.Ranks``)."""
+    """An actor that runs the trainer's processes of one machine (``training.ranks.Ranks``)."""
 
     def __init__(self) -> None:
         die_with_parent()

@@ -88,7 +88,9 @@ def open_ray(address: str | None, cpus: float, gpus: int, store_bytes: int) -> I
 
 
 def on_bundle(group: Any, bundle: int, cpus: float, gpus: float) -> dict[str, Any]:
-    """Returns Ray's options for an actor on bundle number ``bundle`` of the placement group ``group``."""
+    """Returns Ray's options for an actor that runs on bundle number ``bundle`` of the placement group ``group``. A
+    bundle is a set of resources that Ray has reserved on one machine. ``cpus`` and ``gpus`` are the actor's
+    resources."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
@@ -96,6 +98,7 @@ def on_bundle(group: Any, bundle: int, cpus: float, gpus: float) -> dict[str, An
 
 
 def raise_if_init_failed(error: BaseException | None) -> None:
-    """Raises RuntimeError if ``error`` means that an actor's constructor failed, because it would fail again."""
+    """Raises RuntimeError if ``error`` means that an actor's constructor failed. A new actor would fail in the same
+    way."""
     if getattr(error, "actor_init_failed", False):
         raise RuntimeError(f"an actor could not be made: {error}") from error

@@ -93,7 +93,8 @@ class RayPlayers:
     """The rollout workers of one stage. They play the stage's input policy until ``serve`` gives them another one."""
 
     def __init__(self, ctx: StageContext, episodes: EpisodeSettings, group: Any, first: int) -> None:
-        """Assigns the workers to bundles of the placement group ``group``, from bundle number ``first`` on."""
+        """Assigns the workers to bundles of the placement group ``group``, from bundle number ``first`` on. A bundle is
+        a set of resources that Ray has reserved on one machine."""
         import ray
 
         self._ray = ray
@@ -274,11 +275,13 @@ async def end_actors(actors: Sequence[Any]) -> None:
 
 @asynccontextmanager
 async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterator[Any]:
-    """Opens Ray and a placement group: ``trainers`` bundles for the trainer, then one bundle for each rollout worker.
+    """Opens Ray and a placement group, and yields the group. Its bundles are sets of resources, each on one machine:
+    first ``trainers`` bundles for the trainer, then one bundle for each rollout worker.
 
     Raises:
-        BadConfiguration: This machine has too few GPUs, or ``policy.vllm.servers`` is set but lists too few servers.
-        TryAgain: Ray does not provide the bundles in time."""
+        BadConfiguration: Ray is not installed, this machine has too few GPUs, or ``policy.vllm.servers`` is set but
+            lists too few servers.
+        TryAgain: Ray does not start, or does not provide the bundles in time."""
     settings, servers = ctx.config.ray, ctx.config.policy.vllm.servers
     if servers and len(servers) < settings.workers:
         has = f"policy.vllm.servers has {len(servers)} for them"

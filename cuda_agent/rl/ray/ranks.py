@@ -1,7 +1,8 @@
-"""Runs a trainer's processes (ranks) on Ray. On each machine one actor holds the ranks. The stage calls these actors.
+"""Runs a trainer's processes (ranks) on Ray. On each machine one actor (``RankHost``) runs the ranks. The stage calls
+these actors.
 
-To save a checkpoint, each machine sends its files to the stage. To load one, the stage sends all files to all machines.
-Files are sent in parts, so that no process holds more than a few parts in memory."""
+To save a checkpoint, each machine sends its files to the stage. To load a checkpoint, the stage sends all files to all
+machines. Files are sent in parts, so that no process holds more than a few parts in memory."""
 
 import pickle
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ STREAM = {"num_returns": "streaming", "_generator_backpressure_num_objects": 4} 
 
 
 class SpreadRanks:
-    """The trainer's processes (a ``training.distributed.RankGroup``), evenly distributed over the actors ``hosts``."""
+    """The trainer's processes (a ``training.distributed.RankGroup``), evenly distributed over the actors ``hosts``
+    (each a ``RankHost``)."""
 
     def __init__(self, hosts: Sequence[Any], context: WorkerContext) -> None:
         import ray

@@ -34,7 +34,7 @@ def keep(part: Part, folder: Path) -> None:
 
 
 def arrays(parameters: Iterable[tuple[str, Any]]) -> Weights:
-    """Returns a model's ``parameters`` (pairs of name and tensor) as arrays by name."""
+    """Returns a model's ``parameters`` (pairs of name and tensor) as a dict from names to NumPy arrays."""
     return {name: parameter.detach().cpu().numpy() for name, parameter in parameters}
 
 
