@@ -40,8 +40,9 @@ class KernelAction(Action):
 
 class KernelObservation(Observation):
     """The result of ``reset`` or ``step``. ``reset`` returns the first messages and the tools' schemas. ``step``
-    returns the tool's result. When ``done`` is true, ``reward`` is the verdict's reward. After an infrastructure fault
-    ``reward`` is None, and a trainer must drop the episode."""
+    returns the tool's result as ``text``. When ``done`` is true, ``reward`` is the verdict's reward. After an
+    infrastructure fault ``reward`` is None, and a trainer must drop the episode. ``flags`` names the bad patterns seen
+    so far, such as "loop"."""
 
     text: str = ""
     messages: list[dict[str, Any]] = Field(default_factory=list)
@@ -56,7 +57,8 @@ class KernelState(State):
 
 
 class Arena:
-    """The state shared by all sessions of a server."""
+    """The state that all sessions of a server share: the tasks, the sandbox with its settings, and the greatest number
+    of tool calls of an episode (``steps``)."""
 
     def __init__(self, tasks: Sequence[Task], settings: SandboxConfig, steps: int) -> None:
         self.tasks, self.settings, self.steps = {task.name: task for task in tasks}, settings, steps
@@ -79,7 +81,8 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
     async def reset_async(
         self, seed: int | None = None, episode_id: str | None = None, task: str | None = None, **_: Any
     ) -> KernelObservation:
-        """Opens the work folder of the task named ``task``, or of a task that ``seed`` picks.
+        """Begins an episode with the task named ``task``, or with a task that ``seed`` picks. Opens the work folder.
+        Returns the first messages and the tools' schemas. An unfinished earlier episode ends without a verdict.
 
         Raises:
             ValueError: There is no such task."""
@@ -97,8 +100,9 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
         return KernelObservation(messages=environment.messages(), tools=TOOLS)
 
     async def step_async(self, action: KernelAction, timeout_s: float | None = None, **_: Any) -> KernelObservation:
-        """Runs the tool that ``action`` names. Judges the solution if no tool is named, or at the last step. A step
-        that takes more than ``timeout_s`` seconds counts as an infrastructure fault and ends the episode.
+        """Runs the tool that ``action`` names, and returns the tool's result. If no tool is named, or at the last step,
+        judges the solution and ends the episode. A step that takes more than ``timeout_s`` seconds counts as an
+        infrastructure fault and ends the episode.
 
         Raises:
             ValueError: The episode is over."""
@@ -142,8 +146,8 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
 
 
 def application(tasks: Sequence[Task], settings: SandboxConfig, cache: Path, steps: int = 40, sessions: int = 8) -> Any:
-    """Returns the server as a FastAPI application with one sandbox. At most ``sessions`` episodes run at once, each
-    with at most ``steps`` tool calls."""
+    """Returns the server as a FastAPI application with one sandbox, which all sessions use. At most ``sessions``
+    episodes run at once, each with at most ``steps`` tool calls. A local sandbox uses the folder ``cache``."""
     arena = Arena(tasks, settings, steps)
     make = functools.partial(KernelServer, arena)
     app = create_app(make, KernelAction, KernelObservation, "cuda-agent", max_concurrent_envs=sessions)

@@ -1,8 +1,9 @@
 """Offers the tasks as a taskset of the library ``verifiers`` (version 1), which prime-rl and ``vf-eval`` use.
 
 The library's harness talks to the model. In each rollout a server process (``KernelTools``) runs the tool calls in a
-work folder, and reports the solution in the folder after each call. The task (``KernelTask``) judges the last solution
-in a separate sandbox. The library finds a taskset by the name of a top-level module (docs/environments.md)."""
+work folder. After each call, it reports the solution in the folder as the rollout's state (``KernelState``). At the
+end, the task (``KernelTask``) judges the last solution in a separate sandbox. The library finds a taskset by the name
+of a top-level module (docs/environments.md)."""
 
 import contextlib
 import inspect
@@ -29,7 +30,7 @@ __all__ = ["KernelTaskset"]
 
 
 class KernelState(vf.State):
-    """The report of the tool server to ``KernelTask``."""
+    """The state of one rollout. ``KernelTools`` writes it after each tool call, and ``KernelTask`` reads it."""
 
     files: dict[str, str] = Field(default_factory=dict)  # the solution: path -> content
     flags: list[str] = Field(default_factory=list)  # the bad patterns seen so far
@@ -60,7 +61,8 @@ class KernelData(vf.TaskData):
 
 
 class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
-    """The tool server of one rollout. Its tools have the names that SKILL.md uses."""
+    """The tool server of one rollout. The tools have no prefix in their names, because SKILL.md, the instructions for
+    the model, uses the plain names."""
 
     TOOL_PREFIX = None
 
@@ -75,7 +77,8 @@ class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
             mcp.add_tool(fn, name=facts["name"], description=facts["description"], structured_output=False)
 
     def _call(self, name: str, schema: dict[str, Any]) -> Callable[..., Any]:
-        """Returns a function that calls the tool ``name``. The signature tells verifiers the tool's ``schema``."""
+        """Returns a function that calls the tool ``name`` and returns the result's text. The function's signature tells
+        verifiers the tool's ``schema``."""
 
         async def call(**arguments: Any) -> str:
             given = {key: value for key, value in arguments.items() if value is not None}
@@ -108,7 +111,7 @@ class KernelTask(vf.Task[KernelData, KernelState, KernelTaskConfig]):
         than 5 % faster than eager, 3 for one that is more than 5 % faster than both eager and torch.compile.
 
         Raises:
-            SandboxFault: The sandbox failed twice.
+            SandboxFault: The sandbox failed twice, so there is no reward.
             TaskError: The task cannot be run."""
         async with opened(self.data.task(), self.config.tools) as environment:
             verdict = await environment.judge(solution_of(trace.state.files, environment.format))

@@ -66,8 +66,9 @@ def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, A
 
 
 def least_tokens(task: Task, terms: Terms) -> int:
-    """Estimates the fewest tokens that an attempt needs.  In the style ``compact`` these are the tokens of the first
-    prompt.  In the style ``full`` they are those of two turns: the last turn runs no tool, so an earlier one must."""
+    """Returns an estimate of the fewest tokens that an attempt needs.  In the style ``compact``, these are the tokens
+    of the first prompt.  In the style ``full``, these are the tokens of two turns: the last turn runs no tool, so at
+    least one turn must come before."""
     prompt = size(first_messages(task, terms, "x" * _BASELINES)) // CHARACTERS
     return prompt if terms.style == "compact" else sum(_two_turns(min(prompt, terms.context), terms.answer_tokens))
 
@@ -78,8 +79,9 @@ def _two_turns(prompt: int, answer: int) -> tuple[int, int]:
 
 
 class SearchEnvironment(KernelEnvironment):
-    """The environment of attempt number ``attempt``.  It reports events through ``tell``.  A solution that reaches the
-    target in quick mode is also judged in strict mode.  ``faults`` counts consecutive sandbox failures."""
+    """The environment of attempt number ``attempt``: it runs the model's tool calls, and reports events through
+    ``tell``.  A solution that reaches the target in quick mode is also judged in strict mode.  ``faults`` counts
+    consecutive sandbox failures."""
 
     def __init__(
         self, task: Task, sandbox: Sandbox, terms: Terms, findings: Findings, attempt: int, tell: Tell
@@ -131,8 +133,8 @@ class SearchEnvironment(KernelEnvironment):
 
     async def judge(self, solution: Solution, mode: Mode = "quick", command: str = "end") -> Verdict:
         """Judges ``solution`` and reports the verdict through ``tell``.  ``command`` names the command that needs the
-        verdict, such as "verify".  At the end of the attempt it is "end".  If the sandbox fails, the verdict's status
-        is ``infra``."""
+        verdict, such as "verify", or is "end" at the end of the attempt.  If the sandbox fails, the verdict's status is
+        ``infra``.  Raises TaskError if the task cannot be run."""
         try:
             verdict = await super().judge(solution, mode)
             self.faults = 0
@@ -145,14 +147,15 @@ class SearchEnvironment(KernelEnvironment):
         return verdict
 
     async def judge_rest(self) -> None:
-        """Judges the solution in the work folder, unless it was judged before."""
+        """Judges the solution in the work folder, unless it was judged before or the target is reached."""
         if self.solution.files and self.solution.digest not in self._judged and not self.findings.reached:
             await self.judge(self.solution)
 
 
 @dataclass
 class Attempt:
-    """One attempt of a search.  ``baselines`` is the text that tells the model the times of eager and compile."""
+    """One attempt of a search.  ``baselines`` is the text that tells the model the times of eager mode and of
+    ``torch.compile``."""
 
     number: int  # from 1 on
     task: Task
@@ -177,7 +180,8 @@ class Attempt:
         self.environment.files = dict(self.state.files)
 
     async def run(self) -> str:
-        """Runs the attempt and returns why it ended.  A failure of the model's server is one reason.
+        """Runs the attempt.  Returns the reason why it ended, a key of ``progress.ENDS``, such as "server" if the
+        model's server failed.
 
         Raises:
             TaskError: The task cannot be run.
@@ -195,7 +199,8 @@ class Attempt:
         return ended
 
     async def _play(self) -> str:
-        """Plays the turns in a work folder.  If the folder is lost, a new one with the same files replaces it."""
+        """Plays the turns in a work folder, and returns why the attempt ended.  If the folder is lost, a new one with
+        the files of the last whole turn replaces it."""
         for _ in range(_LOSSES):
             try:
                 async with self.environment:

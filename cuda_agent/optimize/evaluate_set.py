@@ -44,8 +44,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class SetResult:
-    """The result: a row for each record, and the scores of the judged records.  ``tasks`` is the number of tasks that
-    count in fast_p.  fast_p is the share of tasks that are solved more than p times as fast as a baseline."""
+    """The result of ``evaluate_set``: a row for each record, and the scores of the judged records.  ``tasks`` is the
+    number of tasks that count in fast_p.  fast_p is the share of tasks that are solved more than p times as fast as a
+    baseline."""
 
     rows: list[JudgedRow]
     scores: Scores
@@ -180,7 +181,8 @@ class _Work:
 
 
 def _read_verdicts(file: Path) -> dict[str, Verdict]:
-    """Returns the verdicts in ``file`` by key, and removes a last line that a killed process left incomplete."""
+    """Returns the verdicts in ``file`` by key.  Removes an incomplete last line, which a killed process left.  Raises
+    OptimizeError if ``file`` holds anything else."""
     data = file.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     try:
@@ -202,8 +204,9 @@ def _in_short(verdict: Verdict, claim: float | None) -> str:
 
 
 def _result(given: SolutionSet, rows: list[JudgedRow], settings: SandboxConfig) -> SetResult:
-    """Computes the scores.  A task's final score is the mean over its samples; its best score is the score of its best
-    sample.  ``SetResult.tasks`` leaves out each task that has no score and has a record with an outcome in ``LOST``."""
+    """Returns the rows with their scores.  A task's final score is the mean over its samples; its best score is the
+    score of its best sample.  ``SetResult.tasks`` leaves out each task that has no score because records were lost
+    (an outcome in ``LOST``)."""
     judged = [row for row in rows if row.outcome in (*JUDGED, "infra")]
     best: dict[str, Verdict] = {}
     for row in judged:
@@ -246,7 +249,8 @@ def _write(
 
 
 def result_lines(result: SetResult) -> list[str]:
-    """Formats the result for a terminal: records per outcome, how many claimed speed-ups held, and the scores."""
+    """Returns the result as lines for a terminal: the numbers of records per outcome, of confirmed claims and of claims
+    that failed, and the scores."""
     lines = [f"{count:6} {outcome.replace('_', ' '):12} {says}" for outcome, count, says in accounts(result.rows)]
     lines.append(f"{len(result.rows):6} records; fast_p in report.html counts {plural(result.tasks, 'task')}")
     if found := claims(result.rows):

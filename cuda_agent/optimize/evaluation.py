@@ -33,7 +33,10 @@ class BenchmarkError(UserError):
 
 @dataclass(frozen=True)
 class Player:
-    """The player of a benchmark: a policy (a Hugging Face folder), or a model at an OpenAI-compatible address."""
+    """The model that a benchmark scores: a policy (a Hugging Face folder), or a model at an OpenAI-compatible address.
+
+    Raises:
+        BenchmarkError: Neither or both are given, or the address comes without a model's name."""
 
     policy: Path | None = None  # the policy's folder, or None for a model at an address
     base_url: str | None = None  # the model's address
@@ -52,7 +55,8 @@ class Player:
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Runs ``work`` and returns its result.  On SIGTERM, cancels ``work``, lets it clean up, and exits with 143."""
+    """Runs ``work`` and returns its result.  On SIGTERM, cancels ``work``, lets it clean up, and exits with status
+    143."""
     stopped: list[int] = []
 
     async def whole() -> T:
@@ -105,7 +109,7 @@ def policy_folder(text: str, store_uri: str) -> Path:
 
 
 def read_solution(folder: Path, format: Format) -> Solution:
-    """Reads the solution files in ``folder``: plan.json or model_new.py, and kernels/.
+    """Returns the solution in ``folder``: its files are plan.json or model_new.py, and those in kernels/.
 
     Raises:
         TaskError: A file is missing, too large or not text; the message names it."""
@@ -134,11 +138,12 @@ def read_solution(folder: Path, format: Format) -> Solution:
 async def evaluate(
     settings: SandboxConfig, cache: Path, task: Path, solution: Path, mode: Mode, again: bool, shapes: Sequence[str]
 ) -> tuple[Verdict, list[ShapeResult]]:
-    """Returns the verdict on the folder ``solution`` for the task file ``task``.  If the verdict is ``ok``, also judges
-    the task's variants in ``shapes`` (``optimize.shapes``).  With ``again``, uses no cached verdict or baseline.
+    """Judges the solution in the folder ``solution`` for the task in the file ``task``.  Returns the verdict, and the
+    results for the other shapes that ``shapes`` names (``optimize.shapes``).  The results are empty if the verdict's
+    status is not ``ok``.  With ``again``, uses no cached verdict or baseline.
 
     Raises:
-        TaskError: The task or the solution folder cannot be read.
+        TaskError: The task or the solution folder cannot be read, or the task cannot be run.
         ConfigError: ``shapes`` is wrong, or ``again`` is set with remote servers."""
     from cuda_agent.sandbox.client import open_sandbox
     from cuda_agent.sandbox.remote import RemoteSandbox
@@ -159,12 +164,13 @@ async def evaluate(
 async def benchmark(
     config: Config, cache: Path, player: Player, tasks: Path, output: Path | None, say: Callable[[str], None]
 ) -> Any:
-    """Plays ``evaluate.samples`` episodes per task of ``tasks`` and returns ``rl.scores.Scores``.  Writes
-    episodes.jsonl, scores.json and a policy's tokenizer.json to ``output`` (None: no files).  ``say`` gets a line per
-    episode.
+    """Plays ``evaluate.samples`` episodes for each task of the task set ``tasks``.  Returns ``rl.scores.Scores``.
+    Writes episodes.jsonl, scores.json and, for a policy, tokenizer.json to the folder ``output`` (None: writes no
+    files).  Calls ``say`` with a line of progress after each episode.
 
     Raises:
-        BenchmarkError: ``output`` cannot be made."""
+        BenchmarkError: ``output`` cannot be made.
+        TaskError: ``tasks`` cannot be read."""
     from cuda_agent.agent.loop import run_many, seed_of
     from cuda_agent.policy.episode import write_episodes
     from cuda_agent.rl.scores import score, write_scores
@@ -203,7 +209,8 @@ async def benchmark(
 
 @asynccontextmanager
 async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) -> Any:
-    """Opens the policy or model of ``player``.  Yields a function of (task, seed, episode id) that plays an episode."""
+    """Opens the policy or model of ``player``.  Yields a function of (task, seed, episode id) that plays an episode and
+    returns it."""
     from cuda_agent.agent.chat_rollout import run_chat_rollout
     from cuda_agent.agent.loop import run_episode
     from cuda_agent.policy.served import ServedModel
@@ -236,7 +243,8 @@ async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) ->
 
 
 def score_lines(scores: Any) -> list[str]:
-    """Returns ``scores`` as two tables, for the final and for the best solutions, with a row per family of tasks."""
+    """Returns ``scores`` as lines: one table for the final solutions of the episodes, one for the best solutions, and
+    one for the tasks that accept wrong answers."""
     played = f"{scores.episodes} episodes of {scores.tasks} tasks"
     lines = [f"{scores.policy}: {played}, {scores.infra} lost to faults of ours"]
     if scores.clock == "model":
@@ -254,7 +262,8 @@ def score_lines(scores: Any) -> list[str]:
 
 
 def table_lines(title: str, table: Any) -> list[str]:
-    """Returns one table of ``Scores`` as lines, with a row per family of tasks if there are several."""
+    """Returns one table of ``Scores`` as lines: a row for all tasks and, if there are several families of tasks, a row
+    for each family."""
 
     def said(value: float | None, form: str) -> str:
         return "–" if value is None else format(value, form)

@@ -1,9 +1,10 @@
 """Exports a solution as one file ``model_new.py``, which needs PyTorch and a compiler, but nothing of this package.
 
-The file holds the kernels as strings, and the code that runs them.  This code is made of ``standalone_*`` modules and
-the definitions that these modules use.  In the format ``plan`` the file also holds the task's source, because
-``ModelNew`` inherits from ``Model``.  Kernels are built in the first call (format ``extension``: at import) and cached
-in the user's cache folder.
+In the formats ``plan`` and ``extension``, the file holds the kernels as strings, and the code that runs them.  This
+code consists of ``standalone_*`` modules and the definitions that these modules use.  In the format ``plan`` the file
+also holds the task's source, because ``ModelNew`` inherits from ``Model``.  Kernels are built in the first call (format
+``extension``: at import) and cached in the user's cache folder.  In other formats, the file is the solution's entry
+file, unchanged.
 
 The exported file is for inference, on one device, without CUDA graphs.  Inputs must have the same shapes, types and
 plain arguments as the task's inputs."""
@@ -132,8 +133,8 @@ _BINDING = {
 
 
 def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
-    """Returns the sources of ``standalone_plan`` and of the file ``part``, without their imports of this package.
-    ``shared`` lists the definitions that replace these imports: variable -> (module, names of its definitions)."""
+    """Returns the sources of ``standalone_plan`` and of the file ``part``, with definitions in place of the imports
+    from this package.  ``shared`` lists these definitions: variable -> (module, names of its definitions)."""
     texts = [_source(f"optimize/{name}") for name in ("standalone_plan.py", part)]
     bodies = [_OURS.sub("", text.partition('"""\n\n')[2]).strip() for text in texts]
     modules = []

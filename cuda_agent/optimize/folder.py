@@ -1,7 +1,7 @@
 """Prepares and locks the folder of a search.  If a new search fails before its first turn, clears the folder.
 
 model.py          the problem                          solution/     kernels, and plan.json or model_new.py
-model_new.py      the solution for PyTorch alone       verdict.json  the solution's strict verdict
+model_new.py      the solution for PyTorch alone       verdict.json  the solution's verdict, strict if there is one
 transcript.jsonl  the search's events                  report.html   a page about the search
 run.json          what the user ordered, for --resume; holds no API key"""
 
@@ -31,7 +31,10 @@ class OptimizeError(UserError):
 
 @dataclass(frozen=True)
 class SearchOrder:
-    """The settings of a search.  ``tokens``, ``minutes`` and ``money`` limit all attempts together (None: no limit)."""
+    """The settings of a search.  ``tokens``, ``minutes`` and ``money`` limit all attempts together (None: no limit).
+
+    Raises:
+        OptimizeError: There is a limit of money without prices, or the context is too short for an answer."""
 
     base_url: str  # OpenAI-compatible address
     model: str  # name of the model at the address
@@ -73,7 +76,8 @@ def read_order(folder: Path) -> tuple[SearchOrder, dict[str, Any]]:
 
 
 def so_far(path: Path) -> tuple[dict[int, State], Findings, Event]:
-    """Returns the state of every attempt, the findings and the used budget, all read from the transcript ``path``.
+    """Returns the state of a search, read from the transcript ``path``: the states of the attempts by number, the
+    correct solutions, and the used budget.
 
     Raises:
         OptimizeError: ``path`` is not a transcript."""
@@ -112,7 +116,8 @@ def opened(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path
 
 @contextlib.contextmanager
 def alone(folder: Path, command: str) -> Iterator[None]:
-    """Holds a lock on ``folder``; raises OptimizeError if another process of ``command`` holds the lock."""
+    """Holds an exclusive lock on ``folder``, if the file system can lock folders.  Raises OptimizeError if another
+    process holds the lock; the message calls that process ``command``."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):  # some shared file systems lock no folders
@@ -126,8 +131,9 @@ def alone(folder: Path, command: str) -> Iterator[None]:
 
 
 def _prepare_folder(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path, resume: bool) -> None:
-    """Writes problem and order to ``folder``.  With ``resume``, the folder must hold a search of this problem.
-    Otherwise it must be empty, or hold a search without turns.  If it does not, raises OptimizeError."""
+    """Writes the problem and the order to ``folder``.  With ``resume``, raises OptimizeError unless the folder holds a
+    search for this problem.  Without ``resume``, raises it unless the folder is empty or holds only a search without
+    turns."""
     if resume:
         if not (folder / "transcript.jsonl").is_file():
             raise OptimizeError(f"{folder}: nothing to go on with; leave out --resume to begin")

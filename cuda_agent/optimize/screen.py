@@ -1,7 +1,7 @@
 """Shows a running search: as a live view on a terminal, as plain lines elsewhere, as JSON lines for programs.
 
-The live view shows a ``View``, which is built from the search's events alone.  Text of models and tools is reduced to
-printable characters before it reaches a terminal."""
+The live view shows a ``View``, which is built only from the events of the search.  Text of models and tools is reduced
+to printable characters before it reaches a terminal."""
 
 import json
 import shutil
@@ -126,7 +126,7 @@ def told(event: Event) -> str:
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """Draws the last ``width`` of ``values`` as a line of bars, on a scale that includes 1 and all of ``values``."""
+    """Returns the last ``width`` of ``values`` as a line of bars, on a scale that includes 1 and all of ``values``."""
     if not values:
         return ""
     low, high = min(*values, 1.0), max(*values, 1.0)
@@ -158,7 +158,7 @@ def watching(as_json: bool) -> Iterator[Watch]:
 
 
 def json_lines(write: Callable[[str], None]) -> Watch:
-    """Returns a function that writes each event as a line of JSON.  It leaves out streamed text and the outcome."""
+    """Returns a function that writes each event as a line of JSON, except streamed text and the outcome."""
 
     def watch(event: Event) -> None:
         if event["kind"] not in ("text", "thought", "outcome"):
@@ -230,7 +230,8 @@ def _live() -> Iterator[Watch]:
 
 
 def drawing(view: View, width: int, height: int) -> Any:
-    """Returns the picture of ``view`` for a terminal of this size.  ``height`` 0 omits the model's text and diff."""
+    """Returns ``view`` as a Rich renderable for a terminal of ``width`` columns and ``height`` lines.  If ``height`` is
+    0, leaves out the model's text and its last change."""
     from rich.console import Group
     from rich.text import Text
 

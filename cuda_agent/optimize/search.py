@@ -42,7 +42,7 @@ class SearchOutcome:
 
     folder: Path  # holds the result
     why: str  # why the search ended: a key of ``progress.ENDS``
-    best: Find | None  # the best correct solution, judged strictly if possible; None: none, or none was confirmed
+    best: Find | None  # the best correct solution; None: there is none, or strict mode confirmed none
     target: float  # the speed-up that the user asked for
     reached: bool  # whether ``best`` reaches the target in strict mode
     spent: Event  # how much of the budget was used, from ``SearchBudget.facts``
@@ -70,13 +70,13 @@ async def optimize(
     """Searches for a faster solution and writes the result into ``folder``.
 
     Args:
-        source: The file with the problem.
+        source: The file with the problem, model.py.
         folder: The folder of the result; with ``resume`` it holds the search to continue.
         watch: A function that receives every event.
         stop: An event that a person sets; the search then ends with the best solution so far.
 
     Raises:
-        TaskError: The problem cannot be run, or its outputs cannot be checked.
+        TaskError: The problem cannot be read or run, or its outputs cannot be checked.
         SandboxUnready: A required protection or the compiler is missing.
         OptimizeError: The model's address, the token limit or the folder cannot be used.
         KeyboardInterrupt: ``stop`` was set before the baselines were measured."""
@@ -177,7 +177,8 @@ async def _run_attempts(attempts: list[Attempt], transcript: Transcript, stop: a
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: Any) -> Any:
-    """Returns the result of ``work``.  If ``stop`` is set first, cancels ``work`` and returns None."""
+    """Returns the result of ``work``.  If ``stop`` is set first, cancels ``work``, kills a local ``sandbox``, and
+    returns None."""
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
     await asyncio.wait([task, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -193,10 +194,12 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: 
 async def _confirm(
     task: Task, sandbox: Any, findings: Findings, transcript: Transcript, stop: asyncio.Event
 ) -> Find | None:
-    """Judges the best solution in strict mode, and repeats this while another solution becomes the best, for at most
-    ``_CONFIRMED`` solutions.  Returns the best solution that strict mode confirms, or None if it confirms none.  If
-    ``stop`` is set or the sandbox fails before one is confirmed, returns the best solution so far, which lacks a
-    strict verdict."""
+    """Judges the best solution in strict mode.  If another solution is the best after that, judges that one, too, and
+    so on, at most ``_CONFIRMED`` solutions.  Returns the best solution that strict mode confirms as correct, or None if
+    it confirms none.
+
+    If ``stop`` is set or the sandbox fails, no more solutions are judged.  If none is confirmed by then, returns the
+    solution that was to be judged next; it has no strict verdict."""
     stop.clear()
     unconfirmed: Find | None = None
     for _ in range(_CONFIRMED):
@@ -222,8 +225,9 @@ async def _confirm(
 def write_result(
     outcome: SearchOutcome, task: Task, spec: TaskSpec, probe: Probe, order: SearchOrder, settings: SandboxConfig
 ) -> None:
-    """Writes report.html and, for a correct solution, the solution, its verdict and ``model_new.py`` to the folder.
-    Without one, removes these three: an earlier call may have written a solution that strict mode has since refused."""
+    """Writes report.html to the folder of ``outcome``.  If ``outcome`` has a solution, also writes the solution, its
+    verdict and ``model_new.py``.  Otherwise removes these three: an earlier call may have written a solution that
+    strict mode has refused since."""
     from cuda_agent.pages.optimize import render
 
     folder, best = outcome.folder, outcome.best

@@ -1,4 +1,4 @@
-"""Judges a solution at shapes other than the task's own.  A solution that is wrong at such a shape is specialised.
+"""Judges a solution at other shapes than those of its task.  A solution that is wrong there is called specialised.
 
 A variant of a task is its source with other values of module-level constants, or with another size of the inputs' first
 dimension. The list ``SHAPES`` in the source names variants, and the user can name others. Variants are checked, not

@@ -66,8 +66,8 @@ class SolutionSet:
 
 @dataclass(frozen=True)
 class _Place:
-    """Information that identifies a record's task: ``parts`` of a name or path; KernelBench's ``level`` and
-    ``number``."""
+    """What a record says about the identity of its task: the ``parts`` of the task's name or path, and the ``level``
+    and ``number`` in KernelBench (None: not known)."""
 
     parts: tuple[str, ...] = ()
     level: int | None = None
@@ -76,7 +76,8 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Found:
-    """A record whose task is not known yet.  ``place`` and ``reference`` (the task's source or "") lead to the task."""
+    """A record whose task is not known yet.  ``place`` and ``reference`` (the task's source, or "") identify the
+    task."""
 
     record: SolutionRecord
     place: _Place = _Place()
@@ -84,11 +85,11 @@ class _Found:
 
 
 def read_set(source: Path, tasks: Sequence[Task] | None, format: Format) -> SolutionSet:
-    """Returns all records of ``source``, in the same order.
+    """Returns the set of solutions in ``source``, with the records in the same order.
 
     Args:
         source: A folder, a file of JSON lines, or a JSON file with a list of records (or with one list for each level).
-        tasks: The tasks that are solved.  None: each record holds its task's source, the reference.
+        tasks: The tasks that the records may solve.  None: each record holds the source of its task, the reference.
         format: The solution format of all records.
 
     Raises:
@@ -282,8 +283,8 @@ def _level_of(task: Task) -> int | None:
 
 
 class _Index:
-    """Finds a task by its name, by the last part of its name if no other task shares this part, or by KernelBench's
-    level and number."""
+    """Finds a record's task among given tasks: by the task's name, by the last part of the name if no other task shares
+    this part, or by KernelBench's level and number."""
 
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = {task.name: task for task in tasks}
@@ -306,8 +307,8 @@ class _Index:
         return record
 
     def _by_name(self, place: _Place) -> Task | None:
-        """Returns the task whose name is the longest run of consecutive ``place.parts``.  Skips tasks of another
-        level."""
+        """Returns the task whose name equals the longest run of consecutive ``place.parts``, or None if there is none.
+        Skips tasks of another level."""
         parts = (*place.parts[:-1], _SUFFIX.sub("", place.parts[-1])) if place.parts else ()
         for length in range(len(parts), 0, -1):
             for start in range(len(parts) - length + 1):
@@ -318,7 +319,7 @@ class _Index:
 
 
 class _Own:
-    """Makes a record's task from the record's own reference.  Records with the same reference share one task."""
+    """Makes a record's task from the task source in the record.  Records with the same source share one task."""
 
     def __init__(self) -> None:
         self.tasks: dict[str, Task] = {}  # by digest

@@ -1,6 +1,6 @@
 """Part of an exported ``model_new.py``: runs a plan on the CPU.  Needs PyTorch and ``g++``.
 
-It uses the sandbox's executor (``runtime.cpp``) and compiler flags, and as many threads as PyTorch."""
+The code uses the sandbox's executor (``runtime.cpp``) and compiler flags, and as many threads as PyTorch."""
 
 import ctypes as _ctypes
 import itertools as _itertools

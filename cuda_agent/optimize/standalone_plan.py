@@ -2,7 +2,7 @@
 
 An exported file holds a copy of this source beside the task's source (see ``export``).  All names here begin with an
 underscore, so that they differ from the task's names.  The kernels are for inference, and only for the shapes, types
-and plain arguments of ``get_inputs()``.  Other inputs raise a ValueError."""
+and plain arguments (such as numbers) of ``get_inputs()``.  Other inputs raise a ValueError."""
 
 import hashlib as _hashlib
 import math as _math
@@ -24,7 +24,8 @@ _lock = _threading.Lock()
 
 
 class _Kernels:
-    """Runs a plan's ``program`` instead of ``reference`` (``Model.forward``).  Subclasses launch the kernels."""
+    """A callable that runs the kernels of a solution in place of ``reference`` (``Model.forward``).  ``program`` is the
+    compiled plan, ``sources`` are the kernels' files.  Subclasses launch the kernels."""
 
     device = "cpu"
 
@@ -156,9 +157,9 @@ def _check_init(wanted: list[_Any], args: tuple[_Any, ...]) -> None:
 
 
 def _built(files: dict[str, str], command: list[str], product: str, identity: str = "") -> _Path:
-    """Returns a folder in the user's cache with the file ``product``.  If the file is missing, runs ``command`` on
-    ``files`` to make it.  ``identity``, such as a processor's name, is part of the cache key.  Raises RuntimeError if
-    the file cannot be made."""
+    """Returns a folder in the user's cache that holds the file ``product``.  If there is no such folder, runs
+    ``command`` in a folder with ``files`` to make the product.  ``identity``, such as a processor's name, is part of
+    the cache key.  Raises RuntimeError if the product cannot be made."""
     key = _hashlib.sha256(repr((sorted(files.items()), command, identity)).encode()).hexdigest()[:32]
     cache = _Path(_os.environ.get("XDG_CACHE_HOME") or _Path.home() / ".cache") / "model_new" / key
     if (cache / product).exists():

@@ -74,7 +74,8 @@ def _row(name: str, seconds: float, factor: float | None = None, note: str = "")
 
 
 def _strict_times(verdict: Verdict, strict: dict[str, Any]) -> list[str]:
-    """Returns lines about ``strict``: the times of baselines, and the precision that the solution's error suggests."""
+    """Returns lines about ``strict`` (``Verdict.strict``): the times of the baselines, and the arithmetic precision
+    that the solution's error suggests."""
     baselines, precision = strict["baselines"], strict["precision"]
     lines = []
     for label, seconds in baselines.items():

@@ -1,8 +1,9 @@
 """Stage ``agentic``: trains the policy by multi-turn reinforcement learning in the sandbox (paper, section 3.3, stage
 4). Inputs: tasks, policy, critic; outputs: ``policy``, ``critic``.
 
-Without the optional input ``critic``, the first critic is made from the policy. If ``agentic.advantage`` needs a
-critic, the stage trains the first critic, and the output ``critic`` is the trained one. Otherwise it is the first."""
+The initial critic is the optional input ``critic``; without this input it is made from the policy. If
+``agentic.advantage`` needs a critic, the stage trains the initial critic, and the output ``critic`` is the trained one.
+Otherwise the output is the initial critic."""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """Stage ``report``: writes the report of a run. Inputs: tasks, the scores of every policy, and the metrics, notes and
 manifests of all stages; output: ``report`` (``index.html`` and ``report.json``).
 
-This module gathers the data; ``pages.report`` draws the page. The two files hold no date. With ``sandbox.clock=model``
-they also hold no versions, durations, devices and notes, so equal inputs give equal bytes."""
+This module gathers the data; ``pages.report`` draws the page. The two output files hold no date. With simulated times
+(``sandbox.clock=model``) they also hold no versions, durations, devices and notes, so equal inputs give equal bytes."""
 
 import json
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ def run(ctx: StageContext) -> None:
 
 
 def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path, stages: Path) -> dict[str, Any]:
-    """Returns the data of the report's page as plain JSON.
+    """Returns the data of the report's page, as values that JSON can hold.
 
     Args:
         scores: Scores by policy, in the order of training.

@@ -1,8 +1,8 @@
 """Stage ``rft``: rejection fine-tuning (paper, section 3.3, stage 2). Inputs: episodes, policy; output: ``policy``.
 
 The stage chooses the episodes that have a positive reward and no bad pattern (loops, malformed or invented tool calls).
-It trains the policy to imitate the tokens that it sampled in these episodes, except a last turn that was cut off. If
-there is nothing to imitate, the policy stays unchanged."""
+It trains the policy to imitate the sampled tokens of these episodes, except a last turn that was cut off. If there is
+nothing to imitate, the policy stays unchanged."""
 
 from cuda_agent.context import StageContext
 from cuda_agent.policy.chat import Chat

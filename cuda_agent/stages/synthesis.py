@@ -1,9 +1,10 @@
-"""Stage ``synthesis``: makes the tasks. Output: ``tasks`` (training and held-out) with a data card that sums them up,
-and with the best design of each task if ``synthesis.headroom`` asks for a sweep.
+"""Stage ``synthesis``: makes the tasks. Output: ``tasks`` (training and held-out) with a data card that sums them up.
+If ``synthesis.headroom`` is set, the output also holds the best design of each task of the teacher's family, which a
+sweep over many designs finds.
 
-A candidate task runs only in the sandbox; such a run is called a probe. Results of probes are cached, so a killed stage
-loses only unfinished probes. The checkpoint keeps the results of sweeps, and the answers of a language model that
-writes candidates."""
+A candidate task runs only in the sandbox; such a run is called a probe. The sandbox caches the measured times of a
+probe, so a restarted stage repeats the probe, but does not measure again. With sweeps, the stage saves all results
+as a checkpoint after every ``RESULTS`` of them. If a language model writes candidates, it also saves each candidate."""
 
 import asyncio
 import contextlib

@@ -1,8 +1,9 @@
 """Composes tasks with one of two writers: a program that samples operators and shapes, or a language model.
 
 The program stacks operators of the catalogue, or takes one layer of ``transformers``. It chooses a batch size for which
-a cost model predicts an eager time within the limits. Later, the filters check the measured time. This module checks a
-language model's answer, but only the sandbox runs it. Chains are float32, without branches or residual connections."""
+a cost model predicts an eager time within limits (``synthesis.window_ms``). Later, the filters check the measured time.
+This module checks a language model's answer, but only the sandbox runs the code in the answer. Chains are float32,
+without branches or residual connections."""
 
 import math
 import re
@@ -33,7 +34,8 @@ class ComposeError(Exception):
 
 
 class Composer(Protocol):
-    """A writer of candidate tasks. If it is ``repeatable``, ``rng`` alone decides the task, so no task is stored."""
+    """A writer of candidate tasks. If ``repeatable`` is true, ``rng`` alone decides the task, so the caller can compose
+    the task again and need not store it."""
 
     @property
     def repeatable(self) -> bool: ...
@@ -167,7 +169,8 @@ def input_values(operator: Operator) -> Interval:
 
 
 def batch_for(cost: Callable[[int], float], window: tuple[float, float], rng: Random) -> int | None:
-    """Returns a batch size whose ``cost`` (seconds) is near a time drawn from ``window``, or None if no size fits."""
+    """Returns a batch size whose predicted time is near a time drawn from ``window``, or None if no size fits. ``cost``
+    returns the predicted seconds for a batch size. ``window`` is (least, greatest) seconds."""
     low, high = window[0] * 1.4, window[1] / 2.5
     if low >= high:
         low = high = math.sqrt(window[0] * window[1])
@@ -189,7 +192,8 @@ def batch_for(cost: Callable[[int], float], window: tuple[float, float], rng: Ra
 
 @dataclass(frozen=True)
 class Chain:
-    """A chain of operators: its source text in parts, and each operator's ``work`` (elements moved, operations)."""
+    """A chain of operators: its source text in parts, and the cost of each operator (``work``): elements read and
+    written, and arithmetic operations."""
 
     arguments: tuple[tuple[str, int], ...]  # name and value of each argument of __init__
     init: tuple[str, ...]  # lines of __init__
@@ -204,7 +208,8 @@ class Chain:
 
 
 def build(operators: Sequence[Operator], shape: Shape, rng: Random) -> Chain | None:
-    """Stacks ``operators`` on an input of ``shape``, with random settings. Returns None if the shapes do not fit."""
+    """Returns the chain of ``operators`` for an input of ``shape``, with settings drawn from ``rng``. Returns None if
+    the shapes do not fit."""
     low, high = input_values(operators[0])
     text = ", ".join(map(str, shape))
     source = f"torch.randn({text})" if (low, high) == NORMAL else f"torch.rand({text}) * {high - low:g} + {low:g}"

@@ -5,9 +5,9 @@ are not constant and differ between inputs; take an eager time within limits; an
 third filter is stricter: the judge must reject each wrong answer of ``sandbox.judge.mutants``. This module also checks
 the form of the source, and refuses tasks with the bytes or the structure of an earlier task.
 
-Two filters need a sweep over the designs of a task (``design_sweep``): the choice of a design must matter, and the best
-design must be ``headroom`` times as fast as torch.compile. Cheap filters come first: a sweep takes two seconds, a
-compiled probe ten or more."""
+Two filters need a sweep (``design_sweep``), which times many designs of a task: different ways to write its kernel. The
+choice of a design must matter, and the best design must be ``headroom`` times as fast as torch.compile. Cheap filters
+come first: a sweep takes two seconds, a probe under torch.compile ten or more."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -38,7 +38,8 @@ SPREAD, RIGHT = 1.5, 0.7  # a choice matters if median time / best time >= SPREA
 
 
 class Prober(Protocol):
-    """The part of a sandbox that the filters use."""
+    """The part of a sandbox that the filters use. ``probe`` runs ``task`` without a solution. If ``compile`` is true,
+    ``probe`` also times the task under torch.compile."""
 
     async def probe(self, task: Task, compile: bool = True) -> Probe: ...
 
@@ -53,7 +54,8 @@ class TaskRefused(Exception):
 
 class SourceFilter:
     """The filters that need only a candidate's source. To find copies, the object remembers each checked candidate.
-    ``references`` are the tasks of the evaluation set as (name, subtrees of ``similarity.shingles``)."""
+    ``references`` are the tasks of the evaluation set as (name, subtrees of ``similarity.shingles``). A candidate whose
+    similarity (0 to 1) to one of them is above ``max_similarity`` is refused."""
 
     def __init__(self, references: Sequence[tuple[str, Shingles]], max_similarity: float) -> None:
         self.references, self.max_similarity = references, max_similarity
@@ -82,7 +84,8 @@ class SourceFilter:
 
 
 def check_eager(probe: Probe, window: tuple[float, float]) -> None:
-    """Raises TaskRefused if a filter refuses the eager ``probe``. ``window`` is (least, most) accepted seconds."""
+    """Raises TaskRefused if a filter refuses a task because of ``probe``, its run in eager mode. ``window`` holds the
+    least and the greatest accepted eager time, in seconds."""
     if probe.error or probe.eager_seconds is None:
         raise TaskRefused("runs in eager", last_line(probe.error))
     if not probe.deterministic:
@@ -101,7 +104,8 @@ def check_compiled(probe: Probe) -> None:
 
 
 def check_choice(optimum: Optimum) -> None:
-    """Raises TaskRefused if most designs of a task are right and about as fast as the best one, or if none is right."""
+    """Raises TaskRefused if no design of a task computes the right outputs, or if most designs do so and are about as
+    fast as the best one."""
     if optimum.seconds is None or optimum.median_seconds is None:
         raise TaskRefused("choice matters", "no design is right")
     if optimum.median_seconds < SPREAD * optimum.seconds and optimum.right >= RIGHT:
@@ -109,8 +113,9 @@ def check_choice(optimum: Optimum) -> None:
 
 
 def check_headroom(optimum: Optimum, probe: Probe, headroom: float) -> None:
-    """Raises TaskRefused if the best design is not ``headroom`` times as fast as torch.compile. Compares speed-ups over
-    eager, because times of the judge (``probe``) and of the sweep (``optimum``) are not comparable."""
+    """Raises TaskRefused if the best design of a task is less than ``headroom`` times as fast as torch.compile. The
+    design's time is in ``optimum``, that of torch.compile in ``probe``. Compares speed-ups over eager, because times of
+    the sweep and of the judge are not comparable."""
     assert optimum.speedup is not None  # else check_choice refused the task
     assert probe.eager_seconds and probe.compile_seconds  # timed in turn
     if optimum.speedup < headroom * probe.eager_seconds / probe.compile_seconds:

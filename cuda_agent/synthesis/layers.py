@@ -21,8 +21,9 @@ def render(
     inputs: Sequence[tuple[str, str]],
     imports: Sequence[str] = (),
 ) -> str:
-    """Returns the source of a task. ``init`` and ``forward`` are the lines of these methods. ``arguments`` holds (name,
-    value) for each argument of ``__init__``; ``inputs`` holds (name, expression) for each argument of ``forward``."""
+    """Returns the source of a task. ``init`` and ``forward`` hold the statements of the methods ``__init__`` and
+    ``forward``, without the call of ``super`` and the return of ``x``. ``arguments`` holds (name, value) for each
+    argument of ``__init__``. ``inputs`` holds (name, expression) for each argument of ``forward``."""
     names = "".join(f", {name}" for name, _ in arguments)
     body = "".join(f"        {line}\n" for line in ("super().__init__()", *init))
     uses_functional = any("F." in line for line in (*init, *forward))
@@ -42,7 +43,8 @@ def render(
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of transformers, with templates for its task's source. Words such as ``hidden`` stand for sizes."""
+    """A layer of transformers, with templates for the source of a task that runs the layer. Words such as ``hidden``
+    stand for sizes."""
 
     name: str  # name of the class
     module: str  # its module, a path below transformers
@@ -65,7 +67,8 @@ class Layer:
         return render(arguments, init, [line.format(**sizes) for line in self.forward], inputs, imports)
 
     def cost(self, batch: int, wide: bool, rng: Random) -> tuple[float, float]:
-        """Draws the layer's sizes, and returns (elements moved, arithmetic operations) of one call."""
+        """Estimates the cost of one call, and returns (elements read and written, arithmetic operations). Draws the
+        layer's sizes from ``rng``, as ``code`` does."""
         sizes = _sizes(batch, wide, rng)
         names = sizes | {"rows": sizes["batch"] * sizes["length"]}
         factors = [[names.get(word) or float(word) for word in term.split(" * ")] for term in self.flops.split(" + ")]

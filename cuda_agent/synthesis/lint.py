@@ -1,6 +1,7 @@
 """Lints task sets: finds the wrong answers that each task accepts, and lists them as text, JSON or CSV.
 
-The sandbox makes and compares the wrong answers, called mutants (``sandbox.judge.mutants``)."""
+The sandbox makes the wrong answers, which are called mutants (``sandbox.judge.mutants``). A task accepts a mutant if
+the mutant agrees with the task's own outputs within the sandbox's tolerance."""
 
 import asyncio
 import csv
@@ -20,7 +21,8 @@ _AT_ONCE = 64  # tasks that servers may have in their queues
 async def lint(
     tasks: Sequence[Task], sandbox: Prober, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Probe]:
-    """Probes ``tasks`` and returns the probes by the tasks' names. Calls ``say`` with one line for each task."""
+    """Probes ``tasks``: runs each task in the sandbox without a solution, and tries the mutants. Returns the probes by
+    task name. Calls ``say`` with one line of progress for each task."""
     done, turns = 0, asyncio.Semaphore(_AT_ONCE)
 
     async def one(task: Task) -> Probe:
@@ -36,7 +38,8 @@ async def lint(
 
 
 def names(probe: Probe) -> list[str]:
-    """Returns "NAME (TOLERANCE)" for each mutant that a task accepts. TOLERANCE is the least at which it passes."""
+    """Returns "NAME (TOLERANCE)" for each mutant that the task of ``probe`` accepts. TOLERANCE is the least tolerance
+    that accepts the mutant."""
     return [f"{name} ({least:g})" for name, least in probe.lets_through.items()]
 
 
@@ -48,7 +51,8 @@ def _finding(probe: Probe) -> str:
 
 
 def lint_lines(probes: Mapping[str, Probe], tolerance: float) -> list[str]:
-    """Returns a table with one row per task, and a summary, as lines."""
+    """Returns the lines of a table with one row per task, and of a summary. The summary shows ``tolerance``, the
+    sandbox's tolerance."""
     width = max((len(name) for name in probes), default=4)
     lines = [f"{'task':{width}}  bf16    lets through (from which tolerance)"]
     for name, probe in probes.items():
@@ -69,7 +73,8 @@ def lint_lines(probes: Mapping[str, Probe], tolerance: float) -> list[str]:
 
 
 def to_json(probes: Mapping[str, Probe]) -> list[dict[str, Any]]:
-    """Returns one object per task. ``mutants`` maps each mutant to the least tolerance that accepts it, or to None."""
+    """Returns one JSON object per task. ``mutants`` maps each mutant to the least tolerance that accepts it, or to None
+    if the sandbox's tolerance rejects it."""
     return [
         {"task": name, "error": probe.error, "deterministic": probe.deterministic, "mutants": probe.mutants,
          "lets_through": probe.lets_through}
@@ -78,7 +83,8 @@ def to_json(probes: Mapping[str, Probe]) -> list[dict[str, Any]]:
 
 
 def write_csv(path: Path, probes: Mapping[str, Probe]) -> None:
-    """Writes one row for each mutant of each task. A task that does not run has one row, with its error.
+    """Writes the CSV file ``path`` with one row for each mutant of each task. A task that does not run has one row,
+    with its error.
 
     Raises:
         TaskError: The file cannot be written."""

@@ -1,4 +1,5 @@
-"""Defines rules. A rule describes how an operator continues a chain.
+"""Defines rules. A rule describes how one operator continues a chain, in which each operator takes the output of the
+operator before.
 
 A ``Rule`` is a function of the shape of the operator's incoming tensor. It returns a ``Use``: the source text, the
 output shape and the cost of the operator for this shape. ``catalogue`` lists the operators with their rules. All
@@ -68,7 +69,7 @@ def fixed(
     Args:
         shape: Maps the incoming tensor's shape to the output's shape, or to None if the operator does not fit.
         work: Operations per element of the incoming tensor, or a function that returns their total number.
-        moved: Elements read and written per element of the output; 0 for views.
+        moved: Elements read and written per element of the output; 0 for views; None: see ``Use.moved``.
         inputs: Templates of further inputs. {shape}, {batch}, {last} and {half} are sizes of the incoming tensor."""
 
     def use(rng: Random, x: Shape) -> Use | None:
@@ -98,9 +99,13 @@ def layer(
     work: float | Callable[[Shape], float],
     form: str = "self.{m}({x})",
 ) -> Rule:
-    """Returns a rule for an operator that keeps the shape and has a module or parameter. The expression ``init`` makes
-    the module or parameter. ``sizes`` draws its arguments; if one is None, the operator does not fit. ``work`` is the
-    number of operations per element of the incoming tensor, or a function that returns their total number."""
+    """Returns a rule for an operator that keeps the shape and has a module or parameter.
+
+    Args:
+        init: Template of the expression in ``__init__`` that makes the module or parameter.
+        sizes: Draws the arguments of this expression: name -> value. If a value is None, the operator does not fit.
+        work: Operations per element of the incoming tensor, or a function that returns their total number.
+        form: Template of the expression in ``forward``."""
 
     def use(rng: Random, x: Shape) -> Use | None:
         wanted = sizes(rng, x)
@@ -191,8 +196,8 @@ def convolution(constructor: str, transposed: bool = False) -> Rule:
 
 
 def _product(rng: Random, x: Shape, form: str, init: str, name: str = "features") -> Use:
-    """Returns the ``Use`` of a product of a tensor of shape ``x`` with a learnt matrix. The argument called ``name``
-    holds the length of the tensor's last dimension."""
+    """Returns the ``Use`` of a product of a tensor of shape ``x`` with a weight matrix. ``form`` and ``init`` are the
+    source texts. The argument called ``name`` holds the length of the tensor's last dimension."""
     out = rng.choice((x[-1], 2 * x[-1], max(8, x[-1] // 2)))
     return Use(form, (*x[:-1], out), init, ((name, x[-1]), ("out_features", out)), flops=2.0 * size(x) * out)
 
@@ -203,7 +208,8 @@ def linear(rng: Random, x: Shape) -> Use:
 
 
 def matmul(form: str, weight: str = "{features}, {out_features}") -> Rule:
-    """Returns a rule for a product with a learnt matrix of the shape ``weight``. ``form`` is the source text."""
+    """Returns a rule for a product with a weight matrix. ``form`` is the source text of the product, ``weight`` the
+    source text of the matrix's shape."""
     init = f"nn.Parameter(torch.randn({weight}) / {{features}} ** 0.5)"
     return lambda rng, x: _product(rng, x, form, init)
 

@@ -43,8 +43,8 @@ def nearest(code: str, references: Sequence[tuple[str, Shingles]]) -> tuple[str,
 
 
 def duplicate_key(code: str) -> str:
-    """Returns a sha256 of the source that ignores local names, formatting, comments and docstrings. It replaces a named
-    top-level constant by its value. Tasks with equal keys have equal structures and shapes."""
+    """Returns a sha256 of the structure of ``code``. The hash ignores local names, formatting, comments and docstrings.
+    Names of top-level constants count as their values. Tasks with equal keys have equal structures and shapes."""
     tree = syntax.parse(code)
     aliases = import_aliases(tree)
     constants: dict[str, ast.expr] = {
@@ -66,7 +66,8 @@ def duplicate_key(code: str) -> str:
 
 
 def _fold(node: ast.AST, aliases: Aliases, found: Shingles) -> tuple[int, int]:
-    """Returns (hash, height) of ``node``, ignoring local names. Counts its subtrees, except leaves, in ``found``."""
+    """Returns (hash, height) of the tree ``node``, ignoring local names. Adds the hash of ``node`` and of each smaller
+    subtree to ``found``, except leaves."""
     if isinstance(node, ast.Name | ast.Attribute) and (path := dotted(node, aliases)):
         return _hash(path), 0
     label, height, parts = type(node).__name__, 0, []

@@ -1,9 +1,9 @@
-"""Drives synthesis: proposes, filters and splits candidates until enough tasks of each kind pass.
+"""Synthesizes tasks: proposes candidates, filters them, and splits them until enough tasks of each kind pass.
 
 The kinds are training tasks, held-out tasks of the teacher's family, and held-out tasks of the catalogue. No training
 task has the operator combination of a held-out task. Candidate number i of a family depends only on (seed, family, i),
 unless a language model writes it. So equal configurations, seeds and probes give equal tasks. Candidates are accepted
-in order of their numbers. To save time, the next candidates are probed before it is their turn."""
+in order of their numbers. To save time, the sandbox probes (runs) several of the next candidates at once."""
 
 import asyncio
 import contextlib
@@ -51,7 +51,8 @@ Times = dict[str, tuple[float, float | None]]  # task -> eager and compiled seco
 
 @dataclass
 class Stream:
-    """One family of tasks: its composer, its tasks so far, and the counts of refused candidates."""
+    """The progress of synthesis for one family of tasks: the composer, the tasks so far, and the counts of refused
+    candidates."""
 
     family: str
     composer: Composer  # makes the candidates
@@ -74,7 +75,7 @@ class Stream:
 
     @property
     def rate(self) -> float:
-        """The share of accepted candidates so far; 1 before the first."""
+        """An estimate of the share of candidates that pass, from the candidates so far; 1 before the first."""
         return (len(self.tasks) + 1) / (len(self.tasks) + self.refused.total() + 1)
 
 
@@ -101,13 +102,19 @@ async def synthesize(
     composer: Composer | None = None,
     sweep: Callable[[Task], Awaitable[Optimum]] | None = None,
 ) -> tuple[list[Task], dict[str, Any]]:
-    """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks, and their data card. At the limit of
-    candidates or probes, makes fewer; ``card["short"]`` says how many of each kind are missing.
+    """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks. Returns the tasks (training tasks
+    first) and the data card, a summary as JSON. At the limit of candidates or probes, makes fewer tasks. The card's
+    entry "short" then says how many tasks of each kind are missing.
 
-    Calls ``report(key, JSON value)`` with each result: of a probe, of a sweep, or of a composer that is not
-    repeatable. A later call with these results as ``known`` does not repeat the work. ``progress(done, total)`` counts
-    accepted tasks. ``composer`` replaces the configured writer. ``sweep`` finds the best design of a task of the
-    teacher's family; without it, the filters "choice matters" and "headroom" pass every task.
+    Args:
+        threads: CPU threads of the sandbox, for the prediction of eager times.
+        progress: Called as ``progress(done, total)`` with the number of accepted tasks and of wanted tasks.
+        known: The results that an earlier call reported. They are not computed again.
+        report: Called as ``report(key, JSON value)`` with the result of each probe and each sweep, and with each task
+            of a composer that is not repeatable.
+        composer: Replaces the configured writer of catalogue tasks.
+        sweep: Finds the best design of a task of the teacher's family. Without ``sweep``, the filters "choice matters"
+            and "headroom" pass every task.
 
     Raises:
         TaskError: The evaluation set cannot be read.
@@ -165,8 +172,8 @@ async def synthesize(
 
 
 def optima(tasks: Sequence[Task], known: Mapping[str, Any]) -> dict[str, Optimum]:
-    """Returns the optimum of each task that was swept, by the task's name. ``known`` holds the values that
-    ``synthesize`` reported."""
+    """Returns the result of the sweep over designs for each of ``tasks`` that had one, by task name. ``known`` holds
+    the values that ``synthesize`` reported."""
     return {task.name: from_json(known[key]) for task in tasks if (key := f"sweep/{task.digest}") in known}
 
 
@@ -183,7 +190,8 @@ def _counts(tasks: Sequence[Task], key: Callable[[Task], str]) -> dict[str, int]
 
 
 def _log_histogram(values: Sequence[float], low: float, high: float) -> dict[str, list[float]]:
-    """Counts ``values`` in bins of equal ratio from ``low`` to ``high``. A value outside counts in the nearest bin."""
+    """Counts ``values`` in ``BINS`` bins from ``low`` to ``high``, which have equal widths on a logarithmic scale. A
+    value outside counts in the nearest bin. Returns the edges of the bins and the counts."""
     edges = [low * (high / low) ** (step / BINS) for step in range(BINS + 1)]
     found = [0.0] * BINS
     for value in values:
@@ -213,7 +221,7 @@ def data_card(
 
 
 class ProbeLost(TaskRefused):
-    """The sandbox failed in a probe."""
+    """The sandbox failed during a probe, so the probe says nothing about the task."""
 
 
 @lru_cache(maxsize=1024)  # a candidate's key is needed repeatedly before its turn
@@ -223,8 +231,8 @@ def _key(code: str) -> str | None:
 
 @dataclass
 class _Work:
-    """Takes candidates through the filters until the allowed probes are used up. During this, probes the next
-    candidates."""
+    """The work of one call of ``synthesize``. ``consider`` takes one candidate through the filters. ``look_ahead``
+    probes the next candidates meanwhile. ``spent`` is true when the allowed probes are used up."""
 
     config: Synthesis
     seed: int
@@ -236,7 +244,7 @@ class _Work:
     times: Times = field(default_factory=dict)  # of the accepted tasks
     eager: int = 0  # number of eager probes
     compiled: int = 0  # number of compiled probes
-    lost: int = 0  # number of candidates since the last compiled probe on which the sandbox failed
+    lost: int = 0  # candidates on which the sandbox failed since the last successful sweep or compiled probe
     ahead: int = AHEAD["cpu"]
     sweep: Callable[[Task], Awaitable[Optimum]] | None = None
     surprises: list[str] = field(default_factory=list)  # of all sweeps, with the task's name
@@ -288,7 +296,8 @@ class _Work:
                 stream.heldout.add(stream.combination(task))
 
     async def look_ahead(self, stream: Stream, index: int) -> None:
-        """Starts to probe candidates after ``index`` that will most likely be wanted, if the writer is repeatable."""
+        """Starts to probe the candidates after number ``index`` that will most likely be needed. Does nothing if the
+        composer of ``stream`` is not repeatable."""
         if not stream.composer.repeatable:
             return
         self.early = {place: probing for place, probing in self.early.items() if place >= (stream.family, index)}
@@ -354,7 +363,8 @@ class _Work:
         return Probe.from_json(await self._once(f"{'compiled' if compile else 'eager'}/{task.digest}", probe))
 
     async def _optimum(self, task: Task) -> Optimum | None:
-        """Returns the result of a sweep, if there are sweeps and ``task`` is of the teacher's family."""
+        """Returns the result of the sweep over the designs of ``task``. Returns None if there are no sweeps, or if
+        ``task`` is not of the teacher's family."""
         if self.sweep is None or task.family != "teacher":
             return None
         sweep = self.sweep
@@ -365,8 +375,8 @@ class _Work:
         return from_json(await self._once(f"sweep/{task.digest}", swept))
 
     async def _once(self, key: str, work: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
-        """Returns the value for ``key``. If it is not known, waits for the running work that computes it. If there is
-        none, starts ``work``."""
+        """Returns the value for ``key``. If the value is not known, waits for the work that computes it. Starts
+        ``work`` only if no such work is running."""
 
         async def do() -> None:
             try:

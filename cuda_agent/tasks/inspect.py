@@ -243,7 +243,8 @@ class _Scope:
             self.reader.ops.append(f"torch.{name}")
 
     def value(self, node: ast.expr) -> bool:
-        """Adds the operators of the expression ``node``, operands first. Returns whether it certainly is a tensor."""
+        """Adds the operators of the expression ``node``, operands first. Returns whether the expression certainly is a
+        tensor."""
         match node:
             case ast.Name():
                 return node.id in self.tensors

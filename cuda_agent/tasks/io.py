@@ -68,9 +68,11 @@ def read_ops6k(path: Path) -> list[Task]:
 
 def _read_kernelbench(folder: Path) -> tuple[list[Task], list[TaskError]]:
     """Returns the tasks in a KernelBench folder, in KernelBench's order, and an error for each file that is not a task.
+
     Reads the ``*.py`` files in the sub-folders ``level1``, ``level2``, and so on. If there are no such sub-folders,
-    reads those in ``folder``. A task has a name such as ``level1/19_ReLU``, its level or ``kernelbench`` as family, and
-    the split ``heldout``. Raises TaskError if there is no ``*.py`` file."""
+    reads the ``*.py`` files in ``folder``. A task's name is its file's name without ``.py``. In a sub-folder, the level
+    comes first, as in ``level1/19_ReLU``. The family is the level or ``kernelbench``, and the split is ``heldout``.
+    Raises TaskError if there is no ``*.py`` file."""
     levels = sorted((p for p in folder.iterdir() if p.is_dir() and re.fullmatch(r"level\d+", p.name)), key=natural)
     found, refused = list[Task](), list[TaskError]()
     for place in levels or [folder]:
@@ -108,7 +110,8 @@ def task_from_file(path: Path) -> Task:
 
 
 def read_any(source: Path) -> list[Task]:
-    """Returns the tasks in ``source``: a folder of ``write_tasks`` or KernelBench, a parquet file or a ``*.py`` file.
+    """Returns the tasks in ``source``: a folder that ``write_tasks`` wrote, a KernelBench folder, a parquet file or a
+    ``*.py`` file.
 
     Raises:
         TaskError: ``source`` cannot be read, or one of its files is not a task."""
@@ -140,10 +143,10 @@ class Imported:
 
 def import_tasks(source: Path, folder: Path) -> Imported:
     """Writes the task set ``source``, in any form that ``read_any`` accepts, to ``folder``. Recomputes ``ops`` from the
-    code. Leaves out duplicates, and rows and files that are not tasks.
+    code. Leaves out duplicates, and rows and files that are not tasks. Returns the written tasks and what was left out.
 
     Raises:
-        TaskError: No task is left, or ``source`` cannot be read."""
+        TaskError: No task is left, ``source`` cannot be read, or ``folder`` cannot be written."""
     files = source.is_dir() and _table_in(source) is None
     found, refused = _read_kernelbench(source) if files else (read_any(source), [])
     dropped = [str(error) for error in refused]

@@ -1,7 +1,8 @@
 """Writes C++ kernels for the tasks of ``family``: one source and one plan for each design.
 
-Each choice is drawn uniformly, without regard to the task's shape. Some kernels leave elements out. Some take ten times
-as long as eager, and others are several times as fast as ``torch.compile``."""
+A design is a set of choices, such as the number of blocks. Each choice is drawn uniformly, without regard to the task's
+shape. Some kernels leave elements out. Some take ten times as long as eager, and others are several times as fast as
+``torch.compile``."""
 
 import json
 import random
@@ -26,8 +27,8 @@ DESIGNS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Design:
-    """The design of a kernel. A number in brackets is the factor by which the choice before it lengthens the kernel's
-    time (quartiles, measured on two idle cores).
+    """The design of a kernel. Numbers in brackets say how many times as long the kernel takes with the choice before
+    the bracket (first to third quartile, measured on two idle cores).
 
     ``number``  arithmetic type; "double" is slow (1.5-2; up to 4.5 in transcendental functions)
     ``order``   which elements (or rows) block b computes. "part": n / grid neighbours; if ``grid`` does not divide n,
@@ -48,13 +49,14 @@ class Design:
 
 
 def draw_design(spec: FamilySpec, rng: random.Random) -> Design:
-    """Draws each choice uniformly. Then resets a ``width`` without effect to 1."""
+    """Returns a design with each choice drawn uniformly. If ``width`` has no effect, it is 1."""
     design = Design(**{choice: rng.choice(values) for choice, values in DESIGNS.items()})
     return design if _steps_matter(spec) else replace(design, width=1)
 
 
 def redraw(spec: FamilySpec, design: Design, rng: random.Random) -> Design:
-    """Returns ``design`` with one choice, but never ``moments``, drawn again until a file of the solution changes."""
+    """Returns ``design`` with one choice drawn again, so that a file of the solution changes. Never draws ``moments``
+    again."""
     while True:
         field = rng.choice(("number", "order", "grid", "width", "passes"))
         other = replace(design, **{field: getattr(draw_design(spec, rng), field)})
@@ -73,7 +75,8 @@ def fault(spec: FamilySpec, design: Design) -> tuple[Status, str]:
 
 
 def _steps_matter(spec: FamilySpec) -> bool:
-    """Returns whether the output has a value for each element, so that one that is left out is seen."""
+    """Returns whether the output has one value for each input element. If so, the judge notices each element that a
+    loop leaves out."""
     return spec.ending is None or ENDINGS[spec.ending].maps
 
 

@@ -1,6 +1,7 @@
-"""Designs of CUDA kernels for the endings that only a GPU's tasks have: reductions over columns, and transposes.
+"""Writes CUDA kernels for the endings that only tasks for a GPU have: reductions over columns, and transposes.
 
-``cuda_kernels`` draws these designs, and calls the functions of this module for them."""
+A design is a set of choices for such a kernel. ``cuda_kernels`` draws the designs and calls the functions of this
+module."""
 
 import re
 from collections.abc import Sequence
@@ -185,7 +186,8 @@ def _columns(spec: FamilySpec, design: ColumnDesign) -> list[str]:
 
 
 def _join(spec: FamilySpec, design: ColumnDesign) -> list[str]:
-    """Returns the second kernel, which joins the parts ``w`` of each of ``n`` columns of ``m`` elements."""
+    """Returns the source of the second kernel. For each of ``n`` columns of ``m`` elements, it joins the partial
+    results ``w`` of the blocks that share the column."""
     reduced = reduction(spec, design.moments)
     ((sums, then),) = reduced.passes
     places = "k * n + c", f"({design.split} + k) * n + c"
@@ -225,7 +227,8 @@ def _across(kind: str, design: ColumnDesign) -> list[str]:
 
 
 def _started(design: ColumnDesign, values: Sequence[tuple[str, str]]) -> str:
-    """Returns the declaration of variables with their first values. With vectors, each has one value per column."""
+    """Returns the declaration of variables with their first values. With vectors, each variable has one value per
+    column of the vector."""
     if design.vector == 1:
         return "float " + ", ".join(f"{variable} = {value}" for variable, value in values) + ";"
     filled = (f"{variable}[4] = {{{', '.join([value] * 4)}}}" for variable, value in values)
@@ -330,6 +333,7 @@ def _tiled(spec: FamilySpec, design: TransposeDesign) -> list[str]:
 
 
 def _walk(design: TransposeDesign, steps: str) -> list[str]:
-    """Returns the head of a loop over the elements or vectors of a square, with their places."""
+    """Returns the head of a loop over the elements or vectors of a square. ``steps`` are the statements that compute
+    the position of element ``i``."""
     count = design.side**2 // design.vector
     return [f"for (int i = threadIdx.x; i < {count}; i += {design.threads}) {{", f"  {steps}"]

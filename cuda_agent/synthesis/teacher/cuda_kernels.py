@@ -93,7 +93,8 @@ Design = ChainDesign | RowDesign | ColumnDesign | TransposeDesign
 
 
 def draw_design(spec: FamilySpec, rng: random.Random) -> Design:
-    """Draws each choice uniformly, without regard to the shape. Then resets choices without effect (``plain``)."""
+    """Returns a design with each choice drawn uniformly, without regard to the shape. Choices without effect have their
+    first possible value (``plain``)."""
     kind = _KINDS[spec.kind]
     return plain(spec, kind.design(**{name: rng.choice(values) for name, values in kind.choices.items()}))
 
@@ -245,7 +246,7 @@ def _place(spec: FamilySpec, design: RowDesign, maps: bool) -> list[str]:
 
 def _loop(spec: FamilySpec, design: RowDesign, first: bool, body: list[str], target: str) -> list[str]:
     """Returns a thread's loop over its part of the row. ``body`` uses or changes the element ``v``. If ``target`` is
-    given, the changed values are stored there."""
+    given, the changed values are stored there. The ``first`` loop over the row fills the cache, if there is one."""
     end, width = ("m" if design.vector == 1 else "m / 4"), design.width
     kept = {"none": "", "registers": "q[k]", "shared": "q[c]"}[design.cache]
     value = f"{kept} = {loaded(spec, 'c')}" if first and kept else kept or loaded(spec, "c")
@@ -262,7 +263,8 @@ def _loop(spec: FamilySpec, design: RowDesign, first: bool, body: list[str], tar
 
 
 class _Kind(NamedTuple):
-    """The designs of one kind of tasks, and their implementations of ``plain``, ``fault`` and ``files``."""
+    """The designs for one kind of tasks: their class, the values of each choice, and the implementations of ``plain``,
+    ``fault`` and ``files``."""
 
     design: type[Any]
     choices: Mapping[str, tuple[Any, ...]]

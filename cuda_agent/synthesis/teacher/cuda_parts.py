@@ -1,4 +1,5 @@
-"""Holds the parts that all CUDA kernels of the teacher share: the chain, the reductions, the plan and its limits."""
+"""Holds the parts that all CUDA kernels of the teacher share: the element-wise chain, the reductions, and the plan with
+the limits of a launch."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +15,8 @@ Fault = tuple[Status, str]  # the judge's status and message
 
 
 def head(spec: FamilySpec, vector: int) -> list[str]:
-    """Returns the source of ``step``, which applies the chain to one element, or to each element of a vector."""
+    """Returns the lines of the CUDA function ``step``, which applies the chain to one element. If ``vector`` is 4, adds
+    a second ``step`` for a float4."""
     second = ", float w" if spec.binary else ""
     lines = [f"__device__ float step(float v{second}) {{", *(f"  {step}" for step in steps(spec)), "  return v;", "}"]
     if vector == 4:
@@ -25,8 +27,9 @@ def head(spec: FamilySpec, vector: int) -> list[str]:
 
 
 def signature(spec: FamilySpec, vector: int, result: str, sizes: str, threads: int = 0) -> str:
-    """Returns the first line of the kernel. ``result`` is the type of the output's elements. With ``threads``, the
-    compiler limits the registers so that a block of this many threads can be launched."""
+    """Returns the first line of the kernel. ``result`` is the type of the output's elements. ``sizes`` declares the
+    parameters after the buffers. With ``threads``, the compiler limits the registers so that a block of this many
+    threads can be launched."""
     kind = "float4" if vector == 4 else "float"
     buffers = [f"const {kind}* x", *([f"const {kind}* y"] if spec.binary else [])]
     bound = f"__launch_bounds__({threads}) " if threads else ""
@@ -50,7 +53,7 @@ def element(vector: int, value: str, body: Sequence[str], target: str) -> list[s
 
 
 def plan(nodes: Sequence[dict[str, Any]], workspaces: dict[str, Any] | None = None) -> str:
-    """Returns ``plan.json``. Each node is a launch of a function of ``KERNEL``."""
+    """Returns the text of ``plan.json``. Each node is a launch of a function of the file ``KERNEL``."""
     made = ({"workspaces": workspaces} if workspaces else {}) | {"nodes": [{"kernel": KERNEL} | node for node in nodes]}
     return json.dumps(made) + "\n"
 
@@ -61,7 +64,8 @@ def inputs(spec: FamilySpec) -> list[str]:
 
 
 def launch_fault(shared: int, grid: Sequence[int] = (1,)) -> Fault | None:
-    """Returns the fault of a launch with ``shared`` bytes of shared memory per block, or None if it has no fault."""
+    """Predicts the judge's status and message for a launch with ``shared`` bytes of shared memory per block and the
+    extents ``grid``. Returns None if the launch is possible."""
     if shared > MOST_SHARED:
         return "build_error", f"nodes[0].shared: {shared} bytes of shared memory are not possible"
     if 0 in grid:
@@ -77,8 +81,9 @@ Sum = tuple[str, str, str]  # variable, its reduction ("sum", "max" or "min"), a
 
 @dataclass(frozen=True)
 class Reduction:
-    """The reduction of an ending over ``m`` values ``v``. Each pass computes sums, and then runs a statement.
-    ``output`` is the expression of the result: one for all values, or one for each ``v``."""
+    """The reduction of an ending over ``m`` values ``v``, as CUDA source. A pass over the values accumulates one or two
+    variables (``Sum``), and then runs a statement, which may be empty. ``output`` is the expression of the result: one
+    for all values, or one for each ``v``."""
 
     passes: tuple[tuple[tuple[Sum, ...], str], ...]
     output: str
@@ -116,5 +121,6 @@ JOIN = {"sum": "{0} += {1};", "max": "{0} = fmax({0}, {1});", "min": "{0} = fmin
 
 
 def reduction(spec: FamilySpec, moments: str) -> Reduction:
-    """Returns the reduction of the ending of ``spec``, with the variance computed from ``moments`` ("one", "two")."""
+    """Returns the reduction of the ending of ``spec``. ``moments`` is the design's way to compute a variance: "one" or
+    "two"."""
     return _REDUCTIONS.get(f"{spec.operation} {moments}") or _REDUCTIONS[spec.operation]

@@ -1,9 +1,12 @@
-"""Times designs on a GPU. ``design_sweep`` runs this module as a program, in a child process.
+"""Times the designs of a task on a GPU. ``design_sweep`` runs this module as a child process.
 
-The program compares outputs as the judge does, but only for one input. It does not notice a kernel that writes beyond
-its outputs. The program prints lines of JSON: first ``{"ready": true}``, when it has started. For each request, it
-prints ``{"held": true}`` when it holds the timing lease, then eager's time, then one answer for each design. After an
-error it prints ``{"error": why}`` and ends."""
+The process reads requests and prints answers, as lines of JSON. First it prints ``{"ready": true}``. For each request,
+it prints ``{"held": true}`` when it holds the timing lease, the lock that keeps other processes off the device. Then it
+prints eager's time as ``{"seconds": time}``, and ``{"seconds": time}`` or ``{"wrong": why}`` for each design. After an
+error it prints ``{"error": why}`` and ends.
+
+The process compares outputs as the judge does, but only for one input. It does not notice a kernel that writes beyond
+its outputs."""
 
 import contextlib
 import json
@@ -29,7 +32,8 @@ _SLOWER, _LONGEST = 1.5, 0.1  # how much slower; seconds after which a slow desi
 
 
 class _Memory(Slots):
-    """One slot whose buffers are this process's own tensors."""
+    """The buffers for one call of a plan, in the form that ``bind_plan`` takes: the addresses of tensors of this
+    process."""
 
     def __init__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         self.layout, self.device, self.weights = [{}], "cuda", []
@@ -45,8 +49,8 @@ class _Bench:
         self._flushed = torch.zeros(2 * driver.l2_bytes(), dtype=torch.uint8, device="cuda")
 
     def seconds(self, call: Callable[[], Any], best: float = math.inf) -> float:
-        """Returns the median seconds of ``call``. ``best`` is the least median of the designs so far; a design that is
-        clearly slower gets few calls."""
+        """Returns the median seconds of ``call``. ``best`` is the least median of the designs so far; a clearly slower
+        design is called fewer times."""
         times: list[float] = []
         while len(times) < _CALLS and sum(times) < _LONGEST:
             if len(times) == _FEW and statistics.median(times) > _SLOWER * best:
@@ -58,15 +62,16 @@ class _Bench:
 
 
 def values_off(want: torch.Tensor, have: torch.Tensor, tolerance: float) -> int:
-    """Returns how many values of ``have`` are wrong, by the judge's rule (``judge.memory.check``)."""
+    """Returns how many values of ``have`` differ from ``want`` by more than the judge's rule allows
+    (``judge.memory.check``)."""
     scale = want.double().square().mean().sqrt().clamp(max=1.0).to(want.dtype)
     return int((~((want - have).abs() <= tolerance * (scale + want.abs()))).sum())
 
 
 def _answers(request: Mapping[str, Any], open_bench: Callable[[], _Bench]) -> Iterator[dict[str, Any]]:
-    """Yields the answers to ``request``. The first says that the timing lease is held. The second has eager's time.
-    Then each program (a built design) has one answer, with its time or its fault. Holds the lease for the whole request
-    (about a second), because even untimed work on the device would disturb the judge's times."""
+    """Yields the answers to ``request``. The first says that this process holds the timing lease. The second has the
+    time of eager. Then each program (a built design) has one answer, with its time or its fault. Holds the lease for
+    the whole request (about a second), because even untimed work on the device would disturb the judge's times."""
     names: dict[str, Any] = {}
     exec(request["code"], names)
     torch.manual_seed(0)

@@ -1,7 +1,8 @@
 """Finds the best design of a task of the teacher's family on a GPU: draws designs, builds them and times them.
 
-``Sweep`` builds all designs of a task at once and asks a child process (``design_bench``) for times. The child needs no
-jail, because it runs only code that this project has made: ``family.parse`` refuses any other task."""
+A design is one way to write the task's kernel (``cuda_kernels``). ``Sweep`` builds all designs of a task at once and
+asks a child process (``design_bench``) for times. The child needs no jail, because it runs only code that this project
+has made: ``family.parse`` refuses any other task."""
 
 import asyncio
 import contextlib
@@ -34,7 +35,8 @@ COMMAND = [sys.executable, "-P", "-m", "cuda_agent.synthesis.teacher.design_benc
 
 
 class Sweep:
-    """Sweeps over the designs of tasks. One child process serves all tasks. Use it as an async context manager."""
+    """Finds the best design of each task that it is called with. One child process times the designs of all tasks. The
+    object is an async context manager, which ends the child."""
 
     def __init__(self, sandbox: LocalSandbox, designs: int = DESIGNS) -> None:
         self._sandbox, self._designs = sandbox, designs
@@ -48,11 +50,11 @@ class Sweep:
         await self._end()
 
     async def __call__(self, task: Task) -> Optimum:
-        """Returns the optimum of ``task``. Equal tasks get equal draws.
+        """Returns the optimum of ``task``: its best design, with times. For equal tasks, draws the same designs.
 
         Raises:
             ValueError: The task is not of the teacher's family.
-            SandboxUnready: The child failed twice before it gave eager's time."""
+            SandboxUnready: The child process failed twice before it gave eager's time."""
         drawn, right = draw_designs(task, self._designs)
         built = await self._built(right, task_spec(parse(task)))
         async with self._turn:
@@ -65,8 +67,8 @@ class Sweep:
         return summary(eager, drawn, found)
 
     async def _built(self, designs: Sequence[Worked], spec: TaskSpec) -> list[dict[str, Any] | str]:
-        """Returns the program of each design, or the reason why the design does not build. Builds all designs together
-        (``unit``). If that fails, builds each one alone."""
+        """Returns the program (the built plan) of each design, or the reason why the design does not build. Builds all
+        designs together (``unit``). If that fails, builds each one alone."""
         try:
             whole = await self._sandbox.prepare(Solution("plan", unit([worked.files for worked in designs])), spec)
         except (SolutionError, BuildError):
@@ -80,8 +82,8 @@ class Sweep:
             return f"does not build: {error}"
 
     async def _times(self, task: Task, programs: Sequence[dict[str, Any]]) -> tuple[float, list[float | str]]:
-        """Returns eager's seconds, and for each program its seconds or the reason why it failed. If a program kills the
-        child, a new child continues with the next program."""
+        """Returns eager's seconds and, for each program, its seconds or the reason why it failed. If a program kills
+        the child process, a new child continues with the next program."""
         eager: float | None = None
         found: list[float | str] = []
         failures = 0
@@ -101,8 +103,8 @@ class Sweep:
         return eager, found
 
     async def _ask(self, request: Mapping[str, Any]) -> float | str:
-        """Sends a request to the child. Starts the child if it does not run. Returns eager's seconds, or the reason why
-        the child did not time eager."""
+        """Sends a request to the child process, which is started if it does not run. Returns eager's seconds, or the
+        reason why the child did not time eager."""
         if self._child is None:
             folders = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
@@ -119,7 +121,8 @@ class Sweep:
         return _result(await self._line(_ANSWER_SECONDS))
 
     async def _line(self, seconds: float | None) -> dict[str, Any]:
-        """Returns the child's next line, which must come within ``seconds``. After an error the child has ended."""
+        """Returns the child's next line, a JSON object. If no valid line comes within ``seconds`` (None: no limit),
+        returns {"error": reason}. After any line with an error, ends the child."""
         assert self._child and self._child.stdout
         line: dict[str, Any]
         try:
@@ -143,7 +146,8 @@ class Sweep:
 
 def unit(solutions: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Returns the files of one solution that joins all ``solutions``: their kernels, each in a separate namespace, and
-    their nodes, in order. For 48 solutions, this one build takes a tenth of the time of separate builds."""
+    their nodes (the launches of a plan), in order. For 48 solutions, this one build takes a tenth of the time of
+    separate builds."""
     sources, nodes = [], []
     workspaces: dict[str, Any] = {}
     for number, files in enumerate(solutions):
@@ -158,8 +162,8 @@ def unit(solutions: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def programs(whole: Mapping[str, Any], solutions: Sequence[Mapping[str, str]]) -> Iterator[dict[str, Any]]:
-    """Yields the program of each of ``solutions``. ``whole`` is the program that was built from their ``unit``. Each
-    solution's program has that solution's part of the nodes and workspaces in ``whole``."""
+    """Yields the program (the built plan) of each of ``solutions``. ``whole`` is the program that was built from their
+    ``unit``. Each solution's program has that solution's part of the nodes and workspaces in ``whole``."""
     nodes = iter(whole["nodes"])
     for number, files in enumerate(solutions):
         own = {name: made for name, made in whole["workspaces"].items() if name.startswith(f"d{number}_")}
@@ -171,8 +175,8 @@ def _result(line: Mapping[str, Any]) -> float | str:
 
 
 def draw_designs(task: Task, designs: int = DESIGNS) -> tuple[Counter[Any], list[Worked]]:
-    """Returns how often each design was drawn, and at most ``designs`` solutions with different designs. The teacher
-    predicts that these are right.
+    """Draws designs of ``task``. Returns how often each design was drawn, and the solutions with the drawn designs that
+    the teacher expects to be right. These are at most ``designs`` solutions, each with another design.
 
     Raises:
         ValueError: The task is not of the teacher's family."""
@@ -188,8 +192,9 @@ def draw_designs(task: Task, designs: int = DESIGNS) -> tuple[Counter[Any], list
 
 
 def summary(eager: float, drawn: Counter[Any], found: Mapping[Any, float | str]) -> Optimum:
-    """Returns the optimum. ``eager`` is eager's time in seconds. ``drawn`` counts the draws of each design. ``found``
-    maps a design to its seconds, or to the reason why it failed. A design that is not in ``found`` counts as wrong."""
+    """Returns the optimum of a task. ``eager`` is eager's time in seconds. ``drawn`` counts the draws of each design.
+    ``found`` maps a design to its seconds, or to the reason why it failed. A design that is not in ``found`` counts as
+    wrong."""
     times = {design: seconds for design, seconds in found.items() if not isinstance(seconds, str)}
     surprises = tuple(f"{design}: {reason}" for design, reason in found.items() if isinstance(reason, str))
     if not times:

@@ -1,11 +1,12 @@
 """Defines the tasks of the scripted teacher: one to three element-wise operators and, in some tasks, an ending.
 
-An ending works along the rows of the input. In tasks for a GPU, it may also work along the columns or transpose the
-input.
+An ending is a last operator that is not element-wise. It works along the rows of the input. In tasks for a GPU, it may
+also work along the columns or transpose the input.
 
 A table gives the name, the PyTorch code and the C++ code of each operator. ``sample_task`` draws a task, and ``parse``
-reads a task's specification from its code. Training tasks and held-out tasks never share a ``combination``. Shapes for
-the CPU are drawn so that eager takes roughly 0.05-5 ms on two cores. Later, the filters enforce exact limits."""
+reads a task's specification from its code. Training tasks and held-out tasks never share a ``combination``: the names
+of a task's operators, in order. Shapes for the CPU are drawn so that eager takes roughly 0.05-5 ms on two cores. Later,
+the filters of synthesis enforce exact limits."""
 
 import hashlib
 import math
@@ -23,8 +24,8 @@ from cuda_agent.tasks.task import Task
 
 @dataclass(frozen=True)
 class FamilyOperator:
-    """An element-wise operator of one or two inputs, in three forms. In ``torch`` and ``cpp``, ``{c}`` stands for the
-    operator's constant: one digit, which a policy can copy as one token."""
+    """An element-wise operator of one or two inputs, in PyTorch, C++ and Python. In ``torch`` and ``cpp``, ``{c}``
+    stands for the operator's constant: one digit, which a policy can copy as one token."""
 
     torch: str  # expression for the tensor ``x`` (and the second input ``y``)
     cpp: str  # expression for one element ``v`` of ``x`` (and ``w``, the same element of ``y``)
@@ -100,7 +101,8 @@ CONSTANTS = ("2", "3", "4", "5", "6", "7", "8", "9")
 @dataclass(frozen=True)
 class Ending:
     """An operator after an element-wise chain. ``length`` and ``spread`` ensure that different inputs give outputs that
-    differ by more than the judge's tolerance of 1e-2. In a softmax over 1,024 values, outputs would be too small."""
+    differ by more than the judge's tolerance of 1e-2. The outputs of a softmax over 1,024 values, for example, would be
+    too small."""
 
     torch: str  # its form in PyTorch
     maps: bool  # whether the output has the shape of the input
@@ -163,7 +165,7 @@ class FamilySpec:
 
     @property
     def binary(self) -> bool:
-        """Returns whether the task has a second input."""
+        """Whether the task has a second input."""
         return any(OPERATORS[name].binary for name, _ in self.chain)
 
     @property
@@ -188,7 +190,8 @@ class FamilySpec:
 
 
 def steps(spec: FamilySpec) -> list[str]:
-    """Returns the chain in C++ and CUDA: one statement for each operator. Each statement changes ``v``."""
+    """Returns the chain as statements that are valid in C++ and in CUDA, one for each operator. Each statement changes
+    the variable ``v``."""
     return [f"v = {_fill(OPERATORS[name].cpp, constant)};" for name, constant in spec.chain]
 
 
@@ -299,7 +302,7 @@ _OTHERS = (5.2, -0.7, 1.1, -1.8, 0.2, -0.4, 2.1, 0.9, -0.2, -2.4, 1.6, -1.2, 0.4
 
 
 def chain_values(chain: tuple[tuple[str, str | None], ...]) -> list[float]:
-    """Returns the results of ``chain`` for fixed inputs between -5.2 and 5.2."""
+    """Returns the results of ``chain``, computed in Python, for fixed inputs between -5.2 and 5.2 (``_POINTS``)."""
     values = list(_POINTS)
     for name, constant in chain:
         others = [float(constant)] * len(values) if constant else _OTHERS

@@ -1,7 +1,7 @@
 """Defines ``Optimum``, the result of a search for a task's best design (``design_sweep``), and a file of optima.
 
-The file lies beside the tasks of the teacher's family. The filters of synthesis and the scores of an evaluation use the
-optima. Episodes, rewards and training do not."""
+A design is one way to write the task's kernel. The file lies in the folder of the tasks. The filters of synthesis and
+the scores of an evaluation use the optima. Episodes, rewards and training do not."""
 
 import json
 from collections.abc import Mapping
@@ -13,18 +13,19 @@ FILE = "optimum.json"
 
 @dataclass(frozen=True)
 class Optimum:
-    """The result of a sweep over the designs of one task. Times are median seconds of a call with a cold L2 cache."""
+    """The result of a sweep: the best of many timed designs of one task. Times are median seconds of a call with a cold
+    L2 cache."""
 
     eager_seconds: float
-    seconds: float | None  # of the best design; None if no design is right
-    median_seconds: float | None  # of all designs that are right
-    right: float  # share of the draws that are right (0 to 1)
+    seconds: float | None  # time of the best design; None if no design is right (gives correct outputs)
+    median_seconds: float | None  # median over the times of all right designs; None if there is none
+    right: float  # share of the draws whose design is right (0 to 1)
     design: str = ""  # the best design
-    surprises: tuple[str, ...] = ()  # designs that fail although the teacher says that they are right, and why
+    surprises: tuple[str, ...] = ()  # designs that fail although the teacher expects that they are right, and why
 
     @property
     def speedup(self) -> float | None:
-        """The speed-up of the best design over eager."""
+        """The speed-up of the best design over eager; None if no design is right."""
         return self.eager_seconds / self.seconds if self.seconds else None
 
 

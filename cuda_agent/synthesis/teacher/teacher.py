@@ -1,8 +1,8 @@
-"""Solves the tasks of ``family`` with randomly drawn designs: the scripted teacher.
+"""Implements the scripted teacher: a program that solves the tasks of ``family`` with kernels of random design.
 
-``bootstrap`` trains a small model on the teacher's solutions; no later stage uses the teacher. ``cpu_kernels`` and
-``cuda_kernels`` hold the designs of each device. ``spoil`` puts one realistic mistake into a solution, for episodes in
-which the agent repairs the mistake."""
+A design is a set of choices for a kernel, such as the number of threads. ``cpu_kernels`` and ``cuda_kernels`` hold the
+designs of each device. The stage ``bootstrap`` trains a small model on the teacher's solutions; no later stage uses the
+teacher. ``spoil`` puts one realistic mistake into a solution, for episodes in which the agent repairs the mistake."""
 
 import random
 from dataclasses import dataclass, replace
@@ -28,13 +28,14 @@ _KERNELS: dict[str, ModuleType] = {"cpu": cpu_kernels, "cuda": cuda_kernels}
 
 @dataclass(frozen=True)
 class Worked:
-    """A solution in the ``plan`` format: its files (path -> text), its device and design, and the verdict to expect."""
+    """A solution of the teacher in the format ``plan``, with the status and message that the judge is expected to
+    give."""
 
-    files: dict[str, str]
-    device: str
+    files: dict[str, str]  # path -> text
+    device: str  # "cpu" or "cuda"
     design: Any  # of ``cpu_kernels`` or ``cuda_kernels``
     status: Status
-    message: str = ""  # of a ``build_error``
+    message: str = ""  # only for the status ``build_error``
 
     @property
     def kernel(self) -> str:
@@ -45,8 +46,8 @@ class Worked:
 @dataclass(frozen=True)
 class Mistake:
     """A solution with one mistake. The text ``wrong`` occurs exactly once in the file ``path``; replacing it by
-    ``right`` repairs the solution. ``status`` is the judge's status, ``message`` the compiler's first error or
-    empty."""
+    ``right`` repairs the solution. ``status`` is the judge's status for the solution with the mistake. ``message`` is
+    the compiler's first error, or empty if the solution compiles."""
 
     files: dict[str, str]
     path: str
@@ -66,7 +67,8 @@ def solve(task: Task, rng: random.Random, device: str = "cpu") -> Worked:
 
 
 def solve_right(task: Task, rng: random.Random, device: str = "cpu") -> Worked:
-    """Does what ``solve`` does, until the design fits the task's shape."""
+    """Returns a solution of ``task`` with a random design that fits the task's shape. Raises ValueError as ``solve``
+    does."""
     while (worked := solve(task, rng, device)).status != "ok":
         pass
     return worked
@@ -84,7 +86,8 @@ def _worked(spec: FamilySpec, device: str, design: Any) -> Worked:
 
 
 def spoil(task: Task, worked: Worked, rng: random.Random) -> Mistake:
-    """Returns ``worked`` with one mistake: a wrong operator or constant, a missing index, or an undeclared name."""
+    """Returns ``worked`` with one mistake: a wrong operator or constant, an undeclared name or (only on the CPU) a
+    missing index."""
     spec, path, code = parse(task), worked.kernel, worked.files[worked.kernel]
     changes = (_another_step, _another_step, _undeclared, _unindexed if worked.device == "cpu" else _undeclared)
     while True:
