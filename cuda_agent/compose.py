@@ -58,7 +58,7 @@ def conf_folder() -> Path:
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
-    """Composes ``conf/`` and the overrides, and validates the result.
+    """Returns the validated configuration: the YAML files of ``conf/``, merged with the overrides.
 
     Args:
         overrides: Overrides in Hydra's grammar, such as ``experiment=demo`` and ``critic.lr=1e-4``.
@@ -86,8 +86,8 @@ def compose(overrides: Sequence[str] = ()) -> Config:
 
 
 def validate(values: Any) -> Config:
-    """Returns the configuration with these values; missing keys take their defaults.  Without a seed of the tasks, as
-    in configurations of older runs, it is the run's.
+    """Returns the configuration with ``values``, a nested dict.  Missing keys take their defaults.  If
+    ``synthesis.seed`` is missing, as in configurations of older runs, it takes the value of ``seed``.
 
     Raises:
         ConfigError: A key or a value is wrong; the message explains at most 8 mistakes."""
@@ -118,12 +118,12 @@ def load(text: str, sha256: str) -> Config:
 
 
 def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
-    """Returns the part of the configuration that decides the result of a stage, as JSON values.
+    """Returns the part of the configuration that decides the result of a stage: name -> JSON value.
 
-    The part holds the seed (``synthesis`` has its own), and the sections or single keys that ``sections`` names, such
-    as ``agentic.reward``.  Addresses, resources and the section ``training`` are left out.  If ``runtime`` is local,
-    the section ``ray`` is left out.  If ``sections`` lacks ``training``, the keys of ``ray`` about training are left
-    out."""
+    The names are ``seed`` and the names in ``sections``, which are sections or single keys such as ``agentic.reward``.
+    If ``sections`` contains ``synthesis``, which has a separate seed, ``seed`` is left out.  Addresses, resources and
+    the section ``training`` are left out.  If ``runtime`` is local, the section ``ray`` is left out.  If ``sections``
+    lacks ``training``, the keys of ``ray`` about training are left out."""
     whole = config.model_dump(mode="json", exclude=_NOT_IN_KEYS)
     if "training" not in sections:
         whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in _ONLY_IN_TRAINING}
@@ -134,8 +134,9 @@ def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
 
 
 def restricted(config: Config, sections: Sequence[str]) -> Config:
-    """Returns a copy of the configuration that has only the seed (``synthesis`` has its own), and the sections and keys
-    that ``sections`` names.  A stage gets such a copy, so the stage's result cannot depend on any other section."""
+    """Returns a copy of the configuration that has only ``seed``, and the sections and keys that ``sections`` names.
+    If ``sections`` contains ``synthesis``, which has a separate seed, the copy lacks ``seed``.  A stage gets such a
+    copy, so the stage's result cannot depend on any other section."""
     return _with_only(config, _with_seed(sections))
 
 
@@ -155,7 +156,7 @@ def _with_only(model: Model, names: Sequence[str]) -> Model:
 
 
 def key_paths() -> dict[str, FieldInfo]:
-    """Returns dotted path -> field for every section and every key that a user can set."""
+    """Returns dotted path -> pydantic field for every section and every key that a user can set."""
 
     def walk(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
         for name, info in model.model_fields.items():
@@ -251,7 +252,7 @@ def _type_words(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _nearest(name: str, choices: Sequence[str]) -> str:
-    """Returns the end of an error message about the unknown key ``name``, such as " Did you mean critic.lr?"."""
+    """Returns the end of an error message about ``name``, which is none of ``choices``: " Did you mean critic.lr?"."""
     if name in RENAMED:
         return f" It is called {RENAMED[name]} now."
     tails = {choice: choice.rsplit(".", 1)[-1] for choice in choices}

@@ -53,7 +53,7 @@ Address = Annotated[str | None, AfterValidator(_without_password)]
 
 
 class RunConfig(Section):
-    """Where a run is stored and tracked, and how its stages are executed.  Stages cannot read this section."""
+    """Settings for where a run is stored and tracked, and how its stages are executed.  Stages cannot read them."""
 
     pipeline: str = key("cuda-agent", "name of the MLflow experiment")
     name: str | None = key(None, "name of the run; none: date, time and the configuration's hash", pattern=_NAME)
@@ -231,7 +231,8 @@ class Bootstrap(Section):
 
 
 class Ppo(Section):
-    """Settings of PPO (paper, section 3.3).  The stages ``warmup`` and ``agentic`` have one section each."""
+    """Settings of PPO (CUDA Agent, arXiv 2602.24286, section 3.3).  The stages ``warmup`` and ``agentic`` have one
+    section each."""
 
     reward: Literal["ladder", "speedup", "raw"] = key(
         "ladder",
@@ -334,8 +335,9 @@ class EvaluateConfig(Section):
 
 
 class Ray(Section):
-    """Settings of Ray, for ``runtime=ray``.  A stage then has several rollout workers, each with an engine and a
-    sandbox.  A PPO stage also has one trainer, whose processes may be spread over several machines."""
+    """Settings of Ray, for ``runtime=ray``.  A stage then has several rollout workers.  Each worker has a sandbox, and
+    an engine that serves the policy.  A PPO stage also has one trainer, whose processes may be spread over several
+    machines."""
 
     address: str | None = key(
         None,

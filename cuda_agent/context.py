@@ -21,18 +21,19 @@ class Tracker(Protocol):
         """Shows in the live table that ``done`` of ``total`` units are done, with rates such as tokens_per_second."""
 
     def note(self, text: str) -> None:
-        """Adds one line for the user, such as "a gate was missed".  The line is kept with the run."""
+        """Keeps one line of text for the user with the run, such as a warning.  Ignores a line that it already has."""
 
 
 class Checkpoints(Protocol):
-    """The checkpoints of one stage, stored under the stage's cache key."""
+    """The checkpoints of one stage.  They are stored under the stage's cache key, a hash of all that decides the
+    stage's result."""
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:
         """Calls ``write`` to fill an empty folder, and stores it atomically as a checkpoint.  Keeps the newest two."""
 
     def load(self, read: Callable[[Path], None]) -> int | None:
-        """Calls ``read`` with a copy of the newest complete checkpoint, and returns the checkpoint's step.  If there is
-        no checkpoint, returns None.  If a checkpoint is damaged, adds a note and tries the previous checkpoint."""
+        """Calls ``read`` with a folder that holds the newest complete checkpoint, and returns the checkpoint's step.
+        If there is no checkpoint, returns None.  If a checkpoint is damaged, adds a note and tries the previous one."""
 
 
 @dataclass

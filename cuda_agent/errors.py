@@ -16,11 +16,11 @@ class ConfigError(UserError):
 
 
 class TaskError(UserError):
-    """A task, or a set of tasks, cannot be read or run; the message is one clear line."""
+    """A task (a PyTorch model to make faster), or a set of tasks, cannot be read or run.  The message is one line."""
 
 
 class PolicyError(UserError, ValueError):
-    """A folder holds no usable policy; the message names what is missing."""
+    """A folder holds no usable policy (a language model).  The message names what is missing."""
 
 
 class SandboxUnready(UserError, RuntimeError):

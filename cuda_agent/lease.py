@@ -1,10 +1,10 @@
 """The timing lease: while one process of this machine times a kernel, no other process uses the device.
 
 The lease is needed because a kernel that takes 1.12 ms on an idle machine takes 1.75 ms beside a matrix multiplication.
-It consists of two file locks.  The first lock is held shared in ``working``, during a step of decoding or training or
-during other work on the device.  It is held exclusively in ``timing``, while a kernel is timed.  The second lock is a
-gate that each step must pass before it begins.  To time a kernel, a process first closes the gate, so that no new step
-can delay the timing."""
+The lease consists of two file locks.  ``Lease.working`` holds the first lock shared, during a step of decoding or
+training or during other work on the device.  ``Lease.timing`` holds the first lock exclusively, while a kernel is
+timed.  The second lock is a gate: each step locks it shared for a moment before the step begins.  To time a kernel, a
+process first locks the gate exclusively, so that no new step can delay the timing."""
 
 import fcntl
 import os
@@ -14,8 +14,9 @@ from pathlib import Path
 
 
 class Lease:
-    """One thread's handle of the timing lease.  All processes that take part must use the same ``folder``.  Inside
-    ``working`` or ``timing``, another ``working`` of the same handle does nothing."""
+    """One thread's handle of the timing lease.  The lease lets no process use the device while another one times a
+    kernel.  All processes that take part must use the same ``folder``.  Inside ``working`` or ``timing``, another
+    ``working`` of the same handle does nothing."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -30,7 +31,7 @@ class Lease:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Holds the lease shared, during one step of decoding or training (about a second)."""
+        """Holds the lease shared during the ``with`` block: one step of decoding or training (about a second)."""
         if self._held:
             yield
             return
@@ -74,7 +75,7 @@ class Lease:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        """Holds the lease exclusively, while a kernel is timed.
+        """Holds the lease exclusively during the ``with`` block, in which a kernel is timed.
 
         Raises:
             RuntimeError: This handle is inside ``working``.  Two such processes would wait for each other."""

@@ -23,7 +23,7 @@ def processor() -> str:
 
 
 def processor_facts() -> dict[str, str]:
-    """Returns facts about the first processor from ``/proc/cpuinfo``, such as ``model name``; else an empty dict."""
+    """Returns facts about the first processor, such as ``model name``; empty if ``/proc/cpuinfo`` cannot be read."""
     with contextlib.suppress(OSError):
         pairs = (line.partition(":") for line in reversed(Path("/proc/cpuinfo").read_text().splitlines()))
         return {name.strip(): fact.strip() for name, colon, fact in pairs if colon}

@@ -19,7 +19,7 @@ _NAMES, _POINTS = 90, 800  # most per request; MLflow allows 100 params or tags 
 
 @dataclass
 class MlflowEntry:
-    """A run in MLflow, with the part of its content that this process knows."""
+    """A run in MLflow, with the part of the run's content that this process knows."""
 
     run_id: str
     params: set[str] = field(default_factory=set)  # names of the params that are set
@@ -68,7 +68,7 @@ class Rest:
         return [item["experiment_id"] for item in found]
 
     def find(self, experiments: Sequence[str], tag: str, value: str) -> list[MlflowEntry]:
-        """Returns the runs whose tag ``tag`` is ``value``, newest first.  In each entry all metrics are ``unread``."""
+        """Returns the runs whose tag ``tag`` is ``value``, newest first.  All their metrics are ``unread``."""
         query = {"experiment_ids": experiments, "filter": f"tags.`{tag}` = '{value}'", "max_results": 1000}
         return [self._entry(run) for run in self._post("runs/search", query).get("runs", [])]
 
@@ -143,7 +143,8 @@ class Rest:
 
 
 class Library:
-    """A connection through MLflow's client.  Importing the client takes seconds, and so does opening a new database."""
+    """A connection to a database or server through MLflow's Python client.  Importing the client takes seconds, and so
+    does opening a new database."""
 
     def __init__(self, uri: str) -> None:
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", f"{_SECONDS:.0f}")

@@ -1,4 +1,5 @@
-"""The store of artifacts.  It holds objects (bytes under a key) and folders, which consist of objects:
+"""The store of artifacts, which are the output folders of stages.  The store holds objects (bytes under a key) and
+folders, which consist of objects:
 
     cas/<sha256>    the bytes of a file, or the tree of a folder: canonical JSON {"files": {path: {"sha256", "size"}}}
 
@@ -35,7 +36,8 @@ class StoreError(UserError):
 
 
 class StoreUnavailable(StoreError):
-    """The store cannot be reached or denies access.  The same command works once the store is back."""
+    """The store has a wrong address, cannot be reached, or denies access.  Unless the address is wrong, the same
+    command works once the store is back."""
 
 
 class StoreFull(StoreError):
@@ -197,7 +199,7 @@ class Store:
             target.chmod(0o444)
 
     def has_folder(self, digest: str) -> bool:
-        """Returns whether every file of the stored folder exists with its recorded size; does not read the bytes."""
+        """Returns whether the stored folder ``digest`` has all its files, in their recorded sizes.  Reads no file."""
         try:
             return all(self.size(f"cas/{entry['sha256']}") == entry["size"] for entry in self.tree(digest).values())
         except StoreDamaged:

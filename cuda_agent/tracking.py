@@ -117,8 +117,9 @@ MANIFEST_TAG = "manifest"  # the manifest of a finished stage
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep, whose runs share one parent run in MLflow.  ``agree(make)`` returns the parent's id, the same in all
-    runs.  If there is no parent yet, ``agree`` calls ``make``, which creates one and returns its id."""
+    """A sweep: runs with different settings, which share one parent run in MLflow.  ``agree(make)`` returns the
+    parent's id, the same in all runs.  If there is no parent yet, ``agree`` calls ``make``, which creates one and
+    returns its id."""
 
     name: str
     agree: Callable[[Callable[[], str]], str]
@@ -139,9 +140,10 @@ class Mirror:
     """Copies a run of the workflow to MLflow, in a thread.  The workflow has a parent run in MLflow, and each stage has
     a child run.
 
-    ``update`` sets the wanted content of a stage's child run, or of the parent run if ``stage`` is None.  ``update``
-    returns at once.  ``close`` waits at most ``timeout`` seconds for the last copy, and returns whether everything
-    arrived.  When MLflow fails for the first time, the thread calls ``trouble`` with one line for the user."""
+    ``update`` changes the wanted content of a stage's child run, or of the parent run if ``stage`` is None.  It adds
+    params, tags and artifacts, replaces metrics and status, and returns at once.  ``close`` waits at most ``timeout``
+    seconds for the last copy, and returns whether everything arrived.  When MLflow fails for the first time, the thread
+    calls ``trouble`` with one line for the user."""
 
     def __init__(
         self, uri: str, experiment: str, run: str, artifacts: Path | None, trouble: Trouble, sweep: Sweep | None = None
@@ -243,7 +245,8 @@ def _sweep_run(api: mlflow_api.Api, experiment: str, sweep: Sweep) -> str:
 
 
 def _send(api: mlflow_api.Api, there: MlflowEntry, wanted: Wanted) -> None:
-    """Updates an MLflow run from its known state ``there`` to the state ``wanted``; sends the final status last."""
+    """Updates the MLflow run ``there`` to the content ``wanted``.  Sends only what the run lacks, the final status
+    last."""
     if there.status == wanted.status == "FINISHED" and wanted.tags and wanted.tags.items() <= there.tags.items():
         there.unread.clear()
         there.points |= {(key, step) for step, values in wanted.metrics.items() for key in values}

@@ -131,7 +131,8 @@ def sweep(
 
 
 def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
-    """Executes the runs of a sweep one by one on this machine.  Returns the first nonzero exit code, else 0."""
+    """Executes the runs of a sweep one by one on this machine, and prints their outcomes.  Returns the first nonzero
+    exit code of a run, or 0 if all exit codes are 0."""
     from cuda_agent.pipeline import screen, sweep
     from cuda_agent.pipeline.local import RunOutcome, run_pipeline
 

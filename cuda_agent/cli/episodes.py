@@ -93,8 +93,8 @@ def _write(page: Path, text: str) -> None:
 def _entries(
     run: str, store: str, on: str | None, namespace: str | None, folder: Path
 ) -> "tuple[str, Path, list[EpisodeEntry], str]":
-    """Returns (title, folder for the page, episodes, message).  ``run`` is a run's name or a path.  The message is
-    shown if there are no episodes.  The files of a run are fetched into ``folder``."""
+    """Returns (title of the page, folder for the page, episodes, message to show if there are no episodes).  ``run`` is
+    a run's name, or the path of a folder or file.  The files of a run are fetched into ``folder``."""
     from cuda_agent.cluster import results
     from cuda_agent.pipeline import episodes as left
     from cuda_agent.pipeline import runs

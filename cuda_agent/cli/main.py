@@ -194,9 +194,9 @@ def evaluate_set(
 ) -> None:
     """Judge a set of finished solutions, and write a report.
 
-    The report is a page and a CSV file. It shows claims beside measurements, scores and rejections. Each solution is a
-    file model_new.py with a class ModelNew, unless sandbox.format names another format. After Ctrl-C or a kill, the
-    same command continues and keeps finished verdicts. Exit code 75: the sandbox failed for some records."""
+    The report is a page and a CSV file. It shows claimed speed-ups beside measured ones, scores, and rejections. Each
+    solution is a file model_new.py with a class ModelNew, unless sandbox.format names another format. After Ctrl-C or a
+    kill, the same command continues and keeps finished verdicts. Exit code 75: the sandbox failed for some records."""
     from cuda_agent.optimize import evaluate_set as sets
     from cuda_agent.optimize.evaluation import run_to_end
     from cuda_agent.optimize.solution_set import read_set
@@ -321,9 +321,9 @@ def benchmark(
 ) -> None:
     """Measure a policy or a served model on a task set.
 
-    A served model is any model behind an OpenAI-compatible address (--base-url). The command prints the paper's table.
-    Limits of turns, tokens and time come from experiment=benchmark; overrides change them, as in
-    evaluate.turns=20 sandbox.threads=4."""
+    A served model is any model behind an OpenAI-compatible address (--base-url). The command prints pass rates, and
+    speed-ups over eager PyTorch and torch.compile. Limits of turns, tokens and time come from experiment=benchmark;
+    overrides change them, as in evaluate.turns=20 sandbox.threads=4."""
     from cuda_agent.optimize import evaluation
 
     policies = [text for text in arguments or [] if "=" not in text]

@@ -168,7 +168,7 @@ def _device(overrides: list[str]) -> str:
 
 
 def _as_overrides(sandbox: dict[str, Any]) -> list[str]:
-    """Returns Hydra overrides for the settings in ``sandbox`` (name -> value) that differ from their defaults."""
+    """Returns Hydra overrides for those settings in ``sandbox`` (name -> value) that differ from their defaults."""
     from cuda_agent.config import SandboxConfig
 
     standard = SandboxConfig().model_dump(mode="json")

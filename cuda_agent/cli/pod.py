@@ -111,7 +111,7 @@ def gc(
 
 @pod_app.command()
 def doctor(workflow: Workflow) -> None:
-    """Test the store, MLflow and the network walls of a sandbox from inside the cluster."""
+    """Test the store and MLflow from inside the cluster, and test that a sandbox cannot connect to other services."""
     from cuda_agent.cluster import pod_maintenance
     from cuda_agent.cluster.pod import PodEnvironment
 

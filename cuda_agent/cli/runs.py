@@ -111,7 +111,8 @@ def _cluster_rows(place: Cluster) -> list[dict[str, Any]]:
 
 
 def _sweep_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Yields one line per sweep: how many of its runs are in each state.  Only the newest attempt of a run counts."""
+    """Yields one line for each sweep in ``rows``, with the number of its runs in each state.  If a run has several
+    attempts, only the newest one counts."""
     newest = {row["name"]: row for row in rows}
     for sweep in dict.fromkeys(row["sweep"] for row in newest.values() if row["sweep"]):
         found = Counter(row["status"] for row in newest.values() if row["sweep"] == sweep)
@@ -350,7 +351,8 @@ def cluster_of(on: str | None, namespace: str | None) -> Cluster:
 
 
 def _current(store: str, namespace: str | None) -> Cluster | None:
-    """Returns the cluster of the kubeconfig's current context, or None if there is none or the user named a store."""
+    """Returns the cluster of the kubeconfig's current context.  Returns None if the user named a store, or if this
+    cluster cannot be used: no context, or no Kubernetes client is installed."""
     if store != STORE:
         return None
     try:

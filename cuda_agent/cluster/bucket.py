@@ -14,7 +14,7 @@ PATIENCE = 120.0  # longest wait for a server to start, in seconds
 
 def make(store: str, expire_logs_days: int) -> str:
     """Creates the bucket of ``store`` (s3://bucket/prefix) if it is missing.  Sets a rule by which MinIO deletes Argo's
-    logs in this bucket after ``expire_logs_days`` days.  Returns a message for the user.
+    logs in this bucket after ``expire_logs_days`` days.  Returns a line of text that names bucket and rule.
 
     Raises:
         StoreUnavailable: The address is wrong, or the server refuses or does not answer."""

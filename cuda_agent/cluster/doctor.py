@@ -58,7 +58,8 @@ def examine(cluster: Cluster, release: str) -> Iterator[Check]:
 
 
 def _checked(name: str, check: Callable[[], Finding], hidden: Finding | None = None) -> Check:
-    """Runs ``check`` and returns its result.  ``hidden`` is the result for users without the rights for the check."""
+    """Runs ``check`` and returns its result.  If the user lacks the rights for the check, ``hidden`` (text, remedy) is
+    the result."""
     try:
         text, mend = check()
     except ClusterError as error:

@@ -21,7 +21,7 @@ FOLDER = "/engine"  # where stages and replicas mount the claim of the weights; 
 
 
 def wanted(config: Config) -> bool:
-    """Returns whether a run with this configuration needs engine replicas.
+    """Returns whether a run with this configuration needs engine replicas, the vLLM servers that its stages share.
 
     Raises:
         ConfigError: The configuration asks for something that engine replicas cannot serve."""
@@ -35,12 +35,14 @@ def wanted(config: Config) -> bool:
 
 
 def _clients(name: str) -> list[dict[str, str]]:
-    """Returns the labels of the pods that may connect to a run's engine: stages' pods, and the Ray pods of stages."""
+    """Returns labels of the pods that may connect to the engine of the Workflow ``name``: one mapping for the pods of
+    stages, and one for the Ray pods of stages."""
     return [{label: name, COMPONENT_LABEL: "stage"} for label in (WORKFLOW_LABEL, POOL_LABEL)]
 
 
 def engine_objects() -> list[dict[str, Any]]:
-    """Returns templates of the engine's objects, in the order of creation.  They hold no run's values yet."""
+    """Returns templates of the engine's objects, in the order of creation.  In their names and labels, ``RUN`` stands
+    for the name of a run's Workflow."""
     container = pools.container(
         "cuda-agent-engine",
         {"HOME": "/scratch", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"},
@@ -60,7 +62,8 @@ def engine_objects() -> list[dict[str, Any]]:
 
 
 def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: Config) -> list[dict[str, Any]]:
-    """Returns the engine's objects for one run: the profile's objects ``base`` with the run's values."""
+    """Returns the engine's objects for one run, filled with the run's values.  ``base`` has templates of the objects
+    from the chart.  ``workflow`` and ``uid`` are the name and the UID of the run's Workflow."""
     policy = config.policy
     opened: list[dict[str, Any]] = []
     if policy.vllm.sync == "nccl":

@@ -1,6 +1,7 @@
 """Runs a maintenance job (``doctor``, ``gc``, ``gc-plan``) on a cluster and returns its answer.
 
-A job is a Workflow with one pod, which does the work (``pod_maintenance``).  A template of the chart gives the pod its
+``doctor`` checks the cluster from inside, ``gc`` removes old runs, ``gc-plan`` lists what ``gc`` would remove.  A job
+is a Workflow with one pod, which does the work (``pod_maintenance``).  A template of the chart gives the pod its
 rights, so the user needs only the right to submit Workflows.  The answer is an output parameter of the Workflow."""
 
 import contextlib

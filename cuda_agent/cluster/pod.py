@@ -59,8 +59,8 @@ class PodEnvironment:
 
 
 def termination_message(here: PodEnvironment, text: str) -> None:
-    """Writes ``text``, the reason why this pod ends, to the pod's status.  The command `watch` shows this text.  A step
-    that Argo should retry must not write one: words such as "deadline" can prevent the retry."""
+    """Writes ``text``, the reason why this pod ends, to the pod's status.  The command `watch` shows this text.  If
+    Argo should retry the step, do not call this function: words such as "deadline" can prevent the retry."""
     if here.termination_message.exists():
         here.termination_message.write_text(text[:2000])
 
@@ -82,11 +82,14 @@ def prepare(
     """Starts a run, and writes each output of this step to a file for Argo.
 
     Args:
+        run: Name of the run.
+        sha256: Hash of the configuration.
+        workflow: Name of the run's Workflow.
         cluster: A function that connects to the cluster; None: no servers are created.
-        base: The Kubernetes objects of the sandbox servers.
+        base: Templates of the sandbox servers' Kubernetes objects.
         stages: The graph's stages; None: those of the configuration.
         spread: Whether a stage may run in a Ray cluster of several pods; otherwise Ray runs in the stage's pod.
-        replicas: The Kubernetes objects of the engine replicas; empty: each stage starts engines in its own pod.
+        replicas: Templates of the vLLM servers' Kubernetes objects; empty: each stage starts servers in its own pod.
 
     Returns:
         The outputs, name -> text.  The text of a stage is ``run``, ``ray`` (run in several pods), ``cached``, or
@@ -150,8 +153,9 @@ def prepare(
 def run_stage(
     here: PodEnvironment, name: str, run: str, sha256: str, table: str = "", spawner: Spawner | None = None
 ) -> int:
-    """Runs the stage ``name`` and returns its exit code.  A SIGTERM makes the stage write a checkpoint.  ``table``
-    (``module:NAME``) replaces the configuration's graph.  Closes the fork server ``spawner``."""
+    """Runs the stage ``name`` in a child process, and returns the stage's exit code.  A SIGTERM to this process makes
+    the stage write a checkpoint.  ``table`` (``module:NAME``) is a table of stages that replaces the configuration's
+    graph.  ``spawner`` is a fork server (None: a new one), which this function closes at the end."""
     scratch = here.work / "stage" / name
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -223,9 +227,9 @@ def run_spread(
     base: Sequence[dict[str, Any]],
     served: str = "",
 ) -> int:
-    """Runs the stage ``name`` in a Ray cluster of several pods and returns its exit code.  ``base`` holds the profile's
-    Ray objects.  ``servers`` lists the addresses of sandbox servers, and ``served`` those of engine replicas, separated
-    by commas."""
+    """Runs the stage ``name`` in a Ray cluster of several pods, and returns the stage's exit code.  ``base`` has
+    templates of the Ray objects, from the chart.  ``servers`` lists the addresses of sandbox servers, and ``served``
+    those of vLLM servers, separated by commas."""
     store = open_store(here.store)
     config = runs.read_config(store, sha256)
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
@@ -292,8 +296,8 @@ def finish(
     stages: Sequence[Stage] = ROWS,
 ) -> dict[str, Any]:
     """Removes the run's servers and records how the run ended.  Posts facts about the end to the webhook, if there is
-    one, and returns the facts.  ``status`` is the Workflow's state.  After a failure this is Failed or Error.  After a
-    success it is Running, because this step still runs."""
+    one, and returns the facts.  ``status`` is the Workflow's state.  It is Failed or Error after a failure.  It is
+    Running after a success, because this step still runs.  If ``cluster`` is None, no server is removed."""
     if cluster is not None:
         run_pools.remove_pools(cluster, workflow)
     if folder := os.environ.get("CUDA_AGENT_ENGINE_FOLDER"):

@@ -40,12 +40,15 @@ def answer(here: PodEnvironment, value: Any) -> None:
 
 
 def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, cluster: Cluster) -> dict[str, Any]:
-    """Removes old runs, the data that only they need, and servers that ended runs left behind.  The ``keep`` newest
-    runs of each pipeline stay.  With ``dry_run``, removes nothing.  ``workflow`` is the name of this job's Workflow.
+    """Removes old runs, the data that only they need, and servers and ConfigMaps that runs left behind.  The ``keep``
+    newest runs of each pipeline (``run.pipeline``) stay.  With ``dry_run``, removes nothing.  ``workflow`` is the name
+    of this job's Workflow.
 
     Returns:
-        The removed runs and objects, or with ``dry_run`` those that would be removed.  If runs or another collection
-        are under way, a call without ``dry_run`` removes nothing and returns ``{"busy": reason}``."""
+        What was removed, or with ``dry_run`` what would be: names of runs (``runs``), number and size of the store's
+        objects (``objects``, ``bytes``), names of the Workflows of removed servers (``pools``), names of ConfigMaps
+        (``config maps``).  ``removed`` is False with ``dry_run``.  If runs or another collection are under way, a call
+        without ``dry_run`` removes nothing and returns ``{"busy": reason}``."""
     store = open_store(here.store)
     with contextlib.nullcontext(True) if dry_run else gc.alone(store) as first:
         if not first:
@@ -90,8 +93,9 @@ def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
 def doctor(
     here: PodEnvironment, workflow: str, cluster: Cluster, base: Sequence[Mapping[str, Any]], addresses: dict[str, str]
 ) -> list[Check]:
-    """Runs the checks from inside the cluster and returns their results.  ``base`` holds the objects of a profile's
-    sandbox servers.  ``addresses`` lists the services that a sandbox must not reach: name -> host:port."""
+    """Runs the checks from inside the cluster and returns their results.  ``base`` has templates of the sandbox
+    servers' objects, from the chart.  ``addresses`` lists the services that a sandbox must not reach: name ->
+    host:port."""
     checks = list(bucket.probe(here.store, here.mlflow))
     control = reach([*addresses.values()])
     try:
@@ -137,7 +141,7 @@ def forbidden(mlflow: str) -> dict[str, str]:
 
 
 def reach(addresses: Sequence[str]) -> dict[str, str]:
-    """Tries to connect to each host:port in ``addresses``.  Returns host:port -> error; empty: connected."""
+    """Tries to connect to each host:port in ``addresses``.  Returns host:port -> error, or "" after a connection."""
 
     def attempt(address: str) -> str:
         host, _, port = address.rpartition(":")
@@ -164,8 +168,8 @@ def from_sandbox(
     cluster: Cluster, workflow: str, base: Sequence[Mapping[str, Any]], addresses: Sequence[str]
 ) -> dict[str, Any]:
     """Starts a pod with a sandbox's restrictions, which tries to connect to ``addresses``.  Returns the pod's answer, a
-    dict.  ``reached`` is a dict from address to error, which is empty if the pod connected.  ``processes`` is the pod's
-    limit of processes, such as ``4096 processes``.
+    dict.  ``reached`` maps each address to an error, or to "" if the pod connected.  ``processes`` is the pod's limit
+    of processes, such as ``4096 processes``.  ``base`` has templates of the sandbox servers' objects, from the chart.
 
     Raises:
         ClusterError: The pod did not start or did not answer."""
@@ -203,5 +207,5 @@ def _said(cluster: Cluster, workflow: str) -> dict[str, Any]:
 
 
 def tell(addresses: Sequence[str], file: Path = PodEnvironment.termination_message) -> None:
-    """Tries to connect to ``addresses``, and writes the results to ``file``."""
+    """Tries to connect to ``addresses``, and writes the answer as JSON to ``file``.  ``from_sandbox`` describes it."""
     file.write_text(json.dumps({"reached": reach(addresses), "processes": process_limit()}))

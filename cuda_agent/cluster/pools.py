@@ -6,7 +6,8 @@
     StatefulSet     the servers of one role; the roles are workspace, build and evaluate
 
 ``pool_objects`` makes templates of these objects, with ``RUN`` in place of a Workflow's name.  The chart adds images,
-resources and node placement for each profile.  When a run starts, ``objects`` fills in its Workflow's name."""
+resources and node placement for each profile, a set of such values.  When a run starts, ``objects`` fills in the name
+of the run's Workflow."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -88,7 +89,7 @@ def pod_spec(account: str, grace: int, container: Mapping[str, Any], **volumes: 
 
 
 def token_of(workflow: str, **more: Any) -> dict[str, Any]:
-    """Returns a reference to the Secret with a run's sandbox token.  ``more``: fields such as ``optional``."""
+    """Returns a reference to the Secret with a run's sandbox token.  ``more`` has fields such as ``optional``."""
     return {"secretKeyRef": {"name": f"{workflow}-sandbox", "key": "token"} | more}
 
 
@@ -97,7 +98,7 @@ def labels_of(component: str) -> dict[str, str]:
 
 
 def peers(*labels: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Returns peers for a NetworkPolicy's rule: for each mapping in ``labels``, the pods with these labels."""
+    """Returns peers for a rule of a NetworkPolicy.  Each mapping in ``labels`` selects the pods with its labels."""
     return [{"podSelector": {"matchLabels": own}} for own in labels]
 
 
@@ -117,8 +118,9 @@ def network_policy(
 
 
 def service_and_wall(component: str, port: int, clients: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a headless Service and a NetworkPolicy.  The Service gives each server of the component an address.  The
-    policy lets only ``clients`` connect to the servers' ``port``, and lets the servers connect to nothing."""
+    """Returns a headless Service and a NetworkPolicy for the servers of a component.  The Service gives each server an
+    address.  The policy lets only ``clients``, a list of peers, connect to the servers' ``port``.  It lets the servers
+    connect to nothing."""
     name, labels = f"{RUN_NAME}-{component}", labels_of(component)
     own = {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: component}
     service = {
@@ -152,9 +154,14 @@ def servers(component: str, name: str, own: dict[str, str], port: int, pod: dict
 def of_run(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, labels: Mapping[str, str] = {}, name: str = ""
 ) -> list[dict[str, Any]]:
-    """Returns copies of the profile's objects ``base`` for one run, owned by the run's Workflow.  ``name`` (empty: the
-    Workflow's name) replaces the placeholder ``RUN``.  In labels with a key of ``labels``, the value of this key
-    replaces the placeholder instead."""
+    """Returns copies of the templates ``base`` for one run, owned by the run's Workflow.
+
+    Args:
+        base: Templates of Kubernetes objects, with the placeholder ``RUN``.
+        workflow: Name of the run's Workflow.
+        uid: UID of the run's Workflow.
+        labels: Key of a label -> text that replaces the placeholder in the values of this label.
+        name: Text that replaces the placeholder everywhere else; empty: ``workflow``."""
     made = [_named(one, name or workflow, labels) for one in base]
     for one in made:
         one["metadata"]["ownerReferences"] = [owned_by(workflow, uid)]
@@ -195,7 +202,8 @@ def addresses(made: Sequence[Mapping[str, Any]], port: int) -> list[str]:
 
 
 def pool_objects() -> list[dict[str, Any]]:
-    """Returns templates of the sandbox's objects, in the order of creation. They hold no run's values yet."""
+    """Returns templates of the sandbox's objects, in the order of creation.  In their names and labels, ``RUN`` stands
+    for the name of a run's Workflow."""
     secret = new_object("Secret", f"{RUN_NAME}-sandbox", labels_of("sandbox"), type="Opaque", stringData={})
     stages = peers({WORKFLOW_LABEL: RUN_NAME, COMPONENT_LABEL: "stage"})
     return [secret, *service_and_wall("sandbox", PORT, stages), *map(_pool, ROLES)]
@@ -220,7 +228,9 @@ def _pool(role: str) -> dict[str, Any]:
 def objects(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, token: str, config: SandboxConfig
 ) -> list[dict[str, Any]]:
-    """Returns the sandbox's objects for one run: the profile's objects ``base`` with the run's values."""
+    """Returns the sandbox's objects for one run, filled with the run's values.  ``base`` has templates of the objects
+    from the chart.  ``workflow`` and ``uid`` are the name and the UID of the run's Workflow.  ``token`` is the secret
+    that stages send to the servers."""
     values = config.model_dump(mode="json", exclude=set(WHERE_JUDGED))
     overrides = [f"sandbox.{name}={json.dumps(value)}" for name, value in values.items()]
     made = of_run(base, workflow, uid)

@@ -54,7 +54,8 @@ def job_name(workflow: str, stage: str) -> str:
 
 
 def ray_objects() -> list[dict[str, Any]]:
-    """Returns templates of the objects of a stage's Ray cluster, in the order of creation."""
+    """Returns templates of a stage's Ray objects, in the order of creation.  In their names and labels, ``RUN`` stands
+    for values that ``objects`` fills in."""
     labels = pools.labels_of("stage") | {RAY_LABEL: RUN_NAME}
     own = {RAY_LABEL: RUN_NAME}
     between = pools.peers(own)
@@ -111,9 +112,16 @@ def objects(
     config: Config,
     engines: str = "",
 ) -> list[dict[str, Any]]:
-    """Returns the objects that run a stage in several pods: the profile's objects ``base`` with the run's values.  The
-    head pod runs ``cuda-agent`` with ``arguments``.  ``servers`` are the addresses of the sandbox servers, ``engines``
-    those of the vLLM servers, separated by commas."""
+    """Returns the Kubernetes objects that run a stage in several pods, with the run's values.
+
+    Args:
+        base: Templates of the objects, from the chart; resources and node placement are set.
+        workflow: Name of the run's Workflow.
+        uid: UID of the run's Workflow.
+        arguments: Arguments of ``cuda-agent`` in the head pod.
+        servers: Addresses of the sandbox servers, separated by commas.
+        config: The run's configuration.
+        engines: Addresses of the vLLM servers, separated by commas."""
     env = {
         "CUDA_AGENT_SANDBOX_SERVERS": servers,
         "CUDA_AGENT_SANDBOX_TOKEN": pools.token_of(workflow, optional=True),
@@ -139,9 +147,11 @@ def follow(
     should_stop: Callable[[], bool] = lambda: False,
     pause: float = 3.0,
 ) -> tuple[int, str]:
-    """Deletes the stage's old RayJob if that failed.  Creates each object of ``made`` that the cluster lacks.  Waits
-    until the RayJob ends, and returns the stage's exit code and a message.  If the run is stopped, deletes the RayJob.
-    If only this pod is stopped (``should_stop``), leaves the RayJob running.  Polls every ``pause`` seconds."""
+    """Runs a stage's RayJob and waits until the RayJob ends.  Returns (exit code of the stage, message).
+
+    First deletes the stage's RayJob of an earlier attempt if that RayJob failed.  Then creates each object of ``made``
+    that the cluster lacks.  If the run is stopped during the wait, deletes the RayJob.  If only this pod is stopped
+    (``should_stop``), leaves the RayJob running.  Polls every ``pause`` seconds."""
     name = next(one["metadata"]["name"] for one in made if one["kind"] == "RayJob")
     found = cluster.find("RayJob", name)
     if found is not None and _state(found)[0] in _ENDED and _state(found)[1] != "SUCCEEDED":
@@ -172,7 +182,7 @@ def follow(
 
 
 def _state(job: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Returns KubeRay's state of the RayJob, Ray's state of the job in it, and KubeRay's explanation."""
+    """Returns (KubeRay's state of the RayJob, Ray's state of its job, KubeRay's explanation); unknown: empty."""
     status = job.get("status", {})
     why = [status.get("reason"), status.get("message")]
     return status.get("jobDeploymentStatus", ""), status.get("jobStatus", ""), ": ".join(filter(None, why))

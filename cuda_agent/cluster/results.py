@@ -29,7 +29,8 @@ MLFLOW_PORT = 5000
 
 @contextlib.contextmanager
 def mlflow(cluster: Cluster) -> Iterator[str]:
-    """Yields the address of the release's MLflow, valid inside the ``with`` block.
+    """Yields the address of the MLflow that the chart's Helm release uses.  The address is valid inside the ``with``
+    block.
 
     Raises:
         ClusterError: MLflow does not answer.
@@ -45,7 +46,7 @@ def mlflow(cluster: Cluster) -> Iterator[str]:
 
 
 def _elsewhere(cluster: Cluster) -> str:
-    """Returns the address of an MLflow outside the chart, or "" for the chart's MLflow.
+    """Returns the address of the MLflow that the Helm release uses, or "" if the chart itself installed this MLflow.
 
     Raises:
         ConfigError: The release has no MLflow."""
@@ -63,6 +64,7 @@ def _elsewhere(cluster: Cluster) -> str:
 
 def download(address: str, run: str, folder: Path) -> Path:
     """Replaces the content of ``folder`` with the run's files, such as the report, from the MLflow at ``address``.
+    Returns ``folder``.
 
     Raises:
         ConfigError: MLflow does not know the run, or has no report of it yet."""
@@ -97,8 +99,8 @@ def log(address: str, run: str, stage: str) -> list[str]:
 
 
 def logged(address: str, run: str) -> list[str]:
-    """Returns the names of a run's stages that have a log in the MLflow at ``address``, oldest first.  A stage that was
-    served from the cache has none.
+    """Returns the names of a run's stages that have a log in the MLflow at ``address``, oldest first.  A stage
+    whose result came from the cache has no log.
 
     Raises:
         ConfigError: MLflow does not know the run."""
@@ -107,8 +109,9 @@ def logged(address: str, run: str) -> list[str]:
 
 
 def episodes(address: str, run: str, folder: Path) -> list[Left]:
-    """Fetches a run's episodes from the MLflow at ``address`` into ``folder``.  Returns an item per stage with
-    episodes, in the graph's order.  The episodes of a cached stage come from the run that computed its result.
+    """Fetches a run's episodes from the MLflow at ``address`` into ``folder``.  Returns one item for each stage with
+    episodes, in the order in which the stages run.  If a stage's result came from the cache, fetches the episodes of
+    the run that made the result.
 
     Raises:
         ConfigError: MLflow does not know the run."""

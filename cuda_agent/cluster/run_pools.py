@@ -15,8 +15,9 @@ POOL_SECONDS = 900.0  # longest wait until every pool has a ready server
 
 
 def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
-    """Creates the missing objects of a run's sandbox, waits until every role has a ready server, and returns the
-    servers' addresses.  ``base`` holds the profile's objects.
+    """Creates a run's sandbox servers, and returns their addresses.  Creates only objects that are missing.  Waits
+    until each role (workspace, build, evaluate) has a ready server.  ``base`` has templates of the objects, from the
+    chart.  ``workflow`` is the name of the run's Workflow.
 
     Raises:
         TryAgain: The run was stopped during the wait; its servers are removed.
@@ -46,8 +47,9 @@ def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, 
 
 
 def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
-    """Creates the missing objects of a run's engine replicas, and returns their addresses.  ``base`` holds the
-    profile's objects.  Does not wait for the replicas, because they answer only once the run has a policy."""
+    """Creates a run's engine replicas (vLLM servers), and returns their addresses.  Creates only objects that are
+    missing.  Does not wait for the replicas, because they answer only once the run has a policy.  ``base`` has
+    templates of the objects, from the chart.  ``workflow`` is the name of the run's Workflow."""
     made = engines.objects(base, workflow, cluster.get("Workflow", workflow)["metadata"]["uid"], config)
     for item in made:
         cluster.create_if_absent(item)
@@ -55,8 +57,8 @@ def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str
 
 
 def remove_pools(cluster: Cluster, workflow: str, kinds: Sequence[str] = (*SERVERS, *SHARED)) -> None:
-    """Deletes the objects of a run's servers, kind by kind in the order of ``kinds``.  By default deletes
-    NetworkPolicies last, so that no server is left without one."""
+    """Deletes the objects of the servers of the Workflow ``workflow``, kind by kind in the order of ``kinds``.  By
+    default deletes NetworkPolicies last, so that no server is ever without its NetworkPolicy."""
     names = [*pools.names(workflow), *engines.names(workflow), *rayjobs.names(workflow)]
     for kind in kinds:
         for name in (name for of, name in names if of == kind):

@@ -38,7 +38,8 @@ class Submission:
 
 
 def submission(config: Config, profile: str, release: str, group: str = "") -> Submission:
-    """Returns the objects of a new run.  Argo runs only one Workflow of a ``group`` at a time (empty: no group).
+    """Returns the Kubernetes objects of a new run.  ``profile`` names a profile of the chart, and ``release`` the Helm
+    release.  Argo runs only one Workflow of a ``group`` at a time (empty: no group).
 
     Raises:
         ConfigError: The run's name cannot be the name of a Workflow."""
@@ -54,8 +55,8 @@ def submission(config: Config, profile: str, release: str, group: str = "") -> S
 def sweep_submissions(
     configs: Sequence[Config], profile: str, release: str, parallel: int | None = None
 ) -> list[Submission]:
-    """Returns the objects to submit for a sweep.  Argo executes at most ``parallel`` of the sweep's runs at a time.
-    None: no limit."""
+    """Returns one submission for each configuration of a sweep.  Argo executes at most ``parallel`` of the sweep's runs
+    at a time (None: no limit)."""
     return [
         submission(config, profile, release, f"{config.run.sweep}-group-{number % parallel + 1}" if parallel else "")
         for number, config in enumerate(configs)
@@ -99,7 +100,8 @@ def submit(cluster: Cluster, *all_of_them: Submission) -> None:
 
 
 def require_template(cluster: Cluster, wanted: str) -> None:
-    """Raises a ``ClusterError`` if there is no template ``wanted``.  The message lists the existing templates."""
+    """Raises a ``ClusterError`` if the cluster has no WorkflowTemplate ``wanted``.  The message lists the existing
+    ones."""
     if cluster.find("WorkflowTemplate", wanted) is not None:
         return
     try:
@@ -158,7 +160,7 @@ def phase(workflow: dict[str, Any]) -> str:
 
 
 def resume(cluster: Cluster, run: str) -> Submission:
-    """Submits the next attempt of a run that has ended.
+    """Submits and returns the next attempt of a run that has ended.
 
     Raises:
         ConfigError: The run has not ended yet, or it succeeded."""
@@ -192,8 +194,10 @@ def next_attempt(run: str, taken: Iterable[str]) -> str:
 
 
 def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:
-    """Stops a run, and returns its full name and the names of its running stages.  If ``now`` is True, the stages write
-    no checkpoint, and the step ``finish`` does not run.  This function then removes the run's servers.
+    """Stops a run.  Returns the run's full name and the names of its running stages.
+
+    If ``now`` is False, the stages first write a checkpoint, and then a step of the Workflow removes the run's servers.
+    If ``now`` is True, the stages write no checkpoint, and this function removes the servers in place of that step.
 
     Raises:
         ConfigError: The run has ended, or no run or several runs match."""
@@ -254,8 +258,8 @@ def _absent(nodes: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> None:
-    """Looks for stages in ``shown`` whose pods have waited for over ``PATIENCE`` seconds.  If Kubernetes has warned of
-    a failure of such a pod, adds the warning to the notes of the stage."""
+    """Adds Kubernetes' warnings to the notes of stages that wait.  Looks only at stages in ``shown`` whose pods have
+    waited for over ``PATIENCE`` seconds, and only at warnings of failures."""
     waiting = {view.name: view for view in shown if view.state == "waiting" and view.seconds > PATIENCE}
     if not waiting:
         return

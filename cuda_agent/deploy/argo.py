@@ -1,4 +1,4 @@
-"""Renders the graph of stages as an Argo ``WorkflowTemplate`` (Argo 3.7 and 4.x); Hera's types check the result.
+"""Renders the graph of stages as an Argo ``WorkflowTemplate`` (Argo 3.7 and 4.x).  The library Hera checks it.
 
     prepare ─► one task per stage ─► finish;  after a failure, the exit hook runs finish
 
@@ -49,7 +49,7 @@ EXECUTOR_RESOURCES = {
 
 
 def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
-    """Returns the WorkflowTemplate of a run with these stages.  The chart adds its values later."""
+    """Returns the WorkflowTemplate of a run with these stages.  The chart later adds images, resources and so on."""
     check(stages)
     finish = ["pod", "finish", *OF_THE_RUN, "--status", "{{workflow.status}}"]
     # The exit hook removes the run's pools after a failure; after a success the graph's finish task does.
@@ -72,7 +72,8 @@ def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
 
 
 def maintenance_jobs() -> dict[str, dict[str, Any]]:
-    """Returns name -> WorkflowTemplate of the maintenance jobs.  A job is one pod, which is not retried."""
+    """Returns name -> WorkflowTemplate of the maintenance jobs ``doctor``, ``gc`` and ``gc-plan``.  A job is one pod,
+    which is not retried."""
     jobs: tuple[tuple[str, str, int, list[str]], ...] = (  # name, account, seconds, further arguments
         ("doctor", "operator", 900, []),
         ("gc", "collector", LOCK_SECONDS, []),
@@ -154,8 +155,8 @@ def _tasks(stages: Sequence[Stage]) -> list[dict[str, Any]]:
 
 
 def _either(stages: Sequence[Stage], names: Sequence[str]) -> list[str]:
-    """Returns the tasks of the stages ``names``.  A stage that can run on Ray has two tasks, of which only one runs.
-    Any other stage has one task."""
+    """Returns the names of the Argo tasks of the stages ``names``.  A stage that can run on Ray has two tasks, of which
+    only one runs.  Any other stage has one task."""
     spread = {stage.name for stage in stages if can_be_spread(stage)}
     return [task for name in names for task in ([name, task_name(name)] if name in spread else [name])]
 
@@ -198,7 +199,7 @@ def _manifest(stage: Stage) -> dict[str, Any]:
 
 
 def _answers(names: Iterable[str]) -> dict[str, Any]:
-    """Returns the output parameters of a step.  Argo reads each from the file with the parameter's name."""
+    """Returns the output parameters ``names`` of a step.  Argo reads each parameter from a file of the same name."""
     return {"parameters": [{"name": name, "valueFrom": {"path": f"{PLAN_FOLDER}/{name}"}} for name in names]}
 
 

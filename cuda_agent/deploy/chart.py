@@ -1,7 +1,7 @@
 """Renders the generated files of ``workflows/`` and ``charts/cuda-agent``: manifests, values, schema, README.
 
-``files`` makes them from the graph and the schema of values.  A test compares them with the repository's files.  The
-chart's templates and its dashboard are written by hand."""
+``files`` makes the files from the graph of stages and the schema of the chart's values.  A test compares the result
+with the repository's files.  The chart's templates and dashboard are written by hand."""
 
 import json
 import re
@@ -107,8 +107,8 @@ _VALUES_HEAD = """\
 
 
 def _value_lines(model: BaseModel, pad: str, whole: bool) -> Iterator[str]:
-    """Yields the lines of values.yaml for ``model``, indented by ``pad``.  If ``whole`` is False, yields lines only for
-    the values that were set explicitly."""
+    """Yields the lines of values.yaml for the group of values ``model``, indented by ``pad``.  If ``whole`` is False,
+    yields lines only for values that were set explicitly."""
     for name, info in type(model).model_fields.items():
         if not whole and name not in model.model_fields_set:
             continue

@@ -1,4 +1,4 @@
-"""The schema of the chart's values; ``chart`` makes ``values.yaml``, ``values.schema.json`` and the README from it.
+"""The schema of the Helm chart's values.  From it, ``chart`` makes values.yaml, values.schema.json and the README.
 
 The schema checks each value alone.  The template ``_validate.tpl`` refuses values that do not fit together."""
 

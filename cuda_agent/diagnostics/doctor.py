@@ -116,7 +116,7 @@ def _compiler() -> Check:
 
 
 def _walls() -> Check:
-    """Checks the jail's walls (protections of the sandbox) by attacking them."""
+    """Checks the walls that the sandbox requires by attacking them. A wall is a protection, such as seccomp."""
     from cuda_agent.sandbox.jail.jail import JailError, prove
 
     required = SandboxConfig().required_walls

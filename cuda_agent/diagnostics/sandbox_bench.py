@@ -1,9 +1,9 @@
 """Measures how many solutions per minute the sandbox judges on this machine, and the time of each phase.
 
-The benchmark first draws and probes tasks as in synthesis, and times this step. The scripted teacher then writes
-solutions with random designs. The cache is empty, so the sandbox builds, checks and times each solution. Each format
-has three rounds: one solution at a time with pauses, one at a time without pauses, and all at once. Solutions in the
-format ``extension`` wrap the teacher's kernel; those in ``python`` copy the task's model."""
+The benchmark first draws random tasks, runs each one without a solution (a probe), and times the probes. The scripted
+teacher then writes solutions with random designs. The cache is empty, so the sandbox builds, checks and times each
+solution. Each format has three rounds: one solution at a time with pauses, one at a time without pauses, and all at
+once. Solutions in the format ``extension`` wrap the teacher's kernel; those in ``python`` copy the task's model."""
 
 import asyncio
 import json
@@ -46,8 +46,9 @@ def formats_of(text: str | None) -> tuple[Format, ...]:
 
 
 async def measure(config: SandboxConfig, tasks: int, solutions: int, formats: Sequence[Format]) -> dict[str, Any]:
-    """Runs the three rounds of each format. Returns the results as a dictionary, with times in seconds. A round judges
-    ``solutions`` solutions per task, or fewer if the teacher has no more designs."""
+    """Measures the sandbox with each format in three rounds: one solution at a time with pauses, one at a time without
+    pauses, and all at once. Returns the results as a dictionary, with times in seconds. A round judges ``solutions``
+    solutions per task, or fewer if the teacher has no more designs."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as cache:
         async with LocalSandbox(config.model_copy(update={"servers": []}), Path(cache)) as sandbox:
@@ -95,8 +96,9 @@ async def _measure_format(
 
 
 async def prepare(sandbox: LocalSandbox, count: int, rng: random.Random) -> tuple[list[Task], list[float]]:
-    """Draws and probes tasks until ``count`` have passed. Returns these tasks, and the seconds that probing each one
-    took. With a real clock, only tasks whose eager time is in ``WINDOW`` pass."""
+    """Draws random tasks, and probes each one: runs it in eager mode, then also with ``torch.compile``. Returns the
+    first ``count`` tasks that pass, and the seconds that each of their probes took. With a real clock, only tasks whose
+    eager time is in ``WINDOW`` pass."""
     window = WINDOW if sandbox.config.clock == "real" else (0.0, float("inf"))
     tasks: list[Task] = []
     seconds: list[float] = []
@@ -138,7 +140,8 @@ class ModelNew(torch.nn.Module):
 
 
 def work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
-    """Returns the files (path -> text) of an ``extension`` solution around the kernel of the plan in ``files``."""
+    """Returns the files (path -> text) of a solution in the format ``extension``. The solution calls the kernel in
+    ``files``, a solution in the format ``plan``. ``spec`` describes the task's inputs and outputs."""
     plan = json.loads(files[PLAN])
     (node,) = plan["nodes"]
     spelled = {
@@ -175,7 +178,8 @@ _SOLUTIONS: dict[Format, Callable[[Task, TaskSpec, random.Random], dict[str, str
 def distinct(
     tasks: Sequence[Task], count: int, rng: random.Random, solution: Callable[[Task], Solution]
 ) -> list[tuple[Task, Solution]]:
-    """Returns (task, solution) pairs in random order, with up to ``count`` different solutions per task."""
+    """Returns (task, solution) pairs in random order, with up to ``count`` different solutions per task. ``solution``
+    draws a random solution of a task."""
     found: list[tuple[Task, Solution]] = []
     for task in tasks:
         mine: dict[str, Solution] = {}

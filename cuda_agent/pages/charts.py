@@ -17,7 +17,8 @@ _SMALL = (("", 1), ("m", 1e-3), ("µ", 1e-6), ("n", 1e-9))
 
 
 class Drawing:
-    """A chart.  Shapes are added to it from back to front.  ``css`` is the CSS class of the chart or of one shape."""
+    """A chart in SVG.  The methods add shapes, each in front of the earlier ones.  ``css`` is the CSS class of the
+    chart, or of the shape that a method adds."""
 
     def __init__(self, width: float, height: float, css: str = "chart") -> None:
         self.width, self.height, self._css = width, height, css
@@ -157,7 +158,8 @@ def interval_chart(
 
 
 def histogram(title: str, edges: Sequence[float], counts: Sequence[float], unit: str) -> Markup:
-    """Draws a bar for each count, from ``edges[i]`` to ``edges[i + 1]``.  Labels the first, middle and last edge."""
+    """Draws a histogram: ``counts[i]`` is the bar from ``edges[i]`` to ``edges[i + 1]``, in the unit ``unit``.  Labels
+    the first, middle and last edge."""
     width, height, left, top, bottom = 640, 170, 4, 18, 26
     step, most, floor = (width - 2 * left) / max(1, len(counts)), max([*counts, 1]), height - bottom
     chart = Drawing(width, height, "chart wide")

@@ -1,7 +1,8 @@
 """Converts an episode, or an attempt of ``optimize``, to the ``Story`` that a page shows, turn by turn.
 
-Changes of files are shown as diffs.  An attempt's transcript contains diffs.  For an episode, diffs are computed here
-from the calls of Write, Edit and MultiEdit.  Changes by an episode's shell commands remain unknown."""
+An episode is one agent's work on a task.  A ``Story`` shows changes of files as diffs.  The transcript of an attempt
+contains diffs.  For an episode, this module computes diffs from the calls of the tools Write, Edit and MultiEdit.
+Changes by an episode's shell commands remain unknown."""
 
 import posixpath
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -39,8 +40,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Story:
-    """An episode, or an attempt of ``optimize``, as a page shows it.  ``files`` are an episode's last files, or an
-    attempt's best files.  ``verdict`` is the verdict on these files."""
+    """An episode, or an attempt of ``optimize``, as a page shows it.  ``files`` (path -> text) is the last solution of
+    an episode, or the best solution of an attempt.  ``verdict`` is the verdict on these files."""
 
     opening: list[tuple[str, str]]  # role and text of each message before the first turn
     turns: list[Turn]  # the last turns
@@ -51,8 +52,9 @@ class Story:
 
 
 def _change(call: Mapping[str, Any], known: dict[str, str]) -> Event | None:
-    """Applies a Write, Edit or MultiEdit to ``known`` (path -> text).  Returns the diff, or None if an edit does not
-    fit.  A NotebookEdit has no diff either; it removes the path from ``known``."""
+    """Applies a call of the tool Write, Edit or MultiEdit to ``known`` (path -> text).  Returns the diff, or None if
+    the file or the text to replace is not known.  For a NotebookEdit, removes the path from ``known`` and returns
+    None."""
     arguments = call["arguments"]
     path = posixpath.normpath(str(arguments.get("path", "")))
     old = known.get(path, "")
@@ -124,14 +126,14 @@ def of_episode(episode: Episode, tokenizer: Any = None) -> Story:
 
 
 def best_verdict(events: Sequence[Event]) -> Event | None:
-    """Returns the event with the best verdict, or None if there is no verdict.  Of equal ones, returns the first."""
+    """Returns the first event of kind ``verdict`` with the largest speed-up (0 if wrong), or None if there is none."""
     judged = [event for event in events if event["kind"] == "verdict"]
     return max(judged, key=lambda event: event["factor"] or 0.0, default=None)
 
 
 def of_attempt(events: Sequence[Event], number: int) -> Story:
-    """Converts the attempt ``number`` to the ``Story`` that a page shows.  ``events`` are the transcript of a
-    search."""
+    """Converts the attempt ``number`` of a search to the ``Story`` that a page shows.  ``events`` are the transcript of
+    the search."""
     opening, turns = list[tuple[str, str]](), list[Turn]()
     own = [event for event in events if event["attempt"] == number]
     for event in own:
@@ -166,7 +168,8 @@ def token_texts(ids: Sequence[int], logprobs: Sequence[float], tokenizer: Any) -
 
 
 def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
-    """Returns turn -> sampled tokens, only the last ``MOST_TOKENS``; empty if ids and log-probabilities are unknown."""
+    """Returns turn (from 0) -> sampled tokens, for the last ``MOST_TOKENS`` sampled tokens of the episode.  Returns an
+    empty dict if ids and log-probabilities are unknown."""
     places = [i for i, sampled in enumerate(episode.mask) if sampled][-MOST_TOKENS:]
     if not any(episode.ids[i] or episode.logprobs[i] for i in places):
         return {}
@@ -180,8 +183,8 @@ def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
 
 
 def _spoken(message: Mapping[str, Any], thought: str = "") -> list[StoryPart]:
-    """Returns an assistant's message as parts: thought, text, tool calls.  ``thought`` is its thought if that is kept
-    apart from ``message``."""
+    """Returns an assistant's message as parts: thought, text, tool calls.  ``thought`` is the thought if the transcript
+    keeps it outside of ``message``."""
     content = str(message.get("content") or "")
     before, closed, said = content.rpartition("</think>")
     thought = (thought or str(message.get("thought") or "")) + (before.replace("<think>", "") if closed else "")
@@ -211,8 +214,9 @@ def _result(text: str, kind: Kind = "result") -> StoryPart:
 
 
 def _answered(call: Mapping[str, Any] | None, result: str, known: dict[str, str]) -> Iterable[StoryPart]:
-    """Yields the parts that show the outcome of a tool call.  A change of a file is shown as a diff if possible, else
-    by the call's arguments.  ``result`` follows, except an "ok" after a diff.  Updates ``known`` (path -> text)."""
+    """Yields the parts that show the outcome of a tool call.  If the call changes a file, the first part is a diff, or
+    the call's arguments if there is no diff.  The next part is ``result``, but not an "ok" after a diff.  Updates
+    ``known`` (path -> text)."""
     if call is not None and call.get("name") in _WRITERS and isinstance(call.get("arguments"), dict):
         change = None if result.startswith("error") else _change(call, known)
         if change is not None:

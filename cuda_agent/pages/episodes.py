@@ -1,4 +1,4 @@
-"""Renders episodes as one static page: turns, thoughts, tool calls, diffs, verdicts, and tokens by log-probability.
+"""Renders episodes (agents' work on tasks) as one HTML page: turns, tool calls, diffs, verdicts, and sampled tokens.
 
 The page can be read without JavaScript; its one script searches, filters and sorts.  The size of a page is bounded."""
 
@@ -13,12 +13,13 @@ from cuda_agent.sandbox.wire import Verdict
 MOST = 200  # episodes of a page, unless asked for more
 LARGEST = 12 << 20  # most characters of all episodes on a page
 SHADES = ((-0.0513, "95 %"), (-0.357, "70 %"), (-0.916, "40 %"), (-2.303, "10 %"), (-4.605, "1 %"))
-"""Each shade except the last, as (lowest log-probability, text of this probability)."""
+"""Shades of sampled tokens on the page, from likely to unlikely: (lowest log-probability in nats, lowest probability as
+text).  Tokens below the last limit have one more shade."""
 
 
 def render(title: str, entries: Sequence[EpisodeEntry], found: int, asked: str, most: int = MOST) -> str:
-    """Renders at most ``most`` of ``entries``, which were chosen from ``found`` episodes.  ``asked`` describes the
-    choice."""
+    """Returns the HTML page with the first ``most`` of ``entries``, or fewer if the page would become too large.
+    ``found`` is the number of episodes from which the entries were chosen.  ``asked`` is a text about this choice."""
     cards: list[str] = []
     rows: list[EpisodeRow] = []
     room = LARGEST

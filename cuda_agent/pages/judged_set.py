@@ -1,6 +1,7 @@
-"""Renders the page and the CSV of `cuda-agent evaluate-set`: claims beside measurements, scores, rejections.
+"""Renders the results of `cuda-agent evaluate-set`, which judges a set of solutions, as a page and a CSV file.
 
-The page is one static HTML file without scripts.  Every record has exactly one outcome, so the counts add up."""
+The page shows claimed speed-ups beside measured ones, scores, and rejections.  It is one static HTML file without
+scripts.  A record is one solution of the set.  Each record has exactly one outcome, so the counts add up."""
 
 import csv
 import io
@@ -42,7 +43,7 @@ _MESSAGE = 600  # most characters of a message on the page; the CSV has all
 
 @dataclass(frozen=True)
 class JudgedRow:
-    """One record of the input and its outcome.  A claim is a speed-up that the author of the solution states."""
+    """One record (a solution of the set), and its outcome.  A claim is a speed-up that the solution's author states."""
 
     record: str
     task: str  # empty if no task was found
@@ -64,15 +65,15 @@ class JudgedRow:
 
 
 def accounts(rows: Sequence[JudgedRow]) -> list[tuple[str, int, str]]:
-    """Returns (outcome, number of records, meaning) for every outcome that occurs; the numbers add up to all rows."""
+    """Returns (outcome, number of records, meaning) for each outcome that occurs.  The numbers add up to all rows."""
     counts = Counter(row.outcome for row in rows)
     return [(outcome, counts[outcome], says) for outcome, says in OUTCOMES.items() if counts[outcome]]
 
 
 def claims(rows: Sequence[JudgedRow]) -> dict[str, Any]:
-    """Counts all claimed speed-ups over eager, and those that were confirmed, lower, untimed, rejected or unjudged.
-    For records with a claim and a measurement, adds the geometric mean of the claims and that of the measurements.
-    Returns an empty dict if there are no claims."""
+    """Returns the numbers of claimed speed-ups over eager: all, confirmed, lower, untimed, rejected and unjudged.  A
+    claim is confirmed if at least the share ``CONFIRMED`` of it was measured.  ``claimed`` and ``measured`` are the
+    geometric means of claims and measurements, over records that have both.  Returns an empty dict without claims."""
     claimed = [(row, row.claim_eager) for row in rows if row.claim_eager]
     if not claimed:
         return {}
@@ -103,8 +104,8 @@ def fast_rows(scores: Scores, tasks: int) -> list[tuple[float, list[float | None
 
 
 def to_csv(rows: Sequence[JudgedRow]) -> str:
-    """Returns a CSV file with a header and one line for each record.  An apostrophe precedes text that a spreadsheet
-    would run as a formula."""
+    """Returns the text of a CSV file with a header and one line for each record.  An apostrophe precedes text that a
+    spreadsheet would run as a formula."""
     own = ("record", "task", "family", "outcome", "claim_eager", "speedup_eager", "claim_compile", "speedup_compile")
     judged = (
         "seconds", "eager_seconds", "compile_seconds", "reward", "checks", "max_error",
@@ -129,13 +130,13 @@ def _cell(value: Any) -> Any:
 def render(
     name: str, rows: Sequence[JudgedRow], scores: Scores, tasks: int, skipped: Sequence[str], facts: Sequence[str]
 ) -> str:
-    """Renders the page.
+    """Returns the page as HTML.
 
     Args:
         name: The name of the set.
         rows: All records.
         scores: The scores of the judged records.
-        tasks: The number of tasks that count.  A task with a lost record (``LOST``) and no scored one does not count.
+        tasks: The number of tasks in the set, without those that have a lost record (``LOST``) and no scored record.
         skipped: Files of the input that hold no solution.
         facts: Facts about the evaluation, for the page's head."""
     several = len(scores.outcomes) > len({outcome.task for outcome in scores.outcomes})

@@ -24,8 +24,17 @@ Bar = tuple[str, float, str, str]  # label, value, text, CSS class
 def render(
     name: str, code: str, events: Sequence[Event], best: Find | None, probe: Probe, why: str, target: float, where: str
 ) -> str:
-    """Renders the page of a search.  ``best`` is the best solution, or None if none was correct.  ``events`` are the
-    transcript, ``why`` is the reason why the search ended, and ``where`` names the model and its address."""
+    """Returns the page of a search as HTML.
+
+    Args:
+        name: Name of the task, the model to make faster.
+        code: Source of the task.
+        events: The transcript of the search.
+        best: The best solution; None: none was correct.
+        probe: The task's times in eager mode and with ``torch.compile``.
+        why: Reason why the search ended, a key of ``ENDS``.
+        target: Speed-up at which the search stops.
+        where: Name and address of the language model."""
     verdict = (best.strict or best.quick) if best else None
     files = sorted(best.solution.files.items()) if best else []
     return page(
@@ -75,7 +84,7 @@ def _baselines(verdict: Verdict) -> dict[str, float]:
 
 
 def _ratios(verdict: Verdict | None) -> Markup | None:
-    """Draws the solution's speed-up over each baseline with its interval; None if the intervals are unknown."""
+    """Draws the solution's speed-up over each baseline, with an interval.  Returns None if intervals are unknown."""
     if not verdict or not verdict.seconds or not verdict.strict or "intervals" not in verdict.strict:
         return None
     rows = []
@@ -94,7 +103,8 @@ def _with_spread(verdict: Verdict) -> str:
 
 
 def shares_of_peak(verdict: Verdict) -> list[str]:
-    """Returns lines that compare the solution's bytes and FLOP per second with the device's peaks; empty if untimed."""
+    """Returns lines of text that compare the solution's bytes and FLOP per second with the device's peak rates.  The
+    list is empty if the solution is not timed."""
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return []
     peak = "the device's peak"
@@ -120,7 +130,8 @@ def shares_of_peak(verdict: Verdict) -> list[str]:
 
 
 def _roofline(verdict: Verdict | None) -> dict[str, Any]:
-    """Compares the solution with the device's limits: lines of text, and a chart or bars.  Empty if untimed."""
+    """Returns the page's comparison of the solution with the device's limits: lines of text, and a chart or bars.  The
+    dict is empty if the solution is not timed, or its number of bytes is unknown."""
     if verdict is None or verdict.clock == "model" or not verdict.seconds or not verdict.bytes:
         return {}
     peak, eager = verdict.peak_bytes_per_second, verdict.eager_seconds
@@ -176,7 +187,8 @@ def _roof_chart(verdict: Verdict, peak: float) -> Markup:
 
 
 def _track(events: Sequence[Event]) -> Markup | None:
-    """Draws the speed-up of every judged solution over time, and the best so far; None if no solution was judged."""
+    """Draws the speed-up of each judged solution over time, and the best speed-up so far.  Returns None if no solution
+    was judged."""
     quick = [event for event in events if event["kind"] == "verdict" and event["verdict"]["mode"] == "quick"]
     if not quick:
         return None

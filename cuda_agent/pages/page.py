@@ -1,8 +1,8 @@
 """Renders templates as HTML pages.  The pages are safe to open, although they show untrusted text, such as kernels.
 
-A page loads nothing.  Its security policy allows at most one script, the page's own, which the policy identifies by a
-hash.  Templates escape all text, and replace each character that hides or reorders text with the character's name.
-Only ``Markup`` stays unchanged, because it is safe already."""
+A page loads nothing.  The page's content security policy allows at most one script, which is in the page and which the
+policy identifies by a hash.  Templates escape all text, and replace each character that hides or reorders text with the
+character's name.  Only text of the type ``Markup`` stays unchanged, because it is safe HTML already."""
 
 import base64
 import hashlib
@@ -45,17 +45,17 @@ def _environment() -> Environment:
 
 
 def part(template: str, **values: Any) -> Markup:
-    """Renders a template for a part of a page as HTML."""
+    """Returns the HTML of a template for a part of a page.  ``values`` are the template's variables."""
     return Markup(_environment().get_template(template).render(**values))
 
 
 def page(template: str, styles: Sequence[str] = (), script: str = "", **values: Any) -> str:
-    """Renders a whole page.
+    """Returns a whole page as HTML.
 
     Args:
         template: The name of a template that extends ``page.html.j2``.
-        styles: Files whose rules follow those of ``report.css``.
-        script: A file with the page's only script.
+        styles: Names of CSS files in this package, whose rules follow those of ``report.css``.
+        script: Name of a file in this package with the page's only script; empty: no script.
         values: The variables of the template."""
     folder = files("cuda_agent.pages")
     code = (folder / script).read_text() if script else ""

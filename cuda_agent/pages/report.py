@@ -1,4 +1,4 @@
-"""Renders ``report.json`` as one self-contained HTML file.
+"""Renders the report of a run as one self-contained HTML file, from the data in ``report.json``.
 
 The page needs no script, network or fonts, and can be printed.  Where data is missing, the page says so."""
 
@@ -32,7 +32,7 @@ LOWEST_EXPLAINED_VARIANCE = 0.2
 
 
 def render(data: Data) -> str:
-    """Renders the page from the data that ``stages.report.gather`` returns.  Every part of the data may be empty."""
+    """Returns the report as HTML.  ``data`` is the result of ``stages.report.gather``; any part may be empty."""
     policies, stages = data.get("policies", []), data.get("stages", [])
     return page(
         "report.html.j2",
@@ -71,8 +71,10 @@ def _devices(data: Data) -> list[str]:
 
 
 def _learning(stages: Sequence[Data]) -> list[Data]:
-    """Returns a grid of curves per heading.  ``main`` has the curves that the stages list.  ``rest`` has all other
-    curves, which the page shows folded.  ``weak`` names the stages whose critic explains too little variance."""
+    """Returns the learning curves of ``stages``: a dict for each heading in the report (``Stage.chart``).
+
+    ``main`` has the curves that the stages list in ``Stage.curves``.  ``rest`` has all other curves, which the page
+    shows folded.  ``weak`` has (stage, last explained variance) for each stage whose critic explains too little."""
     headings: dict[str, list[Data]] = {}
     for stage in stages:
         if stage.get("chart"):
@@ -111,8 +113,9 @@ def _figure(key: str, points: list[tuple[float, float]], before: str) -> tuple[s
 
 
 def funnel(rows: Sequence[Data]) -> list[tuple[str, float, str, str]]:
-    """Returns a bar for all candidates, and a bar for each filter with the candidates that passed it.  The first bar is
-    pale, and so is the bar of a filter that dropped none."""
+    """Returns bars that show how many candidate tasks are left after each filter, as (label, number, text, CSS class).
+    The first bar counts all candidates.  This bar and the bars of filters that dropped none have the pale class
+    ``quiet``."""
     entered = rows[0]["entered"]
     entries = [("candidates", entered, str(entered), "quiet")]
     for row in rows:
@@ -122,8 +125,8 @@ def funnel(rows: Sequence[Data]) -> list[tuple[str, float, str, str]]:
 
 
 def _tokens(stage: Data) -> float:
-    """Returns how many tokens a stage processed.  For steps whose metrics do not say this, counts the tokens that the
-    step's episodes sampled."""
+    """Returns the number of tokens that a stage processed.  If the metrics of a step lack the number, counts only the
+    tokens that were sampled in the step's episodes."""
     steps = [entry["values"] for entry in stage["metrics"]]
     return sum(v.get("tokens", v.get("episodes", 0.0) * v.get("response_length", 0.0)) for v in steps)
 

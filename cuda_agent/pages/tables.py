@@ -25,17 +25,17 @@ STATUSES = ("ok", "wrong", "build_error", "no_answer", "crash", "timeout", "chea
 
 
 def shown_metrics(data: Data) -> tuple[tuple[str, str, str], ...]:
-    """Returns (key, title, explanation) of each metric in the score tables.  Includes the gap to the best design if the
-    best designs of some tasks are known."""
+    """Returns (key, title, explanation) of each metric in the score tables.  Includes the metric ``gap`` (time relative
+    to the best known design) only if some scores have it."""
     tables = [policy[which] for policy in data.get("policies", []) for which in ("final", "best")]
     known = any(table["overall"].get("gap") for table in tables)
     return (*METRICS, GAP) if known else METRICS
 
 
 def groups(data: Data) -> list[Data]:
-    """Returns one group per family of tasks: a table of scores, and paired differences between policies.  The first
-    group also has charts.  If there are several families, the last group holds all tasks and is ``folded`` on the
-    page."""
+    """Returns the report's tables, as one dict (group) for each family of tasks.  A group has scores, and paired
+    differences between policies.  The first group also has charts.  If there are several families, a last group covers
+    all tasks and is ``folded`` on the page.  Returns an empty list if there are no scores."""
     policies, families = data.get("policies", []), data.get("families", [])
     if not any(p["outcomes"] for p in policies):
         return []
@@ -61,8 +61,9 @@ def groups(data: Data) -> list[Data]:
 
 
 def operators(policies: Sequence[Data]) -> Data:
-    """Returns a table of scores: a row per operator, a column per policy with scores by operator.  Returns
-    an empty dict if no policy has such scores."""
+    """Returns a table of pass rates, with a row for each operator and a column for each policy with scores by operator.
+    A row is (operator, number of tasks, pass rates, speed-up of the ``last`` policy over ``torch.compile`` as text).
+    Returns an empty dict if no policy has such scores."""
     scored = [p for p in policies if p["final"]["operators"]]
     if not scored:
         return {}
@@ -78,9 +79,11 @@ def operators(policies: Sequence[Data]) -> Data:
 
 
 def headline(data: Data) -> Data:
-    """Returns two changes from the first to the last policy, on the first family of tasks, with intervals.  ``passed``
-    is about the share of correct answers.  ``faster`` is about the share that also beats ``torch.compile``.  Returns an
-    empty dict if there are no scores."""
+    """Returns the data of the report's headline: two changes from the first to the last policy, with intervals.
+
+    ``passed`` is the change of the share of correct answers.  ``faster`` is the change of the share that also beats
+    ``torch.compile``.  Both are computed on the first family of tasks.  Returns an empty dict if there are no
+    scores."""
     family = (data.get("families") or [None])[0]
     found = _changes(data, family)
     if family is None or not found:
@@ -123,7 +126,8 @@ def _charts(policies: Sequence[Data], group: str, metrics: Sequence[tuple[str, s
 
 
 def _statuses(policies: Sequence[Data], group: str) -> tuple[list[str], str]:
-    """Returns the statuses of the answers to the tasks of ``group``, and a chart of their numbers for each policy."""
+    """Returns (statuses of the final answers to tasks of ``group``, chart of each policy's numbers of answers by
+    status)."""
     counts = {
         p["policy"]: Counter(o["final"]["status"] for o in p["outcomes"] if group in (o["family"], "overall"))
         for p in policies
@@ -138,7 +142,7 @@ def _is_ratio(key: str) -> bool:
 
 
 def cell(key: str, value: float | None, interval: Sequence[float] | None) -> tuple[str, str]:
-    """Returns a score of the metric ``key`` as text, and its interval as text (empty if ``interval`` is None)."""
+    """Returns (score of the metric ``key``, its interval), both as text.  Without an interval, its text is empty."""
     ratio = _is_ratio(key)
     said = factor(value) if ratio else share(value)
     if value is None or not interval:
@@ -148,7 +152,7 @@ def cell(key: str, value: float | None, interval: Sequence[float] | None) -> tup
 
 
 def change_cell(difference: Data) -> tuple[str, str, bool]:
-    """Returns a paired difference as text, its interval as text, and whether the interval excludes "no change"."""
+    """Returns (paired difference as text, its interval as text, whether the interval excludes "no change")."""
     change, interval = difference["change"], difference["interval"]
     if change is None:
         return "–", "", False

@@ -57,7 +57,8 @@ _CLASSES = (
 
 def highlight_cpp(source: str) -> str:
     """Returns C++ or CUDA as escaped HTML, in which ``span`` elements with CSS classes mark the kinds of tokens. Marks
-    nothing in a long text, or in one with a long run of white space: the lexer's time grows with the run's square."""
+    nothing in a long text, or in a text with a long run of white space: the lexer's time grows with the square of the
+    run's length."""
     if len(source) > _LONGEST_MARKED or _LONG_RUN.search(source):
         return escape(source)
     out = []

@@ -31,7 +31,8 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def code_version(module: str) -> str:
-    """Returns the sha256 over names and bytes of all files in the import closure of ``module``."""
+    """Returns the sha256 over names and bytes of all files in the import closure of ``module``: the modules that it may
+    import, directly or not, and their data files."""
     digest = hashlib.sha256()
     for name, path in sorted(closure_files(module).items()):
         digest.update(f"{name}\0{_file_digest(path)}\n".encode())
@@ -39,8 +40,8 @@ def code_version(module: str) -> str:
 
 
 def closure_files(module: str) -> dict[str, Path]:
-    """Returns the files in the import closure of ``module``, as a map from name to path.  A name looks like
-    ``cuda_agent/storage.py``."""
+    """Returns name -> path for all files in the import closure of ``module``: the modules that it may import, directly
+    or not, and their data files.  A name looks like ``cuda_agent/storage.py``."""
     files: dict[str, Path] = {}
     for name in closure_modules(module):
         root, path = _root(name.split(".")[0]), _source(name)
@@ -125,7 +126,7 @@ def _imports(path: Path, module: str) -> tuple[str, ...]:
 
 
 def _imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
-    """Yields the names that ``module`` imports, and the strings in its source that look like ``a.b``."""
+    """Yields the full names that the source ``tree`` of ``module`` imports, and its strings that look like ``a.b``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -37,14 +37,16 @@ class Left:
 
 
 def of_run(store: Store, run: Run, folder: Path) -> list[Left]:
-    """Fetches the episodes of ``run`` into ``folder``.  Returns one item per stage with episodes, in graph order."""
+    """Fetches the episodes of ``run`` into ``folder``.  Returns one item for each stage that has episodes, in the order
+    in which the stages run."""
     manifests = run_manifests(store, run, ROWS).items()
     return list(filter(None, (_fetched(store, manifest, folder / name) for name, manifest in manifests)))
 
 
 def packed(store: Store, manifest: Manifest, folder: Path) -> list[Path]:
-    """Writes a compressed file with the newest episodes of the stage of ``manifest`` into ``folder``, and the
-    tokenizer beside it, if known.  Returns the paths of these files, or an empty list if the stage has no episodes."""
+    """Writes a compressed file with the newest episodes of a finished stage into ``folder``, and the tokenizer beside
+    it, if known.  ``manifest`` is the stage's manifest.  Returns the paths of these files, or an empty list if the
+    stage has no episodes."""
     left = _fetched(store, manifest, folder)
     if left is None:
         return []
@@ -72,7 +74,8 @@ def _fetched(store: Store, manifest: Manifest, folder: Path) -> Left | None:
 
 
 def of_path(path: Path) -> list[EpisodeEntry]:
-    """Returns the attempts or episodes in ``path``: a folder of ``optimize``, or a folder or file of ``benchmark``.
+    """Returns the attempts or episodes in ``path``, which is a folder of the command ``optimize``, or a folder or file
+    of the command ``benchmark``.
 
     Raises:
         ConfigError: ``path`` holds neither attempts nor episodes."""
@@ -154,7 +157,8 @@ def _row(episode: Episode, stage: str, number: int) -> EpisodeRow:
 
 
 def attempts(events: Sequence[Event]) -> list[EpisodeEntry]:
-    """Returns the attempts in ``events``, a transcript of ``optimize``, each with the verdict of its best solution."""
+    """Returns the attempts of a search by ``optimize``, each with the verdict on its best solution.  ``events`` are the
+    transcript of the search."""
     task = next((str(event["task"]) for event in events if event["kind"] == "begin"), "")
     numbers = sorted({int(event["attempt"]) for event in events if event["attempt"]})
     spent = [event for event in events if event["kind"] == "spent"]

@@ -1,7 +1,8 @@
 """Garbage collection of the store: removes old runs, and the artifacts and checkpoints that only old runs need.
 
-The newest runs of each pipeline are kept, with the artifacts that their manifests name, the cache entries of their
-results, and the checkpoints of their unfinished stages.  No object younger than an hour is removed.
+A pipeline is a series of runs with the same ``run.pipeline``.  The newest runs of each pipeline are kept, with the
+artifacts that their manifests name, the cache entries of their results, and the checkpoints of their unfinished stages.
+No object younger than an hour is removed.
 
 Garbage collection and runs exclude each other.  On one machine a file lock ensures this.  On a cluster, the collector
 takes a lock in the store (``alone``), then checks that no run is active.  A new run waits until the lock is gone."""
@@ -40,7 +41,8 @@ class Plan:
 
 
 def plan(store: Store, keep: int = KEEP) -> Plan:
-    """Returns the runs and keys to remove from ``store`` so that the newest ``keep`` runs of each pipeline remain."""
+    """Returns the runs and keys to remove from ``store`` so that the newest ``keep`` runs of each pipeline
+    (``run.pipeline``) remain."""
     by_pipeline: dict[str, list[Run]] = defaultdict(list)
     for run in list_runs(store):
         by_pipeline[run.pipeline].append(run)
@@ -81,8 +83,9 @@ def collect(store: Store, what: Plan) -> None:
 @contextlib.contextmanager
 def alone(store: Store) -> Iterator[bool]:
     """Holds a lock for garbage collection in the store during the ``with`` block, and yields True.  If another process
-    holds one, yields False and leaves no lock.  Each process first writes its lock and then looks for others, so of two
-    that begin at the same time at most one gets True."""
+    holds such a lock, yields False and leaves no lock.  A lock older than ``LOCK_SECONDS`` does not count, because its
+    process was killed.  Each process first writes a lock, and then looks for locks of others.  So if two processes
+    begin at the same time, at most one gets True."""
     mine = f"locks/gc-{uuid.uuid4().hex}"
     store.put(mine, b"")
     try:

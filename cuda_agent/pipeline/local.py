@@ -1,4 +1,4 @@
-"""The local executor: runs the graph on one machine, one process per stage.
+"""The local executor: runs the stages of a graph on one machine, each in a separate process.
 
 The executor continues the newest unfinished run of the configuration, or creates a run.  It takes a stage's result from
 the cache, or starts a process.  If the process exits with 75 (try again), the executor waits and starts another one. At
@@ -73,7 +73,8 @@ def run_pipeline(
     preload: tuple[str, ...] = PRELOAD,
     pause: float = 2.0,
 ) -> RunOutcome:
-    """Runs a graph and returns how it ended.  Does not raise errors that a user can fix: the outcome holds them.
+    """Runs a graph of stages and returns how the run ended.  Does not raise errors that a user can fix: the outcome
+    holds them.
 
     Args:
         config: Selects the graph (``graph``), configures its stages and names the store.
@@ -279,7 +280,8 @@ class _Execution:
         self.watch(self.run_record.name, list(self.views.values()))
 
     def _note(self, text: str, stage: str = "") -> None:
-        """Shows a note with ``stage``, or with the first stage. The stage's own notes are read again and again."""
+        """Shows the executor's note ``text`` beside ``stage`` (empty: the first stage).  Also keeps the note, because
+        ``_read`` replaces the notes of a running stage by those in the stage's file."""
         view = self.views[stage or next(iter(self.views))]
         self.notes.setdefault(view.name, []).append(text)
         view.notes = [*view.notes, text]
@@ -294,7 +296,8 @@ class _Execution:
 
 
 def fetch_report(store: Store, home: Path, run: str, manifest: Manifest) -> Path:
-    """Copies a run's report below ``home`` and returns its folder.  ``manifest`` belongs to the stage ``report``."""
+    """Copies a run's report below ``home`` and returns the copy's folder.  ``manifest`` is that of the stage
+    ``report``."""
     folder = home / "reports" / run
     shutil.rmtree(folder, ignore_errors=True)
     store.get_folder(next(iter(manifest.outputs.values())), folder)

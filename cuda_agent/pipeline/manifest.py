@@ -56,7 +56,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Identity:
-    """The facts from which a stage's cache key is computed."""
+    """The facts that decide a stage's result.  The stage's cache key is a hash of them."""
 
     stage: str
     code: str  # version of the stage's import closure
@@ -71,7 +71,7 @@ class Identity:
 
 
 def identify(stage: Stage, config: Config, inputs: dict[str, str]) -> Identity:
-    """Returns the identity of ``stage`` under ``config``, with ``inputs`` (name -> digest)."""
+    """Returns the facts that decide the cache key of ``stage``, with ``inputs`` (name -> digest of a folder)."""
     values, device = section_values(config, stage.config), _device(stage, config) if stage.timing else None
     return Identity(stage.name, code_version(stage.module), environment_digest(), values, inputs, device)
 
@@ -79,7 +79,8 @@ def identify(stage: Stage, config: Config, inputs: dict[str, str]) -> Identity:
 def identity_of(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest]
 ) -> Identity:
-    """Returns the identity of ``stage``.  ``done`` has the manifests of all stages on which ``stage`` depends."""
+    """Returns the facts that decide the cache key of ``stage``, with inputs from the stages above.  ``done`` has the
+    manifests of all stages on which ``stage`` depends.  Stores the folder ``STAGES_INPUT`` if it is an input."""
     inputs = {}
     for name, source in stage.inputs.items():
         if source == STAGES_INPUT:
@@ -93,8 +94,8 @@ def identity_of(
 
 
 def placed(config: Config) -> Config:
-    """Returns a copy of ``config`` with the addresses of sandbox servers, engines and Ray that environment variables
-    give.  A cluster sets these variables in its pods.  Where a variable is not set, the address stays as it is."""
+    """Returns a copy of ``config`` in which environment variables replace the addresses of sandbox servers, vLLM
+    servers and Ray.  On a cluster the pods have these variables.  If one is not set, its addresses stay unchanged."""
     given = os.environ.get
     changes: dict[str, Any] = {}
     if servers := given("CUDA_AGENT_SANDBOX_SERVERS"):
@@ -108,8 +109,9 @@ def placed(config: Config) -> Config:
 
 
 def _device(stage: Stage, config: Config) -> str:
-    """Returns the name of the device that measures times.  If the environment variable CUDA_AGENT_DEVICE is set, as on
-    a cluster, returns its value."""
+    """Returns a name, for cache keys, of the device that measures the stage's times.  If the environment variable
+    CUDA_AGENT_DEVICE is set, as on a cluster, returns its value.  Otherwise returns ``servers`` for sandbox servers,
+    ``ray`` for a stage on a running Ray, or the name of this machine's device."""
     if named := os.environ.get("CUDA_AGENT_DEVICE"):
         return named
     if config.sandbox.servers:
@@ -131,7 +133,7 @@ def key_entry(run: str, stage: str) -> str:
 
 
 def outcome_entry(run: str, stage: str) -> str:
-    """Returns the key in the store under which a cluster records how a stage's last attempt failed."""
+    """Returns the key in the store of ``outcome.json``, which says how a stage's last attempt on a cluster failed."""
     return f"runs/{run}/{stage}/outcome.json"
 
 
@@ -165,15 +167,15 @@ def find_result(store: Store, run: str, identity: Identity) -> Manifest | None:
 def serve_from_cache(
     store: Store, run: str, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest]
 ) -> Manifest | None:
-    """If the store has a result of ``stage``, publishes it for ``run`` and returns its manifest; else returns None.
-    ``done`` has the manifests of all stages on which ``stage`` depends."""
+    """Publishes a stored result of ``stage`` for ``run``, and returns the manifest.  Returns None if the store has no
+    result.  ``done`` has the manifests of all stages on which ``stage`` depends."""
     result = find_result(store, run, identity_of(store, stages, stage, config, done))
     return None if result is None else publish(store, run, result)
 
 
 def publish(store: Store, run: str, manifest: Manifest) -> Manifest:
-    """Writes ``manifest`` to the run, and then to the cache.  If the cache has another complete result with the same
-    key, the run gets that result's manifest.  Returns the run's manifest."""
+    """Writes ``manifest`` to the store: first for ``run``, then as a cache entry.  If the cache has another complete
+    result with the same key, the run gets that result's manifest.  Returns the run's manifest."""
     entry = cache_entry(manifest.stage, manifest.key)
     store.put(manifest_entry(run, manifest.stage), manifest.to_bytes())
     if not store.create(entry, manifest.to_bytes()):

@@ -92,7 +92,7 @@ class Recorder:
             self._mirror.update(None, status={EXIT_DONE: "FINISHED", EXIT_RETRY: "KILLED"}.get(code, "FAILED"))
 
     def close(self, seconds: float) -> bool:
-        """Waits at most ``seconds`` until MLflow has everything.  Returns whether it does."""
+        """Waits at most ``seconds`` until MLflow has all records.  Returns whether MLflow has them."""
         if self._mirror is None:
             return True
         arrived = self._mirror.close(seconds)

@@ -135,7 +135,8 @@ def choose(names: Sequence[str], asked: str, where: str) -> str:
 
 
 def agree(store: Store, key: str, make: Callable[[], str]) -> str:
-    """Returns the text stored under ``key``.  If there is none, first stores the result of ``make``."""
+    """Returns the text stored under ``key``.  If there is none, first stores the result of ``make``.  All processes get
+    the same text, even if several call ``make`` at the same time."""
     if not store.exists(key):
         made = make()
         if store.create(key, made.encode()):
@@ -198,7 +199,8 @@ def lock_path(home: Path, store: Store, sha256: str) -> Path:
 
 @contextlib.contextmanager
 def try_lock(path: Path, shared: bool = False) -> Iterator[bool]:
-    """Tries to lock the file ``path`` for the ``with`` block, without waiting, and yields whether this succeeded."""
+    """Tries to lock the file ``path`` for the ``with`` block, without waiting, and yields whether this succeeded.  With
+    ``shared``, several processes can hold the lock shared at the same time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600)) as file:
         try:

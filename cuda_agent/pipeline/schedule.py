@@ -1,4 +1,4 @@
-"""Estimates, before a run, the work, time and memory of each stage of a configuration: its schedule."""
+"""Makes the schedule of a run before it begins: estimates of the work, time and memory of each stage."""
 
 import json
 import re
@@ -15,24 +15,27 @@ from cuda_agent.training.memory import Shape, layout, shape_of, shape_of_policy
 # Parameters of the measured model, tokens that it samples in a second, and tokens that it trains on.  Twice the
 # parameters halve both rates.  The GPU is an H200: bfloat16, compiled layers, 256 sequences decoded together.
 RATES = {"cpu": (1.3e6, 9_000, 7_000), "cuda": (27.3e6, 73_000, 300_000)}
-# A base is too large for these rates.  Its times follow from the bfloat16 operations and bytes of memory a second of an
-# H100 or H200, and from the shares of them that an engine and a trainer usually reach.
+# A pretrained base model is too large for these rates.  Its times follow from the bfloat16 operations and the bytes of
+# memory that an H100 or H200 handles in a second, and from the shares of both that engine and trainer usually reach.
 OPERATIONS, BYTES = 990e12, 3.3e12
 ENGINE_SHARE, TRAINER_SHARE = 0.5, 0.35
-ALONE = {"rft", "critic"}  # stages with a base that train on one machine, also with Ray
+ALONE = {"rft", "critic"}  # stages that train a base model on one machine, also with Ray
 MACHINE = 8  # GPUs of one machine
 
 _BILLIONS = re.compile(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)b(?:-a(\d+(?:\.\d+)?)b)?(?![a-z0-9])")  # 30b-a3b, 1.5b
 
 
 def derived(config: Config) -> dict[str, Any]:
-    """Returns the schedule of a run.
+    """Returns the schedule of a run: estimates of its work, time and memory before it begins.
 
     ``stages`` has for each stage the number of samples (tasks, examples or episodes), an upper bound of their tokens,
-    the optimizer steps and the estimated seconds.  A stage that trains also has the peak memory of a training step in
-    bytes, or None if ``policy.base`` is not on this machine.  ``machines`` describes the machines that the run needs.
-    Seconds are estimates for 2 CPU cores or one GPU (``RATES``).  With ``policy.base`` they are estimates for the GPUs
-    in ``machines``, or None if the number of the base's parameters is not known here, or a CPU computes."""
+    the number of optimizer steps, and the seconds.  A stage that trains also has ``memory``, the peak of a training
+    step in bytes, or None if the base model (``policy.base``) is not on this machine.  ``machines`` has a line of text
+    for each kind of machine that the run needs.
+
+    Without a base model, seconds are estimates for 2 CPU cores or one GPU (``RATES``).  With a base model, seconds are
+    estimates for the GPUs in ``machines``, or None.  They are None if the base model's number of parameters is not
+    known here, or if engine or trainer computes on a CPU."""
     rows: dict[str, dict[str, Any]] = {}
     for stage in stages_of(config):
         if stage.work is None:
@@ -112,8 +115,8 @@ def _trainer_gpus(config: Config) -> int:
 
 
 def _vllm_servers(config: Config) -> int:
-    """Returns the number of vLLM servers on the run's machine, without external servers.  With Ray, this is the number
-    on each worker."""
+    """Returns the number of vLLM servers that a stage starts on its machine, or with Ray on each rollout worker.  The
+    number is 0 if the policy has another engine, or if ``policy.vllm.servers`` names running servers."""
     return config.policy.vllm.replicas if config.policy.engine == "vllm" and not config.policy.vllm.servers else 0
 
 
@@ -126,8 +129,9 @@ def _gpus(count: float) -> str:
 
 
 def token_seconds(config: Config, stage: str) -> tuple[float, float] | None:
-    """Returns the seconds that ``stage`` takes to sample a token, and to train on one, with all engines and trainers
-    that it has.  Returns None for a base whose time cannot be estimated."""
+    """Returns (seconds to sample a token, seconds to train on a token) for ``stage``.  For a pretrained base model, all
+    engines and trainers of the stage work together.  A model from scratch has one of each.  Returns None if the times
+    of the base model cannot be estimated."""
     if config.policy.base is None:
         decoding, training = (_small(config, device) for device in (config.policy.device, config.training.device))
         return decoding[0], training[1]
@@ -145,7 +149,7 @@ def token_seconds(config: Config, stage: str) -> tuple[float, float] | None:
 
 
 def _small(config: Config, device: str) -> tuple[float, float]:
-    """Returns the seconds that the model of ``config`` takes to sample a token, and to train on one."""
+    """Returns (seconds to sample a token, seconds to train on a token) on ``device`` for a model from scratch."""
     parameters, sampled, trained = RATES[device]
     scale = parameter_count(config.policy) / parameters
     if device == "cuda":  # a smaller model does not fill a GPU
@@ -160,8 +164,9 @@ def _engines(config: Config) -> int:
 
 
 def base_parameters(policy: PolicyConfig) -> tuple[float, float] | None:
-    """Returns the number of parameters of ``policy.base``, and how many of them compute a token.  Reads config.json, or
-    else the name, which often has both numbers: ``Qwen3-30B-A3B``.  Returns None if neither tells."""
+    """Returns (number of parameters, number of parameters that compute each token) of the model ``policy.base``.  The
+    numbers differ for a mixture of experts.  They come from the model's config.json, or else from its name, such as
+    ``Qwen3-30B-A3B``.  Returns None if neither gives them."""
     if shape := _shape(policy):
         idle = (shape.experts - shape.active) * 3 * shape.hidden * shape.intermediate * shape.layers
         return shape.parameters, shape.parameters - idle
@@ -195,8 +200,8 @@ def _about(seconds: float | None) -> str:
 
 
 def training_memory(config: Config, work: Work) -> int | None:
-    """Returns the peak memory of one training step, in bytes, summed over all training processes.  ``work`` belongs to
-    the stage that trains.  Returns None if the configuration of ``policy.base`` cannot be read here."""
+    """Returns the peak memory of one training step, in bytes, summed over all training processes.  ``work`` is the
+    estimated work of the stage.  Returns None if config.json of the model ``policy.base`` cannot be read here."""
     step = layout(config, _shape(config.policy), work.longest, scratch=work.from_scratch).peak
     if step is None:
         return None

@@ -28,8 +28,8 @@ class Work:
 Estimate = Callable[[Config], Work]
 COMPILATION = 60.0  # seconds in which torch.compile compiles a model
 GPU_START = 10.0  # seconds until the judge of a GPU answers
-GPU_VERDICT, HOST_VERDICT = 0.1, 0.45  # seconds of an episode's verdict on a GPU; if it runs the solution's host code
-GPU_TASK, GPU_SWEPT = 2.4, 13.0  # seconds of synthesis for a task on a GPU; for one with a headroom
+GPU_VERDICT, HOST_VERDICT = 0.1, 0.45  # seconds to judge an episode on a GPU: format plan; formats with host code
+GPU_TASK, GPU_SWEPT = 2.4, 13.0  # seconds to synthesize a task on a GPU: without and with ``synthesis.headroom``
 
 
 def synthesis(config: Config) -> Work:
@@ -43,8 +43,8 @@ def synthesis(config: Config) -> Work:
 
 
 def bootstrap(config: Config) -> Work:
-    """Returns the work of training a policy from scratch by imitation.  With ``policy.base`` nothing is trained, and
-    only a few seconds of overhead remain."""
+    """Returns the work of training a policy from scratch by imitation.  If ``policy.base`` names a pretrained model,
+    nothing is trained, and only a few seconds of overhead remain."""
     if config.policy.base is not None:
         return Work(overhead=10)
     settings = config.bootstrap
@@ -110,8 +110,8 @@ def _play(config: Config, episodes: int, turns: int, seconds: float) -> Work:
 
 
 def _verdicts(config: Config, episodes: int, seconds: float) -> float:
-    """Returns the seconds of the verdicts of ``episodes``; on a CPU a verdict takes ``seconds``. A GPU gives verdicts
-    one after the other; each server has one."""
+    """Returns the estimated seconds to judge ``episodes`` episodes.  A verdict takes ``seconds``, except on a GPU that
+    measures times.  Such a GPU judges one solution after the other, and each sandbox server has one GPU."""
     sandbox = config.sandbox
     if sandbox.device == "cuda" and sandbox.clock == "real":
         each = GPU_VERDICT if sandbox.format == "plan" else HOST_VERDICT
