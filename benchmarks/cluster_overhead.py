@@ -1,12 +1,12 @@
-"""What a cluster costs beside the work: seconds a stage, next to a bare Argo workflow of as many empty steps.
+"""Measures what a cluster costs beside the work: seconds per stage, compared with a bare Argo workflow of empty steps.
 
-    cuda_agent's namespace:  one smoke run, then the same again, which the cache serves
-    a namespace of its own:  the same graph of steps that do nothing, without retries, artifacts and archived logs
+    cuda_agent's namespace:  one smoke run, then the same run again, whose stages come from the cache
+    a new namespace:         the same graph of empty steps, without retries, artifacts and archived logs
 
-A stage's overhead is the time from the creation of its pod to that of the next one, less the stage's own work, which
-its log tells (``begins``, ``ends``), and less its imports, which have a column of their own: PyTorch's take as long as
-a process for them is fresh.  What a pod of a bare workflow takes from its creation to that of the next one is compared
-with that.  Pods of both run one at a time.
+A stage's overhead is the time from the creation of its pod to the creation of the next pod, less the stage's own work
+and its imports. The stage's log tells when the work ``begins`` and ``ends``. Imports have a column of their own: in a
+new process, PyTorch's imports take long. The overhead is compared with the time from pod to pod in the bare workflow.
+Both workflows run one pod at a time.
 
 Needs a cluster with the chart (KUBECONFIG, current context):
 
@@ -39,12 +39,13 @@ NAMES = [stage.name for stage in STAGES]
 
 
 class Created:
-    """When pods of a namespace appeared, by this machine's clock (Kubernetes keeps whole seconds only)."""
+    """Watches a namespace and records in ``at`` when its new pods appear, by this machine's clock. Kubernetes itself
+    records whole seconds only."""
 
     def __init__(self, place: Cluster) -> None:
         from kubernetes import client, watch
 
-        self.at: dict[str, float] = {}  # name of a step in its graph -> seconds since the epoch, of its last pod
+        self.at: dict[str, float] = {}  # step of the graph -> creation of its last pod, in seconds since the epoch
         self._stopping = watch.Watch()
         listing = client.CoreV1Api(place.client).list_namespaced_pod
         known = {pod["metadata"]["uid"] for pod in place.all("Pod")}
@@ -57,7 +58,7 @@ class Created:
                     self.at[re.sub(r"\(\d+\)$", "", step.rsplit(".", 1)[-1])] = time.time()
 
         threading.Thread(target=follow, daemon=True).start()
-        time.sleep(1)  # the watch stands
+        time.sleep(1)  # the watch needs a moment to start
 
 
 def finished(place: Cluster, name: str) -> dict[str, Any]:
@@ -70,20 +71,22 @@ def finished(place: Cluster, name: str) -> dict[str, Any]:
 
 
 def took(workflow: dict[str, Any]) -> float:
-    """Seconds from its creation to its end."""
+    """Returns the seconds from the workflow's creation to its end."""
     ends = workflow["metadata"]["creationTimestamp"], workflow["status"]["finishedAt"]
     began, ended = (datetime.fromisoformat(text) for text in ends)
     return (ended - began).total_seconds()
 
 
 def periods(created: dict[str, float], names: list[str]) -> dict[str, float]:
-    """Seconds from each one's creation to the next one's; ``finish`` is the last one."""
+    """Returns for each step in ``names`` the seconds from the creation of its pod to the creation of the next pod. The
+    pod of the step ``finish`` is the last one. ``created`` maps steps to the times when their pods were created."""
     order = sorted([*names, "finish"], key=created.__getitem__)
     return {this: created[after] - created[this] for this, after in itertools.pairwise(order)}
 
 
 def bare(place: Cluster, image: str) -> dict[str, float]:
-    """Runs the empty steps in a namespace of their own; the seconds of each."""
+    """Runs a workflow of empty steps in a new namespace. Returns for each step the seconds from its pod to the next
+    pod."""
     name = f"bare-{secrets.token_hex(3)}"
     kubectl = ["kubectl", "--namespace", name]
     subprocess.run(["kubectl", "create", "namespace", name], check=True, stdout=subprocess.DEVNULL)
@@ -129,7 +132,8 @@ def empty_steps(image: str) -> dict[str, Any]:
 
 
 def own_work(place: Cluster, run: str) -> dict[str, dict[str, float]]:
-    """Stage -> when its process started, had its inputs, began its work and ended it, in seconds since the epoch."""
+    """Returns for each stage when its process started, had its inputs, began its work and ended it: stage -> event in
+    the log -> seconds since the epoch."""
     found: dict[str, dict[str, float]] = {}
     pods = cluster.pods_of(place, run)
     for stage in NAMES:
@@ -140,7 +144,7 @@ def own_work(place: Cluster, run: str) -> dict[str, dict[str, float]]:
 
 
 def submitted(place: Cluster, run: str, overrides: list[str], profile: str, release: str) -> float:
-    """Seconds that the command takes, start to end."""
+    """Submits a run and returns the seconds that the command takes, start to end."""
     words = ["submit", *overrides, f"run.name={run}", "--profile", profile, "--release", release]
     begun = time.monotonic()
     command = [sys.executable, "-m", "cuda_agent.cli", *words, "--namespace", place.namespace]
@@ -160,10 +164,10 @@ def main() -> None:
     place = Cluster.of_kubeconfig(None, options.namespace)
     template = place.get("WorkflowTemplate", cluster.template_name(options.release, options.profile))
     image = next(t["container"]["image"] for t in template["spec"]["templates"] if "container" in t)
-    compose(SMOKE)  # refused here, not on the cluster
+    compose(SMOKE)  # wrong overrides fail here, not on the cluster
 
     plain = bare(place, image)
-    seed = secrets.randbelow(10**6)  # nothing of it is in the cache
+    seed = secrets.randbelow(10**6)  # a new seed, so that no stage is in the cache
     run = f"overhead-{seed}"
     created = Created(place)
     submitting = submitted(place, run, [*SMOKE, f"seed={seed}"], options.profile, options.release)

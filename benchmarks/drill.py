@@ -1,10 +1,10 @@
-"""The fault drill of the sandbox: evaluations with every fault mixed in at random, and what is left of them.
+"""Runs the fault drill of the sandbox: evaluations with all kinds of faults mixed in at random.
 
     python benchmarks/drill.py --evaluations 200 --seed 0 --device cpu --json drill.json [--user nobody]
 
-Prints a table by kind of fault and exits 1 when anything is not as it must be: a wrong verdict, a lost evaluation, an
-honest one that came back right only 15 s after a fault, a process or file left behind.  ``--user`` runs all of it as an
-ordinary user, from a folder of that user's own; the project must be readable for everybody.
+Prints a table by kind of fault. Exits with 1 if a verdict is wrong, an evaluation gives no verdict, the honest
+evaluation after a fault takes more than 15 s to get the right verdict, or a process or file is left behind. ``--user``
+runs everything as an ordinary user, in a folder of that user. The project must then be readable for everybody.
 """
 
 import argparse
@@ -50,7 +50,8 @@ def main() -> None:
 
 
 def as_user(name: str, result: Path | None) -> int:
-    """The same command as that user, with a home and temporary folder that this user can write."""
+    """Runs this command again as the user ``name``, with a home and temporary folder that this user can write. Copies
+    the results to the file ``result``, and returns the exit code."""
     user = int(name) if name.isdigit() else pwd.getpwnam(name).pw_uid
     rest = list(sys.argv[1:])
     for option in ("--user", "--json"):
@@ -72,8 +73,9 @@ def as_user(name: str, result: Path | None) -> int:
 
 
 def opened() -> list[str]:
-    """What to put before a command so that an ordinary user can reach the interpreter where it lies in root's closed
-    home: a mount namespace in which that home holds the interpreter and nothing else."""
+    """Returns a command prefix that lets an ordinary user reach the Python interpreter if it lies in root's closed
+    home. The prefix starts a mount namespace in which that home holds the interpreter and nothing else. It is empty if
+    every user can reach the interpreter anyway."""
     prefix = Path(sys.base_prefix)
     closed = [folder for folder in reversed(prefix.parents) if not folder.stat().st_mode & 0o001]
     if not closed:

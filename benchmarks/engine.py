@@ -1,15 +1,16 @@
-"""Tokens per second of the in-process engine against ``transformers.generate``: same weights, same prompts, same batch,
-same number of tokens, interleaved in one run so that other load hits both, both in the engine's thread (a process that
-computes in two threads makes both slower).
+"""Compares the tokens per second of the in-process engine with those of ``transformers.generate``.
 
     python benchmarks/engine.py --batch 32 --prompt 200 --tokens 200 --threads 2 --rounds 5 --json engine.json
     python benchmarks/engine.py --size 27m --device cuda --batch 256 --prompt 448 --tokens 128 --rounds 3
 
-``engine`` and ``generate`` count the prompts' time too; ``decoding`` is the engine without it: the time of a round less
-that of one which ends with the first token.  ``--samples`` gives how many completions each prompt gets: 1 lets the
-engine reuse nothing; in training it is 4 or more.  The engine's kept prefixes are dropped between rounds, so that none
-profits from another.  ``--cpu-time`` counts the processor's time instead of the clock's, for a machine that others use
-too (compare with one thread only).
+Both have the same weights, prompts, batch size and number of tokens. Their rounds alternate, so that other load on the
+machine hits both. Both compute in the engine's thread, because computing in two threads makes both slower.
+
+The rates ``engine`` and ``generate`` include the time for the prompts. The rate ``decoding`` is that of the engine
+without the prompts: from the time of a round, it subtracts the time of a round that ends with the first token.
+``--samples`` is the number of completions per prompt. With 1, the engine can reuse nothing; in training it is 4 or
+more. The engine's cached prefixes are dropped between rounds, so that no round profits from another. ``--cpu-time``
+measures processor time instead of wall time, for a machine that others use too (compare with one thread only).
 """
 
 import argparse
@@ -79,7 +80,7 @@ def main() -> None:
     args = parser.parse_args()
 
     transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)  # of this thread; the engine's has args.threads
+    torch.set_num_threads(1)  # in this thread; the engine's thread uses args.threads
     if args.model:
         model = load_model(args.model)
     elif args.size:
@@ -98,7 +99,7 @@ def main() -> None:
 
     clock = time.process_time if args.cpu_time else time.perf_counter
     seconds: dict[str, list[float]] = {"engine": [], "prompts": [], "generate": []}
-    for index in range(args.rounds + 1):  # the first round warms all up
+    for index in range(args.rounds + 1):  # the first round is a warm-up
         seconds["engine"].append(engine_round(engine, prompts, args.tokens, index, clock))
         seconds["prompts"].append(engine_round(engine, prompts, 1, index, clock))
         seconds["generate"].append(generate_round(engine, model, prompts, args.tokens, clock))

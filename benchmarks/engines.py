@@ -1,10 +1,13 @@
-"""Tokens per second of the in-process engine and of vLLM behind HTTP: same weights, same prompts, same number of
-tokens, interleaved in one run so that other load hits both.  On the processor both compute in float32; with ``--device
-cuda`` in bfloat16, the in-process engine on the first GPU and vLLM on the last, which may be the same.
+"""Compares the tokens per second of the in-process engine with those of vLLM behind HTTP.
 
     CUDA_AGENT_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/engines.py --batch 32 --rounds 5 --json engines.json
 
-``--update`` measures a change of weights instead, from the trainer's model to the proof that it is served.
+Both have the same weights, prompts and number of tokens. Their rounds alternate, so that other load on the machine hits
+both. On the processor both compute in float32. With ``--device cuda`` both compute in bfloat16. The in-process engine
+then uses the first GPU and vLLM the last, which may be the same.
+
+``--update`` measures a change of weights instead: the seconds from the trainer's model to the check that the engine
+serves the new weights.
 """
 
 import argparse
@@ -34,7 +37,7 @@ Engines = dict[str, LocalEngine | VllmEngine]
 
 
 async def decode(engine: LocalEngine | VllmEngine, prompts: list[list[int]], tokens: int, seed: int) -> float:
-    """Seconds for one completion of each prompt."""
+    """Returns the seconds that the engine takes for one completion of each prompt."""
     if isinstance(engine, LocalEngine):
         engine._kept.clear()
     started = time.perf_counter()
@@ -61,7 +64,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, list[floa
     async with open_vllm(Path(args.model or folder), model, folder, config) as served:
         engines: Engines = {"in process": local, "vllm": served}
         seconds: dict[str, list[float]] = {name: [] for name in engines}
-        for index in range(args.rounds + 1):  # the first round warms both up
+        for index in range(args.rounds + 1):  # the first round is a warm-up
             prompts = [[rng.randrange(vocab) for _ in range(args.prompt)] for _ in range(args.batch)]
             with torch.no_grad():
                 next(model.parameters()).mul_(1.001)
@@ -92,7 +95,7 @@ def main() -> None:
         return
 
     transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)  # of this thread; the engines have theirs
+    torch.set_num_threads(1)  # in this thread; the engines set their own number
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if not args.model:

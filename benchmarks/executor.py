@@ -1,9 +1,9 @@
-"""What the executor itself costs: seconds a cached stage without MLflow, and seconds of ``cuda-agent --help``.
+"""Measures the executor's own cost: seconds per cached stage without MLflow, and seconds of ``cuda-agent --help``.
 
     python benchmarks/executor.py --stages 12 --rounds 5 --json executor.json
 
-The stages are trivial; the first round makes them, the others are served from the cache.  Aims: 0.5 s a cached stage,
-0.3 s for the help.
+The stages do almost nothing. The first round runs them; in later rounds they come from the cache. The aims are 0.5 s
+per cached stage and 0.3 s for the help.
 """
 
 import argparse

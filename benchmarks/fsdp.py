@@ -1,11 +1,11 @@
-"""Tokens a second of one and of two ranks that share a trainer's weights, and their ratio.
+"""Measures the trainer's tokens per second on one rank and on two ranks that share its weights, and their ratio.
 
     python benchmarks/fsdp.py                                                 # a small model, on the processor
     python benchmarks/fsdp.py --device cuda --size 0.6b --precision bf16 --json fsdp.json    # needs two GPUs
 
-A step is imitation of one batch, the same for both, made of sequences of half a row.  Repeats of one rank and of two
-alternate, so that other load hits both; on GPUs the optimizer's last kernels may end in the next repeat.  Losses are
-compared: ranks that compute something else are no faster.
+A step is supervised fine-tuning on one batch, the same for one rank and for two. Its sequences fill half a row each.
+Repeats on one rank and on two alternate, so that other load hits both. On GPUs, the optimizer's last kernels may end
+only in the next repeat. The losses are compared too: they must agree, or the ranks did not compute the same.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main() -> None:
             for count, learner in learners.items():
                 started = time.perf_counter()
                 losses[count].append(recipes.sft_step(learner, work, 1e-4)["loss"])
-                if repeat:  # the first one warms up
+                if repeat:  # the first repeat is a warm-up
                     rates[count].append(tokens / (time.perf_counter() - started))
     worst = max(abs(a - b) for a, b in zip(losses[1], losses[2], strict=True))
     median = {count: statistics.median(found) for count, found in rates.items()}

@@ -1,8 +1,9 @@
-"""Seconds per fresh load_inline solution: built against the stand-ins for torch's headers, and by torch's own build.
+"""Measures seconds per new load_inline solution, built against small stand-ins for torch's headers or the real headers.
 
     python benchmarks/load_inline.py --device cuda --solutions 9 --torch 3
 
-A solution is evaluated whole: first pass, load, checks. Every solution has another source.
+The time is that of a whole evaluation: first pass (which builds the extension), load and checks. Every solution has a
+different source, so that none comes from a cache.
 """
 
 import argparse
@@ -72,7 +73,7 @@ async def measure(device: str, solutions: int, torchs: int, cache: Path) -> None
     task = Task("relu", TASK, ("torch.relu",), "bench")
     stand_ins = first_pass.stand_ins
     async with LocalSandbox(SandboxConfig(device=device, memory_mb=4096), cache) as sandbox:
-        await sandbox.evaluate(task, solution(device, 0), "check")  # the task and the workers
+        await sandbox.evaluate(task, solution(device, 0), "check")  # prepares the task and the workers
         for name, count in (("stand-ins", solutions), ("torch", torchs)):
             if count == 0:
                 continue

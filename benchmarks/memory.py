@@ -1,10 +1,11 @@
-"""Memory of a training step by length: worked out, and as the system sees it.
+"""Compares the estimated memory of a training step with the memory that the operating system reports, by length.
 
     python benchmarks/memory.py --tokens 4096 8192 16384 --json memory.json
     python benchmarks/memory.py --table          # the table of docs/training.md
 
-Each length runs in a process of its own, on the CPU, with a small model and one sequence a row.
-"resident" is the growth of the process's largest resident size over what it was before the model existed.
+Each length runs in a separate process, on the CPU, with a small model and one sequence per row. "worked out" is the
+estimate of ``training.memory.peak``. "resident" is the growth of the process's largest resident size since before the
+model existed.
 """
 
 import argparse
@@ -24,7 +25,7 @@ LENGTHS = (4096, 16_384, 32_768, 65_536, 131_072)
 
 
 def table() -> str:
-    """Markdown, in GiB on one rank."""
+    """Returns the table of estimates as Markdown, in GiB on one rank."""
     lines = ["| model | trained | ranks | fixed | " + " | ".join(f"{n // 1024}k" for n in LENGTHS) + " |"]
     lines.append("|---|---|---|---|" + "---|" * len(LENGTHS))
     everything, adapters = "all weights", "adapters, rank 16"

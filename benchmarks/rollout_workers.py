@@ -1,12 +1,13 @@
-"""Learning by rewards in one process and with Ray's workers on the same cores, in one run; and what a turn costs beside
-generation and sandbox.
+"""Compares reinforcement learning in one process with Ray's workers on the same cores.
 
     python benchmarks/rollout_workers.py --store .cuda-agent/store --steps 3      # after `make demo`
     python benchmarks/rollout_workers.py --overhead --episodes 64
 
-The steps are those of ``agentic``, from the newest run in the store: its tasks, its policy and its critic.  The kinds
-take turns, ``--rounds`` times, so that other load hits all.  A kind's first step is not counted: whoever comes first
-compiles.
+The steps are those of the stage ``agentic``. Tasks, policy and critic come from the newest run in the store. The
+variants (``KINDS``) take turns, ``--rounds`` times, so that other load hits all of them. The first step of every
+variant is not counted, because it includes compilation.
+
+``--overhead`` measures something else: the time of a turn beyond that of engine and sandbox.
 """
 
 import argparse
@@ -48,7 +49,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def inputs_of(store: Store, folder: Path) -> dict[str, Path]:
-    """What ``agentic`` took in the newest run that has it all."""
+    """Copies the inputs of ``agentic`` from the newest run in the store that has all of them. Returns input -> folder.
+    Raises SystemExit if no run has them."""
     wanted = {name: source.split(".") for name, source in next(s for s in STAGES if s.name == "agentic").inputs.items()}
     for run in reversed(runs.list_runs(store)):
         made = runs.run_manifests(store, run, STAGES)
@@ -60,7 +62,7 @@ def inputs_of(store: Store, folder: Path) -> dict[str, Path]:
 
 
 def steps_of(config: Config, inputs: dict[str, Path], folder: Path, cache: Path) -> list[dict[str, float]]:
-    """The measurements of each step, the first left out."""
+    """Runs ``agentic`` and returns the metrics of each step, without the first step."""
     for part in ("policy", "critic", "scratch", "work"):
         (folder / part).mkdir(parents=True)
     tracker = FileTracker(folder / "said")
@@ -93,7 +95,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
                 values = base.model_dump(mode="json") | {"agentic": ppo.model_dump()}
                 values |= {"runtime": changes["runtime"], "ray": values["ray"] | changes.get("ray", {})}
                 config = Config.model_validate(values)
-                cache = home / f"cache-{number}-{name}"  # its own: a verdict that is there already costs nothing
+                cache = home / f"cache-{number}-{name}"  # a separate cache: a cached verdict would cost nothing
                 cache.mkdir()
                 measured[name] += steps_of(config, inputs, home / f"{number}-{name}", cache)
     table = {}
@@ -111,8 +113,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class Readout:
-    """An engine that says after a while what each episode is to say next: after ``seconds`` and up to a half more or
-    less, as its seed says.  ``spent``: what it meant to take; that the event loop came back later is no generation."""
+    """An engine that replays prepared turns: ``turns`` maps each episode to its turns. A call of ``generate`` takes
+    about ``seconds``, up to half more or less, drawn from the call's seed. ``spent`` sums these planned seconds. It
+    does not include delays of the event loop."""
 
     def __init__(self, turns: dict[str, list[list[int]]], seconds: float) -> None:
         self._turns, self._seconds = turns, seconds
@@ -133,8 +136,8 @@ class Readout:
 
 
 class Clocked:
-    """The sandbox, the time that one episode spends in it, and what it was given there.  A verdict asked for inside a
-    tool call counts once."""
+    """Wraps the sandbox of one episode. Records in ``log`` every answer and its seconds, and sums the seconds in
+    ``spent``. A verdict that is asked for inside a tool call is part of that call, and is not recorded separately."""
 
     def __init__(self, sandbox: Any) -> None:
         self._sandbox = sandbox
@@ -177,8 +180,8 @@ class Clocked:
 
 
 class Recorded:
-    """The sandbox of an episode once more: the same answers after the same times, and no work.  ``spent`` as for
-    ``Readout``."""
+    """Replays the sandbox of an episode from the ``log`` of ``Clocked``: it gives the same answers after the same
+    times, without any work. ``spent`` sums these times, without delays of the event loop."""
 
     def __init__(self, log: Sequence[tuple[float, Any]]) -> None:
         self._log = iter(log)
@@ -207,9 +210,11 @@ class Recorded:
 
 
 async def overhead(args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds a turn that an episode waits for neither engine nor sandbox, with ``--episodes`` at once: beside a
-    sandbox that works on the same processors, and then the same episodes beside one that only answers as it did.  The
-    first also has what the loop's process waits for a processor that the sandbox has."""
+    """Measures the milliseconds per turn in which an episode waits for neither engine nor sandbox, with ``--episodes``
+    episodes at once. First they run with a real sandbox on the same processors (``works``). This time includes waits of
+    the loop's process for a processor that the sandbox occupies. Then the same episodes run with ``Recorded`` sandboxes
+    (``answers``). ``computed`` is the processor time of the loop's thread per turn in that second run. Returns each as
+    a sorted list with one value per round; the first of several rounds is left out."""
     rng = random.Random(0)
     chat = Chat(train_tokenizer(texts(corpus(Bootstrap(examples=300), 0, set())), 1024), "compact")
     tasks = [sample_task(rng) for _ in range(4)]
@@ -225,7 +230,8 @@ async def overhead(args: argparse.Namespace) -> dict[str, Any]:
         return time.perf_counter() - began - sandbox.spent
 
     async def together(turns: dict[str, list[list[int]]], sandboxes: Sequence[Any], kind: str) -> float:
-        """Seconds that the loop's thread computed a turn."""
+        """Plays all episodes at once and appends the waiting time to ``found[kind]``. Returns the seconds that the
+        loop's thread computed, per turn."""
         engine = Readout({name: list(said) for name, said in turns.items()}, args.latency)
         began = time.thread_time()
         jobs = [live(i, name, engine, box) for i, (name, box) in enumerate(zip(turns, sandboxes, strict=True))]

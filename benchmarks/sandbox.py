@@ -1,4 +1,4 @@
-"""Evaluations per minute on this machine, and where their time goes; the same as ``cuda-agent sandbox bench``.
+"""Measures evaluations per minute on this machine, and where their time goes. Same as ``cuda-agent sandbox bench``.
 
 python benchmarks/sandbox.py --tasks 4 --solutions 10 --json sandbox.json
 """

@@ -1,14 +1,15 @@
-"""What the checks of ``quick`` cost in one Python process, as most evaluators run them, beside what they cost here.
+"""Compares the time of a ``quick`` verdict in the sandbox with the same checks in one Python process.
 
     python benchmarks/sandbox_beside.py --tasks 2 --solutions 3
 
-Every solution is judged twice, one after the other and with no build cache: by the sandbox (format ``plan``, task
-prepared), and in a fresh interpreter that builds the same kernel with a binding against torch's headers (``g++
--shared``, what ``load_inline`` runs, without ninja), runs model and solution on five inputs, compares, and times the
-solution as often as the sandbox did and eager as often as the solution.  There is no wall around it, no fresh input a
-timed call, no poison, no check of a timed call, and no ``torch.compile`` baseline.
+Most evaluators use one process. Every solution is judged twice, one after the other and without a build cache. First
+the sandbox judges it as a ``plan``, with the task already prepared. Then a fresh interpreter does the following. It
+builds the same kernel with a binding against torch's headers (``g++ -shared``, which is what ``load_inline`` runs,
+without ninja). It runs the model and the solution on five inputs, and compares the outputs. It times the solution as
+often as the sandbox did, and the model equally often. This process has no jail, no fresh input for a timed call, no
+outputs filled with NaN, no check of a timed call, and no ``torch.compile`` baseline.
 
-The kernel's flags are the same on both sides.  Not covered: a GPU.
+Both sides compile the kernel with the same flags, except for the C++ standard. A GPU is not covered.
 """
 
 import argparse
@@ -41,7 +42,8 @@ _PHASES = ("interpreter", "build", "start", "check", "time")
 
 
 def judge_here(order: dict[str, Any]) -> dict[str, Any]:
-    """Seconds by phase of a solution (a work folder), and whether it is right; imports torch, and runs everything."""
+    """Judges a solution (a work folder) in this process, which also imports torch. Returns the ``seconds`` of each
+    phase, and whether the solution is ``right``."""
     begin = time.perf_counter()
     import torch
 
@@ -97,7 +99,9 @@ def _build(folder: Path, files: dict[str, str], flags: list[str]) -> None:
 
 
 async def measure(tasks: int, solutions: int) -> list[dict[str, Any]]:
-    """One row a solution: ``ours`` and ``beside``, seconds by phase, and how many calls were timed."""
+    """Judges solutions on both sides. Returns one row per solution: ``ours`` (the sandbox) and ``beside`` (the single
+    process) hold seconds by phase, and ``timed`` is the number of timed calls. The first solution of each task is not
+    counted. Raises RuntimeError if a solution is not correct on either side."""
     from cuda_agent.config import SandboxConfig
     from cuda_agent.diagnostics import sandbox_bench
     from cuda_agent.sandbox.build.toolchain import FLAGS
@@ -122,7 +126,7 @@ async def measure(tasks: int, solutions: int) -> list[dict[str, Any]]:
                 begin = time.perf_counter()
                 verdict = await sandbox.evaluate(task, solution)
                 ours = verdict.phases | {"whole": time.perf_counter() - begin}
-                if task.name not in first:  # whose pool of inputs was made now, and the compiler started
+                if task.name not in first:  # this evaluation also drew the task's inputs and started the compiler
                     first.add(task.name)
                     continue
                 order = {
@@ -157,7 +161,7 @@ def _beside(order: dict[str, Any]) -> tuple[dict[str, Any], float]:
 
 
 def lines(rows: list[dict[str, Any]]) -> list[str]:
-    """For a person."""
+    """Returns ``rows``, the result of ``measure``, as lines of text."""
 
     def cell(side: str, value: Any) -> str:
         found = sorted(value(row[side]) for row in rows)

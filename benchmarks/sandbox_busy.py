@@ -1,13 +1,14 @@
-"""Whether rewards of ``quick`` hold on a busy machine: ten kernels, judged idle and beside endless loops.
+"""Measures whether rewards of ``quick`` mode stay right on a busy machine, with ten kernels.
 
     python benchmarks/sandbox_busy.py --evaluations 40 --loops 2
 
-The task is an element-wise chain on 2048 x 1024 values.  The kernels compute it between one and twelve times, so their
-speed-ups over eager and ``torch.compile`` lie on both sides of 1.  Every kernel is judged several times in ``quick``,
-first on the machine as it is, then beside the loops.  Before, between and after, each is judged in ``strict`` on the
-machine as it is.  Each verdict is new: the sources differ by a comment.
+The task is an element-wise chain on 2048 x 1024 values. The kernels compute it between one and twelve times, so their
+speed-ups over eager and ``torch.compile`` lie on both sides of 1. Every kernel is judged several times in ``quick``
+mode, first on the machine as it is, then beside ``--loops`` processes that run endless loops. Before, between and
+after, each kernel is judged once in ``strict`` mode on the machine as it is. The sources differ by a comment, so no
+verdict comes from the cache.
 
-A kernel's reward is known if its three strict rewards agree.  A quick reward that differs from a known one is wrong, a
+A kernel's reward is known if its three strict rewards agree. A quick reward that differs from a known one is wrong. A
 verdict ``infra`` is undecided.
 """
 

@@ -1,20 +1,22 @@
-"""The sandbox on a GPU: evaluations an hour, where their time goes, and how far a speed-up can be repeated.
+"""Measures the sandbox on a GPU: evaluations per hour, where their time goes, and how well a speed-up can be repeated.
 
     python benchmarks/sandbox_gpu.py --solutions 30 --repeats 20 --json gpu.json
 
-Every solution is built, checked and timed anew (its source differs); tasks are prepared first, and that is timed
-beside it.  Solutions of each format go one after the other, and then all at once, with builds side by side.
+Every solution is built, checked and timed anew, because its source differs. The tasks are prepared before, which is
+timed separately. The solutions of each format are judged one after the other. Then twice as many are judged at once,
+with builds in parallel.
 
     python benchmarks/sandbox_gpu.py --tasks 48 --solutions 30
 
-With ``--tasks`` it measures only this: distinct solutions of one ``--format`` for so many tasks, ``--solutions`` a
-task, compiled before, in random order, all at once.  torch.compile's baselines are left out there: each task needs them
-once.
+With ``--tasks`` the benchmark measures only one thing: verdicts per second for many tasks. It judges ``--solutions``
+different solutions of one ``--format`` per task, in random order and all at once. They are compiled beforehand.
+Baselines of torch.compile are left out, because a task needs them only once.
 
     python benchmarks/sandbox_gpu.py --tasks 48 --solutions 12 --teacher
 
-With ``--teacher`` these are tasks and designs of the scripted teacher in the place of one right kernel.  About a
-quarter of the designs are refused; of a policy's plans at the beginning of its training, a quarter to a third.
+With ``--teacher`` the tasks and the designs of the solutions are those of the scripted teacher, not one kernel that is
+always right. About a quarter of these designs are refused. Early in training, a quarter to a third of a policy's plans
+are refused.
 """
 
 import argparse
@@ -119,7 +121,7 @@ PLAN = {
 }  # fmt: skip
 PHASES = ("start", "check", "time", "prepare", "cleanup")
 SIZES = {"20 us": (1024, 16, 132 * 8, 256), "200 us": (8192, 24, 132 * 8, 256), "2 ms": (8192, 32, 66, 64)}
-# rows, rounds, blocks and threads of the plan: the last one leaves half of the device idle
+# rows, rounds, and the plan's blocks and threads; the plan of "2 ms" leaves half of the device idle
 
 
 def main() -> None:
@@ -180,7 +182,7 @@ async def measure(solutions: int, repeats: int, cache: Path) -> dict[str, Any]:
             }
         name = "200 us"
         seconds = []
-        for number in range(4):  # the first one prepares: baselines at every precision
+        for number in range(4):  # the first verdict also measures baselines at every precision
             begin = time.perf_counter()
             verdict = await sandbox.evaluate(tasks[name], solution("plan", name, 20_000 + number), "strict")
             seconds.append(time.perf_counter() - begin)
@@ -190,11 +192,12 @@ async def measure(solutions: int, repeats: int, cache: Path) -> dict[str, Any]:
     return answer
 
 
-Make = Callable[[Task, int], Solution]  # makes the solution with a number
+Make = Callable[[Task, int], Solution]  # makes solution number N of a task
 
 
 def chains(count: int, format: Format) -> tuple[list[Task], Make]:
-    """Returns tasks of chained tanh, and a function that makes right solutions of one format."""
+    """Returns ``count`` tasks of chained tanh, and a function that makes a right solution of one format from a task and
+    a number."""
     rng = random.Random(0)
     sizes = rng.sample([(rows, rounds) for rows in (256, 512, 1024, 2048, 4096) for rounds in range(2, 25)], count)
 
@@ -209,7 +212,8 @@ def chains(count: int, format: Format) -> tuple[list[Task], Make]:
 
 
 def teachers_tasks(count: int) -> tuple[list[Task], Make]:
-    """Returns tasks of the teacher's family, and a function that makes plans with random designs."""
+    """Returns ``count`` tasks of the teacher's family, and a function that makes a plan with a random design from a
+    task and a number."""
     rng = random.Random(0)
 
     def made(task: Task, number: int) -> Solution:
@@ -223,7 +227,7 @@ async def many_tasks(tasks: list[Task], make: Make, solutions: int, cache: Path)
     rng = random.Random(0)
     config = SandboxConfig(device="cuda", memory_mb=8192)
     async with LocalSandbox(config, cache) as sandbox:
-        for one in tasks:  # torch.compile's baseline counts as tried, and so is not measured
+        for one in tasks:  # marks torch.compile's baseline as tried, so that it is not measured
             file = baselines_file(sandbox._settings, one.digest, torch.__version__)
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({"compile_tried": True}))
@@ -275,7 +279,7 @@ async def bench(sandbox: LocalSandbox, tasks: dict[str, Task], format: Format, c
         verdicts.append(await sandbox.evaluate(tasks[name], solution(format, name, number)))
         whole.append(time.perf_counter() - begin)
 
-    await one(count)  # the first one of a format warms up what all share
+    await one(count)  # a warm-up: the first solution of a format takes longer
     verdicts.clear()
     whole.clear()
     for number in range(count):
@@ -305,7 +309,8 @@ def task(rows: int, rounds: int) -> Task:
 
 
 def solution(format: Format, size: str, number: int) -> Solution:
-    """The ``number``-th solution of a format: the same kernel under another source."""
+    """Returns the ``number``-th solution of a format for the task of this ``size``. All numbers have the same kernel; a
+    comment makes their sources differ."""
     note = f"// {number}\n"
     _, _, blocks, threads = SIZES[size]
     if format == "plan":

@@ -1,10 +1,10 @@
-"""Whether a short kernel gets the same time while a policy decodes and trains on the same GPU.
+"""Measures whether a short kernel gets the same time while a policy decodes and trains on the same GPU.
 
     python benchmarks/sandbox_with_policy.py --repeats 20
 
-The plan takes about 20 us. It is judged alone, beside an engine and a trainer that work without a pause and take the
-timing lease, and alone again.  Every verdict is measured anew.  Prints the medians of time and speed-up, and how much
-the policy got done meanwhile.
+The kernel takes about 20 us. It is judged alone, then beside an engine and a trainer, and then alone again. The engine
+and the trainer work without a pause, and take the timing lease (the machine-wide lock around timed kernels). Every
+verdict is measured anew. Prints the medians of time and speed-up, and how much the policy got done meanwhile.
 """
 
 import argparse
@@ -82,7 +82,7 @@ async def measure(repeats: int, cache: Path) -> dict[str, Any]:
 
 
 class Work:
-    """Decodes and trains until ``ended``."""
+    """Decodes with one policy and trains another until ``ended`` is set. ``steps`` counts the training steps."""
 
     def __init__(self, player: Any, learner: Any, lease: Path) -> None:
         self.engine = LocalEngine(player, batch=64, device="cuda", lease=Lease(lease))

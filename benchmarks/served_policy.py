@@ -1,11 +1,13 @@
-"""A trained policy behind a real vLLM server, used as a person would use it: `cuda-agent optimize` through its OpenAI
-address on held-out tasks, beside what the run's own evaluation of that policy found in process on the same tasks.
+"""Measures a trained policy behind a real vLLM server, and compares it with the run's own evaluation in process.
 
     CUDA_AGENT_VLLM_PYTHON=.venv-vllm/bin/python python benchmarks/served_policy.py last --tasks 12 --json served.json
 
-Prints a table in Markdown.  Both sides play with the same turns, tokens and temperature; each has its own random
-numbers.  Every folder that holds a solution is then tried in a process that finds PyTorch and nothing else: its
-``model_new.py`` against ``model.py``, on the task's own inputs.
+`cuda-agent optimize` uses the server's OpenAI address on held-out tasks, as a person would. The run's evaluation of the
+policy has played the same tasks. Both play with the same turns, tokens and temperature, but different random numbers.
+Prints a table in Markdown.
+
+Every result folder with a solution is then tried in a process that can import PyTorch but nothing of this project. The
+process compares ``model_new.py`` with ``model.py`` on the task's own inputs.
 """
 
 import argparse
@@ -117,7 +119,8 @@ async def measure(store: Store, run: runs.Run, policy: str, count: int, work: Pa
 
 @contextlib.asynccontextmanager
 async def served(policy: Path, config: Config, lease: Path) -> AsyncIterator[str]:
-    """The OpenAI address of a vLLM server for ``policy``, which itself listens on a Unix socket."""
+    """Starts a vLLM server for ``policy`` and yields its OpenAI address. The server itself listens on a Unix socket, so
+    TCP connections are forwarded to this socket."""
     server = VllmServer(policy, config.policy.model_copy(update={"engine_batch": 4}), lease, None)
     try:
         await Replica(f"unix:{server.socket}", server).ready()
@@ -141,7 +144,9 @@ async def served(policy: Path, config: Config, lease: Path) -> AsyncIterator[str
 
 
 def optimized(task: Task, url: str, config: Config, store: str, work: Path, packages: Path) -> dict[str, Any]:
-    """What `cuda-agent optimize` makes of a task, and whether its folder works with PyTorch alone."""
+    """Runs `cuda-agent optimize` on a task. Returns its exit ``code``, its ``seconds``, and the best ``quick`` and the
+    final ``strict`` verdict (None without one). If there is a result, ``alone`` says whether its folder works with
+    PyTorch alone. If the command fails, the result has ``error`` instead of verdicts."""
     source, folder = work / "tasks" / task.name / "model.py", work / "results" / task.name
     source.parent.mkdir(parents=True)
     source.write_text(task.code)
@@ -170,7 +175,8 @@ def optimized(task: Task, url: str, config: Config, store: str, work: Path, pack
 
 
 def overrides(config: Config) -> list[str]:
-    """Of the run's sandbox, where it is not the default one."""
+    """Returns overrides for the settings of the run's sandbox that differ from the defaults, except ``format`` and
+    ``device``."""
     standard = type(config.sandbox)().model_dump(mode="json")
     own = config.sandbox.model_dump(mode="json")
     return [
@@ -179,7 +185,8 @@ def overrides(config: Config) -> list[str]:
 
 
 def as_episode(result: dict[str, Any], mode: str) -> Episode:
-    """For the scores: a search that found nothing correct is an episode with its best verdict, or without any."""
+    """Returns a result of ``optimized`` as an episode, so that ``score`` can read it. Its verdict is the one of this
+    ``mode``; without such a verdict, the reward is -1. If the command failed, the reward is None."""
     verdict = result.get(mode) or (result.get("quick") if mode == "quick" else None)
     reward = -1.0 if verdict is None else float(verdict["reward"] or 0)
     lost = "error" in result

@@ -1,10 +1,10 @@
-"""What the service costs: an evaluation over HTTP against one in process, and many submissions at once.
+"""Measures what the service costs: an evaluation over HTTP compared with one in process, and many submissions at once.
 
     python benchmarks/service.py --solutions 40 --storm 500
 
-Under the model clock, so that nothing but the work around a time is measured: the same solutions (one build between
-them) once in a sandbox of this process and once through ``cuda-agent sandbox serve`` on this machine, one after the
-other; then a storm of plans that are refused before a build, which shows what the queue itself can do.
+Times of kernels are simulated, so that only the work around them is measured. The same solutions are judged by a
+sandbox in this process and by ``cuda-agent sandbox serve`` on this machine, in turn; one build serves all of them. Then
+a storm of plans is submitted at once. They are refused before a build, so this part measures the queue itself.
 """
 
 import argparse
@@ -71,7 +71,7 @@ async def compare(address: str, folder: Path, count: int) -> None:
         for sandbox in (here, there):
             await sandbox.evaluate(TASK, solution(-1))
         seconds: dict[str, list[float]] = {"in process": [], "over HTTP": [], "over HTTP, known": []}
-        for number in range(count):  # taking turns, because the machine is not always equally fast
+        for number in range(count):  # in turn, because the machine's speed varies
             seconds["in process"].append(await timed(here, number))
             seconds["over HTTP"].append(await timed(there, number))
             seconds["over HTTP, known"].append(await timed(there, number))
@@ -103,7 +103,7 @@ def quantile(values: list[float], share: float = 0.95) -> float:
 
 
 def resident(pid: int) -> int:
-    """Bytes."""
+    """Returns the resident memory of a process in bytes."""
     found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) << 10
@@ -111,7 +111,7 @@ def resident(pid: int) -> int:
 
 @contextmanager
 def serving(folder: Path) -> Iterator[tuple[str, int]]:
-    """Address and process of a server that is ready."""
+    """Starts a server, waits until it is ready, and yields its address and its process id."""
     os.environ["CUDA_AGENT_SANDBOX_TOKEN"] = secrets.token_hex(16)
     command = [
         sys.executable,

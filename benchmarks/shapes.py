@@ -1,4 +1,4 @@
-"""The models that the benchmarks measure, by size: Qwen3 with random weights."""
+"""Defines the models that the benchmarks measure: Qwen3 with random weights, in several sizes."""
 
 from typing import Any
 

@@ -1,13 +1,17 @@
-"""Tokens a second of the trainer: imitation, value pretraining and PPO on a small Qwen3 trained from random episodes.
+"""Measures the trainer's tokens per second: imitation, value pretraining and PPO of a Qwen3 on random episodes.
 
     OMP_NUM_THREADS=2 python benchmarks/trainer.py [--json FILE]
     python benchmarks/trainer.py --size 27m --device cuda --episodes 256 --precision bf16 --compile
 
-All but ``plain`` is the stage's own path: ``ActorCritic`` makes the trainers from a configuration, with the timing
-lease, and PPO is its ``update``: two optimizer steps of both models, with the trainer's own denominators in bf16.
-``plain`` is the same model through transformers alone, forward and backward: padded batches of 8 episodes (on a
-GPU 32), logits at every position, cross-entropy; ``bf16`` there is autocast too.
-Lengths are those of the demo: 300 to 600 tokens, a third of them sampled.  The best and the median of the repeats.
+``sft``, ``value`` and ``ppo`` use the same code as the stages. ``ActorCritic`` makes the trainers from a configuration,
+with the timing lease. ``ppo`` is its method ``update``: two optimizer steps of policy and critic. In bf16 the trainer
+computes the denominators of PPO's ratio itself.
+
+``plain`` uses transformers alone, on the same model: forward and backward with padded batches of 8 episodes (32 on a
+GPU), logits at every position, and cross-entropy. Its bf16 is autocast too.
+
+Episodes are as long as those of the demo: 300 to 600 tokens, a third of them sampled. Prints the best and the median of
+the repeats.
 """
 
 import argparse
@@ -32,7 +36,7 @@ from cuda_agent.training import recipes
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.packing import batch_of, tokens_of_episode
 
-WARM = 2  # steps before the clock: layers are compiled, then compiled again for rows of any length
+WARM = 2  # untimed steps: layers are compiled, and then compiled again for rows of any length
 
 
 def episodes(count: int, vocab: int) -> list[Episode]:
@@ -86,7 +90,7 @@ def plain_step(model: Any, data: list[Episode], device: str, precision: str) -> 
 
 
 def learner(options: Any, precision: str, folder: Path) -> ActorCritic:
-    """Returns the trainers that the stage ``agentic`` makes."""
+    """Returns the trainers of policy and critic that the stage ``agentic`` makes."""
     denominators = {"behavior_logprobs": "trainer" if precision == "bf16" else "engine"}
     batch = {"episodes_per_step": options.episodes, "samples_per_prompt": 1, "minibatches": 2}
     values = {

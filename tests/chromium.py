@@ -26,7 +26,8 @@ class Page:
         self._socket, self._number = socket, 0
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """Returns the answer to one command of the protocol; skips events that come before it.  Raises on a refusal."""
+        """Sends a command of the protocol and returns its result. Skips events that come before it. Raises
+        AssertionError if the browser refuses the command."""
         self._number += 1
         self._socket.send(json.dumps({"id": self._number, "method": method, "params": params}))
         while True:

@@ -32,7 +32,7 @@ def _made_once(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(scope="module")
 def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """A running sandbox (``Running``) on the GPU. Skips the test without a GPU."""
+    """Yields a running sandbox (``Running``) on the GPU. Skips the test without a GPU."""
     from cuda_agent.config import SandboxConfig
     from cuda_agent.sandbox import driver
     from tests.sandbox.conftest import Running  # no other test needs these imports

@@ -1,6 +1,7 @@
-"""Shares between all tests what the sandbox makes once a machine: the precompiled headers of g++ and of torch.compile.
+"""Shares between all tests what the sandbox makes once per machine: precompiled headers of g++ and of torch.compile.
 
-The cache stores them under their content, so the caches of several tests can share them and nothing else."""
+The cache stores them under a hash of what they are made from. The caches of several tests can therefore share them and
+nothing else."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Waits until a condition is true, or until an engine asks for the timing lease."""
+"""Waits for conditions in tests, and detects that an engine asks for the timing lease."""
 
 import threading
 import time
@@ -22,7 +22,8 @@ def wait_for(what: str, seconds: float, look: Callable[[], T]) -> T:
 
 
 class AskedLease(Lease):
-    """A handle of the timing lease that sets ``asked`` when its owner begins to wait in ``working``."""
+    """A handle of the timing lease (the machine-wide lock around timed kernels). It sets ``asked`` when its owner
+    begins to wait in ``working``."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -1,15 +1,18 @@
-"""Whether reinforcement learning taught the demo's policy something: seeds, intervals over them, and a control row.
+"""Measures whether reinforcement learning improves the demo's policy, over several seeds and against a control.
 
     python benchmarks/claims/learning.py --seeds 0 1 2 --json learning.json
     python benchmarks/claims/learning.py --combine seed0.json seed1.json seed2.json
 
-For every seed: a whole run whose base is trained for ``--base-seconds`` (its held-out loss is printed beside the
-control's: they should be alike), and a control, a base trained for as long as base and reinforcement-learning stages
-together, evaluated on the same held-out tasks.  ``seeds.difference`` makes the differences and their intervals.
-``--combine`` also reads files of older versions.
-``--greedy`` also plays every policy at temperature 0, one episode a task, scored apart (``base, greedy``).  With
-``--set evaluate.mode=strict`` final answers are judged strictly.  Takes about 25 minutes a seed on 2 cores; keep the
-machine idle.
+For every seed there are two runs of the pipeline. The first is a whole run. The stage ``bootstrap`` trains its base
+policy on worked examples for ``--base-seconds``, and the later stages improve this policy. The second is the control:
+only a base policy. Its training on worked examples takes as long as the training of the base policy and the stages
+``warmup`` to ``agentic`` of the first run together. All policies are evaluated on the same held-out tasks. The held-out
+losses of the two base policies are printed; they should be alike.
+
+``seeds.difference`` computes the differences between policies and their intervals. ``--combine`` measures nothing, but
+reads results of earlier calls, also of older versions. ``--greedy`` also evaluates every policy at temperature 0 with
+one episode per task, as a separate row (``base, greedy``). With ``--set evaluate.mode=strict`` final answers are judged
+in strict mode. A seed takes about 25 minutes on 2 cores; keep the machine idle.
 """
 
 import argparse
@@ -70,8 +73,9 @@ def main() -> None:
 
 
 def read_seeds(file: Path) -> list[dict[str, Any]]:
-    """Reads the seeds of an earlier call.  Files from before paired speed-ups have other names for their logarithms,
-    and NaN for None; files from before the sweep over designs have no gap."""
+    """Returns the seeds in a result of an earlier call, each as ``measure`` returns it. Files of older versions may
+    have other names for speed-ups, NaN instead of None, or no ``gap``; these are converted, and a missing value becomes
+    None. Raises SystemExit if the file has no values of seeds."""
     seeds = json.loads(file.read_text(), parse_constant=lambda _: None).get("seeds", ())
     if not all("values" in seed for seed in seeds) or not seeds:
         raise SystemExit(f"{file} has no values of seeds: expected a file that --json wrote")
@@ -87,7 +91,8 @@ def read_seeds(file: Path) -> list[dict[str, Any]]:
 
 
 def measure(seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """A run and its control: where they are, what they took, and the values of every policy."""
+    """Makes the run and the control of one seed. Returns their names, the seconds of the learning stages, the held-out
+    losses, and ``values``: policy -> task -> metric -> value."""
     store = options.store
     overrides = [f"experiment={options.experiment}", f"seed={seed}", f"run.store={store}", "run.mlflow=off"]
     overrides += [f"bootstrap.examples={options.examples}", "bootstrap.steps=1000000", *options.set]
@@ -108,7 +113,7 @@ def measure(seed: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def start(overrides: list[str], *options: str) -> str:
-    """Runs the pipeline; returns the run's name."""
+    """Runs the pipeline and returns the run's name."""
     command = [sys.executable, "-m", "cuda_agent.cli", "run", *overrides, *options, "--json"]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)["run"]
 
@@ -138,7 +143,8 @@ def values_of(store: str, run: str, control: str) -> dict[str, Values]:
 
 
 def task_values(scores: Scores, family: str = "teacher") -> Values:
-    """Of the final answers on the tasks of ``family``."""
+    """Returns task -> metric -> value for the final answers on the tasks of ``family``. A value is None if it is not
+    known."""
     outcomes = [outcome for outcome in scores.outcomes if outcome.family == family]
     names = sorted({outcome.task for outcome in outcomes})
     rows = zip(*(per_task(outcomes, "final", names)[metric].tolist() for metric in METRICS), strict=True)
@@ -147,7 +153,8 @@ def task_values(scores: Scores, family: str = "teacher") -> Values:
 
 
 def row(seeds: Sequence[Values]) -> dict[str, float | None]:
-    """Means over all tasks of all seeds; of speed-ups, geometric ones over those that were solved."""
+    """Returns the mean of each metric over all tasks of all seeds. For the metrics in ``SPEEDUPS`` it is the geometric
+    mean over the tasks that have a value. A metric without any value is None."""
     columns = {metric: [of[metric] for values in seeds for of in values.values()] for metric in METRICS}
     known = {metric: [value for value in column if value is not None] for metric, column in columns.items()}
     means = {metric: float(np.mean(column)) if column else None for metric, column in known.items()}

@@ -1,17 +1,21 @@
-"""Whether a stage learns through Ray and two vLLM servers as it does in one process with the engine of its own.
+"""Measures whether a stage learns with Ray and two vLLM servers as well as in one process with the in-process engine.
 
     python benchmarks/claims/ray_vllm.py --store .cuda-agent/store --seeds 0 1 2 --json ray_vllm.json
 
-The stage is ``warmup`` (or ``--stage agentic``), from the newest run in the store that has what it takes: tasks and a
-policy that was trained on worked examples.  Verdicts use the model's clock, so that rewards do not depend on load.  A
-seed draws the same tasks in both, and the engines sample with different noise, so a pair's curves differ as those of
-two seeds do, and more where an engine serves wrong weights.
+The stage is ``warmup`` (or ``--stage agentic``). Its inputs come from the newest run in the store that has them: tasks
+and a policy that was trained on worked examples. Verdicts use the simulated clock, so that rewards do not depend on the
+machine's load. For one seed, both variants draw the same tasks, but their engines sample with different noise. The two
+curves of a seed therefore differ as much as the curves of two seeds. They differ more if an engine serves wrong
+weights.
 
-Two questions are asked of the rewards.  Does every step's mean over the seeds lie within the least and the greatest of
-the in-process seeds?  A mean of n falls out of the range of n others now and then (for n = 3 about every seventh), and
-a curve has several steps; so the verdict is the second: does the 95 % interval of the paired differences of whole
-curves (mean reward of all steps but the first, which plays what nobody has learnt yet) hold zero?  It is a t interval
-over the seeds.  ``train_inference_mismatch``: mean |difference| of engine's and trainer's log-probabilities over all
+The benchmark compares the rewards in two ways. First, for each step, it prints whether the mean reward with Ray lies
+between the least and the greatest reward of the in-process seeds. Chance alone violates this now and then (with 3 seeds
+at about every seventh step), so the result does not depend on it. Second, it computes the paired differences of whole
+curves, one per seed. A curve counts with the mean reward of all steps but the first, which plays the policy before its
+first update.
+
+The result ``holds`` if the 95 % t interval of these differences contains zero, and if ``train_inference_mismatch`` with
+Ray stays below 1e-4. This is the mean absolute difference between the log-probabilities of engine and trainer over all
 sampled tokens.
 """
 
@@ -38,12 +42,13 @@ KINDS: dict[str, list[str]] = {
     ONE: [],
     BOTH: ["runtime=ray", "ray.workers=2", "ray.max_off_policy_steps=0", "policy.engine=vllm"],
 }
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # 97.5 %, by number of seeds
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # Student's t at 97.5 %, by seeds
 Step = dict[str, float]
 
 
 def inputs_of(store: Store, stage: str, folder: Path) -> dict[str, Path]:
-    """What ``stage`` took in the newest run that has it all."""
+    """Copies the inputs of ``stage`` from the newest run in the store that has all of them. Returns input -> folder.
+    Raises SystemExit if no run has them."""
     wanted = {name: source.split(".") for name, source in next(s for s in STAGES if s.name == stage).inputs.items()}
     for run in reversed(runs.list_runs(store)):
         made = runs.run_manifests(store, run, STAGES)
@@ -55,7 +60,7 @@ def inputs_of(store: Store, stage: str, folder: Path) -> dict[str, Path]:
 
 
 def learn(stage: str, config: Config, inputs: dict[str, Path], folder: Path, cache: Path) -> list[Step]:
-    """The measurements of every step."""
+    """Runs the stage and returns the metrics of every step."""
     for part in ("policy", "critic", "scratch", "work"):
         (folder / part).mkdir(parents=True)
     tracker = FileTracker(folder / "said")
@@ -77,7 +82,8 @@ def learn(stage: str, config: Config, inputs: dict[str, Path], folder: Path, cac
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
-    """Mean and 95 % t interval; without one where there is one value."""
+    """Returns the mean of ``values`` and the lower and upper end of its 95 % t interval. With one value, the interval
+    is infinite."""
     mean = statistics.mean(values)
     if len(values) == 1:
         return mean, float("-inf"), float("inf")
@@ -86,7 +92,8 @@ def interval(values: list[float]) -> tuple[float, float, float]:
 
 
 def table(found: dict[str, list[list[Step]]]) -> dict[str, Any]:
-    """Prints the curves and says what holds."""
+    """Prints the reward curves. Returns the results as a dictionary; ``holds`` in it is the result of the
+    comparison."""
     rewards = {kind: [[step["reward"] for step in steps] for steps in seeds] for kind, seeds in found.items()}
     gaps = {
         kind: max(s.get("train_inference_mismatch", 0.0) for steps in seeds for s in steps)

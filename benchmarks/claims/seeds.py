@@ -1,9 +1,10 @@
-"""Compares two policies over several seeds of training. Each seed is a cluster.
+"""Compares two policies over several seeds of training. Each seed is a cluster of correlated results.
 
-All tasks of a seed share one training, so (seed, task) pairs are not independent. Two 95 % intervals hold the mean over
-seeds of each seed's mean change. ``t_interval`` uses one number per seed. ``bootstrap_interval`` resamples seeds, and
-then tasks within each seed; with few seeds it is too narrow, and the first interval decides. A seed's tasks are those
-that both policies played; for speed-ups, those that both solved.
+All tasks of a seed share one training, so (seed, task) pairs are not independent. For each seed, the change is averaged
+over its tasks; the overall change is the mean of these averages over the seeds. There are two 95 % intervals for the
+overall change. ``t_interval`` uses one number per seed. ``bootstrap_interval`` resamples seeds, and then tasks within
+each seed. With few seeds the bootstrap interval is too narrow, and the t interval decides. A seed's tasks are those
+that both policies played. For speed-ups, they are those that both policies solved.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,13 +18,14 @@ from cuda_agent.rl.scores import METRICS, SPEEDUPS
 
 RESAMPLES = 5000
 TAIL = 0.025
-Values = Mapping[str, Mapping[str, float | None]]  # task -> metric -> value: a rate, or the log of a speed-up, if any
+Values = Mapping[str, Mapping[str, float | None]]  # task -> metric -> rate or log(speed-up)
 
 
 def difference(before: Sequence[Values], after: Sequence[Values]) -> dict[str, dict[str, Any]]:
-    """Returns for each metric the change from ``before`` to ``after``, which hold one item per seed: a difference of
-    rates, a ratio of speed-ups. ``tasks`` and ``seeds`` hold the number of tasks and the change of each seed. A seed
-    without a task counts for nothing; its change is None."""
+    """Returns for each metric the change from ``before`` to ``after``, which hold one item per seed. The change of a
+    rate is a difference, that of a speed-up is a ratio. A metric's result has the overall ``change`` and its two
+    intervals. ``tasks`` holds the number of compared tasks of each seed, and ``seeds`` the change of each seed. A seed
+    without compared tasks has the change None and is left out of the mean."""
     found = {}
     for metric in METRICS:
         changes = [_changes(*pair, metric) for pair in zip(before, after, strict=True)]
@@ -43,7 +45,8 @@ def difference(before: Sequence[Values], after: Sequence[Values]) -> dict[str, d
 
 
 def t_interval(means: NDArray[np.float64]) -> tuple[float, float] | None:
-    """Returns Student's interval of the mean of ``means`` [seeds]. Returns None with fewer than two seeds."""
+    """Returns Student's 95 % interval (low, high) of the mean of ``means`` [seeds]. Returns None with fewer than two
+    seeds."""
     if len(means) < 2:
         return None
     reach = t.ppf(1 - TAIL, len(means) - 1) * means.std(ddof=1) / np.sqrt(len(means))
@@ -51,8 +54,8 @@ def t_interval(means: NDArray[np.float64]) -> tuple[float, float] | None:
 
 
 def bootstrap_interval(changes: Sequence[NDArray[np.float64]]) -> tuple[float, float] | None:
-    """Returns the bootstrap interval of the mean over seeds of each seed's mean. ``changes`` holds [tasks] per seed.
-    Returns None with fewer than two seeds."""
+    """Returns the 95 % bootstrap interval (low, high) of the mean over seeds of each seed's mean. ``changes`` holds
+    [tasks] per seed. Returns None with fewer than two seeds."""
     if len(changes) < 2:
         return None
     random, total = np.random.default_rng(0), np.zeros(RESAMPLES)
@@ -69,5 +72,6 @@ def _changes(before: Values, after: Values, metric: str) -> NDArray[np.float64]:
 
 
 def _said(number: Any, metric: str) -> Any:
-    """Returns ``number``, or the ratio of which it is the logarithm, rounded."""
+    """Returns ``number`` rounded to 4 digits. If ``metric`` is a speed-up, ``number`` is a logarithm, and its
+    exponential is returned. None stays None."""
     return None if number is None else np.round(np.exp(number) if metric in SPEEDUPS else number, 4).tolist()

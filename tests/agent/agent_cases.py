@@ -51,7 +51,8 @@ def settings(**changes):
 
 
 class scripted:
-    """An engine that returns ``turns`` (texts or token ids) one after the other; the prompt shows which one is next."""
+    """An engine that returns ``turns`` (texts or token ids) one after the other, and then ``default``. It counts the
+    turns in the prompt to find the next one."""
 
     def __init__(self, chat, turns, default="done"):
         (self.header,) = chat.tokenizer.encode("<|im_start|>assistant\n", add_special_tokens=False)

@@ -1,4 +1,5 @@
-"""Tools for the chart's tests: helm's engine and Argo's own validation, built by ``.ci/tools``."""
+"""Provides tools for tests of the Helm chart: helm's rendering, and Argo's own validation. ``.ci/tools`` builds
+both."""
 
 import functools
 import json

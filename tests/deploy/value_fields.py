@@ -1,7 +1,8 @@
-"""Lists, for every value of the chart, the field of an object that it sets, and another value that changes the field.
+"""Lists, for every value of the Helm chart, a Kubernetes field that depends on it and another value to try.
 
-A path may be a pattern.  The field is the kind of an object, a colon, and a regular expression for the field's path;
-None in place of a value: the default has an obvious alternative."""
+A key of ``FIELDS`` is the value's dotted path, or a pattern of such paths. An entry is a pair. Its first item is the
+kind of an object, a colon, and a regular expression for the path of the field in the object. Its second item is a value
+that changes this field. None means that the test derives such a value from the default."""
 
 from fnmatch import fnmatchcase
 from typing import Any
@@ -129,7 +130,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
 
 
 def field_of(path: str) -> tuple[str, Any]:
-    """Returns the field and the changed value that ``FIELDS`` lists for a dotted path.
+    """Returns the pair that ``FIELDS`` lists for the chart value at a dotted path: (field, other value).
 
     Raises:
         AssertionError: ``FIELDS`` has no pattern for the path."""

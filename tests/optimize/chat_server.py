@@ -1,9 +1,10 @@
-"""A server that speaks the OpenAI protocol over HTTP and does what a script says, errors included.
+"""Runs a server that speaks the OpenAI protocol over HTTP and does what a script says, errors included.
 
-A script is a function from the request's JSON to a list of steps: ``{"text": ...}``, ``{"thought": ...}``, ``{"calls":
-[(name, arguments or text), ...]}``, ``{"usage": (prompt, completion)}``, ``{"finish": reason}``, ``{"status": 429,
-"headers": {...}, "body": ...}`` as the only step, ``{"raw": bytes}`` sent unchanged, ``{"cut": True}`` to break off,
-``{"endless": text}`` until the client disconnects."""
+A script is a function from the request's JSON to a list of steps. A step is one of these: ``{"text": ...}``,
+``{"thought": ...}``, ``{"calls": [(name, arguments or text), ...]}``, ``{"usage": (prompt, completion)}``, ``{"finish":
+reason}``, ``{"status": 429, "headers": {...}, "body": ...}`` as the only step, ``{"raw": bytes}``, which is sent
+unchanged, ``{"cut": True}``, which breaks the answer off, or ``{"endless": text}``, which repeats the text until the
+client disconnects."""
 
 import json
 import threading

@@ -30,7 +30,8 @@ def only_torch(folder: Path) -> Path:
 
 
 def run(packages: Path, code: str, folder: Path, home: Path, *more: Path) -> subprocess.CompletedProcess[str]:
-    """Runs ``code`` in ``folder``; it can import the standard library and modules in ``packages`` and ``more``."""
+    """Runs the Python text ``code`` in ``folder`` and returns the finished process. The code can import only the
+    standard library and modules in ``folder``, ``packages`` and ``more``."""
     standard = [sysconfig.get_path("stdlib"), sysconfig.get_path("stdlib") + "/lib-dynload"]
     path = [str(folder), *standard, *map(str, (packages, *more))]
     environment = {"PATH": os.environ["PATH"], "HOME": str(home)}

@@ -1,8 +1,8 @@
-"""Plants secrets and searches for them in all places where they must not be.
+"""Plants secrets in a release and searches for them in all places where they must not be.
 
-These are all objects of a namespace but Secrets, the logs of its pods, all objects of the store, and all bytes of
-MLflow's volume.  A value is found as it is, in base64 at any alignment, in hexadecimal and in URLs.  Text that is
-compressed (except with gzip in the store) or encrypted is not searched, nor is etcd."""
+These places are all objects of a namespace except Secrets, the logs of its pods, all objects of the store, and all
+bytes of MLflow's volume. A secret is found as plain text, in base64 at any alignment, in hexadecimal and in URLs.
+Compressed text (except gzip in the store), encrypted text and etcd are not searched."""
 
 import base64
 import gzip
@@ -42,7 +42,7 @@ def values(planted: Mapping[str, str]) -> dict[str, Any]:
 
 
 def spellings(value: str) -> set[bytes]:
-    """Returns the value in every encoding in which it could still be read."""
+    """Returns the value in every encoding that a search must look for."""
     plain = value.encode()
     found = {plain, plain.hex().encode(), plain.hex().upper().encode()}
     for before in range(3):  # what precedes it in the same text decides how its letters fall into base64's groups
@@ -53,7 +53,8 @@ def spellings(value: str) -> set[bytes]:
 
 
 def leaks(installed: Release, planted: Mapping[str, str]) -> list[str]:
-    """Returns ``place: name`` for each place of ``everything`` in which the secret of this name can be read."""
+    """Searches ``everything`` for the planted secrets, in all their ``spellings``. Returns ``place: name`` for each
+    secret found, with the place where it can be read."""
     wanted = {name: spellings(value) for name, value in planted.items()}
     return [
         f"{place}: {name}"

@@ -1,4 +1,5 @@
-"""The cluster that the tests of this folder share.  It runs already, or the tests start and stop it."""
+"""Provides the test cluster that the tests of this folder share. If it does not run yet, the tests start and stop
+it."""
 
 import fcntl
 import os
@@ -61,6 +62,7 @@ def installed(cluster: Cluster, planted: dict[str, str]) -> Iterator[Release]:
 
 @pytest.fixture(scope="session")
 def held(installed: Release) -> Iterator[Held]:
-    """Yields a run whose servers stand and whose first stage runs or has run; no other stage of the run begins."""
+    """Yields a suspended run (``Held``). Its sandbox servers run, and its first stage runs or has run. No other stage
+    begins."""
     with hold(installed, "held") as run:
         yield run

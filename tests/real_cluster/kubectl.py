@@ -1,4 +1,4 @@
-"""The test cluster's scripts, kubectl bound to a namespace, and small pods for tests."""
+"""Runs the test cluster's scripts and kubectl in a namespace, and describes small pods for tests."""
 
 import json
 import os

@@ -40,7 +40,7 @@ with concurrent.futures.ThreadPoolExecutor(len(places)) as threads:
 
 
 def reached(space: Cluster, name: str, places: Mapping[str, Place], container: str = "main") -> set[str]:
-    """Returns the names of the places to which the container of the pod `name` can connect."""
+    """Returns the names of those ``places`` to which a container of the pod ``name`` can connect."""
     command = ["exec", name, "-c", container, "--", "python3", "-c", _PROBE, json.dumps(places)]
     answer: dict[str, bool] = json.loads(space.run(*command))
     return {place for place, answers in answer.items() if answers}
@@ -71,7 +71,8 @@ def address_of(space: Cluster, name: str) -> str:
 
 
 def cluster_places(space: Cluster) -> dict[str, Place]:
-    """Returns the places of every cluster: both addresses of the API server, DNS, the kubelet, Argo's controller."""
+    """Returns name -> place for the services of every cluster: the API server at both of its addresses, DNS, the
+    kubelet and Argo's controller."""
     node = setting("NODE_IP", space.number)
     (controller,) = Cluster(space.number, "argo").get("pods", "-l", "app=workflow-controller")["items"]
     return {

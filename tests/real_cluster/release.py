@@ -1,6 +1,7 @@
-"""Installs the chart on the test cluster, and runs the command line against it.
+"""Installs the chart on the test cluster, and runs the command line ``cuda-agent`` against it.
 
-The release has a namespace with Pod Security `restricted`, the project's images and PyTorch's volume."""
+The release gets a namespace with Pod Security `restricted`, the project's images, and a volume with the Python
+environment (PyTorch is not in the images)."""
 
 import json
 import os
@@ -50,7 +51,8 @@ def values() -> dict[str, Any]:
 
 
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the values of both as helm merges them: groups are merged, and other values of ``other`` win."""
+    """Returns ``one`` with the chart values ``other`` merged into it, as helm merges them: groups are merged, and
+    single values of ``other`` win."""
     result = dict(one)
     for key, value in other.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
@@ -117,7 +119,7 @@ def of_version(version: str, folder: Path) -> str:
 
 @cache
 def images(number: int) -> None:
-    """Builds and loads the images of this checkout, once a process."""
+    """Builds this checkout's images and loads them into the cluster with this number, once per process."""
     script("project", number=number)
 
 

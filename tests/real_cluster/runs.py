@@ -1,6 +1,7 @@
-"""Runs on an installed release: the command line submits them, and Argo's Workflows show their state.
+"""Submits runs to an installed release with the command line, and observes them through Argo's Workflows.
 
-The module has the smallest run with every stage, waits for a stage or for a run's end, and can hold a run still."""
+The module defines the smallest run that has every stage, waits for a stage or for a run's end, and can suspend a
+run."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -74,7 +75,8 @@ def succeeded(space: Cluster, workflow: str) -> dict[str, Any]:
 
 
 def suspend(space: Cluster, workflow: str, held: bool) -> None:
-    """Keeps the Workflow from starting steps if ``held``, else lets it go on.  Steps that run go on to their end."""
+    """If ``held``, keeps the Workflow from starting further steps; running steps go on to their end. Otherwise lets the
+    Workflow continue."""
     space.run("patch", "workflow", workflow, "--type=merge", "-p", json.dumps({"spec": {"suspend": held}}))
 
 
@@ -111,7 +113,8 @@ def pod_of(space: Cluster, workflow: str, stage: str) -> str:
 
 @dataclass(frozen=True)
 class Held:
-    """A run that starts no further stage.  ``from_stage``: places that the pod of its first stage could reach."""
+    """A suspended run, which starts no further stage. ``from_stage`` names the places that the pod of its first stage
+    could reach."""
 
     installed: Release
     name: str

@@ -1,8 +1,8 @@
 """volumes.py SERVER PKI USER FOLDER NODE: makes writable volumes on one node, as folders below FOLDER.
 
-It serves claims of storage classes with our provisioner, once the scheduler has chosen the node for a claim's first
-pod, and the reclaim policies Delete and Retain. It has no quotas (a claim's size is not a limit), block devices,
-snapshots or resizing."""
+It serves claims whose storage class names ``PROVISIONER``. It makes a claim's volume once the scheduler has chosen the
+node for the claim's first pod. It supports the reclaim policies Delete and Retain. It has no quotas (a claim's size is
+not a limit), block devices, snapshots or resizing."""
 
 import shutil
 import sys

@@ -1,4 +1,4 @@
-"""A running sandbox, shared by the tests of one process, with tasks and solutions for it."""
+"""Provides running sandboxes that the tests of one process share, with a task and solutions for it."""
 
 import asyncio
 import json
@@ -89,14 +89,16 @@ class Running(Loop):
         self.wait(self.sandbox.__aenter__())
 
     def evaluate(self, task: Task, solution: Solution, **more: Any) -> Verdict:
-        """Judges like the product's own callers: while the tests keep the machine too busy, again."""
+        """Returns the verdict on ``solution``. While the verdict says that the machine is too busy, judges again, up to
+        ten times in all."""
         return self.wait(decided(lambda: self.sandbox.evaluate(task, solution, **more)))
 
     def probe(self, task: Task, compile: bool = False) -> Probe:
         return self.wait(self.sandbox.probe(task, compile))
 
     def know_compile_time(self, task: Task) -> None:
-        """Stores a time of torch.compile for the task, also for strict mode, so that nothing has to be compiled."""
+        """Writes invented times of torch.compile, also for strict mode, into all baselines that the sandbox has stored,
+        those of ``task`` included. So the tests compile nothing."""
         self.probe(task)
         strict = {
             "seconds": {"eager_fp32": 1e-4, "compile_fp32": 1e-3},

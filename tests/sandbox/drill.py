@@ -1,9 +1,9 @@
-"""The fault drill: runs faulty and honest evaluations in random order, and counts what they leave behind.
+"""Runs the fault drill: faulty and honest evaluations in random order. Reports what they leave behind.
 
-An honest evaluation of the same task, in the same judge, follows each fault: the time until its right verdict is the
-fault's recovery.  Some faults come from outside: a process of the sandbox is killed in the middle of an honest
-evaluation, whose verdict must be right all the same.  The faults themselves are in ``faults``.  Attacks on the verdict,
-and faults of the machine, are not part of the drill."""
+After each fault, an honest solution of the same task is evaluated in the same judge. The time until its right verdict
+is the fault's recovery. Some faults come from outside: the drill kills a process of the sandbox during an honest
+evaluation, and the verdict must still be right. ``faults`` defines the faults. Attacks on the verdict and faults of the
+machine are not part of the drill."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,8 @@ _SET_CHILD_SUBREAPER = 36
 
 @dataclass
 class Outcome:
-    """The outcome of one evaluation.  ``right`` lists the right statuses; ``status`` is empty without a verdict."""
+    """The outcome of one evaluation. ``right`` lists the statuses that are right for its ``kind``. ``status`` is empty
+    if there was no verdict."""
 
     kind: str
     task: str
@@ -72,8 +73,9 @@ class Report:
 
 
 def draw(evaluations: int, seed: int, device: str) -> list[list[tuple[str, Fault | None, Make, Task]]]:
-    """Draws sequences of evaluations: most are a fault and then an honest solution of the same task, others only an
-    honest solution.  No fault comes a second time before all have come once."""
+    """Draws a list of sequences of evaluations. Most sequences are a fault and then an honest solution of the same
+    task; the others are an honest solution alone. No fault comes a second time before all have come once. An evaluation
+    is a tuple: its kind, the fault (None for an honest solution), a function that makes the solution, and the task."""
     rng = random.Random(seed)
     formats, catalogue, every = honest(device), faults(device), tasks()
     bag: list[Fault] = []
@@ -105,8 +107,8 @@ def settings(device: str, clock: str) -> SandboxConfig:
 
 
 async def drill(evaluations: int, seed: int, device: str, clock: str, cache: Path) -> Report:
-    """Runs ``evaluations`` evaluations, a few at a time.  No other process should use the folder ``TMPDIR``: all files
-    that are in it afterwards count as left behind."""
+    """Runs ``evaluations`` evaluations, a few at a time, and returns their report. No other process should use the
+    folder ``TMPDIR`` meanwhile: all new files in this folder count as left behind."""
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # orphans become children of ours, and are seen
     groups = cgroups.find()
     report = Report(device, clock, seed, os.geteuid(), groups=groups.version if groups else 0)
@@ -161,7 +163,8 @@ async def _evaluated(sandbox: LocalSandbox, kind: str, right: list[str], task: T
 
 
 async def _kill(sandbox: LocalSandbox, task: Task, what: str, rng: random.Random) -> None:
-    """Kills the process ``what`` of the sandbox while the judge of ``task`` works."""
+    """Kills one process of the sandbox while the judge of ``task`` works. ``what`` is "judge", "warm parent",
+    "reference", "candidate" or "spare worker". A spare worker is killed at once."""
     judge = sandbox._judge(task)
     while what != "spare worker" and not judge._lock.locked():
         await asyncio.sleep(0.005)
@@ -181,7 +184,7 @@ async def _kill(sandbox: LocalSandbox, task: Task, what: str, rng: random.Random
 
 
 def _children(parent: int, words: bytes = b"") -> list[int]:
-    """Returns the children of a process whose command line contains ``words``, oldest first."""
+    """Returns the ids of the child processes of ``parent`` whose command line contains ``words``, oldest first."""
     found: list[tuple[int, int]] = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -192,7 +195,7 @@ def _children(parent: int, words: bytes = b"") -> list[int]:
 
 
 def _present() -> dict[str, set[str]]:
-    """Returns what exists now of everything that an evaluation may leave behind: kind -> names."""
+    """Returns the things that exist now and that an evaluation may leave behind: kind -> names."""
     descriptors = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):

@@ -1,7 +1,7 @@
-"""What the fault drill draws from: small tasks, honest solutions of them in every format, and faulty ones.
+"""Defines the material of the fault drill: small tasks, and honest and faulty solutions of them in several formats.
 
-Each fault lists the statuses that are right for it.  All tasks compute ``relu(x) * scale``, in different shapes, so
-that every solution solves every task.  ``drill`` runs the solutions."""
+Each fault lists the verdict statuses that are right for it. All tasks compute ``relu(x) * scale``, in different shapes,
+so that every solution fits every task. ``drill`` runs the solutions."""
 
 import json
 from collections.abc import Callable
@@ -317,7 +317,8 @@ _ON_THE_GPU: dict[str, tuple[str, str, str]] = {  # the python format
 
 
 def honest(device: str) -> dict[Format, Make]:
-    """Returns, for each format, a function that makes a solution that is right for every task."""
+    """Returns format -> function. The function makes a solution that is right for every task, from a number that makes
+    its source unique."""
     if device == "cuda":
         return {"plan": cuda_plan, "extension": cuda_extension, "python": python}
     return {"plan": cpu_plan, "extension": cpu_extension, "python": python}

@@ -1,4 +1,6 @@
-"""A work folder in the published form: a CUDA file of three sections, a binding, and model_new.py."""
+"""Contains a task and a work folder in the form published with CUDA Agent.
+
+The work folder has a CUDA file of three sections, a binding, and ``model_new.py``."""
 
 TASK = """
 import torch

@@ -1,5 +1,6 @@
-"""A judge whose device fails its health probe as many times as a file in the cache says, and is healthy after that
-(``test_faults``)."""
+"""Runs a judge whose device fails its first health probes and is healthy afterwards.
+
+A number in the file ``sick`` in the cache says how many probes still fail. Used by ``test_faults``."""
 
 import types
 from pathlib import Path

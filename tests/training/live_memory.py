@@ -1,6 +1,6 @@
-"""Counts the bytes of all living tensors after every operation, which are the same on any machine.
+"""Counts the bytes of all living tensors after every operation. The counts are the same on any machine.
 
-It counts storages that operations return, so it does not see memory that an operation uses only internally."""
+Only storages that operations return are counted, not memory that an operation uses internally."""
 
 import weakref
 from typing import Any
@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """A context that measures ``peak``: the most bytes that are alive at once in storages created in the context."""
+    """A context that measures ``peak``, the largest number of bytes that are alive at once. It counts the storages that
+    are created in the context."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,7 @@
-"""Tells a test what the stages really did: they append lines to a file that survives kills.  Also holds the orders that
-a test leaves for a stage (``misbehave``)."""
+"""Passes messages between a test and the stages of its run, through files that survive a killed process.
+
+Stages append lines to a journal, which tells the test what they really did. The test leaves orders for a stage: to fail
+in some way (``misbehave``) or to wait (``hold``)."""
 
 from pathlib import Path
 
@@ -29,7 +31,8 @@ def held(cache: Path) -> bool:
 
 
 def asked(cache: Path, stage: str) -> str:
-    """Returns how a test has asked the stage to misbehave this time; empty if no test has."""
+    """Returns how the test has asked the stage to misbehave in this call, or an empty string. Each call uses up one of
+    the requested times."""
     path = cache / f"misbehave-{stage}"
     if not path.exists():
         return ""

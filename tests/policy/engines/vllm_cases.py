@@ -52,8 +52,9 @@ def reference(model, prompt, ids, temperature=1.0):
 
 
 class ScriptedServer:
-    """A server with the part of vLLM's protocol that the engine uses, for one model.  Each of ``faults`` spoils one
-    completion: a status code, "cut" (the connection), "hang", "garbage", or changes of the answer as a dict."""
+    """A server for one model that speaks the part of vLLM's HTTP protocol that the engine uses. Each item of ``faults``
+    spoils one completion. An item is a status code to answer with, "cut" (breaks the connection), "hang" (never
+    answers), "garbage" (answers no JSON), or a dict of changed fields of the answer."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

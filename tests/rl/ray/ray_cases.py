@@ -53,7 +53,7 @@ def make_inputs(folder: Path, **policy: Any) -> dict[str, Path]:
 
 
 def context(folder: Path, settings: Config, inputs: dict[str, Path], name: str = "warmup") -> StageContext:
-    """Returns the context that the executor gives the stage, with all folders below ``folder``."""
+    """Returns a context for the stage ``name`` like the executor's, with all its folders below ``folder``."""
     (stage,) = (stage for stage in STAGES if stage.name == name)
     for part in ("policy", *stage.outputs, "scratch", "work"):
         (folder / part).mkdir(parents=True, exist_ok=True)
@@ -74,7 +74,8 @@ def context(folder: Path, settings: Config, inputs: dict[str, Path], name: str =
 
 
 def wait_until(true: Callable[[], Any], seconds: float = 120.0) -> Any:
-    """Returns the first true result of ``true``."""
+    """Calls ``true`` until its result is true, and returns this result. Raises AssertionError if this takes longer than
+    ``seconds``."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if found := true():
@@ -84,7 +85,7 @@ def wait_until(true: Callable[[], Any], seconds: float = 120.0) -> Any:
 
 
 def alive(pid: int) -> bool:
-    """Returns whether the process runs.  A dead process whose parent has not waited for it does not."""
+    """Returns whether the process runs. A dead process that its parent has not reaped (a zombie) does not run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
@@ -92,7 +93,8 @@ def alive(pid: int) -> bool:
 
 
 def of_ray(folder: Path | None = None) -> list[int]:
-    """Returns the processes of the Ray session in ``folder``, or of all Ray sessions that this process started."""
+    """Returns the ids of the processes whose command line names ``folder``, the folder of a Ray session. Without
+    ``folder``, returns those of all Ray sessions that this process started."""
     found = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
@@ -107,14 +109,16 @@ def of_ray(folder: Path | None = None) -> list[int]:
 
 
 def learnt(folder: Path) -> tuple[bytes, list[int], list[float]]:
-    """Returns the final weights, the steps, and the reward of each step."""
+    """Returns the result of a stage that ran in ``folder``: the bytes of the final weights, the steps, and each step's
+    reward."""
     steps = read_metrics(folder / "said" / "metrics.jsonl")
     rewards = [values["reward"] for values in steps.values()]
     return (folder / "policy" / "model.safetensors").read_bytes(), list(steps), rewards
 
 
 def busy(title: str, below: int | None = None) -> list[int]:
-    """Returns the actors below this process (or the process ``below``) that Ray has named ``title``."""
+    """Returns the process ids of Ray actors whose process title begins with ``title``. Searches the descendants of this
+    process, or of the process ``below``."""
     found = []
     for pid in descendants(below or os.getpid()):
         try:
@@ -127,7 +131,8 @@ def busy(title: str, below: int | None = None) -> list[int]:
 
 
 class Killer(threading.Thread):
-    """A thread that kills a process with this title once ``when`` is true.  ``of`` selects among several."""
+    """A thread that waits until ``when`` is true and then kills one Ray actor with this ``title``. ``of`` filters the
+    list of matching process ids; the thread kills the first one that is left."""
 
     def __init__(self, title: str, when=lambda: True, of=lambda found: found) -> None:
         super().__init__(daemon=True)

@@ -1,6 +1,7 @@
-"""Sources of load_inline in the styles that models write, built with the stand-ins and with torch's own headers.
+"""Builds load_inline sources in the styles that language models write, with stand-in headers or with torch's own.
 
-As a program it builds one set and prints what every call gives: ``python -m ... FOLDER cpu|cuda stand-ins|torch``."""
+Run as a program, ``python -m ... FOLDER cpu|cuda stand-ins|torch`` builds the sources for one device and prints the
+result of every call as JSON."""
 
 import hashlib
 import json
@@ -285,7 +286,8 @@ CUDA_CALLS = [
 
 
 def build(place: Path, device: str, kind: str) -> Any:
-    """Builds the sources for ``device`` below ``place`` with headers of ``kind``, and returns the module."""
+    """Builds the sources for ``device`` below ``place`` and returns the module. ``kind`` says which headers are used:
+    "stand-ins" or "torch"."""
     import torch.utils.cpp_extension as extensions
 
     os.environ["TORCH_EXTENSIONS_DIR"] = str(place / "extensions")
@@ -299,7 +301,8 @@ def build(place: Path, device: str, kind: str) -> Any:
 
 
 def answers(m: Any, device: str) -> dict[str, Any]:
-    """Returns what every call gives: digests of tensors, or the type and the first line of an error."""
+    """Calls the functions of the module ``m``. Returns call -> result: descriptions and digests of tensors, or the type
+    and the first line of an error."""
     torch.manual_seed(0)
 
     def on_another_stream(function: Any, *arguments: Any) -> Any:

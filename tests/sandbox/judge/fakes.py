@@ -1,5 +1,7 @@
-"""Replacements for the processes around the judge: a reference, a worker pool and a candidate's worker.  They run in
-the test's process.  The task doubles its input; the judge's buffers, comparisons and decisions are the real ones."""
+"""Provides replacements for the processes around the judge: a reference, a worker pool and a candidate's worker.
+
+They run in the test's process. The reference's task doubles its input. The judge's buffers, comparisons and decisions
+are the real ones."""
 
 import contextlib
 from collections.abc import Callable, Sequence

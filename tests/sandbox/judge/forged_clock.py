@@ -1,5 +1,6 @@
-"""A judge whose clock measures 1 ns for every call of a candidate, as if a solution had forged the device's clock, on a
-machine with a small cache (``test_roofline``)."""
+"""Runs a judge that measures 1 ns for every call of a candidate, as if the solution had forged the clock.
+
+The judge also assumes that the device's last cache holds 64 KiB only. Used by ``test_roofline``."""
 
 from typing import Any
 

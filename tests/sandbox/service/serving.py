@@ -1,4 +1,4 @@
-"""A real server in its own process, and requests for it."""
+"""Starts a real sandbox server (``cuda-agent sandbox serve``) in its own process, and makes requests for it."""
 
 import json
 import os
@@ -84,13 +84,14 @@ class Served:
 
 
 def body(solution: Solution | None = None, code: str = CHAIN, **more: Any) -> dict[str, Any]:
-    """Returns a request to evaluate a solution."""
+    """Returns the body of a request to evaluate a solution."""
     solution = solution or plan_solution()
     return {"task": {"code": code}, "solution": {"format": solution.format, "files": solution.files}} | more
 
 
 def variant(number: int, code: str = CHAIN) -> dict[str, Any]:
-    """Returns a request whose content depends on ``number``; one build serves all of them."""
+    """Returns the body of a request whose content depends on ``number``. The kernel is always the same, so one build
+    serves all numbers."""
     solution = plan_solution()
     plan = json.loads(solution.files["plan.json"]) | {"guards": [f"{number} == {number}"]}
     return body(Solution("plan", solution.files | {"plan.json": json.dumps(plan)}), code)

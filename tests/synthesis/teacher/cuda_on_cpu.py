@@ -1,7 +1,7 @@
 """Runs CUDA plans of the teacher on the CPU: the threads of a block are coroutines, and blocks run in turn.
 
-A barrier and a shuffle hand over to the next thread, so each thread reaches the barrier before any passes it.  Kernels
-are compiled by g++ beside a header that defines what they use of CUDA."""
+A barrier or a shuffle switches to the next thread, so each thread reaches the barrier before any thread passes it. g++
+compiles the kernels together with a header that defines the parts of CUDA that they use."""
 
 import ctypes
 import json
@@ -79,8 +79,9 @@ static void launch(unsigned wide, unsigned high, unsigned block, std::function<v
 
 
 def build(solutions: list[dict[str, str]], folder: Path, rows: int, columns: int) -> ctypes.CDLL:
-    """Compiles each solution's kernels in its own namespace.  ``run<k>(x, y, z)`` launches them as its plan says, for
-    inputs of ``rows`` and ``columns``.  Workspaces are poisoned."""
+    """Compiles each solution's kernels in its own namespace and loads the library. Its function ``run<k>(x, y, z)``
+    launches the kernels of solution ``k`` as its plan says, for inputs of ``rows`` and ``columns``. Workspaces are
+    filled with 1e9."""
     source = HEADER
     for k, files in enumerate(solutions):
         plan = json.loads(files["plan.json"])
@@ -115,14 +116,15 @@ def build(solutions: list[dict[str, str]], folder: Path, rows: int, columns: int
 
 
 def number(expression: Any, rows: int, columns: int) -> int:
-    """Returns the value of one of the teacher's size expressions."""
+    """Returns the value of ``expression``, a size in a plan of the teacher, for inputs of ``rows`` and ``columns``."""
     text = str(expression).replace("in0.shape[0]", str(rows)).replace("in0.shape[1]", str(columns))
     text = text.replace("in0.numel", str(rows * columns))
     return int(eval(text, {"cdiv": lambda a, b: -(-a // b)}))
 
 
 def call(library: ctypes.CDLL, k: int, inputs: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Returns the output of solution ``k``.  The output is poisoned before the call."""
+    """Runs solution ``k`` and returns its output, which has the shape of ``like``. The output is filled with 1e9 before
+    the call."""
     output = torch.full_like(like, 1e9)
     getattr(library, f"run{k}")(*(ctypes.c_void_p(t.data_ptr()) for t in (inputs[0], inputs[-1], output)))
     return output

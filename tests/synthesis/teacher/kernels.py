@@ -20,7 +20,8 @@ _NAMES = {
 
 
 def build(solutions: list[dict[str, str]], folder: Path) -> ctypes.CDLL:
-    """Compiles each solution's kernel in its own namespace.  ``run<k>(x, y, b, z, n, m)`` calls it as its plan says."""
+    """Compiles each solution's kernel in its own namespace and loads the library. Its function ``run<k>(x, y, b, z, n,
+    m)`` calls the kernel of solution ``k`` as its plan says."""
     source = "#include <math.h>\n"
     for k, files in enumerate(solutions):
         (node,) = json.loads(files["plan.json"])["nodes"]
@@ -39,7 +40,8 @@ def build(solutions: list[dict[str, str]], folder: Path) -> ctypes.CDLL:
 
 
 def call(library: ctypes.CDLL, k: int, inputs: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """Returns the output of solution ``k``.  The output and the workspace are poisoned before the call."""
+    """Runs solution ``k`` and returns its output, which has the shape of ``like``. The output and the workspace are
+    filled with 1e9 before the call."""
     output, workspace = torch.full_like(like, 1e9), torch.full_like(inputs[0], 1e9)
     pointers = [ctypes.c_void_p(t.data_ptr()) for t in (inputs[0], inputs[-1], workspace, output)]
     rows, columns = inputs[0].shape
