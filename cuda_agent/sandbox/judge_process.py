@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.errors import SandboxUnready, TaskError
-from cuda_agent.sandbox.jail.warm_parent import KEEPING_MEMORY
+from cuda_agent.sandbox.jail.warm_parent import KEEPING_MEMORY, chosen_gpus
 from cuda_agent.sandbox.messages import FrameTooLarge, JudgeRequest, JudgeSettings, Reply, receive_frame, send_frame
 
 # Seconds until a judge that says nothing counts as lost. A first strict verdict may compile five times for ten minutes.
@@ -121,7 +121,7 @@ class JudgeHandle:
         ours, theirs = socket.socketpair()
         package = str(Path(__file__).parents[2])
         environment = {"PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8", "PYTHONPATH": package}
-        environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", **KEEPING_MEMORY}
+        environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", **KEEPING_MEMORY, **chosen_gpus()}
         with open(self._scratch / "judge.log", "ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", self.program, str(theirs.fileno())],

@@ -1,9 +1,11 @@
 """The sandbox on a GPU: verdicts of plans and of Python, and what a kernel must not reach."""
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from cuda_agent.optimize.verdict_text import verdict_lines
 from cuda_agent.sandbox.wire import Solution
@@ -47,6 +49,16 @@ def test_a_plan_is_judged_and_timed_by_the_device(gpu: Running, code: str) -> No
     print(verdict)
     assert (verdict.status, verdict.message, verdict.device) == ("ok", "", "cuda")
     assert verdict.seconds and verdict.eager_seconds and verdict.compile_seconds
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_workers_use_the_gpu_that_this_process_was_given(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    code = CHAIN.replace("return torch.relu(x)", "assert torch.cuda.device_count() == 1\n        return torch.relu(x)")
+    verdict = start(device="cuda", memory_mb=4096).evaluate(task(code), plan(), mode="check")
+    assert (verdict.status, verdict.message) == ("ok", "")
 
 
 def test_a_kernel_that_writes_beyond_its_output_crashes(gpu: Running) -> None:

@@ -207,6 +207,17 @@ def test_a_judge_that_does_not_start_is_named_with_its_last_words(tmp_path: Path
         asyncio.run(handle.ask(JudgeRequest.SPEC, {}))
 
 
+def test_a_judge_sees_the_gpus_that_this_process_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    handle = JudgeHandle(settings_in(tmp_path), tmp_path)
+    try:
+        asyncio.run(handle.begin())
+        assert handle._process
+        assert b"CUDA_VISIBLE_DEVICES=3" in Path(f"/proc/{handle._process.pid}/environ").read_bytes().split(b"\0")
+    finally:
+        handle.kill()
+
+
 def test_a_quarantined_device_is_not_asked_and_a_killed_judge_stays_dead(tmp_path: Path) -> None:
     handle = _NoJudge(settings_in(tmp_path), tmp_path)
     handle._quarantine = (time.monotonic() + 60, "cuda: quarantined")

@@ -27,6 +27,12 @@ _PACKAGE = Path(__file__).resolve().parents[3]
 _COMPILING = ("cuda_agent.sandbox.worker.compiling", "torch._inductor.compile_fx")
 
 
+def chosen_gpus() -> dict[str, str]:
+    """Returns the environment variables that limit CUDA to some GPUs, as this process got them. All processes of a
+    sandbox need them: without them, CUDA takes the machine's first GPU."""
+    return {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER") if name in os.environ}
+
+
 def warm_parent(threads: int, log: Path, imports: Sequence[str] = (), pinned: bool = True) -> "WarmParent":
     """Starts a warm parent, which imports torch and the modules ``imports``. It is ready when ``wait_ready`` returns.
     It writes errors to the file ``log``. Each worker gets ``threads`` threads. If ``pinned``, all workers share the
@@ -37,7 +43,7 @@ def warm_parent(threads: int, log: Path, imports: Sequence[str] = (), pinned: bo
         "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
         "PYTHONPATH": str(_PACKAGE), "PYTHONDONTWRITEBYTECODE": "1", "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0",
         "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": str(threads),
-        "TORCHINDUCTOR_COMPILE_THREADS": "1", **KEEPING_MEMORY, "USER": "worker", "LOGNAME": "worker",
+        "TORCHINDUCTOR_COMPILE_THREADS": "1", **KEEPING_MEMORY, **chosen_gpus(), "USER": "worker", "LOGNAME": "worker",
     }  # fmt: skip
     with open(log, "ab") as errors, _processors(threads) if pinned else contextlib.nullcontext(), theirs:
         process = subprocess.Popen(

@@ -42,6 +42,16 @@ def test_a_parent_of_measurements_keeps_its_processors_and_a_probers_may_use_all
         parent.close()
 
 
+def test_workers_see_the_gpus_that_this_process_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    parent = warm_parent.warm_parent(1, tmp_path / "log")
+    try:
+        parent.wait_ready()
+        assert b"CUDA_VISIBLE_DEVICES=3" in Path(f"/proc/{parent.pid}/environ").read_bytes().split(b"\0")
+    finally:
+        parent.close()
+
+
 class Parent:
     def __init__(self, imports: Any, fault: str) -> None:
         self.imports, self.fault, self.closed = imports, fault, False
