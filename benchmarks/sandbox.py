@@ -15,7 +15,7 @@ from cuda_agent.diagnostics import sandbox_bench
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", type=int, default=4)
-    parser.add_argument("--solutions", type=int, default=10, help="a task and format, and again as many at once")
+    parser.add_argument("--solutions", type=int, default=10, help="per task, format and round; there are three rounds")
     parser.add_argument("--formats", default="plan,extension,python")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()

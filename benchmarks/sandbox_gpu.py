@@ -127,7 +127,7 @@ SIZES = {"20 us": (1024, 16, 132 * 8, 256), "200 us": (8192, 24, 132 * 8, 256), 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--solutions", type=int, default=30, help="of a format, one after the other; and as many at once"
+        "--solutions", type=int, default=30, help="of a format, one after the other; then twice as many at once"
     )
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--tasks", type=int, default=0, help="measure one format for so many tasks, and nothing else")

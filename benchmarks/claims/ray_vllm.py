@@ -21,11 +21,15 @@ sampled tokens.
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from seeds import t_interval
 
 from cuda_agent.compose import compose
 from cuda_agent.config import Config
@@ -42,7 +46,6 @@ KINDS: dict[str, list[str]] = {
     ONE: [],
     BOTH: ["runtime=ray", "ray.workers=2", "ray.max_off_policy_steps=0", "policy.engine=vllm"],
 }
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365}  # Student's t at 97.5 %, by seeds
 Step = dict[str, float]
 
 
@@ -81,16 +84,6 @@ def learn(stage: str, config: Config, inputs: dict[str, Path], folder: Path, cac
     return list(read_metrics(folder / "said" / "metrics.jsonl").values())
 
 
-def interval(values: list[float]) -> tuple[float, float, float]:
-    """Returns the mean of ``values`` and the lower and upper end of its 95 % t interval. With one value, the interval
-    is infinite."""
-    mean = statistics.mean(values)
-    if len(values) == 1:
-        return mean, float("-inf"), float("inf")
-    half = STUDENT[len(values)] * statistics.stdev(values) / len(values) ** 0.5
-    return mean, mean - half, mean + half
-
-
 def table(found: dict[str, list[list[Step]]]) -> dict[str, Any]:
     """Prints the reward curves. Returns the results as a dictionary; ``holds`` in it is the result of the
     comparison."""
@@ -108,7 +101,9 @@ def table(found: dict[str, list[list[Step]]]) -> dict[str, Any]:
         print(f"{number:>5} {spread:>40} {mean:>22.3f} {'yes' if inside[-1] else 'no':>7}")
     curves = {kind: [statistics.mean(curve[1:]) for curve in of] for kind, of in rewards.items()}
     rises = {kind: [statistics.mean(curve[-2:]) - curve[0] for curve in of] for kind, of in rewards.items()}
-    difference = interval([b - a for a, b in zip(curves[ONE], curves[BOTH], strict=True)])
+    differences = np.array(curves[BOTH]) - np.array(curves[ONE])
+    low, high = t_interval(differences) or (-math.inf, math.inf)  # one seed says nothing
+    difference = float(differences.mean()), low, high
     holds = difference[1] <= 0 <= difference[2] and gaps[BOTH] < 1e-4
     print(f"whole curves differ by {difference[0]:+.3f} ({difference[1]:+.3f} to {difference[2]:+.3f})")
     print(f"rise from the first step to the last two: {rises}")

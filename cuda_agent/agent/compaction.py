@@ -49,7 +49,7 @@ def compacted(messages: Sequence[Mapping[str, Any]], limit: int) -> list[Message
     while len(turns) > _KEEP and size(head) + sum(map(size, turns)) > goal:
         turns.pop(0)
         dropped += 1
-    if dropped:
+    if dropped and head:
         note = f"[{dropped} earlier turns were dropped to save room; the files in the folder are as you left them]"
         head[-1]["content"] = f"{head[-1]['content']}\n\n{note}"
     kept = [*head, *(message for turn in turns for message in turn)]

@@ -76,7 +76,7 @@ def bench(
     tasks: Annotated[int, Option(min=1, help="number of tasks")] = 4,
     solutions: Annotated[int, Option(min=1, help="solutions per task and format in each of three rounds")] = 5,
     formats: Annotated[
-        str | None, Option(help="any of plan, extension and python, separated by commas [default: all three]")
+        str | None, Option(help="any of plan, extension (not on a GPU) and python, separated by commas [default: all]")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -87,8 +87,9 @@ def bench(
 
     from cuda_agent.diagnostics import sandbox_bench
 
-    wanted = sandbox_bench.formats_of(formats)
-    answer = asyncio.run(sandbox_bench.measure(composed(overrides)[0].sandbox, tasks, solutions, wanted))
+    config = composed(overrides)[0].sandbox
+    wanted = sandbox_bench.formats_of(formats, config.device)
+    answer = asyncio.run(sandbox_bench.measure(config, tasks, solutions, wanted))
     print(json.dumps(answer, indent=1) if as_json else "\n".join(sandbox_bench.lines(answer)))
 
 
@@ -116,7 +117,8 @@ def selftest(
     """Judge all known exploits and many honest solutions.
 
     Then switches off each wall (a protection of the sandbox) in turn, to see whether it is needed. With --format, the
-    walls are left out. Exit code 79: an exploit got through, or an honest solution was refused."""
+    walls are left out. Exit code 79: an exploit got through or got a verdict that it must not get, or an honest
+    solution was refused."""
     import asyncio
 
     from cuda_agent.exploits import selftest as test

@@ -54,22 +54,29 @@ class Cluster:
 
         Raises:
             ClusterError: The kubeconfig cannot be used, or lacks the context."""
+        import yaml
         from kubernetes import config
-        from kubernetes.config import ConfigException
+        from kubernetes.config import ConfigException, kube_config
 
         try:
-            file = os.environ.get("KUBECONFIG") or None  # the client reads the variable only once, at import
-            contexts, current = config.list_kube_config_contexts(file)
-            chosen = next((item for item in contexts if item["name"] == context), None) if context else current
+            # The client reads the variable only once, at import.
+            file = os.environ.get("KUBECONFIG") or kube_config.KUBE_CONFIG_DEFAULT_LOCATION
+            found = kube_config.KubeConfigMerger(file).config
+            if found is None:
+                raise ConfigException("there is no such file")
+            contexts, name = found["contexts"].value, context or found.safe_get("current-context")
+            if name is None:
+                raise ConfigException("it has no current context, and no context is named")
+            chosen = next((item for item in contexts if item["name"] == name), None)
             if chosen is None:
                 names = ", ".join(sorted(item["name"] for item in contexts)) or "none"
-                raise ClusterError(f"There is no context {context} in your kubeconfig: {names}.", 404)
-            client = config.new_client_from_config(file, context=chosen["name"])
-        except (ConfigException, OSError, ValueError, TypeError, KeyError) as error:
+                raise ClusterError(f"There is no context {name} in your kubeconfig: {names}.", 404)
+            client = config.new_client_from_config(file, context=name)
+        except (ConfigException, yaml.YAMLError, OSError, ValueError, TypeError, KeyError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise ClusterError(f"Your kubeconfig cannot be used: {reason}. Set KUBECONFIG.", 404) from None
-        space = namespace or chosen["context"].get("namespace") or "default"
-        return cls(client, space, chosen["name"])
+        space = namespace or chosen["context"].safe_get("namespace") or "default"
+        return cls(client, space, name)
 
     @classmethod
     def of_pod(cls) -> "Cluster":
@@ -164,7 +171,7 @@ class Cluster:
         except ApiException as error:
             raise self._refusal(doing, error.status or 0, error.body) from None
         except (HTTPError, OSError) as error:
-            reason = str(getattr(error, "reason", error)).splitlines()[0][:200]
+            reason = (str(getattr(error, "reason", error)) or type(error).__name__).splitlines()[0][:200]
             raise ClusterError(f"{self.name} does not answer: could not {doing} ({reason}).") from None
 
     def _refusal(self, doing: str, status: int, body: Any) -> ClusterError:

@@ -41,8 +41,8 @@ def _clients(name: str) -> list[dict[str, str]]:
 
 
 def engine_objects() -> list[dict[str, Any]]:
-    """Returns templates of the engine's objects, in the order of creation.  In their names and labels, ``RUN`` stands
-    for the name of a run's Workflow."""
+    """Returns templates of the Kubernetes objects of a run's vLLM servers, in the order of creation.  In names and
+    labels, ``RUN`` stands for the name of the run's Workflow."""
     container = pools.container(
         "cuda-agent-engine",
         {"HOME": "/scratch", "HF_HUB_OFFLINE": "1", "VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"},

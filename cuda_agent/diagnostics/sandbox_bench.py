@@ -23,32 +23,40 @@ from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline.closure import device_name
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.wire import Format, Solution, TaskSpec, Verdict
-from cuda_agent.synthesis.filters import TaskRefused, check_eager
+from cuda_agent.synthesis.filters import TaskRefused, check_compiled, check_eager
 from cuda_agent.synthesis.teacher.cpu_kernels import KERNEL, PLAN
 from cuda_agent.synthesis.teacher.family import sample_task
 from cuda_agent.synthesis.teacher.teacher import solve_right
 from cuda_agent.tasks.task import Task
 
-WINDOW = (1e-4, 5e-3)  # seconds that an eager call may take: the demo's range
+# Seconds that an eager call may take: the ranges of ``experiment=demo`` and ``experiment=cuda``.
+WINDOW = {"cpu": (1e-4, 5e-3), "cuda": (1e-5, 5e-3)}
+_TRIES = 50  # most tasks that are tried for each one that is wanted
+_FORMATS: tuple[Format, ...] = ("plan", "extension", "python")
 _ORDER = ("build", "start", "check", "time", "settle", "whole", "in a row")  # order of printed phases
 PAUSE = 0.25  # seconds before a solution that is judged alone
 
 
-def formats_of(text: str | None) -> tuple[Format, ...]:
-    """Returns the formats that ``text`` lists, as in ``plan,python``, in a fixed order. None lists all formats.
+def formats_of(text: str | None, device: str = "cpu") -> tuple[Format, ...]:
+    """Returns the formats that ``text`` lists, as in ``plan,python``, in a fixed order. None lists all formats that can
+    be measured on ``device``; on a GPU, ``extension`` cannot.
 
     Raises:
-        ConfigError: A format does not exist, or has no solutions to measure."""
-    wanted = list(_SOLUTIONS) if text is None else [name.strip() for name in text.split(",")]
-    if unknown := [name for name in wanted if name not in _SOLUTIONS]:
-        raise ConfigError(f"--formats: expected any of {', '.join(_SOLUTIONS)}, got {unknown[0]!r}")
-    return tuple(format for format in _SOLUTIONS if format in wanted)
+        ConfigError: A format does not exist, or cannot be measured on ``device``."""
+    known = [format for format in _FORMATS if device == "cpu" or format != "extension"]
+    wanted = list(known) if text is None else [name.strip() for name in text.split(",")]
+    if unknown := [name for name in wanted if name not in known]:
+        raise ConfigError(f"--formats: on {device} expected any of {', '.join(known)}, got {unknown[0]!r}")
+    return tuple(format for format in known if format in wanted)
 
 
 async def measure(config: SandboxConfig, tasks: int, solutions: int, formats: Sequence[Format]) -> dict[str, Any]:
     """Measures the sandbox with each format in three rounds: one solution at a time with pauses, one at a time without
     pauses, and all at once. Returns the results as a dictionary, with times in seconds. A round judges ``solutions``
-    solutions per task, or fewer if the teacher has no more designs."""
+    solutions per task, or fewer if the teacher has no more designs.
+
+    Raises:
+        ConfigError: Too few of many tasks can be measured on this machine."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as cache:
         async with LocalSandbox(config.model_copy(update={"servers": []}), Path(cache)) as sandbox:
@@ -67,9 +75,15 @@ async def _measure_format(
     sandbox: LocalSandbox, tasks: Sequence[Task], format: Format, count: int, rng: random.Random
 ) -> dict[str, Any]:
     specs = {task.name: await sandbox.spec(task) for task in tasks}
-    drawn = distinct(
-        tasks, 3 * count, rng, lambda task: Solution(format, _SOLUTIONS[format](task, specs[task.name], rng))
-    )
+    device = sandbox.config.device
+
+    def solution(task: Task) -> Solution:
+        if format == "python":
+            return Solution(format, _reference(task, rng))
+        files = solve_right(task, rng, device).files
+        return Solution(format, files if format == "plan" else work_folder(files, specs[task.name]))
+
+    drawn = distinct(tasks, 3 * count, rng, solution)
     share = len(drawn) // 3
     verdicts: list[Verdict] = []
 
@@ -98,21 +112,26 @@ async def _measure_format(
 async def prepare(sandbox: LocalSandbox, count: int, rng: random.Random) -> tuple[list[Task], list[float]]:
     """Draws random tasks, and probes each one: runs it in eager mode, then also with ``torch.compile``. Returns the
     first ``count`` tasks that pass, and the seconds that each of their probes took. With a real clock, only tasks whose
-    eager time is in ``WINDOW`` pass."""
-    window = WINDOW if sandbox.config.clock == "real" else (0.0, float("inf"))
+    eager time is in the ``WINDOW`` of the device pass. Raises ConfigError if too few of many tasks pass."""
+    device = sandbox.config.device
+    window = WINDOW[device] if sandbox.config.clock == "real" else (0.0, float("inf"))
     tasks: list[Task] = []
     seconds: list[float] = []
-    while len(tasks) < count:
-        task = sample_task(rng)
+    refused = ""
+    for _ in range(_TRIES * count):
+        task = sample_task(rng, device)
         begin = time.perf_counter()
         try:
             check_eager(await sandbox.probe(task, compile=False), window)
-        except TaskRefused:
+            check_compiled(await sandbox.probe(task))
+        except TaskRefused as reason:
+            refused = str(reason)
             continue
-        if not (await sandbox.probe(task)).error:
-            tasks.append(task)
-            seconds.append(time.perf_counter() - begin)
-    return tasks, seconds
+        tasks.append(task)
+        seconds.append(time.perf_counter() - begin)
+        if len(tasks) == count:
+            return tasks, seconds
+    raise ConfigError(f"Only {len(tasks)} of {_TRIES * count} tasks can be measured on this machine: {refused}")
 
 
 _BINDING = """#include "../binding_registry.h"
@@ -165,14 +184,6 @@ def work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
 def _reference(task: Task, rng: random.Random) -> dict[str, str]:
     code = re.sub(r"^class Model\b", "class ModelNew", task.code, flags=re.MULTILINE)
     return {"model_new.py": f"{code}\n# {rng.getrandbits(32)}\n"}
-
-
-# Functions that write the files of a solution of a teacher's task, by format.
-_SOLUTIONS: dict[Format, Callable[[Task, TaskSpec, random.Random], dict[str, str]]] = {
-    "plan": lambda task, spec, rng: dict(solve_right(task, rng).files),
-    "extension": lambda task, spec, rng: work_folder(solve_right(task, rng).files, spec),
-    "python": lambda task, spec, rng: _reference(task, rng),
-}
 
 
 def distinct(

@@ -91,6 +91,7 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
             raise ValueError(f"there is no task {task}; there are {', '.join(list(tasks)[:10])} ...")
         chosen = tasks[task] if task else random.Random(seed).choice(list(tasks.values()))
         self._loop = asyncio.get_running_loop()
+        self._environment = None
         await self._stack.aclose()
         assert self._arena.sandbox is not None, "the server runs"
         settings = self._arena.settings

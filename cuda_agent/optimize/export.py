@@ -37,7 +37,7 @@ class ModelNew(Model):
     _weights = None
 
     def __init__(self, *args, **kwargs):
-        _check_init(_PROGRAM["init"], args)
+        _check_init(Model, _PROGRAM["init"], args, kwargs)
         super().__init__(*args, **kwargs)
 
     def forward(self, *args):

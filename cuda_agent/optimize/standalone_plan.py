@@ -5,6 +5,7 @@ underscore, so that they differ from the task's names.  The kernels are for infe
 and plain arguments (such as numbers) of ``get_inputs()``.  Other inputs raise a ValueError."""
 
 import hashlib as _hashlib
+import inspect as _inspect
 import math as _math
 import os as _os
 import shutil as _shutil
@@ -76,7 +77,7 @@ class _Kernels:
                 raise ValueError(f"an argument is {value!r}; these kernels were made for {kind}")
             elif "tensor" in want:
                 found.append(value)
-            elif value != want["value"]:
+            elif not _equal(value, want["value"]):
                 raise ValueError(f"an argument is {value!r}; these kernels were made for {want['value']!r}")
 
     def weights(self, model: _Any) -> list[torch.Tensor]:
@@ -129,7 +130,8 @@ class _Kernels:
 
 
 def _module(name: str, source: str) -> _Any:
-    """Makes a module from ``source``, a part of cuda-agent's module ``name``."""
+    """Runs the Python code ``source`` as a new module and returns the module.  The code is a part of cuda-agent's
+    module ``name``; the new module is called ``model_new`` and that name."""
     module = _sys.modules[f"model_new {name}"] = _types.ModuleType(f"model_new {name}")  # dataclasses look it up here
     exec(compile(source, f"{name}.py", "exec"), module.__dict__)
     return module
@@ -149,11 +151,31 @@ def _nested(form: _Any, outputs: _Any) -> _Any:
     return form
 
 
-def _check_init(wanted: list[_Any], args: tuple[_Any, ...]) -> None:
-    """Raises ValueError if a constructor argument in ``args``, such as a number, differs from that in ``wanted``."""
-    for item, value in zip(wanted, args, strict=False):
-        if "value" in item and item["value"] != (list(value) if isinstance(value, tuple) else value):
-            raise ValueError(f"a constructor argument is {value!r}; these kernels were made for {item['value']!r}")
+def _check_init(model: type, wanted: list[_Any], args: tuple[_Any, ...], kwargs: dict[str, _Any]) -> None:
+    """Raises ValueError if a constructor argument of ``model``, such as a number, differs from that in ``wanted``.
+    ``args`` and ``kwargs`` are the arguments of the constructor; ``wanted`` lists those of ``get_init_inputs()``."""
+    signature = _inspect.signature(model)
+    given, made = signature.bind(*args, **kwargs), signature.bind(*wanted)
+    for bound in (given, made):
+        bound.apply_defaults()
+    values, items = ([*bound.args, *bound.kwargs.values()] for bound in (given, made))
+    if len(values) != len(items):
+        raise ValueError(f"{len(values)} constructor arguments; these kernels were made for {len(items)}")
+    for value, item in zip(values, items, strict=True):
+        described = any(item is of for of in wanted)  # otherwise it is a default
+        if described and "value" not in item:
+            continue  # a tensor
+        if not _equal(value, want := item["value"] if described else item):
+            raise ValueError(f"a constructor argument is {value!r}; these kernels were made for {want!r}")
+
+
+def _equal(value: _Any, want: _Any) -> bool:
+    """Returns whether two plain arguments are equal.  Tuples equal lists, and NaN equals NaN."""
+    if isinstance(value, torch.Tensor) or isinstance(want, torch.Tensor):
+        return value is want
+    if isinstance(value, list | tuple) and isinstance(want, list | tuple):
+        return len(value) == len(want) and all(map(_equal, value, want))
+    return bool(value == want or (value != value and want != want))
 
 
 def _built(files: dict[str, str], command: list[str], product: str, identity: str = "") -> _Path:

@@ -94,9 +94,9 @@ def claims(rows: Sequence[JudgedRow]) -> dict[str, Any]:
 
 
 def fast_rows(scores: Scores, tasks: int) -> list[tuple[float, list[float | None]]]:
-    """Returns (p, shares) for each threshold p.  A share is the part of the tasks that are solved more than p times as
-    fast as a baseline.  The first two shares, over eager and ``torch.compile``, are of the scored tasks.  The other two
-    are of ``tasks`` tasks."""
+    """Returns (p, shares) for each threshold p.  A share says how many tasks have a solution that is more than p times
+    as fast as a baseline: the first as eager, the second as ``torch.compile``.  Both are divided by the number of
+    scored tasks.  The third and fourth share are the same two, divided by ``tasks``.  A share is None without tasks."""
     return [
         (p, [fast_p(scores, p, baseline, count) for count in (None, tasks) for baseline in ("eager", "compile")])
         for p in THRESHOLDS

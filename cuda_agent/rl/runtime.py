@@ -56,7 +56,8 @@ class Runtime(Protocol):
         """Loads the newest checkpoint into the trainer and returns its step. Without a checkpoint, returns 0."""
 
     async def result(self) -> tuple[Any, Any, Critic | None]:
-        """Returns the trained (model, tokenizer, critic) in this process; the critic is None if none is trained."""
+        """Returns the trained (model, tokenizer, critic). If other processes have trained them, copies them to this
+        process. The critic is None if none is trained."""
 
 
 class ActorCritic:

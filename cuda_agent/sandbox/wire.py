@@ -25,7 +25,7 @@ _ALLOWED_TEXT = """
     requires_grad_ __repr__ __bool__ item dtype device shape
 """
 ALLOWED = frozenset(_ALLOWED_TEXT.split())
-NESTING = 16  # most levels in the arguments of a tool or a task
+NESTING = 16  # most nested lists and dictionaries in the arguments of a task
 _MOST_ELEMENTS = 1 << 48  # of one tensor
 DELAY_UNIT = 16e-6  # seconds: unit of the delay of a timed chain
 MOST_SHARED = 1 << 20  # most bytes of dynamic shared memory that a plan may ask for
@@ -290,12 +290,12 @@ def _tensors(items: Iterable[Any]) -> list[Tensor]:
 
 
 def shallow(value: Any, depth: int = NESTING) -> Any:
-    """Returns ``value``. Raises ``ValueError`` if ``value`` has more than ``depth`` levels. Each list or dictionary
-    adds a level, and the values inside the innermost one are a level, too."""
-    if depth == 0:
-        raise ValueError(f"nested deeper than {NESTING}")
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        shallow(part, depth - 1)
+    """Returns ``value``. Raises ``ValueError`` if lists and dictionaries in it are nested more than ``depth`` deep."""
+    if isinstance(value, dict | list):
+        if depth == 0:
+            raise ValueError("lists and dictionaries are nested too deeply")
+        for part in value.values() if isinstance(value, dict) else value:
+            shallow(part, depth - 1)
     return value
 
 

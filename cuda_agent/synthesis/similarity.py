@@ -48,11 +48,11 @@ def duplicate_key(code: str) -> str:
     tree = syntax.parse(code)
     aliases = import_aliases(tree)
     constants: dict[str, ast.expr] = {
-        node.targets[0].id: node.value
+        target.id: node.value
         for node in tree.body
-        if isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Name)
-        and isinstance(node.value, ast.Constant)
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
+        for target in node.targets
+        if isinstance(target, ast.Name)
     }
     names: dict[str, str] = {}
     kept = [

@@ -65,7 +65,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak memory of one process (rank) of a trainer, in bytes by purpose."""
+    """The estimated peak memory, in bytes, of one process (rank) of a trainer, by what takes it."""
 
     weights: int
     gradients: int

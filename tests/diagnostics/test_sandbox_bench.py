@@ -8,6 +8,7 @@ import pytest
 from cuda_agent.config import SandboxConfig
 from cuda_agent.diagnostics import sandbox_bench
 from cuda_agent.errors import ConfigError
+from cuda_agent.sandbox.wire import Probe
 
 
 @pytest.mark.nightly
@@ -49,3 +50,26 @@ def test_formats_come_in_their_order_and_others_are_refused():
     assert sandbox_bench.formats_of("python, plan") == ("plan", "python")
     with pytest.raises(ConfigError, match="got 'shell'"):
         sandbox_bench.formats_of("plan,shell")
+    assert sandbox_bench.formats_of(None, "cuda") == ("plan", "python")
+    with pytest.raises(ConfigError, match="on cuda expected any of plan, python, got 'extension'"):
+        sandbox_bench.formats_of("extension", "cuda")
+
+
+class NoTask:
+    config = SandboxConfig(clock="model")
+
+    def __init__(self):
+        self.asked = 0
+
+    async def probe(self, task, compile=True):
+        self.asked += 1
+        return Probe(error="no module named torch")
+
+
+def test_a_machine_that_runs_no_task_is_told_so():
+    sandbox = NoTask()
+    with pytest.raises(
+        ConfigError, match=r"Only 0 of 100 tasks can be measured on this machine: .*no module named torch"
+    ):
+        asyncio.run(sandbox_bench.prepare(sandbox, 2, random.Random(0)))
+    assert sandbox.asked == 100

@@ -1,11 +1,15 @@
 """Exported solutions, each in a fresh process that has PyTorch alone."""
 
+import contextlib
 import json
+import math
 import subprocess
 
 import pytest
+import torch
 from fresh import only_torch, run
 
+from cuda_agent.optimize import standalone_plan
 from cuda_agent.optimize.export import model_new
 from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.formats.expressions import PlanError
@@ -277,3 +281,29 @@ def test_what_is_no_solution_is_refused_when_it_is_exported():
     spec = TaskSpec((), (Tensor((1,), "float32"),), {}, (), ())
     with pytest.raises(PlanError):
         model_new("", Solution("plan", {"plan.json": "{}"}), spec, "cpu")
+
+
+class Scaled:
+    def __init__(self, scale, shifts=(0, 1), *, eps=1e-5): ...
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "said"),
+    [
+        ((1.5,), {}, ""),
+        ((), {"scale": 1.5}, ""),
+        ((1.5, [0, 1]), {"eps": 1e-5}, ""),
+        ((3.0,), {}, "a constructor argument is 3.0; these kernels were made for 1.5"),
+        ((), {"scale": 3.0}, "a constructor argument is 3.0"),
+        ((1.5, (0, 2)), {}, r"a constructor argument is \(0, 2\); these kernels were made for \(0, 1\)"),
+        ((1.5,), {"eps": 0.1}, "a constructor argument is 0.1"),
+        ((torch.ones(2),), {}, "a constructor argument is tensor"),
+    ],
+)
+def test_other_arguments_of_the_constructor_are_refused_however_they_are_given(args, kwargs, said):
+    with pytest.raises(ValueError, match=said) if said else contextlib.nullcontext():
+        standalone_plan._check_init(Scaled, [{"value": 1.5}], args, kwargs)
+
+
+def test_an_argument_that_is_not_a_number_equals_itself():
+    standalone_plan._check_init(Scaled, [{"value": math.nan}], (math.nan,), {})

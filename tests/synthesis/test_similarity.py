@@ -95,3 +95,9 @@ def test_source_that_does_not_parse_and_no_references_are_no_error():
     assert not shingles("def (")
     assert nearest(CODE, []) == ("", 0.0)
     assert nearest("def (", [("a", shingles(CODE))])[1] == 0.0
+
+
+def test_every_name_of_a_constant_counts_as_its_value():
+    one, two = CODE + "\nA = B = 3\nx = (A, B)\n", CODE + "\nA = B = 4\nx = (A, B)\n"
+    assert duplicate_key(one) != duplicate_key(two)
+    assert duplicate_key(CODE + "\nA = B = 3\nx = (0, B)\n") != duplicate_key(CODE + "\nA = B = 4\nx = (0, B)\n")

@@ -124,7 +124,8 @@ class RayRuntime:
 async def open_ray_runtime(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
 ) -> AsyncIterator[RayRuntime]:
-    """Opens Ray, the trainer and the rollout workers. Raises BadConfiguration or TryAgain if resources are missing."""
+    """Connects to Ray, or starts it, and starts the trainer and the rollout workers as actors. Raises BadConfiguration
+    if they can never run there, such as without enough GPUs, and TryAgain if they cannot run now."""
     async with open_placement_group(ctx, ctx.config.ray.trainers) as group:
         runtime = RayRuntime(ctx, settings, kind, make_critic, group)
         try:

@@ -106,8 +106,8 @@ class Waiting(Compiler):
             raise
 
     def _opened(self) -> int:
-        """Waits until the compiler opens the pipe. Returns a descriptor for writing. Closing the descriptor ends the
-        source."""
+        """Waits until the compiler opens the pipe from which it reads its source. Returns a descriptor for writing.
+        When the descriptor is closed, the compiler has its whole source."""
         deadline = time.monotonic() + _START_SECONDS
         while self.alive and time.monotonic() < deadline:
             try:

@@ -38,11 +38,18 @@ def sweep() -> None:
 
 
 def entries(folder: Path) -> Iterator[tuple[os.DirEntry[str], int]]:
-    """Yields each entry below ``folder`` with its depth. A folder comes before its content. Follows no links."""
+    """Yields each entry below ``folder`` with its depth. A folder comes before its content. Follows no links. Leaves
+    out the content of subfolders that are removed meanwhile."""
     unread = [(str(folder), 1)]
     while unread:
         path, depth = unread.pop()
-        with os.scandir(path) as listed:
+        try:
+            listed = os.scandir(path)
+        except FileNotFoundError:
+            if path == str(folder):
+                raise
+            continue  # such as a compiler's temporary folder
+        with listed:
             for entry in listed:
                 yield entry, depth
                 if entry.is_dir(follow_symlinks=False):
@@ -65,7 +72,7 @@ def too_much(folder: Path, megabytes: int, files: int) -> str:
                 return f"more than {files} files"
             if size > megabytes << 20:
                 return f"more than {megabytes} MB"
-    except FileNotFoundError:  # a compiler's temporary folder
+    except FileNotFoundError:  # the folder itself is gone
         return ""
     except OSError as error:
         return str(error.strerror)

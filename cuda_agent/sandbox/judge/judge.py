@@ -213,7 +213,7 @@ class Judge:
         verdict.peak_bytes_per_second = prepared.peaks.bytes_per_second
         sharing = request, self.settings, call_bytes(spec)
         shared = self._workers.shared if not again and may_share(*sharing) else None
-        used = shared is not None and shared.served > 0
+        used = shared is not None and shared.used
         self._trial = trial = Trial(self._workers, prepared, request, verdict, shared)
         try:
             trial.run(timed)

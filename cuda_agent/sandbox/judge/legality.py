@@ -42,9 +42,10 @@ def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran
 
 
 def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes = b"") -> list[Ran]:
-    """Returns the kernels and operators that ran in one call. ``told`` holds a worker's reports: lists of records
-    ``[name, kind, calls, share]``. Drops invalid records. Derives a missing kind from the solution's ``sources`` and
-    its built ``library``."""
+    """Returns the kernels and operators that ran in one call of a solution. ``told`` holds a worker's reports: lists of
+    records ``[name, kind, calls, share]``, with how often the kernel or operator ran, and its share of the device's
+    time or None. Drops invalid records. If the kind (a ``RanKind``) is missing, derives it from the solution's
+    ``sources`` and its built ``library``."""
     text = "\n".join(sources)
     rows: list[tuple[str, RanKind, int, float | None]] = []
     for item in [item for part in told if isinstance(part, list) for item in part[:_MOST]]:

@@ -26,7 +26,7 @@ from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail.processes import TOO_LONG, WorkerDied, WorkerError, taking_turns
 from cuda_agent.sandbox.judge.decisions import Spread, share_of
 from cuda_agent.sandbox.judge.memory.buffers import byte_count, call_bytes
-from cuda_agent.sandbox.judge.reference_client import ReferenceClient, Views, at_precision, memory_of, net
+from cuda_agent.sandbox.judge.reference_client import ReferenceClient, TaskKilled, Views, at_precision, memory_of, net
 from cuda_agent.sandbox.judge.timing import cost, cross_check, roofline
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
 from cuda_agent.sandbox.messages import JudgeSettings
@@ -240,6 +240,8 @@ class PreparedTask:
         if not self._inexact:
             try:
                 return self.oracle.exact(inputs)
+            except TaskKilled:
+                raise
             except TaskError:
                 self._inexact = True
         return None

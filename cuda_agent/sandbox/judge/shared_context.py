@@ -2,9 +2,10 @@
 
 A plan is a solution without host code: the sandbox launches its kernels. Making and releasing a CUDA context takes
 longer than judging a short plan, and a device makes one context at a time. The worker can unload a plan completely, but
-the plan's kernels may damage the context. So after a refused plan, the judge tests whether the used context still
-computes correctly. If it does not, the judge repeats the plan in a new context. The judge also repeats a plan in a new
-context to confirm a crash, a timeout, an accusation of cheating, or a new best time."""
+the plan's kernels may damage the context, so that a later plan fails without a fault. After a plan that is not correct,
+the judge therefore tests whether the context still computes correctly. If it does not, the judge repeats the plan in a
+new context. The judge also repeats a plan in a new context to confirm a crash, a timeout, an accusation of cheating, or
+a new best time."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -56,7 +57,7 @@ class SharedContext:
         self._start = start
         self._worker: JailedProcess | None = None
         self._areas: tuple[Area, Area] | None = None
-        self.served = 0  # plans that the context has run
+        self.served = 0  # plans that the worker's context has run
 
     def areas(self, in_size: int, out_size: int) -> tuple[Area, Area]:
         """Returns an input area and an output area of at least these sizes in bytes, filled with zeros. Replaces both
@@ -74,6 +75,11 @@ class SharedContext:
         for area in self._areas or ():
             area.close()
         self._areas = None
+
+    @property
+    def used(self) -> bool:
+        """Returns whether ``take`` will return a worker that has run a plan before."""
+        return self._worker is not None and self._worker.alive and self.served > 0
 
     def take(self) -> JailedProcess:
         """Returns the kept worker, or a new one if none is kept alive. The caller gives it back or kills it. Raises

@@ -227,8 +227,9 @@ def report(verdict: Verdict, anchors: Sequence[float], yard: dict[str, dict[str,
 
 
 def _intervals(over_eager: Sequence[float], yard: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """Returns the interval [lower end, upper end] of the speed-up over each baseline, by the baseline's label. ``yard``
-    is the result of ``strict_baselines``. ``over_eager`` is the interval of the speed-up over eager in fp32."""
+    """Returns the interval [lower end, upper end] of the speed-up over each baseline, by the baseline's label.
+    ``over_eager`` is the measured interval of the speed-up over eager in fp32. The times of all baselines in ``yard``,
+    the result of ``strict_baselines``, scale it to intervals over the other ones."""
     seconds, shares = yard["seconds"], yard["shares"]
     low, high = over_eager
     middle, found = math.sqrt(low * high), {}

@@ -330,25 +330,25 @@ class Trial:
             verdict.advice.append(_BUSY)
 
     def eager_alone(self) -> None:
-        """Times eager without the candidate, so that a candidate gains nothing from slowing eager down. If eager is
-        then clearly faster, scales the baselines down. Does nothing if they were timed without a candidate. Unless its
-        context is shared, first ends the worker: GPU kernels of a stopped process keep running."""
+        """Times eager without the candidate. If eager is then clearly faster, scales the baselines down: slowing eager
+        gains nothing. Does nothing if they were timed without a candidate. Unless its context is shared, first ends the
+        worker: GPU kernels of a stopped process keep running."""
         if self._anchor is None:
             return
         if not self._shared:
             self.end()
         begin = time.perf_counter()
-        verdict, oracle = self._verdict, self._prepared.oracle
-        inputs = self._prepared.entry(self._prepared.base).inputs
+        verdict, prepared, oracle = self._verdict, self._prepared, self._prepared.oracle
+        inputs = prepared.entry(prepared.base).inputs
         single = at_precision(oracle, "fp32") if verdict.strict else contextlib.nullcontext()
         with self._lease.timing(), single:
-            alone = statistics.median(oracle.seconds(inputs) for _ in range(_ALONE_CALLS))
+            empty = prepared.empty_call(oracle, inputs)
+            alone = statistics.median(net(oracle.seconds(inputs), empty) for _ in range(_ALONE_CALLS))
         verdict.eager_seconds = verdict.eager_seconds or self._anchor
         decisions.scale_baselines(verdict, min(1.0, _BESIDE[self._settings.device] * alone / self._anchor))
         self._spent("time", begin)
 
     # ------------------------------------------------------------------------------------------------------------ calls
-
     def _take(self) -> PoolEntry:
         """Returns the next pool entry (inputs and expected outputs), which the candidate has not seen."""
         entry = self._prepared.entry(self._next)

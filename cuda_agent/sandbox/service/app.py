@@ -371,8 +371,9 @@ class _Server(uvicorn.Server):
 async def serve(
     config: SandboxConfig, cache: Path, roles: tuple[Role, ...], limits: ServiceLimits, host: str, port: int
 ) -> None:
-    """Serves the sandbox over HTTP until SIGTERM, or until a limit in ``limits`` asks for a fresh process. Then drains
-    the service. Removes the token from the environment. Without a token, listens on 127.0.0.1 only. Raises
+    """Serves the sandbox over HTTP until SIGTERM, or until a limit in ``limits`` is reached, after which a new process
+    should serve. Then finishes the requests under way. Requests need the access token that ``config`` names; without
+    one, listens on 127.0.0.1 only. Removes the token from the environment, which other processes inherit. Raises
     ``ConfigError`` if the token is not usable or the address is not available, or ``SandboxUnready`` if the sandbox
     cannot start."""
     token = protocol.read_token(config, os.environ)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -295,7 +296,8 @@ def sharing(make: Make, monkeypatch: pytest.MonkeyPatch) -> Judge:
     """A judge whose solutions may share a context that has served one plan."""
     monkeypatch.setattr(judges, "may_share", lambda *_: True)
     judge = make()
-    judge._workers.shared.served = 1
+    kept: Any = SimpleNamespace(alive=True, kill=lambda: None)
+    judge._workers.shared._worker, judge._workers.shared.served = kept, 1
     return judge
 
 
@@ -329,6 +331,13 @@ def test_a_refusal_in_an_unused_context_is_final(sharing: Judge, trials: Trials)
     sharing._workers.shared.served = 0
     trials.script = [CandidateRefused("wrong", "check 1: off")]
     assert sharing.evaluate(request())["status"] == "wrong" and trials.shared == [True]
+
+
+def test_a_context_whose_worker_has_died_counts_as_unused(sharing: Judge, trials: Trials) -> None:
+    kept: Any = sharing._workers.shared._worker
+    kept.alive = False
+    trials.script = [CandidateRefused("crash", "in check 1")]
+    assert sharing.evaluate(request())["status"] == "crash" and trials.shared == [True]
 
 
 def test_a_new_best_time_of_a_used_context_is_timed_again_in_a_new_one(sharing: Judge, trials: Trials) -> None:

@@ -12,6 +12,7 @@ from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError
 from cuda_agent.sandbox.judge import prepared
 from cuda_agent.sandbox.judge.memory import host
 from cuda_agent.sandbox.judge.prepared import PreparedTask
+from cuda_agent.sandbox.judge.reference_client import TaskKilled
 from tests.sandbox.judge.fakes import LENGTH, Pool, Reference, settings_in
 
 Make = Callable[..., PreparedTask]
@@ -263,3 +264,14 @@ def test_a_compiled_model_that_fails_while_it_is_timed_is_an_error_of_torch_comp
     base = task.baselines
     assert (base.compile_tried, base.compile, base.eager) == (True, None, 2.0) and len(closed) == 1
     assert base.compile_error == "torch.compile: recompiles for ever"
+
+
+def test_a_worker_that_the_system_kills_in_float64_is_no_property_of_the_task(make: Make) -> None:
+    task = make()
+
+    def exact(inputs: Any) -> Any:
+        raise TaskKilled("killed by the system")
+
+    task.oracle.exact = exact  # type: ignore[method-assign]
+    with pytest.raises(TaskKilled):
+        task.fresh("normal")

@@ -72,6 +72,7 @@ def test_a_worker_serves_again_once_its_plan_is_unloaded(context: SharedContext,
     assert context.served == 0
     assert context.give_back(first, 2.0)
     assert started[0].operations == [WorkerOperation.UNLOAD_SOLUTION]
+    assert context.used
     assert context.take() is first and context.served == 1
 
 

@@ -243,3 +243,14 @@ def test_samples_follow_the_time_that_counts(make: Make) -> None:
     trial._verdict.samples = [0.2, 0.3, 0.4]
     assert trial._believed(0.3) == pytest.approx(0.45)
     assert trial._verdict.samples == pytest.approx([0.3, 0.45, 0.6])
+
+
+def test_eager_alone_is_timed_as_beside_the_candidate_without_the_time_of_an_empty_call(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = make(clock="real")
+    trial._open()
+    take(trial, monkeypatch, itertools.repeat(1.0), itertools.repeat(2.0))  # of which an empty call takes 1.0
+    trial._anchor = trial._verdict.eager_seconds = 2.0
+    trial.eager_alone()
+    assert trial._verdict.eager_seconds == pytest.approx(1.05)

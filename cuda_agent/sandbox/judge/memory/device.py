@@ -171,9 +171,9 @@ def free_bytes() -> int:
 
 
 def chained_slots(size: int) -> int:
-    """Returns the number of slots of a candidate that runs chains (several calls in one request). The task's inputs and
-    outputs take ``size`` bytes; each slot holds those of one call. The largest tasks get one slot, because the device
-    also holds the judge's copies."""
+    """Returns the number of slots in the memory of a candidate that runs several calls in one request (a chain). A slot
+    holds the inputs and outputs of one call, which take ``size`` bytes. The largest tasks get one slot, because the
+    device also holds the judge's copies of inputs and outputs."""
     if size > driver.memory_bytes()[1] // 12:
         return 1
     return min(max(2, 3 * SLOTS_BYTES // max(1, size)), LONGEST_CHAIN)
