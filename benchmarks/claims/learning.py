@@ -13,11 +13,19 @@ losses of the two base policies are printed; they should be alike.
 reads results of earlier calls, also of older versions. ``--greedy`` also evaluates every policy at temperature 0 with
 one episode per task, as a separate row (``base, greedy``). With ``--set evaluate.mode=strict`` final answers are judged
 in strict mode. A seed takes about 25 minutes on 2 cores; keep the machine idle.
+
+    python benchmarks/claims/learning.py --experiment cuda --gpus 0 1 2 --set synthesis.seed=0 --json learning.json
+
+With ``--gpus`` the seeds are measured at the same time, each with one of these GPUs and an equal part of the
+processors. Their tasks are synthesized once, so ``--set`` must give them one ``synthesis.seed``. The same command goes
+on after an interruption.
 """
 
 import argparse
 import json
 import math
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -43,7 +51,7 @@ OLD_NAMES = {"speedup_eager": "eager", "speedup_compile": "compile"}
 GREEDY = ("evaluate.temperature=0", "evaluate.samples=1")
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--base-seconds", type=float, default=240.0)
@@ -51,10 +59,20 @@ def main() -> None:
     parser.add_argument("--experiment", default="demo")
     parser.add_argument("--store", default=".cuda-agent/learning/store")
     parser.add_argument("--greedy", action="store_true")
+    parser.add_argument("--gpus", nargs="+", help="one for each seed, as in CUDA_VISIBLE_DEVICES")
     parser.add_argument("--set", nargs="*", default=[], help="further overrides of every run")
     parser.add_argument("--combine", type=Path, nargs="+", help="results of earlier calls, seen as one")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.gpus and len(options.gpus) != len(options.seeds):
+        parser.error(f"--gpus: expected one for each of {len(options.seeds)} seeds, got {len(options.gpus)}")
+    return options
+
+
+def main() -> None:
+    options = parse()
+    if options.gpus:
+        options.combine = side_by_side(options)
     if options.combine:
         seeds = [seed for file in options.combine for seed in read_seeds(file)]
     else:
@@ -90,6 +108,31 @@ def read_seeds(file: Path) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def side_by_side(options: argparse.Namespace) -> list[Path]:
+    """Measures all seeds at the same time, each in a process with one GPU and a store beside those of the others.
+    Returns the file with the result of each seed. Each store begins as a copy of one with the synthesized tasks."""
+    store = Path(options.store)
+    tasks = [f"run.store={store / 'tasks'}", f"seed={options.seeds[0]}", "run.mlflow=off", *options.set]
+    processors = sorted(os.sched_getaffinity(0))
+    share = max(1, len(processors) // len(options.gpus))
+    start([f"experiment={options.experiment}", *tasks], "--to", "synthesis", gpu=options.gpus[0])
+    rest = ["--base-seconds", str(options.base_seconds), "--examples", str(options.examples)]
+    rest += ["--experiment", options.experiment, *["--greedy"] * options.greedy, "--set", *options.set]
+    started, files = [], []
+    for number, (seed, gpu) in enumerate(zip(options.seeds, options.gpus, strict=True)):
+        mine = store / f"seed-{seed}"
+        if not mine.exists():
+            shutil.copytree(store / "tasks", mine)
+        files.append(mine.with_suffix(".json"))
+        command = [sys.executable, __file__, "--seeds", str(seed), f"--store={mine}", f"--json={files[-1]}", *rest]
+        cores = ",".join(map(str, processors[number * share : (number + 1) * share] or processors))
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+        started.append(subprocess.Popen(["taskset", "-c", cores, *command], env=environment, stdout=subprocess.DEVNULL))
+    if failed := [seed for seed, one in zip(options.seeds, started, strict=True) if one.wait()]:
+        raise SystemExit(f"seeds {failed} failed; the same command goes on with them")
+    return files
+
+
 def measure(seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """Makes the run and the control of one seed. Returns their names, the seconds of the learning stages, the held-out
     losses, and ``values``: policy -> task -> metric -> value."""
@@ -112,10 +155,12 @@ def measure(seed: int, options: argparse.Namespace) -> dict[str, Any]:
     return facts | {"values": values}
 
 
-def start(overrides: list[str], *options: str) -> str:
-    """Runs the pipeline and returns the run's name."""
+def start(overrides: list[str], *options: str, gpu: str | None = None) -> str:
+    """Runs the pipeline, with only the GPU ``gpu`` if it is given, and returns the run's name."""
     command = [sys.executable, "-m", "cuda_agent.cli", "run", *overrides, *options, "--json"]
-    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)["run"]
+    environment = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return str(json.loads(done.stdout)["run"])
 
 
 def manifest(store: str, run: str, stage: str) -> Any:

@@ -61,8 +61,8 @@ class Recorder:
         self._update(stage, metrics=read_metrics(scratch / "metrics.jsonl"), status="RUNNING")
 
     def finished(self, stage: str, manifest: Manifest) -> list[str]:
-        """Records a finished stage in MLflow: settings, metrics, notes, and the run that computed its result (an earlier
-        one if the result came from the cache).  Returns the notes: messages for the user, such as warnings."""
+        """Records a finished stage in MLflow: settings, metrics, notes, and the run that computed its result (an
+        earlier one if the result came from the cache).  Returns the notes: messages for the user, such as warnings."""
         if self._mirror is None:
             return []
         with tempfile.TemporaryDirectory() as folder:

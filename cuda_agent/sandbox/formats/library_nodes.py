@@ -76,7 +76,9 @@ _Described = tuple[dict[str, list[int]], dict[str, Any]]  # shapes by role, and 
 
 
 def _gemm(node: Gemm, where: str, names: dict[str, Any]) -> _Described:
-    """Returns the shapes in memory of ``a``, ``b`` and ``c`` ([batch, rows, columns]), and the transpose flags."""
+    """Returns the shapes [batch, rows, columns] of a product's buffers: the factors ``a`` and ``b`` as they lie in
+    memory, before they are transposed, and the result ``c``. Also returns whether each factor is transposed. ``where``
+    names the node in error messages. ``names`` holds the values of names in the node's sizes."""
     batch, m, n, k = (_extent(getattr(node, key), 1, names, f"{where}.{key}") for key in ("batch", "m", "n", "k"))
     shapes = {
         "a": [batch, k, m] if node.transpose_a else [batch, m, k],

@@ -145,8 +145,8 @@ def _buffers(node: dict[str, Any]) -> list[str]:
 
 
 def _names(spec: TaskSpec) -> dict[str, Any]:
-    """Returns a dictionary from the names that a plan may use, such as ``in0`` or ``init1``, to the task's buffers and
-    numbers."""
+    """Returns a dictionary from the names that a plan may use to their values: buffers of the task, such as ``in0``,
+    and plain numbers from ``get_init_inputs()``, such as ``init1``."""
     names: dict[str, Any] = {}
 
     def leaves(arguments: Any) -> list[Any]:

@@ -59,3 +59,39 @@ def test_a_file_that_holds_no_results_is_named(learning, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["learning.py", "--combine", str(tmp_path / "other.json")])
     with pytest.raises(SystemExit, match=r"other\.json has no values of seeds"):
         learning.main()
+
+
+def test_seeds_side_by_side_share_tasks_and_have_a_gpu_each(learning, tmp_path, monkeypatch):
+    asked, began = [], []
+
+    def start(overrides, *options, gpu=None):
+        (tmp_path / "store" / "tasks" / "cas").mkdir(parents=True)
+        asked.append((overrides, options, gpu))
+
+    class Process:
+        def __init__(self, command, env, stdout):
+            began.append((command, env["CUDA_VISIBLE_DEVICES"]))
+
+        def wait(self):
+            return 0
+
+    monkeypatch.setattr(learning, "start", start)
+    monkeypatch.setattr(learning.subprocess, "Popen", Process)
+    chosen = ["--experiment", "cuda", "--seeds", "3", "4", "--gpus", "2", "5", "--set", "synthesis.seed=0"]
+    options = learning.parse([*chosen, "--store", f"{tmp_path}/store"])
+    files = learning.side_by_side(options)
+    ((overrides, arguments, gpu),) = asked
+    assert arguments == ("--to", "synthesis") and gpu == "2"
+    assert {"experiment=cuda", "synthesis.seed=0", f"run.store={tmp_path}/store/tasks"} <= set(overrides)
+    assert [gpu for _, gpu in began] == ["2", "5"]
+    for seed, (command, _), file in zip((3, 4), began, files, strict=True):
+        assert (tmp_path / "store" / f"seed-{seed}" / "cas").is_dir(), "it has the tasks"
+        measured = learning.parse(command[command.index(str(learning.__file__)) + 1 :])
+        assert measured.seeds == [seed] and not measured.gpus and measured.json == file
+        assert measured.set == ["synthesis.seed=0"] and measured.experiment == "cuda"
+
+
+def test_as_many_gpus_as_seeds_are_needed(learning, capsys):
+    with pytest.raises(SystemExit):
+        learning.parse(["--seeds", "0", "1", "--gpus", "0"])
+    assert "--gpus: expected one for each of 2 seeds, got 1" in capsys.readouterr().err
