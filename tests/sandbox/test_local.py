@@ -209,13 +209,17 @@ def test_a_judge_that_does_not_start_is_named_with_its_last_words(tmp_path: Path
 
 def test_a_judge_sees_the_gpus_that_this_process_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    handle = JudgeHandle(settings_in(tmp_path), tmp_path)
-    try:
-        asyncio.run(handle.begin())
-        assert handle._process
-        assert b"CUDA_VISIBLE_DEVICES=3" in Path(f"/proc/{handle._process.pid}/environ").read_bytes().split(b"\0")
-    finally:
-        handle.kill()
+    given: list[dict[str, str]] = []
+    start = judge_process.subprocess.Popen
+
+    def popen(*command: Any, env: dict[str, str], **more: Any) -> Any:
+        given.append(env)
+        return start(*command, env=env, **more)
+
+    monkeypatch.setattr(judge_process.subprocess, "Popen", popen)
+    with pytest.raises(SandboxUnready):
+        asyncio.run(_NoJudge(settings_in(tmp_path), tmp_path).begin())
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in given] == ["3"]
 
 
 def test_a_quarantined_device_is_not_asked_and_a_killed_judge_stays_dead(tmp_path: Path) -> None:
