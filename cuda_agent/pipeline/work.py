@@ -29,7 +29,7 @@ Estimate = Callable[[Config], Work]
 COMPILATION = 60.0  # seconds in which torch.compile compiles a model
 GPU_START = 10.0  # seconds until the judge of a GPU answers
 GPU_VERDICT, HOST_VERDICT = 0.1, 0.45  # seconds to judge an episode on a GPU: format plan; formats with host code
-GPU_TASK, GPU_SWEPT = 2.4, 6.3  # seconds to synthesize a task on a GPU: without and with ``synthesis.headroom``
+GPU_TASK, GPU_SWEPT = 2.4, 13.0  # seconds to synthesize a task on a GPU: without and with ``synthesis.headroom``
 
 
 def synthesis(config: Config) -> Work:
