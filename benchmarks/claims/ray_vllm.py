@@ -103,9 +103,8 @@ def table(found: dict[str, list[list[Step]]]) -> dict[str, Any]:
     rises = {kind: [statistics.mean(curve[-2:]) - curve[0] for curve in of] for kind, of in rewards.items()}
     differences = np.array(curves[BOTH]) - np.array(curves[ONE])
     low, high = t_interval(differences) or (-math.inf, math.inf)  # one seed says nothing
-    difference = float(differences.mean()), low, high
-    holds = difference[1] <= 0 <= difference[2] and gaps[BOTH] < 1e-4
-    print(f"whole curves differ by {difference[0]:+.3f} ({difference[1]:+.3f} to {difference[2]:+.3f})")
+    holds = low <= 0 <= high and gaps[BOTH] < 1e-4
+    print(f"whole curves differ by {differences.mean():+.3f} ({low:+.3f} to {high:+.3f})")
     print(f"rise from the first step to the last two: {rises}")
     print(
         f"train_inference_mismatch at most {gaps}; {sum(inside)} of {len(inside)} steps within; "
@@ -113,7 +112,7 @@ def table(found: dict[str, list[list[Step]]]) -> dict[str, Any]:
     )
     facts = {
         "within": inside,
-        "difference": difference,
+        "difference": (float(differences.mean()), low, high),
         "rise": rises,
         "train_inference_mismatch": gaps,
         "holds": holds,

@@ -111,14 +111,14 @@ def _profiled(task: Task, worked: Worked, rng: random.Random, designs: int) -> D
     """Returns the turns in which the agent profiles ``designs`` designs: first ``worked``, which is in the work folder,
     then changes of the best one so far."""
     dialogue: Dialogue = []
-    best, fastest = worked, None
+    spec, best, fastest = parse(task), worked, None
     for number in range(designs):
         calls: list[dict[str, Any]] = []
         if number:
             while (other := redesign(task, best, rng)).status != "ok" or other.files == worked.files:
                 pass
             worked, calls = _rewritten(worked, other)
-        verdict = _verdict(worked.device, "ok", ratios=_ratios(parse(task), worked, rng))
+        verdict = _verdict(worked.device, "ok", ratios=_ratios(spec, worked, rng))
         dialogue += _turn(calls, "profile", verdict, fastest)
         if fastest is None or merit(verdict) >= merit(fastest):
             best, fastest = worked, verdict

@@ -263,7 +263,7 @@ class LocalSandbox:
         return load, time.monotonic() - begin
 
     async def _measure(self, task: Task, wanted: bool) -> None:
-        """Measures the baselines of ``task`` (the times of its own model) in a prober, which is a judge that runs no
+        """Measures the baselines of ``task`` (the times of its model) in a prober, which is a judge that runs no
         solutions. Does so only if four conditions hold: ``wanted`` is true, the baselines are not yet known, the task
         is small, and the task's judge is busy with another request. Otherwise does nothing, and the task's judge
         measures the baselines when it needs them."""

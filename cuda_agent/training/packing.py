@@ -29,7 +29,7 @@ class Tokens:
 
 
 def tokens_of(ids: Sequence[int], mask: Sequence[int]) -> Tokens:
-    """Returns a sequence to imitate. Training uses the tokens where ``mask`` is 1, except the first token. Raises
+    """Returns a sequence to imitate. Training uses the tokens where ``mask`` is 1, except the first of ``ids``. Raises
     ``ValueError`` if ``ids`` is empty or differs in length from ``mask``."""
     chosen = torch.tensor(mask, dtype=torch.bool)
     if len(ids) != len(mask) or not len(ids):

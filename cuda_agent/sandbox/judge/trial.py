@@ -331,12 +331,11 @@ class Trial:
 
     def eager_alone(self) -> None:
         """Times eager without the candidate. If eager is then clearly faster, scales the baselines down: slowing eager
-        gains nothing. Does nothing if they were timed without a candidate. Unless its context is shared, first ends the
-        worker: GPU kernels of a stopped process keep running."""
+        gains nothing. Does nothing if they were timed without a candidate."""
         if self._anchor is None:
             return
         if not self._shared:
-            self.end()
+            self.end()  # GPU kernels of a stopped process keep running
         begin = time.perf_counter()
         verdict, prepared, oracle = self._verdict, self._prepared, self._prepared.oracle
         inputs = prepared.entry(prepared.base).inputs
@@ -349,6 +348,7 @@ class Trial:
         self._spent("time", begin)
 
     # ------------------------------------------------------------------------------------------------------------ calls
+
     def _take(self) -> PoolEntry:
         """Returns the next pool entry (inputs and expected outputs), which the candidate has not seen."""
         entry = self._prepared.entry(self._next)

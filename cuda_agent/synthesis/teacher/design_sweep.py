@@ -1,8 +1,9 @@
-"""Finds the best design of a task of the teacher's family on a GPU: draws designs, builds them and times them.
+"""Finds a task's best design on a GPU: draws designs, builds them and times them.
 
-A design is one way to write the task's kernel (``cuda_kernels``). ``Sweep`` builds all designs of a task at once and
-asks a child process (``design_bench``) for times. The child needs no jail, because it runs only code that this project
-has made: ``family.parse`` refuses any other task."""
+The tasks are those that the scripted teacher can solve, which this project generates (``family``). A design is one way
+to write a task's kernel (``cuda_kernels``). ``Sweep`` builds all designs of a task at once and asks a child process
+(``design_bench``) for times. The child needs no jail, because it runs only code that this project has made:
+``family.parse`` refuses any other task."""
 
 import asyncio
 import contextlib
