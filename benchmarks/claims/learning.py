@@ -29,7 +29,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,12 @@ def main() -> None:
         seeds = [seed for file in options.combine for seed in read_seeds(file)]
     else:
         seeds = [measure(seed, options) for seed in options.seeds]
+    report(seeds, options.json)
+
+
+def report(seeds: Sequence[Mapping[str, Any]], file: Path | None) -> None:
+    """Prints the means of all policies and the differences between them. Also writes them to ``file``, with
+    ``seeds``."""
     policies = [policy for policy in seeds[0]["values"] if all(policy in seed["values"] for seed in seeds)]
     found = {policy: [seed["values"][policy] for seed in seeds] for policy in policies}
     compared = [(a + how, b + how) for how in ("", ", greedy") for a, b in COMPARED if {a + how, b + how} <= set(found)]
@@ -86,8 +92,8 @@ def main() -> None:
         "differences": {f"{a} -> {b}": difference(found[a], found[b]) for a, b in compared},
     }
     print(json.dumps(answer, indent=1))
-    if options.json:
-        options.json.write_text(json.dumps(answer | {"seeds": seeds}, indent=1))
+    if file:
+        file.write_text(json.dumps(answer | {"seeds": seeds}, indent=1))
 
 
 def read_seeds(file: Path) -> list[dict[str, Any]]:
@@ -122,7 +128,8 @@ def side_by_side(options: argparse.Namespace) -> list[Path]:
     for number, (seed, gpu) in enumerate(zip(options.seeds, options.gpus, strict=True)):
         mine = store / f"seed-{seed}"
         if not mine.exists():
-            shutil.copytree(store / "tasks", mine)
+            for end in ("", ".local"):  # the latter has the baselines of the tasks
+                shutil.copytree(f"{store / 'tasks'}{end}", f"{mine}{end}", dirs_exist_ok=True)
         files.append(mine.with_suffix(".json"))
         command = [sys.executable, __file__, "--seeds", str(seed), f"--store={mine}", f"--json={files[-1]}", *rest]
         cores = ",".join(map(str, processors[number * share : (number + 1) * share] or processors))

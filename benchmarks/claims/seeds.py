@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import t  # MLflow brings scipy
 
 from cuda_agent.rl.scores import METRICS, SPEEDUPS
 
@@ -49,6 +48,8 @@ def t_interval(means: NDArray[np.float64]) -> tuple[float, float] | None:
     seeds."""
     if len(means) < 2:
         return None
+    from scipy.stats import t  # MLflow brings scipy; a machine that measures seeds may lack it
+
     reach = t.ppf(1 - TAIL, len(means) - 1) * means.std(ddof=1) / np.sqrt(len(means))
     return float(means.mean() - reach), float(means.mean() + reach)
 

@@ -66,6 +66,7 @@ def test_seeds_side_by_side_share_tasks_and_have_a_gpu_each(learning, tmp_path, 
 
     def start(overrides, *options, gpu=None):
         (tmp_path / "store" / "tasks" / "cas").mkdir(parents=True)
+        (tmp_path / "store" / "tasks.local" / "cache").mkdir(parents=True)
         asked.append((overrides, options, gpu))
 
     class Process:
@@ -86,6 +87,7 @@ def test_seeds_side_by_side_share_tasks_and_have_a_gpu_each(learning, tmp_path, 
     assert [gpu for _, gpu in began] == ["2", "5"]
     for seed, (command, _), file in zip((3, 4), began, files, strict=True):
         assert (tmp_path / "store" / f"seed-{seed}" / "cas").is_dir(), "it has the tasks"
+        assert (tmp_path / "store" / f"seed-{seed}.local" / "cache").is_dir(), "it has their baselines"
         measured = learning.parse(command[command.index(str(learning.__file__)) + 1 :])
         assert measured.seeds == [seed] and not measured.gpus and measured.json == file
         assert measured.set == ["synthesis.seed=0"] and measured.experiment == "cuda"
