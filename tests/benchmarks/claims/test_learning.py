@@ -5,6 +5,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -97,3 +98,24 @@ def test_as_many_gpus_as_seeds_are_needed(learning, capsys):
     with pytest.raises(SystemExit):
         learning.parse(["--seeds", "0", "1", "--gpus", "0"])
     assert "--gpus: expected one for each of 2 seeds, got 1" in capsys.readouterr().err
+
+
+def test_the_control_takes_as_long_as_the_stages_that_the_graph_has(learning, tmp_path, monkeypatch):
+    took = {"warmup": 100.0, "collect": 20.0, "rft": 3.0, "agentic": 200.0}  # experiment=cuda has no critic
+    asked = []
+
+    def start(overrides, *options):
+        asked.append((overrides, options))
+        return f"run-{len(asked)}"
+
+    monkeypatch.setattr(learning, "start", start)
+    monkeypatch.setattr(
+        learning, "read_manifest",
+        lambda store, run, stage: SimpleNamespace(seconds=took[stage]) if stage in took else None,
+    )  # fmt: skip
+    monkeypatch.setattr(learning, "values_of", lambda store, run, control: {})
+    monkeypatch.setattr(learning, "heldout_loss", lambda store, run: 0.0)
+    options = learning.parse(["--store", f"{tmp_path}/store", "--base-seconds", "60"])
+    assert learning.measure(0, options)["learning_seconds"] == 323.0
+    (_, _), (overrides, which) = asked
+    assert which == ("--to", "evaluate-base") and "bootstrap.max_seconds=383" in overrides
