@@ -111,9 +111,9 @@ async def _measure_format(
 
 async def prepare(sandbox: LocalSandbox, count: int, rng: random.Random) -> tuple[list[Task], list[float]]:
     """Draws random tasks, and probes each one: runs it in eager mode, then also with ``torch.compile``. Returns the
-    first ``count`` tasks that pass, and the seconds that each of their probes took. A task
-    passes if both runs succeed and, with a real clock, its eager time lies in the device's ``WINDOW``. Raises
-    ConfigError if too few of many tasks pass."""
+    first ``count`` tasks that pass, and the seconds that each of their probes took. A task passes if both runs succeed
+    and, with a real clock, its eager time lies in the device's ``WINDOW``. Raises ``ConfigError`` if, after
+    ``_TRIES * count`` draws, fewer than ``count`` tasks have passed."""
     device = sandbox.config.device
     window = WINDOW[device] if sandbox.config.clock == "real" else (0.0, float("inf"))
     tasks: list[Task] = []

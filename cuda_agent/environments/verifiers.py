@@ -33,7 +33,7 @@ class KernelState(vf.State):
     """The state of one rollout. ``KernelTools`` writes it after each tool call, and ``KernelTask`` reads it."""
 
     files: dict[str, str] = Field(default_factory=dict)  # the solution: path -> content
-    flags: list[str] = Field(default_factory=list)  # the bad patterns seen so far
+    flags: list[str] = Field(default_factory=list)  # bad patterns seen: "malformed_call", "unknown_tool", "loop"
 
 
 class KernelToolsConfig(vf.ToolsetConfig):

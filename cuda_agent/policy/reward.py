@@ -18,15 +18,16 @@ def ladder(verdict: Json) -> float | None:
 def speedup(verdict: Json) -> float | None:
     """Returns ``3 * s / (1 + s)`` for a correct solution that is ``s`` times as fast as the faster of eager and
     ``torch.compile``. The reward rises smoothly from 0 (infinitely slow) through 1.5 (equally fast) and 2 (twice as
-    fast) towards 3. An untimed correct solution gets 0, an incorrect one -1, and the status ``infra`` None."""
+    fast) towards 3. Returns 0 for a correct solution without times, -1 for an incorrect one, and None for the status
+    ``infra``, a fault of the sandbox."""
     gain = raw(verdict)
     return 3 * gain / (1 + gain) if gain is not None and verdict["status"] == "ok" else gain
 
 
 def raw(verdict: Json) -> float | None:
     """Returns the speed-up of a correct solution over the faster of eager and ``torch.compile``, without an upper
-    bound. The paper uses this reward in an ablation (Table 2). An untimed correct solution gets 0, an incorrect one -1,
-    and the status ``infra`` None."""
+    bound. The paper uses this reward in an ablation (Table 2). Returns 0 for a correct solution without times, -1 for
+    an incorrect one, and None for the status ``infra``, a fault of the sandbox."""
     if verdict["status"] != "ok":
         return ladder(verdict)
     ratios = (verdict["speedup_eager"], verdict["speedup_compile"])

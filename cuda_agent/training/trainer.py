@@ -255,8 +255,8 @@ class Trainer:
         checkpoint.write(table | {"seconds": torch.tensor(self.seconds, dtype=torch.float64)}, folder)
 
     def load(self, folder: Path) -> None:
-        """Restores a state that ``save`` wrote, with any number of ranks. If the state does not fit the model or is
-        damaged, changes nothing and raises ``CorruptCheckpoint``."""
+        """Restores a state that ``save`` wrote. The number of ranks may differ from the number that wrote it. If the
+        state does not fit the model or is damaged, changes nothing and raises ``CorruptCheckpoint``."""
         table = checkpoint.read(folder, self.trained())
         random, step, seconds = (table.pop(name) for name in ("random", "step", "seconds"))
         checkpoint.restore(table, self.trained(), self.optimizers)

@@ -146,7 +146,8 @@ class JailedProcess:
 
     def timed(self, operation: WorkerOperation, slot: int, extra: int = 0) -> tuple[float, Any]:
         """Sends one request. Returns the seconds from request to answer by the judge's clock, and the answer's body.
-        ``slot`` and ``extra`` are two numbers in the request's frame (``messages.Frame``).
+        ``slot`` is the number of the set of buffers that the call uses. Some operations put another number there.
+        ``extra`` is a second number for the worker; on a GPU it is the delay before the call.
 
         The worker runs only between the two readings of the clock. It is stopped while callers fill its inputs and copy
         its outputs. So it cannot gain time by reading inputs early or by answering early. Raises ``WorkerError`` if

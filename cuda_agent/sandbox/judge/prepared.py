@@ -333,8 +333,9 @@ class PreparedTask:
 
     @property
     def bytes(self) -> int:
-        """The approximate bytes that the task holds on the device: the pool, the areas shared with its worker, torch's
-        memory, the model and the CUDA context."""
+        """The approximate number of bytes that the task holds on the device. They are the pool, the input and output
+        buffers shared with the reference worker, the model's weights with torch's working memory, and the CUDA
+        context."""
         calls = len(self._pool) + _SLOTS + self.oracle.batch + 1
         return calls * self._call_bytes + 3 * self._weight_bytes + _CONTEXT_BYTES
 

@@ -146,9 +146,9 @@ class Sweep:
 
 
 def unit(solutions: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Returns the files of one solution that joins all ``solutions``: their kernels, each in a separate namespace, and
-    their nodes (the launches of a plan), in order. For 48 solutions, this one build takes a tenth of the time of
-    separate builds."""
+    """Returns the files of one solution that joins all ``solutions``. It has the kernels of all, each in a separate
+    namespace. Its plan (``plan.json``, the ordered list of kernel launches) has the launches of all plans, one solution
+    after the other. For 48 solutions, this one build takes a tenth of the time of separate builds."""
     sources, nodes = [], []
     workspaces: dict[str, Any] = {}
     for number, files in enumerate(solutions):
