@@ -126,7 +126,8 @@ def told(event: Event) -> str:
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """Returns the last ``width`` of ``values`` as a line of bars, on a scale that includes 1 and all of ``values``."""
+    """Returns the last ``width`` of ``values`` as a line of bars. The values are speed-ups. The scale covers all of
+    ``values`` and 1, the speed of the baseline."""
     if not values:
         return ""
     low, high = min(*values, 1.0), max(*values, 1.0)

@@ -22,7 +22,7 @@ RANDN = "torch.randn({shape})"  # template of an input (see ``fixed``)
 @dataclass(frozen=True)
 class Use:
     """An operator at one position of a chain. Its source texts are templates: ``{x}`` stands for the incoming tensor,
-    ``{m}`` for the attribute of ``self`` that holds the layer. Other words in braces stand for arguments and inputs."""
+    ``{m}`` for the model's attribute that holds the layer. Other words in braces stand for arguments and inputs."""
 
     forward: str  # expression in ``forward``
     shape: Shape  # shape of the output
@@ -31,7 +31,7 @@ class Use:
     inputs: tuple[tuple[str, str], ...] = ()  # of ``forward``: names and expressions in ``get_inputs``
     flops: float = 0.0  # number of operations
     moved: float | None = None  # elements read and written; None: input, output and further inputs once each
-    source: str = ""  # template of the incoming tensor, for operators that must come first (they take indices)
+    source: str = ""  # expression in ``get_inputs`` for the incoming tensor; only if the operator takes indices
 
 
 Rule = Callable[[Random, Shape], Use | None]  # None: the operator does not fit this incoming shape
@@ -68,9 +68,10 @@ def fixed(
 
     Args:
         shape: Maps the incoming tensor's shape to the output's shape, or to None if the operator does not fit.
-        work: Operations per element of the incoming tensor, or a function that returns their total number.
+        work: Number of operations per element of the incoming tensor, or a function that maps its shape to the total.
         moved: Elements read and written per element of the output; 0 for views; None: see ``Use.moved``.
-        inputs: Templates of further inputs. {shape}, {batch}, {last} and {half} are sizes of the incoming tensor."""
+        inputs: Names of further inputs, and templates of the expressions that make them. {shape} stands for the
+            incoming tensor's shape, {batch} for its first size, {last} for its last size, {half} for half of {last}."""
 
     def use(rng: Random, x: Shape) -> Use | None:
         out = shape(x)
@@ -104,7 +105,7 @@ def layer(
     Args:
         init: Template of the expression in ``__init__`` that makes the module or parameter.
         sizes: Draws the arguments of this expression: name -> value. If a value is None, the operator does not fit.
-        work: Operations per element of the incoming tensor, or a function that returns their total number.
+        work: Number of operations per element of the incoming tensor, or a function that maps its shape to the total.
         form: Template of the expression in ``forward``."""
 
     def use(rng: Random, x: Shape) -> Use | None:

@@ -3,8 +3,8 @@ program.
 
 ``grammar`` parses the fields of a plan. ``compile_plan`` checks the plan against the task's shapes, evaluates every
 expression, and generates source code. On the CPU, this is C++ code through which the executor calls the kernels. On a
-GPU, it is CUDA code that includes the kernels' files. For each kernel, the CUDA code declares a variable whose C++ type
-names the types of the kernel's arguments."""
+GPU, it is CUDA code that includes the kernels' files. For each kernel, the CUDA code also declares a string with one
+letter for the type of each argument. The worker reads this string to pass each argument in the right type."""
 
 import re
 import struct

@@ -167,9 +167,10 @@ def excused(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any]) ->
 
 
 def precision_of(own: float, errors: dict[str, float]) -> str:
-    """Returns the most exact precision at which eager's error is at least about half of ``own``, a solution's relative
-    error. ``errors`` maps precisions to eager's errors, the most exact precision first. If every error is too small,
-    returns "below" and the last precision, such as "below bf16". If ``errors`` is empty, returns an empty string."""
+    """Says at which precision a solution computes, judged by its relative error ``own``. ``errors`` maps each precision
+    to eager's error, the most exact precision first. Returns the first precision for which ``own`` is at most about
+    twice eager's error. If there is none, returns "below" and the last precision, such as "below bf16". If ``errors``
+    is empty, returns an empty string."""
     if not errors:
         return ""
     for name, eagers in errors.items():  # from the most exact one

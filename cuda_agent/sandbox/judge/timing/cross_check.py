@@ -38,8 +38,8 @@ _SHARE, _FORGED = 0.8, 0.5
 
 
 def longest(host: float) -> float:
-    """Returns the longest delay per call of a chain, in seconds. ``host`` is the host's seconds to enqueue a call of
-    eager."""
+    """Returns the longest allowed delay before a chain of calls, in seconds, divided by the number of calls. ``host``
+    is the time in seconds in which the host enqueues one call of eager PyTorch."""
     return 2 * host
 
 
