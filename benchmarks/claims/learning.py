@@ -119,25 +119,30 @@ def side_by_side(options: argparse.Namespace) -> list[Path]:
     Returns the file with the result of each seed. Each store begins as a copy of one with the synthesized tasks."""
     store = Path(options.store)
     tasks = [f"run.store={store / 'tasks'}", f"seed={options.seeds[0]}", "run.mlflow=off", *options.set]
-    processors = sorted(os.sched_getaffinity(0))
-    share = max(1, len(processors) // len(options.gpus))
     start([f"experiment={options.experiment}", *tasks], "--to", "synthesis", gpu=options.gpus[0])
     rest = ["--base-seconds", str(options.base_seconds), "--examples", str(options.examples)]
     rest += ["--experiment", options.experiment, *["--greedy"] * options.greedy, "--set", *options.set]
     started, files = [], []
-    for number, (seed, gpu) in enumerate(zip(options.seeds, options.gpus, strict=True)):
+    for number, seed in enumerate(options.seeds):
         mine = store / f"seed-{seed}"
         if not mine.exists():
             for end in ("", ".local"):  # the latter has the baselines of the tasks
                 shutil.copytree(f"{store / 'tasks'}{end}", f"{mine}{end}", dirs_exist_ok=True)
         files.append(mine.with_suffix(".json"))
         command = [sys.executable, __file__, "--seeds", str(seed), f"--store={mine}", f"--json={files[-1]}", *rest]
-        cores = ",".join(map(str, processors[number * share : (number + 1) * share] or processors))
-        environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
-        started.append(subprocess.Popen(["taskset", "-c", cores, *command], env=environment, stdout=subprocess.DEVNULL))
+        started.append(start_on(options.gpus, number, command, subprocess.DEVNULL))
     if failed := [seed for seed, one in zip(options.seeds, started, strict=True) if one.wait()]:
         raise SystemExit(f"seeds {failed} failed; the same command goes on with them")
     return files
+
+
+def start_on(gpus: Sequence[str], number: int, command: Sequence[str], stdout: Any) -> subprocess.Popen[bytes]:
+    """Starts ``command`` with only the GPU ``gpus[number]``, and with this GPU's equal part of the processors."""
+    processors = sorted(os.sched_getaffinity(0))
+    share = max(1, len(processors) // len(gpus))
+    cores = ",".join(map(str, processors[number * share : (number + 1) * share] or processors))
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": gpus[number]}
+    return subprocess.Popen(["taskset", "-c", cores, *command], env=environment, stdout=stdout)
 
 
 def measure(seed: int, options: argparse.Namespace) -> dict[str, Any]:

@@ -10,16 +10,14 @@ same command goes on after an interruption. Every process of a GPU gets whole ta
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from learning import POLICIES, manifest, read_seeds, report, scores_of, task_values
+from learning import POLICIES, manifest, read_seeds, report, scores_of, start_on, task_values
 
 from cuda_agent.policy.episode import EPISODES, Episode, read_episodes
 from cuda_agent.rl.scores import Result, read_scores
@@ -39,17 +37,17 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.seeds[0].parent / "strict"
     answers: Answers = {}
-    for file in options.seeds:
-        for seed in read_seeds(file):
-            for policy in (*POLICIES, "control"):
-                for episode in episodes_of(file, seed, policy):
-                    if episode.files:
-                        answers[f"{seed['seed']} {policy} {episode.id}"] = (episode.task, episode.files)
-    tasks = artifact(options.seeds[0], read_seeds(options.seeds[0])[0]["run"], "synthesis", "tasks", folder / "tasks")
+    every = [(file, seed) for file in options.seeds for seed in read_seeds(file)]
+    for file, seed in every:
+        for policy in (*POLICIES, "control"):
+            for episode in episodes_of(file, seed, policy):
+                if episode.files:
+                    answers[f"{seed['seed']} {policy} {episode.id}"] = (episode.task, episode.files)
+    first, seed = every[0]
+    tasks = artifact(first, seed["run"], "synthesis", "tasks", folder / "tasks")
     found = judge(answers, tasks, folder, options)
     optima = read_optima(tasks)
-    seeds = [strict(file, seed, found, optima) for file in options.seeds for seed in read_seeds(file)]
-    report(seeds, options.json)
+    report([strict(file, seed, found, optima) for file, seed in every], options.json)
 
 
 def episodes_of(file: Path, seed: dict[str, Any], policy: str) -> list[Episode]:
@@ -74,10 +72,9 @@ def artifact(file: Path, run: str, stage: str, name: str, folder: Path) -> Path:
 
 def judge(answers: Answers, tasks: Path, folder: Path, options: argparse.Namespace) -> dict[str, Result]:
     """Judges all answers. Returns the result of each one."""
-    parts = [(gpu, number) for gpu in options.gpus for number in range(options.processes)]
+    parts = [(gpu, number) for gpu in range(len(options.gpus)) for number in range(options.processes)]
     names = sorted({task for task, _ in answers.values()})
-    processors = sorted(os.sched_getaffinity(0))
-    share = max(1, len(processors) // len(options.gpus))
+    known = options.seeds[0].parent / "tasks.local" / "cache" / "sandbox" / "baselines"
     started, outputs = [], []
     for index, (gpu, number) in enumerate(parts):
         mine = set(names[index :: len(parts)])
@@ -88,10 +85,9 @@ def judge(answers: Answers, tasks: Path, folder: Path, options: argparse.Namespa
         ]
         if not rows:
             continue
-        home = folder / f"gpu-{gpu}"
+        home = folder / f"gpu-{options.gpus[gpu]}"
         home.mkdir(parents=True, exist_ok=True)
-        known = options.seeds[0].parent / "tasks.local" / "cache" / "sandbox" / "baselines"
-        if known.exists():
+        if number == 0 and known.exists():
             shutil.copytree(known, home / "cache" / "sandbox" / "baselines", dirs_exist_ok=True)
         records = home / f"answers-{number}.jsonl"
         records.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -99,12 +95,7 @@ def judge(answers: Answers, tasks: Path, folder: Path, options: argparse.Namespa
         command = [sys.executable, "-m", "cuda_agent.cli", "evaluate-set", str(records), "--tasks", str(tasks)]
         command += ["--mode", "strict", "--output", str(outputs[-1]), f"run.store={home}/store", "sandbox.format=plan"]
         command += options.set
-        cores = ",".join(map(str, processors[options.gpus.index(gpu) * share :][:share]))
-        started.append(
-            subprocess.Popen(
-                ["taskset", "-c", cores, *command], env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu}, stdout=sys.stderr
-            )
-        )
+        started.append(start_on(options.gpus, gpu, command, sys.stderr))
     if failed := [str(output) for output, one in zip(outputs, started, strict=True) if one.wait()]:
         raise SystemExit(f"{', '.join(failed)}: not all answers are judged; the same command goes on")
     found = {}

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +40,6 @@ def test_a_strict_verdict_replaces_the_quick_one_and_a_fault_of_the_sandbox_coun
         outcome("a/0", "a", quick), outcome("a/1", "a", quick), outcome("a/2", "a", quick),
         outcome("b/0", "b", Result("no_answer")), outcome("c/0", "c", quick),
     ]  # fmt: skip
-
     monkeypatch.setattr(strict_answers, "scores_of", lambda *_: SimpleNamespace(outcomes=played))
     changed = lambda one, **changes: type(one)(**vars(one) | changes)  # noqa: E731 - replace() wants dataclasses
     monkeypatch.setattr(strict_answers, "replace", changed)
@@ -71,7 +71,7 @@ def test_the_answers_of_a_task_are_judged_on_one_gpu(strict_answers, tmp_path, m
         def wait(self):
             return 0
 
-    monkeypatch.setattr(strict_answers.subprocess, "Popen", Process)
+    monkeypatch.setattr(subprocess, "Popen", Process)
     monkeypatch.setattr(strict_answers, "read_scores", lambda path: SimpleNamespace(outcomes=[]))
     answers = {f"0 base {n}": (f"task-{n % 3}", {"plan.json": "{}"}) for n in range(6)}
     options = SimpleNamespace(gpus=["4", "7"], processes=1, seeds=[tmp_path / "seed-0.json"], set=["experiment=cuda"])
