@@ -13,9 +13,9 @@ from typing import Any, Literal, Self
 
 from cuda_agent.agent.prompt import agent_messages
 from cuda_agent.agent.skill import skill_text
-from cuda_agent.agent.tools import TOOLS, Style, describe, failed, merit, solution_of
+from cuda_agent.agent.tools import TOOLS, Style, describe, describe_restored, failed, merit, solution_of
 from cuda_agent.sandbox.client import Sandbox, WorkFolder
-from cuda_agent.sandbox.wire import Format, Mode, Solution, ToolResult, Verdict
+from cuda_agent.sandbox.wire import CommandResult, Format, Mode, Solution, ToolResult, Verdict
 from cuda_agent.tasks.task import Task
 
 _CHANGING = ("Write", "Edit", "MultiEdit", "NotebookEdit")  # after these, a repeated verify is not a loop
@@ -38,6 +38,7 @@ class KernelEnvironment:
         files: The player's files (text by path), as ``collect`` last read them. A new work folder starts with these
             files.
         best: The best verdict so far, or None. Only verdicts of quick mode, the judge's usual mode, count.
+        best_files: The files of the solution whose verdict is ``best``.
         flags: The bad patterns seen so far ("malformed_call", "unknown_tool", "loop").
         repeated: How many times the latest tool call was made with the same arguments. A Write, Edit, MultiEdit or
             NotebookEdit with new arguments that succeeds resets the counts of all tools except these four. A compile,
@@ -58,6 +59,7 @@ class KernelEnvironment:
         self.tools = [tool["function"]["name"] for tool in TOOLS]
         self.files: dict[str, str] = {}
         self.best: Verdict | None = None
+        self.best_files: dict[str, str] = {}
         self.flags: set[str] = set()
         self.repeated = 0
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -141,19 +143,30 @@ class KernelEnvironment:
         else:
             raise SandboxFault(verdict)
         if mode == "quick" and (self.best is None or merit(verdict) > merit(self.best)):
-            self.best = verdict
+            self.best, self.best_files = verdict, solution.files
         return verdict
 
-    async def command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """Runs the agent's command ``name`` (compile, verify or profile): judges the solution in ``files`` (text by
-        path) and returns the command's output. ``argv`` is ignored. Raises SandboxFault or TaskError as ``judge``
-        does."""
+    async def command(self, name: str, argv: list[str], files: dict[str, str]) -> CommandResult:
+        """Runs the agent's command ``name`` on the solution in ``files`` (text by path). ``argv`` is ignored. The
+        commands compile, verify and profile judge the solution. The command restore replaces it by the best solution so
+        far. Raises SandboxFault or TaskError as ``judge`` does."""
+        if name == "restore":
+            return self._restored(solution_of(files, self.format).files)
         if (found := hash(frozenset(files.items()))) not in self._commanded:
             self._commanded.add(found)
             self._forget_calls()
         before = self.best
         verdict = await self.judge(solution_of(files, self.format))
-        return ToolResult(describe(verdict, name, self.style, before), failed(verdict, name))
+        return CommandResult(describe(verdict, name, self.style, before), failed(verdict, name))
+
+    def _restored(self, files: dict[str, str]) -> CommandResult:
+        """Returns the result of restore for a folder whose solution has ``files``."""
+        best = self.best_files
+        if self.best is None or self.best.status != "ok":
+            return CommandResult(describe_restored(None, self.style), error=True)
+        changes: dict[str, str | None] = {path: text for path, text in best.items() if files.get(path) != text}
+        changes |= {path: None for path in files.keys() - best.keys()}
+        return CommandResult(describe_restored(self.best, self.style), files=changes)
 
     def _forget_calls(self) -> None:
         self._seen = Counter({k: n for k, n in self._seen.items() if k.startswith(_CHANGING)})

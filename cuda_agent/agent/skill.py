@@ -29,6 +29,7 @@ The files in the folder when you stop are what is judged.
 - `compile` builds what is in the folder and prints the first errors.
 - `verify` builds it and checks the outputs.
 - `profile` builds, checks and times it, and prints how many times faster it is than eager and than `torch.compile`.
+- `restore` puts the best solution that these commands have found back into the folder.
 There is no network, and the folder's own address differs from run to run: use relative paths. Temporary files go to
 `$TMPDIR`.
 
@@ -37,7 +38,7 @@ There is no network, and the folder's own address differs from run to run: use r
 2. Write the simplest correct solution, and `verify` it.
 3. Improve one thing at a time, and `profile` after each: first do less work (algebra, fusing every pass over memory
    into one), then use the hardware (contiguous access, vectors, all cores, cache tiles), then tune sizes.
-4. Go back when a change does not pay. Leave only the final files.
+4. Go back (`restore`) when a change does not pay. Leave only the final files.
 """
 
 _PLAN = """

@@ -1,4 +1,4 @@
-"""Defines the agent's tools: their schemas, and the text that the commands compile, verify and profile print.
+"""Defines the agent's tools: their schemas, and the text that the commands of their shell print.
 
 The agent loop and the code that writes example dialogues both call ``describe``, so that the texts are the same. The
 tools themselves run in ``sandbox.workspace``."""
@@ -13,7 +13,6 @@ from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.wire import Solution, Verdict
 
 Style = Literal["compact", "full"]
-COMMANDS = ("compile", "verify", "profile")
 
 _COMPACT_MESSAGE = 100  # characters of a build error in compact style
 # g++ writes "path:line:column: error: text", NVRTC and nvcc "path(line): error: text".
@@ -49,6 +48,15 @@ def describe(verdict: Verdict, command: str, style: Style, before: Verdict | Non
         times = {"solution": verdict.seconds, "eager": verdict.eager_seconds, "torch.compile": verdict.compile_seconds}
         text += "\n" + "\n".join(f"{name}: {value * 1e6:.1f} us" for name, value in times.items() if value is not None)
     return text
+
+
+def describe_restored(verdict: Verdict | None, style: Style) -> str:
+    """Returns the text that the command restore prints. ``verdict`` is the verdict of the solution that restore has put
+    back, or None if there is no correct solution."""
+    if verdict is None:
+        return "restore: no correct solution so far"
+    ratios = _ratios(verdict)
+    return "restore: ok" if style == "compact" or not ratios else f"restore: ok, the best solution so far: {ratios}"
 
 
 def standing(verdict: Verdict) -> str:
@@ -125,8 +133,8 @@ _EDIT: dict[str, dict[str, Any]] = {
 TOOLS = [
     _bash(
         ", unless run_in_background is set: then it goes on, for some minutes at most, and BashOutput tells what it "
-        "has printed. There is no network. compile, verify and profile are commands here, though not in the "
-        "background.",
+        "has printed. There is no network. compile, verify, profile and restore are commands here, though not in "
+        "the background.",
         run_in_background={"type": "boolean", "description": "do not wait for it"},
     ),
     _tool(

@@ -17,9 +17,9 @@ from cuda_agent.agent.environment import LOOP, KernelEnvironment, Sandbox, Sandb
 from cuda_agent.agent.loop import MALFORMED, Calls, play, within
 from cuda_agent.agent.progress import Findings, SearchBudget, State, Tell, difference, factor
 from cuda_agent.agent.prompt import agent_messages
-from cuda_agent.agent.tools import TOOLS, Style, describe, failed, solution_of, standing
+from cuda_agent.agent.tools import TOOLS, Style, describe, failed, merit, solution_of, standing
 from cuda_agent.policy.served import CHARACTERS, ContextTooLong, Reply, ServedModel, ServedModelError
-from cuda_agent.sandbox.wire import Format, Mode, Solution, ToolResult, Verdict
+from cuda_agent.sandbox.wire import CommandResult, Format, Mode, Solution, ToolResult, Verdict
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from cuda_agent.tasks.task import Task
 
@@ -90,6 +90,9 @@ class SearchEnvironment(KernelEnvironment):
         self.terms, self.findings, self.attempt, self.tell = terms, findings, attempt, tell
         self.turn = self.faults = 0
         self._judged: set[str] = set()
+        mine = [find for find in findings.by_digest.values() if find.attempt == attempt]  # before a resume
+        if earlier := max(mine, key=lambda find: merit(find.quick), default=None):
+            self.best, self.best_files = earlier.quick, earlier.solution.files
 
     async def call(self, name: str, arguments: Mapping[str, Any] | None) -> ToolResult:
         if self.findings.reached:
@@ -112,12 +115,14 @@ class SearchEnvironment(KernelEnvironment):
                 self._seen.clear()
                 self.tell("diff", **difference(path, old, new))
 
-    async def command(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
+    async def command(self, name: str, argv: list[str], files: dict[str, str]) -> CommandResult:
+        if name == "restore":
+            return await super().command(name, argv, files)
         terms, solution, before = self.terms, solution_of(files, self.format), self.best
         verdict = await self.judge(solution, command=name)
         text = describe(verdict, name, terms.style, before)
         if verdict.status == "infra":
-            return ToolResult("the sandbox failed, which is not the solution's fault: try again", error=True)
+            return CommandResult("the sandbox failed, which is not the solution's fault: try again", error=True)
         if terms.style == "full" and name == "profile" and verdict.status == "ok":
             text = "\n".join(filter(None, [text, standing(verdict), *verdict.advice]))
         if (factor(verdict) or 0.0) >= terms.target and not self.findings.reached:
@@ -129,7 +134,7 @@ class SearchEnvironment(KernelEnvironment):
                 said = f"{ratio:.2f} times as fast as the faster of both" if ratio else strict.status
                 text += f"\nmeasured strictly: {said}" + (f": {strict.message}" if strict.message else "")
                 text += "" if self.findings.reached else f"; the target is {terms.target:g}"
-        return ToolResult(text, failed(verdict, name))
+        return CommandResult(text, failed(verdict, name))
 
     async def judge(self, solution: Solution, mode: Mode = "quick", command: str = "end") -> Verdict:
         """Judges ``solution`` and reports the verdict through ``tell``.  ``command`` names the command that needs the

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import Any
 
 from cuda_agent.agent.prompt import agent_messages, one_shot_messages, write_answer
-from cuda_agent.agent.tools import TOOLS, describe, merit
+from cuda_agent.agent.tools import TOOLS, describe, describe_restored, merit
 from cuda_agent.config import Bootstrap
 from cuda_agent.policy.chat import Chat
 from cuda_agent.sandbox.wire import Status, Verdict
@@ -21,7 +21,7 @@ from cuda_agent.synthesis.teacher.teacher import Worked, redesign, solve, spoil
 from cuda_agent.tasks.task import Task
 
 REFUSED = 3  # most solutions of an episode that the judge refuses for their design
-REVERTED = 0.7  # share of the episodes whose last solution is slower in which the agent goes back to the best one
+RESTORED = 0.7  # share of the episodes whose last solution is slower in which the agent restores the best one
 # Messages: role, content, an assistant's tool_calls; "spoilt": True on a turn that is shown but must not be imitated.
 Dialogue = list[dict[str, Any]]
 
@@ -84,9 +84,9 @@ def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu", d
     is correct, the solution first contains a mistake, which the agent then repairs. If the design is wrong, the agent
     tries other designs: at most ``REFUSED`` wrong designs come before a correct one.
 
-    Then the agent profiles up to ``designs`` correct designs. The first is the correct one that it has found. Each of
-    the others is a change of the best one so far. If the last design is slower than the best one, the agent mostly goes
-    back to the best one."""
+    Then the agent profiles one to ``designs`` correct designs. The first is the correct one that it has found. Each of
+    the others is a change of the best one so far. If the last design is slower than the best one, the agent mostly
+    restores the best one."""
     worked = solve(task, rng, device)
     mistake = spoil(task, worked, rng) if repair and worked.status == "ok" else None
     written = _stripped(mistake.files if mistake else worked.files)
@@ -104,7 +104,7 @@ def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu", d
             other = solve(task, rng, device)
         worked, calls = _rewritten(worked, other)
         dialogue += _turn(calls, "verify", _judged(worked))
-    return [*dialogue, *_profiled(task, worked, rng, rng.randint(0, designs)), _says("done")]
+    return [*dialogue, *_profiled(task, worked, rng, rng.randint(1, designs)), _says("done")]
 
 
 def _profiled(task: Task, worked: Worked, rng: random.Random, designs: int) -> Dialogue:
@@ -122,8 +122,9 @@ def _profiled(task: Task, worked: Worked, rng: random.Random, designs: int) -> D
         dialogue += _turn(calls, "profile", verdict, fastest)
         if fastest is None or merit(verdict) >= merit(fastest):
             best, fastest = worked, verdict
-    if best is not worked and rng.random() < REVERTED:
-        dialogue += _turn(_rewritten(worked, best)[1], "verify", _judged(best))
+    if best is not worked and rng.random() < RESTORED:
+        dialogue.append({"role": "assistant", "content": "", "tool_calls": [_bash("restore")]})
+        dialogue.append({"role": "tool", "content": describe_restored(fastest, "compact")})
     return dialogue
 
 

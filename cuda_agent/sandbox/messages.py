@@ -85,7 +85,7 @@ class WorkspaceOperation(StrEnum):
     COLLECT_FILES = "collect_files"  # -> text by path
     # a workspace asks its client, while a tool call is open
     RUN_COMMAND = "run_command"  # {"name", "argv", "files"}; ``slot`` holds the command's number
-    COMMAND_RESULT = "command_result"  # ToolResult, with the same ``slot``
+    COMMAND_RESULT = "command_result"  # CommandResult, with the same ``slot``
 
 
 Operation = Reply | JudgeRequest | WorkerOperation | WorkspaceOperation

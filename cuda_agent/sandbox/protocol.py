@@ -89,6 +89,11 @@ def _files(files: dict[str, str]) -> dict[str, str]:
     return files
 
 
+def _changes(files: dict[str, str | None]) -> dict[str, str | None]:
+    _files({name: text or "" for name, text in files.items()})
+    return files
+
+
 def _at_the_top(name: str) -> str:
     if "/" in file_name(name):
         raise ValueError("only files at the top of the folder can be protected")
@@ -226,11 +231,11 @@ class Call(Body):
 
 
 class Answer(Body):
-    """The output of a command (compile, verify or profile) that the client ran for a work folder, and whether the
-    command failed."""
+    """The result of a command that the client ran for a work folder: ``sandbox.wire.CommandResult``."""
 
     text: _text(SOLUTION_BYTES)  # type: ignore[valid-type]
     error: bool = False
+    files: Annotated[dict[str, str | None], AfterValidator(_changes)] = {}
 
 
 def dumps(value: Any) -> bytes:

@@ -305,8 +305,8 @@ class RemoteWorkspace:
         self._timeout = httpx.Timeout(_SILENCE_SECONDS, pool=None)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs a tool and returns its result. If the tool runs compile, verify or profile, this client runs that
-        command with the constructor's ``commands``. An exception of ``commands`` reaches the caller. Raises
+        """Runs a tool and returns its result. If the tool runs a command such as verify, this client runs that command
+        with the constructor's ``commands``. An exception of ``commands`` reaches the caller. Raises
         ``WorkspaceLost`` if the workspace has ended or its server does not answer."""
         try:
             body = checked_call(tool[:100], arguments)

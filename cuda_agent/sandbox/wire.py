@@ -184,6 +184,20 @@ class ToolResult:
     error: bool = False
 
 
+@dataclass
+class CommandResult:
+    """The result of a command of an agent's shell (compile, verify, profile or restore).
+
+    Attributes:
+        text: The command's output.
+        error: Whether the command exits with 1.
+        files: The files that the command changes in the work folder: the new text by path, or None to remove a file."""
+
+    text: str
+    error: bool = False
+    files: dict[str, str | None] = field(default_factory=dict)
+
+
 LOST = "infrastructure: "  # begins the error of a probe whose judge or server was lost
 NO_PROGRAMS = "no program can be started here, and no file made"  # a worker's message about its jail
 

@@ -32,6 +32,23 @@ def test_the_best_state_is_remembered_when_it_is_spoiled(loop, sandbox):
     assert environment.best.status == "ok"
 
 
+def test_restore_puts_the_best_solution_back(loop, sandbox):
+    verify, restore = ("Bash", {"command": "verify"}), ("Bash", {"command": "restore"})
+    spoil = [("Write", {"path": "plan.json", "content": "{}"}), ("Bash", {"command": "touch kernels/b.cpp note.txt"})]
+    environment, said, verdict = loop.run(play(sandbox, [restore, *WRITES, verify, *spoil, verify, restore]))
+    assert said[0] == "restore: no correct solution so far" and said[-1] == "restore: ok"
+    assert verdict == environment.best and verdict.status == "ok"
+    assert environment.files == FILES | {"note.txt": ""}
+
+
+def test_restore_in_full_style_says_how_fast_the_solution_is(loop, sandbox):
+    _, said, _ = loop.run(
+        play(sandbox, [*WRITES, *[("Bash", {"command": c}) for c in ("profile", "restore")]], style="full")
+    )
+    ratios = said[-2].splitlines()[0].removeprefix("profile: ")
+    assert said[-1] == f"restore: ok, the best solution so far: {ratios}"
+
+
 def test_a_verdict_of_strict_mode_is_not_compared_with_the_best_of_quick_mode(loop, sandbox):
     environment = KernelEnvironment(TASK, sandbox)
     assert loop.run(environment.judge(Solution("plan", FILES), "strict")).status == "ok" and environment.best is None

@@ -29,10 +29,16 @@ def _assistant(dialogue):
 
 def _replayed(dialogue):
     """The files as the tools would leave them, after every turn."""
-    files, states = {}, []
+    files, states, best = {}, [], {}
+    results = iter([message["content"] for message in dialogue if message["role"] == "tool"])
     for turn in _assistant(dialogue):
         for call in turn.get("tool_calls", ()):
-            arguments = call["arguments"]
+            arguments, result = call["arguments"], next(results)
+            if arguments.get("command") == "profile" and result.endswith(", best"):
+                best = dict(files)
+            if arguments.get("command") == "restore":
+                assert result == "restore: ok" and best
+                files = dict(best)
             if call["name"] == "Write":
                 files[arguments["path"]] = arguments["content"]
             elif call["name"] == "Edit":
@@ -130,7 +136,7 @@ def test_on_a_gpu_results_are_true_of_the_files_and_episodes_end_correct_and_sho
     refused = 0
     for dialogue in dialogues:
         reports = [m["content"] for m in dialogue if m["role"] == "tool" and m["content"] != "ok"]
-        verified = [report for report in reports if not report.startswith("profile")]
+        verified = [report for report in reports if not report.startswith(("profile", "restore"))]
         assert verified[-1] == "verify: ok"
         wrong = [report for report in verified if report != "verify: ok"]
         refused += bool(wrong)
@@ -167,13 +173,13 @@ def _profiles(dialogue):
 def test_an_agent_profiles_as_many_designs_as_the_setting_says_each_another_one():
     rng = random.Random(12)
     seen = [_profiles(episode(sample_task(rng, "cuda"), rng, False, "cuda", 4)) for _ in range(200)]
-    assert {len(profiles) for profiles in seen} == {0, 1, 2, 3, 4}
+    assert {len(profiles) for profiles in seen} == {1, 2, 3, 4}
     for profiles in seen:
         assert all(one[0] != two[0] for one, two in pairwise(profiles))
         assert not profiles or profiles[0][1].endswith(", best")
 
 
-def test_an_agent_mostly_goes_back_to_the_best_solution_if_the_last_one_is_slower():
+def test_an_agent_mostly_restores_the_best_solution_if_the_last_one_is_slower():
     rng = random.Random(12)
     back, stayed = 0, 0
     for _ in range(300):

@@ -22,7 +22,7 @@ from cuda_agent.sandbox import remote
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.remote import RemoteSandbox
-from cuda_agent.sandbox.wire import Solution, ToolResult, Verdict
+from cuda_agent.sandbox.wire import CommandResult, Solution, ToolResult, Verdict
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from tests.sandbox.conftest import CHAIN, KERNEL, PLAN, Running, plan_solution, task
 from tests.sandbox.service.serving import ONE_JUDGE, QUICK, SLOW, TOKEN, Served
@@ -110,13 +110,14 @@ def test_a_workspace_works_as_in_this_process(served):
 
     async def commands(name, argv, files):
         asked.append((name, argv, sorted(files)))
-        return ToolResult("verify: wrong", error=True)
+        return CommandResult("verify: wrong", error=True, files={"plan.json": "{}", "kernels/b.cpp": None})
 
     async def work(sandbox):
         files = {"model.py": "task\n", "SKILL.md": "rules\n"}
         async with sandbox.workspace(files, frozenset(files), commands) as workspace:
             written = await workspace.call("Write", {"path": "kernels/a.cpp", "content": "int x;\n"})
-            told = await workspace.call("Bash", {"command": "echo easy > model.py; verify -v || echo failed"})
+            changes = "echo easy > model.py; echo > kernels/b.cpp"
+            told = await workspace.call("Bash", {"command": f"{changes}; verify -v || echo failed"})
             strange = await workspace.call("Bash", {"command": {"deep": [[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]}})
             unplain = await workspace.call("Bash", {"command": object()})
             return written, told, strange, unplain, await workspace.files()
@@ -125,8 +126,8 @@ def test_a_workspace_works_as_in_this_process(served):
     assert written == ToolResult("ok")
     assert told.text.splitlines() == ["verify: wrong", "failed"]
     assert strange.error and unplain.error
-    assert files == {"model.py": "task\n", "SKILL.md": "rules\n", "kernels/a.cpp": "int x;\n"}
-    assert asked[0][:2] == ("verify", ["-v"]) and "kernels/a.cpp" in asked[0][2]
+    assert files == {"model.py": "task\n", "SKILL.md": "rules\n", "kernels/a.cpp": "int x;\n", "plan.json": "{}"}
+    assert asked[0][:2] == ("verify", ["-v"]) and "kernels/b.cpp" in asked[0][2]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyError, TaskError])

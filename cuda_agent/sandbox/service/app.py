@@ -34,7 +34,7 @@ from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.protocol import BODY_BYTES, ServiceError, dumps
 from cuda_agent.sandbox.service.jobs import Job
 from cuda_agent.sandbox.service.service import Role, Service, ServiceLimits
-from cuda_agent.sandbox.wire import ToolResult
+from cuda_agent.sandbox.wire import CommandResult
 
 ARRIVAL_SECONDS = 60.0  # from the start of a connection, or a request's first byte, to the request's end
 _OPEN = ("/healthz", "/readyz")  # routes that ask for no token
@@ -297,7 +297,7 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
     @app.post("/v1/workspaces/{id}/answers/{number}", response_model=None)
     async def answer(id: str, number: int, request: protocol.Answer, owner: Owner = "") -> dict[str, Any]:
         """Send the output of a command that came in the stream of a tool call."""
-        service.rooms.answer(service.rooms.find(id, owner), number, ToolResult(request.text, request.error))
+        service.rooms.answer(service.rooms.find(id, owner), number, CommandResult(**dict(request)))
         return {}
 
     @app.get("/v1/workspaces/{id}/files", response_model=None)

@@ -22,7 +22,7 @@ from cuda_agent.sandbox.protocol import AnyRequest, Build, ServiceError
 from cuda_agent.sandbox.service.jobs import Job, Queue
 from cuda_agent.sandbox.service.metrics import Metrics
 from cuda_agent.sandbox.service.workspaces import Rooms
-from cuda_agent.sandbox.wire import ToolResult, Verdict
+from cuda_agent.sandbox.wire import CommandResult, Verdict
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
 
 Role = Literal["workspace", "build", "evaluate"]
@@ -245,5 +245,5 @@ class Service:
             self.sandbox.kill()
 
 
-async def _nothing(name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-    return ToolResult("", error=True)
+async def _nothing(name: str, argv: list[str], files: dict[str, str]) -> CommandResult:
+    return CommandResult("", error=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.protocol import ServiceError
-from cuda_agent.sandbox.wire import ToolResult
+from cuda_agent.sandbox.wire import CommandResult, ToolResult
 from cuda_agent.sandbox.workspace.client import Workspace, WorkspaceLost
 
 HEARTBEAT = 5.0  # seconds without another line
@@ -35,12 +35,12 @@ class Room:
     workspace: Workspace | None = None
     busy: bool = False
     lines: asyncio.Queue[Line | None] = field(default_factory=asyncio.Queue)
-    asked: dict[int, asyncio.Future[ToolResult]] = field(default_factory=dict)  # the client's answers, by command
+    asked: dict[int, asyncio.Future[CommandResult]] = field(default_factory=dict)  # the client's answers, by command
     questions: int = 0  # number of commands that the client was asked to run
 
-    async def ask(self, name: str, argv: list[str], files: dict[str, str]) -> ToolResult:
-        """Sends the command ``name`` (compile, verify or profile) to the client, in the stream of the current tool
-        call. The client runs the command. Returns the client's result."""
+    async def ask(self, name: str, argv: list[str], files: dict[str, str]) -> CommandResult:
+        """Sends the shell's command ``name``, such as verify, to the client, in the stream of the current tool call.
+        The client runs the command. Returns the client's result."""
         self.questions += 1
         number, answer = self.questions, asyncio.get_running_loop().create_future()
         self.asked[number] = answer
@@ -116,7 +116,7 @@ class Rooms:
                 await asyncio.gather(work, return_exceptions=True)
                 await self.close(room)
 
-    def answer(self, room: Room, number: int, result: ToolResult) -> None:
+    def answer(self, room: Room, number: int, result: CommandResult) -> None:
         """Passes ``result`` to the waiting command ``number``. Raises ``ServiceError`` if no such command waits."""
         future = room.asked.get(number)
         if future is None or future.done():

@@ -2,8 +2,8 @@
 
 The keeper starts the command in the shell's jail and collects its output. On request, at a limit, or when the workspace
 has ended, the keeper kills all processes of the command. It adopts the command's orphaned processes: otherwise the end
-of a foreground command would kill them. A background command gets no input and cannot run compile, verify or
-profile."""
+of a foreground command would kill them. A background command gets no input and cannot run the shell's commands,
+such as verify."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Opens workspaces, calls their tools, and answers the compile, verify and profile commands of their shells.
+"""Opens workspaces, calls their tools, and answers the commands of their shells, such as verify.
 
 A workspace is an agent's folder with its tools. The tools run in a separate jailed process (``worker``). A mistake of
 the agent raises no exception. Instead, the result of the tool call has ``error`` set."""
@@ -27,13 +27,13 @@ from cuda_agent.sandbox.messages import (
     encode_frame,
     send_frame,
 )
-from cuda_agent.sandbox.wire import ToolResult
+from cuda_agent.sandbox.wire import CommandResult, ToolResult
 from cuda_agent.sandbox.workspace.files import ToolRefused
 from cuda_agent.sandbox.workspace.shell import CommandLimits
 
-Commands = Callable[[str, list[str], dict[str, str]], Awaitable[ToolResult]]
-"""Runs a command of an agent's shell and returns its output. Gets the command's name (compile, verify or profile), the
-command's arguments, and the folder's files (text by path). If the output is an error, the command exits with 1."""
+Commands = Callable[[str, list[str], dict[str, str]], Awaitable[CommandResult]]
+"""Runs a command of an agent's shell and returns its result. Gets the command's name (compile, verify, profile or
+restore), the command's arguments, and the folder's files (text by path)."""
 
 ARGUMENT_BYTES = 1 << 20  # limit of one call's arguments as JSON
 _OPEN_SECONDS, _GRACE_SECONDS = 30.0, 20.0  # how long a start, or a call beyond its own limit, may take
@@ -68,8 +68,8 @@ class Workspaces:
         self, files: Mapping[str, str], protected: frozenset[str], commands: Commands
     ) -> "AsyncIterator[Workspace]":
         """Opens a workspace that holds ``files`` (text by path). The agent cannot change the top-level files in
-        ``protected``. ``commands`` runs the agent's commands compile, verify and profile. Raises ``WorkspaceLost`` if
-        the workspace does not start."""
+        ``protected``. ``commands`` runs the commands of the agent's shell. Raises ``WorkspaceLost`` if the workspace
+        does not start."""
         await self._start()
         number, control = next(self._numbers), self._control
         assert control is not None
@@ -161,8 +161,8 @@ class Workspace:
         self._broken = False
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs a tool and returns its result. If the tool runs compile, verify or profile, this client runs that
-        command with the constructor's ``commands``. An exception of ``commands`` reaches the caller. Raises
+        """Runs a tool and returns its result. If the tool runs a command such as verify, this client runs that command
+        with the constructor's ``commands``. An exception of ``commands`` reaches the caller. Raises
         ``WorkspaceLost`` if the workspace has ended or does not answer."""
         try:
             body = checked_call(tool, arguments)

@@ -108,6 +108,19 @@ class Folder:
             self._store(self.resolve(path), content)
         self._seen.clear()
 
+    def put(self, files: dict[str, str | None]) -> None:
+        """Writes each text in ``files`` at its path. Removes the file at a path whose text is None. The agent then
+        knows the new texts. Raises ``ToolRefused`` if a file cannot be written or removed."""
+        for path, content in files.items():
+            name = self._writable(path)
+            if content is not None:
+                self._store(name, content)
+                continue
+            try:
+                self._discard(os.path.join(self.root, name))
+            except OSError as error:
+                raise ToolRefused(f"{name}: {error.strerror}") from None
+
     def restore(self) -> list[str]:
         """Restores the folder's permissions and protected files. Returns the names of the files that had changed."""
         changed = []

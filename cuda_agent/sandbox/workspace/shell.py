@@ -1,9 +1,10 @@
 """Runs a workspace's shell commands one after the other, within limits.
 
 The worker is the workspace's process. Each command runs in a jail inside the worker's jail. The current folder and the
-exported variables persist between commands. ``compile``, ``verify`` and ``profile`` are scripts on the shell's PATH. A
-script sends its request through a FIFO to the worker. The worker forwards the request to the client, and returns the
-answer through another FIFO. Data from a shell may be forged, so the worker checks it."""
+exported variables persist between commands. ``compile``, ``verify``, ``profile`` and ``restore`` are scripts on the
+shell's PATH. A script sends its request through a FIFO to the worker. The worker forwards the request to the client. It
+changes the files that the client's answer names, and returns the answer's text through another FIFO. Data from a shell
+may be forged, so the worker checks it."""
 
 import contextlib
 import ctypes
@@ -23,10 +24,10 @@ from dataclasses import dataclass, field
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.jail.descendants import descendants, memory_bytes
 from cuda_agent.sandbox.messages import WorkspaceOperation, receive_frame, send_frame
-from cuda_agent.sandbox.wire import ToolResult
-from cuda_agent.sandbox.workspace.files import Folder, disk_use
+from cuda_agent.sandbox.wire import CommandResult
+from cuda_agent.sandbox.workspace.files import Folder, ToolRefused, disk_use
 
-COMMANDS = ("compile", "verify", "profile")
+COMMANDS = ("compile", "verify", "profile", "restore")
 BASH = "/bin/bash"
 _STATE_FD = 198  # descriptor to which a shell writes its folder and exported variables
 _MEMORY_TICK, _WAITING_TICK, _DISK_TICK = 0.1, 0.3, 0.5  # seconds between checks of a command's use
@@ -51,7 +52,7 @@ exit "$status"
 
 @dataclass(frozen=True)
 class CommandLimits:
-    """The limits of a workspace. ``shell_seconds`` excludes the time spent waiting for compile, verify or profile."""
+    """The limits of a workspace. ``shell_seconds`` excludes the time spent waiting for one of ``COMMANDS``."""
 
     shell_seconds: float = 30.0
     output_chars: int = 30_000  # of one tool's text; the middle is cut
@@ -119,7 +120,7 @@ class Shell:
 
     def run(self, program: list[str], seconds: float) -> CommandOutcome:
         """Runs a program until it ends or exceeds a limit, then kills its remaining processes. ``seconds`` limits the
-        run; the time in which the program waits for compile, verify or profile does not count."""
+        run; the time in which the program waits for one of ``COMMANDS`` does not count."""
         requests = self._requests()
         out_read, out_write = os.pipe()
         state_read, state_write = os.pipe()
@@ -129,7 +130,7 @@ class Shell:
         for descriptor in (out_read, state_read):
             os.set_blocking(descriptor, False)
         output, state, request = Output(self.limits.output_chars), bytearray(), bytearray()
-        waiting: list[list[str]] = []  # requests of compile, verify, profile; the first one is being answered
+        waiting: list[list[str]] = []  # requests of ``COMMANDS``; the first one is being answered
         quiet = contextlib.ExitStack()  # open while a request is being answered
         asks, used, killed, code = 0, 0.0, "", None
         last = looked = measured = time.monotonic()
@@ -151,14 +152,14 @@ class Shell:
                     frame = receive_frame(self.client)
                     answers = frame.operation == WorkspaceOperation.COMMAND_RESULT
                     if answers and waiting and frame.slot == self.asked % 256:
-                        self._answer(waiting.pop(0)[0], ToolResult(**frame.body))
+                        self._answer(waiting.pop(0)[0], CommandResult(**frame.body))
                         self._ask(waiting)
                         if not waiting:
                             quiet.close()
                 for fields in _records(request, drain(requests)):
                     asks += 1
                     if asks > _ASKS:
-                        self._answer(fields[0], ToolResult("too many requests in one command", error=True))
+                        self._answer(fields[0], CommandResult("too many requests in one command", error=True))
                         continue
                     waiting.append(fields)
                     if len(waiting) == 1:
@@ -247,8 +248,13 @@ class Shell:
             body = {"name": name, "argv": argv, "files": self.files.collect()}
             send_frame(self.client, WorkspaceOperation.RUN_COMMAND, body, slot=self.asked % 256)
 
-    def _answer(self, pid: str, result: ToolResult) -> None:
-        """Sends the result to the script with the process id ``pid``, if the script still runs."""
+    def _answer(self, pid: str, result: CommandResult) -> None:
+        """Changes the files that ``result`` names. Then sends the result to the script with the process id ``pid``, if
+        the script still runs."""
+        try:
+            self.files.put(result.files)
+        except ToolRefused as refused:
+            result = CommandResult(f"error: {refused}", error=True)
         path = f"{self.pipes}/{pid}"
         text = cut(result.text, _ANSWER_BYTES // 4).replace("\0", "").encode(errors="replace")
         with contextlib.suppress(OSError):

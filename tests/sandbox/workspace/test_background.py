@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cuda_agent.sandbox.wire import ToolResult
+from cuda_agent.sandbox.wire import CommandResult
 from cuda_agent.sandbox.workspace.client import Workspaces
 from cuda_agent.sandbox.workspace.shell import CommandLimits
 
@@ -41,7 +41,7 @@ def use(loop, parent):
 
     async def answer(name, argv, files):
         await asyncio.sleep(0.5)
-        return ToolResult(name)
+        return CommandResult(name)
 
     def use(body, commands=answer):
         async def inside():
@@ -174,7 +174,7 @@ def test_it_is_paused_while_a_time_is_taken_and_a_file_looked_at(use):
         for _ in range(2):
             await asyncio.sleep(0.4)
             seen.append(ticks())
-        return ToolResult("looked")
+        return CommandResult("looked")
 
     mark = f"9{os.getpid()}"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cuda_agent.sandbox.wire import ToolResult
+from cuda_agent.sandbox.wire import CommandResult, ToolResult
 from cuda_agent.sandbox.workspace.client import ARGUMENT_BYTES, WorkspaceLost, Workspaces
 from cuda_agent.sandbox.workspace.shell import CommandLimits, cut
 from cuda_agent.sandbox.workspace.worker import checked
@@ -23,7 +23,7 @@ PROTECTED = frozenset({"model.py", "SKILL.md"})
 
 async def echo(name, argv, files):
     """What a stage would answer: here, what it was asked."""
-    return ToolResult(f"{name} {argv} {sorted(files)}", error=name == "verify")
+    return CommandResult(f"{name} {argv} {sorted(files)}", error=name == "verify")
 
 
 @pytest.fixture(scope="module")
@@ -301,17 +301,41 @@ def test_a_command_sees_the_folder_as_it_is_and_the_task_as_it_was(bash):
 
     async def look(name, argv, files):
         seen.append(files)
-        return ToolResult("line one\nline two")
+        return CommandResult("line one\nline two")
 
     result = bash("echo '{}' > plan.json; echo easy > model.py; x=$(verify); echo \"[$x]\"", commands=look)
     assert result.text.startswith("[line one\nline two]")
     assert seen == [FILES | {"plan.json": "{}\n"}]
 
 
+def test_a_command_can_change_files_which_the_agent_then_knows(use):
+    async def restore(name, argv, files):
+        return CommandResult("restore: ok", files={"kernels/a.cpp": "int y;\n", "deep/b.cpp": "b\n", "plan.json": None})
+
+    async def session(workspace):
+        told = await workspace.call("Bash", {"command": "echo '{}' > plan.json; restore && cat kernels/a.cpp"})
+        edit = {"path": "kernels/a.cpp", "old_string": "y", "new_string": "z"}
+        return told, await workspace.call("Edit", edit), await workspace.files()
+
+    told, edited, files = use(session, commands=restore)
+    assert told == ToolResult("restore: ok\nint y;") and edited == ToolResult("ok")
+    assert files == FILES | {"kernels/a.cpp": "int z;\n", "deep/b.cpp": "b\n"}
+
+
+@pytest.mark.parametrize("path", ["model.py", "../a.cpp", "kernels", "/etc/passwd", "out/a.cpp"])
+def test_a_command_changes_no_file_that_the_agent_may_not_change(bash, tmp_path, path):
+    async def restore(name, argv, files):
+        return CommandResult("restore: ok", files={path: None})
+
+    result = bash(f"ln -s {tmp_path} out; restore; echo $?", commands=restore)
+    assert result.text.startswith("error: ") and result.text.endswith("\n1")
+    assert not list(tmp_path.iterdir())
+
+
 def test_commands_side_by_side_each_get_their_own_answer(bash):
     async def slow(name, argv, files):
         await asyncio.sleep(0.02)
-        return ToolResult(f"{name} {argv[0]}")
+        return CommandResult(f"{name} {argv[0]}")
 
     result = bash("for i in 1 2 3 4 5; do verify $i > o$i & done; wait; cat o?", commands=slow)
     assert result.text == "verify 1\nverify 2\nverify 3\nverify 4\nverify 5"
@@ -327,7 +351,7 @@ def test_commands_work_from_programs_that_the_shell_runs(bash):
 def test_the_time_of_an_answer_is_not_the_commands_time(loop):
     async def slow(name, argv, files):
         await asyncio.sleep(3.5)
-        return ToolResult("late")
+        return CommandResult("late")
 
     async def body():
         async with (
