@@ -21,6 +21,7 @@ from cuda_agent.synthesis.teacher.teacher import Worked, redesign, solve, spoil
 from cuda_agent.tasks.task import Task
 
 REFUSED = 3  # most solutions of an episode that the judge refuses for their design
+CHANGES = 50  # changes of a design that the teacher tries to find a correct one that is new
 RESTORED = 0.7  # share of the episodes whose last solution is slower in which the agent restores the best one
 # Messages: role, content, an assistant's tool_calls; "spoilt": True on a turn that is shown but must not be imitated.
 Dialogue = list[dict[str, Any]]
@@ -84,8 +85,8 @@ def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu", d
     is correct, the solution first contains a mistake, which the agent then repairs. If the design is wrong, the agent
     tries other designs: at most ``REFUSED`` wrong designs come before a correct one.
 
-    Then the agent profiles one to ``designs`` correct designs. The first is the correct one that it has found. Each of
-    the others is a change of the best one so far. If the last design is slower than the best one, the agent mostly
+    Then the agent profiles one to ``designs`` correct designs, each of them once. The first is the correct one that it
+    has found. Each of the others is a change of the best one so far. If the last design is slower than the best one, the agent mostly
     restores the best one."""
     worked = solve(task, rng, device)
     mistake = spoil(task, worked, rng) if repair and worked.status == "ok" else None
@@ -109,14 +110,17 @@ def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu", d
 
 def _profiled(task: Task, worked: Worked, rng: random.Random, designs: int) -> Dialogue:
     """Returns the turns in which the agent profiles ``designs`` designs: first ``worked``, which is in the work folder,
-    then changes of the best one so far."""
+    then changes of the best one so far. There are fewer turns if all changes that it tries are wrong or not new."""
     dialogue: Dialogue = []
-    spec, best, fastest = parse(task), worked, None
+    spec, best, fastest, profiled = parse(task), worked, None, [worked.files]
     for number in range(designs):
         calls: list[dict[str, Any]] = []
         if number:
-            while (other := redesign(task, best, rng)).status != "ok" or other.files == worked.files:
-                pass
+            changes = (redesign(task, best, rng) for _ in range(CHANGES))
+            other = next((one for one in changes if one.status == "ok" and one.files not in profiled), None)
+            if other is None:
+                break
+            profiled.append(other.files)
             worked, calls = _rewritten(worked, other)
         verdict = _verdict(worked.device, "ok", ratios=_ratios(spec, worked, rng))
         dialogue += _turn(calls, "profile", verdict, fastest)

@@ -1,5 +1,5 @@
 import random
-from itertools import pairwise
+from itertools import combinations
 
 import pytest
 
@@ -170,12 +170,12 @@ def _profiles(dialogue):
     return list(zip(asked, said, strict=True))
 
 
-def test_an_agent_profiles_as_many_designs_as_the_setting_says_each_another_one():
+def test_an_agent_profiles_as_many_designs_as_the_setting_says_and_none_twice():
     rng = random.Random(12)
     seen = [_profiles(episode(sample_task(rng, "cuda"), rng, False, "cuda", 4)) for _ in range(200)]
     assert {len(profiles) for profiles in seen} == {1, 2, 3, 4}
     for profiles in seen:
-        assert all(one[0] != two[0] for one, two in pairwise(profiles))
+        assert all(one[0] != two[0] for one, two in combinations(profiles, 2))
         assert not profiles or profiles[0][1].endswith(", best")
 
 
