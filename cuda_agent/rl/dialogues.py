@@ -86,8 +86,8 @@ def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu", d
     tries other designs: at most ``REFUSED`` wrong designs come before a correct one.
 
     Then the agent profiles one to ``designs`` correct designs, each of them once. The first is the correct one that it
-    has found. Each of the others is a change of the best one so far. If the last design is slower than the best one, the agent mostly
-    restores the best one."""
+    has found. Each of the others is a change of the best one so far. If the last design is slower than the best one,
+    the agent mostly restores the best one."""
     worked = solve(task, rng, device)
     mistake = spoil(task, worked, rng) if repair and worked.status == "ok" else None
     written = _stripped(mistake.files if mistake else worked.files)
