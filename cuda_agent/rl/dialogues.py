@@ -127,8 +127,7 @@ def _profiled(task: Task, worked: Worked, rng: random.Random, designs: int) -> D
         if fastest is None or merit(verdict) >= merit(fastest):
             best, fastest = worked, verdict
     if best is not worked and rng.random() < RESTORED:
-        dialogue.append({"role": "assistant", "content": "", "tool_calls": [_bash("restore")]})
-        dialogue.append({"role": "tool", "content": describe_restored(fastest, "compact")})
+        dialogue += _answered([_bash("restore")], [describe_restored(fastest, "compact")])
     return dialogue
 
 
@@ -150,6 +149,11 @@ def _turn(
     results = ["ok"] * len(calls)
     if verdict:
         calls, results = [*calls, _bash(command)], [*results, describe(verdict, command, "compact", before)]
+    return _answered(calls, results)
+
+
+def _answered(calls: list[dict[str, Any]], results: list[str]) -> Dialogue:
+    """Returns an assistant turn with ``calls``, and the message of each call's result."""
     return [
         {"role": "assistant", "content": "", "tool_calls": calls},
         *({"role": "tool", "content": result} for result in results),

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from cuda_agent.agent.progress import Findings, SearchBudget, State
-from cuda_agent.optimize.attempt import Attempt, Terms
+from cuda_agent.optimize.attempt import Attempt, SearchEnvironment, Terms
 from cuda_agent.policy.served import Reply
-from cuda_agent.sandbox.wire import ToolResult, Verdict
+from cuda_agent.sandbox.wire import Solution, ToolResult, Verdict
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from cuda_agent.tasks.task import Task
 
@@ -95,6 +95,17 @@ def test_a_quick_verdict_at_the_target_counts_only_after_a_strict_one():
     assert ended == "target" and sandbox.modes == ["quick", "strict"] * 2
     assert "1.50 times as fast" in results(attempt)[1] and "the target is 2" in results(attempt)[1]
     assert attempt.findings.reached.solution.files == {"plan.json": "{}", "kernels/k.cpp": "x"}
+
+
+def test_a_resumed_attempt_restores_its_own_best_solution_of_before():
+    findings = Findings()
+    for ratio, attempt in ((1.2, 1), (1.5, 1), (1.1, 1), (1.9, 2)):
+        findings.add(Solution("plan", {"plan.json": str(ratio)}), verdict(ratio=ratio), attempt, 0)
+    environment = SearchEnvironment(TASK, Sandbox(verdict(ratio=1.4)), TERMS, findings, 1, lambda *_, **__: None)
+    profiled = asyncio.run(environment.command("profile", [], {"plan.json": "1.4"}))
+    assert "slower than the best solution so far: 1.50x eager" in profiled.text
+    restored = asyncio.run(environment.command("restore", [], {"plan.json": "1.4", "kernels/k.cpp": "x", "note": ""}))
+    assert restored.files == {"plan.json": "1.5", "kernels/k.cpp": None} and not restored.error
 
 
 def test_calls_after_the_target_are_not_run_and_every_call_is_answered():
