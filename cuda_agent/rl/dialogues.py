@@ -21,7 +21,7 @@ from cuda_agent.synthesis.teacher.teacher import Worked, redesign, solve, spoil
 from cuda_agent.tasks.task import Task
 
 REFUSED = 3  # most solutions of an episode that the judge refuses for their design
-CHANGES = 50  # changes of a design that the teacher tries to find a correct one that is new
+CHANGES = 50  # changes of a design that the teacher tries to find one that is new
 RESTORED = 0.7  # share of the episodes whose last solution is slower in which the agent restores the best one
 # Messages: role, content, an assistant's tool_calls; "spoilt": True on a turn that is shown but must not be imitated.
 Dialogue = list[dict[str, Any]]
@@ -85,9 +85,9 @@ def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu", d
     is correct, the solution first contains a mistake, which the agent then repairs. If the design is wrong, the agent
     tries other designs: at most ``REFUSED`` wrong designs come before a correct one.
 
-    Then the agent profiles one to ``designs`` correct designs, each of them once. The first is the correct one that it
-    has found. Each of the others is a change of the best one so far. If the last design is slower than the best one,
-    the agent mostly restores the best one."""
+    Then the agent profiles one to ``designs`` designs, each of them once. The first is the correct one that it has
+    found. Each of the others is a change of the best one so far, and may be wrong. If the last design is slower than
+    the best one, the agent mostly restores the best one; if it is wrong, the agent always does."""
     worked = solve(task, rng, device)
     mistake = spoil(task, worked, rng) if repair and worked.status == "ok" else None
     written = _stripped(mistake.files if mistake else worked.files)
@@ -110,23 +110,25 @@ def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu", d
 
 def _profiled(task: Task, worked: Worked, rng: random.Random, designs: int) -> Dialogue:
     """Returns the turns in which the agent profiles ``designs`` designs: first ``worked``, which is in the work folder,
-    then changes of the best one so far. There are fewer turns if all changes that it tries are wrong or not new."""
+    then changes of the best one so far, right or wrong. There are fewer turns if no change that it tries is new."""
     dialogue: Dialogue = []
     spec, best, fastest, profiled = parse(task), worked, None, [worked.files]
     for number in range(designs):
         calls: list[dict[str, Any]] = []
         if number:
             changes = (redesign(task, best, rng) for _ in range(CHANGES))
-            other = next((one for one in changes if one.status == "ok" and one.files not in profiled), None)
+            other = next((one for one in changes if one.files not in profiled), None)
             if other is None:
                 break
             profiled.append(other.files)
             worked, calls = _rewritten(worked, other)
-        verdict = _verdict(worked.device, "ok", ratios=_ratios(spec, worked, rng))
+        verdict = _judged(worked)
+        if worked.status == "ok":
+            verdict = _verdict(worked.device, "ok", ratios=_ratios(spec, worked, rng))
         dialogue += _turn(calls, "profile", verdict, fastest)
-        if fastest is None or merit(verdict) >= merit(fastest):
+        if worked.status == "ok" and (fastest is None or merit(verdict) >= merit(fastest)):
             best, fastest = worked, verdict
-    if best is not worked and rng.random() < RESTORED:
+    if best is not worked and (worked.status != "ok" or rng.random() < RESTORED):
         dialogue += _answered([_bash("restore")], [describe_restored(fastest, "compact")])
     return dialogue
 

@@ -136,8 +136,9 @@ def test_on_a_gpu_results_are_true_of_the_files_and_episodes_end_correct_and_sho
     refused = 0
     for dialogue in dialogues:
         reports = [m["content"] for m in dialogue if m["role"] == "tool" and m["content"] != "ok"]
-        verified = [report for report in reports if not report.startswith(("profile", "restore"))]
-        assert verified[-1] == "verify: ok"
+        verified = reports[: reports.index("verify: ok") + 1]
+        right = [files for files, said in _profiles(dialogue) if said.endswith((", best", ", slower"))]
+        assert _replayed(dialogue)[-1] in right
         wrong = [report for report in verified if report != "verify: ok"]
         refused += bool(wrong)
         assert len(wrong) <= REFUSED + 1
@@ -160,14 +161,13 @@ def test_a_careless_agent_ends_after_its_first_solution_right_or_wrong_verified_
 
 def _profiles(dialogue):
     """Each profile of a dialogue: the files that it finds, and what it says."""
-    states, said = _replayed(dialogue), [m["content"] for m in dialogue if m["content"].startswith("profile: ")]
-    turns = zip(states, _assistant(dialogue), strict=True)
-    asked = [
-        files
-        for files, turn in turns
-        if any(call["arguments"].get("command") == "profile" for call in turn.get("tool_calls", ()))
-    ]
-    return list(zip(asked, said, strict=True))
+    results, found = iter([message["content"] for message in dialogue if message["role"] == "tool"]), []
+    for files, turn in zip(_replayed(dialogue), _assistant(dialogue), strict=True):
+        for call in turn.get("tool_calls", ()):
+            result = next(results)
+            if call["arguments"].get("command") == "profile":
+                found.append((files, result))
+    return found
 
 
 def test_an_agent_profiles_as_many_designs_as_the_setting_says_and_none_twice():
@@ -179,20 +179,21 @@ def test_an_agent_profiles_as_many_designs_as_the_setting_says_and_none_twice():
         assert not profiles or profiles[0][1].endswith(", best")
 
 
-def test_an_agent_mostly_restores_the_best_solution_if_the_last_one_is_slower():
+def test_an_agent_mostly_restores_the_best_solution_if_the_last_one_is_slower_and_always_if_it_is_wrong():
     rng = random.Random(12)
-    back, stayed = 0, 0
+    back, stayed, wrong = 0, 0, 0
     for _ in range(300):
         dialogue = episode(sample_task(rng, "cuda"), rng, False, "cuda", 4)
-        profiles = _profiles(dialogue)
+        profiles, final = _profiles(dialogue), _replayed(dialogue)[-1]
         best = [files for files, said in profiles if said.endswith(", best")]
         if profiles and profiles[-1][1].endswith(", slower"):
-            final = _replayed(dialogue)[-1]
             assert final in (best[-1], profiles[-1][0])
             back, stayed = back + (final == best[-1]), stayed + (final != best[-1])
         elif profiles:
-            assert _replayed(dialogue)[-1] == best[-1]
+            wrong += not profiles[-1][1].endswith(", best")
+            assert final == best[-1]
     assert back > 2 * stayed > 0
+    assert wrong > 20, "changes are drawn without regard to the shape"
 
 
 def test_a_refused_design_is_followed_by_another_one():
