@@ -525,7 +525,7 @@ def test_a_later_version_restarts_no_server_whose_image_stays(tmp_path):
         done = helm(
             "template", "r", str(folder), "--kube-version", KUBERNETES, values=merged(ALONE, {"images": pinned})
         )
-        items = [item for item in yaml.safe_load_all(done.stdout) if item]
+        items = [item for item in yaml.load_all(done.stdout, yaml.CSafeLoader) if item]
         made.append({item["metadata"]["name"]: item for item in of_kind(items, "Deployment")})
     before, after = made
     assert set(before) == {"r-cuda-agent-minio", "r-cuda-agent-mlflow"}

@@ -20,6 +20,7 @@ from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.storage import open_store
 from cuda_agent.tracking import read_metrics
 
+pytestmark = pytest.mark.nightly
 AT_WAR = ("agentic", "evaluate-agentic", "report")
 COMMAND = [sys.executable, "-m", "cuda_agent.cli", "run", "experiment=smoke", "--json"]
 
@@ -107,7 +108,6 @@ def begin_where_the_agent_is_trained(peace: Path, home: Path) -> None:
     shutil.copytree(peace / "cache" / "sandbox" / "builds", home / "cache" / "sandbox" / "builds")
 
 
-@pytest.mark.nightly
 def test_a_run_killed_at_three_places_ends_with_the_same_bytes(peace: tuple[Path, dict], tmp_path: Path) -> None:
     calm_home, answer = peace
     home, off = tmp_path / "war", "run.mlflow=off"

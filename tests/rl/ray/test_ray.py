@@ -25,13 +25,8 @@ def learnt(folder):
     return (folder / "policy" / "model.safetensors").read_bytes(), measured
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({}, id="gae"),
-        pytest.param({"advantage": "rloo", "reward": "speedup"}, id="rloo", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("changes", [{}, {"advantage": "rloo", "reward": "speedup"}], ids=["gae", "rloo"])
 def test_a_stage_in_rays_actors_gives_the_bytes_of_one_process(tmp_path, inputs, changes):
     folders = {}
     for runtime in ("local", "ray"):
