@@ -56,10 +56,12 @@ test: environment
 	@$(BIN)/python -m compileall -q cuda_agent # for hundreds of short processes, most of which may not write it
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder # see tests/conftest.py
 
-DRILLS := tests/pipeline/test_smoke.py tests/exploits/test_exploits.py tests/sandbox/service/test_load.py \
-	tests/rl/ray/test_ray.py tests/sandbox/test_drill.py::test_a_small_drill_loses_nothing_and_leaves_nothing \
-	tests/test_packaging.py tests/cluster/test_pod.py tests/sandbox/test_remote.py tests/optimize/test_benchmark.py \
-	tests/sandbox/formats/test_stand_ins.py tests/diagnostics/test_sandbox_bench.py::test_every_format_is_measured_on_solutions_that_are_right
+DRILLS := tests/exploits/test_exploits.py tests/pipeline/test_smoke.py tests/rl/ray/test_ray.py tests/sandbox/test_faults.py \
+	tests/sandbox/service/test_load.py tests/sandbox/test_remote.py tests/sandbox/judge/test_verdicts.py \
+	tests/sandbox/formats/test_first_pass.py tests/sandbox/formats/test_stand_ins.py tests/stages/test_agentic.py \
+	tests/optimize/test_benchmark.py tests/optimize/test_evaluate_set.py tests/cluster/test_pod.py tests/test_packaging.py \
+	tests/sandbox/test_drill.py::test_a_small_drill_loses_nothing_and_leaves_nothing \
+	tests/diagnostics/test_sandbox_bench.py::test_every_format_is_measured_on_solutions_that_are_right
 
 test-drills: environment
 	$(BIN)/python -m pytest -m nightly -n $(WORKERS) --dist loadfile $(DRILLS)

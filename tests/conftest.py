@@ -52,7 +52,6 @@ LONGEST = (
     "exploits/test_exploits.py",
     "cluster/test_submit.py",
     "sandbox/service/test_service.py",
-    "sandbox/test_faults.py",
     "sandbox/judge/test_verdicts.py",
     "training/test_ranks.py",
     "deploy/test_chart.py",

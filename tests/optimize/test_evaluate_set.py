@@ -172,6 +172,7 @@ def begun(file):
     wait_for("a verdict", 60, lambda: file.exists() and file.read_text().count("\n"))
 
 
+@pytest.mark.nightly
 def test_a_killed_run_goes_on_with_the_same_command(tmp_path, tasks):
     run, out = tmp_path / "runs" / "mine", tmp_path / "out"
     run.mkdir(parents=True)
@@ -194,6 +195,7 @@ def test_a_killed_run_goes_on_with_the_same_command(tmp_path, tasks):
     assert (out / "report.html").exists() and answer["csv"] == str(out / "results.csv")
 
 
+@pytest.mark.nightly
 def test_servers_judge_a_set_and_a_stopped_run_says_what_is_missing(tmp_path, tasks, monkeypatch):
     monkeypatch.setenv("CUDA_AGENT_SANDBOX_TOKEN", TOKEN)
     path, out = write(tmp_path / "set.jsonl", *map(record, CODES)), tmp_path / "out"

@@ -23,6 +23,7 @@ from tests.sandbox.conftest import KERNEL, Running, plan_solution, task
 from tests.sandbox.drill import _children, _descendants
 from tests.sandbox.faults import python
 
+pytestmark = pytest.mark.nightly
 SLOW = "time.sleep(0.1)"
 
 

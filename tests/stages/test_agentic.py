@@ -47,6 +47,7 @@ def test_a_declared_critic_that_nothing_trained_is_passed_on(tmp_path, inputs):
     assert "critic_loss" not in metrics and -1 <= metrics["reward"] < 3
 
 
+@pytest.mark.nightly
 def test_work_folders_that_are_lost_change_no_byte_of_the_result(tmp_path, inputs, monkeypatch):
     run(tmp_path / "peace", inputs, ["policy"])
     call, calls = Workspace.call, []
@@ -63,6 +64,7 @@ def test_work_folders_that_are_lost_change_no_byte_of_the_result(tmp_path, input
     assert first == second and len(calls) > 5
 
 
+@pytest.mark.nightly
 def test_rewards_and_training_are_the_same_without_the_best_designs(tmp_path, inputs):
     known = inputs | {"tasks": copytree(inputs["tasks"], tmp_path / "tasks")}
     write_optima(known["tasks"], {task.name: Optimum(1.0, 1e-9, 1.0, 0.5) for task in read_tasks(inputs["tasks"])})

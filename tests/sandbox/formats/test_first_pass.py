@@ -101,6 +101,7 @@ VERSION = subprocess.check_output(["g++", "--version"])
 )
 
 
+@pytest.mark.nightly
 def test_a_solution_that_was_refused_a_program_gets_a_first_pass(running: Running) -> None:
     assert not first_pass.asks(OWN_COMPILER.files["model_new.py"])
     verdict = running.evaluate(task(), OWN_COMPILER)
@@ -333,6 +334,7 @@ torch::Tensor chain(torch::Tensor x, double s) {
 '''
 
 
+@pytest.mark.nightly
 @needs_ninja
 def test_cuda_sources_of_load_inline_compile_without_a_gpu(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     try:

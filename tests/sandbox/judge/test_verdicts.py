@@ -185,6 +185,7 @@ def test_a_real_time_is_measured_and_the_verdict_cached(timed: Running) -> None:
     assert timed.evaluate(task(), Solution("plan", {**plan_solution().files, "note.txt": "x"})).cached is False
 
 
+@pytest.mark.nightly
 def test_the_probe_compiles_once_for_filter_and_baseline(start: Callable[..., Running]) -> None:
     running = start(clock="real")
     probe = running.probe(task(), compile=True)
