@@ -121,9 +121,9 @@ def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
     """Returns the part of the configuration that decides the result of a stage: name -> JSON value.
 
     The names are ``seed`` and the names in ``sections``, which are sections or single keys such as ``agentic.reward``.
-    If ``sections`` contains ``synthesis``, which has a separate seed, ``seed`` is left out.  Addresses, resources and
-    the section ``training`` are left out.  If ``runtime`` is local, the section ``ray`` is left out.  If ``sections``
-    lacks ``training``, the keys of ``ray`` about training are left out."""
+    If ``sections`` contains ``synthesis``, which has a separate seed, ``seed`` is left out.  Addresses and resources
+    are left out.  The section ``training`` is left out even if ``sections`` names it.  The name only decides whether
+    the keys of ``ray`` about training are returned.  If ``runtime`` is local, the whole section ``ray`` is left out."""
     whole = config.model_dump(mode="json", exclude=_NOT_IN_KEYS)
     if "training" not in sections:
         whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in _ONLY_IN_TRAINING}

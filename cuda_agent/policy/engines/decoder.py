@@ -207,8 +207,9 @@ class DenseDecoder:
         return attend
 
     def _attend_packed(self, jobs: Sequence[Job], positions: Tensor) -> Callable[[Tensor, Tensor, bool], Tensor]:
-        """Returns a function like that of ``_attend_each``, which computes all jobs in one call of FlashAttention. One
-        call per job would be slow: cuDNN takes about 0.1 s to plan each new pair of lengths."""
+        """Returns a function like that of ``_attend_each``, but it computes all jobs in one call of FlashAttention.
+        ``_attend_each`` makes one call per job. On some GPUs cuDNN computes these calls, and takes about 0.1 s to plan
+        each new pair of lengths (queries, keys)."""
         from torch.nn.attention.varlen import varlen_attn
 
         device, group = positions.device, self.heads // self.kv_heads

@@ -37,8 +37,8 @@ def candidate(request: EvaluateRequest, spec: TaskSpec, threads: int) -> float:
 
 def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads: int) -> float:
     """Returns the simulated seconds of one call of a plan, a solution whose kernels the sandbox launches. ``program``
-    is the compiled plan (``plan.Program``) as JSON. The time depends on its nodes, the bytes of their buffers, the
-    number of blocks of each kernel and of ``threads``, and vector hints (such as ``restrict``) in ``files``."""
+    is the compiled plan (``plan.Program``) as JSON. The time depends on the plan's nodes, the bytes of their buffers,
+    each kernel's number of blocks, the number of ``threads``, and vector hints (such as ``restrict``) in ``files``."""
     sizes = {f"in:{i}": byte_count(t) for i, t in enumerate(spec.inputs)}
     sizes |= {f"out:{i}": byte_count(t) for i, t in enumerate(spec.outputs)}
     sizes |= {f"w:{i}": byte_count(t) for i, t in enumerate(spec.weights.values())}
