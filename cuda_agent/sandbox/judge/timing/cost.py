@@ -1,8 +1,8 @@
 """Computes simulated times, which replace measured times in tests and drills (``sandbox.clock=model``).
 
 A simulated time is a pure function of task and solution. It does not predict real time. A policy can learn from it,
-because it falls with the usual optimizations: fewer passes over memory, fewer operators, at least as many blocks as
-threads, and vector hints."""
+because it falls with the usual optimizations: fewer passes over memory, fewer operators, at least one block for each of
+the processor's threads, and vector hints."""
 
 import re
 from typing import Any
@@ -37,8 +37,9 @@ def candidate(request: EvaluateRequest, spec: TaskSpec, threads: int) -> float:
 
 def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads: int) -> float:
     """Returns the simulated seconds of one call of a plan, a solution whose kernels the sandbox launches. ``program``
-    is the compiled plan (``plan.Program``) as JSON. The time depends on the plan's nodes, the bytes of their buffers,
-    each kernel's number of blocks, the number of ``threads``, and vector hints (such as ``restrict``) in ``files``."""
+    is the compiled plan (``plan.Program``) as JSON. ``threads`` is the number of the processor's threads that run
+    blocks. The time also depends on the plan's nodes, the bytes of their buffers, the number of blocks of each kernel,
+    and vector hints (such as ``restrict``) in ``files``."""
     sizes = {f"in:{i}": byte_count(t) for i, t in enumerate(spec.inputs)}
     sizes |= {f"out:{i}": byte_count(t) for i, t in enumerate(spec.outputs)}
     sizes |= {f"w:{i}": byte_count(t) for i, t in enumerate(spec.weights.values())}
