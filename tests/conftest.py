@@ -46,12 +46,15 @@ def gpu(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     running.close()
 
 
-# What takes longest, in order.  `make test` gives a process whole files, so that the servers, sandboxes and control
-# planes of a file start once; a long one that began late would be worked on alone.
+# What takes longest, in order, in `make test` or `make test-drills`.  Both give a process whole files, so that the
+# servers, sandboxes and control planes of a file start once; a long one that began late would be worked on alone.
 LONGEST = (
+    "pipeline/test_smoke.py",
     "exploits/test_exploits.py",
     "cluster/test_submit.py",
     "sandbox/service/test_service.py",
+    "sandbox/test_faults.py",
+    "rl/ray/test_ray.py",
     "sandbox/judge/test_verdicts.py",
     "training/test_ranks.py",
     "deploy/test_chart.py",

@@ -122,11 +122,9 @@ def _profiled(task: Task, worked: Worked, rng: random.Random, designs: int) -> D
                 break
             profiled.append(other.files)
             worked, calls = _rewritten(worked, other)
-        verdict = _judged(worked)
-        if worked.status == "ok":
-            verdict = _verdict(worked.device, "ok", ratios=_ratios(spec, worked, rng))
+        verdict = _judged(worked, _ratios(spec, worked, rng) if worked.status == "ok" else None)
         dialogue += _turn(calls, "profile", verdict, fastest)
-        if worked.status == "ok" and (fastest is None or merit(verdict) >= merit(fastest)):
+        if fastest is None or merit(verdict) >= merit(fastest):
             best, fastest = worked, verdict
     if best is not worked and (worked.status != "ok" or rng.random() < RESTORED):
         dialogue += _answered([_bash("restore")], [describe_restored(fastest, "compact")])
@@ -178,8 +176,8 @@ def _stripped(files: dict[str, str]) -> dict[str, str]:
     return {path: text.rstrip() for path, text in files.items()}
 
 
-def _judged(worked: Worked) -> Verdict:
-    return _verdict(worked.device, worked.status, worked.message)
+def _judged(worked: Worked, ratios: tuple[float, float] | None = None) -> Verdict:
+    return _verdict(worked.device, worked.status, worked.message, ratios)
 
 
 def _verdict(device: str, status: Status, message: str = "", ratios: tuple[float, float] | None = None) -> Verdict:

@@ -27,13 +27,18 @@ def _assistant(dialogue):
     return [message for message in dialogue if message["role"] == "assistant"]
 
 
+def _calls(dialogue):
+    """The calls of every assistant's turn, each with its result."""
+    results = iter([message["content"] for message in dialogue if message["role"] == "tool"])
+    return [[(call, next(results)) for call in turn.get("tool_calls", ())] for turn in _assistant(dialogue)]
+
+
 def _replayed(dialogue):
     """The files as the tools would leave them, after every turn."""
     files, states, best = {}, [], {}
-    results = iter([message["content"] for message in dialogue if message["role"] == "tool"])
-    for turn in _assistant(dialogue):
-        for call in turn.get("tool_calls", ()):
-            arguments, result = call["arguments"], next(results)
+    for turn in _calls(dialogue):
+        for call, result in turn:
+            arguments = call["arguments"]
             if arguments.get("command") == "profile" and result.endswith(", best"):
                 best = dict(files)
             if arguments.get("command") == "restore":
@@ -161,13 +166,12 @@ def test_a_careless_agent_ends_after_its_first_solution_right_or_wrong_verified_
 
 def _profiles(dialogue):
     """Each profile of a dialogue: the files that it finds, and what it says."""
-    results, found = iter([message["content"] for message in dialogue if message["role"] == "tool"]), []
-    for files, turn in zip(_replayed(dialogue), _assistant(dialogue), strict=True):
-        for call in turn.get("tool_calls", ()):
-            result = next(results)
-            if call["arguments"].get("command") == "profile":
-                found.append((files, result))
-    return found
+    return [
+        (files, result)
+        for files, turn in zip(_replayed(dialogue), _calls(dialogue), strict=True)
+        for call, result in turn
+        if call["arguments"].get("command") == "profile"
+    ]
 
 
 def test_an_agent_profiles_as_many_designs_as_the_setting_says_and_none_twice():
