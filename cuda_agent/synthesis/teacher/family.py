@@ -45,6 +45,10 @@ def _sigmoid(v: float) -> float:
     return 1 / (1 + math.exp(-v))
 
 
+def _softplus(v: float) -> float:
+    return max(v, 0.0) + math.log1p(math.exp(-abs(v)))
+
+
 _op = FamilyOperator
 # fmt: off
 OPERATORS: dict[str, FamilyOperator] = {
@@ -59,9 +63,9 @@ OPERATORS: dict[str, FamilyOperator] = {
     "tanhshrink": _op("F.tanhshrink(x)", "v - tanh(v)", lambda v, _: v - math.tanh(v)),
     "sigmoid": _op("torch.sigmoid(x)", "1 / (1 + exp(-v))", lambda v, _: _sigmoid(v), 40),
     "silu": _op("F.silu(x)", "v / (1 + exp(-v))", lambda v, _: v * _sigmoid(v), 40),
-    "softplus": _op("F.softplus(x)", "log(1 + exp(v))", lambda v, _: math.log1p(math.exp(v)), 18),
-    "logsigmoid": _op("F.logsigmoid(x)", "-log(1 + exp(-v))", lambda v, _: -math.log1p(math.exp(-v)), 18),
-    "mish": _op("F.mish(x)", "v * tanh(log(1 + exp(v)))", lambda v, _: v * math.tanh(math.log1p(math.exp(v))), 18),
+    "softplus": _op("F.softplus(x)", "fmax(v, 0.0f) + log(1 + exp(-fabs(v)))", lambda v, _: _softplus(v)),
+    "logsigmoid": _op("F.logsigmoid(x)", "fmin(v, 0.0f) - log(1 + exp(-fabs(v)))", lambda v, _: -_softplus(-v)),
+    "mish": _op("F.mish(x)", "v * tanh(log(1 + exp(v)))", lambda v, _: v * math.tanh(_softplus(v))),
     "elu": _op("F.elu(x)", "v > 0 ? v : exp(v) - 1", lambda v, _: v if v > 0 else math.expm1(v), 40),
     "selu": _op("F.selu(x)", "1.0507010f * (v > 0 ? v : 1.6732632f * (exp(v) - 1))",
                 lambda v, _: 1.050701 * (v if v > 0 else 1.6732632 * math.expm1(v)), 40),

@@ -1,7 +1,11 @@
+import ctypes
 import random
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from kernels import reference
 
 from cuda_agent.sandbox.messages import Frame, WorkerOperation
@@ -49,6 +53,33 @@ def test_tasks_have_the_published_form_and_at_most_five_operators(tasks):
 
 def test_every_operator_and_every_ending_occurs(tasks):
     assert {name for task in tasks for name in parse(task).names} == set(OPERATORS) | set(DRAWN["cpu"])
+
+
+@pytest.mark.parametrize("scale", [1, 30], ids=["usual", "large"])
+def test_every_operator_is_in_cpp_as_exact_as_in_torch_wherever_torch_is_finite(tmp_path: Path, scale: int):
+    """Strict mode checks inputs that are 30 times as large: a form that overflows there is wrong for every design."""
+    torch.manual_seed(0)
+    x, y = scale * torch.randn(2, 4096)
+    forms = {name: (one.torch.replace("{c}", "4"), one.cpp.replace("{c}", "4")) for name, one in OPERATORS.items()}
+    loops = (
+        f'extern "C" void of_{name}(const float* x, const float* y, float* z) '
+        f"{{ for (int i = 0; i < 4096; i++) {{ float v = x[i], w = y[i]; v = {cpp}; z[i] = v; }} }}"
+        for name, (_, cpp) in forms.items()
+    )
+    (tmp_path / "forms.cpp").write_text("#include <cmath>\nusing namespace std;\n" + "\n".join(loops))
+    library = tmp_path / "forms.so"
+    subprocess.run(["g++", "-O2", "-shared", "-fPIC", "-o", library, tmp_path / "forms.cpp"], check=True)
+    of = ctypes.CDLL(str(library))
+    off = {}
+    for name, (code, _) in forms.items():
+        want, have = eval(code, {"torch": torch, "F": F, "x": x, "y": y}), torch.empty(4096)
+        of[f"of_{name}"](*(ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, y, have)))
+        known = want.isfinite()
+        want, have = want[known], have[known]
+        limit = 1e-4 * (want.square().mean().sqrt() + want.abs())
+        if wrong := int((~((want - have).abs() <= limit)).sum()):
+            off[name] = wrong
+    assert off == {}
 
 
 def test_parse_inverts_make_task_for_every_operator_and_ending():
