@@ -33,7 +33,7 @@ from typing import Any
 import torch
 
 from cuda_agent.config import SandboxConfig
-from cuda_agent.sandbox.judge.prepared import baselines_file
+from cuda_agent.sandbox.judge.baselines import baselines_file
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.wire import Format, Solution, Verdict
 from cuda_agent.synthesis.teacher import family, teacher

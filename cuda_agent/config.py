@@ -15,6 +15,7 @@ T = TypeVar("T")
 Positive = Annotated[int, Field(gt=0)]
 Rate = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
+InputKind = Literal["shifted", "ramp", "negative", "large", "sparse", "boundary"]  # of ``wire.KINDS``
 
 WHERE_JUDGED = ("servers", "token_env", "token_file")  # keys of ``sandbox`` on which no verdict depends
 EVAL_TASKS = 8  # most held-out tasks of an evaluation during PPO (``Ppo.eval_every``)
@@ -72,6 +73,9 @@ class SandboxConfig(Section):
     clock: Literal["real", "model"] = key("real", "real: times are measured; model: a deterministic cost replaces them")
     threads: Positive = key(2, "threads of a solution and of its baselines, on a CPU")
     checks: Positive = key(5, "number of inputs on which quick mode checks a solution")
+    input_kinds: list[InputKind] = key(
+        [], "kinds of inputs on which quick mode checks a solution too, once each; strict mode checks all kinds"
+    )
     tolerance: float = key(1e-2, "absolute and relative difference from the reference that a check allows", gt=0)
     train_mode: bool = key(False, "run models in train() mode, as KernelBench does, not in eval() mode")
     timed_calls: Positive = key(
@@ -254,6 +258,7 @@ class Ppo(Section):
     epochs: Positive = key(1, "number of passes over a batch")
     actor_lr: Rate = key(3e-4, "learning rate of the policy")
     critic_lr: Rate = key(1e-3, "learning rate of the critic")
+    lr_rise: int = key(0, "number of first optimizer steps in which the policy's learning rate rises to actor_lr", ge=0)
     clip_low: float = key(0.2, "lower limit of PPO's ratio is 1 - clip_low", gt=0, lt=1)
     clip_high: float = key(0.28, "upper limit of PPO's ratio is 1 + clip_high", gt=0)
     dual_clip: float | None = key(

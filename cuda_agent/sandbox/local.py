@@ -31,8 +31,8 @@ from cuda_agent.sandbox.formats.first_pass import FirstPass, FirstPassFailed
 from cuda_agent.sandbox.formats.solution_format import FirstPassTime, SolutionError, Toolchain
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.jail import scratch
+from cuda_agent.sandbox.judge.baselines import baselines_file, read_baselines
 from cuda_agent.sandbox.judge.memory.buffers import call_bytes
-from cuda_agent.sandbox.judge.prepared import baselines_file, read_baselines
 from cuda_agent.sandbox.judge.timing.roofline import keep
 from cuda_agent.sandbox.judge_process import JudgeHandle, JudgeLost
 from cuda_agent.sandbox.messages import (
@@ -94,7 +94,7 @@ class LocalSandbox:
         )  # fmt: skip
         settings = JudgeSettings(
             threads=config.threads, checks=config.checks, tolerance=config.tolerance, timed_calls=config.timed_calls,
-            train_mode=config.train_mode,
+            input_kinds=config.input_kinds, train_mode=config.train_mode,
             run_seconds=config.run_seconds, memory_mb=config.memory_mb, clock=config.clock,
             required_walls=config.required_walls, cache=str(self.cache), scratch="",
             lease=str(self.lease_folder), device=config.device,

@@ -110,6 +110,7 @@ class JudgeSettings:
     scratch: str  # folder in which each worker gets its private folder
     lease: str  # folder of the timing lease
     device: str = "cpu"
+    input_kinds: Sequence[str] = ()  # kinds of inputs on which quick mode checks a solution too
     train_mode: bool = False  # models stay in train()
     kernels: str = ""  # cuda: path of the cubin that was built from check.cu
     identity: str = ""  # names of the GPU and its driver, on which times depend

@@ -39,9 +39,11 @@ _NAME = re.compile(r"[^\x00-\x1f\x7f/\\]+(/[^\x00-\x1f\x7f/\\]+)*")
 
 # Settings that client and server must share: under other settings a verdict differs.
 AGREED = (
-    "device", "clock", "threads", "checks", "tolerance", "timed_calls", "build_seconds", "run_seconds", "memory_mb",
-    "train_mode",
+    "device", "clock", "threads", "checks", "input_kinds", "tolerance", "timed_calls", "build_seconds", "run_seconds",
+    "memory_mb", "train_mode",
 )  # fmt: skip
+
+Asked = dict[str, str | bool | int | float | list[str]]  # settings by name
 
 
 class ServiceError(Exception):
@@ -151,7 +153,7 @@ class Request(Body):
     server's settings."""
 
     priority: int = Field(0, ge=-PRIORITIES, le=PRIORITIES, description="jobs with a higher priority start first")
-    settings: dict[str, str | bool | int | float] = Field(
+    settings: Asked = Field(
         {},
         max_length=len(AGREED),
         description='sandbox settings that the client needs, as in {"checks": 5}; a server with others refuses the job',
@@ -254,7 +256,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def agree(asked: dict[str, str | bool | int | float], config: SandboxConfig) -> None:
+def agree(asked: Asked, config: SandboxConfig) -> None:
     """Compares ``asked``, a client's settings, with the server's ``config``. Raises ``ServiceError`` if a setting
     differs or is unknown."""
     for name, value in asked.items():

@@ -297,8 +297,9 @@ def actor_step(
     actor: Trainer, batch: Batch, chosen: list[int], old: Tensor, advantages: Tensor, settings: Ppo, temperature: float
 ) -> dict[str, float]:
     """Takes one step of the policy on the ``chosen`` sequences. ``old``, the log-probabilities in the ratio's
-    denominator, and ``advantages`` are flat tensors of the batch. Returns the loss and metrics of ``ppo_loss`` and
-    ``Trainer.update``, and the mean entropy."""
+    denominator, and ``advantages`` are flat tensors of the batch. In the first ``settings.lr_rise`` steps of ``actor``
+    the learning rate rises linearly: AdamW's first steps are large and mostly noise. Returns the loss and metrics of
+    ``ppo_loss`` and ``Trainer.update``, and the mean entropy."""
     total = sum(batch.counts[index] for index in chosen)
     counts = torch.tensor(batch.counts)
     shares = (1.0 / (len(chosen) * counts)).repeat_interleave(counts)  # of tokens in the mean of trajectories' means
@@ -313,7 +314,8 @@ def actor_step(
         loss, metrics = ppo_loss(logprobs, before, engine, gain, total, *limits, weights)
         return loss, metrics | {"entropy": entropy.sum() / total}
 
-    return actor.update(batch, chosen, settings.actor_lr, loss_of)
+    risen = min(1.0, (actor.step + 1) / settings.lr_rise) if settings.lr_rise else 1.0
+    return actor.update(batch, chosen, risen * settings.actor_lr, loss_of)
 
 
 def _merged(steps: Sequence[dict[str, float]]) -> dict[str, float]:

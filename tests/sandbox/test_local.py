@@ -14,7 +14,7 @@ from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import SandboxUnready, TaskError
 from cuda_agent.sandbox import judge_process
 from cuda_agent.sandbox.build import toolchain
-from cuda_agent.sandbox.judge.prepared import baselines_file
+from cuda_agent.sandbox.judge.baselines import baselines_file
 from cuda_agent.sandbox.judge_process import JudgeHandle, JudgeLost
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.messages import JudgeRequest, receive_frame

@@ -104,6 +104,21 @@ def test_the_policys_loss_is_a_mean_over_tokens_or_over_the_means_of_trajectorie
     assert len(set(counts)) > 1 and loss == pytest.approx(float((weights * means).sum()), abs=1e-5)
 
 
+@pytest.mark.parametrize(("rise", "rates"), [(0, [1.0, 1.0, 1.0]), (2, [0.5, 1.0, 1.0]), (4, [0.25, 0.5, 0.75])])
+def test_the_policys_learning_rate_rises_over_its_first_steps_also_after_a_resume(rise, rates, tmp_path):
+    actor, settings = policy(), Ppo(actor_lr=1e-3, lr_rise=rise)
+    (tmp_path / "actor").mkdir()
+    batch = batch_of(tokens_of_episode(random_episode(seed)) for seed in range(2))
+    taken = []
+    for _ in range(3):
+        recipes.actor_step(actor, batch, [0, 1], batch.logprobs, torch.ones(len(batch)), settings, 1.0)
+        taken.append(actor.optimizers[0].param_groups[0]["lr"] / settings.actor_lr)
+        actor.save(tmp_path / "actor")
+        actor = policy()
+        actor.load(tmp_path / "actor")
+    assert taken == pytest.approx(rates)
+
+
 def test_rows_side_by_side_give_the_same_steps_as_one_after_the_other_each_time():
     results = []
     for workers in (1, 3, 3):

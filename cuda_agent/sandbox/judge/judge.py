@@ -24,9 +24,10 @@ from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.jail.processes import NotStarted
 from cuda_agent.sandbox.judge import mutants
+from cuda_agent.sandbox.judge.baselines import Baselines
 from cuda_agent.sandbox.judge.decisions import BELIEVED, CandidateRefused
 from cuda_agent.sandbox.judge.memory.buffers import call_bytes
-from cuda_agent.sandbox.judge.prepared import Baselines, PreparedTask
+from cuda_agent.sandbox.judge.prepared import PreparedTask
 from cuda_agent.sandbox.judge.reference_client import TaskKilled, memory_of
 from cuda_agent.sandbox.judge.shared_context import is_best, may_share
 from cuda_agent.sandbox.judge.strict import strict_baselines

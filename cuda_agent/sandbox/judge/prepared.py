@@ -8,15 +8,13 @@ reference worker only turns seeds into values. With simulated times (``sandbox.c
 and two runs agree bit for bit."""
 
 import contextlib
-import hashlib
 import hmac
-import json
 import math
 import secrets
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +22,13 @@ from cuda_agent.errors import TaskError
 from cuda_agent.machine import processor
 from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.jail.processes import TOO_LONG, WorkerDied, WorkerError, taking_turns
-from cuda_agent.sandbox.judge.decisions import Spread, share_of
+from cuda_agent.sandbox.judge.baselines import Baselines, baselines_file, read_baselines
+from cuda_agent.sandbox.judge.decisions import share_of
 from cuda_agent.sandbox.judge.memory.buffers import byte_count, call_bytes
 from cuda_agent.sandbox.judge.reference_client import ReferenceClient, TaskKilled, Views, at_precision, memory_of, net
 from cuda_agent.sandbox.judge.timing import cost, cross_check, roofline
 from cuda_agent.sandbox.judge.worker_pool import WorkerPool
-from cuda_agent.sandbox.messages import JudgeSettings
 
-_CLOCK = 4  # version of the way baselines are measured; part of the key of their file
 _BASELINE_CALLS, _BASELINE_SECONDS = 25, 0.6  # most calls, and most seconds, of one round
 _EMPTY_CALLS = (4, 1)  # number of empty calls the first time, and later
 _FEW_TIMED = {"cpu": 5, "cuda": 8}  # timed calls of a candidate whose time is clear early
@@ -51,45 +48,6 @@ class PoolEntry:
     outputs: list[Any]
     exact: list[Any] | None = None  # outputs in double precision (strict mode)
     weights: int = 0  # number of the draw of weights behind ``outputs``; -1: no outputs yet
-
-
-@dataclass
-class Baselines:
-    """The median seconds per call of a task's model in eager PyTorch and with ``torch.compile``, and facts about the
-    model. ``None`` means that a value was not measured."""
-
-    eager: float | None = None
-    compile: float | None = None
-    share: Spread | None = None  # torch.compile's time as a share of eager's
-    compile_error: str = ""
-    compile_tried: bool = False
-    strict: dict[str, dict[str, Any]] = field(default_factory=dict)  # see ``strict.strict_baselines``
-    flops: int | None = None  # floating-point operations of one call of the reference; 0 if unknown
-    written: int | None = None  # bytes that the reference writes for its outputs
-    views: Views | None = None  # which outputs are only views, so that the reference does not write them
-
-    @property
-    def compile_share(self) -> Spread | None:
-        """torch.compile's time divided by eager's, with an interval: (lower end, value, upper end). ``None`` if
-        unknown."""
-        if self.compile is None or not self.eager:
-            return None
-        return self.share or (self.compile / self.eager,) * 3
-
-
-def baselines_file(settings: JudgeSettings, digest: str, torch: str) -> Path:
-    """Returns the path of a task's cached baselines. ``digest`` identifies the task, and ``torch`` is PyTorch's
-    version. The file's name is a hash of everything that the baselines depend on."""
-    identity = settings.identity + (", train()" if settings.train_mode else "")
-    key = json.dumps([digest, _CLOCK, torch, processor(), settings.threads, identity])
-    return Path(settings.cache) / "baselines" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-
-
-def read_baselines(file: Path) -> Baselines:
-    """Returns the baselines in ``file``, or empty ``Baselines`` if there is no valid file."""
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        return Baselines(**json.loads(file.read_text()))
-    return Baselines()
 
 
 class PreparedTask:
@@ -121,6 +79,7 @@ class PreparedTask:
         calls = settings.checks + settings.timed_calls + (cross_check.CALLS if settings.device == "cuda" else 0)
         self.pool_size = max(1, min(calls, self.memory.pool_bytes() // max(1, size)))
         self._pool: dict[int, PoolEntry] = {}  # a ring: an entry's place is its number modulo ``pool_size``
+        self._varied: dict[str, PoolEntry | None] = {}  # inputs of the kinds that quick mode checks, by kind
         self._plain = bool(self.spec.weights)  # whether the next trial's weights may have to be drawn
         self._weights = 0  # how many times other weights were drawn
         self._varies = False  # whether every trial has other weights
@@ -177,6 +136,7 @@ class PreparedTask:
     def drop_pool(self) -> None:
         """Frees the pool's inputs and outputs. The next trial draws the entries that it needs from the same seeds."""
         self._pool.clear()
+        self._varied.clear()
 
     def _make_ahead(self) -> None:
         """Makes the pool entries that the next trial usually needs. On the CPU, draws all inputs before it computes
@@ -232,6 +192,15 @@ class PreparedTask:
                 return None  # such as the inverse of a singular matrix
             exact = self.exact(inputs)
         return PoolEntry(-1, inputs, outputs, exact) if exact is not None or kind == "normal" else None
+
+    def varied(self, kind: str) -> PoolEntry | None:
+        """Returns inputs of ``kind`` as ``fresh`` does, but the same ones for all candidates: to draw them takes long,
+        and a candidate that knows them gains nothing, because it must also pass the checks on new inputs."""
+        entry = self._varied.get(kind)
+        if kind not in self._varied or (entry and entry.weights != self._weights):
+            entry = self.fresh(kind)
+            self._varied[kind] = entry = entry and replace(entry, weights=self._weights)
+        return entry
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
         """Returns the model's outputs for ``inputs`` in float64. Returns ``None`` if they, or the outputs in the usual
@@ -333,10 +302,10 @@ class PreparedTask:
 
     @property
     def bytes(self) -> int:
-        """The approximate number of bytes that the task holds on the device. They are the pool, the input and output
-        buffers shared with the reference worker, the model's weights with torch's working memory, and the CUDA
-        context."""
-        calls = len(self._pool) + _SLOTS + self.oracle.batch + 1
+        """The approximate number of bytes that the task holds on the device. They are the pool, the inputs of other
+        kinds with outputs in two precisions, the input and output buffers shared with the reference worker, the model's
+        weights with torch's working memory, and the CUDA context."""
+        calls = len(self._pool) + 3 * len(self._varied) + _SLOTS + self.oracle.batch + 1
         return calls * self._call_bytes + 3 * self._weight_bytes + _CONTEXT_BYTES
 
     @property

@@ -17,8 +17,9 @@ import numpy
 
 from cuda_agent.errors import TaskError
 from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError
-from cuda_agent.sandbox.judge.decisions import quotient, share_of
+from cuda_agent.sandbox.judge.decisions import CandidateRefused, quotient, share_of
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
+from cuda_agent.sandbox.messages import JudgeSettings
 from cuda_agent.sandbox.wire import KINDS, Verdict, baseline, baseline_parts
 
 _INPUTS = 10  # fewest inputs; normal ones replace the kinds that a task does not allow
@@ -110,12 +111,11 @@ def check(
                 continue
             count += 1
             outputs = call(entry, f"on inputs of the kind {kind!r}")
-            message, _ = prepared.memory.mismatch(entry.outputs, outputs, prepared.spec.outputs, tolerance, math.inf)
             mine = eagers = None
             if entry.exact is not None:
                 mine, eagers = error(prepared, outputs, entry.exact), error(prepared, entry.outputs, entry.exact)
                 said["error"], said["eager_error"] = max(said["error"], mine), max(said["eager_error"], eagers)
-            if message and (mine is None or not _as_good_as_eager(prepared, entry, outputs, tolerance)):
+            if message := fault(prepared, entry, outputs, tolerance):
                 return said, f"inputs of the kind {kind!r}: {message}"
             said["kinds"][kind] = mine
             if kind == "normal" and number == 0:
@@ -123,6 +123,28 @@ def check(
                 said["repeatable"] = prepared.memory.same(outputs, again)
     said["inputs"] = count
     return said, ""
+
+
+def check_kinds(prepared: PreparedTask, call: Callable[[Any, str], list[Any]], settings: JudgeSettings) -> int:
+    """Checks a candidate in quick mode on the kinds of inputs in ``settings.input_kinds`` that the task has. ``call``
+    is as in ``check``. Returns the number of these inputs. Raises ``CandidateRefused`` if an output is wrong."""
+    count = 0
+    for kind in settings.input_kinds:
+        with prepared.lease.working():
+            if entry := prepared.varied(kind):
+                count += 1
+                outputs = call(entry, f"on inputs of the kind {kind!r}")
+                if message := fault(prepared, entry, outputs, settings.tolerance):
+                    raise CandidateRefused("wrong", f"inputs of the kind {kind!r}: {message}")
+    return count
+
+
+def fault(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any], tolerance: float) -> str:
+    """Returns why ``outputs`` are wrong for the inputs of ``entry``. Returns an empty string if they are right, or as
+    good as eager's."""
+    message, _ = prepared.memory.mismatch(entry.outputs, outputs, prepared.spec.outputs, tolerance, math.inf)
+    good = not message or (entry.exact is not None and _as_good_as_eager(prepared, entry, outputs, tolerance))
+    return "" if good else message
 
 
 def _as_good_as_eager(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any], tolerance: float) -> bool:

@@ -144,11 +144,11 @@ class Trial:
     def check(self) -> None:
         begin = time.perf_counter()
         for number in range(self._settings.checks):
-            entry = self._take()
-            outputs = self._call(entry, f"in check {number + 1}")
+            outputs = self._call(entry := self._take(), f"in check {number + 1}")
             with self._lease.working():
                 self._compare(entry, outputs, f"check {number + 1} of {self._settings.checks}")
             self._verdict.checks += 1
+        self._verdict.checks += strict.check_kinds(self._prepared, self._call, self._settings)
         self._spent("check", begin)
 
     def strict(self) -> None:

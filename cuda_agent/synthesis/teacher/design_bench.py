@@ -2,11 +2,12 @@
 
 The process reads requests and prints answers, as lines of JSON. First it prints ``{"ready": true}``. For each request,
 it prints ``{"held": true}`` when it holds the timing lease, the lock that keeps other processes off the device. Then it
-prints eager's time as ``{"seconds": time}``, and ``{"seconds": time}`` or ``{"wrong": why}`` for each design. After an
-error it prints ``{"error": why}`` and ends.
+prints eager's time as ``{"seconds": time}``, and ``{"seconds": time}`` or ``{"wrong": why}`` for each design. A design
+that is wrong only for another kind of inputs gets ``{"wrong": why, "kind": kind}``. After an error it prints
+``{"error": why}`` and ends.
 
-The process compares outputs as the judge does, but only for one input. It does not notice a kernel that writes beyond
-its outputs."""
+The process compares outputs as the judge does, for one input of each kind. It does not notice a kernel that writes
+beyond its outputs."""
 
 import contextlib
 import json
@@ -26,18 +27,20 @@ from cuda_agent.sandbox import driver
 from cuda_agent.sandbox.wire import printable
 from cuda_agent.sandbox.worker.gpu import DeviceClock, bind_plan, open_gpu, unload_plan
 from cuda_agent.sandbox.worker.shared_tensors import Slots, flatten
+from cuda_agent.sandbox.worker.values.input_kinds import vary
 
 _CALLS, _FEW = 12, 3  # timed calls of a design, and of one that is clearly slower than the best so far
 _SLOWER, _LONGEST = 1.5, 0.1  # how much slower; seconds after which a slow design gets no more calls
 
 
 class _Memory(Slots):
-    """The buffers for one call of a plan, in the form that ``bind_plan`` takes: the addresses of tensors of this
-    process."""
+    """The buffers of a plan, in the form that ``bind_plan`` takes: the addresses of tensors of this process. There is
+    one slot for each of ``inputs``; all slots share ``outputs``."""
 
-    def __init__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        self.layout, self.device, self.weights = [{}], "cuda", []
-        self.inputs, self.outputs = ([[tensor.data_ptr() for tensor in part]] for part in (inputs, outputs))
+    def __init__(self, inputs: Sequence[Sequence[torch.Tensor]], outputs: Sequence[torch.Tensor]) -> None:
+        self.layout, self.device, self.weights = [{} for _ in inputs], "cuda", []
+        self.inputs = [[tensor.data_ptr() for tensor in one] for one in inputs]
+        self.outputs = [[tensor.data_ptr() for tensor in outputs]] * len(inputs)
 
 
 class _Bench:
@@ -61,11 +64,37 @@ class _Bench:
         return statistics.median(times)
 
 
-def values_off(want: torch.Tensor, have: torch.Tensor, tolerance: float) -> int:
+def values_off(want: torch.Tensor, have: torch.Tensor, tolerance: float, cap: float = 1.0) -> int:
     """Returns how many values of ``have`` differ from ``want`` by more than the judge's rule allows
-    (``judge.memory.check``)."""
-    scale = want.double().square().mean().sqrt().clamp(max=1.0).to(want.dtype)
+    (``judge.memory.check``). ``cap`` limits the scale of ``want`` in this rule."""
+    scale = want.double().square().mean().sqrt().clamp(max=cap).to(want.dtype)
     return int((~((want - have).abs() <= tolerance * (scale + want.abs()))).sum())
+
+
+_Case = tuple[str, Sequence[torch.Tensor], Sequence[torch.Tensor]]  # kind, inputs, outputs of the model
+
+
+def cases(model: Callable[..., Any], inputs: Sequence[torch.Tensor], kinds: Sequence[str]) -> Iterator[_Case]:
+    """Yields the inputs of the kind ``normal``, and those of ``kinds`` that the task has: inputs for which the model's
+    outputs are finite."""
+    for kind in ("normal", *kinds):
+        varied = vary([tensor.clone() for tensor in inputs], kind)
+        if varied is not None:
+            wanted = flatten(model(*varied))
+            if kind == "normal" or all(bool(tensor.isfinite().all()) for tensor in wanted):
+                yield kind, varied, wanted
+
+
+def _fault(run: Callable[[int], None], known: Sequence[_Case], outputs: Sequence[Any], tolerance: float) -> Any:
+    """Runs a design on each of ``known``. Returns the answer for a wrong design, or None if all outputs are right."""
+    for slot, (kind, _, wanted) in enumerate(known):
+        for output in outputs:
+            output.fill_(math.nan)
+        run(slot)
+        cap = 1.0 if kind == "normal" else math.inf
+        if off := sum(values_off(want, have, tolerance, cap) for want, have in zip(wanted, outputs, strict=True)):
+            return {"wrong": f"{off} values are wrong"} | ({} if kind == "normal" else {"kind": kind})
+    return None
 
 
 def _answers(request: Mapping[str, Any], open_bench: Callable[[], _Bench]) -> Iterator[dict[str, Any]]:
@@ -80,21 +109,18 @@ def _answers(request: Mapping[str, Any], open_bench: Callable[[], _Bench]) -> It
         bench = open_bench()
         with torch.device("cuda"):
             model, inputs = names["Model"](*names["get_init_inputs"]()).eval(), names["get_inputs"]()
-        wanted = flatten(model(*inputs))
-        outputs = [tensor.new_empty(tensor.shape) for tensor in wanted]
-        memory = _Memory(inputs, outputs)
+        known = list(cases(model, inputs, request["kinds"]))
+        outputs = [tensor.new_empty(tensor.shape) for tensor in known[0][2]]
+        memory = _Memory([inputs for _, inputs, _ in known], outputs)
         yield {"seconds": bench.seconds(partial(model, *inputs))}
         best = math.inf
         for program in request["programs"]:
-            for output in outputs:
-                output.fill_(math.nan)
             run = bind_plan(program, memory)
-            run(0)
-            off = [values_off(want, have, request["tolerance"]) for want, have in zip(wanted, outputs, strict=True)]
-            seconds = math.inf if any(off) else bench.seconds(partial(run, 0), best)
-            best = min(best, seconds)
+            answer = _fault(run, known, outputs, request["tolerance"])
+            answer = answer or {"seconds": bench.seconds(partial(run, 0), best)}
+            best = min(best, answer.get("seconds", math.inf))
             unload_plan(run)
-            yield {"wrong": f"{sum(off)} values are wrong"} if any(off) else {"seconds": seconds}
+            yield answer
 
 
 def _main() -> None:

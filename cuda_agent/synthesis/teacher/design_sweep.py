@@ -65,7 +65,7 @@ class Sweep:
             worked.design: next(answers) if isinstance(program, dict) else program
             for worked, program in zip(right, built, strict=True)
         }
-        return summary(eager, drawn, found)
+        return summary(eager, drawn, {design: result for design, result in found.items() if result is not None})
 
     async def _built(self, designs: Sequence[Worked], spec: TaskSpec) -> list[dict[str, Any] | str]:
         """Returns the program (the built plan) of each design, or the reason why the design does not build. Builds all
@@ -82,15 +82,17 @@ class Sweep:
         except (SolutionError, BuildError) as error:
             return f"does not build: {error}"
 
-    async def _times(self, task: Task, programs: Sequence[dict[str, Any]]) -> tuple[float, list[float | str]]:
-        """Returns eager's seconds and, for each program, its seconds or the reason why it failed. If a program kills
+    async def _times(self, task: Task, programs: Sequence[dict[str, Any]]) -> tuple[float, list[float | str | None]]:
+        """Returns eager's seconds and, for each program, its seconds or the reason why it failed. The reason is None if
+        the program is wrong only for ``sandbox.input_kinds``, which the teacher does not predict. If a program kills
         the child process, a new child continues with the next program."""
         eager: float | None = None
-        found: list[float | str] = []
+        found: list[float | str | None] = []
         failures = 0
         while eager is None or len(found) < len(programs):
             answer = await self._ask({
                 "code": task.code, "tolerance": self._sandbox.config.tolerance,
+                "kinds": self._sandbox.config.input_kinds,
                 "lease": str(self._sandbox.lease_folder), "programs": programs[len(found) :],
             })  # fmt: skip
             if isinstance(answer, str):
@@ -100,7 +102,8 @@ class Sweep:
                 continue
             eager = answer
             while self._child and len(found) < len(programs):
-                found.append(_result(await self._line(_ANSWER_SECONDS)))
+                line = await self._line(_ANSWER_SECONDS)
+                found.append(None if "kind" in line else _result(line))
         return eager, found
 
     async def _ask(self, request: Mapping[str, Any]) -> float | str:

@@ -90,6 +90,20 @@ def test_fresh_inputs_never_come_again_and_not_every_kind_exists(make: Make) -> 
     assert task.fresh("sparse") is None
 
 
+def test_all_candidates_get_the_same_varied_inputs_until_the_weights_or_the_room_change(make: Make) -> None:
+    task = make(clock="real")
+    before = task.bytes
+    entry = task.varied("large")
+    assert entry and task.varied("large") is entry and (entry.outputs[0] == 2 * entry.inputs[0]).all()
+    assert entry.exact is not None and task.bytes > before and task.varied("sparse") is None
+    task.rotate(used=1)
+    assert task.varied("large") is entry
+    task._weights += 1
+    assert task.varied("large") is not entry
+    task.drop_pool()
+    assert task.bytes == before
+
+
 def test_a_model_that_knows_no_double_precision_is_checked_on_normal_inputs_only(make: Make) -> None:
     task = make()
     tried: list[int] = []

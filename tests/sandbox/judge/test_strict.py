@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy
 import pytest
 import torch
 
+from cuda_agent.config import InputKind, SandboxConfig
 from cuda_agent.sandbox.judge import strict
 from cuda_agent.sandbox.judge.memory import host
 from cuda_agent.sandbox.judge.prepared import PoolEntry
@@ -48,6 +49,26 @@ def test_what_is_right_for_normal_inputs_only_is_found(running: Running) -> None
     verdict = judged(running, "", plan_solution(CLAMPED))
     assert verdict.status == "wrong"
     assert "'shifted'" in verdict.message or "'large'" in verdict.message
+
+
+def test_quick_mode_checks_the_kinds_of_the_settings_too(start: Callable[..., Running]) -> None:
+    careful = start(input_kinds=["ramp", "large"])
+    verdict = careful.evaluate(task(), plan_solution(CLAMPED))
+    assert verdict.status == "wrong" and verdict.message.startswith("inputs of the kind 'large': ")
+    for _ in range(2):  # the second candidate gets the same inputs
+        verdict = careful.evaluate(task(), plan_solution())
+        assert (verdict.status, verdict.message, verdict.checks) == ("ok", "", SandboxConfig().checks + 2)
+
+
+def test_quick_mode_leaves_out_a_kind_that_the_task_does_not_have(start: Callable[..., Running]) -> None:
+    careful = start(input_kinds=["negative"])
+    code = LOG.replace("class Model(", "class ModelNew(").partition("def get_inputs")[0]
+    verdict = careful.evaluate(task(LOG), Solution("python", {"model_new.py": code}))
+    assert (verdict.status, verdict.message, verdict.checks) == ("ok", "", SandboxConfig().checks)
+
+
+def test_the_settings_name_every_kind_but_the_normal_one() -> None:
+    assert ("normal", *get_args(InputKind)) == KINDS
 
 
 def test_kinds_keep_to_the_domain_of_the_tasks_inputs(running: Running) -> None:

@@ -26,7 +26,7 @@ from cuda_agent.sandbox.judge.memory import check
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
 from cuda_agent.synthesis.teacher import design_sweep
 from cuda_agent.synthesis.teacher.cuda_kernels import fault
-from cuda_agent.synthesis.teacher.design_bench import values_off
+from cuda_agent.synthesis.teacher.design_bench import cases, values_off
 from cuda_agent.synthesis.teacher.design_sweep import Sweep, draw_designs, programs, summary, unit
 from cuda_agent.synthesis.teacher.family import FamilySpec, make_task, parse, task_spec
 from cuda_agent.synthesis.teacher.optimum import Optimum, read_optima, write_optima
@@ -47,7 +47,7 @@ print("start", file=log, flush=True)
 print(json.dumps({"ready": True}), flush=True)
 for line in sys.stdin:
     request = json.loads(line)
-    print("request", len(request["programs"]), request["tolerance"], file=log, flush=True)
+    print("request", len(request["programs"]), request["tolerance"], *request["kinds"], file=log, flush=True)
     nodes = [program["nodes"][0] for program in request["programs"]]
     print(json.dumps({"held": True}), flush=True)
     for answer in [nodes[0].get("eager", 8.0) if nodes else 8.0, *(node["answer"] for node in nodes)]:
@@ -66,7 +66,7 @@ class Fake:
 
     def __init__(self, *answers: Any) -> None:
         self.answers, self.lease_folder = list(answers), Path("/lease")
-        self.config = SimpleNamespace(tolerance=0.01)
+        self.config = SimpleNamespace(tolerance=0.01, input_kinds=["ramp"])
         self.builds: list[int] = []  # number of designs in each
 
     async def prepare(self, solution: Any, spec: TaskSpec) -> dict[str, Any]:
@@ -127,7 +127,7 @@ def test_one_child_times_the_designs_of_many_tasks(log: Path) -> None:
     assert (second.seconds, second.median_seconds) == (5.0, 6.5)
     assert first.design == str(draw_designs(ROWS, 4)[1][0].design) != second.design
     assert first.surprises == second.surprises == ()
-    assert log.read_text().split("\n")[:-1] == ["start", "request 4 0.01", "request 4 0.01"]
+    assert log.read_text().split("\n")[:-1] == ["start", "request 4 0.01 ramp", "request 4 0.01 ramp"]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_design_that_kills_the_child_is_named_and_a_new_child_goes_on(log: Pat
     assert (optimum.seconds, optimum.median_seconds) == (2.0, 3.0)
     assert optimum.surprises == (f"{right[1].design}: {said}",)
     assert optimum.right == 3 / drawn.total()
-    assert log.read_text().split("\n")[:-1] == ["start", "request 4 0.01", "start", "request 2 0.01"]
+    assert log.read_text().split("\n")[:-1] == ["start", "request 4 0.01 ramp", "start", "request 2 0.01 ramp"]
 
 
 def test_a_wrong_design_and_one_that_does_not_build_are_named(log: Path) -> None:
@@ -149,6 +149,21 @@ def test_a_wrong_design_and_one_that_does_not_build_are_named(log: Path) -> None
     designs = [worked.design for worked in draw_designs(ROWS, 4)[1]]
     assert optimum.surprises == (f"{designs[1]}: does not build: no such thing", f"{designs[2]}: 7 values are wrong")
     assert optimum.seconds == 3.0
+
+
+def test_a_design_that_is_wrong_for_another_kind_of_inputs_counts_as_wrong_and_is_no_surprise(log: Path) -> None:
+    (optimum,) = swept(Fake(4.0, {"wrong": "7 values are wrong", "kind": "ramp"}, 5.0, 3.0), ROWS)
+    drawn, _ = draw_designs(ROWS, 4)
+    assert (optimum.seconds, optimum.right, optimum.surprises) == (3.0, 3 / drawn.total(), ())
+
+
+def test_a_sweep_checks_the_kinds_for_which_the_model_is_finite() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 16)
+    known = list(cases(torch.exp, [x], ["large", "ramp", "boundary"]))
+    assert [kind for kind, _, _ in known] == ["normal", "ramp", "boundary"]
+    assert torch.equal(known[0][1][0], x)
+    assert all(torch.equal(wanted[0], inputs[0].exp()) for _, inputs, wanted in known)
 
 
 def test_a_child_that_cannot_run_the_task_itself_ends_the_sweep(log: Path) -> None:
