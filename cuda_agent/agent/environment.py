@@ -39,7 +39,7 @@ class KernelEnvironment:
             files.
         best: The best verdict so far, or None. Only verdicts of quick mode, the judge's usual mode, count.
         best_files: The files of the solution whose verdict is ``best``.
-        flags: The bad patterns seen so far ("malformed_call", "unknown_tool", "loop").
+        flags: The bad patterns in the player's turns so far ("malformed_call", "unknown_tool", "loop").
         repeated: How many times the latest tool call was made with the same arguments. A Write, Edit, MultiEdit or
             NotebookEdit with new arguments that succeeds resets the counts of all tools except these four. A compile,
             verify or profile command also resets them if it finds files that no earlier command found, because Bash can

@@ -5,7 +5,8 @@ the cache, or starts a process.  If the process exits with 75 (try again), the e
 the end it fetches the report and records how the run ended.
 
 Executor and stages may be killed at any moment.  A result counts only once it is complete, and the next call continues
-from the newest checkpoints.  With ``run.parallel_stages``, stages that measure no times run side by side."""
+from the newest checkpoints.  With ``run.parallel_stages``, independent stages run side by side, except those that
+measure times."""
 
 import contextlib
 import json

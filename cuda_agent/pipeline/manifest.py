@@ -42,7 +42,7 @@ class Manifest:
     inputs: dict[str, str]  # name -> digest of a folder in the store
     outputs: dict[str, str]  # name -> digest of a folder in the store
     metrics: str  # digest of the folder of metrics.jsonl and notes.jsonl
-    seconds: float  # of all attempts; work after the last checkpoint of an interrupted one does not count
+    seconds: float  # of all attempts; of an interrupted attempt, up to its last checkpoint
     finished: str  # ISO 8601, UTC
     resumed: list[int] = field(default_factory=list)  # steps of the checkpoints from which the stage resumed
 

@@ -211,7 +211,8 @@ class _Reader:
 
 
 class _Scope:
-    """Adds the operators of a function body to ``reader``. ``tensors`` are local names that certainly are tensors."""
+    """Reads the body of one function and adds its operators to ``reader.ops``. ``tensors`` holds the local names that
+    certainly are tensors."""
 
     def __init__(self, reader: _Reader, attributes: dict, methods: dict, tensors: set[str]) -> None:
         self.reader, self.attributes, self.methods, self.tensors = reader, attributes, methods, tensors

@@ -138,8 +138,8 @@ class Trainer:
         return result
 
     def states(self, row: PackedRow) -> Tensor:
-        """Returns the trunk's last hidden states before the row's n sampled tokens, float32 [n, hidden]. Call it inside
-        ``working`` and ``within``. The row must be on the trainer's device."""
+        """Returns the hidden state of the trunk's last layer at the position before each of the row's n sampled tokens,
+        float32 [n, hidden]. Call it inside ``working`` and ``within``. The row must be on the trainer's device."""
         extra = {"segments": attention.Segments(row.lengths, row.part)} if self._packed else {}
         low, alone = self.precision == "bf16", self.workers == self.ranks == 1
         with torch.autocast(self.device.type, torch.bfloat16, enabled=low, cache_enabled=alone):

@@ -396,8 +396,8 @@ def verify(decoder: Decoder, model: Any) -> float:
 
 def rounding(model: Any) -> float:
     """Returns an estimate of the difference that ``verify`` finds between two correct implementations in the model's
-    dtype. For the estimate, each value of the embeddings moves at random by one or two units in the last place. The
-    result is the largest difference that this causes, over the positions of ``verify`` and four draws."""
+    dtype. For the estimate, each value of the embeddings moves at random by one or two units in the last place, four
+    times. The result is the largest difference at any position that ``verify`` compares."""
     ids = torch.tensor([probe_prompt(model, _PROBE_TOKENS)], device=model.device)
     generator = torch.Generator().manual_seed(0)
     found = []

@@ -295,7 +295,8 @@ class Judge:
         )
 
     def healthy(self) -> bool:
-        """Returns whether the device compares known arrays correctly. SIGALRM ends this process after 10 s."""
+        """Returns whether the device compares known arrays correctly. If that takes longer than 10 s, SIGALRM ends this
+        process."""
         with self._workers.lease.working():
             signal.alarm(_PROBE_SECONDS)
             try:

@@ -120,7 +120,7 @@ def columns_fault(spec: FamilySpec, design: ColumnDesign) -> Fault:
 
 
 def columns_files(spec: FamilySpec, design: ColumnDesign) -> tuple[str, str]:
-    """Returns the kernels' source and the plan."""
+    """Returns the kernels' source and the text of ``plan.json``, the list of their launches."""
     assert spec.ending is not None
     columns = f"cdiv(in0.shape[1], {design.columns})" if design.guard else f"in0.shape[1] // {design.columns}"
     count = "in0.shape[1]" if design.vector == 1 else f"in0.shape[1] // {design.vector}"
@@ -270,7 +270,7 @@ def transpose_fault(spec: FamilySpec, design: TransposeDesign) -> Fault:
 
 
 def transpose_files(spec: FamilySpec, design: TransposeDesign) -> tuple[str, str]:
-    """Returns the kernel's source and the plan."""
+    """Returns the kernel's source and the text of ``plan.json``, the list of its launches."""
     side = design.side
     sizes = "in0.shape[1]", "in0.shape[0]"
     grid = [f"cdiv({size}, {side})" if design.guard else f"{size} // {side}" for size in sizes]

@@ -263,8 +263,8 @@ def _loop(spec: FamilySpec, design: RowDesign, first: bool, body: list[str], tar
 
 
 class _Kind(NamedTuple):
-    """The designs for one kind of tasks: their class, the values of each choice, and the implementations of ``plain``,
-    ``fault`` and ``files``."""
+    """The designs for one kind of tasks: their class, the values of each choice, and what the module's functions
+    ``plain``, ``fault`` and ``files`` call for this kind."""
 
     design: type[Any]
     choices: Mapping[str, tuple[Any, ...]]
