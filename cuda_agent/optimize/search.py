@@ -268,9 +268,10 @@ def _about(verdict: Verdict, device: str) -> str:
 def on_interrupt(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> Iterator[None]:
     """Sets ``stop`` at every Ctrl-C inside the ``with`` block.
 
-    A Ctrl-C also sends SIGINT to child processes, and the judge must survive this signal.  Child processes inherit a
+    A Ctrl-C also sends SIGINT to child processes, such as the judge, which must survive it.  Child processes inherit a
     blocked signal, but not a handler.  So this thread blocks SIGINT, and another thread waits for SIGINT.  Threads that
-    libraries started earlier do not block SIGINT.  If one of them receives it, the signal handler sets ``stop``."""
+    libraries started earlier do not block SIGINT, and one of them may receive it.  For this case there is also a signal
+    handler, which sets ``stop``."""
     loop.add_signal_handler(signal.SIGINT, stop.set)
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     over = threading.Event()

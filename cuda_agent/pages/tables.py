@@ -61,9 +61,10 @@ def groups(data: Data) -> list[Data]:
 
 
 def operators(policies: Sequence[Data]) -> Data:
-    """Returns a table of pass rates, with a row for each operator and a column for each policy with scores by operator.
-    A row is (operator, number of tasks, pass rates, speed-up of the ``last`` policy over ``torch.compile`` as text).
-    Returns an empty dict if no policy has such scores."""
+    """Returns a table of pass rates, with a row for each operator and a column for each policy that has scores by
+    operator. The keys are ``policies`` (names), ``last`` (name of the last one) and ``rows``. A row is (operator,
+    number of tasks, pass rates, the last policy's speed-up over ``torch.compile`` as text). Returns an empty dict if no
+    policy has such scores."""
     scored = [p for p in policies if p["final"]["operators"]]
     if not scored:
         return {}

@@ -79,8 +79,9 @@ def identify(stage: Stage, config: Config, inputs: dict[str, str]) -> Identity:
 def identity_of(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest]
 ) -> Identity:
-    """Returns the facts that decide the cache key of ``stage``, with inputs from the stages above.  ``done`` has the
-    manifests of all stages on which ``stage`` depends.  Stores the folder ``STAGES_INPUT`` if it is an input."""
+    """Returns the facts that decide the cache key of ``stage``.  ``done`` has the manifests of all stages on which
+    ``stage`` depends; among the facts are the digests of their outputs that ``stage`` reads.  If ``stage`` has the
+    input ``graph.STAGES_INPUT``, a folder with facts on these stages, writes that folder to the store."""
     inputs = {}
     for name, source in stage.inputs.items():
         if source == STAGES_INPUT:

@@ -91,7 +91,8 @@ class DistributedTrainer:
         self._stale = True
 
     def follow(self, step: int, seconds: float) -> None:
-        """Takes over the ranks' ``step`` and ``seconds``. A new step makes the driver's copy of the model outdated."""
+        """Sets the driver's ``step`` and ``seconds`` to those of the ranks. If the step is new, the driver's copy of
+        the model is outdated."""
         self._stale = self._stale or step != self.step
         self.step, self.seconds = step, seconds
 

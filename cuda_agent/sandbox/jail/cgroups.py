@@ -48,7 +48,7 @@ class ControlGroup:
 
 class Groups:
     """Creates the control groups of workers. ``places`` maps the controllers ``memory`` and ``pids`` to the folders in
-    which the groups are made. Removes the groups that ended judges left there."""
+    which the groups are made. Also removes old groups there, whose judge no longer runs."""
 
     def __init__(self, places: dict[str, Path], version: int) -> None:
         self._places = places
