@@ -258,7 +258,10 @@ class Trainer:
         """Restores a state that ``save`` wrote. The number of ranks may differ from the number that wrote it. If the
         state does not fit the model or is damaged, changes nothing and raises ``CorruptCheckpoint``."""
         table = checkpoint.read(folder, self.trained())
-        random, step, seconds = (table.pop(name) for name in ("random", "step", "seconds"))
+        try:
+            random, step, seconds = (table.pop(name) for name in ("random", "step", "seconds"))
+        except KeyError as missing:
+            raise checkpoint.CorruptCheckpoint(f"{folder} has no {missing}") from None
         checkpoint.restore(table, self.trained(), self.optimizers)
         torch.set_rng_state(random)
         self.step, self.seconds = int(step), float(seconds)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from training_cases import VOCAB, random_episode, tiny_policy
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -356,7 +357,7 @@ def test_ppo_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path):
     assert begun + run(again_actor, again_judge, (1, 2)) == whole
 
 
-@pytest.mark.parametrize("damage", ["cut", "lose"])
+@pytest.mark.parametrize("damage", ["lose", "cut", "without_step"])
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path, damage):
     saved = policy()
     memorise(saved, stop=2)
@@ -365,6 +366,8 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path, damage):
     content = path.read_bytes()
     if damage == "lose":
         path.unlink()
+    elif damage == "without_step":
+        save_file({name: value for name, value in load_file(path).items() if name != "step"}, path)
     else:
         path.write_bytes(content[: len(content) // 2])
     fresh = policy()
