@@ -122,8 +122,8 @@ def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
 
     The names are ``seed`` and the names in ``sections``, which are sections or single keys such as ``agentic.reward``.
     If ``sections`` contains ``synthesis``, which has a separate seed, ``seed`` is left out.  Addresses and resources
-    are left out.  The section ``training`` is left out even if ``sections`` names it.  The name only decides whether
-    the keys of ``ray`` about training are returned.  If ``runtime`` is local, the whole section ``ray`` is left out."""
+    are left out.  So is the section ``training``: if ``sections`` contains it, this only adds the keys of ``ray`` that
+    are about training.  If ``runtime`` is local, the whole section ``ray`` is left out."""
     whole = config.model_dump(mode="json", exclude=_NOT_IN_KEYS)
     if "training" not in sections:
         whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in _ONLY_IN_TRAINING}
@@ -252,7 +252,7 @@ def _type_words(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _nearest(name: str, choices: Sequence[str]) -> str:
-    """Returns the end of an error message about ``name``, which is none of ``choices``: " Did you mean critic.lr?"."""
+    """Returns the last sentence of the error that ``name`` is none of ``choices``, as in " Did you mean critic.lr?"."""
     if name in RENAMED:
         return f" It is called {RENAMED[name]} now."
     tails = {choice: choice.rsplit(".", 1)[-1] for choice in choices}

@@ -18,10 +18,10 @@ class Tracker(Protocol):
         """Logs the metrics of one step.  Of several values for one step and metric, the last one counts."""
 
     def progress(self, done: int, total: int, unit: str = "steps", **rates: float) -> None:
-        """Shows in the live table that ``done`` of ``total`` units are done, with rates such as tokens_per_second."""
+        """Reports to the live display: ``done`` of ``total`` units are done, with rates such as tokens_per_second."""
 
     def note(self, text: str) -> None:
-        """Keeps one line of text for the user with the run, such as a warning.  Ignores a line that it already has."""
+        """Adds a line of text for the user, such as a warning, to the stage's notes.  Ignores repeated lines."""
 
 
 class Checkpoints(Protocol):
@@ -29,7 +29,7 @@ class Checkpoints(Protocol):
     stage's result."""
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:
-        """Calls ``write`` to fill an empty folder, and stores it atomically as a checkpoint.  Keeps the newest two."""
+        """Lets ``write`` fill an empty folder, and stores the folder atomically.  Keeps the two newest checkpoints."""
 
     def load(self, read: Callable[[Path], None]) -> int | None:
         """Calls ``read`` with a folder that holds the newest complete checkpoint, and returns the checkpoint's step.

@@ -31,7 +31,7 @@ class Lease:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Holds the lease shared during the ``with`` block: one step of decoding or training (about a second)."""
+        """Holds the lease shared during the ``with`` block, for one step of decoding or training (about a second)."""
         if self._held:
             yield
             return
@@ -65,8 +65,8 @@ class Lease:
     @contextmanager
     def lent(self) -> Iterator[int]:
         """Yields a file descriptor that holds the lease shared.  The lease is released when all copies of the
-        descriptor are closed.  A process that is started inside the context can inherit a copy, and so keep the lease
-        after the context ends.  This handle must not hold the lease already."""
+        descriptor are closed.  A process that is started inside the context can inherit a copy.  Then the lease lasts
+        until that process ends, even after the context.  This handle must not hold the lease already."""
         assert not self._held
         with open(self._folder / "lease.lock") as lock:
             with _locked(self._gate, fcntl.LOCK_SH):

@@ -148,8 +148,8 @@ class Store:
         """Downloads an object to the file ``path``.
 
         Raises:
-            StoreDamaged: The object is absent and no file was made, or the object has another sha256 and was deleted
-                together with the file."""
+            StoreDamaged: The object is absent; no file was made. Or the object has another sha256; it and the file
+                were deleted."""
         actual = hashlib.sha256()
         with self._errors(f"read {key}"):
             found = obstore.get(self._backend, key)  # before the file is made: the object may be absent

@@ -6,8 +6,8 @@ A stage writes three files through ``FileTracker``.  The stage's checkpoints con
     notes.jsonl      {"text": ...} per line
     progress.json    {"done", "total", "unit", "rates"}, only while the stage runs
 
-``Mirror`` copies a run to MLflow in a thread, so the run does not wait.  A retried stage uses the same MLflow run
-again."""
+``Mirror`` copies a run to MLflow in a thread, so the run does not wait for MLflow.  When a stage is retried, it uses
+its earlier MLflow run again."""
 
 import contextlib
 import copy
@@ -245,8 +245,8 @@ def _sweep_run(api: mlflow_api.Api, experiment: str, sweep: Sweep) -> str:
 
 
 def _send(api: mlflow_api.Api, there: MlflowEntry, wanted: Wanted) -> None:
-    """Updates the MLflow run ``there`` to the content ``wanted``.  Sends only what the run lacks, the final status
-    last."""
+    """Updates the MLflow run ``there`` to the content ``wanted``.  Sends only the parts that the run lacks.  Sends the
+    final status last."""
     if there.status == wanted.status == "FINISHED" and wanted.tags and wanted.tags.items() <= there.tags.items():
         there.unread.clear()
         there.points |= {(key, step) for step, values in wanted.metrics.items() for key in values}

@@ -40,11 +40,11 @@ class KernelEnvironment:
         best: The best verdict so far, or None. Only verdicts of quick mode, the judge's usual mode, count.
         best_files: The files of the solution whose verdict is ``best``.
         flags: The bad patterns in the player's turns so far ("malformed_call", "unknown_tool", "loop").
-        repeated: How many times the latest tool call was made with the same arguments. A Write, Edit, MultiEdit or
-            NotebookEdit with new arguments that succeeds resets the counts of all tools except these four. A compile,
-            verify or profile command also resets them if it finds files that no earlier command found, because Bash can
-            change files, too.
-        waiting: A function that makes a context manager. Each wait for a verdict takes place inside such a context."""
+        repeated: How many times the latest tool call was made with the same arguments since its count was reset. A
+            change of files resets the counts of all tools except Write, Edit, MultiEdit and NotebookEdit. A change is a
+            successful call of one of these four with new arguments. It is also a compile, verify or profile command on
+            files that no earlier command found, because Bash can change files, too.
+        waiting: A function that returns a context manager, in which each wait for a verdict takes place."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class KernelEnvironment:
         return CommandResult(describe(verdict, name, self.style, before), failed(verdict, name))
 
     def _restored(self, files: dict[str, str]) -> CommandResult:
-        """Returns the result of restore for a folder whose solution has ``files``."""
+        """Returns the result of the command restore. ``files`` are those of the solution that is now in the folder."""
         best = self.best_files
         if self.best is None or self.best.status != "ok":
             return CommandResult(describe_restored(None, self.style), error=True)

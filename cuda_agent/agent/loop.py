@@ -156,9 +156,9 @@ class EpisodePlayer(ABC):
         return min(self.settings.turn_tokens, self.settings.context - len(self.episode.ids))
 
     async def run(self, answer: Callable[[], Awaitable[Ended]] | None = None) -> Episode:
-        """Plays the episode and judges its final files. Awaits ``answer`` to play if ``answer`` is given, else plays
-        with tools. Returns the episode, even after an infrastructure fault. ``Episode.ended`` says why the episode
-        ended."""
+        """Plays the episode and judges its final files. An episode without tools is played by ``answer``; without
+        ``answer``, the episode has tools. Returns the episode, even after an infrastructure fault. ``Episode.ended``
+        says why the episode ended."""
         environment, episode = self.environment, self.episode
         episode.kind = "single" if answer else "agent"
 
@@ -320,8 +320,8 @@ async def run_many(jobs: Sequence[Callable[[], Awaitable[T]]], concurrency: int,
 
 
 class _Lockstep:
-    """Makes the running episodes wait for each other before every turn. There are ``jobs`` episodes in all, and at most
-    ``places`` of them run at once."""
+    """Makes the running episodes wait for each other before they sample a turn. There are ``jobs`` episodes in all, and
+    at most ``places`` of them run at once."""
 
     def __init__(self, jobs: int, places: int) -> None:
         self._active = min(jobs, places)

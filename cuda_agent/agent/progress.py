@@ -63,7 +63,7 @@ class Findings:
     """The correct solutions of a search."""
 
     by_digest: dict[str, Find] = field(default_factory=dict)  # digest of a solution's files -> the solution
-    reached: Find | None = None  # the first solution that is as fast as the user asked
+    reached: Find | None = None  # the first solution that reaches the target in strict mode
 
     def add(self, solution: Solution, verdict: Verdict, attempt: int, turn: int) -> None:
         """Adds ``solution`` if it is new, correct and timed."""
@@ -71,8 +71,8 @@ class Findings:
             self.by_digest.setdefault(solution.digest, Find(solution, verdict, attempt, turn))
 
     def note(self, solution: Solution, verdict: Verdict, attempt: int, turn: int) -> None:
-        """Records a verdict on ``solution``. A quick verdict adds the solution (``add``). A strict verdict is stored
-        with a solution that was added before, unless the sandbox failed."""
+        """Records a verdict on ``solution``. A quick verdict adds the solution (``add``). A strict verdict is added
+        to the ``Find`` of its solution if there is one, unless the sandbox failed."""
         if verdict.mode == "quick":
             self.add(solution, verdict, attempt, turn)
         elif verdict.status != "infra" and solution.digest in self.by_digest:

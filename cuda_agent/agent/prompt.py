@@ -69,8 +69,8 @@ def write_answer(files: dict[str, str]) -> str:
 
 def compact_source(code: str) -> str:
     """Returns a task's source in few tokens: without imports, docstrings, comments, empty constructors and annotations,
-    with one space per level. A ``get_inputs`` that only returns a value becomes ``inputs: [...]``. Source that cannot
-    be parsed stays unchanged."""
+    and with an indent of one space per level. A ``get_inputs`` that only returns a value becomes ``inputs: [...]``.
+    Source that cannot be parsed stays unchanged."""
     try:
         return "\n".join(_short_parts(_Shorten().visit(syntax.parse(code))))
     except (SyntaxError, ValueError, RecursionError, MemoryError):

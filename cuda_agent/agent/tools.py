@@ -21,7 +21,7 @@ _COMPILER = re.compile(r"^(\S+?)(?::(\d+):(?:\d+:)?|\((\d+)\):) (?:fatal )?error
 
 def merit(verdict: Verdict) -> tuple[float, float]:
     """Returns the sort key of verdicts: a better verdict has a greater pair (reward, speed-up). The speed-up is over
-    torch.compile, or over eager if that over torch.compile is unknown. A missing reward or speed-up is 0."""
+    torch.compile, or over eager if the one over torch.compile is unknown. A missing reward or speed-up is 0."""
     return float(verdict.reward or 0), verdict.speedup_compile or verdict.speedup_eager or 0.0
 
 
@@ -51,8 +51,8 @@ def describe(verdict: Verdict, command: str, style: Style, before: Verdict | Non
 
 
 def describe_restored(verdict: Verdict | None, style: Style) -> str:
-    """Returns the text that the command restore prints. ``verdict`` is the verdict of the solution that restore has put
-    back, or None if there is no correct solution."""
+    """Returns the text that the command restore prints. ``verdict`` is the verdict on the restored solution, or None if
+    there is no correct solution."""
     if verdict is None:
         return "restore: no correct solution so far"
     ratios = _ratios(verdict)

@@ -41,7 +41,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def command_group(help: str | None = None) -> typer.Typer:
-    """Returns an empty command group.  Without ``help``, its commands belong to ``cuda-agent`` itself."""
+    """Returns an empty command group.  A group without ``help`` is for the commands of ``cuda-agent`` itself."""
     return typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None)
 
 

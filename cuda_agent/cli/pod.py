@@ -98,7 +98,7 @@ def probe() -> None:
 def gc(
     workflow: Workflow, dry_run: Annotated[bool, Option("--dry-run")] = False, keep: Annotated[int, Keep] = 10
 ) -> None:
-    """Remove old runs and the data that only they need, and objects that ended Workflows have left behind."""
+    """Remove old runs, the data that only they need, and the remaining objects of Workflows that have ended."""
     from cuda_agent.cluster import pod_maintenance
     from cuda_agent.cluster.pod import PodEnvironment
 

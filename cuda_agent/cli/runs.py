@@ -264,8 +264,8 @@ def _tail(file: Path, follow: bool, running: Callable[[], bool]) -> Iterator[str
 
 
 def _cluster_logs(place: Cluster, name: str, stage: str, follow: bool) -> Iterator[tuple[str, str]]:
-    """Yields (stage, line) from the log of ``stage``, or from all logs if ``stage`` is empty.  Reads the log of a stage
-    without a pod from MLflow."""
+    """Yields (stage, line) from the log of ``stage``, or from all logs if ``stage`` is empty.  If a stage has no pod,
+    reads its log from MLflow."""
     from cuda_agent.cluster import results
     from cuda_agent.cluster import submit as cluster
 

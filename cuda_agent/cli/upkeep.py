@@ -79,7 +79,7 @@ def gc(
     """Remove old runs, and the data that only they need.
 
     The data are artifacts and checkpoints. The newest runs of each pipeline (run.pipeline) stay. On a cluster, a pod of
-    the chart does this; it also removes objects that ended Workflows have left behind."""
+    the chart does this; it also removes the remaining objects of Workflows that have ended."""
     if on == "local":
         found = _collect_here(keep, dry_run, store)
     else:

@@ -30,7 +30,7 @@ AWAY = 120.0  # seconds without an answer of the API server until waiting for a 
 
 class ClusterError(UserError):
     """A failed operation on a cluster.  ``status`` is the HTTP status of the answer, or 0 without an answer.  It is 404
-    if the kubeconfig or a needed object is missing."""
+    if a needed object is missing, or if the kubeconfig or the pod's service account cannot be used."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)

@@ -78,8 +78,8 @@ def _api_server(cluster: Cluster) -> Finding:
 
 
 def _argo(cluster: Cluster) -> Finding:
-    """Finds Argo's version by the fields of its resource definitions.  Minimal definitions fail the check: with them
-    the API server accepts misspelt fields of a Workflow."""
+    """Derives Argo's version from the fields in its CRDs.  The check fails if the CRDs are minimal (list no fields),
+    because the API server then accepts misspelt fields of a Workflow."""
     mend = "install Argo Workflows 3.7 or 4 with its full resource definitions (manifests/full in its release)"
     try:
         schemas = cluster.ask(f"/openapi/v3/apis/{_ARGO}", "read Argo's definitions")["components"]["schemas"]

@@ -153,9 +153,10 @@ def prepare(
 def run_stage(
     here: PodEnvironment, name: str, run: str, sha256: str, table: str = "", spawner: Spawner | None = None
 ) -> int:
-    """Runs the stage ``name`` in a child process, and returns the stage's exit code.  A SIGTERM to this process makes
-    the stage write a checkpoint.  ``table`` (``module:NAME``) is a table of stages that replaces the configuration's
-    graph.  ``spawner`` is a fork server (None: a new one), which this function closes at the end."""
+    """Runs the stage ``name`` in a child process.  Returns the stage's exit code; 137 if the stage was killed for lack
+    of memory.  A SIGTERM to this process makes the stage write a checkpoint.  ``table`` (``module:NAME``) is a table of
+    stages that replaces the configuration's graph.  ``spawner`` is a fork server (None: a new one), which this function
+    closes at the end."""
     scratch = here.work / "stage" / name
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)

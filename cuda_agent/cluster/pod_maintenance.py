@@ -1,7 +1,7 @@
 """Does the work of maintenance jobs in their pods.  ``maintenance`` starts the jobs.
 
-``gc`` removes old runs, the data that only they need, and servers that ended runs left behind.  ``doctor`` tests the
-store and MLflow.  It also tests that a sandbox's pod cannot connect to the store, MLflow, the API server or DNS."""
+``gc`` removes old runs, the data that only they need, and leftover servers of runs that have ended.  ``doctor`` tests
+the store and MLflow.  It also tests that a sandbox's pod cannot connect to the store, MLflow, the API server or DNS."""
 
 import contextlib
 import json
@@ -40,9 +40,9 @@ def answer(here: PodEnvironment, value: Any) -> None:
 
 
 def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, cluster: Cluster) -> dict[str, Any]:
-    """Removes old runs, the data that only they need, and servers and ConfigMaps that runs left behind.  The ``keep``
-    newest runs of each pipeline (``run.pipeline``) stay.  With ``dry_run``, removes nothing.  ``workflow`` is the name
-    of this job's Workflow.
+    """Removes old runs and the data that only they need.  Also removes leftover servers and ConfigMaps of runs that
+    have ended.  The ``keep`` newest runs of each pipeline (``run.pipeline``) stay.  With ``dry_run``, removes nothing.
+    ``workflow`` is the name of this job's Workflow.
 
     Returns:
         What was removed, or with ``dry_run`` what would be: names of runs (``runs``), number and size of the store's
@@ -167,9 +167,9 @@ def process_limit() -> str:
 def from_sandbox(
     cluster: Cluster, workflow: str, base: Sequence[Mapping[str, Any]], addresses: Sequence[str]
 ) -> dict[str, Any]:
-    """Starts a pod with a sandbox's restrictions, which tries to connect to ``addresses``.  Returns the pod's answer, a
-    dict.  ``reached`` maps each address to an error, or to "" if the pod connected.  ``processes`` is the pod's limit
-    of processes, such as ``4096 processes``.  ``base`` has templates of the sandbox servers' objects, from the chart.
+    """Starts a pod with a sandbox's restrictions.  The pod tries to connect to ``addresses``.  Returns its answer, a
+    dict: ``reached`` maps each address to an error, or to "" if the pod connected.  ``processes`` is the pod's limit of
+    processes, such as ``4096 processes``.  ``base`` has templates of the sandbox servers' objects, from the chart.
 
     Raises:
         ClusterError: The pod did not start or did not answer."""
@@ -207,5 +207,6 @@ def _said(cluster: Cluster, workflow: str) -> dict[str, Any]:
 
 
 def tell(addresses: Sequence[str], file: Path = PodEnvironment.termination_message) -> None:
-    """Tries to connect to ``addresses``, and writes the answer as JSON to ``file``.  ``from_sandbox`` describes it."""
+    """Runs in the pod that ``from_sandbox`` starts.  Tries to connect to ``addresses``, and writes the dict that
+    ``from_sandbox`` returns to ``file``, as JSON."""
     file.write_text(json.dumps({"reached": reach(addresses), "processes": process_limit()}))

@@ -6,8 +6,8 @@
     StatefulSet     the servers of one role; the roles are workspace, build and evaluate
 
 ``pool_objects`` makes templates of these objects, with ``RUN`` in place of a Workflow's name.  The chart adds images,
-resources and node placement for each profile, a set of such values.  When a run starts, ``objects`` fills in the name
-of the run's Workflow."""
+and for each of its profiles the profile's resources and node placement.  When a run starts, ``objects`` fills in the
+name of the run's Workflow."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -112,7 +112,7 @@ def objects(
     config: Config,
     engines: str = "",
 ) -> list[dict[str, Any]]:
-    """Returns the Kubernetes objects that run a stage in several pods, with the run's values.
+    """Returns the Kubernetes objects that run a stage in several pods: the templates ``base``, filled in for one run.
 
     Args:
         base: Templates of the objects, from the chart; resources and node placement are set.
@@ -182,7 +182,7 @@ def follow(
 
 
 def _state(job: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Returns (KubeRay's state of the RayJob, Ray's state of its job, KubeRay's explanation); unknown: empty."""
+    """Returns (KubeRay's state of the RayJob, Ray's state of its job, KubeRay's message).  An unknown one is empty."""
     status = job.get("status", {})
     why = [status.get("reason"), status.get("message")]
     return status.get("jobDeploymentStatus", ""), status.get("jobStatus", ""), ": ".join(filter(None, why))

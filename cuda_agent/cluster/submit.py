@@ -81,7 +81,7 @@ def submit(cluster: Cluster, *all_of_them: Submission) -> None:
     """Creates the objects of all submissions.  If this fails, deletes the created objects.
 
     Raises:
-        ClusterError: The chart, the profile, the version or a right is missing, or a name is taken."""
+        ClusterError: The cluster lacks the chart, profile or version, the user lacks a right, or a name is taken."""
     for template in {what.workflow["spec"]["workflowTemplateRef"]["name"] for what in all_of_them}:
         require_template(cluster, template)
     for what in all_of_them:
@@ -251,15 +251,16 @@ def views(workflow: dict[str, Any], rows: Sequence[Stage] = ROWS) -> list[StageV
 
 
 def _absent(nodes: Sequence[dict[str, Any]]) -> set[str]:
-    """Returns the stages that the run's graph lacks, as ``prepare`` reports; empty until ``prepare`` has ended."""
+    """Returns the names of the stages that the run's graph lacks.  The step ``prepare`` outputs them at its end; until
+    then the set is empty."""
     outputs = [node.get("outputs") or {} for node in nodes if node["displayName"] == "prepare"]
     parameters = [item for output in outputs for item in output.get("parameters", [])]
     return {item["name"] for item in parameters if item.get("value") == ABSENT}
 
 
 def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> None:
-    """Adds Kubernetes' warnings to the notes of stages that wait.  Looks only at stages in ``shown`` whose pods have
-    waited for over ``PATIENCE`` seconds, and only at warnings of failures."""
+    """Adds Kubernetes' warnings of failures to the notes of those stages in ``shown`` that have waited for over
+    ``PATIENCE`` seconds."""
     waiting = {view.name: view for view in shown if view.state == "waiting" and view.seconds > PATIENCE}
     if not waiting:
         return

@@ -214,8 +214,9 @@ def _pod(
     mounts: Sequence[Mapping[str, Any]] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """Returns the template of a step that runs in one pod, for at most ``seconds``.  ``grace``: seconds from SIGTERM to
-    SIGKILL.  With ``account``, the pod has this service account's token.  ``more``: further fields of the template."""
+    """Returns the template of a step that runs in one pod, for at most ``seconds``.  With ``account``, the pod has the
+    token of the service account ``cuda-agent-<account>``.  ``grace`` is the number of seconds from SIGTERM to SIGKILL.
+    ``more`` has further fields of the template."""
     # The patch sets what a template has no fields for: the grace period, and the security context and limits of the
     # executor's containers, which do not depend on the controller's settings then.
     token = {"serviceAccountName": f"{NAME}-{account}", "automountServiceAccountToken": True} if account else {}

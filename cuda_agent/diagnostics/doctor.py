@@ -116,7 +116,7 @@ def _compiler() -> Check:
 
 
 def _walls() -> Check:
-    """Checks the walls that the sandbox requires by attacking them. A wall is a protection, such as seccomp."""
+    """Attacks the walls that the sandbox requires, to check that they hold. A wall is a protection, such as seccomp."""
     from cuda_agent.sandbox.jail.jail import JailError, prove
 
     required = SandboxConfig().required_walls

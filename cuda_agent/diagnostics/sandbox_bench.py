@@ -38,8 +38,8 @@ PAUSE = 0.25  # seconds before a solution that is judged alone
 
 
 def formats_of(text: str | None, device: str = "cpu") -> tuple[Format, ...]:
-    """Returns the formats that ``text`` lists, as in ``plan,python``, in a fixed order. None lists all formats that can
-    be measured on ``device``; on a GPU, ``extension`` cannot.
+    """Returns the formats that ``text`` lists, as in ``plan,python``, in a fixed order. If ``text`` is None, returns
+    all formats that can be measured on ``device``; on a GPU, ``extension`` cannot.
 
     Raises:
         ConfigError: A format does not exist, or cannot be measured on ``device``."""
@@ -56,7 +56,7 @@ async def measure(config: SandboxConfig, tasks: int, solutions: int, formats: Se
     solutions per task, or fewer if the teacher has no more designs.
 
     Raises:
-        ConfigError: Too few of many tasks can be measured on this machine."""
+        ConfigError: Too few of the drawn tasks can be measured on this machine."""
     rng = random.Random(0)
     with tempfile.TemporaryDirectory() as cache:
         async with LocalSandbox(config.model_copy(update={"servers": []}), Path(cache)) as sandbox:

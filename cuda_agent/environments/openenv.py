@@ -101,9 +101,9 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
         return KernelObservation(messages=environment.messages(), tools=TOOLS)
 
     async def step_async(self, action: KernelAction, timeout_s: float | None = None, **_: Any) -> KernelObservation:
-        """Runs the tool that ``action`` names, and returns the tool's result. If no tool is named, or at the last step,
-        judges the solution and ends the episode. A step that takes more than ``timeout_s`` seconds counts as an
-        infrastructure fault and ends the episode.
+        """Runs the tool that ``action`` names, and returns the tool's result. If no tool is named, or the step is the
+        last one allowed, also judges the solution and ends the episode. A step that takes more than ``timeout_s``
+        seconds counts as an infrastructure fault and ends the episode.
 
         Raises:
             ValueError: The episode is over."""

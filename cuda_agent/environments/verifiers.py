@@ -33,7 +33,7 @@ class KernelState(vf.State):
     """The state of one rollout. ``KernelTools`` writes it after each tool call, and ``KernelTask`` reads it."""
 
     files: dict[str, str] = Field(default_factory=dict)  # the solution: path -> content
-    flags: list[str] = Field(default_factory=list)  # bad patterns seen: "malformed_call", "unknown_tool", "loop"
+    flags: list[str] = Field(default_factory=list)  # bad patterns in calls: "malformed_call", "unknown_tool", "loop"
 
 
 class KernelToolsConfig(vf.ToolsetConfig):
@@ -77,8 +77,8 @@ class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
             mcp.add_tool(fn, name=facts["name"], description=facts["description"], structured_output=False)
 
     def _call(self, name: str, schema: dict[str, Any]) -> Callable[..., Any]:
-        """Returns a function that calls the tool ``name`` and returns the result's text. The function's signature tells
-        verifiers the tool's ``schema``."""
+        """Returns a function that calls the tool ``name`` and returns the result's text. The function's signature
+        gives the tool's ``schema`` to the library ``verifiers``."""
 
         async def call(**arguments: Any) -> str:
             given = {key: value for key, value in arguments.items() if value is not None}

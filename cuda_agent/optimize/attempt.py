@@ -80,8 +80,8 @@ def _two_turns(prompt: int, answer: int) -> tuple[int, int]:
 
 class SearchEnvironment(KernelEnvironment):
     """The environment of attempt number ``attempt``: it runs the model's tool calls, and reports events through
-    ``tell``.  A solution that reaches the target in quick mode is also judged in strict mode.  ``faults`` counts
-    consecutive sandbox failures."""
+    ``tell``.  A solution that reaches the target in quick mode is also judged in strict mode.  ``faults`` is the number
+    of the latest judgements in a row in which the sandbox failed."""
 
     def __init__(
         self, task: Task, sandbox: Sandbox, terms: Terms, findings: Findings, attempt: int, tell: Tell
@@ -185,8 +185,8 @@ class Attempt:
         self.environment.files = dict(self.state.files)
 
     async def run(self) -> str:
-        """Runs the attempt.  Returns the reason why it ended, a key of ``progress.ENDS``, such as "server" if the
-        model's server failed.
+        """Runs the attempt.  Returns the key of ``progress.ENDS`` that says why the attempt ended: for example "server"
+        if the model's server failed.
 
         Raises:
             TaskError: The task cannot be run.
@@ -204,8 +204,8 @@ class Attempt:
         return ended
 
     async def _play(self) -> str:
-        """Plays the turns in a work folder, and returns why the attempt ended.  If the folder is lost, a new one with
-        the files of the last whole turn replaces it."""
+        """Plays the turns in a work folder, and returns why the attempt ended.  If the folder is lost, opens a new one
+        with the files as they were after the last complete turn."""
         for _ in range(_LOSSES):
             try:
                 async with self.environment:
@@ -317,8 +317,8 @@ class Attempt:
         return self._said[1] >= _STUCK
 
     def _without_calls(self, turn: int) -> str:
-        """Reminds the model of the target and returns "".  If no reminder is left, returns "answer", the reason to end
-        the attempt."""
+        """Handles turn ``turn``, in which the model called no tool.  Reminds the model of the target and returns "".
+        If the model has had all reminders, returns "answer", the reason to end the attempt."""
         if self.terms.style == "compact" or self.nudges >= _NUDGES:
             return "answer"
         self.nudges += 1
@@ -348,7 +348,7 @@ class Attempt:
         self.state.files, self.state.turn = dict(files), self.state.turn + 1
 
     def _drop_unfinished_turn(self) -> None:
-        """Removes the last turn if one of its calls has no result.  Restores the files of the last whole turn."""
+        """Removes the last turn if one of its calls has no result.  Restores the files of the last complete turn."""
         messages = self.state.messages
         last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=len(messages))
         asked = len(messages[last].get("tool_calls") or ()) if last < len(messages) else 0

@@ -6,8 +6,8 @@
     report.html      a page about the results
 
 Each verdict has a key, which depends on solution, task and settings.  So a changed record is judged again, and two
-equal records are judged once.  A record for which the sandbox failed is tried again, in the same call and in the
-next."""
+equal records are judged once.  If the sandbox fails on a record, the record is tried again in the same call and, if
+needed, in the next call."""
 
 import asyncio
 import json
@@ -205,8 +205,8 @@ def _in_short(verdict: Verdict, claim: float | None) -> str:
 
 def _result(given: SolutionSet, rows: list[JudgedRow], settings: SandboxConfig) -> SetResult:
     """Returns the rows with their scores.  A task's final score is the mean over its samples; its best score is the
-    score of its best sample.  ``SetResult.tasks`` leaves out each task that has no score because records were lost
-    (an outcome in ``LOST``)."""
+    score of its best sample.  ``SetResult.tasks`` leaves out each task that has no score because its records were
+    lost (their outcome is in ``LOST``)."""
     judged = [row for row in rows if row.outcome in (*JUDGED, "infra")]
     best: dict[str, Verdict] = {}
     for row in judged:
@@ -249,8 +249,8 @@ def _write(
 
 
 def result_lines(result: SetResult) -> list[str]:
-    """Returns the result as lines for a terminal: the numbers of records per outcome, of confirmed claims and of claims
-    that failed, and the scores."""
+    """Returns the result as lines for a terminal: how many records had each outcome, how many claimed speed-ups were
+    confirmed or not, and the scores."""
     lines = [f"{count:6} {outcome.replace('_', ' '):12} {says}" for outcome, count, says in accounts(result.rows)]
     lines.append(f"{len(result.rows):6} records; fast_p in report.html counts {plural(result.tasks, 'task')}")
     if found := claims(result.rows):

@@ -6,8 +6,8 @@ also holds the task's source, because ``ModelNew`` inherits from ``Model``.  Ker
 ``extension``: at import) and cached in the user's cache folder.  In other formats, the file is the solution's entry
 file, unchanged.
 
-The exported file is for inference, on one device, without CUDA graphs.  Inputs must have the same shapes, types and
-plain arguments as the task's inputs."""
+The exported file is for inference, on one device, without CUDA graphs.  Inputs must have the same shapes and types
+as the task's inputs, and other arguments, such as numbers, the same values."""
 
 import ast
 import re
@@ -133,8 +133,9 @@ _BINDING = {
 
 
 def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
-    """Returns the sources of ``standalone_plan`` and of the file ``part``, with definitions in place of the imports
-    from this package.  ``shared`` lists these definitions: variable -> (module, names of its definitions)."""
+    """Returns the sources of ``standalone_plan`` and of the file ``part`` as one text, without imports from this
+    package.  Instead of importing a module, the text makes a module with the definitions that it needs.  ``shared``
+    lists these modules: variable -> (module of this package, names of the definitions)."""
     texts = [_source(f"optimize/{name}") for name in ("standalone_plan.py", part)]
     bodies = [_OURS.sub("", text.partition('"""\n\n')[2]).strip() for text in texts]
     modules = []
@@ -145,7 +146,7 @@ def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
 
 
 def _definitions(source: str, names: list[str]) -> str:
-    """Returns the definitions of ``names`` in ``source``, with all definitions that they use outside of annotations."""
+    """Returns the definitions of ``names`` in ``source``, and all definitions that they need except in annotations."""
     tree, lines = syntax.parse(source), source.splitlines()
     named: dict[str, list[ast.stmt]] = {}
     for node in ast.walk(tree):

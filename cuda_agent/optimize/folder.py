@@ -131,9 +131,9 @@ def alone(folder: Path, command: str) -> Iterator[None]:
 
 
 def _prepare_folder(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path, resume: bool) -> None:
-    """Writes the problem and the order to ``folder``.  With ``resume``, raises OptimizeError unless the folder holds a
-    search for this problem.  Without ``resume``, raises it unless the folder is empty or holds only a search without
-    turns."""
+    """Writes the problem and the order to ``folder``.  Raises OptimizeError if the folder is unsuitable.  With
+    ``resume``, it must hold a search for this problem.  Without, it must be empty, or hold only a search in which no
+    turn was played."""
     if resume:
         if not (folder / "transcript.jsonl").is_file():
             raise OptimizeError(f"{folder}: nothing to go on with; leave out --resume to begin")

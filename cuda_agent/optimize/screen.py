@@ -45,7 +45,7 @@ class View:
     turns: int = 0
     baselines: str = ""
     notes: list[str] = field(default_factory=list)
-    passing: str = ""  # what the search does at the moment besides its attempts
+    passing: str = ""  # current activity of the search besides its attempts
     attempts: dict[int, AttemptView] = field(default_factory=dict)
     focus: int = 1
     best: float | None = None
@@ -232,7 +232,7 @@ def _live() -> Iterator[Watch]:
 
 def drawing(view: View, width: int, height: int) -> Any:
     """Returns ``view`` as a Rich renderable for a terminal of ``width`` columns and ``height`` lines.  If ``height`` is
-    0, leaves out the model's text and its last change."""
+    0, leaves out the model's text, its last verdict and its last diff."""
     from rich.console import Group
     from rich.text import Text
 

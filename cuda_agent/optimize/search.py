@@ -194,12 +194,12 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: 
 async def _confirm(
     task: Task, sandbox: Any, findings: Findings, transcript: Transcript, stop: asyncio.Event
 ) -> Find | None:
-    """Judges the best solution in strict mode.  If another solution is the best after that, judges that one, too, and
-    so on, at most ``_CONFIRMED`` solutions.  Returns the best solution that strict mode confirms as correct, or None if
-    it confirms none.
+    """Judges the best solution in strict mode.  If then a solution without a strict verdict is the best, judges that
+    one, too, and so on, up to ``_CONFIRMED`` solutions in all.  Returns the best solution that strict mode confirms as
+    correct, or None if there is none.
 
-    If ``stop`` is set or the sandbox fails, no more solutions are judged.  If none is confirmed by then, returns the
-    solution that was to be judged next; it has no strict verdict."""
+    If ``stop`` is set or the sandbox fails, judges no more solutions.  If no solution is confirmed by then, returns the
+    one whose judgement was cut short; it has no strict verdict."""
     stop.clear()
     unconfirmed: Find | None = None
     for _ in range(_CONFIRMED):

@@ -66,8 +66,8 @@ class SolutionSet:
 
 @dataclass(frozen=True)
 class _Place:
-    """What a record says about the identity of its task: the ``parts`` of the task's name or path, and the ``level``
-    and ``number`` in KernelBench (None: not known)."""
+    """The facts in a record that identify its task: the ``parts`` of the task's name or path, and the ``level`` and
+    ``number`` in KernelBench (None: not known)."""
 
     parts: tuple[str, ...] = ()
     level: int | None = None
@@ -85,7 +85,7 @@ class _Found:
 
 
 def read_set(source: Path, tasks: Sequence[Task] | None, format: Format) -> SolutionSet:
-    """Returns the set of solutions in ``source``, with the records in the same order.
+    """Returns the set of solutions in ``source``, with the records in the order of ``source``.
 
     Args:
         source: A folder, a file of JSON lines, or a JSON file with a list of records (or with one list for each level).
@@ -117,7 +117,7 @@ def read_set(source: Path, tasks: Sequence[Task] | None, format: Format) -> Solu
 
 
 def _json_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yields the name and the value of each record.  The value of a line that is not JSON is an exception."""
+    """Yields (name, value) of each record.  If a line is not JSON, its value is the exception from the parser."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -307,8 +307,8 @@ class _Index:
         return record
 
     def _by_name(self, place: _Place) -> Task | None:
-        """Returns the task whose name equals the longest run of consecutive ``place.parts``, or None if there is none.
-        Skips tasks of another level."""
+        """Returns the task whose name consists of consecutive ``place.parts``, joined by "/".  Prefers the longest
+        name.  Skips tasks of another level.  Returns None if no task fits."""
         parts = (*place.parts[:-1], _SUFFIX.sub("", place.parts[-1])) if place.parts else ()
         for length in range(len(parts), 0, -1):
             for start in range(len(parts) - length + 1):

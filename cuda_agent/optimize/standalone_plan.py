@@ -131,7 +131,7 @@ class _Kernels:
 
 def _module(name: str, source: str) -> _Any:
     """Runs the Python code ``source`` as a new module and returns the module.  The code is a part of cuda-agent's
-    module ``name``; the new module is called ``model_new`` and that name."""
+    module ``name``; the new module's name is "model_new ", followed by ``name``."""
     module = _sys.modules[f"model_new {name}"] = _types.ModuleType(f"model_new {name}")  # dataclasses look it up here
     exec(compile(source, f"{name}.py", "exec"), module.__dict__)
     return module
@@ -152,8 +152,8 @@ def _nested(form: _Any, outputs: _Any) -> _Any:
 
 
 def _check_init(model: type, wanted: list[_Any], args: tuple[_Any, ...], kwargs: dict[str, _Any]) -> None:
-    """Raises ValueError if a constructor argument of ``model``, such as a number, differs from that in ``wanted``.
-    ``args`` and ``kwargs`` are the arguments of the constructor; ``wanted`` lists those of ``get_init_inputs()``."""
+    """Raises ValueError if ``model`` is constructed with other arguments, such as numbers, than those for which the
+    kernels were made.  ``args`` and ``kwargs`` are the given arguments; ``wanted`` describes ``get_init_inputs()``."""
     signature = _inspect.signature(model)
     given, made = signature.bind(*args, **kwargs), signature.bind(*wanted)
     for bound in (given, made):

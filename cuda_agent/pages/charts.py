@@ -67,7 +67,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Returns about ``most`` round numbers, at equal distances, that cover the range from ``low`` to ``high``."""
+    """Returns evenly spaced round numbers that cover the range from ``low`` to ``high``: about ``most`` of them."""
     if not high - low > 1e-9 * max(abs(low), abs(high)):  # also if the numbers differ by rounding alone
         low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
     raw = (high - low) / max(1, most - 1)

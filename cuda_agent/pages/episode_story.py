@@ -126,7 +126,7 @@ def of_episode(episode: Episode, tokenizer: Any = None) -> Story:
 
 
 def best_verdict(events: Sequence[Event]) -> Event | None:
-    """Returns the first event of kind ``verdict`` with the largest speed-up (0 if wrong), or None if there is none."""
+    """Returns the first ``verdict`` event with the largest speed-up (0 if wrong), or None if there is no such event."""
     judged = [event for event in events if event["kind"] == "verdict"]
     return max(judged, key=lambda event: event["factor"] or 0.0, default=None)
 
@@ -183,8 +183,8 @@ def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
 
 
 def _spoken(message: Mapping[str, Any], thought: str = "") -> list[StoryPart]:
-    """Returns an assistant's message as parts: thought, text, tool calls.  ``thought`` is the thought if the transcript
-    keeps it outside of ``message``."""
+    """Returns an assistant's message as parts: thought, text, tool calls.  ``thought`` is the message's thought,
+    if the transcript keeps it outside of ``message``."""
     content = str(message.get("content") or "")
     before, closed, said = content.rpartition("</think>")
     thought = (thought or str(message.get("thought") or "")) + (before.replace("<think>", "") if closed else "")
@@ -214,9 +214,9 @@ def _result(text: str, kind: Kind = "result") -> StoryPart:
 
 
 def _answered(call: Mapping[str, Any] | None, result: str, known: dict[str, str]) -> Iterable[StoryPart]:
-    """Yields the parts that show the outcome of a tool call.  If the call changes a file, the first part is a diff, or
-    the call's arguments if there is no diff.  The next part is ``result``, but not an "ok" after a diff.  Updates
-    ``known`` (path -> text)."""
+    """Yields the parts that show the outcome of a tool call.  For a tool that writes files, the first part is the diff,
+    or the call's arguments if the diff is unknown.  The next part is ``result``; an "ok" after a diff is left out.
+    Updates ``known`` (path -> text)."""
     if call is not None and call.get("name") in _WRITERS and isinstance(call.get("arguments"), dict):
         change = None if result.startswith("error") else _change(call, known)
         if change is not None:

@@ -72,8 +72,8 @@ def accounts(rows: Sequence[JudgedRow]) -> list[tuple[str, int, str]]:
 
 def claims(rows: Sequence[JudgedRow]) -> dict[str, Any]:
     """Returns the numbers of claimed speed-ups over eager: all, confirmed, lower, untimed, rejected and unjudged.  A
-    claim is confirmed if at least the share ``CONFIRMED`` of it was measured.  ``claimed`` and ``measured`` are the
-    geometric means of claims and measurements, over records that have both.  Returns an empty dict without claims."""
+    claim is confirmed if the measured speed-up is at least ``CONFIRMED`` times the claim.  ``claimed`` and ``measured``
+    are geometric means over the records that have both speed-ups.  Returns an empty dict without claims."""
     claimed = [(row, row.claim_eager) for row in rows if row.claim_eager]
     if not claimed:
         return {}
@@ -94,9 +94,9 @@ def claims(rows: Sequence[JudgedRow]) -> dict[str, Any]:
 
 
 def fast_rows(scores: Scores, tasks: int) -> list[tuple[float, list[float | None]]]:
-    """Returns (p, shares) for each threshold p.  A share says how many tasks have a solution that is more than p times
-    as fast as a baseline: the first as eager, the second as ``torch.compile``.  Both are divided by the number of
-    scored tasks.  The third and fourth share are the same two, divided by ``tasks``.  A share is None without tasks."""
+    """Returns (p, shares) for each threshold p.  ``shares`` has four values of fast_p, the share of tasks that are
+    solved more than p times as fast as a baseline.  The first two are for eager and ``torch.compile``, as shares of the
+    scored tasks.  The other two are the same, but divided by ``tasks``.  A share is None if the divisor is 0."""
     return [
         (p, [fast_p(scores, p, baseline, count) for count in (None, tasks) for baseline in ("eager", "compile")])
         for p in THRESHOLDS

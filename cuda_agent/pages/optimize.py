@@ -187,8 +187,8 @@ def _roof_chart(verdict: Verdict, peak: float) -> Markup:
 
 
 def _track(events: Sequence[Event]) -> Markup | None:
-    """Draws the speed-up of each judged solution over time, and the best speed-up so far.  Returns None if no solution
-    was judged."""
+    """Draws the speed-up in each quick verdict over time, and the best speed-up so far.  Returns None if there is no
+    quick verdict."""
     quick = [event for event in events if event["kind"] == "verdict" and event["verdict"]["mode"] == "quick"]
     if not quick:
         return None

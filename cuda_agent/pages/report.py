@@ -74,7 +74,7 @@ def _learning(stages: Sequence[Data]) -> list[Data]:
     """Returns the learning curves of ``stages``: a dict for each heading in the report (``Stage.chart``).
 
     ``main`` has the curves that the stages list in ``Stage.curves``.  ``rest`` has all other curves, which the page
-    shows folded.  ``weak`` has (stage, last explained variance) for each stage whose critic explains too little."""
+    shows folded.  ``weak`` has (stage, last explained variance) for each stage in which this variance is too low."""
     headings: dict[str, list[Data]] = {}
     for stage in stages:
         if stage.get("chart"):

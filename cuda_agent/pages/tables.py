@@ -127,8 +127,8 @@ def _charts(policies: Sequence[Data], group: str, metrics: Sequence[tuple[str, s
 
 
 def _statuses(policies: Sequence[Data], group: str) -> tuple[list[str], str]:
-    """Returns (statuses of the final answers to tasks of ``group``, chart of each policy's numbers of answers by
-    status)."""
+    """Returns (statuses, chart) for the final answers to tasks of ``group``.  The chart shows how many answers of each
+    policy have each status."""
     counts = {
         p["policy"]: Counter(o["final"]["status"] for o in p["outcomes"] if group in (o["family"], "overall"))
         for p in policies

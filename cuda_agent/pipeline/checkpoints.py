@@ -31,7 +31,7 @@ class StageCheckpoints:
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds of work so far: the seconds in the loaded checkpoint, and those since it was loaded."""
+        """Returns the stage's seconds of work so far, including those before the loaded checkpoint was saved."""
         return self._before + time.monotonic() - self._began
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:

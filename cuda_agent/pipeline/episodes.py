@@ -1,4 +1,4 @@
-"""Lists, selects and opens the episodes of a run or of ``benchmark``, and the attempts of ``optimize``.
+"""Lists, selects and opens episodes of a run or of the command ``benchmark``, and attempts of the command ``optimize``.
 
 A list keeps only a summary of each episode.  The full episode is read from its file when it is shown."""
 
@@ -31,7 +31,7 @@ class Left:
     """A file with the episodes of one stage.  ``tokenizer`` is the file of the tokenizer that decodes the episodes'
     token ids, or None if it is unknown."""
 
-    stage: str  # name of the stage, or of a folder or file of ``benchmark``
+    stage: str  # name of the stage; for the command ``benchmark``, name of the folder or file
     file: Path
     tokenizer: Path | None = None
 

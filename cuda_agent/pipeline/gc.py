@@ -82,10 +82,10 @@ def collect(store: Store, what: Plan) -> None:
 
 @contextlib.contextmanager
 def alone(store: Store) -> Iterator[bool]:
-    """Holds a lock for garbage collection in the store during the ``with`` block, and yields True.  If another process
-    holds such a lock, yields False and leaves no lock.  A lock older than ``LOCK_SECONDS`` does not count, because its
-    process was killed.  Each process first writes a lock, and then looks for locks of others.  So if two processes
-    begin at the same time, at most one gets True."""
+    """Writes a lock for garbage collection to the store, and removes it after the ``with`` block.  Yields whether this
+    process may collect: False if another process holds such a lock, else True.  A lock older than ``LOCK_SECONDS`` does
+    not count, because its process was killed.  Each process first writes its lock, and then looks for other locks.  So
+    if two processes begin at the same time, at most one gets True."""
     mine = f"locks/gc-{uuid.uuid4().hex}"
     store.put(mine, b"")
     try:

@@ -37,7 +37,7 @@ class Stage:
     config: tuple[str, ...] = ()  # sections, or keys of them, that the stage reads; ctx.config has no others
     timing: bool = False  # whether it measures times: the device is then part of its key, and it runs alone
     weight: float = 1.0  # share of a run's time, for the progress of the run
-    work: Estimate | None = None  # for the schedule before a run; None: the schedule omits the stage
+    work: Estimate | None = None  # estimates its work for a run's schedule; None: the schedule omits the stage
     chart: str = ""  # heading of its curves in the report; stages may share a heading; empty: no curves
     curves: tuple[str, ...] = ()  # metrics whose curves the report shows unfolded
     about: str = ""  # for an evaluation: name of the scored policy in the report's tables
@@ -131,8 +131,8 @@ ROWS: tuple[Stage, ...] = (
 
 
 def without(rows: Sequence[Stage], left_out: Iterable[str]) -> tuple[Stage, ...]:
-    """Returns ``rows`` without the stages that ``left_out`` names.  Of the alternative sources of an input, keeps the
-    first that a remaining stage makes.
+    """Returns ``rows`` without the stages that ``left_out`` names.  If an input has alternative sources, keeps only the
+    first source that a remaining stage makes.
 
     Raises:
         ValueError: A required input has no source left, or a stage in ``left_out`` does not exist."""

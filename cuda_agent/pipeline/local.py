@@ -1,8 +1,8 @@
 """The local executor: runs the stages of a graph on one machine, each in a separate process.
 
-The executor continues the newest unfinished run of the configuration, or creates a run.  It takes a stage's result from
-the cache, or starts a process.  If the process exits with 75 (try again), the executor waits and starts another one. At
-the end it fetches the report and records how the run ended.
+The executor continues the newest unfinished run of the configuration, or creates a run.  For each stage, it takes the
+result from the cache or starts a process.  If a process exits with 75 (try again), the executor waits and starts
+another one.  At the end it fetches the report and records how the run ended.
 
 Executor and stages may be killed at any moment.  A result counts only once it is complete, and the next call continues
 from the newest checkpoints.  With ``run.parallel_stages``, independent stages run side by side, except those that
@@ -136,7 +136,7 @@ class _Execution:
     again_at: dict[str, float] = field(default_factory=dict)  # stage -> time of its next attempt
     stopping: bool = False
     recorded: float = 0.0  # time of the last record in MLflow
-    notes: dict[str, list[str]] = field(default_factory=dict)  # stage -> this process's notes
+    notes: dict[str, list[str]] = field(default_factory=dict)  # stage -> notes that the executor added
 
     def __post_init__(self) -> None:
         self.scratch = self.home / "work" / self.run_record.name

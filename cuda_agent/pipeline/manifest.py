@@ -71,7 +71,7 @@ class Identity:
 
 
 def identify(stage: Stage, config: Config, inputs: dict[str, str]) -> Identity:
-    """Returns the facts that decide the cache key of ``stage``, with ``inputs`` (name -> digest of a folder)."""
+    """Returns the facts that decide the cache key of ``stage``.  ``inputs`` are the stage's inputs: name -> digest."""
     values, device = section_values(config, stage.config), _device(stage, config) if stage.timing else None
     return Identity(stage.name, code_version(stage.module), environment_digest(), values, inputs, device)
 
@@ -80,8 +80,8 @@ def identity_of(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest]
 ) -> Identity:
     """Returns the facts that decide the cache key of ``stage``.  ``done`` has the manifests of all stages on which
-    ``stage`` depends; among the facts are the digests of their outputs that ``stage`` reads.  If ``stage`` has the
-    input ``graph.STAGES_INPUT``, a folder with facts on these stages, writes that folder to the store."""
+    ``stage`` depends.  From these manifests come the digests of the inputs of ``stage``.  If ``stage`` has the input
+    ``graph.STAGES_INPUT``, a folder that describes all of these stages, first writes this folder to the store."""
     inputs = {}
     for name, source in stage.inputs.items():
         if source == STAGES_INPUT:
@@ -168,8 +168,8 @@ def find_result(store: Store, run: str, identity: Identity) -> Manifest | None:
 def serve_from_cache(
     store: Store, run: str, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest]
 ) -> Manifest | None:
-    """Publishes a stored result of ``stage`` for ``run``, and returns the manifest.  Returns None if the store has no
-    result.  ``done`` has the manifests of all stages on which ``stage`` depends."""
+    """Looks for a stored result of ``stage``, and makes it the result of this stage in ``run``.  Returns its manifest,
+    or None if the store has no result.  ``done`` has the manifests of all stages on which ``stage`` depends."""
     result = find_result(store, run, identity_of(store, stages, stage, config, done))
     return None if result is None else publish(store, run, result)
 
@@ -193,8 +193,8 @@ def _make_stages_folder(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest], folder: Path
 ) -> None:
     """Fills ``folder`` with ``graph.json``, ``config.json``, and the metrics, notes and manifests of all stages that
-    ``stage`` depends on.  If ``sandbox.clock`` is "model", leaves out all facts that differ between two equal runs,
-    such as durations."""
+    ``stage`` depends on.  If ``sandbox.clock`` is "model", leaves out durations, notes and other facts that can differ
+    between two runs of the same configuration."""
     timeless = config.sandbox.clock == "model"
     left_out = {"run", "config", "finished", "resumed", "metrics"}
     left_out |= {"seconds", "key", "environment", "device"} if timeless else set()

@@ -171,7 +171,7 @@ def diff(one: Facts, other: Facts) -> dict[str, Any]:
     """Compares two runs.  Returns the settings that differ, and the stages that differ.
 
     A stage differs if only one run has finished it, or if its cache key differs between the runs.  If the key differs,
-    the result has the different parts of the key, both durations in seconds, and the names of the equal outputs."""
+    the result has the parts of the key that differ, both durations in seconds, and the names of the equal outputs."""
     keys = [key for key in one.settings | other.settings if one.settings.get(key) != other.settings.get(key)]
     changes: dict[str, Any] = {}
     for name in one.manifests | other.manifests:
@@ -199,8 +199,8 @@ def lock_path(home: Path, store: Store, sha256: str) -> Path:
 
 @contextlib.contextmanager
 def try_lock(path: Path, shared: bool = False) -> Iterator[bool]:
-    """Tries to lock the file ``path`` for the ``with`` block, without waiting, and yields whether this succeeded.  With
-    ``shared``, several processes can hold the lock shared at the same time."""
+    """Tries to lock the file ``path`` for the ``with`` block, without waiting, and yields whether this succeeded.
+    Several processes can hold the lock at the same time if all of them pass ``shared``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600)) as file:
         try:

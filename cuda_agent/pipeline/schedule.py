@@ -129,9 +129,9 @@ def _gpus(count: float) -> str:
 
 
 def token_seconds(config: Config, stage: str) -> tuple[float, float] | None:
-    """Returns (seconds to sample a token, seconds to train on a token) for ``stage``.  For a pretrained base model, all
-    engines and trainers of the stage work together.  A model from scratch has one of each.  Returns None if the times
-    of the base model cannot be estimated."""
+    """Returns (seconds to sample a token, seconds to train on a token) for ``stage``.  For a pretrained base model,
+    these are the times of all engines and trainers of the stage together.  For a model from scratch, they are the times
+    of one engine and one trainer.  Returns None if the times of the base model cannot be estimated."""
     if config.policy.base is None:
         decoding, training = (_small(config, device) for device in (config.policy.device, config.training.device))
         return decoding[0], training[1]

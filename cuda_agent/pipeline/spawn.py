@@ -3,9 +3,10 @@
 A stage therefore does not wait for these imports.  A forked process works like a fresh one: the server runs no tensor
 operations, and has no threads except those of OpenBLAS.  OpenBLAS restarts its threads after a fork.
 
-No process is left behind.  The server ends with the executor, the process that started it.  Each stage ends with the
-server.  When a stage ends, the server kills the stage's process group.  Executor and server exchange JSON objects, one
-per packet of a socket."""
+No process is left behind.  If the executor (the process that started the server) ends, Linux kills the server.  If the
+server ends, Linux kills the stages' processes.  When a stage ends, the server kills the stage's process group.
+
+Executor and server exchange JSON objects, one per packet of a socket."""
 
 import contextlib
 import importlib

@@ -1,8 +1,8 @@
 """Runs one stage of the workflow in a separate process, for the local executor or in a pod of a cluster.
 
 The process computes the stage's cache key and takes a lock on the key.  If the store has no result for the key, the
-process fetches inputs, runs the stage, and stores outputs, manifest and cache entry.  The stage continues from its
-newest checkpoint, if it has one."""
+process fetches inputs, runs the stage, and stores the outputs, a manifest (the record of the result) and a cache entry.
+If the stage has a checkpoint, it continues from the newest one."""
 
 import contextlib
 import errno

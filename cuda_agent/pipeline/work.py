@@ -110,8 +110,9 @@ def _play(config: Config, episodes: int, turns: int, seconds: float) -> Work:
 
 
 def _verdicts(config: Config, episodes: int, seconds: float) -> float:
-    """Returns the estimated seconds to judge ``episodes`` episodes.  A verdict takes ``seconds``, except on a GPU that
-    measures times.  Such a GPU judges one solution after the other, and each sandbox server has one GPU."""
+    """Returns the estimated seconds to judge ``episodes`` episodes.  If a GPU measures times, a verdict takes
+    ``GPU_VERDICT`` or ``HOST_VERDICT`` seconds, and each sandbox server has one GPU, which judges one solution after
+    the other.  Otherwise a verdict takes ``seconds``."""
     sandbox = config.sandbox
     if sandbox.device == "cuda" and sandbox.clock == "real":
         each = GPU_VERDICT if sandbox.format == "plan" else HOST_VERDICT

@@ -121,8 +121,8 @@ class Chat:
 
     def turn_ids(self, message: Message) -> list[int]:
         """Returns the token ids of a written assistant message, with its stop token, as a policy would sample them.
-        Raises ``ValueError`` if the chat template renders a written message with another header than its generation
-        prompt."""
+        Raises ``ValueError`` if the chat template's generation prompt differs from the header that the template writes
+        before an assistant message."""
         before = self._render([_user("?")], header=True)
         whole = self._render([_user("?"), message])
         if not whole.startswith(before):

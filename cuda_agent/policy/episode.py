@@ -1,6 +1,7 @@
 """Defines episodes: the turns of one agent on one task, token by token, with the agent's reward.
 
-A file of episodes (``episodes.jsonl``) has one JSON object per line. ``agent`` writes it, and ``training`` reads it."""
+A file of episodes (``episodes.jsonl``) has one JSON object per line. Stages such as ``collect`` write it, and
+later stages such as ``rft`` read it."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -37,7 +38,7 @@ class Episode:
     best: dict[str, Any] | None = None  # verdict of the best solution judged during the episode
     files: dict[str, str] = field(default_factory=dict)  # the final solution
     messages: list[dict[str, Any]] = field(default_factory=list)  # readable transcript: role, content, tool calls
-    flags: list[str] = field(default_factory=list)  # bad patterns seen: "malformed_call", "unknown_tool", "loop"
+    flags: list[str] = field(default_factory=list)  # bad patterns in turns: "malformed_call", "unknown_tool", "loop"
 
     def __post_init__(self) -> None:
         lengths = {len(values) for values in (self.ids, self.mask, self.logprobs, self.versions, self.turns)}

@@ -1,7 +1,7 @@
 """Defines the forms of the reward (``REWARDS``): pure functions of an episode's verdict (``Verdict.to_json``).
 
-A stage trains with the form that its configuration names. Pages, scores and the service always show ``Verdict.reward``,
-which is the form "ladder"."""
+A stage trains with the form that its configuration names. HTML pages, scores and the service always show
+``Verdict.reward``, which is the form "ladder"."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,5 +1,5 @@
-"""Finds signs of unstable training in the metrics of a PPO step. An alarm only tells the user: it changes no
-training."""
+"""Finds signs of unstable training in the metrics of a PPO step. An alarm only warns the user. It does not
+change the training."""
 
 from collections.abc import Mapping
 
@@ -19,8 +19,8 @@ _GREW = f"entropy is more than {GROWTH:g} times that of the first step: the poli
 
 def alarms(metrics: Mapping[str, float], first: Mapping[str, float]) -> list[str]:
     """Returns one line for each alarm in ``metrics``, the metrics of the current step. A metric that is NaN or outside
-    its limits (``ALARMS``) causes an alarm. An entropy above ``GROWTH`` times the first entropy causes another alarm.
-    ``first`` maps each metric to the first value that this process measured for the metric."""
+    its limits (``ALARMS``) causes an alarm. So does an entropy above ``GROWTH`` times the entropy in ``first``, which
+    maps each metric to the first value that this process measured for the metric."""
     lines = [
         f"{name} left its limits, {low:g} to {high:g}: {meaning}"
         for name, (low, high, meaning) in ALARMS.items()

@@ -1,10 +1,10 @@
 """Writes the corpus of the stage ``bootstrap``: dialogues in which the scripted teacher, a program, solves tasks.
 
 The dialogues look like the policy's episodes. The program makes up the verdicts in tool results, so the corpus needs no
-compiler. Tests and ``bootstrap`` check a sample of the verdicts in the sandbox. The teacher draws its designs without
-regard to the task's shape. In a share of the episodes it ends after its first solution, right or wrong. The corpus
-therefore does not teach which designs are right and fast for which shape, nor to verify every solution. Only
-reinforcement learning teaches this."""
+compiler. Tests and ``bootstrap`` check a sample of the verdicts in the sandbox. A design is a set of choices for a
+kernel, such as the number of blocks. The teacher draws designs without regard to the shapes of the task's tensors. Some
+episodes end after the first solution, right or wrong. The corpus therefore does not teach which designs are right and
+fast for which shapes, nor to verify every solution. Only reinforcement learning teaches this."""
 
 import random
 from collections.abc import Collection
@@ -28,8 +28,8 @@ Dialogue = list[dict[str, Any]]
 
 
 def corpus(settings: Bootstrap, seed: int, excluded: Collection[str], device: str = "cpu") -> list[Dialogue]:
-    """Returns ``settings.examples`` dialogues on new tasks for ``device``. Operator combinations in ``excluded`` do not
-    occur."""
+    """Returns ``settings.examples`` dialogues on new tasks for ``device``. No task has one of the
+    operator combinations ``excluded`` (``family.combination``)."""
     rng = random.Random(f"corpus {seed}")
     dialogues: list[Dialogue] = []
     while len(dialogues) < settings.examples:
@@ -85,9 +85,9 @@ def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu", d
     is correct, the solution first contains a mistake, which the agent then repairs. If the design is wrong, the agent
     tries other designs: at most ``REFUSED`` wrong designs come before a correct one.
 
-    Then the agent profiles one to ``designs`` designs, each of them once. The first is the correct one that it has
-    found. Each of the others is a change of the best one so far, and may be wrong. If the last design is slower than
-    the best one, the agent mostly restores the best one; if it is wrong, the agent always does."""
+    Then the agent profiles one to ``designs`` designs, each once. The first is the correct design found above. Each
+    later design changes the best design so far, and may be wrong. If the last design is wrong, the agent restores the
+    best design. If the last design is only slower, the agent does so with probability ``RESTORED``."""
     worked = solve(task, rng, device)
     mistake = spoil(task, worked, rng) if repair and worked.status == "ok" else None
     written = _stripped(mistake.files if mistake else worked.files)
@@ -109,8 +109,9 @@ def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu", d
 
 
 def _profiled(task: Task, worked: Worked, rng: random.Random, designs: int) -> Dialogue:
-    """Returns the turns in which the agent profiles ``designs`` designs: first ``worked``, which is in the work folder,
-    then changes of the best one so far, right or wrong. There are fewer turns if no change that it tries is new."""
+    """Returns the turns in which the agent profiles ``designs`` designs: first ``worked``, whose files are in the work
+    folder, then changes of the best design so far. Profiles fewer designs if ``CHANGES`` random changes of the best
+    design give no new design. The last turn may restore the best design."""
     dialogue: Dialogue = []
     spec, best, fastest, profiled = parse(task), worked, None, [worked.files]
     for number in range(designs):

@@ -31,9 +31,9 @@ LOSSES = 3  # the stage gives up when the trainer was lost this often in one ste
 async def train_ppo(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
 ) -> tuple[Any, Any, Critic | None]:
-    """Trains the policy in ``ctx.inputs`` until step ``settings.steps``, on episodes of ``kind``: "single" answers, or
-    the "agent" loop. Begins at the newest checkpoint, if there is one. Returns (model, tokenizer, critic). If
-    ``settings.advantage`` needs a critic, ``make_critic`` makes the initial one; otherwise the critic is None.
+    """Trains the policy in ``ctx.inputs`` until step ``settings.steps``, on episodes of ``kind``: "single" (one
+    answer) or "agent" (turns with tools). Begins at the newest checkpoint, if there is one. Returns (model, tokenizer,
+    critic). If ``settings.advantage`` needs a critic, ``make_critic`` makes it; otherwise the critic is None.
 
     Raises:
         TryAgain: The stage was told to stop, the trainer was lost too often, or a step has no episode to learn from."""
@@ -148,8 +148,8 @@ def heldout_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def oldest(episode: Episode) -> float:
-    """Returns the oldest version of the weights that sampled a token of ``episode``, or infinity without such a
-    token."""
+    """Returns the oldest version of the weights that sampled a token of ``episode``. Returns infinity if the episode
+    has no sampled token."""
     return min((v for v, mask in zip(episode.versions, episode.mask, strict=True) if mask), default=math.inf)
 
 

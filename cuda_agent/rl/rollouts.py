@@ -122,7 +122,7 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
 
 def servers_apart(config: Config, here: int) -> None:
     """Raises BadConfiguration if a vLLM server of the stage would use this machine's first GPU, and this GPU has
-    another task: the judge times kernels on it, or the stage broadcasts weights from it. ``here`` is this machine's
+    another use: the judge times kernels on it, or the stage broadcasts weights from it. ``here`` is this machine's
     number of GPUs."""
     sandbox, vllm = config.sandbox, config.policy.vllm
     if vllm.servers or not 0 < here <= vllm.replicas:

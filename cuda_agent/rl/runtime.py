@@ -30,7 +30,7 @@ class LearnerLost(TryAgain):
 
 @dataclass
 class RolloutBatch:
-    episodes: list[Episode]  # sorted by task: the samples of one task stand together
+    episodes: list[Episode]  # in the order of the tasks; a task's samples are adjacent
     seconds: float  # wall-clock time that playing took
     metrics: dict[str, float]  # the runtime's counts, such as lost workers, for the step's log
 
@@ -112,8 +112,8 @@ class LocalRuntime:
         return RolloutBatch(episodes, time.monotonic() - began, spent)
 
     def _engine_seconds(self) -> dict[str, float]:
-        """Returns the seconds in which the engine has computed ("engine_seconds"), and those in which it has waited for
-        the timing lease ("engine_wait_seconds"). Returns an empty dict if the engine is not a ``LocalEngine``."""
+        """Returns the seconds that the engine has computed ("engine_seconds"), and the seconds that it has waited while
+        kernels were timed ("engine_wait_seconds"). Returns an empty dict if the engine is not a ``LocalEngine``."""
         engine = self._rollouts.engine
         if not isinstance(engine, LocalEngine):
             return {}
@@ -146,8 +146,8 @@ def settings_of(ctx: WorkerContext, settings: Ppo) -> EpisodeSettings:
 async def open_local(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
 ) -> AsyncIterator[LocalRuntime]:
-    """Opens the engine, the sandbox and the trainers in this process. With several trainer processes, the trainers use
-    ranks (``shared_training``). If ``make_critic`` is None, there is no critic."""
+    """Opens the engine and the sandbox in this process. Opens the trainers in this process, or in several trainer
+    processes (``shared_training``). If ``make_critic`` is None, there is no critic."""
     with shared_training(ctx) as ctx:
         async with open_rollouts(ctx, ctx.inputs["policy"], settings_of(ctx, settings)) as rollouts:
 

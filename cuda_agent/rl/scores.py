@@ -41,7 +41,7 @@ class Result:
     status: str  # the verdict's status, or ``no_answer`` if there was nothing to judge
     speedup_eager: float | None = None  # over PyTorch's eager mode
     speedup_compile: float | None = None  # over torch.compile
-    gap: float | None = None  # time divided by that of the task's best known design, each relative to eager's time
+    gap: float | None = None  # speed-up over eager of the task's best known design, divided by ``speedup_eager``
 
     @property
     def correct(self) -> bool:
@@ -97,13 +97,13 @@ class Scores:
 
     policy: str
     clock: Literal["real", "model"]  # "model": times are a deterministic cost, not measured
-    mode: Mode | None  # of the final solutions' verdicts; None without one
+    mode: Mode | None  # of the final solutions' verdicts; None without a verdict
     tasks: int  # number of tasks in the set
     unscored: list[str]  # tasks without a single scored episode
     episodes: int  # number of scored episodes
     infra: int  # number of episodes lost by infrastructure faults or the deadline: not scored
     final: Table  # of the episodes' final solutions
-    best: Table  # of the best solutions judged during the episodes, which the agent loop judges in quick mode
+    best: Table  # of the best solutions judged during the episodes; the agent loop judges these in quick mode
     statuses: dict[str, int]  # status -> number of final solutions with this status
     ended: dict[str, int]  # reason why an episode ended -> number of scored episodes
     mean_turns: float | None  # turns per episode
@@ -127,8 +127,8 @@ class Difference:
     group: str  # "overall" or a family
     metric: str
     tasks: int  # number of common tasks
-    before: float | None  # value of the first policy on them
-    after: float | None  # value of the second policy on them
+    before: float | None  # value of the first policy on the common tasks
+    after: float | None  # value of the second policy on the common tasks
     change: float | None
     interval: tuple[float, float] | None  # (low, high) of ``change``
 
@@ -236,9 +236,9 @@ def compare(
 
 def fast_p(scores: Scores, p: float, baseline: Literal["eager", "compile"], tasks: int | None = None) -> float | None:
     """Returns KernelBench's fast_p (arXiv 2502.10517): the share of tasks whose final solution is correct and more than
-    ``p`` times as fast as the baseline. If ``p`` is 0, any correct solution counts. A task counts with the share of its
-    successful episodes. ``tasks`` is the divisor, by default the number of tasks with a scored episode. Returns None if
-    the divisor is 0."""
+    ``p`` times as fast as the baseline. If ``p`` is 0, any correct solution counts. A task with several episodes counts
+    as the share of its successful episodes. ``tasks`` is the divisor, by default the number of tasks with a scored
+    episode. Returns None if the divisor is 0."""
     shares: dict[str, list[bool]] = {}
     for outcome in scores.outcomes:
         speedup = getattr(outcome.final, f"speedup_{baseline}") or 0.0
@@ -302,9 +302,9 @@ def _row(group: str, outcomes: Sequence[EpisodeScore], which: str, seed: int) ->
 
 
 def per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
-    """Returns for each metric float64 [len(names)], one value per task. A rate is a share of the task's episodes; a
-    speed-up or gap is a mean natural logarithm over correct and timed episodes, or nan. ``which`` is "final" or
-    "best"."""
+    """Returns a dict from each metric to its values, float64 [len(names)], one per task. A rate is a share of the
+    task's episodes. A speed-up or gap is the mean of its natural logarithm over the task's correct and timed episodes,
+    or nan without such episodes. ``which`` is "final" or "best"."""
     results: dict[str, list[Result]] = {name: [] for name in names}
     for outcome in outcomes:
         if outcome.task in results:

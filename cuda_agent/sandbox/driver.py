@@ -148,7 +148,7 @@ def keep_freed() -> None:
 
 
 def take(size: int) -> int:
-    """Allocates ``size`` bytes of device memory and returns their address. The allocation takes its turn on the default
+    """Allocates ``size`` bytes of device memory and returns their address. The allocation is queued on the default
     stream, so this function does not wait for the device."""
     address = ctypes.c_uint64()
     _call("cuMemAllocAsync", ctypes.byref(address), max(size, 1), None)
@@ -156,7 +156,7 @@ def take(size: int) -> int:
 
 
 def give_back(address: int) -> None:
-    """Frees memory that ``take`` allocated. The release takes its turn on the default stream."""
+    """Frees memory that ``take`` allocated. The release is queued on the default stream."""
     _call("cuMemFreeAsync", address, None)
 
 

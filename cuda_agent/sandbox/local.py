@@ -188,8 +188,8 @@ class LocalSandbox:
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick", again: bool = False) -> Verdict:
         """Returns the verdict on ``solution``. If ``again`` is true, ignores a cached verdict and times the baselines
-        again. Raises ``TaskError`` if the task itself cannot be run, and ``SandboxUnready`` if the sandbox does not
-        work."""
+        (the task's own model) again. Raises ``TaskError`` if the task itself cannot be run, and ``SandboxUnready`` if
+        the sandbox does not work."""
         file = self._verdict_file(task, solution, mode)
         async with self._asked.setdefault(file, asyncio.Lock()):  # equal requests wait for the first one's verdict
             if not again and (found := _read_json(file)) is not None:

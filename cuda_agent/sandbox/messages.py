@@ -99,7 +99,7 @@ class JudgeSettings:
     """The settings of a judge: a part of the sandbox's configuration, and the judge's folders."""
 
     threads: int
-    checks: int  # inputs on which a solution is checked in quick mode
+    checks: int  # number of inputs on which a solution is checked in quick mode
     tolerance: float
     timed_calls: int
     run_seconds: float
@@ -108,13 +108,13 @@ class JudgeSettings:
     required_walls: Sequence[str]
     cache: str  # folder that outlives the judge; only trusted processes write to it
     scratch: str  # folder in which each worker gets its private folder
-    lease: str  # folder of the timing lease
+    lease: str  # folder of the timing lease, a lock that a process must hold alone to time a kernel
     device: str = "cpu"
-    input_kinds: Sequence[str] = ()  # kinds of inputs on which quick mode checks a solution too
+    input_kinds: Sequence[str] = ()  # more kinds of inputs on which quick mode checks a solution
     train_mode: bool = False  # models stay in train()
     kernels: str = ""  # cuda: path of the cubin that was built from check.cu
     identity: str = ""  # names of the GPU and its driver, on which times depend
-    prober: bool = False  # runs tasks without solutions only, and holds little memory
+    prober: bool = False  # runs only tasks, without solutions, and holds little memory
 
 
 MOST_BESIDE = 512 << 20  # bytes of a call: larger tasks do not run on a GPU beside others
@@ -132,7 +132,7 @@ class EvaluateRequest(TypedDict):
     mode: Mode
     load: dict[str, Any]  # the built solution; its form depends on the format
     files: dict[str, str]
-    observe: bool  # whether quick mode observes what ran
+    observe: bool  # whether quick mode records which operators and kernels ran
     again: bool  # whether the baselines are timed again
 
 

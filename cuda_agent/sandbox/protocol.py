@@ -233,7 +233,7 @@ class Call(Body):
 
 
 class Answer(Body):
-    """The result of a command that the client ran for a work folder: ``sandbox.wire.CommandResult``."""
+    """The result of a command that the client ran for a work folder, as in ``sandbox.wire.CommandResult``."""
 
     text: _text(SOLUTION_BYTES)  # type: ignore[valid-type]
     error: bool = False

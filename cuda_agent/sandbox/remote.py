@@ -284,8 +284,8 @@ class RemoteSandbox:
 
     def _away(self, server: Server, kind: str, reason: str, rest: float) -> _Away:
         """Records that ``server`` does not take requests now: this client sends it none for ``rest`` seconds. Returns
-        the exception for the caller to raise. A full server may ask each client request to wait for a different time.
-        In this case, the earliest end of such a wait counts."""
+        the exception for the caller to raise. A full server may answer refused requests with different waiting times.
+        In this case, the one that ends first counts."""
         now = time.monotonic()
         earliest = server.rests_until if kind == "full" and server.rests_until > now else now + rest
         server.kind, server.reason, server.rests_until = kind, f"{server.address}: {reason}", min(earliest, now + rest)
@@ -305,9 +305,9 @@ class RemoteWorkspace:
         self._timeout = httpx.Timeout(_SILENCE_SECONDS, pool=None)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs a tool and returns its result. If the tool runs a command such as verify, this client runs that command
-        with the constructor's ``commands``. An exception of ``commands`` reaches the caller. Raises
-        ``WorkspaceLost`` if the workspace has ended or its server does not answer."""
+        """Runs a tool and returns its result. If the agent's shell uses a command such as verify, this method calls the
+        constructor's ``commands`` to run it. An exception of ``commands`` reaches the caller. Raises ``WorkspaceLost``
+        if the workspace has ended or its server does not answer."""
         try:
             body = checked_call(tool[:100], arguments)
         except ToolRefused as refused:

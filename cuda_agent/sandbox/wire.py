@@ -115,10 +115,10 @@ class Verdict:
     compile_interval: list[float] | None = None  # the same for ``speedup_compile``
     checks: int = 0  # correctness checks passed
     max_error: float | None = None  # largest absolute difference over all checks
-    # Seconds of build, start, check, time and observe; of cleanup: the one after the judge's previous verdict.
+    # Seconds by phase, such as build, start, check and time; ``cleanup`` followed the judge's previous verdict.
     phases: dict[str, float] = field(default_factory=dict)
     cached: bool = False
-    strict: dict[str, Any] | None = None  # mode strict: inputs and errors by kind, precision, baselines
+    strict: dict[str, Any] | None = None  # results of mode strict: inputs and errors by kind, precision, baselines
     bytes: int | None = None  # bytes of the task's inputs and outputs
     flops: int | None = None  # operations of one call of the reference: matrix products, convolutions, attention
     peak_bytes_per_second: float | None = None  # of the device's memory

@@ -1,5 +1,5 @@
-"""Stage ``agentic``: trains the policy by multi-turn reinforcement learning in the sandbox (paper, section 3.3, stage
-4). Inputs: tasks, policy, critic; outputs: ``policy``, ``critic``.
+"""Stage ``agentic``: trains the policy by multi-turn reinforcement learning in the sandbox (CUDA Agent,
+arXiv 2602.24286, section 3.3, stage 4). Inputs: tasks, policy, critic; outputs: ``policy``, ``critic``.
 
 The initial critic is the optional input ``critic``; without this input it is made from the policy. If
 ``agentic.advantage`` needs a critic, the stage trains the initial critic, and the output ``critic`` is the trained one.

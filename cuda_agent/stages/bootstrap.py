@@ -49,8 +49,8 @@ def run(ctx: StageContext) -> None:
 
 
 async def verify_teacher(ctx: StageContext, tasks: Sequence[Task]) -> None:
-    """Evaluates ``bootstrap.verify`` solutions of the teacher for ``tasks`` in the sandbox. Logs the share of each
-    reward. Leaves a note for each verdict that the teacher did not predict."""
+    """Makes ``bootstrap.verify`` solutions of ``tasks`` with the teacher, and judges them in the sandbox. Logs the
+    share of each reward. Leaves a note for each verdict whose status the teacher did not predict."""
     count = ctx.config.bootstrap.verify if tasks else 0
     if not count:
         return

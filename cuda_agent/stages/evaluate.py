@@ -3,7 +3,8 @@ Inputs: tasks, policy; output: ``scores``.
 
 All these stages play the same tasks with the same budget and seeds. In ``-one-shot`` the policy gives one answer
 without tools; in the others it works in the agent loop. The final solutions are judged in the mode ``evaluate.mode``,
-all other solutions in quick mode. If synthesis knows a task's best design, the scores compare solutions with it."""
+all other solutions in quick mode. If the stage ``synthesis`` found a task's best design, the scores also compare
+solutions with this design."""
 
 import asyncio
 

@@ -45,7 +45,7 @@ def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path,
     Args:
         scores: Scores by policy, in the order of training.
         kernels: The result of ``fastest_kernels``.
-        card: The file of the tasks' data card.
+        card: The file with the data card, a summary of the tasks.
         stages: The folder with the earlier stages' metrics and manifests, and with ``graph.json``."""
     rows = _read_json(stages / "graph.json")
     about = {row["name"]: row["about"] for row in rows}

@@ -1,4 +1,5 @@
-"""Stage ``rft``: rejection fine-tuning (paper, section 3.3, stage 2). Inputs: episodes, policy; output: ``policy``.
+"""Stage ``rft``: rejection fine-tuning (CUDA Agent, arXiv 2602.24286, section 3.3, stage 2).
+Inputs: episodes, policy; output: ``policy``.
 
 The stage chooses the episodes that have a positive reward and no bad pattern (loops, malformed or invented tool calls).
 It trains the policy to imitate the sampled tokens of these episodes, except a last turn that was cut off. If there is

@@ -1,6 +1,6 @@
 """Stage ``synthesis``: makes the tasks. Output: ``tasks`` (training and held-out) with a data card that sums them up.
-If ``synthesis.headroom`` is set, the output also holds the best design of each task of the teacher's family, which a
-sweep over many designs finds.
+If ``synthesis.headroom`` is set, a sweep over many kernel designs finds the best one for each task of the teacher's
+family, and the output also holds these designs.
 
 A candidate task runs only in the sandbox; such a run is called a probe. The sandbox caches the measured times of a
 probe, so a restarted stage repeats the probe, but does not measure again. With sweeps, the stage saves all results

@@ -1,6 +1,6 @@
-"""Stage ``warmup``: trains the policy by reinforcement learning on answers without tools (paper, section 3.3, stage 1).
-Inputs: tasks, policy; output: ``policy``. If ``warmup.advantage`` needs a critic, the stage makes one from the
-policy."""
+"""Stage ``warmup``: trains the policy by reinforcement learning on answers without tools (CUDA Agent, arXiv
+2602.24286, section 3.3, stage 1). Inputs: tasks, policy; output: ``policy``. If ``warmup.advantage`` needs a critic,
+the stage makes one from the policy."""
 
 import asyncio
 

@@ -147,7 +147,7 @@ def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> li
 
 
 def first_shape(operator: Operator, wide: bool, rng: Random) -> Shape:
-    """Draws an input shape of batch size 1 for a task that begins with ``operator``; ``wide`` shapes suit a GPU."""
+    """Draws an input shape with batch size 1 for a task that begins with ``operator``. If ``wide``, it suits a GPU."""
     rank = rng.choice([rank for rank in operator.ranks if rank > 1])
     if rank == 2:
         return (1, rng.choice((1024, 2048, 4096, 8192) if wide else (64, 128, 256, 512, 1000, 2048)))
@@ -192,8 +192,8 @@ def batch_for(cost: Callable[[int], float], window: tuple[float, float], rng: Ra
 
 @dataclass(frozen=True)
 class Chain:
-    """A chain of operators: its source text in parts, and the cost of each operator (``work``): elements read and
-    written, and arithmetic operations."""
+    """A chain of operators: its source text in parts, and the cost of each operator. ``work`` has this cost as
+    (elements read and written, arithmetic operations)."""
 
     arguments: tuple[tuple[str, int], ...]  # name and value of each argument of __init__
     init: tuple[str, ...]  # lines of __init__

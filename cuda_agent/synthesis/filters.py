@@ -1,9 +1,9 @@
 """Filters candidate tasks by their source and by their probe: a run of the task in the sandbox, without a solution.
 
-The paper has five filters. A task must run in eager mode and under torch.compile; be deterministic; have outputs that
-are not constant and differ between inputs; take an eager time within limits; and be unlike the evaluation set. Here the
-third filter is stricter: the judge must reject each wrong answer of ``sandbox.judge.mutants``. This module also checks
-the form of the source, and refuses tasks with the bytes or the structure of an earlier task.
+CUDA Agent (arXiv 2602.24286) has five filters. A task must run in eager mode and under torch.compile; be deterministic;
+have outputs that are not constant and differ between inputs; take an eager time within limits; and be unlike the
+evaluation set. Here the third filter is stricter: the judge must reject each wrong answer of ``sandbox.judge.mutants``.
+This module also checks the form of the source, and refuses tasks with the same bytes or structure as an earlier task.
 
 Two filters need a sweep (``design_sweep``), which times many designs of a task: different ways to write its kernel. The
 choice of a design must matter, and the best design must be ``headroom`` times as fast as torch.compile. Cheap filters
@@ -84,8 +84,8 @@ class SourceFilter:
 
 
 def check_eager(probe: Probe, window: tuple[float, float]) -> None:
-    """Raises TaskRefused if a filter refuses a task because of ``probe``, its run in eager mode. ``window`` holds the
-    least and the greatest accepted eager time, in seconds."""
+    """Raises TaskRefused if a filter refuses a task because of the result of its run in eager mode, ``probe``.
+    ``window`` holds the least and the greatest accepted eager time, in seconds."""
     if probe.error or probe.eager_seconds is None:
         raise TaskRefused("runs in eager", last_line(probe.error))
     if not probe.deterministic:
@@ -104,8 +104,8 @@ def check_compiled(probe: Probe) -> None:
 
 
 def check_choice(optimum: Optimum) -> None:
-    """Raises TaskRefused if no design of a task computes the right outputs, or if most designs do so and are about as
-    fast as the best one."""
+    """Raises TaskRefused if no design of a task computes the right outputs. Also raises it if most designs compute the
+    right outputs and are about as fast as the best one."""
     if optimum.seconds is None or optimum.median_seconds is None:
         raise TaskRefused("choice matters", "no design is right")
     if optimum.median_seconds < SPREAD * optimum.seconds and optimum.right >= RIGHT:
@@ -128,7 +128,7 @@ def last_line(text: str) -> str:
 
 
 def yields(refused: Counter[str], passed: int) -> list[dict[str, Any]]:
-    """Returns one row per filter: how many candidates reached it, passed it and were refused by it. ``refused`` counts
+    """Returns one row per filter: how many candidates reached, passed and failed it. ``refused`` counts
     refused candidates by filter; ``passed`` is the number of candidates that passed all filters."""
     rows, entered = [], refused.total() + passed
     for name in FILTERS:

@@ -22,7 +22,7 @@ def render(
     imports: Sequence[str] = (),
 ) -> str:
     """Returns the source of a task. ``init`` and ``forward`` hold the statements of the methods ``__init__`` and
-    ``forward``, without the call of ``super`` and the return of ``x``. ``arguments`` holds (name, value) for each
+    ``forward``, except ``super().__init__()`` and ``return x``. ``arguments`` holds (name, value) for each
     argument of ``__init__``. ``inputs`` holds (name, expression) for each argument of ``forward``."""
     names = "".join(f", {name}" for name, _ in arguments)
     body = "".join(f"        {line}\n" for line in ("super().__init__()", *init))

@@ -1,5 +1,5 @@
-"""Defines rules. A rule describes how one operator continues a chain, in which each operator takes the output of the
-operator before.
+"""Defines rules. A rule describes how one operator continues a chain of operators. Each operator of a chain takes the
+output of the previous one.
 
 A ``Rule`` is a function of the shape of the operator's incoming tensor. It returns a ``Use``: the source text, the
 output shape and the cost of the operator for this shape. ``catalogue`` lists the operators with their rules. All
@@ -197,8 +197,8 @@ def convolution(constructor: str, transposed: bool = False) -> Rule:
 
 
 def _product(rng: Random, x: Shape, form: str, init: str, name: str = "features") -> Use:
-    """Returns the ``Use`` of a product of a tensor of shape ``x`` with a weight matrix. ``form`` and ``init`` are the
-    source texts. The argument called ``name`` holds the length of the tensor's last dimension."""
+    """Returns the ``Use`` of a product of a tensor of shape ``x`` with a weight matrix. ``form`` is the source text of
+    the product, ``init`` that of the weight. The argument ``name`` of ``Model.__init__`` is the tensor's last size."""
     out = rng.choice((x[-1], 2 * x[-1], max(8, x[-1] // 2)))
     return Use(form, (*x[:-1], out), init, ((name, x[-1]), ("out_features", out)), flops=2.0 * size(x) * out)
 

@@ -66,8 +66,8 @@ def duplicate_key(code: str) -> str:
 
 
 def _fold(node: ast.AST, aliases: Aliases, found: Shingles) -> tuple[int, int]:
-    """Returns (hash, height) of the tree ``node``, ignoring local names. Adds the hash of ``node`` and of each smaller
-    subtree to ``found``, except leaves."""
+    """Returns (hash, height) of the tree ``node``, ignoring local names. Adds the hashes of this tree and of all its
+    subtrees, except leaves, to ``found``."""
     if isinstance(node, ast.Name | ast.Attribute) and (path := dotted(node, aliases)):
         return _hash(path), 0
     label, height, parts = type(node).__name__, 0, []

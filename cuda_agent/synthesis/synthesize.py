@@ -103,8 +103,8 @@ async def synthesize(
     sweep: Callable[[Task], Awaitable[Optimum]] | None = None,
 ) -> tuple[list[Task], dict[str, Any]]:
     """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks. Returns the tasks (training tasks
-    first) and the data card, a summary as JSON. At the limit of candidates or probes, makes fewer tasks. The card's
-    entry "short" then says how many tasks of each kind are missing.
+    first) and the data card, a summary as JSON. If a limit of candidates or probes is reached, makes fewer tasks.
+    The card's entry "short" then says how many tasks of each kind are missing.
 
     Args:
         threads: CPU threads of the sandbox, for the prediction of eager times.
@@ -172,8 +172,8 @@ async def synthesize(
 
 
 def optima(tasks: Sequence[Task], known: Mapping[str, Any]) -> dict[str, Optimum]:
-    """Returns the result of the sweep over designs for each of ``tasks`` that had one, by task name. ``known`` holds
-    the values that ``synthesize`` reported."""
+    """Returns task name -> result of the sweep over the task's designs, for those of ``tasks`` that had a sweep.
+    ``known`` holds the values that ``synthesize`` reported."""
     return {task.name: from_json(known[key]) for task in tasks if (key := f"sweep/{task.digest}") in known}
 
 
@@ -250,7 +250,7 @@ class _Work:
     surprises: list[str] = field(default_factory=list)  # of all sweeps, with the task's name
     probes: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # key -> probe or sweep under way
     composed: dict[tuple[str, int], Task] = field(default_factory=dict)  # family, index -> candidate
-    early: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)  # family, index -> its probes ahead
+    early: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)  # family, index -> its early probes
 
     @property
     def spent(self) -> bool:
@@ -296,7 +296,7 @@ class _Work:
                 stream.heldout.add(stream.combination(task))
 
     async def look_ahead(self, stream: Stream, index: int) -> None:
-        """Starts to probe the candidates after number ``index`` that will most likely be needed. Does nothing if the
+        """Starts to probe those candidates after number ``index`` that will most likely be needed. Does nothing if the
         composer of ``stream`` is not repeatable."""
         if not stream.composer.repeatable:
             return
@@ -375,8 +375,8 @@ class _Work:
         return from_json(await self._once(f"sweep/{task.digest}", swept))
 
     async def _once(self, key: str, work: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
-        """Returns the value for ``key``. If the value is not known, waits for the work that computes it. Starts
-        ``work`` only if no such work is running."""
+        """Returns the value for ``key`` in ``known``. If there is none, calls ``work`` to compute it, or waits for an
+        earlier call for ``key`` that is still running."""
 
         async def do() -> None:
             try:

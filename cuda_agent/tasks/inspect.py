@@ -93,8 +93,8 @@ def is_docstring(node: ast.AST) -> bool:
 
 
 def op_name(path: str) -> str | None:
-    """Returns an operator's name in ``Task.ops`` (``torch.nn.functional.relu`` -> ``F.relu``), or None if the dotted
-    ``path`` names no torch operator."""
+    """Returns the name of a torch operator in ``Task.ops``, or None if the dotted ``path`` names no torch operator. For
+    example, ``torch.nn.functional.relu`` gives ``F.relu``."""
     parts = path.split(".")
     if parts[0] != "torch" or len(parts) < 2:
         return None
@@ -187,8 +187,8 @@ class _Reader:
         self.under_way.discard(key)
 
     def note(self, node: ast.AST) -> bool:
-        """Adds the operator that ``node`` names, or the operators of the class that ``node`` names. Returns whether
-        ``node`` names an operator or such a class."""
+        """Adds the operator that ``node`` names. If ``node`` names a class of the task, adds this class's operators.
+        Returns whether ``node`` names an operator or such a class."""
         if isinstance(node, ast.Name) and isinstance(local := self.definitions.get(node.id), ast.ClassDef):
             self.read_class(local)
             return True
@@ -202,7 +202,7 @@ class _Reader:
         return name is not None
 
     def note_layers(self, value: ast.AST | None) -> None:
-        """Adds the layers that the expression ``value`` constructs, even inside containers."""
+        """Adds the layers that the expression ``value`` constructs, including those in containers (``Sequential``)."""
         for call in _walk(value):
             if isinstance(call, ast.Call):
                 self.note(call.func)

@@ -1,4 +1,5 @@
-"""Reads and writes task sets: parquet folders of this project. Also reads KernelBench folders and Ops-6K parquet files.
+"""Reads and writes task sets: folders with a file ``tasks.parquet``. Also reads KernelBench folders and parquet files
+of CUDA-Agent-Ops-6K.
 
 Task sets are local files. This module handles the source of tasks as text, and never executes it."""
 

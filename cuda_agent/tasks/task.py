@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Task:
-    """One task. ``split`` is ``train`` or ``heldout``. ``family`` names the task's origin, such as ``teacher`` (the
-    scripted teacher), ``catalogue`` (the operator catalogue) or ``level1`` (of KernelBench)."""
+    """One task. ``split`` is ``train`` or ``heldout``. ``family`` names the task's origin, such as ``teacher`` (made
+    for the scripted teacher, a program), ``catalogue`` (the operator catalogue) or ``level1`` (of KernelBench)."""
 
     name: str
     code: str  # source

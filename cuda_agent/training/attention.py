@@ -8,7 +8,7 @@ computes one sequence after the other, in memory linear in the length.
 
 With ``training.parallelism=context`` the trainer's processes (ranks) share each row. A row is cut into two blocks per
 rank. Rank r computes the r-th block from the front and the r-th from the back. This balances the work, because later
-tokens attend to more keys. Each rank gathers the keys and values of all ranks. On CPUs, only tests share rows."""
+tokens attend to more keys. Each rank gathers the keys and values of all ranks. Only tests do this on CPUs."""
 
 import functools
 import itertools
@@ -30,8 +30,8 @@ BLOCK = 128  # query rows of one blocked product
 
 class Segments:
     """Describes the sequences of a row: ``lengths`` are their numbers of tokens. ``part`` is the part of the row that
-    this process has, or None for the whole row. This class is not a dataclass, because ``torch.compile`` would compile
-    again for the lengths of every row."""
+    this process has, or None for the whole row. If this class were a dataclass, ``torch.compile`` would compile
+    the model again for every row with other lengths."""
 
     def __init__(self, lengths: tuple[int, ...], part: PackedPart | None = None) -> None:
         self.lengths, self.part = lengths, part

@@ -2,7 +2,7 @@
 
 A loss function takes flat tensors (one entry per sampled token of one row) and ``total``, the number of sampled tokens
 of the whole minibatch. It returns the row's share of the minibatch's mean loss; the shares of all rows add up to the
-mean. Metrics are also such shares, except maxima (``added``)."""
+mean. Metrics are also such shares, except for maxima (names ``*_max``; see ``added``)."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,7 @@ def token_logprobs(
 
     ``states``, float [n, hidden], are the states before these tokens (``packing.before_sampled``). ``project`` maps m
     states to logits [m, vocabulary]. At most ``chunk`` rows of logits exist at a time. If there are several chunks, the
-    backward pass recomputes them."""
+    backward pass recomputes their logits."""
 
     def one(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = project(states).float()
@@ -73,7 +73,7 @@ def ppo_loss(
 
     Args:
         logprobs: float32 [n], log-probabilities under the current policy, with gradient.
-        old: float32 [n], the ratio's denominator: log-probabilities of the engine, or of the trainer before its steps.
+        old: float32 [n], log-probabilities in the ratio's denominator: the engine's, or the trainer's before its steps.
         engine: float32 [n], log-probabilities under the engine that sampled the tokens.
         advantages: float32 [n].
         total: Number of sampled tokens of the minibatch.

@@ -65,12 +65,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class Peak:
-    """The estimated peak memory, in bytes, of one process (rank) of a trainer, by what takes it."""
+    """The estimated peak memory, in bytes, of one process (rank) of a trainer, by purpose."""
 
     weights: int
     gradients: int
     moments: int  # AdamW's moments
-    unsharded: int  # whole weights and gradients, gathered from all ranks for use
+    unsharded: int  # whole weights and gradients gathered from all ranks, and bfloat16 copies of weights
     activations: int  # tensors kept from the forward to the backward pass
     working: int  # memory of a layer's backward pass or of a chunk of logits, whichever is larger
 
@@ -98,7 +98,7 @@ def peak(
     parallelism: Literal["data", "context"] = "data",
 ) -> Peak:
     """Estimates the peak memory of one rank for a row of ``tokens`` tokens, all of them trained on, with AdamW and
-    master weights in float32. The ``ranks`` share weights and rows.
+    master weights in float32. The weights are sharded over ``ranks`` ranks.
 
     ``segment`` is the length of the row's longest sequence, by default ``tokens``. ``at_once`` rows are computed at the
     same time. A rank computes whole rows if ``parallelism`` is "data", or a part of each row if it is "context"."""
@@ -139,7 +139,7 @@ class Layout:
 
     row_tokens: int  # most tokens of one forward pass
     recompute: bool  # activations are computed twice, not kept
-    peak: Peak | None  # memory of one rank, in the number type of ``policy.dtype``; None if the shape is unknown
+    peak: Peak | None  # estimate for one rank that computes in ``policy.dtype``; None if the shape is unknown
 
 
 def layout(config: Config, shape: Shape | None, longest: int, *, scratch: bool = False) -> Layout:

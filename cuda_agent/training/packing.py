@@ -156,9 +156,9 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 def pack_evenly(lengths: Sequence[int], row_tokens: int, multiple: int) -> list[list[int]]:
     """Packs sequences into rows of similar length, and returns the indices of each row's sequences.
 
-    Aims at a number of rows divisible by ``multiple``, the number of rows computed side by side, but may return fewer.
-    Like MULTIFIT (Coffman et al., 1978), tries longer and longer rows, up to ``row_tokens``, until ``pack`` needs few
-    enough of them."""
+    The wanted number of rows is the number that ``pack`` needs, rounded up to a multiple of ``multiple``, the number of
+    rows computed side by side. Like MULTIFIT (Coffman et al., 1978), tries longer and longer rows, up to
+    ``row_tokens``, until ``pack`` needs at most the wanted number. The result may have fewer rows."""
     rows = pack(lengths, row_tokens)
     wanted = -(-len(rows) // multiple) * multiple
     budget = max(-(-sum(lengths) // max(wanted, 1)), *lengths, 1)

@@ -32,7 +32,7 @@ PRELOAD = ["cuda_agent.training.ranks", "transformers", "transformers.models.qwe
 
 
 def open_store(host: str) -> tuple[Any, str]:
-    """Opens the TCP store of torch through which the ranks find each other. The store listens on ``host`` only. Returns
+    """Opens torch's TCP store, through which the ranks find each other. The store listens on ``host`` only. Returns
     the store and its address, as host:port."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]

@@ -230,8 +230,9 @@ def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
     """Returns metrics of ``episodes``. Rates are shares of the episodes that have a reward and sampled tokens.
-    ``faster_than_eager`` and ``faster_than_compile`` use the verdict's reward (the paper's Eq. 1), even if the episode
-    has another form of reward. ``judge_<phase>_seconds`` are means over the final verdicts that are not cached."""
+    ``faster_than_eager`` and ``faster_than_compile`` use the verdict's reward (the paper's Eq. 1), even if training
+    uses another reward (``policy.reward``). ``judge_<phase>_seconds`` is the judge's mean time in a phase, over the
+    final verdicts that are not cached."""
     kept = trainable(episodes)
     metrics = {"episodes": float(len(kept)), "dropped": float(len(episodes) - len(kept))}
     if not kept:

@@ -2,7 +2,7 @@
 
 The algorithms (``recipes``) define the losses. Weights are float32. With ``precision="bf16"`` the trunk computes in
 bfloat16, so log-probabilities differ from an engine's; "auto" chooses bf16 if the device has bfloat16 instructions. The
-same seed, threads and data give the same weights. Checkpoints exclude frozen parameters.
+same seed, number of threads and data give the same weights. Checkpoints exclude frozen parameters.
 
 With a ``mesh``, one trainer runs in each of several processes (ranks). All ranks get the same batches and return the
 same results. They share the weights (``sharding``), and divide the rows, or each row's tokens (``attention``)."""
@@ -36,8 +36,9 @@ RowLoss = Callable[[PackedRow], tuple[Tensor, Metrics]]
 
 class Trainer:
     """Trains one model on rows (sequences packed side by side) of at most ``row_tokens`` tokens; no sequence may be
-    longer than a row. On a CPU, without a ``mesh``, a small model computes as many rows at the same time as torch has
-    threads. The constructor raises ``ValueError`` if this class cannot train the model correctly with these options."""
+    longer than a row. On a CPU, without a ``mesh``, the rows of a small model are computed in parallel, one in each of
+    torch's threads. The constructor raises ``ValueError`` if this class cannot train the model correctly with these
+    options."""
 
     def __init__(
         self,
@@ -100,9 +101,9 @@ class Trainer:
 
     @contextmanager
     def leased(self) -> Iterator[None]:
-        """Holds the timing lease (``cuda_agent.lease``), so that no kernel is timed meanwhile, during the context's
-        body and until the GPU has finished the body's work. Ranks enter and leave the context together; the first rank
-        holds the lease for all."""
+        """Holds the timing lease (``cuda_agent.lease``) during the context's body and until the GPU has finished the
+        body's work. No kernel is timed meanwhile. Ranks enter and leave the context together; the first rank holds the
+        lease for all."""
         with self.lease.working() if self.lease else nullcontext():
             if self._root is not None:
                 sharding.wait()
@@ -333,7 +334,7 @@ def _without_dropout(model: torch.nn.Module) -> None:
 
 def _check_rows(trainer: Trainer) -> None:
     """Checks on a few tokens what the trainer assumes: two sequences in a row do not attend to each other, and the
-    output layer alone makes the logits. Raises ValueError if an assumption does not hold for this model."""
+    logits are the output layer's result, unchanged. Raises ValueError if an assumption does not hold for this model."""
     vocabulary = trainer.trunk.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     pair = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (5, 7)]

@@ -207,9 +207,9 @@ class DenseDecoder:
         return attend
 
     def _attend_packed(self, jobs: Sequence[Job], positions: Tensor) -> Callable[[Tensor, Tensor, bool], Tensor]:
-        """Returns a function like that of ``_attend_each``, but it computes all jobs in one call of FlashAttention.
-        ``_attend_each`` makes one call per job. On some GPUs cuDNN computes these calls, and takes about 0.1 s to plan
-        each new pair of lengths (queries, keys)."""
+        """Returns a function like that of ``_attend_each``, but with one call of FlashAttention for all jobs.
+        ``_attend_each`` makes one call per job. On some GPUs cuDNN computes the calls of ``_attend_each``, and takes
+        about 0.1 s to plan each new pair of lengths (queries, keys)."""
         from torch.nn.attention.varlen import varlen_attn
 
         device, group = positions.device, self.heads // self.kv_heads
@@ -396,8 +396,8 @@ def verify(decoder: Decoder, model: Any) -> float:
 
 def rounding(model: Any) -> float:
     """Returns an estimate of the difference that ``verify`` finds between two correct implementations in the model's
-    dtype. For the estimate, each value of the embeddings moves at random by one or two units in the last place, four
-    times. The result is the largest difference at any position that ``verify`` compares."""
+    dtype. Runs the model four times with changed embeddings: each value moves at random by one or two units in the last
+    place. The result is the largest difference at any position that ``verify`` compares."""
     ids = torch.tensor([probe_prompt(model, _PROBE_TOKENS)], device=model.device)
     generator = torch.Generator().manual_seed(0)
     found = []

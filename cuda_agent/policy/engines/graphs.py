@@ -1,7 +1,7 @@
 """Runs decoding steps as CUDA graphs: one launch replaces the launches of hundreds of small kernels.
 
-Each graph has a fixed number of rows and of cache positions. Each step rounds both numbers up, so about a dozen graphs
-serve a whole batch. The results of the extra rows are dropped."""
+Each graph has a fixed number of rows and of cache positions. A step rounds its numbers up to those of a graph, so
+about a dozen graphs serve a whole batch. The results of the extra rows are dropped."""
 
 from collections.abc import Callable
 from typing import Any

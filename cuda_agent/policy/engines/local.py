@@ -1,7 +1,7 @@
 """Serves a policy inside this process: ``LocalEngine``, with continuous batching, prefix reuse and one worker thread.
 
-Up to rounding, a completion depends only on weights, prompt and seed: the seed and a token's position give the noise
-that draws the token. Rounding depends on the other requests in the batch. Waiting requests join the batch in order of
+Up to rounding, a completion depends only on weights, prompt and seed. The seed and a token's position give the random
+number that draws the token. Rounding depends on the other requests in the batch. Waiting requests join it in order of
 submission, after ``QUIET_PASSES`` passes of the event loop without a new request. If callers await nothing but
 completions, every run has the same batches, and its results are the same bit for bit. There is no top-p sampling,
 because it would bias PPO's ratio."""
@@ -49,16 +49,16 @@ class Counts:
     prefilled: int = 0  # computed prompt tokens
     reused: int = 0  # prompt tokens copied from a kept prefix or an equal prompt
     steps: int = 0
-    seconds: float = 0.0  # in which the engine computed
+    seconds: float = 0.0  # seconds in which the engine computed
     waited: float = 0.0  # seconds in which it waited for the timing lease
 
 
 class LocalEngine:
     """An engine that computes in this process. It copies ``model``, a causal model of transformers, to ``device`` and
-    ``dtype``. CPU operators use up to ``threads`` threads. At most ``batch`` requests are decoded at once. ``lease`` is
-    a handle of the timing lease (``cuda_agent.lease``) that only this engine uses: the engine pauses while a kernel is
-    timed. The constructor and ``update_from`` raise ``EngineError`` if the decoder does not reproduce the model's
-    log-probabilities."""
+    ``dtype``. CPU operators use up to ``threads`` threads. At most ``batch`` requests are decoded at once. With
+    ``lease``, a handle of the timing lease (``cuda_agent.lease``), the engine pauses while a kernel is timed. Only
+    this engine may use the handle. The constructor and ``update_from`` raise ``EngineError`` if the decoder does not
+    reproduce the model's log-probabilities."""
 
     def __init__(
         self,
@@ -273,7 +273,7 @@ class LocalEngine:
 
     def _take_kept(self, prompt: list[int]) -> tuple[int, Any]:
         """Finds the sequence in ``_kept`` (finished sequences) that shares the longest prefix with ``prompt[:-1]``.
-        Returns the prefix's length and what the decoder kept of the sequence, or (0, None) if no prefix can be reused.
+        Returns the prefix's length and the decoder's snapshot of the sequence, or (0, None) if no prefix can be reused.
         Removes the sequence from ``_kept`` if the prompt continues all of it."""
         best, best_length = None, 0
         wanted = np.array(prompt[:-1])
@@ -344,8 +344,8 @@ def _noise(request: _Request) -> float:
 
 def _chunks(jobs: Sequence[Job], most: int, seen: int) -> Iterator[Sequence[Job]]:
     """Yields groups of consecutive jobs. In each group, the jobs have at most ``most`` new tokens, and at most ``seen``
-    tokens if the cached tokens before the new ones are included. A single job that exceeds these limits is a group of
-    its own."""
+    tokens if the cached tokens before the new ones are included. A job that alone exceeds these limits is the only
+    job of its group."""
     begin, new, whole = 0, 0, 0
     for index, (_, start, ids) in enumerate(jobs):
         if index > begin and (new + len(ids) > most or whole + start + len(ids) > seen):

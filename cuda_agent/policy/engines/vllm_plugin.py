@@ -30,7 +30,7 @@ PIECE = 1 << 24  # elements per step of a digest: a server has little spare memo
 
 
 def register() -> None:
-    """Prepares this vLLM process for new weights and for the timing lease. May be called repeatedly."""
+    """Prepares this vLLM process for new weights and the timing lease (``cuda_agent.lease``). May run repeatedly."""
     if WHOLE in os.environ and (parent := multiprocessing.parent_process()) and parent.pid is not None:
         die_with_parent(parent.pid)  # else vLLM's engine and workers outlive a killed server and keep its memory
     from vllm.platforms import current_platform  # type: ignore[import-not-found, unused-ignore]

@@ -1,4 +1,4 @@
-"""Runs one of the vLLM servers of a run on a cluster: waits for the run's first policy, then becomes vLLM's server.
+"""Starts a vLLM server on a cluster: waits for the run's first policy, then replaces this process with the server.
 
 The first stage that needs an engine writes the policy atomically into the sub-folder ``policy`` of a shared folder. A
 restarted server loads this first policy, not the newest weights. Each start serves the policy under a new name.

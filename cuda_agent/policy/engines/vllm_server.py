@@ -172,8 +172,8 @@ class Replica:
 
     async def ask(self, path: str, body: Any = None) -> Any:
         """Sends a request: POST with ``body``, or GET if ``body`` is None. Returns the answer's JSON, or None for other
-        content. Raises EngineError if the server refuses the request, Busy if it is overloaded, and Fault if it fails
-        otherwise."""
+        content. Raises EngineError if the server refuses the request, Busy if the server is overloaded, and Fault if
+        the request fails otherwise."""
         method = "GET" if body is None else "POST"
         try:
             try:

@@ -26,7 +26,7 @@ class Broadcast:
 
     async def send(self, replicas: Sequence[Replica], model: Any) -> None:
         """Sends the parameters of ``model`` to all ``replicas``. If the model is on another kind of device than the
-        servers, copies its parameters one by one to that kind.
+        servers, copies its parameters one by one to a device of the servers' kind.
 
         Raises:
             Fault: A server failed. The next call makes a new group.

@@ -44,7 +44,7 @@ class WorkerLost(Exception):
 
 @dataclass
 class WorkerSlot:
-    """A rollout worker with a fixed number. If its actor is lost, a new actor takes over the number."""
+    """The place of one rollout worker. If its actor is lost, a new actor takes the place and keeps the number."""
 
     number: int
     actor: Any = None  # None: lost, or not opened yet
@@ -191,7 +191,7 @@ class RayPlayers:
         await asyncio.gather(*(one(worker, worker.actor) for worker in self.living))
 
     def _lose(self, worker: WorkerSlot, actor: Any, error: WorkerLost) -> None:
-        """Replaces the lost ``actor`` of ``worker`` in the background.  Raises TryAgain after too many losses."""
+        """Replaces the lost ``actor`` of ``worker`` in the background. Raises TryAgain after too many losses."""
         if worker.actor is not actor:
             return  # reported before
         worker.actor = None

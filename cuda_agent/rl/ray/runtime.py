@@ -109,8 +109,8 @@ class RayRuntime:
         await asyncio.gather(self._players.close(), end_actors(self._hosts))
 
     async def _of(self, job: Callable[[], Result]) -> Result:
-        """Runs ``job`` in a thread and returns its result. The job uses the trainer's processes. If one is gone, ends
-        the remaining processes and raises LearnerLost."""
+        """Runs ``job``, which uses the trainer's processes, in a thread and returns its result. If one of these
+        processes is gone, ends the others and raises LearnerLost."""
         try:
             return await asyncio.to_thread(job)
         except TrainerLost as error:
@@ -125,7 +125,7 @@ async def open_ray_runtime(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
 ) -> AsyncIterator[RayRuntime]:
     """Connects to Ray, or starts it, and starts the trainer and the rollout workers as actors. Raises BadConfiguration
-    if they can never run there, such as without enough GPUs, and TryAgain if they cannot run now."""
+    if they can never run with this configuration, such as with too few GPUs, and TryAgain if they cannot run now."""
     async with open_placement_group(ctx, ctx.config.ray.trainers) as group:
         runtime = RayRuntime(ctx, settings, kind, make_critic, group)
         try:

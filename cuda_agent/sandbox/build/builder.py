@@ -60,7 +60,7 @@ _OUR_SECONDS = 120.0  # limit for the project's own code: precompiled headers, t
 @dataclass(frozen=True)
 class _Order:
     """One build: ``command`` compiles ``files`` within ``seconds``. ``files`` maps file names to texts. The compiler
-    may read the paths ``read``. The builder copies the ``products`` to the folder ``target``."""
+    may read the paths ``read``. The builder copies the result files ``products`` to the folder ``target``."""
 
     command: list[str]
     files: Mapping[str, str]
@@ -72,9 +72,9 @@ class _Order:
 
 class Builder:
     """Runs builds, at most ``parallel`` at a time, and caches their products in ``folder``. Compilers work below
-    ``scratch``, a folder that jailed users can reach. A build shares the timing lease, a lock in the folder ``lease``,
-    so that no kernel is timed meanwhile. If ``lease`` is ``None``, builds take no lock: on a GPU they do not disturb
-    timings. ``seconds`` and ``memory_mb`` limit one build."""
+    ``scratch``, a folder that the users of jailed processes can enter. A build holds the timing lease (a lock in the
+    folder ``lease``) in shared mode, so that no kernel is timed meanwhile. If ``lease`` is ``None``, builds take no
+    lock: on a GPU they do not disturb timings. ``seconds`` and ``memory_mb`` limit one build."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path | None, seconds: float, memory_mb: int, parallel: int = 2
@@ -230,7 +230,7 @@ class Builder:
 
     @contextlib.contextmanager
     def _beside_timing(self) -> Iterator[None]:
-        """Shares the timing lease (a lock), if there is one, so that no kernel is timed inside the context."""
+        """Holds the timing lease (a lock), if there is one, in shared mode: no kernel is timed inside the context."""
         with contextlib.ExitStack() as held:
             if self._lease is not None:
                 held.enter_context(held.enter_context(contextlib.closing(Lease(self._lease))).working())
@@ -301,7 +301,7 @@ class Builder:
 
 
 def _keep(work: Path, order: _Order) -> None:
-    """Copies the products from ``work`` to the target folder. The target folder appears atomically."""
+    """Copies the result files of ``order`` from ``work`` to its target folder. The target folder appears atomically."""
     target = order.target
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(dir=target.parent))
@@ -316,7 +316,7 @@ def _keep(work: Path, order: _Order) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, str]) -> None:
-    """Writes an author's files into an empty folder. Raises ``BuildError`` if a name or a text is invalid."""
+    """Writes untrusted source files into an empty folder. Raises ``BuildError`` if a name or a text is invalid."""
     for name, text in files.items():
         path = folder / name
         if (path.is_absolute() and not path.is_relative_to(folder)) or ".." in Path(name).parts:
@@ -334,8 +334,8 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def _take(source: Path, target: Path) -> None:
-    """Copies a product of the jailed compiler without following a link. Raises ``BuildError`` if the product is
-    missing."""
+    """Copies ``source``, a file that the jailed compiler wrote, without following a link. Raises ``BuildError`` if the
+    file is missing."""
     try:
         descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

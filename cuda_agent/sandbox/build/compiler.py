@@ -155,8 +155,8 @@ class CompilerPool:
                 self._next = self._thread.submit(self._start)
 
     def take(self) -> Waiting:
-        """Returns a waiting compiler. The caller must call its ``discard`` after use. Raises ``OSError`` if two
-        compilers in a row have ended."""
+        """Returns a waiting compiler. The caller must call its ``discard`` after use. Raises ``OSError`` if a compiler
+        does not start, or if two compilers in a row have ended while they waited."""
         for _ in (1, 2):
             with self._lock:
                 following, self._next = self._next, None

@@ -2,8 +2,8 @@
 
 The worker writes to a folder in the cache. After the run, the sandbox replaces this folder by a copy of its regular
 files. The second pass is the judged run. It reads these files at the same path and starts no program
-(``worker.replay``). The files are untrusted, so only the jailed candidate loads them. The sandbox does not detect a
-first pass that leaves the GPU in a bad state."""
+(``worker.replay``). The files are untrusted, so only the jailed process of the solution loads them. The sandbox does
+not detect a first pass that leaves the GPU in a bad state."""
 
 import asyncio
 import contextlib
@@ -61,7 +61,7 @@ def asks(code: str) -> bool:
 
 
 def was_refused(verdict: Verdict) -> bool:
-    """Returns whether the judged run failed before its first check because the jail let it start no program."""
+    """Returns whether the judged run failed before any check because it could not start a program or make a file."""
     return verdict.status != "ok" and not verdict.checks and not verdict.samples and NO_PROGRAMS in verdict.message
 
 
@@ -77,8 +77,8 @@ def _used_stand_ins(folder: Path) -> bool:
 
 class FirstPass:
     """Runs first passes and keeps their results in ``folder``. Each first pass takes at most ``seconds``, and at most
-    ``parallel`` first passes run at the same time. ``scratch`` is a folder that jailed users can reach. ``lease`` is
-    the folder of the timing lease, a lock that a process must hold alone to time a kernel."""
+    ``parallel`` first passes run at the same time. ``scratch`` is a folder that jailed processes can reach. ``lease``
+    is the folder of the timing lease, a lock that a process must hold alone to time a kernel."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path, seconds: float, device: str, threads: int, train_mode: bool,

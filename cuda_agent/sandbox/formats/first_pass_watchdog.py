@@ -1,9 +1,9 @@
 """Limits a first pass (a run that may start compilers), and stops its worker while other processes time kernels.
 
-The first pass shares the timing lease, a lock that a process must hold alone to time a kernel. If another process waits
-to time a kernel, the worker is stopped and the lease is released. The worker continues after the kernel has been timed.
-On a GPU, the lease is also released while the worker's compilers run, because they do not use the device. In this case
-the worker is not stopped."""
+A first pass holds the timing lease in shared mode; a process must hold this lock exclusively to time a kernel. If
+another process waits to time a kernel, the worker is stopped and the lease is released. The worker continues after the
+kernel has been timed. On a GPU, the lease is also released while the worker's compilers run, because they do not use
+the device. In this case the worker is not stopped."""
 
 import signal
 import time
@@ -25,11 +25,11 @@ _LEAST_RUN = {"cpu": 1.0, "cuda": 0.2}  # seconds between two stops
 
 @contextmanager
 def watchdog(folders: Sequence[Path], lease: Path, device: str) -> Iterator[Callable[[JailedProcess], str]]:
-    """Shares the timing lease in the folder ``lease``, a lock that a process must hold alone to time a kernel. Yields a
-    function that the worker's ``JailedProcess`` calls regularly. The function returns ``memory`` or ``disk`` if the
-    worker exceeds that limit, and otherwise an empty string. When another process waits to time a kernel, the function
-    also stops the worker, releases the lease until the kernel has been timed, and lets the worker continue. It does
-    this at most once in ``_LEAST_RUN`` seconds. ``folders`` are the folders to which the worker writes."""
+    """Holds the timing lease in shared mode inside the context. ``lease`` is its folder. Yields a function that the
+    worker's ``JailedProcess`` calls regularly. The function returns ``memory`` or ``disk`` if the worker exceeds that
+    limit, and otherwise an empty string. When another process waits to time a kernel, the function also stops the
+    worker, releases the lease until the kernel has been timed, and lets the worker continue. It does this at most once
+    in ``_LEAST_RUN`` seconds. ``folders`` are the folders to which the worker writes."""
     look = ran = time.monotonic()
     look += _LOOK
     devices = {folder.stat().st_dev for folder in folders}
@@ -71,5 +71,5 @@ def _compiles(pid: int) -> bool:
 
 
 def too_much(folder: Path, device: str) -> str:
-    """Returns a text that says how ``folder`` exceeds its limit of bytes or files, or an empty string."""
+    """Returns a text that says how ``folder`` exceeds its limit of bytes or files. The text is empty if it does not."""
     return scratch.too_much(folder, *_FOLDER[device])

@@ -243,8 +243,8 @@ def _unknown(key: str, model: type[_Object], device: str) -> str:
 
 
 def _in_words(errors: list[ErrorDetails], device: str) -> str:
-    """Returns the most useful of pydantic's ``errors`` as text. Errors outside the nodes come first, then errors of the
-    first faulty node: missing fields, unknown fields, other errors."""
+    """Returns the most useful of pydantic's ``errors`` as text. An error outside the nodes takes precedence over errors
+    of the first faulty node. A missing field takes precedence over an unknown field, and both over other errors."""
 
     def order(error: ErrorDetails) -> tuple[Any, ...]:
         place, rank = error["loc"], {"missing": 0, "extra_forbidden": 1}.get(error["type"], 2)

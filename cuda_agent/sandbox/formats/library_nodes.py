@@ -3,7 +3,8 @@ computes.
 
 ``describe`` checks a node against the shapes of its buffers. It returns a description, with which
 ``worker.library_nodes`` calls the library. All buffers are contiguous. The matrices of a product have the shape [batch,
-rows, columns]. The input and the output of a convolution have the shape [batch, channels, extents]."""
+rows, columns]. The input and the output of a convolution have the shape [batch, channels, extents], where ``extents``
+are its one to three spatial sizes."""
 
 import math
 from typing import Any
@@ -21,9 +22,9 @@ _COMPUTE = {
 
 
 def describe(node: Gemm | Convolution, where: str, names: dict[str, Any], device: str) -> dict[str, Any]:
-    """Returns a description of ``node`` for the worker. Its item ``tensors`` maps each role (such as ``a`` or ``bias``)
-    to buffer, shape and dtype. Its item ``writes`` is the buffer of the result. The argument ``names`` maps the plan's
-    names to buffers and numbers. Raises ``PlanError`` with a message that begins with ``where``."""
+    """Returns a description of ``node`` for the worker. Its key ``tensors`` maps each role (such as ``a`` or ``bias``)
+    to buffer, shape and dtype. Its key ``writes`` names the buffer of the result. The argument ``names`` maps the
+    plan's names to buffers and numbers. Raises ``PlanError`` with a message that begins with ``where``."""
     roles = ("a", "b", "c") if isinstance(node, Gemm) else ("input", "weight", "bias", "output")
     said: dict[str, str] = {role: name for role in roles if (name := getattr(node, role)) is not None}
     buffers: dict[str, Buffer] = {}
@@ -78,7 +79,7 @@ _Described = tuple[dict[str, list[int]], dict[str, Any]]  # shapes by role, and 
 def _gemm(node: Gemm, where: str, names: dict[str, Any]) -> _Described:
     """Returns the shapes [batch, rows, columns] of a product's buffers: the factors ``a`` and ``b`` as they lie in
     memory, before they are transposed, and the result ``c``. Also returns whether each factor is transposed. ``where``
-    names the node in error messages. ``names`` holds the values of names in the node's sizes."""
+    names the node in error messages. ``names`` maps the names in the node's size expressions to their values."""
     batch, m, n, k = (_extent(getattr(node, key), 1, names, f"{where}.{key}") for key in ("batch", "m", "n", "k"))
     shapes = {
         "a": [batch, k, m] if node.transpose_a else [batch, m, k],

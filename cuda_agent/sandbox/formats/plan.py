@@ -1,5 +1,5 @@
-"""Builds solutions in the plan format: compiles ``plan.json`` into a ``Program``. The executor in the worker runs this
-program.
+"""Builds solutions in the plan format: compiles ``plan.json``, a list of kernel launches and other operations (nodes),
+into a ``Program``. The executor in the worker runs this program.
 
 ``grammar`` parses the fields of a plan. ``compile_plan`` checks the plan against the task's shapes, evaluates every
 expression, and generates source code. On the CPU, this is C++ code through which the executor calls the kernels. On a
@@ -145,8 +145,8 @@ def _buffers(node: dict[str, Any]) -> list[str]:
 
 
 def _names(spec: TaskSpec) -> dict[str, Any]:
-    """Returns a dictionary from the names that a plan may use to their values: buffers of the task, such as ``in0``,
-    and plain numbers from ``get_init_inputs()``, such as ``init1``."""
+    """Returns a dictionary from the names that a plan may use to their values. A value is a buffer of the task, such as
+    ``in0``, or a plain number: an argument of ``forward``, or a number from ``get_init_inputs()`` such as ``init1``."""
     names: dict[str, Any] = {}
 
     def leaves(arguments: Any) -> list[Any]:
@@ -211,8 +211,8 @@ def _function(node: Kernel, where: str, names: dict[str, Any], index: int) -> tu
 
 
 def _kernel(node: Kernel, where: str, names: dict[str, Any], index: int) -> tuple[dict[str, Any], str]:
-    """Returns the program's entry for the CUDA kernel ``node``, and CUDA source that declares a variable with the types
-    of the kernel's arguments."""
+    """Returns the program's entry for the CUDA kernel ``node``, and CUDA source that declares a string with one letter
+    for the type of each argument of the kernel."""
     block = _extents(node.block, names, f"{where}.block", _MOST_BLOCK)
     if block[0] * block[1] * block[2] > _MOST_THREADS:
         raise PlanError(f"{where}.block: {block} are more than {_MOST_THREADS} threads")

@@ -1,9 +1,9 @@
 """Finds suspicious code in a solution's text by static rules.
 
-Examples are uses of torch, streams and threads, and monkey patches. ``ast`` reads Python. A small tokenizer reads C++
-and CUDA, even inside Python strings. Findings are advice for the author and for an audit. They do not decide a verdict,
-because the rules miss some spellings of a name (``getattr``, macros), and a finding may be harmless. The rules execute
-no code of a solution."""
+Such code uses torch, streams or threads, or patches other modules, for example. ``ast`` parses Python. A small
+tokenizer reads C++ and CUDA, also inside Python strings. Findings are advice for the author and for an audit. They do
+not decide a verdict, because the rules miss some spellings of a name (``getattr``, macros), and a finding may be
+harmless. The rules execute no code of a solution."""
 
 import ast
 import re

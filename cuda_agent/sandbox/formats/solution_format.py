@@ -39,14 +39,14 @@ class SolutionFormat:
     name: Format  # for users and in the wire format
     entry: str  # the file that every solution has
     folder: str  # prefix of the paths of all other files; empty if there are none
-    build: Build  # from files to the worker's load request; raises SolutionError, BuildError
+    build: Build  # makes the worker's load request from the files; raises SolutionError, BuildError
     traits: FormatTraits
     needs: Mapping[str, str]  # packages that the exported file needs, by device
-    example: tuple[tuple[str, str], ...]  # language and path of the files of a one-shot answer
+    example: tuple[tuple[str, str], ...]  # (language, path) of each file of a one-shot answer
     first_pass: Callable[[Mapping[str, str], str], FirstPassTime] = lambda files, device: "never"
     environment: Mapping[str, Mapping[str, str]] = field(default_factory=dict)  # variables of both passes, by device
     untimed: Mapping[str, str] = field(default_factory=dict)  # why solutions are not timed, by device
 
     def belongs(self, path: str) -> bool:
-        """Returns whether the work folder's file ``path`` is part of the solution. Notes and the task are not."""
+        """Returns whether the work folder's file ``path`` is part of the solution. Notes and task files are not."""
         return path == self.entry or (self.folder != "" and path.startswith(self.folder))

@@ -3,8 +3,8 @@
 Tasks are processes and threads. In version 1 of control groups, a worker has two groups, for memory and for pids. Both
 are children of this process's group. In version 2, a worker has one group. It is a child of this process's group if
 that group can have children with limits, otherwise a sibling. A group that holds processes cannot have such children.
-(A systemd service therefore needs ``Delegate=yes`` and ``DelegateSubgroup=``.) Without groups, as in a restricted pod,
-the watchdog (``processes``) and the jail's resource limits remain."""
+(A systemd service therefore needs ``Delegate=yes`` and ``DelegateSubgroup=``.) In a restricted pod, where no groups can
+be created, only the watchdog (``processes``) and the jail's resource limits apply."""
 
 import contextlib
 import itertools
@@ -48,7 +48,7 @@ class ControlGroup:
 
 class Groups:
     """Creates the control groups of workers. ``places`` maps the controllers ``memory`` and ``pids`` to the folders in
-    which the groups are made. Also removes old groups there, whose judge no longer runs."""
+    which the groups are made. The constructor removes old groups from these folders if their judge has ended."""
 
     def __init__(self, places: dict[str, Path], version: int) -> None:
         self._places = places

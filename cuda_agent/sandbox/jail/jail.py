@@ -87,9 +87,9 @@ def command(policy: JailPolicy, program: Iterable[str]) -> list[str]:
 
 
 def prove(required: Iterable[str], folder: "Path") -> dict[str, str]:
-    """Starts a jailed child that attacks every wall. One attack reads a file in ``folder``. Returns a dictionary from
-    each wall that failed to what the child could do. Raises ``JailError`` if a wall in ``required`` failed or does not
-    exist, or if no jail can be set up."""
+    """Starts a jailed child that attacks every wall, for example by reading a file in ``folder``. Returns the failed
+    walls, each with a text that says which attack succeeded. Raises ``JailError`` if a wall in ``required`` failed or
+    is unknown, if no jail can be set up, or if the child takes longer than 30 s."""
     import subprocess  # imported here, because every import slows down each jailed start
 
     if unknown := set(required) - set(WALLS):
@@ -115,8 +115,8 @@ def prove(required: Iterable[str], folder: "Path") -> dict[str, str]:
 
 
 def require(breaches: dict[str, str], required: Iterable[str]) -> None:
-    """Raises ``JailError`` if a wall in ``required`` has failed. ``breaches`` maps each failed wall to what a jailed
-    process could do."""
+    """Raises ``JailError`` if a wall in ``required`` has failed. ``breaches`` is the result of ``prove``: the failed
+    walls, each with the attack that succeeded."""
     for wall in required:
         if wall in breaches:
             raise JailError(f"the wall {wall!r} is missing: a jailed process {breaches[wall]}")

@@ -372,8 +372,8 @@ def _name_of_signal(number: int) -> str:
 
 def within(folder: Path, megabytes: int, files: int) -> Callable[[JailedProcess], str]:
     """Returns a check for the watchdog. The check returns ``disk`` if the worker exceeds a limit, else an empty string.
-    The limits are: ``files`` entries in ``folder``, ``megabytes`` in ``folder``, the depth of ``folder``, and
-    ``megabytes`` in deleted files that the worker holds open."""
+    ``files`` limits the number of entries in ``folder``. ``megabytes`` limits their size, and also the size of deleted
+    files that the worker holds open. The depth of ``folder`` is limited, too."""
     pause, devices = 0.0, {folder.stat().st_dev}  # the judge's own shared memory has another device
 
     def overrun(worker: JailedProcess) -> str:
@@ -397,8 +397,9 @@ def _give_precedence(thread: int, rank: int) -> None:
 
 @contextlib.contextmanager
 def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], None]]:
-    """Lets several workers run in turn. Yields the function ``turn``. ``turn(worker)`` stops all other ``workers`` to
-    free their processors, and moves this process to the processor of ``worker``."""
+    """Lets several workers run in turn. Yields a function ``turn``, to be called before requests to another worker.
+    ``turn(worker)`` stops all other ``workers`` to free their processors, and moves this process to the processor of
+    ``worker``."""
     running: JailedProcess | None = None
 
     def turn(worker: JailedProcess) -> None:

@@ -28,8 +28,8 @@ _COMPILING = ("cuda_agent.sandbox.worker.compiling", "torch._inductor.compile_fx
 
 
 def chosen_gpus() -> dict[str, str]:
-    """Returns the environment variables that limit CUDA to some GPUs, as this process got them. All processes of a
-    sandbox need them: without them, CUDA takes the machine's first GPU."""
+    """Returns those of this process's environment variables that limit CUDA to some GPUs. All processes of a sandbox
+    need these variables. Without them, CUDA takes the machine's first GPU."""
     return {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER") if name in os.environ}
 
 

@@ -1,4 +1,4 @@
-"""Defines a task's baselines, the times of its model without a solution, and the file that caches them."""
+"""Defines a task's ``Baselines`` (the times of its model, without a solution), and the file that caches them."""
 
 import contextlib
 import hashlib
@@ -26,9 +26,9 @@ class Baselines:
     compile_error: str = ""
     compile_tried: bool = False
     strict: dict[str, dict[str, Any]] = field(default_factory=dict)  # see ``strict.strict_baselines``
-    flops: int | None = None  # floating-point operations of one call of the reference; 0 if unknown
-    written: int | None = None  # bytes that the reference writes for its outputs
-    views: Views | None = None  # which outputs are only views, so that the reference does not write them
+    flops: int | None = None  # floating-point operations of one call of the model; 0 if unknown
+    written: int | None = None  # bytes that the model writes for its outputs
+    views: Views | None = None  # which outputs are only views, so that the model does not write them
 
     @property
     def compile_share(self) -> Spread | None:

@@ -103,9 +103,9 @@ def fewest_calls(device: str, elapsed: float, speedup: Interval) -> int:
 
 
 def is_undecided(speedups: Sequence[Interval], anchor: Spread) -> bool:
-    """Returns whether times are too noisy to tell the reward. They are if the ends of two intervals are more than 20 %
-    apart. The first interval is ``anchor``, that of eager's time. The second is an interval in ``speedups`` that
-    contains ``FASTER``, the speed-up above which the reward grows."""
+    """Returns whether the times are too noisy to determine the reward. They are if two intervals are both wider than
+    20 %: ``anchor``, the interval of eager's time, and an interval in ``speedups`` that contains ``FASTER``, the
+    speed-up above which the reward grows."""
     return disagree(anchor[0], anchor[2]) and any(low < FASTER < high and disagree(low, high) for low, high in speedups)
 
 

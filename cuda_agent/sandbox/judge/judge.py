@@ -102,7 +102,7 @@ class Judge:
     def prepared(self, task: TaskSource) -> PreparedTask:
         """Returns the ``PreparedTask`` of ``task``, kept from an earlier request or new. If memory is short, first
         frees the inputs and outputs that other prepared tasks keep in their pools. If that is not enough, or if there
-        are too many prepared tasks, closes them, beginning with the least recently used one. Raises ``TaskError`` if
+        are too many prepared tasks, closes other tasks, the least recently used one first. Raises ``TaskError`` if
         the task fails, or if it is too large for a prober (a judge that only runs tasks without solutions)."""
         self._latest = digest = task["digest"]
         found = self._prepared.pop(digest, None)

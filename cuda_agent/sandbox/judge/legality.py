@@ -42,10 +42,10 @@ def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran
 
 
 def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes = b"") -> list[Ran]:
-    """Returns the kernels and operators that ran in one call of a solution. ``told`` holds a worker's reports: lists of
-    records ``[name, kind, calls, share]``, with how often the kernel or operator ran, and its share of the device's
-    time or None. Drops invalid records. If the kind (a ``RanKind``) is missing, derives it from the solution's
-    ``sources`` and its built ``library``."""
+    """Returns the kernels and operators that ran in one call of a solution. ``told`` holds a worker's reports, which
+    are lists of records ``[name, kind, calls, share]``. ``calls`` says how often the kernel or operator ran. ``share``
+    is its share of the call's time, or ``None``. Drops invalid records. If a record has no valid ``kind`` (a
+    ``RanKind``), derives it from the name, the solution's ``sources`` and its built ``library``."""
     text = "\n".join(sources)
     rows: list[tuple[str, RanKind, int, float | None]] = []
     for item in [item for part in told if isinstance(part, list) for item in part[:_MOST]]:
@@ -76,7 +76,7 @@ def kind_of(name: str, sources: str = "", library: bytes = b"") -> RanKind:
 
 
 def base_name(name: str) -> str:
-    """Returns a bare name: ``norm`` for ``void norm<128>(float*)``, ``run`` for ``cub::Reduce<int>::run(int)``."""
+    """Returns a kernel's bare name: ``norm`` for ``void norm<128>(float*)``, ``run`` for ``cub::Sum<int>::run()``."""
     depth, plain = 0, []
     for character in name.replace("(anonymous namespace)", "anonymous"):
         if character == "(" and depth == 0:

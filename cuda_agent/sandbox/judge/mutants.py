@@ -1,8 +1,8 @@
-"""Finds wrong answers to a task that the comparison accepts.
+"""Finds wrong answers to a task that pass the judge's comparison of outputs.
 
-A task is only as good as the answers that it rejects. A mutant is a wrong answer made on purpose. Mutants are zeros, a
+If many wrong answers pass, the task is of little use. A mutant is a wrong answer made on purpose. Mutants are zeros, a
 constant, a copy of an input, scaled or rounded outputs, or the outputs of a model that ignores an input or the weights.
-Comparison, tolerance and number of inputs are as in quick mode. Inputs are of the kind ``normal``."""
+Comparison, tolerance and number of inputs are as in quick mode. Inputs are of the kind ``normal`` (``wire.KINDS``)."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence

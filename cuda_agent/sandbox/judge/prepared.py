@@ -47,7 +47,7 @@ class PoolEntry:
     inputs: list[Any]  # the judge's own copies: numpy arrays, or ``device.Array``
     outputs: list[Any]
     exact: list[Any] | None = None  # outputs in double precision (strict mode)
-    weights: int = 0  # number of the draw of weights behind ``outputs``; -1: no outputs yet
+    weights: int = 0  # how often weights had been redrawn when ``outputs`` were computed; -1: no outputs yet
 
 
 class PreparedTask:
@@ -101,10 +101,10 @@ class PreparedTask:
             self._varies = changed and not self._fixed
 
     def candidate_buffers(self, host_is_ours: bool, areas: Callable[[int, int], Any] | None) -> Any:
-        """Makes the memory that the judge shares with one candidate (``Buffers``), and writes the weights of its trial
-        to it. The memory has slots; each holds the inputs and outputs of one call. On a GPU, a candidate with host code
-        (``host_is_ours`` is false) gets slots for a chain: several calls in one request. ``areas`` is a function from
-        two sizes in bytes to an input area and an output area, or ``None`` for the device's default function."""
+        """Makes ``Buffers``, the memory that the judge shares with one candidate. Writes the weights of the candidate's
+        trial to it. The memory has slots; each holds the inputs and outputs of one call. On a GPU, a candidate with
+        host code (``host_is_ours`` is false) gets slots for a chain: several calls in one request. ``areas`` is a
+        function from two sizes in bytes to an input area and an output area, or ``None`` for the device's default."""
         memory, chains = self.memory, self.settings.device == "cuda" and not host_is_ours
         slots = memory.chained_slots(self._call_bytes) if chains else memory.slots(self._call_bytes)
         areas = areas or (self._workers.areas.take if self.settings.device == "cpu" else None)
@@ -134,7 +134,7 @@ class PreparedTask:
                 self._make_ahead()
 
     def drop_pool(self) -> None:
-        """Frees the pool's inputs and outputs. The next trial draws the entries that it needs from the same seeds."""
+        """Frees all kept inputs and outputs. If the next trial needs a pool entry, it draws the same inputs again."""
         self._pool.clear()
         self._varied.clear()
 
@@ -194,8 +194,8 @@ class PreparedTask:
         return PoolEntry(-1, inputs, outputs, exact) if exact is not None or kind == "normal" else None
 
     def varied(self, kind: str) -> PoolEntry | None:
-        """Returns inputs of ``kind`` as ``fresh`` does, but the same ones for all candidates: to draw them takes long,
-        and a candidate that knows them gains nothing, because it must also pass the checks on new inputs."""
+        """Returns inputs of ``kind`` as ``fresh`` does, but reuses them until the weights change, because drawing takes
+        long. A candidate that knows these inputs gains nothing: it must also pass the checks on new inputs."""
         entry = self._varied.get(kind)
         if kind not in self._varied or (entry and entry.weights != self._weights):
             entry = self.fresh(kind)
@@ -204,8 +204,8 @@ class PreparedTask:
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
         """Returns the model's outputs for ``inputs`` in float64. Returns ``None`` if they, or the outputs in the usual
-        precision, are not all finite, or if the model cannot run in float64. The reference's last call must have been
-        ``outputs`` with the same ``inputs``. The caller holds the timing lease."""
+        precision, are not all finite, or if the model cannot run in float64. The last call of the reference worker must
+        have been ``outputs`` with the same ``inputs``. The caller holds the timing lease."""
         if not self._inexact:
             try:
                 return self.oracle.exact(inputs)
@@ -346,8 +346,8 @@ class PreparedTask:
 
     def empty_call(self, oracle: ReferenceClient, inputs: list[Any]) -> float:
         """Times calls of ``oracle`` that compute nothing. Returns the shortest time so far, in seconds; 0 on a GPU. The
-        caller subtracts the result from the times of other calls. A longer time would make these calls look too fast.
-        The caller holds the timing lease."""
+        caller subtracts the result from the times of real calls, so a longer time would make them look too fast. The
+        caller holds the timing lease."""
         if self.settings.device == "cuda":
             return 0.0  # the device's clock runs during the call only
         calls = _EMPTY_CALLS[self._empty < math.inf]
@@ -357,9 +357,9 @@ class PreparedTask:
     def samples(self, *oracles: ReferenceClient, careful: bool = False) -> list[list[float]]:
         """Times calls of the reference clients ``oracles`` in turn, in several rounds. Returns for each client the
         seconds of the calls in its best round, minus the time of an empty call. The best round is the one with the
-        least median: other work on the machine only slows calls down. The last round is the first one in which the
-        calls of each client vary little, or round 6. If ``careful``, it is the first one after which the two best
-        medians of each client agree within 5 %, or round 12."""
+        least median: other work on the machine only slows calls down. Ends after the first round in which the calls of
+        each client vary little, at the latest after round 6. If ``careful``, ends when the two best medians of each
+        client agree within 5 %, at the latest after round 12."""
         entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
         rounds: list[list[tuple[float, ...]]] = []  # of each round, the calls' seconds by reference
 

@@ -251,7 +251,8 @@ class ReferenceClient:
 
     @contextmanager
     def _giving_way(self) -> Iterator[None]:
-        """Inside the context, the watchdog pauses the worker while another process times a kernel."""
+        """Inside the context, the check in ``worker_pool._giving_way`` pauses the worker while another process times a
+        kernel."""
         self.worker.gives_way = True
         try:
             yield

@@ -2,10 +2,10 @@
 
 A plan is a solution without host code: the sandbox launches its kernels. Making and releasing a CUDA context takes
 longer than judging a short plan, and a device makes one context at a time. The worker can unload a plan completely, but
-the plan's kernels may damage the context, so that a later plan fails without a fault. After a plan that is not correct,
-the judge therefore tests whether the context still computes correctly. If it does not, the judge repeats the plan in a
-new context. The judge also repeats a plan in a new context to confirm a crash, a timeout, an accusation of cheating, or
-a new best time."""
+the plan's kernels may damage the context, so that a correct later plan fails. After a plan that is not correct, the
+judge therefore tests whether the context still computes correctly. If it does not, the judge repeats the plan in a new
+context. The judge also repeats a plan in a new context to confirm a crash, a timeout, an accusation of cheating, or a
+new best time."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -38,8 +38,7 @@ def may_share(request: EvaluateRequest, settings: JudgeSettings, size: int) -> b
 
 
 def _allocates(image: str) -> bool:
-    """Returns whether a kernel in the cubin file ``image`` calls ``malloc``. If one does, the file holds this symbol's
-    name."""
+    """Returns whether a kernel in the cubin file ``image`` may call ``malloc``: whether the file contains this name."""
     return bool(image) and b"malloc" in Path(image).read_bytes()
 
 
@@ -82,7 +81,7 @@ class SharedContext:
         return self._worker is not None and self._worker.alive and self.served > 0
 
     def take(self) -> JailedProcess:
-        """Returns the kept worker, or a new one if none is kept alive. The caller gives it back or kills it. Raises
+        """Returns the kept worker if it is alive, else a new one. The caller gives the worker back or kills it. Raises
         ``NotStarted`` if a new worker does not start."""
         worker, self._worker = self._worker, None
         if worker is None or not worker.alive:

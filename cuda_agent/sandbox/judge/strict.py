@@ -127,7 +127,7 @@ def check(
 
 def check_kinds(prepared: PreparedTask, call: Callable[[Any, str], list[Any]], settings: JudgeSettings) -> int:
     """Checks a candidate in quick mode on the kinds of inputs in ``settings.input_kinds`` that the task has. ``call``
-    is as in ``check``. Returns the number of these inputs. Raises ``CandidateRefused`` if an output is wrong."""
+    is as in ``check``. Returns the number of these kinds. Raises ``CandidateRefused`` if an output is wrong."""
     count = 0
     for kind in settings.input_kinds:
         with prepared.lease.working():
@@ -151,8 +151,8 @@ def _as_good_as_eager(prepared: PreparedTask, entry: PoolEntry, outputs: Sequenc
     """Returns whether all outputs that differ from eager's by more than ``tolerance`` still count as right. Each of
     them must be floating, and its error must be at most ``_AS_GOOD`` times the error of eager PyTorch in fp32 or in
     tf32 (GPU only). An error is the distance from the model's output in float64. Eager in tf32 counts only if its own
-    output also differs from the expected one by more than ``tolerance``. Without this rule, correct candidates would
-    fail on tasks where large terms cancel out."""
+    output also differs from the expected one by more than ``tolerance``. If only ``tolerance`` counted, correct
+    candidates would fail on tasks where large terms cancel out."""
     tensors, exact = prepared.spec.outputs, entry.exact or []
 
     def differs(index: int, have: Sequence[Any]) -> bool:
@@ -251,8 +251,9 @@ def report(verdict: Verdict, anchors: Sequence[float], yard: dict[str, dict[str,
 
 def _intervals(over_eager: Sequence[float], yard: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
     """Returns the interval [lower end, upper end] of the speed-up over each baseline, by the baseline's label.
-    ``over_eager`` is the measured interval of the speed-up over eager in fp32. The times of all baselines in ``yard``,
-    the result of ``strict_baselines``, scale it to intervals over the other ones."""
+    ``over_eager`` is the measured interval of the speed-up over eager in fp32. ``yard`` is the result of
+    ``strict_baselines``. Multiplies ``over_eager`` by each baseline's time divided by that of eager in fp32. Widens the
+    interval of a compiled baseline by the error of its share in ``yard``."""
     seconds, shares = yard["seconds"], yard["shares"]
     low, high = over_eager
     middle, found = math.sqrt(low * high), {}

@@ -330,8 +330,8 @@ class Trial:
             verdict.advice.append(_BUSY)
 
     def eager_alone(self) -> None:
-        """Times eager without the candidate. If eager is then clearly faster, scales the baselines down: slowing eager
-        gains nothing. Does nothing if they were timed without a candidate."""
+        """Times eager without the candidate. If eager is then clearly faster, scales the baselines down, so a candidate
+        gains nothing by slowing eager. Does nothing if the baselines were timed without a candidate."""
         if self._anchor is None:
             return
         if not self._shared:
@@ -435,7 +435,7 @@ class Trial:
                 self._worker.kill()
 
     def give_back(self) -> bool:
-        """Gives the worker back to its shared context. Returns whether there is one and it then computes correctly."""
+        """Gives the worker back to its shared context. Returns whether that context exists and computes correctly."""
         if not self._shared or not self._worker:
             return False
         worker, self._worker = self._worker, None

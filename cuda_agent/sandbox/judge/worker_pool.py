@@ -42,8 +42,8 @@ get_inputs, get_init_inputs = lambda: [torch.randn(64, 64)], lambda: []
 
 
 class WorkerPool:
-    """Starts jailed workers. Owns their private folders, and the warm parents (processes that have imported torch) that
-    fork them."""
+    """Starts jailed workers. Owns their private folders and their warm parents. A warm parent is a process that has
+    imported torch and forks workers."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -200,8 +200,9 @@ class WorkerPool:
 
 
 def _giving_way(lease: Lease, check: Callable[[JailedProcess], str]) -> Callable[[JailedProcess], str]:
-    """Returns a check for the watchdog, to be called inside ``lease.working``. If the worker's flag ``gives_way`` is
-    set, this check pauses the worker while another process times a kernel. Then it returns the result of ``check``."""
+    """Wraps ``check``, a function that the watchdog of ``JailedProcess`` calls regularly. If the worker's flag
+    ``gives_way`` is set, the new function first pauses the worker while another process times a kernel. Then it returns
+    the result of ``check``. It must be called inside ``lease.working``."""
     ran = time.monotonic()
 
     def checked(worker: JailedProcess) -> str:

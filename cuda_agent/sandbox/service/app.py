@@ -371,11 +371,11 @@ class _Server(uvicorn.Server):
 async def serve(
     config: SandboxConfig, cache: Path, roles: tuple[Role, ...], limits: ServiceLimits, host: str, port: int
 ) -> None:
-    """Serves the sandbox over HTTP until SIGTERM, or until a limit in ``limits`` is reached, after which a new process
-    should serve. Then finishes the requests under way. Requests need the access token that ``config`` names; without
-    one, listens on 127.0.0.1 only. Removes the token from the environment, which other processes inherit. Raises
-    ``ConfigError`` if the token is not usable or the address is not available, or ``SandboxUnready`` if the sandbox
-    cannot start."""
+    """Serves the sandbox over HTTP until SIGTERM, or until ``limits`` demand a fresh process (``recycle_after``,
+    ``recycle_on_cheat``). Then drains the service (see ``Service.drain``) and returns. Requests need the access token
+    that ``config`` names. If there is no token, listens on 127.0.0.1 only. Removes the token from the environment,
+    because child processes inherit the environment. Raises ``ConfigError`` if the token is not usable or the address is
+    not available, or ``SandboxUnready`` if the sandbox cannot start."""
     token = protocol.read_token(config, os.environ)
     os.environ.pop(config.token_env, None)
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: other processes of this user cannot read the environment

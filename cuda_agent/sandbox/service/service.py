@@ -1,4 +1,4 @@
-"""Runs a ``LocalSandbox`` as a service with a queue. The service takes work after a test has shown that its jail holds.
+"""Runs a ``LocalSandbox`` as a service with a queue. The service takes no work until a test of its jail has passed.
 
 ``Service`` does not depend on HTTP (``app`` does). It gives the sandbox only as many jobs as the sandbox can run at
 once. The other jobs wait in the queue, where an urgent job can overtake them. Each server has a separate queue. A
@@ -141,7 +141,7 @@ class Service:
                     await self._change(job)
 
     async def events(self, job: Job) -> AsyncIterator[dict[str, Any]]:
-        """Yields the events of the job from the first on, until the job is over. The last event also holds the job."""
+        """Yields all events of the job, past and new, until the job is over. The last event also holds the job."""
         shown = 0
         while True:
             while shown < len(job.events):

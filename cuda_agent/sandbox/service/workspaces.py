@@ -1,4 +1,4 @@
-"""Serves workspaces over the network: checks the owner of each open workspace, and answers tool calls with JSON lines.
+"""Serves workspaces over the network. Only the owner can use a workspace. Tool calls are answered with JSON lines.
 
 ``docs/service.md`` describes the lines. If the stream of a call breaks, its workspace is closed, because the state of
 the workspace is unknown."""
@@ -39,8 +39,8 @@ class Room:
     questions: int = 0  # number of commands that the client was asked to run
 
     async def ask(self, name: str, argv: list[str], files: dict[str, str]) -> CommandResult:
-        """Sends the shell's command ``name``, such as verify, to the client, in the stream of the current tool call.
-        The client runs the command. Returns the client's result."""
+        """Asks the client to run a command that the agent entered in the workspace's shell. ``name`` is the command,
+        such as verify. The request is a line in the stream of the current tool call. Returns the client's result."""
         self.questions += 1
         number, answer = self.questions, asyncio.get_running_loop().create_future()
         self.asked[number] = answer
@@ -117,7 +117,8 @@ class Rooms:
                 await self.close(room)
 
     def answer(self, room: Room, number: int, result: CommandResult) -> None:
-        """Passes ``result`` to the waiting command ``number``. Raises ``ServiceError`` if no such command waits."""
+        """Passes the client's ``result`` of command ``number`` to ``Room.ask``, which waits for it. Raises
+        ``ServiceError`` if no such command waits."""
         future = room.asked.get(number)
         if future is None or future.done():
             raise ServiceError(404, "unknown", f"there is no open question {number}")

@@ -56,9 +56,9 @@ _Entry._fields_ = [
 
 class Outputs:
     """Lets an extension write its results directly into the judge's output memory, so that no copy is timed. Assumes
-    that every call allocates tensors in the same order. If the third tensor of the previous call became an output, the
-    third tensor of this call gets the memory of that output. ``targets[slot]`` lists the output tensors of a slot (the
-    buffers of one call)."""
+    that every call allocates tensors in the same order. For example, if the third tensor that the previous call
+    allocated became output 0, the third tensor of this call lies in the judge's memory of output 0. ``targets[slot]``
+    lists the output tensors of a slot (the buffers of one call)."""
 
     def __init__(self, targets: list[list[torch.Tensor]], device: str = "cpu") -> None:
         self._targets = targets

@@ -132,8 +132,8 @@ class Candidate(WorkerLoop):
 
         def answer(slot: int) -> Any:
             """Runs one call and returns its outputs. On a GPU, copies outputs that are views. The copy is part of the
-            timed call, because a call that only makes a view would look too fast. Does not copy an output if the
-            reference returns a view in its place."""
+            timed call, because a call that only makes a view would look too fast. Does not copy an output that is
+            also a view in the reference."""
             results = model(*given[slot])
             if self._options["device"] == "cpu":
                 return results
@@ -145,7 +145,7 @@ class Candidate(WorkerLoop):
                 ]
 
         def observed(call: Frame, watch: Callable[[Callable[..., Any]], Any]) -> Any:
-            """Calls ``watch`` with a function that runs one call. Returns the report of ``watch``."""
+            """Calls ``watch`` with a function that runs the model once. Returns the result of ``watch``, a report."""
             results: list[Any] = []
 
             def watched(seen: observe.Operators | None = None) -> None:

@@ -1,5 +1,6 @@
-"""Runs the library nodes of a plan in a worker. A plan (``plan.json``) lists what a solution runs. A library node is a
-matrix product or a convolution, computed by cuBLAS or cuDNN on a GPU, and by torch's own libraries on a CPU.
+"""Runs the library nodes of a plan in a worker. A plan (``plan.json``) lists the nodes that a solution runs: kernels,
+memsets and library nodes. A library node is a matrix product or a convolution. On a GPU, cuBLAS or cuDNN computes it,
+and on a CPU, torch's own libraries.
 
 A node's ``compute`` chooses the arithmetic:
 
@@ -21,8 +22,8 @@ _Step = Callable[[], Any]
 
 
 def bind(node: dict[str, Any], tensor: Callable[[dict[str, Any]], _Tensor], device: str) -> _Step:
-    """Returns a function that runs the library node ``node``, a description from ``formats.library_nodes``. ``tensor``
-    is a function that makes a tensor from the description of a tensor in ``node``."""
+    """Returns a function that runs the library node ``node`` (a dictionary from ``formats.library_nodes``). The node's
+    ``tensors`` are descriptions of tensors, and the function ``tensor`` makes a tensor from such a description."""
     tensors = {role: tensor(item) for role, item in node["tensors"].items()}
     constant = {role for role, item in node["tensors"].items() if item["buffer"].startswith("w:")}
     given = node, tensors, constant
@@ -38,8 +39,8 @@ def bind(node: dict[str, Any], tensor: Callable[[dict[str, Any]], _Tensor], devi
 
 
 def _operand(tensor: _Tensor, wanted: torch.dtype | None, constant: bool) -> tuple[_Tensor, _Step | None]:
-    """Returns ``tensor`` in the dtype ``wanted``, and a function that converts it anew before each run. The function is
-    ``None`` if ``tensor`` is ``constant`` or has the dtype already."""
+    """Returns ``tensor`` in the dtype ``wanted``, and a function that repeats the conversion, to be called before each
+    run. The function is ``None`` if ``tensor`` is ``constant`` or needs no conversion."""
     if wanted is None or tensor.dtype == wanted:
         return tensor, None
     rounded = tensor.to(wanted)

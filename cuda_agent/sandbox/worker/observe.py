@@ -34,8 +34,8 @@ class _Mode(TorchDispatchMode):
 
 
 class Operators(_Mode):
-    """Records the operators that run, and their seconds. Leaves out views, copies and allocations. The seconds are
-    valid on the CPU only, because a GPU works asynchronously."""
+    """Records torch's operators that run, and the seconds of each call. Leaves out views, copies and allocations. The
+    seconds are valid on the CPU only, because a GPU works asynchronously."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ def told(ran: dict[tuple[str, str], list[float]], total: float | None) -> list[l
 
 
 def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
-    """Runs ``call(seen)`` and returns records (see ``told``) of torch's operators in it. ``call`` may record other
-    functions with ``seen.add``."""
+    """Runs ``call`` and returns records (see ``told``) of the operators of torch that ran. ``call`` gets the recorder
+    (``Operators``), and may record other functions with the recorder's method ``add``."""
     with Operators() as seen:
         begin = time.perf_counter()
         call(seen)

@@ -91,9 +91,9 @@ class Reference(WorkerLoop):
         self.settle()
 
     def draw_weights(self, frame: Frame) -> dict[str, Any]:
-        """Redraws the plain weights, which are those that the constructor does not draw at random, and writes them for
-        the judge. The seed ``None`` restores the constructor's values. A draw is undone if it gives more infinite or
-        NaN outputs than the constructor's values give. Returns the positions of the plain weights in the state dict
+        """Draws new values for the plain weights (see ``PlainWeights``) and writes them to the output area. The seed
+        ``None`` restores the constructor's values. If the new values give more infinite or NaN outputs than the
+        constructor's values give, the draw is undone. Returns the positions of the plain weights in the state dict
         (``changed``), and whether a draw was undone (``kept``)."""
         changed = [i for i, t in enumerate(self._state.values()) if t.data_ptr() in self._plain.addresses]
         seed, kept = frame.body["seed"], False
@@ -240,8 +240,8 @@ class Reference(WorkerLoop):
         return {"flops": flops, "written": written, "views": views}
 
     def count_operators(self, frame: Frame) -> dict[str, int]:
-        """Counts the operators of one call that are not views, and the bytes that these operators read and write. The
-        judge computes simulated times from these numbers."""
+        """Runs the model once. Counts the operators that return one new tensor instead of a view, and the bytes that
+        these operators read and write. The judge computes simulated times from these numbers."""
         total = {"operators": 0, "bytes": 0}
 
         class Counter(TorchFunctionMode):

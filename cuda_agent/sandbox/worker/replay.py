@@ -30,8 +30,9 @@ _RealPopen = subprocess.Popen
 
 
 class RecordingPass(WorkerLoop):
-    """Runs a solution once, in a process that may start compilers. The answer is ``None`` on success. Otherwise it is a
-    dictionary: ``error`` describes the solution's error, and ``log`` holds the messages of the error and its causes."""
+    """Runs a solution once, in a process that may start compilers. ``run_first_pass`` returns ``None`` on success.
+    Otherwise it returns a dictionary: ``error`` describes the solution's error, and ``log`` holds the messages of the
+    error and its causes."""
 
     def run_first_pass(self, frame: Frame) -> dict[str, str] | None:
         place, device = Path(self._options["folder"]), self._options["device"]
@@ -110,7 +111,8 @@ def _note_programs(notes: dict[str, Any]) -> None:
 
 
 def play_back(place: Path) -> None:
-    """Makes ``subprocess`` replay the programs recorded in the folder ``place``, and refuse to start other programs."""
+    """Makes ``subprocess`` replay the programs recorded in ``place``, the first pass's folder, and refuse all others.
+    Also makes the files of the first pass available (see ``same_files``)."""
     _settle()
     notes = json.loads((place / _NOTES).read_text())
 

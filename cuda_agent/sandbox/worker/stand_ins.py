@@ -1,10 +1,10 @@
-"""Makes ``torch.utils.cpp_extension`` compile in seconds. It gets stand-ins: short header files that replace torch's
+"""Makes ``torch.utils.cpp_extension`` compile in seconds, with short header files (stand-ins) in place of torch's
 headers.
 
 Torch runs its usual build, but with the stand-ins (``cuda_agent/sandbox/formats/stand_ins``). If this first build
-fails, or if its library cannot be imported, torch builds again with its own headers. There is no second build if the
-first one's errors show that it would fail, too. A build that makes no Python module uses torch's headers at once. All
-of this happens in a first pass, a run that may start compilers. The judged run (``replay``) replays the builds."""
+fails, or if its library cannot be imported, torch builds again with its own headers. The second build is omitted if the
+errors of the first build show that the second would fail, too. A build that makes no Python module uses torch's headers
+at once. All builds run in a first pass, which may start compilers. The judged run (``replay``) replays them."""
 
 import contextlib
 import inspect
@@ -44,8 +44,8 @@ def write_headers(place: Path, headers: Mapping[str, str]) -> None:
 def _fails_anyway(said: str, folder: Path) -> bool:
     """Returns whether a build with torch's own headers would fail as well. ``said`` is the output of the build that
     failed with the stand-ins. The result is true in two cases. In the first case, the module is defined twice. In the
-    second case, a command's first error is about a bound function that neither the sources nor torch's headers declare.
-    ``folder`` caches the search in the headers."""
+    second case, a compiler's first error is about a function that gets a Python binding, but that neither the sources
+    nor torch's headers declare. Files in ``folder`` cache the results of searches in torch's headers."""
     for output in said.split(_FAILED)[1:]:
         if found := _TWICE.search(output) or _UNBOUND.search(output):
             first = output.find("error: ")

@@ -1,4 +1,4 @@
-"""Opens workspaces, calls their tools, and answers the commands of their shells, such as verify.
+"""Opens workspaces, calls their tools, and runs the commands that their shells forward, such as verify.
 
 A workspace is an agent's folder with its tools. The tools run in a separate jailed process (``worker``). A mistake of
 the agent raises no exception. Instead, the result of the tool call has ``error`` set."""
@@ -161,9 +161,9 @@ class Workspace:
         self._broken = False
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs a tool and returns its result. If the tool runs a command such as verify, this client runs that command
-        with the constructor's ``commands``. An exception of ``commands`` reaches the caller. Raises
-        ``WorkspaceLost`` if the workspace has ended or does not answer."""
+        """Runs a tool and returns its result. If the agent's shell uses a command such as verify, this method calls the
+        constructor's ``commands`` to run it. An exception of ``commands`` reaches the caller. Raises ``WorkspaceLost``
+        if the workspace has ended or does not answer."""
         try:
             body = checked_call(tool, arguments)
         except ToolRefused as refused:

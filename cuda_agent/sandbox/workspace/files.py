@@ -84,7 +84,7 @@ class Folder:
 
     def change(self, path: str, edited: Callable[[str], str]) -> str:
         """Replaces the text of the file at ``path`` by the result of ``edited(text)``. Raises ``ToolRefused`` if the
-        agent does not know the file's current text."""
+        agent has not read or written the file's current text with a tool."""
         name = self._writable(path)
         self._store(name, edited(self._must_know(name)))
         return "ok"
@@ -109,8 +109,8 @@ class Folder:
         self._seen.clear()
 
     def put(self, files: dict[str, str | None]) -> None:
-        """Writes each text in ``files`` at its path. Removes the file at a path whose text is None. The agent then
-        knows the new texts. Raises ``ToolRefused`` if a file cannot be written or removed."""
+        """Writes each text in ``files`` at its path. Removes the file at a path whose text is None. The new texts
+        count as read by the agent. Raises ``ToolRefused`` if a file cannot be written or removed."""
         for path, content in files.items():
             name = self._writable(path)
             if content is not None:

@@ -16,7 +16,7 @@ def edited(text: str, new_source: str, cell_id: str | None, cell_type: str | Non
 
     Args:
         text: The JSON of a notebook.
-        new_source: The cell's new text. Not used to delete.
+        new_source: The cell's new text. Ignored if ``edit_mode`` is ``delete``.
         cell_id: The cell's id; ``cell-3`` also names the fourth cell. A new cell comes after this cell, or first if the
             id is None.
         cell_type: ``code`` or ``markdown``. None keeps the type of a replaced cell.

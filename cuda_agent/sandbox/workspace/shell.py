@@ -2,9 +2,9 @@
 
 The worker is the workspace's process. Each command runs in a jail inside the worker's jail. The current folder and the
 exported variables persist between commands. ``compile``, ``verify``, ``profile`` and ``restore`` are scripts on the
-shell's PATH. A script sends its request through a FIFO to the worker. The worker forwards the request to the client. It
-changes the files that the client's answer names, and returns the answer's text through another FIFO. Data from a shell
-may be forged, so the worker checks it."""
+shell's PATH. A script sends its request through a FIFO to the worker. The worker forwards the request to the client.
+When the client has answered, the worker changes the files that the answer names, and sends the answer's text to the
+script through another FIFO. Data from a shell may be forged, so the worker checks it."""
 
 import contextlib
 import ctypes

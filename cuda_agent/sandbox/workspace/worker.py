@@ -1,9 +1,9 @@
-"""Runs the processes of workspaces. Each process runs the shell and the file tools of one agent inside a jail.
+"""Runs the processes of workspaces. A workspace is a work folder of one agent, with a shell and file tools.
 
 ``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent. It has one thread and does not import
-torch. It forks one worker for each workspace, when a message on the socket ``FD`` asks for one. Each workspace has a
-folder below ``FOLDER``. When a workspace has ended, the warm parent kills its remaining processes and removes its
-folder. A worker enters the jail. Then it serves its client over one socket, one tool call after the other."""
+torch. A message on the socket ``FD`` asks it to open a workspace. The warm parent then makes a folder below ``FOLDER``
+and forks a worker. When the workspace has ended, the warm parent kills the remaining processes and removes the folder.
+A worker enters a jail. Then it serves its client over one socket, one tool call after the other."""
 
 import gc
 import os

@@ -109,8 +109,8 @@ def _signature(spec: FamilySpec, design: Design) -> str:
 
 
 def _share(variable: str, count: str, design: Design) -> str:
-    """Returns the C++ loop header (``for (...)``) with which a call of the kernel for one block runs through its part
-    of the elements or rows. ``count`` is the C++ expression of their number, ``variable`` the name of the index."""
+    """Returns the C++ header (``for (...)``) of the loop over the elements or rows of one block. ``count`` is the C++
+    expression for their number in all blocks together, ``variable`` the name of the index."""
     if design.order == "part":
         part = f"{count} / grid"
         return f"for (long {variable} = {part} * block; {variable} < {part} * (block + 1); {variable}++)"

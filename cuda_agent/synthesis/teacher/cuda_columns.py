@@ -227,8 +227,8 @@ def _across(kind: str, design: ColumnDesign) -> list[str]:
 
 
 def _started(design: ColumnDesign, values: Sequence[tuple[str, str]]) -> str:
-    """Returns the declaration of variables with their first values. With vectors, each variable has one value per
-    column of the vector."""
+    """Returns the declaration of variables. ``values`` has (name, initial value) of each. With vectors, a variable is
+    an array with one value per column of the vector."""
     if design.vector == 1:
         return "float " + ", ".join(f"{variable} = {value}" for variable, value in values) + ";"
     filled = (f"{variable}[4] = {{{', '.join([value] * 4)}}}" for variable, value in values)
@@ -246,8 +246,8 @@ def _looped(design: ColumnDesign, statement: str) -> str:
 
 
 def _scaled(design: ColumnDesign, place: str) -> str:
-    """Returns ``place``. With vectors, ``place`` is the index of a float4, and the result is the index of its float
-    ``j``."""
+    """Returns the index of an element. Without vectors, this is ``place``. With vectors, ``place`` is the index of a
+    float4, and the result is the index of its float ``j``."""
     return place if design.vector == 1 else f"({place}) * 4 + j" if " " in place else f"{place} * 4 + j"
 
 
@@ -305,7 +305,7 @@ def _tiled(spec: FamilySpec, design: TransposeDesign) -> list[str]:
     last = " + 3" if vector == 4 else ""
 
     def row(a: str, b: str, most: tuple[str, str], inner: str) -> tuple[str, str]:
-        """Returns the condition that (``a``, ``b``) is inside the matrix, and the index of that element or vector."""
+        """Returns the test that (``a``, ``b``) is inside the matrix, and the index of this element or vector."""
         guard = f"if ({a} < {most[0]} && {b}{last} < {most[1]}) " if design.guard else ""
         index = f"(long)({a}) * {inner} + {b}"
         return guard, index if vector == 1 else f"({index}) / 4"

@@ -157,7 +157,7 @@ def _chain_files(spec: FamilySpec, design: ChainDesign) -> tuple[str, str]:
 
 
 def _plain_rows(spec: FamilySpec, design: RowDesign) -> RowDesign:
-    """Returns ``design`` with the first value of ``ROW_DESIGNS`` for each choice that has no effect."""
+    """Returns ``design`` with each choice that has no effect set to its first value in ``ROW_DESIGNS``."""
     assert spec.ending is not None
     if len(reduction(spec, design.moments).passes) + ENDINGS[spec.ending].maps == 1:
         design = replace(design, cache="none")
@@ -231,7 +231,8 @@ def _rows(spec: FamilySpec, design: RowDesign) -> str:
 
 
 def _place(spec: FamilySpec, design: RowDesign, maps: bool) -> list[str]:
-    """Returns the statements that find a thread's row ``r`` and lane, and move the pointers to the row."""
+    """Returns the statements that compute a thread's row ``r`` and lane, and move the pointers of the inputs (and of
+    the output if ``maps``) to the row."""
     width = design.width
     if design.lanes == "block":
         lines = ["int r = blockIdx.x, lane = threadIdx.x;"]
@@ -246,7 +247,7 @@ def _place(spec: FamilySpec, design: RowDesign, maps: bool) -> list[str]:
 
 def _loop(spec: FamilySpec, design: RowDesign, first: bool, body: list[str], target: str) -> list[str]:
     """Returns a thread's loop over its part of the row. ``body`` uses or changes the element ``v``. If ``target`` is
-    given, the changed values are stored there. The ``first`` loop over the row fills the cache, if there is one."""
+    given, the loop stores the changed values there. The ``first`` loop over the row fills the cache, if any."""
     end, width = ("m" if design.vector == 1 else "m / 4"), design.width
     kept = {"none": "", "registers": "q[k]", "shared": "q[c]"}[design.cache]
     value = f"{kept} = {loaded(spec, 'c')}" if first and kept else kept or loaded(spec, "c")
@@ -263,7 +264,7 @@ def _loop(spec: FamilySpec, design: RowDesign, first: bool, body: list[str], tar
 
 
 class _Kind(NamedTuple):
-    """The designs for one kind of tasks: their class, the values of each choice, and what the module's functions
+    """The designs for one kind of tasks: their class, the values of each choice, and the functions that this module's
     ``plain``, ``fault`` and ``files`` call for this kind."""
 
     design: type[Any]

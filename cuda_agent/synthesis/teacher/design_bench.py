@@ -75,8 +75,8 @@ _Case = tuple[str, Sequence[torch.Tensor], Sequence[torch.Tensor]]  # kind, inpu
 
 
 def cases(model: Callable[..., Any], inputs: Sequence[torch.Tensor], kinds: Sequence[str]) -> Iterator[_Case]:
-    """Yields the inputs of the kind ``normal``, and those of ``kinds`` that the task has: inputs for which the model's
-    outputs are finite."""
+    """Yields a case for the kind ``normal``, and for each of ``kinds`` that fits the task: inputs of this kind exist,
+    and the model's outputs for them are finite."""
     for kind in ("normal", *kinds):
         varied = vary([tensor.clone() for tensor in inputs], kind)
         if varied is not None:
@@ -86,7 +86,7 @@ def cases(model: Callable[..., Any], inputs: Sequence[torch.Tensor], kinds: Sequ
 
 
 def _fault(run: Callable[[int], None], known: Sequence[_Case], outputs: Sequence[Any], tolerance: float) -> Any:
-    """Runs a design on each of ``known``. Returns the answer for a wrong design, or None if all outputs are right."""
+    """Runs a design on each case in ``known``. Returns the answer to send if an output is wrong, and None otherwise."""
     for slot, (kind, _, wanted) in enumerate(known):
         for output in outputs:
             output.fill_(math.nan)

@@ -107,8 +107,8 @@ class Sweep:
         return eager, found
 
     async def _ask(self, request: Mapping[str, Any]) -> float | str:
-        """Sends a request to the child process, which is started if it does not run. Returns eager's seconds, or the
-        reason why the child did not time eager."""
+        """Sends a request to the child process; first starts the child if none is running. Returns eager's seconds, or
+        the reason why the child did not time eager."""
         if self._child is None:
             folders = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
@@ -179,8 +179,8 @@ def _result(line: Mapping[str, Any]) -> float | str:
 
 
 def draw_designs(task: Task, designs: int = DESIGNS) -> tuple[Counter[Any], list[Worked]]:
-    """Draws designs of ``task``. Returns how often each design was drawn, and the solutions with the drawn designs that
-    the teacher expects to be right. These are at most ``designs`` solutions, each with another design.
+    """Draws designs of ``task``. Returns how often each design was drawn, and the solutions that the teacher expects to
+    be right. There are at most ``designs`` of these solutions, all with different designs.
 
     Raises:
         ValueError: The task is not of the teacher's family."""

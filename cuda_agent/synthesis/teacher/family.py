@@ -105,8 +105,8 @@ CONSTANTS = ("2", "3", "4", "5", "6", "7", "8", "9")
 @dataclass(frozen=True)
 class Ending:
     """An operator after an element-wise chain. ``length`` and ``spread`` ensure that different inputs give outputs that
-    differ by more than the judge's tolerance of 1e-2. The outputs of a softmax over 1,024 values, for example, would be
-    too small."""
+    differ by more than the judge's tolerance of 1e-2. The outputs of a softmax over 1,024 values, for example, would
+    differ by less."""
 
     torch: str  # its form in PyTorch
     maps: bool  # whether the output has the shape of the input
@@ -274,7 +274,7 @@ def ops_combination(task: Task) -> str:
 
 @lru_cache(maxsize=256)
 def parse(task: Task) -> FamilySpec:
-    """Reads from the code of ``task`` the specification from which ``make_task`` made it.
+    """Returns the specification of ``task``, read from its code. This is the inverse of ``make_task``.
 
     Raises:
         ValueError: ``make_task`` did not make this code."""

@@ -21,7 +21,7 @@ class Optimum:
     median_seconds: float | None  # median over the times of all right designs; None if there is none
     right: float  # share of the draws whose design is right (0 to 1)
     design: str = ""  # the best design
-    surprises: tuple[str, ...] = ()  # designs that fail although the teacher expects that they are right, and why
+    surprises: tuple[str, ...] = ()  # designs (and why they fail) that the teacher expects to be right
 
     @property
     def speedup(self) -> float | None:

@@ -135,7 +135,7 @@ class Buffers:
     Args:
         slots: The number of slots. Each slot holds the inputs and outputs of one call.
         examples: The number of sets of inputs and outputs that a reference worker can draw in one request. If positive,
-            the output area holds these sets and the weights. The first set's outputs are the first slot's outputs.
+            the output area holds these sets and the weights. The first set has its outputs in the first slot.
         fixed: Whether the gaps between tensors have a fixed width, so that offsets are the same in every run.
         areas: A function from two sizes in bytes to the two areas. By default the areas lie in CPU memory."""
 

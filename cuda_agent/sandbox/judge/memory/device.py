@@ -235,7 +235,7 @@ def healthy() -> bool:
 def mismatch(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> tuple[str, float]:
-    """Compares ``actual`` with ``expected`` on the device, with the rule and the results of ``check.mismatch``."""
+    """Compares ``actual`` with ``expected`` on the device, as ``check.mismatch`` does on the CPU."""
     largest = 0.0
     for index, (want, have, tensor) in enumerate(zip(expected, actual, tensors, strict=True)):
         message, difference, _ = _compare(want, have, tensor, tolerance, cap)

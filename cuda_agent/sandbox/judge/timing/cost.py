@@ -1,7 +1,7 @@
 """Computes simulated times, which replace measured times in tests and drills (``sandbox.clock=model``).
 
 A simulated time is a pure function of task and solution. It does not predict real time. A policy can learn from it,
-because it falls with the usual optimizations: fewer passes over memory, fewer operators, at least one block for each of
+because the usual optimizations shorten it: fewer passes over memory, fewer operators, at least one block for each of
 the processor's threads, and vector hints."""
 
 import re
@@ -22,7 +22,7 @@ def eager(operators: int, touched: int, threads: int) -> float:
 
 def compiled(spec: TaskSpec, operators: int, touched: int, threads: int) -> float:
     """Returns the simulated seconds of one call of a compiled model. In eager PyTorch the call runs ``operators``
-    operators, which read and write ``touched`` bytes. Compiled, it counts as 1 + ``operators`` / 4 operators, which
+    operators, which read and write ``touched`` bytes. A compiled call counts as 1 + ``operators`` / 4 operators, which
     touch the inputs, the outputs and a quarter of the other bytes."""
     least = call_bytes(spec)
     return _CALL * (1 + operators / 4) + (least + max(0, touched - least) / 4) / (_BYTES_PER_SECOND * threads)

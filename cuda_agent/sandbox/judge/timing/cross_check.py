@@ -16,11 +16,11 @@ The delay is a kernel of known length that runs before the calls. The device run
 The judge does not see work on another stream during the delay. A chain's delay is therefore at most about twice the
 time in which the host would enqueue the same number of calls of eager.
 
-Each wall time is the shortest of several, because stopping processes can only lengthen it (by tenths of a millisecond
-on H200). A reported time counts if it is at least 80 % of the bound, minus an allowance for noise. Otherwise the bound
-counts. A reported time below half of the bound is a forgery, unless the host always needed longer than the delay to
-enqueue the chain. The limit is not higher, because honest calls that move gigabytes can report too little. On H200, one
-such call reported 10.4 ms and took 15.1 ms by the judge's clock."""
+Each wall time is the shortest of several. It includes stopping the worker after the calls, which can only lengthen it
+(by tenths of a millisecond on H200). A reported time counts if it is at least 80 % of the bound, minus an allowance for
+noise. Otherwise the bound counts. A reported time below half of the bound is a forgery, unless the host always needed
+longer than the delay to enqueue the chain. The limit is not higher, because honest calls that move gigabytes can report
+too little. On H200, one such call reported 10.4 ms and took 15.1 ms by the judge's clock."""
 
 import math
 from collections.abc import Callable
@@ -38,8 +38,8 @@ _SHARE, _FORGED = 0.8, 0.5
 
 
 def longest(host: float) -> float:
-    """Returns the longest allowed delay before a chain of calls, in seconds, divided by the number of calls. ``host``
-    is the time in seconds in which the host enqueues one call of eager PyTorch."""
+    """Returns the longest allowed delay before a chain, in seconds per call of the chain. ``host`` is the time in
+    seconds in which the host enqueues one call of eager PyTorch."""
     return 2 * host
 
 
@@ -108,7 +108,7 @@ class _Walls:
 
     def slope(self, delay: int) -> float:
         """Returns the wall seconds that each further call adds to a chain. Without a chain (``count`` is 1), returns
-        the wall seconds of one call after its ``delay`` (in units of ``DELAY_UNIT``)."""
+        ``request(delay)``, the wall seconds of a request for one call without its delay."""
         if self._count == 1:
             return self.request(delay)
         return (self._long - self._short) / (self._count - 1)

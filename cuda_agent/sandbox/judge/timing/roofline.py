@@ -1,9 +1,9 @@
 """Determines a device's peak rates, and the lower bound of a call's time that follows from them.
 
 The driver reports a GPU's rates. A CPU's rate of memory copies is measured, because virtual machines do not report it.
-The bound counts the bytes of the outputs: a call must write them, because the judge overwrites them before. It does not
-count inputs, because a call need not read them entirely. It subtracts the size of the last-level cache, because outputs
-may still be there."""
+The bound counts the bytes of the outputs: a call must write them, because the judge overwrites them before each call.
+It does not count inputs, because a call need not read them entirely. It subtracts the size of the last-level cache,
+because outputs may still be there."""
 
 import json
 import os
@@ -92,8 +92,8 @@ def of_gpu() -> Peaks:
 
 def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[None]], again: bool = False) -> Peaks:
     """Returns the CPU's peaks from ``file``. If the file is missing, or if ``again``, measures the peaks in the context
-    ``quiet()`` and writes the file. Of an old and a new copy rate the higher counts, because other programs only slow
-    copies down."""
+    ``quiet()`` and writes the file. The higher of the old and the new copy rate counts, because other programs only
+    slow copies down."""
     known = 0.0
     with suppress(OSError, ValueError, TypeError):
         kept = Peaks(**json.loads(file.read_text()))

@@ -1,7 +1,8 @@
 """Varies the inputs that a task draws, to catch kernels that are correct only for typical values.
 
-Each kind keeps to the domain of the drawn values. Non-negative values remain non-negative (for logarithms and roots).
-Values in [0, 1] remain there (probabilities). Integers (indices, labels) and booleans do not change."""
+Each kind of variation stays in the domain of the drawn values. Non-negative values remain non-negative, because the
+task may take their logarithm or root. Values in [0, 1] remain there, because they may be probabilities. Integers
+(indices, labels) and booleans do not change."""
 
 import torch
 

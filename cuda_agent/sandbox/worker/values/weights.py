@@ -1,7 +1,7 @@
 """Draws new values for weights that a model's constructor sets to one value, so that a solution cannot ignore them.
 
-LayerNorm's weight, for example, starts with 1 and its bias with 0. A solution that ignores both is right until they
-have other values. Weights that the constructor draws at random stay, because they follow from the judge's secret seed.
+LayerNorm's weight, for example, starts with 1 and its bias with 0. With these values, a solution that ignores both
+gives right outputs. Weights that the constructor draws at random keep their values, which follow from a secret seed.
 The reference worker uses this module. A candidate worker uses it if the solution's weights and the reference's weights
 have different names."""
 
