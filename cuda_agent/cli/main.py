@@ -246,7 +246,7 @@ def tasks_import(
 ) -> None:
     """Import tasks into a task set.
 
-    Drops invalid files and duplicates, and determines each task's operators again."""
+    Drops invalid files and duplicates. Finds each task's operators in its code, whatever the source says."""
     from cuda_agent.tasks.io import import_tasks
 
     imported = import_tasks(source, folder)

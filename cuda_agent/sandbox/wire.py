@@ -282,7 +282,7 @@ class Probe:
 
     @property
     def lets_through(self) -> dict[str, float]:
-        """Maps each wrong answer (mutant) that the sandbox's tolerance accepts to the least tolerance that accepts it.
+        """The wrong answers (mutants) that the sandbox's tolerance accepts, each with the least tolerance that does.
         Excludes the mutants in ``ROUNDING``: their errors are so small that a tolerance should accept them."""
         return {name: least for name, least in self.mutants.items() if least is not None and name not in ROUNDING}
 

@@ -229,8 +229,8 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.post("/v1/jobs", status_code=202, response_model=None)
     async def submit(http: HttpRequest, request: protocol.Submission, wait: Poll = 0.0) -> dict[str, Any]:
-        """Queue an evaluation, a probe, a spec or a build, and return the job.  Requests with the same content share
-        one job.  A client that disconnects before the answer withdraws its submission."""
+        """Queue a job (``evaluate``, ``probe``, ``spec`` or ``build``) and return it.  Requests with the same content
+        share one job.  A client that disconnects before the answer withdraws its submission."""
         job = service.submit(request, http.scope["size"])
         if wait and not await unless_gone(http.receive, service.wait(job, wait)):
             service.cancel(job)

@@ -190,7 +190,8 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
     """Loads the libraries of a plan (a solution in the plan format), and resolves the arguments of its kernels for each
     slot (the buffers of one call). An argument is the address of a buffer, or of an 8-byte cell with a scalar.
     ``program`` is ``plan.Program`` as JSON. Returns a function that runs the plan in the slot with the given number.
-    The attribute ``steps`` of this function holds, for each slot, one function per node."""
+    The attribute ``steps`` of the returned function has a list for each slot, with one function per node of the plan (a
+    launch of a kernel, a library call or a memset)."""
     runtime = ctypes.CDLL(program["runtime"])
     library = ctypes.CDLL(program["library"]) if program["library"] else None
     keep: list[Any] = []

@@ -107,8 +107,8 @@ class _Walls:
             self._long = min(self._long, wall(self._count))
 
     def slope(self, delay: int) -> float:
-        """Returns the wall seconds that each further call adds to a chain. Without a chain (``count`` is 1), returns
-        ``request(delay)``, the wall seconds of a request for one call without its delay."""
+        """Returns the wall seconds that each further call adds to a chain. If ``count`` is 1 (no chain), returns
+        ``request(delay)``: the wall seconds of a request for one call, minus the delay."""
         if self._count == 1:
             return self.request(delay)
         return (self._long - self._short) / (self._count - 1)
