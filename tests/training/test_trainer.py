@@ -357,7 +357,7 @@ def test_ppo_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path):
     assert begun + run(again_actor, again_judge, (1, 2)) == whole
 
 
-@pytest.mark.parametrize("damage", ["lose", "cut", "without_step"])
+@pytest.mark.parametrize("damage", ["cut", "lose", "without_step"])
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path, damage):
     saved = policy()
     memorise(saved, stop=2)

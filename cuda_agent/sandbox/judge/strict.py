@@ -110,13 +110,13 @@ def check(
                 said["skipped"].append(kind)
                 continue
             count += 1
-            outputs = call(entry, f"on inputs of the kind {kind!r}")
+            outputs, wrong = _tried(prepared, call, kind, entry, tolerance)
             mine = eagers = None
             if entry.exact is not None:
                 mine, eagers = error(prepared, outputs, entry.exact), error(prepared, entry.outputs, entry.exact)
                 said["error"], said["eager_error"] = max(said["error"], mine), max(said["eager_error"], eagers)
-            if message := fault(prepared, entry, outputs, tolerance):
-                return said, f"inputs of the kind {kind!r}: {message}"
+            if wrong:
+                return said, wrong
             said["kinds"][kind] = mine
             if kind == "normal" and number == 0:
                 again = call(entry, "a second time on the same inputs")
@@ -133,18 +133,20 @@ def check_kinds(prepared: PreparedTask, call: Callable[[Any, str], list[Any]], s
         with prepared.lease.working():
             if entry := prepared.varied(kind):
                 count += 1
-                outputs = call(entry, f"on inputs of the kind {kind!r}")
-                if message := fault(prepared, entry, outputs, settings.tolerance):
-                    raise CandidateRefused("wrong", f"inputs of the kind {kind!r}: {message}")
+                if wrong := _tried(prepared, call, kind, entry, settings.tolerance)[1]:
+                    raise CandidateRefused("wrong", wrong)
     return count
 
 
-def fault(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any], tolerance: float) -> str:
-    """Returns why ``outputs`` are wrong for the inputs of ``entry``. Returns an empty string if they are right, or as
-    good as eager's."""
+def _tried(
+    prepared: PreparedTask, call: Callable[[Any, str], list[Any]], kind: str, entry: PoolEntry, tolerance: float
+) -> tuple[list[Any], str]:
+    """Runs a candidate on ``entry``, which has inputs of ``kind``. Returns the outputs and the reason why they are
+    wrong. The reason is empty if they are right, or as good as eager's."""
+    outputs = call(entry, f"on inputs of the kind {kind!r}")
     message, _ = prepared.memory.mismatch(entry.outputs, outputs, prepared.spec.outputs, tolerance, math.inf)
     good = not message or (entry.exact is not None and _as_good_as_eager(prepared, entry, outputs, tolerance))
-    return "" if good else message
+    return outputs, "" if good else f"inputs of the kind {kind!r}: {message}"
 
 
 def _as_good_as_eager(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any], tolerance: float) -> bool:

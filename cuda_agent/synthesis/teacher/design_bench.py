@@ -74,18 +74,20 @@ def values_off(want: torch.Tensor, have: torch.Tensor, tolerance: float, cap: fl
 _Case = tuple[str, Sequence[torch.Tensor], Sequence[torch.Tensor]]  # kind, inputs, outputs of the model
 
 
-def cases(model: Callable[..., Any], inputs: Sequence[torch.Tensor], kinds: Sequence[str]) -> Iterator[_Case]:
+def cases(model: Callable[..., Any], inputs: list[torch.Tensor], kinds: Sequence[str]) -> Iterator[_Case]:
     """Yields a case for the kind ``normal``, and for each of ``kinds`` that fits the task: inputs of this kind exist,
     and the model's outputs for them are finite."""
     for kind in ("normal", *kinds):
-        varied = vary([tensor.clone() for tensor in inputs], kind)
+        varied = vary(inputs, kind)
         if varied is not None:
             wanted = flatten(model(*varied))
             if kind == "normal" or all(bool(tensor.isfinite().all()) for tensor in wanted):
                 yield kind, varied, wanted
 
 
-def _fault(run: Callable[[int], None], known: Sequence[_Case], outputs: Sequence[Any], tolerance: float) -> Any:
+def _fault(
+    run: Callable[[int], None], known: Sequence[_Case], outputs: Sequence[Any], tolerance: float
+) -> dict[str, Any] | None:
     """Runs a design on each case in ``known``. Returns the answer to send if an output is wrong, and None otherwise."""
     for slot, (kind, _, wanted) in enumerate(known):
         for output in outputs:

@@ -26,6 +26,7 @@ from cuda_agent.synthesis.teacher.family import (
     parse,
     sample_spec,
     sample_task,
+    steps,
     task_spec,
 )
 from cuda_agent.tasks.inspect import problems
@@ -60,19 +61,22 @@ def test_every_operator_is_in_cpp_as_exact_as_in_torch_wherever_torch_is_finite(
     """Strict mode checks inputs that are 30 times as large: a form that overflows there is wrong for every design."""
     torch.manual_seed(0)
     x, y = scale * torch.randn(2, 4096)
-    forms = {name: (one.torch.replace("{c}", "4"), one.cpp.replace("{c}", "4")) for name, one in OPERATORS.items()}
+    specs = {
+        name: FamilySpec(((name, "4" if one.has_constant else None),), None, 64, 64) for name, one in OPERATORS.items()
+    }
     loops = (
         f'extern "C" void of_{name}(const float* x, const float* y, float* z) '
-        f"{{ for (int i = 0; i < 4096; i++) {{ float v = x[i], w = y[i]; v = {cpp}; z[i] = v; }} }}"
-        for name, (_, cpp) in forms.items()
+        f"{{ for (int i = 0; i < 4096; i++) {{ float v = x[i], w = y[i]; {steps(spec)[0]} z[i] = v; }} }}"
+        for name, spec in specs.items()
     )
     (tmp_path / "forms.cpp").write_text("#include <cmath>\nusing namespace std;\n" + "\n".join(loops))
     library = tmp_path / "forms.so"
     subprocess.run(["g++", "-O2", "-shared", "-fPIC", "-o", library, tmp_path / "forms.cpp"], check=True)
     of = ctypes.CDLL(str(library))
     off = {}
-    for name, (code, _) in forms.items():
-        want, have = eval(code, {"torch": torch, "F": F, "x": x, "y": y}), torch.empty(4096)
+    for name, operator in OPERATORS.items():
+        code, names = operator.torch.replace("{c}", "4"), {"torch": torch, "F": F, "x": x, "y": y}
+        want, have = eval(code, names), torch.empty(4096)
         of[f"of_{name}"](*(ctypes.c_void_p(tensor.data_ptr()) for tensor in (x, y, have)))
         known = want.isfinite()
         want, have = want[known], have[known]
