@@ -1,6 +1,6 @@
 """Composes, validates, freezes and loads the configuration.
 
-The process that the user starts calls ``compose``: Hydra merges the files of ``conf/`` with the user's overrides, and
+``compose`` runs in the process that the user starts: Hydra merges the files of ``conf/`` with the user's overrides, and
 the pydantic models of ``config`` validate the result.  ``freeze`` writes a configuration as canonical JSON.  Every
 other process passes this JSON and its sha256 to ``load``, which checks the hash and validates again."""
 
@@ -121,9 +121,10 @@ def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
     """Returns the part of the configuration that decides the result of a stage: name -> JSON value.
 
     The names are ``seed`` and the names in ``sections``, which are sections or single keys such as ``agentic.reward``.
-    If ``sections`` contains ``synthesis``, which has a separate seed, ``seed`` is left out.  Addresses and resources
-    are left out.  So is the section ``training``: if ``sections`` contains it, this only adds the keys of ``ray`` that
-    are about training.  If ``runtime`` is local, the whole section ``ray`` is left out."""
+    If ``sections`` contains ``synthesis``, which has a separate seed, ``seed`` is left out.  Settings that do not
+    change results are always left out: addresses, resources and the section ``training``.  The keys of ``ray`` that
+    only training stages read are left out unless ``sections`` contains ``training``.  If ``runtime`` is local, the
+    whole section ``ray`` is left out."""
     whole = config.model_dump(mode="json", exclude=_NOT_IN_KEYS)
     if "training" not in sections:
         whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in _ONLY_IN_TRAINING}
@@ -252,7 +253,7 @@ def _type_words(annotation: Any, metadata: list[Any]) -> str:
 
 
 def _nearest(name: str, choices: Sequence[str]) -> str:
-    """Returns the last sentence of the error that ``name`` is none of ``choices``, as in " Did you mean critic.lr?"."""
+    """Returns a hint for a wrong ``name``, as in " Did you mean critic.lr?".  ``choices`` are the correct names."""
     if name in RENAMED:
         return f" It is called {RENAMED[name]} now."
     tails = {choice: choice.rsplit(".", 1)[-1] for choice in choices}

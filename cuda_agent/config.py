@@ -195,9 +195,9 @@ class Lora(Section):
 
 
 class Training(Section):
-    """Settings that determine how and where training stages compute.  Other values change results only by rounding
-    errors, so cache keys leave these settings out.  A stage can resume from a checkpoint that was made with other
-    values."""
+    """Settings that determine how and where training stages compute.  They affect results only by rounding errors, so
+    cache keys leave them out.  A stage can resume from a checkpoint that was made with other values of these
+    settings."""
 
     checkpointing: Literal["auto", "on", "off"] = key(
         "auto",

@@ -78,7 +78,7 @@ class Lease:
         """Holds the lease exclusively during the ``with`` block, in which a kernel is timed.
 
         Raises:
-            RuntimeError: This handle is inside ``working``.  Two such processes would wait for each other."""
+            RuntimeError: This handle is inside ``working``.  If two processes did this, they would deadlock."""
         if self._held == "working":
             raise RuntimeError("a timing may not begin inside work that holds the timing lease")
         if self._held:

@@ -56,8 +56,8 @@ def memory_bytes(device: str) -> int:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Makes Linux kill this process when its parent ends.  If ``parent`` is given and is not the parent's pid, this
-    process exits at once."""
+    """Makes Linux kill this process when its parent ends.  ``parent`` is the expected pid of the parent (None: any).
+    If the actual pid differs, the expected parent has ended already, and this process exits at once."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if parent not in (None, os.getppid()):
         os._exit(EXIT_RETRY)

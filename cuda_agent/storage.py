@@ -8,7 +8,7 @@ The store is in a local folder, in memory or in S3.  The library obstore reads a
 Every write is atomic.  A folder's tree is written after its files, so a folder exists only once it is complete.  The
 sha256 of the tree is the folder's digest.  Reading a folder verifies digests and removes damaged objects; ``get``
 verifies nothing.  Empty folders, permissions and links are not stored.  A store in a local folder does not call fsync.
-S3 credentials come only from AWS's environment variables.  They hold a pair of keys, or name a pod's IAM role."""
+S3 credentials come only from AWS's environment variables, which hold a pair of keys or name a pod's IAM role."""
 
 import contextlib
 import hashlib
@@ -148,8 +148,8 @@ class Store:
         """Downloads an object to the file ``path``.
 
         Raises:
-            StoreDamaged: The object is absent; no file was made. Or the object has another sha256; it and the file
-                were deleted."""
+            StoreDamaged: The object is absent, and no file is made. Or its digest is not ``sha256``, and the object and
+                the file are deleted."""
         actual = hashlib.sha256()
         with self._errors(f"read {key}"):
             found = obstore.get(self._backend, key)  # before the file is made: the object may be absent

@@ -63,7 +63,7 @@ class FileTracker:
         (folder / "notes.jsonl").write_bytes(notes.read_bytes() if notes.exists() else b"")
 
     def restore(self, folder: Path) -> None:
-        """Restores the metrics and notes that ``save`` wrote to ``folder``, and drops all later ones."""
+        """Replaces all metrics and notes with those that ``save`` wrote to ``folder``."""
         for name in ("metrics.jsonl", "notes.jsonl"):
             write_whole(self._folder / name, (folder / name).read_text())
 

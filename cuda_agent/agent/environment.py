@@ -40,10 +40,10 @@ class KernelEnvironment:
         best: The best verdict so far, or None. Only verdicts of quick mode, the judge's usual mode, count.
         best_files: The files of the solution whose verdict is ``best``.
         flags: The bad patterns in the player's turns so far ("malformed_call", "unknown_tool", "loop").
-        repeated: How many times the latest tool call was made with the same arguments since its count was reset. A
-            change of files resets the counts of all tools except Write, Edit, MultiEdit and NotebookEdit. A change is a
-            successful call of one of these four with new arguments. It is also a compile, verify or profile command on
-            files that no earlier command found, because Bash can change files, too.
+        repeated: How many times the latest tool call was made with the same arguments since the files last changed. For
+            Write, Edit, MultiEdit and NotebookEdit: since the start. Two events count as a change of files. One is a
+            successful call of one of these four tools with new arguments. Bash can change files, too; so the other is
+            a compile, verify or profile command that finds files that no earlier command found.
         waiting: A function that returns a context manager, in which each wait for a verdict takes place."""
 
     def __init__(

@@ -6,8 +6,8 @@ with tools or with one answer and no tools. ``run_many`` plays many episodes at 
 
 A policy's episode is one growing list of token ids. Sampled ids are appended unchanged (mask 1); the prompt and tool
 results are encoded once and appended (mask 0). An episode ends with the policy's answer, or when the budget of turns or
-tokens is used up. The files of the episode are then judged. An episode that an infrastructure fault or the deadline
-cuts short has no reward."""
+tokens is used up. The files of the episode are then judged. If an infrastructure fault or the deadline cuts an episode
+short, the episode has no reward."""
 
 import asyncio
 import hashlib
@@ -91,7 +91,7 @@ async def within(limit: asyncio.Timeout, work: Awaitable[str], late: str) -> str
 
 @contextmanager
 def stopped(limit: asyncio.Timeout) -> Iterator[None]:
-    """Extends the running timeout ``limit`` by the time that the ``with`` block takes."""
+    """Suspends the running timeout ``limit`` during the ``with`` block, and then extends it by the block's duration."""
     time = asyncio.get_running_loop().time
     end, began = limit.when(), time()
     limit.reschedule(None)
@@ -156,9 +156,9 @@ class EpisodePlayer(ABC):
         return min(self.settings.turn_tokens, self.settings.context - len(self.episode.ids))
 
     async def run(self, answer: Callable[[], Awaitable[Ended]] | None = None) -> Episode:
-        """Plays the episode and judges its final files. An episode without tools is played by ``answer``; without
-        ``answer``, the episode has tools. Returns the episode, even after an infrastructure fault. ``Episode.ended``
-        says why the episode ended."""
+        """Plays the episode and judges its final files. ``answer`` is a function that plays an episode without tools;
+        if it is None, the episode has tools. Returns the episode, even after an infrastructure fault.
+        ``Episode.ended`` says why the episode ended."""
         environment, episode = self.environment, self.episode
         episode.kind = "single" if answer else "agent"
 
@@ -297,7 +297,7 @@ async def run_many(jobs: Sequence[Callable[[], Awaitable[T]]], concurrency: int,
     raises an exception (a bug, a lost engine), cancels the other jobs and raises this exception.
 
     With ``lockstep``, all running episodes sample their next turn at the same time, and have no deadline. The engine's
-    batches are then the same in every run. If ``sandbox.clock=model`` is set, the results are the same in every run."""
+    batches are then the same in every run. With ``sandbox.clock=model``, the results are the same, too."""
     slots = asyncio.Semaphore(concurrency)
     lock = _Lockstep(len(jobs), concurrency) if lockstep else None
 

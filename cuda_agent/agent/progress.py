@@ -71,8 +71,8 @@ class Findings:
             self.by_digest.setdefault(solution.digest, Find(solution, verdict, attempt, turn))
 
     def note(self, solution: Solution, verdict: Verdict, attempt: int, turn: int) -> None:
-        """Records a verdict on ``solution``. A quick verdict adds the solution (``add``). A strict verdict is added
-        to the ``Find`` of its solution if there is one, unless the sandbox failed."""
+        """Records a verdict on ``solution``. A quick verdict adds the solution (``add``). A strict verdict is stored in
+        the solution's ``Find``; it is ignored if there is no such ``Find``, or if the sandbox failed."""
         if verdict.mode == "quick":
             self.add(solution, verdict, attempt, turn)
         elif verdict.status != "infra" and solution.digest in self.by_digest:

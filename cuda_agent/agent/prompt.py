@@ -118,8 +118,8 @@ def _calls_super(node: ast.stmt) -> bool:
 
 
 def _unparsed(node: ast.stmt) -> str:
-    """Returns the source of ``node``, indented by one space per level, without a leading ``def``. Strings stay
-    unchanged: ``ast.unparse`` writes each string on one line, and docstrings were removed before."""
+    """Returns the source of ``node``, indented by one space per level, without a leading ``def``. The new indent
+    changes no strings: ``ast.unparse`` writes each string on one line, and docstrings were removed before."""
     text = re.sub(r"^(?: {4})+", lambda match: match[0][::4], ast.unparse(node), flags=re.M)
     return text.removeprefix("def ") if isinstance(node, ast.FunctionDef) else text
 

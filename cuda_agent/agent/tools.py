@@ -1,4 +1,4 @@
-"""Defines the agent's tools: their schemas, and the text that the commands of their shell print.
+"""Defines the schemas of the agent's tools, and the text that its commands compile, verify, profile and restore print.
 
 The agent loop and the code that writes example dialogues both call ``describe``, so that the texts are the same. The
 tools themselves run in ``sandbox.workspace``."""
@@ -27,8 +27,8 @@ def merit(verdict: Verdict) -> tuple[float, float]:
 
 def describe(verdict: Verdict, command: str, style: Style, before: Verdict | None = None) -> str:
     """Returns the text that ``command`` (compile, verify or profile) prints for ``verdict``. ``before`` is the best
-    verdict that the agent got before, or None. In compact style the text holds only the status, the first build error,
-    or the two speed-ups and the word "best" or "slower" (than ``before``)."""
+    verdict that the agent got before, or None. The compact style is one short line, such as the status, the first
+    build error, or the two speed-ups with the word "best" or "slower" (than ``before``)."""
     if verdict.status == "build_error":
         return f"build error: {first_error(verdict.message) if style == 'compact' else verdict.message}"
     if command == "compile":

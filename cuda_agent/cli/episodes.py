@@ -129,7 +129,7 @@ def _is_path(text: str) -> bool:
 
 def _lines(chosen: "list[EpisodeEntry]", found: int, most: int, nothing: str) -> list[str]:
     """Returns a table of at most ``most`` of the ``chosen`` episodes, as lines.  ``found`` is the number of all
-    episodes, chosen or not.  If ``found`` is 0, the only line is ``nothing``."""
+    episodes, chosen or not.  ``nothing`` is the message that is returned if ``found`` is 0."""
     if not chosen:
         return [f"none of {found} episodes" if found else nothing]
     lines = [_HEAD, *(_line(entry.row) for entry in chosen[:most])]

@@ -351,8 +351,8 @@ def cluster_of(on: str | None, namespace: str | None) -> Cluster:
 
 
 def _current(store: str, namespace: str | None) -> Cluster | None:
-    """Returns the cluster of the kubeconfig's current context.  Returns None if the user named a store, or if this
-    cluster cannot be used: no context, or no Kubernetes client is installed."""
+    """Returns the cluster of the kubeconfig's current context.  Returns None if the user named a store, or if the
+    cluster cannot be used because there is no context or no Kubernetes client."""
     if store != STORE:
         return None
     try:

@@ -4,7 +4,7 @@
     a stage   runs the same process as on one machine (``stage_main``); copies its log, metrics, manifest to MLflow
     finish    removes the run's servers, records how the run ended, calls the webhook
 
-A step creates only what is missing, so it may be killed at any moment and started again."""
+A step creates only objects that are missing, so it may be killed at any moment and started again."""
 
 import contextlib
 import json

@@ -45,8 +45,8 @@ def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, clust
     ``workflow`` is the name of this job's Workflow.
 
     Returns:
-        What was removed, or with ``dry_run`` what would be: names of runs (``runs``), number and size of the store's
-        objects (``objects``, ``bytes``), names of the Workflows of removed servers (``pools``), names of ConfigMaps
+        What was removed, or with ``dry_run`` would be removed: names of runs (``runs``), number and size of the store's
+        objects (``objects``, ``bytes``), names of the Workflows that had the servers (``pools``), names of ConfigMaps
         (``config maps``).  ``removed`` is False with ``dry_run``.  If runs or another collection are under way, a call
         without ``dry_run`` removes nothing and returns ``{"busy": reason}``."""
     store = open_store(here.store)
@@ -141,7 +141,7 @@ def forbidden(mlflow: str) -> dict[str, str]:
 
 
 def reach(addresses: Sequence[str]) -> dict[str, str]:
-    """Tries to connect to each host:port in ``addresses``.  Returns host:port -> error, or "" after a connection."""
+    """Tries to connect to each host:port in ``addresses``.  Returns host:port -> error ("": connected)."""
 
     def attempt(address: str) -> str:
         host, _, port = address.rpartition(":")
@@ -207,6 +207,6 @@ def _said(cluster: Cluster, workflow: str) -> dict[str, Any]:
 
 
 def tell(addresses: Sequence[str], file: Path = PodEnvironment.termination_message) -> None:
-    """Runs in the pod that ``from_sandbox`` starts.  Tries to connect to ``addresses``, and writes the dict that
-    ``from_sandbox`` returns to ``file``, as JSON."""
+    """Runs in the pod that ``from_sandbox`` starts.  Tries to connect to ``addresses``.  Writes the result to
+    ``file`` as JSON: the dict that ``from_sandbox`` returns."""
     file.write_text(json.dumps({"reached": reach(addresses), "processes": process_limit()}))

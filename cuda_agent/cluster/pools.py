@@ -5,9 +5,9 @@
     NetworkPolicy   lets only the run's stages connect to the servers; the servers connect to nothing, not even DNS
     StatefulSet     the servers of one role; the roles are workspace, build and evaluate
 
-``pool_objects`` makes templates of these objects, with ``RUN`` in place of a Workflow's name.  The chart adds images,
-and for each of its profiles the profile's resources and node placement.  When a run starts, ``objects`` fills in the
-name of the run's Workflow."""
+``pool_objects`` makes templates of these objects, with ``RUN`` in place of a Workflow's name.  The chart adds
+images to the templates.  It also adds resources and node placement, separately for each profile.  When a run starts,
+``objects`` fills in the name of the run's Workflow."""
 
 import json
 from collections.abc import Mapping, Sequence

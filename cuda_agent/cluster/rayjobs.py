@@ -1,10 +1,11 @@
-"""Runs a stage on Ray in several pods: creates the objects below (for KubeRay 1.6), and follows the job to its end.
+"""Runs a stage on Ray in several pods: creates the objects below (for KubeRay 1.6), and waits until the RayJob ends.
 
     RayJob          a head pod, which runs the stage's process, and further pods, which run the stage's actors
     NetworkPolicy   allows all traffic between these pods, and lets KubeRay's operator reach the head's dashboard
     NetworkPolicy   lets these pods connect to the sandbox servers of the run
 
-The objects' names are made only of the Workflow's and the stage's names, so a restarted step finds its job."""
+The objects' names are made only of the Workflow's and the stage's names, so a step that Argo restarts finds its
+RayJob."""
 
 import hashlib
 import json
@@ -182,7 +183,7 @@ def follow(
 
 
 def _state(job: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Returns (KubeRay's state of the RayJob, Ray's state of its job, KubeRay's message).  An unknown one is empty."""
+    """Returns (KubeRay's state of the RayJob, Ray's state of its job, KubeRay's message).  Unknown texts are empty."""
     status = job.get("status", {})
     why = [status.get("reason"), status.get("message")]
     return status.get("jobDeploymentStatus", ""), status.get("jobStatus", ""), ": ".join(filter(None, why))

@@ -145,8 +145,8 @@ def facts(address: str, run: str) -> Facts:
 
 
 def _open(address: str, run: str) -> tuple[Rest, dict[str, MlflowEntry]]:
-    """Returns a client of MLflow and a dict: stage of the run ("" for the whole run) -> its run in MLflow, oldest
-    first."""
+    """Returns a client of MLflow, and a dict: name of a stage of ``run`` ("" for ``run`` itself) -> its run in MLflow.
+    The dict has the oldest MLflow run first."""
     api = Rest(address, seconds=60.0)
     entries = _search(api, run)
     if "" not in entries:

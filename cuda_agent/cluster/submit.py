@@ -259,8 +259,8 @@ def _absent(nodes: Sequence[dict[str, Any]]) -> set[str]:
 
 
 def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> None:
-    """Adds Kubernetes' warnings of failures to the notes of those stages in ``shown`` that have waited for over
-    ``PATIENCE`` seconds."""
+    """Looks up why stages in ``shown`` have waited for over ``PATIENCE`` seconds.  If Kubernetes reports a failure of
+    such a stage's pod, puts Kubernetes' message into the stage's notes."""
     waiting = {view.name: view for view in shown if view.state == "waiting" and view.seconds > PATIENCE}
     if not waiting:
         return

@@ -179,7 +179,7 @@ def _stage(stage: Stage) -> dict[str, Any]:
 
 
 def _spread(stage: Stage) -> dict[str, Any]:
-    """Returns the template of the step that creates a stage's Ray cluster and follows it to its end."""
+    """Returns the template of the step that creates a stage's RayJob and waits until the RayJob ends."""
     arguments = ["pod", "ray", stage.name, *OF_THE_RUN]
     return _pod(task_name(stage.name), "setup", arguments, 7 * DAY, account="ray", env=_PLACES, **_manifest(stage))
 

@@ -39,7 +39,7 @@ PAUSE = 0.25  # seconds before a solution that is judged alone
 
 def formats_of(text: str | None, device: str = "cpu") -> tuple[Format, ...]:
     """Returns the formats that ``text`` lists, as in ``plan,python``, in a fixed order. If ``text`` is None, returns
-    all formats that can be measured on ``device``; on a GPU, ``extension`` cannot.
+    all formats that can be measured on ``device``: all on a CPU, and all except ``extension`` on a GPU.
 
     Raises:
         ConfigError: A format does not exist, or cannot be measured on ``device``."""
@@ -160,8 +160,8 @@ class ModelNew(torch.nn.Module):
 
 
 def work_folder(files: dict[str, str], spec: TaskSpec) -> dict[str, str]:
-    """Returns the files (path -> text) of a solution in the format ``extension``. The solution calls the kernel in
-    ``files``, a solution in the format ``plan``. ``spec`` describes the task's inputs and outputs."""
+    """Converts ``files``, a solution in the format ``plan``, to a solution in the format ``extension`` that calls the
+    same kernel. Returns its files (path -> text). ``spec`` describes the task's inputs and outputs."""
     plan = json.loads(files[PLAN])
     (node,) = plan["nodes"]
     spelled = {

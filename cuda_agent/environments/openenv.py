@@ -42,7 +42,7 @@ class KernelObservation(Observation):
     """The result of ``reset`` or ``step``. ``reset`` returns the first messages and the tools' schemas. ``step``
     returns the tool's result as ``text``. When ``done`` is true, ``reward`` is the verdict's reward. After an
     infrastructure fault ``reward`` is None, and a trainer must drop the episode. ``flags`` names the bad patterns
-    in the player's turns so far, such as "loop" (equal calls again and again)."""
+    in the episode's tool calls so far, such as "loop" (equal calls again and again)."""
 
     text: str = ""
     messages: list[dict[str, Any]] = Field(default_factory=list)

@@ -80,8 +80,8 @@ def _two_turns(prompt: int, answer: int) -> tuple[int, int]:
 
 class SearchEnvironment(KernelEnvironment):
     """The environment of attempt number ``attempt``: it runs the model's tool calls, and reports events through
-    ``tell``.  A solution that reaches the target in quick mode is also judged in strict mode.  ``faults`` is the number
-    of the latest judgements in a row in which the sandbox failed."""
+    ``tell``.  A solution that reaches the target in quick mode is also judged in strict mode.  ``faults`` counts the
+    failures of the sandbox since its last successful judgement."""
 
     def __init__(
         self, task: Task, sandbox: Sandbox, terms: Terms, findings: Findings, attempt: int, tell: Tell
@@ -318,7 +318,7 @@ class Attempt:
 
     def _without_calls(self, turn: int) -> str:
         """Handles turn ``turn``, in which the model called no tool.  Reminds the model of the target and returns "".
-        If the model has had all reminders, returns "answer", the reason to end the attempt."""
+        If there are no reminders left, or in compact style, returns "answer", the reason to end the attempt."""
         if self.terms.style == "compact" or self.nudges >= _NUDGES:
             return "answer"
         self.nudges += 1

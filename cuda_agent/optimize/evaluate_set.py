@@ -182,7 +182,7 @@ class _Work:
 
 def _read_verdicts(file: Path) -> dict[str, Verdict]:
     """Returns the verdicts in ``file`` by key.  Removes an incomplete last line, which a killed process left.  Raises
-    OptimizeError if ``file`` holds anything else."""
+    OptimizeError if any other line is not a verdict."""
     data = file.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     try:
@@ -205,8 +205,8 @@ def _in_short(verdict: Verdict, claim: float | None) -> str:
 
 def _result(given: SolutionSet, rows: list[JudgedRow], settings: SandboxConfig) -> SetResult:
     """Returns the rows with their scores.  A task's final score is the mean over its samples; its best score is the
-    score of its best sample.  ``SetResult.tasks`` leaves out each task that has no score because its records were
-    lost (their outcome is in ``LOST``)."""
+    score of its best sample.  ``SetResult.tasks`` does not count a task that has no score and has a record with an
+    outcome in ``LOST``, such as a failure of the sandbox."""
     judged = [row for row in rows if row.outcome in (*JUDGED, "infra")]
     best: dict[str, Verdict] = {}
     for row in judged:

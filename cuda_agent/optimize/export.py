@@ -134,7 +134,7 @@ _BINDING = {
 
 def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
     """Returns the sources of ``standalone_plan`` and of the file ``part`` as one text, without imports from this
-    package.  Instead of importing a module, the text makes a module with the definitions that it needs.  ``shared``
+    package.  In their place, the text makes modules that hold only the definitions that the sources need.  ``shared``
     lists these modules: variable -> (module of this package, names of the definitions)."""
     texts = [_source(f"optimize/{name}") for name in ("standalone_plan.py", part)]
     bodies = [_OURS.sub("", text.partition('"""\n\n')[2]).strip() for text in texts]
@@ -146,7 +146,8 @@ def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
 
 
 def _definitions(source: str, names: list[str]) -> str:
-    """Returns the definitions of ``names`` in ``source``, and all definitions that they need except in annotations."""
+    """Returns source code: the definitions of ``names`` in ``source``, and all definitions that these use, except in
+    annotations of parameters and results."""
     tree, lines = syntax.parse(source), source.splitlines()
     named: dict[str, list[ast.stmt]] = {}
     for node in ast.walk(tree):

@@ -3,7 +3,7 @@
 model.py          the problem                          solution/     kernels, and plan.json or model_new.py
 model_new.py      the solution for PyTorch alone       verdict.json  the solution's verdict, strict if there is one
 transcript.jsonl  the search's events                  report.html   a page about the search
-run.json          what the user ordered, for --resume; holds no API key"""
+run.json          the settings of the search and the sandbox, for --resume; holds no API key"""
 
 import contextlib
 import fcntl
@@ -55,7 +55,7 @@ class SearchOrder:
 
 
 def with_changes(order: SearchOrder, changes: dict[str, Any]) -> SearchOrder:
-    """Returns ``order`` with the fields in ``changes`` replaced: fields of the order or of its ``terms``."""
+    """Returns a copy of ``order`` with the values in ``changes``: field of ``SearchOrder`` or ``Terms`` -> value."""
     terms = {name: value for name, value in changes.items() if name in Terms.__dataclass_fields__}
     rest = {name: value for name, value in changes.items() if name not in terms}
     return replace(order, terms=replace(order.terms, **terms), **rest)

@@ -194,9 +194,9 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: 
 async def _confirm(
     task: Task, sandbox: Any, findings: Findings, transcript: Transcript, stop: asyncio.Event
 ) -> Find | None:
-    """Judges the best solution in strict mode.  If then a solution without a strict verdict is the best, judges that
-    one, too, and so on, up to ``_CONFIRMED`` solutions in all.  Returns the best solution that strict mode confirms as
-    correct, or None if there is none.
+    """Judges the best solution in strict mode.  Because of the strict verdict, another solution may become the best.
+    Repeats until the best solution has a strict verdict, but judges at most ``_CONFIRMED`` solutions.  Returns the best
+    solution that strict mode confirms as correct, or None if there is none.
 
     If ``stop`` is set or the sandbox fails, judges no more solutions.  If no solution is confirmed by then, returns the
     one whose judgement was cut short; it has no strict verdict."""

@@ -1,5 +1,6 @@
 """Part of an exported ``model_new.py``: runs a plan on the CPU.  Needs PyTorch and ``g++``.
 
+A plan is a list of nodes, such as kernel launches, that run in order.
 The code uses the sandbox's executor (``runtime.cpp``) and compiler flags, and as many threads as PyTorch."""
 
 import ctypes as _ctypes

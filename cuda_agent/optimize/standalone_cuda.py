@@ -1,6 +1,7 @@
 """Part of an exported ``model_new.py``: runs a plan on an NVIDIA GPU.  Needs PyTorch with CUDA and NVRTC.
 
-Kernels run on PyTorch's current stream, and only on the device that is current in the first call."""
+A plan is a list of nodes, such as kernel launches, that run in order.  Kernels run on PyTorch's current stream, and
+only on the device that is current in the first call."""
 
 import json as _json
 import sys as _sys

@@ -1,8 +1,9 @@
-"""Part of an exported ``model_new.py``: the code that a plan needs on the CPU and on a GPU.  Needs only PyTorch.
+"""Part of an exported ``model_new.py``: the code that runs a plan, as far as it is the same on a CPU and on a GPU.
 
-An exported file holds a copy of this source beside the task's source (see ``export``).  All names here begin with an
-underscore, so that they differ from the task's names.  The kernels are for inference, and only for the shapes, types
-and plain arguments (such as numbers) of ``get_inputs()``.  Other inputs raise a ValueError."""
+A plan is a list of nodes, such as kernel launches, that run in order.  The code needs only PyTorch.  An exported file
+holds a copy of this source beside the task's source (see ``export``).  All names here begin with an underscore, so that
+they differ from the task's names.  The kernels are for inference, and only for the shapes, types and plain arguments
+(such as numbers) of ``get_inputs()``.  Other inputs raise a ValueError."""
 
 import hashlib as _hashlib
 import inspect as _inspect

@@ -67,7 +67,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
-    """Returns evenly spaced round numbers that cover the range from ``low`` to ``high``: about ``most`` of them."""
+    """Returns about ``most`` round numbers, evenly spaced, that cover the range from ``low`` to ``high``."""
     if not high - low > 1e-9 * max(abs(low), abs(high)):  # also if the numbers differ by rounding alone
         low, high = low - (abs(low) * 0.1 or 0.5), high + (abs(high) * 0.1 or 0.5)
     raw = (high - low) / max(1, most - 1)
@@ -178,7 +178,8 @@ def histogram(title: str, edges: Sequence[float], counts: Sequence[float], unit:
 
 
 def stack_chart(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, int]]]]) -> Markup:
-    """Draws each row (label, [(CSS class, count), ...]) as a bar of coloured pieces, with the first count as text."""
+    """Draws each row (label, [(CSS class, count), ...]) as a bar of coloured pieces.  Text beside the bar
+    shows the first count and the sum, as in "3 of 8"."""
     width, row_height, left, right, top = 320, 30, 74, 70, 6
     chart, spoken = Drawing(width, top + row_height * len(rows) + 24), []
     for i, (label, pieces) in enumerate(rows):

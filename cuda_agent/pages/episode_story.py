@@ -215,7 +215,7 @@ def _result(text: str, kind: Kind = "result") -> StoryPart:
 
 def _answered(call: Mapping[str, Any] | None, result: str, known: dict[str, str]) -> Iterable[StoryPart]:
     """Yields the parts that show the outcome of a tool call.  For a tool that writes files, the first part is the diff,
-    or the call's arguments if the diff is unknown.  The next part is ``result``; an "ok" after a diff is left out.
+    or the call's arguments if the diff is unknown.  The last part is ``result``, but an "ok" after a diff is left out.
     Updates ``known`` (path -> text)."""
     if call is not None and call.get("name") in _WRITERS and isinstance(call.get("arguments"), dict):
         change = None if result.startswith("error") else _change(call, known)

@@ -1,4 +1,4 @@
-"""Renders the results of `cuda-agent evaluate-set`, which judges a set of solutions, as a page and a CSV file.
+"""Makes a page and a CSV file of the results of `cuda-agent evaluate-set`, which judges a set of solutions.
 
 The page shows claimed speed-ups beside measured ones, scores, and rejections.  It is one static HTML file without
 scripts.  A record is one solution of the set.  Each record has exactly one outcome, so the counts add up."""
@@ -95,8 +95,8 @@ def claims(rows: Sequence[JudgedRow]) -> dict[str, Any]:
 
 def fast_rows(scores: Scores, tasks: int) -> list[tuple[float, list[float | None]]]:
     """Returns (p, shares) for each threshold p.  ``shares`` has four values of fast_p, the share of tasks that are
-    solved more than p times as fast as a baseline.  The first two are for eager and ``torch.compile``, as shares of the
-    scored tasks.  The other two are the same, but divided by ``tasks``.  A share is None if the divisor is 0."""
+    solved more than p times as fast as a baseline.  The first two, for eager and ``torch.compile``, are shares of the
+    scored tasks.  The other two, for the same baselines, are shares of ``tasks``.  A share of 0 tasks is None."""
     return [
         (p, [fast_p(scores, p, baseline, count) for count in (None, tasks) for baseline in ("eager", "compile")])
         for p in THRESHOLDS

@@ -1,7 +1,7 @@
 """Renders templates as HTML pages.  The pages are safe to open, although they show untrusted text, such as kernels.
 
-A page loads nothing.  The page's content security policy allows at most one script, which is in the page and which the
-policy identifies by a hash.  Templates escape all text, and replace each character that hides or reorders text with the
+A page loads nothing.  The page's content security policy allows at most one script: an inline script that the policy
+identifies by its hash.  Templates escape all text, and replace each character that hides or reorders text with the
 character's name.  Only text of the type ``Markup`` stays unchanged, because it is safe HTML already."""
 
 import base64
@@ -23,8 +23,8 @@ def plural(count: int, one: str) -> str:
 
 
 def slug(text: str) -> str:
-    """Returns the text as part of a CSS class name, in lower case.  A dash replaces each character that is not an ASCII
-    letter or digit."""
+    """Returns the text in a form that can be part of a CSS class name: in lower case, with a dash in place of each
+    character that is not an ASCII letter or digit."""
     return "".join(c if c.isascii() and c.isalnum() else "-" for c in text.lower())
 
 

@@ -143,7 +143,7 @@ def _is_ratio(key: str) -> bool:
 
 
 def cell(key: str, value: float | None, interval: Sequence[float] | None) -> tuple[str, str]:
-    """Returns (score of the metric ``key``, its interval), both as text.  Without an interval, its text is empty."""
+    """Returns (score of the metric ``key``, its interval), both as text.  The second is "" if there is no interval."""
     ratio = _is_ratio(key)
     said = factor(value) if ratio else share(value)
     if value is None or not interval:

@@ -3,7 +3,8 @@
     checkpoints/<stage>/<key>/<step>-<nonce>/<path>   the files
     checkpoints/<stage>/<key>/<step>-<nonce>.json     {"step", "files": {path: {"sha256", "size"}}}, written last
 
-A checkpoint exists once its JSON file is written.  Its files include the stage's metrics and notes up to this step."""
+A checkpoint exists once its JSON file is written.  The files include the stage's metrics and notes up to the
+checkpoint's step."""
 
 import json
 import secrets

@@ -2,7 +2,8 @@
 
 The code version is a hash over the stage's import closure, which holds these files:
 
-- every module of the package that the stage imports, directly or through other modules, even inside a function;
+- the stage's module, and all modules of ``cuda_agent`` and of the stage's top-level package that it imports, directly
+  or through other modules, even inside a function;
 - every module whose full name is a string in these modules, such as ``"cuda_agent.sandbox.judge.judge"``;
 - data files, such as templates and C++ sources, in the sub-packages of these modules.  A data file beside a module of
   the same name, such as ``check.cu`` beside ``check.py``, belongs to that module alone.
@@ -126,7 +127,8 @@ def _imports(path: Path, module: str) -> tuple[str, ...]:
 
 
 def _imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
-    """Yields the full names that the source ``tree`` of ``module`` imports, and its strings that look like ``a.b``."""
+    """Yields the full names that ``module`` imports, and the strings in its source that look like ``a.b``.  ``tree`` is
+    the syntax tree of the source."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -80,8 +80,8 @@ def identity_of(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest]
 ) -> Identity:
     """Returns the facts that decide the cache key of ``stage``.  ``done`` has the manifests of all stages on which
-    ``stage`` depends.  From these manifests come the digests of the inputs of ``stage``.  If ``stage`` has the input
-    ``graph.STAGES_INPUT``, a folder that describes all of these stages, first writes this folder to the store."""
+    ``stage`` depends.  These manifests give the digests of the inputs.  If ``stage`` has the input
+    ``graph.STAGES_INPUT`` (a folder that describes all of these stages), first writes this folder to the store."""
     inputs = {}
     for name, source in stage.inputs.items():
         if source == STAGES_INPUT:
@@ -111,8 +111,8 @@ def placed(config: Config) -> Config:
 
 def _device(stage: Stage, config: Config) -> str:
     """Returns a name, for cache keys, of the device that measures the stage's times.  If the environment variable
-    CUDA_AGENT_DEVICE is set, as on a cluster, returns its value.  Otherwise returns ``servers`` for sandbox servers,
-    ``ray`` for a stage on a running Ray, or the name of this machine's device."""
+    CUDA_AGENT_DEVICE is set, as on a cluster, returns its value.  Otherwise returns ``servers`` if sandbox servers are
+    configured, ``ray`` if the stage runs on a running Ray cluster, or else the name of this machine's device."""
     if named := os.environ.get("CUDA_AGENT_DEVICE"):
         return named
     if config.sandbox.servers:

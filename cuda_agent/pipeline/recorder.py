@@ -21,7 +21,7 @@ NOTES_CHARACTERS = 4000  # most characters of a stage's notes in a tag
 
 
 class Recorder:
-    """Records one run, from its creation until ``close``.
+    """Records one run in MLflow.  Call ``close`` at the end.
 
     Args:
         uri: MLflow's address, or ``off`` to record nothing.
@@ -61,8 +61,9 @@ class Recorder:
         self._update(stage, metrics=read_metrics(scratch / "metrics.jsonl"), status="RUNNING")
 
     def finished(self, stage: str, manifest: Manifest) -> list[str]:
-        """Records a finished stage in MLflow: settings, metrics, notes, and the run that computed its result (an
-        earlier one if the result came from the cache).  Returns the notes: messages for the user, such as warnings."""
+        """Records a finished stage in MLflow: settings, metrics, notes, and the name of the run that computed the
+        result (an earlier run if the result came from the cache).  Returns the notes: messages for the user, such as
+        warnings.  If ``uri`` is ``off``, returns an empty list."""
         if self._mirror is None:
             return []
         with tempfile.TemporaryDirectory() as folder:

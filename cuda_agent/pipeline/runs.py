@@ -30,7 +30,8 @@ _STATUSES = {
 
 @dataclass(frozen=True)
 class Run:
-    """The record of a run.  ``code`` is the exit code with which it last ended (0: done), or None if it never ended."""
+    """The record of a run.  ``code`` is the exit code of the run: 0 if done, None if the run never ended.  If the run
+    ended several times, ``code`` is from the last time."""
 
     name: str
     config: str  # sha256 of the configuration
@@ -72,7 +73,7 @@ def local_home(store_uri: str) -> Path:
 
 def create_run(store: Store, config: Config, sha256: str) -> Run:
     """Creates a run in the store.  ``sha256`` is the hash of ``config``.  If ``run.name`` is not set, makes a name from
-    the date.
+    the date and the hash.
 
     Raises:
         ConfigError: The name ``run.name`` is taken."""

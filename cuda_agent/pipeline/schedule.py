@@ -26,16 +26,16 @@ _BILLIONS = re.compile(r"(?<![a-z0-9.])(\d+(?:\.\d+)?)b(?:-a(\d+(?:\.\d+)?)b)?(?
 
 
 def derived(config: Config) -> dict[str, Any]:
-    """Returns the schedule of a run: estimates of its work, time and memory before it begins.
+    """Returns the schedule of a run as a dict: estimates of the run's work, time and memory.
 
-    ``stages`` has for each stage the number of samples (tasks, examples or episodes), an upper bound of their tokens,
-    the number of optimizer steps, and the seconds.  A stage that trains also has ``memory``, the peak of a training
-    step in bytes, or None if the base model (``policy.base``) is not on this machine.  ``machines`` has a line of text
-    for each kind of machine that the run needs.
+    The entry ``stages`` has for each stage the number of samples (tasks, examples or episodes), an upper bound of their
+    tokens, the number of optimizer steps, and the seconds.  A stage that trains also has ``memory``: the peak memory of
+    a training step in bytes, or None if the base model (``policy.base``) is not on this machine.  The entry
+    ``machines`` has a line of text for each kind of machine that the run needs.
 
-    Without a base model, seconds are estimates for 2 CPU cores or one GPU (``RATES``).  With a base model, seconds are
-    estimates for the GPUs in ``machines``, or None.  They are None if the base model's number of parameters is not
-    known here, or if engine or trainer computes on a CPU."""
+    Without a base model, seconds are estimates for 2 CPU cores or one GPU (``RATES``).  With a base model, they are
+    estimates for the GPUs in ``machines``.  They are None if the base model's number of parameters is unknown, or if
+    engine or trainer computes on a CPU."""
     rows: dict[str, dict[str, Any]] = {}
     for stage in stages_of(config):
         if stage.work is None:
@@ -115,7 +115,7 @@ def _trainer_gpus(config: Config) -> int:
 
 
 def _vllm_servers(config: Config) -> int:
-    """Returns the number of vLLM servers that a stage starts on its machine, or with Ray on each rollout worker.  The
+    """Returns the number of vLLM servers that a stage starts on its machine (with Ray: on each rollout worker).  The
     number is 0 if the policy has another engine, or if ``policy.vllm.servers`` names running servers."""
     return config.policy.vllm.replicas if config.policy.engine == "vllm" and not config.policy.vllm.servers else 0
 
@@ -130,8 +130,8 @@ def _gpus(count: float) -> str:
 
 def token_seconds(config: Config, stage: str) -> tuple[float, float] | None:
     """Returns (seconds to sample a token, seconds to train on a token) for ``stage``.  For a pretrained base model,
-    these are the times of all engines and trainers of the stage together.  For a model from scratch, they are the times
-    of one engine and one trainer.  Returns None if the times of the base model cannot be estimated."""
+    all engines and trainers of the stage share the tokens.  For a model trained from scratch, the times are those of
+    one engine and one trainer.  Returns None if the times of the base model cannot be estimated."""
     if config.policy.base is None:
         decoding, training = (_small(config, device) for device in (config.policy.device, config.training.device))
         return decoding[0], training[1]
@@ -149,7 +149,8 @@ def token_seconds(config: Config, stage: str) -> tuple[float, float] | None:
 
 
 def _small(config: Config, device: str) -> tuple[float, float]:
-    """Returns (seconds to sample a token, seconds to train on a token) on ``device`` for a model from scratch."""
+    """Returns (seconds to sample a token, seconds to train on a token) on ``device``, for a
+    policy that is trained from scratch."""
     parameters, sampled, trained = RATES[device]
     scale = parameter_count(config.policy) / parameters
     if device == "cuda":  # a smaller model does not fill a GPU
@@ -164,8 +165,8 @@ def _engines(config: Config) -> int:
 
 
 def base_parameters(policy: PolicyConfig) -> tuple[float, float] | None:
-    """Returns (number of parameters, number of parameters that compute each token) of the model ``policy.base``.  The
-    numbers differ for a mixture of experts.  They come from the model's config.json, or else from its name, such as
+    """Returns (number of parameters, number of active parameters per token) of the model ``policy.base``.  The numbers
+    differ for a mixture of experts.  They come from the model's config.json, or else from its name, such as
     ``Qwen3-30B-A3B``.  Returns None if neither gives them."""
     if shape := _shape(policy):
         idle = (shape.experts - shape.active) * 3 * shape.hidden * shape.intermediate * shape.layers
@@ -219,8 +220,8 @@ def _shape(policy: PolicyConfig) -> Shape | None:
 
 
 def _base_config(base: str) -> Path:
-    """Returns the path of config.json of the model ``base``.  ``base`` is a folder, or the name of a downloaded model
-    of Hugging Face's hub."""
+    """Returns the path of config.json of the model ``base``.  ``base`` is a folder, or the name of a model that was
+    downloaded from Hugging Face's hub."""
     if Path(base).is_dir() or base.count("/") != 1:
         return Path(base) / "config.json"
     from huggingface_hub import try_to_load_from_cache

@@ -1,7 +1,7 @@
 """The fork server: a process that imports torch and transformers once, and then forks a process for each stage.
 
-A stage therefore does not wait for these imports.  A forked process works like a fresh one: the server runs no tensor
-operations, and has no threads except those of OpenBLAS.  OpenBLAS restarts its threads after a fork.
+A stage therefore does not wait for these imports.  The fork is safe, because the server runs no tensor operations and
+has no threads except those of OpenBLAS, which restarts its threads after a fork.
 
 No process is left behind.  If the executor (the process that started the server) ends, Linux kills the server.  If the
 server ends, Linux kills the stages' processes.  When a stage ends, the server kills the stage's process group.
@@ -65,8 +65,8 @@ class Spawner:
 
     def wait(self, seconds: float) -> dict[str, int]:
         """Waits at most ``seconds`` until a stage ends.  Returns a map from the names of ended stages to their exit
-        codes.  The map is empty if no stage ended.  A stage that ended by SIGKILL, SIGTERM or the end of the server has
-        the code 75 (try again).  A stage that ended by another signal N has the code -N."""
+        codes.  The map is empty if no stage ended.  If SIGKILL or SIGTERM ended the stage, or if the server ended, the
+        code is 75 (try again).  If another signal N ended the stage, the code is -N."""
         if self._server is None or not select.select([self._socket], [], [], seconds)[0]:
             return {}
         if packet := _receive(self._socket):

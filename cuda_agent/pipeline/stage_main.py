@@ -183,10 +183,11 @@ def _manifests_above(store: Store, run: str, stages: Sequence[Stage], stage: Sta
 
 @contextlib.contextmanager
 def _lock(path: Path, tracker: FileTracker, should_stop: Stop) -> Iterator[None]:
-    """Holds the file lock ``path``, so that two runs on this machine do not compute the same result at once.
+    """Waits for the file lock ``path`` and holds it, so that two runs on this machine do not compute the same result at
+    once.
 
     Raises:
-        TryAgain: The stage was told to stop while it waited for the lock."""
+        TryAgain: ``should_stop`` returned True during the wait."""
     while True:
         with try_lock(path) as free:
             if free:

@@ -1,7 +1,8 @@
 """Turns a sweep into a list of runs.  A sweep is a list of overrides, some with several values in Hydra's grammar.
 
 For example, ``critic.lr=1e-5,3e-5 'seed=range(3)'`` gives 6 runs: the cartesian product, in which the last key changes
-fastest.  The runs of the sweep NAME are called NAME-1, NAME-2, and so on."""
+fastest.  The runs of the sweep NAME are called NAME-1, NAME-2, and so on; from ten runs on
+NAME-01, NAME-02."""
 
 import itertools
 import math

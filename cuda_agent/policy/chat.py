@@ -1,6 +1,6 @@
 """Converts conversations to token ids, and to messages for chat servers.
 
-Sampled tokens are never tokenized again: each new prompt is the previous prompt, the sampled tokens and the tokens of
+Sampled text is never tokenized again: each new prompt joins the previous prompt, the sampled tokens and the tokens of
 the tool results. A conversation therefore has the same token ids in training, in rollouts and on every server. The chat
 template is saved with the tokenizer. Policies trained from scratch use ``chat_template.jinja``."""
 
@@ -19,7 +19,8 @@ TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text()
 
 END = "<|im_end|>"
 CONTROL = (END, "<|im_start|>", "<|im_start|>system\n", "<|im_start|>user\n", "<|im_start|>assistant\n")
-"""The control tokens of the tokenizer that this project trains. Each of the last three is a whole header."""
+"""The control tokens of the tokenizer that this project trains. Each of the last three is the
+whole header of a message."""
 
 MARKUP = (
     "<tool_call>\n<function=",
@@ -107,8 +108,8 @@ class Chat:
         return self._delta([{"role": "tool", "content": text} for text in tool_results], closed)
 
     def encode_dialogue(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[list[int], list[int]]:
-        """Returns the token ids of a written dialogue, and a mask that is 1 on each assistant turn with its stop token.
-        If the last message is not the assistant's, the ids end with the header of the next assistant turn."""
+        """Returns the token ids of a dialogue given as text, and a mask that is 1 on each assistant turn with its stop
+        token. If the last message is not the assistant's, the ids end with the header of the next assistant turn."""
         starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         ids = self.prompt_ids(messages[: starts[0] if starts else None], tools)
         mask = [0] * len(ids)
@@ -120,9 +121,9 @@ class Chat:
         return ids, mask
 
     def turn_ids(self, message: Message) -> list[int]:
-        """Returns the token ids of a written assistant message, with its stop token, as a policy would sample them.
-        Raises ``ValueError`` if the chat template's generation prompt differs from the header that the template writes
-        before an assistant message."""
+        """Returns the token ids of an assistant message given as text, with its stop token, as a policy would sample
+        them. Raises ``ValueError`` if the chat template's generation prompt differs from the header that the template
+        writes before an assistant message."""
         before = self._render([_user("?")], header=True)
         whole = self._render([_user("?"), message])
         if not whole.startswith(before):

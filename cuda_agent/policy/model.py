@@ -14,9 +14,9 @@ PAD = "<|pad|>"
 
 PIECES = r" ?\d+|[^\n\d]*?\n+|[^\n\d]+?(?= ?\d)|[^\n\d]+"
 """A pattern for the pieces into which text is cut. No token spans more than one piece. A piece is a number, a line
-without numbers, or a part of a line between numbers. Kernels repeat whole lines: with pieces this long a kernel needs
-a third of the tokens, and a small model learns kernels better (docs/lab-notebook.md). Numbers are separate, because a
-kernel's author decides or copies each of them."""
+without numbers, or a part of a line between numbers. Kernels repeat whole lines: with such long pieces a kernel has a
+third as many tokens as with pieces of one word, and a small model learns kernels better (docs/lab-notebook.md). Numbers
+are separate, because a kernel's author decides or copies each of them."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:

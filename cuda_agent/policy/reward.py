@@ -11,7 +11,7 @@ Json = Mapping[str, Any]
 
 def ladder(verdict: Json) -> float | None:
     """Returns the reward of the paper's Eq. 1: -1 for an incorrect solution, and 1, 2 or 3 for a correct one, depending
-    on its speed (see ``Verdict``). Returns None for the status ``infra``."""
+    on its speed (see ``Verdict``). Returns None for the status ``infra``, a fault of the sandbox."""
     return None if verdict["reward"] is None else float(verdict["reward"])
 
 

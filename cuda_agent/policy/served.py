@@ -90,9 +90,9 @@ def check_address(url: str, key_env: str) -> None:
 
 class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
     """The client of one model, to be used as an async context manager. ``url`` is the server's address, which ends in
-    ``/v1``. ``key_env`` is the environment variable with the API key. ``timeout`` and ``pause``, the pause before the
-    first retry, are in seconds. ``lost`` is the estimated number of tokens in answers that broke off. Vendors charge
-    for these tokens too."""
+    ``/v1``. ``key_env`` is the environment variable with the API key. ``form`` is that of tool calls (``on_the_wire``).
+    ``timeout`` and ``pause``, the pause before the first retry, are in seconds. ``lost`` is the estimated number of
+    tokens in answers that broke off. Vendors charge for these tokens too."""
 
     def __init__(
         self,

@@ -4,7 +4,7 @@ The dialogues look like the policy's episodes. The program makes up the verdicts
 compiler. Tests and ``bootstrap`` check a sample of the verdicts in the sandbox. A design is a set of choices for a
 kernel, such as the number of blocks. The teacher draws designs without regard to the shapes of the task's tensors. Some
 episodes end after the first solution, right or wrong. The corpus therefore does not teach which designs are right and
-fast for which shapes, nor to verify every solution. Only reinforcement learning teaches this."""
+fast for which shapes. It does not teach to verify every solution either. Only reinforcement learning teaches both."""
 
 import random
 from collections.abc import Collection
@@ -72,8 +72,8 @@ def one_shot(task: Task, rng: random.Random, device: str = "cpu") -> Dialogue:
 
 
 def careless(task: Task, rng: random.Random, device: str = "cpu") -> Dialogue:
-    """Returns an episode with tools that ends after the first solution, even if the solution is wrong. In half of the
-    cases, the agent verifies the solution before it ends."""
+    """Returns an episode with tools. The agent ends the episode after the first solution, even if this is wrong. In
+    half of the cases, the agent verifies the solution before the end."""
     worked = solve(task, rng, device)
     calls = _writes(_stripped(worked.files))
     verdict = _judged(worked) if rng.random() < 0.5 else None

@@ -85,8 +85,8 @@ def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
 
 
 def check_losses(ctx: StageContext, episodes: Sequence[Episode], where: str) -> None:
-    """Adds a note if some of ``episodes`` have no reward, because an infrastructure fault or the deadline ended them.
-    ``where`` names the step or the round in the error message.
+    """Adds a note to ``ctx.tracker`` if some of ``episodes`` have no reward, because an infrastructure fault or the
+    deadline ended them. ``where`` names the step or the round in the error message.
 
     Raises:
         TryAgain: No episode has a reward."""
@@ -103,9 +103,10 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
 
     Raises:
         PolicyError: The folder holds no usable policy, or vLLM is missing.
-        BadConfiguration: ``policy.device`` is cuda, and there is no GPU; or ``servers_apart`` refuses the vLLM servers.
+        BadConfiguration: ``policy.device`` is cuda, and there is no GPU; or a vLLM server would use a GPU that has
+            another use (``servers_apart``).
         SandboxUnready: The compiler, or a required protection of the sandbox, is missing.
-        TryAgain: No vLLM server is left."""
+        TryAgain: A vLLM server does not start or answer, or all servers are lost."""
     import torch
 
     config = ctx.config

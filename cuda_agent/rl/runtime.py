@@ -1,4 +1,5 @@
-"""Defines ``Runtime``, the interface through which PPO plays and trains. ``LocalRuntime`` implements it without Ray."""
+"""Defines ``Runtime``, the interface through which the PPO loop plays episodes and trains on them. ``LocalRuntime``
+implements the interface without Ray."""
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -146,8 +147,8 @@ def settings_of(ctx: WorkerContext, settings: Ppo) -> EpisodeSettings:
 async def open_local(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
 ) -> AsyncIterator[LocalRuntime]:
-    """Opens the engine and the sandbox in this process. Opens the trainers in this process, or in several trainer
-    processes (``shared_training``). If ``make_critic`` is None, there is no critic."""
+    """Opens a runtime without Ray. The engine and the sandbox are in this process. The trainers are in this process
+    too, or in several trainer processes (``shared_training``). If ``make_critic`` is None, there is no critic."""
     with shared_training(ctx) as ctx:
         async with open_rollouts(ctx, ctx.inputs["policy"], settings_of(ctx, settings)) as rollouts:
 

@@ -5,7 +5,7 @@ Each metric is computed twice: for the final solution of every episode, and for 
 There are metrics over all tasks, per family of tasks and per operator. ``compare`` compares two policies task by task.
 It compares rates on the tasks that both policies have played, and speed-ups on the tasks that both have solved.
 
-Episodes lost by infrastructure faults or the deadline are counted, but not scored. Intervals come from a bootstrap over
+Episodes lost to infrastructure faults or the deadline are counted, but not scored. Intervals come from a bootstrap over
 tasks. They account for the choice of tasks, but not for noise in times or for the choice of training seeds."""
 
 import json
@@ -41,7 +41,7 @@ class Result:
     status: str  # the verdict's status, or ``no_answer`` if there was nothing to judge
     speedup_eager: float | None = None  # over PyTorch's eager mode
     speedup_compile: float | None = None  # over torch.compile
-    gap: float | None = None  # speed-up over eager of the task's best known design, divided by ``speedup_eager``
+    gap: float | None = None  # the best known design's speed-up over eager, divided by ``speedup_eager``
 
     @property
     def correct(self) -> bool:
@@ -101,7 +101,7 @@ class Scores:
     tasks: int  # number of tasks in the set
     unscored: list[str]  # tasks without a single scored episode
     episodes: int  # number of scored episodes
-    infra: int  # number of episodes lost by infrastructure faults or the deadline: not scored
+    infra: int  # number of episodes lost to infrastructure faults or the deadline: not scored
     final: Table  # of the episodes' final solutions
     best: Table  # of the best solutions judged during the episodes; the agent loop judges these in quick mode
     statuses: dict[str, int]  # status -> number of final solutions with this status
@@ -302,9 +302,9 @@ def _row(group: str, outcomes: Sequence[EpisodeScore], which: str, seed: int) ->
 
 
 def per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
-    """Returns a dict from each metric to its values, float64 [len(names)], one per task. A rate is a share of the
-    task's episodes. A speed-up or gap is the mean of its natural logarithm over the task's correct and timed episodes,
-    or nan without such episodes. ``which`` is "final" or "best"."""
+    """Returns a dict from each metric to its values, float64 [len(names)], one per task. The value of a rate is a share
+    of the task's episodes. The value of a speed-up or of the gap is a mean of natural logarithms over the task's
+    correct and timed episodes, or nan without such episodes. ``which`` is "final" or "best"."""
     results: dict[str, list[Result]] = {name: [] for name in names}
     for outcome in outcomes:
         if outcome.task in results:

@@ -37,9 +37,9 @@ def make_trainer(
 
     ``longest`` is the length of the longest sequence in tokens. ``precision`` defaults to that of ``policy.dtype``.
     Only imitation may set it to "auto": PPO needs log-probabilities that are near the engine's. A new model
-    (``scratch``) uses Muon, which needs half as many tokens as AdamW. Other models use AdamW, with LoRA adapters if
-    ``lora.rank`` is set. Raises BadConfiguration if the GPU is missing, and PolicyError if the model lacks a layer in
-    ``lora.targets``."""
+    (``scratch``) is trained with Muon, which needs half as many tokens as AdamW. Other models are trained with AdamW,
+    and get LoRA adapters if ``lora.rank`` is set. Raises BadConfiguration if the GPU is missing, and PolicyError if the
+    model lacks a layer in ``lora.targets``."""
     import torch
 
     config, training = ctx.config, ctx.config.training
@@ -83,8 +83,8 @@ Place = TypeVar("Place", bound=WorkerContext)
 
 @contextmanager
 def shared_training(ctx: Place) -> Iterator[Place]:
-    """Starts ``training.num_processes`` trainer processes (ranks). Yields a copy of ``ctx`` with these ranks. If the
-    number is 1, starts no process and yields ``ctx`` itself: the stage's process trains.
+    """Starts ``training.num_processes`` trainer processes (ranks). Yields a copy of ``ctx`` with these ranks. If
+    ``training.num_processes`` is 1, starts no process and yields ``ctx`` itself: the stage's process trains.
 
     Raises:
         BadConfiguration: The machine has too few GPUs.
@@ -106,7 +106,8 @@ def imitate(
     ctx: StageContext, trainer: Trainer, sequences: Sequence[Tokens], settings: Bootstrap | Sft, **limits: Any
 ) -> None:
     """Trains on ``sequences``, starting at the newest checkpoint. Logs metrics, shows progress and saves checkpoints.
-    ``limits`` are further arguments of ``training.recipes.sft``. Raises TryAgain when the stage is told to stop."""
+    ``limits`` are further arguments of ``training.recipes.sft``, such as ``epochs``. Raises TryAgain when the stage is
+    told to stop."""
     tokens, lr = settings.tokens_per_step, settings.lr
     ctx.checkpoints.load(trainer.load)
     saved = time.monotonic()

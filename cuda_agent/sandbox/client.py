@@ -24,8 +24,8 @@ class WorkFolder(Protocol):
 
 
 class Sandbox(Protocol):
-    """The methods of a sandbox that an agent's tools call. ``LocalSandbox`` and ``RemoteSandbox`` have these
-    methods."""
+    """The part of a sandbox's interface that the tools of an agent use. ``LocalSandbox`` and ``RemoteSandbox``
+    implement it."""
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick") -> Verdict: ...
 

@@ -1,4 +1,4 @@
-"""Calls the CUDA driver (``libcuda``) through ctypes. Covers the functions that the judge and its workers need.
+"""Calls the CUDA driver (``libcuda``) through ctypes. Covers only the functions that the sandbox needs.
 
 ``python driver.py`` prints JSON: the device's architecture and identity, or an error. A process that must not open the
 device itself runs this program instead. Device addresses are integers. The module uses only the default stream. It does
@@ -141,8 +141,8 @@ def allocate(size: int) -> int:
 
 
 def keep_freed() -> None:
-    """Makes the driver keep the memory that ``give_back`` frees, so that later calls of ``take`` use this memory again.
-    ``trim`` returns it to the device."""
+    """Makes the driver keep the memory that ``give_back`` frees, for later calls of ``take``. ``trim`` returns this
+    memory to the device."""
     forever = ctypes.c_uint64((1 << 64) - 1)
     _call("cuMemPoolSetAttribute", _pool(), ctypes.c_int(_RELEASE_THRESHOLD), ctypes.byref(forever))
 
@@ -203,7 +203,7 @@ def fill_bytes(address: int, value: int, count: int) -> None:
 
 
 def forget_persisting_lines() -> None:
-    """Resets persisting lines of the L2 cache to normal. Does nothing on a device that does not support such lines."""
+    """Makes all persisting lines of the L2 cache normal lines. Does nothing on a device without persisting lines."""
     code = _library().cuCtxResetPersistingL2Cache()
     if code not in (0, _NOT_SUPPORTED):
         raise DriverError(code, "cuCtxResetPersistingL2Cache")

@@ -1,4 +1,4 @@
-"""Controls a judge: the process that checks and times solutions. Starts it, sends it requests, and notices its end."""
+"""Starts a judge (the process that checks and times solutions), sends requests to it, and notices when it ends."""
 
 import asyncio
 import contextlib
@@ -28,8 +28,8 @@ class JudgeLost(Exception):
 
 
 class JudgeHandle:
-    """Controls one judge process. Starts it at the first request, and again at the first request after a loss. Sends
-    one request at a time."""
+    """Controls one judge process. Starts the process at the first request. If the process was lost, starts a new one at
+    the next request. Sends one request at a time."""
 
     program = "cuda_agent.sandbox.judge.judge"
 

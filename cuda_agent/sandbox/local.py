@@ -1,4 +1,4 @@
-"""Runs the sandbox on this machine: builds solutions, sends them to judge processes, and caches verdicts by content.
+"""Runs the sandbox on this machine: builds solutions, sends them to judge processes, and caches verdicts.
 
 Builds run in parallel; timed calls run one after the other. After a failure of the sandbox itself, the evaluation is
 repeated once. A second failure yields the status ``infra``, without a reward. This process runs no code that a model
@@ -361,7 +361,7 @@ class LocalSandbox:
     def _prober(self, task: Task) -> JudgeHandle:
         """Returns the judge process that probes ``task`` (runs it without a solution). This is the prober with the
         fewest requests, or the task's judge if there are no probers. A prober with a faulty device comes last. Of equal
-        probers, takes the one that last answered for this task, because it may have kept the task."""
+        probers, takes the one that last answered for this task, because it may still hold the prepared task."""
         if not self._probers:
             return self._judge(task)
         last = self._prober_of.get(task.digest)

@@ -31,7 +31,7 @@ class Reply(StrEnum):
 class JudgeRequest(StrEnum):
     """The requests of a client to a judge."""
 
-    CONFIGURE = "configure"  # JudgeSettings -> the proven walls; the first request
+    CONFIGURE = "configure"  # JudgeSettings -> walls that failed, torch's version; the first request
     SPEC = "spec"  # {"task": TaskSource} -> TaskSpec
     EVALUATE = "evaluate"  # EvaluateRequest -> Verdict
     MEASURE = "measure"  # {"task": TaskSource}: measures the task's baselines, if they are not known
@@ -105,7 +105,7 @@ class JudgeSettings:
     run_seconds: float
     memory_mb: int
     clock: str  # real, or model (simulated times)
-    required_walls: Sequence[str]
+    required_walls: Sequence[str]  # protections of the jail (``jail.WALLS``) that must hold
     cache: str  # folder that outlives the judge; only trusted processes write to it
     scratch: str  # folder in which each worker gets its private folder
     lease: str  # folder of the timing lease, a lock that a process must hold alone to time a kernel

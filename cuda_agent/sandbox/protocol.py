@@ -195,8 +195,8 @@ class SpecRequest(Request):
 
 
 class Build(Request):
-    """A request to build a solution. Instead of the task, it holds the task's ``spec``: the answer to a spec
-    request."""
+    """A request to build a solution. It does not hold the task, but the task's ``spec`` (the answer to a spec
+    request)."""
 
     kind: Literal["build"] = "build"
     solution: SolutionBody
@@ -233,7 +233,7 @@ class Call(Body):
 
 
 class Answer(Body):
-    """The result of a command that the client ran for a work folder, as in ``sandbox.wire.CommandResult``."""
+    """The result of a command that the client ran for a work folder. The fields are those of ``wire.CommandResult``."""
 
     text: _text(SOLUTION_BYTES)  # type: ignore[valid-type]
     error: bool = False

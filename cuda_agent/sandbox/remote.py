@@ -1,4 +1,4 @@
-"""Uses the sandboxes of any number of servers, with the interface of ``LocalSandbox``.
+"""Judges solutions and opens workspaces on any number of servers, with the interface of ``LocalSandbox``.
 
 ``cuda-agent sandbox serve`` starts a server. Each task has a preferred server, because servers keep prepared tasks and
 their baseline times. The client skips a full or unreachable server for a while. A job that is lost or ends with
@@ -170,8 +170,8 @@ class RemoteSandbox:
                 await self._client.delete(path, headers=headers)
 
     async def _ask(self, request: dict[str, Any], task: Task) -> dict[str, Any]:
-        """Returns the result of the job ``request`` from the first server that completes the job. Asks servers in the
-        order of preference of ``task``, and makes at most ``ATTEMPTS`` attempts. Raises ``_Lost``, ``_Refused``,
+        """Returns the result of the job ``request`` from the first server that completes the job. Asks servers in a
+        fixed order that depends on ``task``, and makes at most ``ATTEMPTS`` attempts. Raises ``_Lost``, ``_Refused``,
         ``TaskError`` or ``SandboxUnready`` if there is no result."""
 
         def weight(server: Server) -> bytes:
@@ -283,9 +283,8 @@ class RemoteSandbox:
         raise self._away(server, kind, message, rest)
 
     def _away(self, server: Server, kind: str, reason: str, rest: float) -> _Away:
-        """Records that ``server`` does not take requests now: this client sends it none for ``rest`` seconds. Returns
-        the exception for the caller to raise. A full server may answer refused requests with different waiting times.
-        In this case, the one that ends first counts."""
+        """Records that this client sends ``server`` no requests for ``rest`` seconds. If a full server has already
+        named another waiting time, the time that ends first counts. Returns the exception for the caller to raise."""
         now = time.monotonic()
         earliest = server.rests_until if kind == "full" and server.rests_until > now else now + rest
         server.kind, server.reason, server.rests_until = kind, f"{server.address}: {reason}", min(earliest, now + rest)
@@ -306,8 +305,8 @@ class RemoteWorkspace:
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Runs a tool and returns its result. If the agent's shell uses a command such as verify, this method calls the
-        constructor's ``commands`` to run it. An exception of ``commands`` reaches the caller. Raises ``WorkspaceLost``
-        if the workspace has ended or its server does not answer."""
+        constructor's ``commands`` to run it. The caller gets every exception that ``commands`` raises. Raises
+        ``WorkspaceLost`` if the workspace has ended or its server does not answer."""
         try:
             body = checked_call(tool[:100], arguments)
         except ToolRefused as refused:

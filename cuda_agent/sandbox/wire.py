@@ -51,8 +51,8 @@ def baseline_parts(label: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Solution:
-    """A solution of a task. ``files`` maps paths, which are relative to the work folder, to texts. ``format`` decides
-    how the files are run."""
+    """A solution of a task. ``files`` holds texts by path, relative to the work folder. ``format`` decides how the
+    files are run."""
 
     format: Format
     files: dict[str, str]
@@ -68,7 +68,7 @@ class FormatTraits:
     """Properties of a solution format. Requests to a judge carry them, because the judge and its workers do not import
     the modules of the formats."""
 
-    host_is_ours: bool = False  # the sandbox's own code launches the kernels, so device times and ``ran`` are exact
+    host_is_ours: bool = False  # the sandbox's own code launches kernels, so device times and ``Verdict.ran`` are exact
     rule: str = ""  # name of the rule for ``ModelNew.forward`` (``worker.candidate.RULES``); empty: none
     own_work: str = ""  # what a call is expected to run, such as "kernel of triton.jit"; empty: nothing in particular
     advisory: bool = False  # the solution's Python runs unchecked, so the operators that it uses are not known
@@ -82,9 +82,9 @@ RanKind = Literal["own", "library", "torch", "memset", "unknown"]
 class Ran:
     """A kernel or operator that ran in one call.
 
-    ``kind`` is ``own`` if it is the solution's, ``library`` if a vendor's (cuBLAS, cuDNN, CUTLASS), ``torch`` if an
-    operator or kernel of torch's, ``memset`` if it fills or copies memory, and ``unknown`` if its name does not tell.
-    ``share`` is its part of the device's time in that call (on the CPU, of the call's time), or ``None`` if unknown."""
+    ``kind`` is ``own`` (part of the solution), ``library`` (a vendor's, such as cuBLAS, cuDNN or CUTLASS), ``torch``,
+    ``memset`` (fills or copies memory), or ``unknown`` (the name does not tell). ``share`` is its part of the device's
+    time in that call (on the CPU, of the call's time), or ``None`` if unknown."""
 
     name: str
     kind: RanKind
@@ -115,7 +115,7 @@ class Verdict:
     compile_interval: list[float] | None = None  # the same for ``speedup_compile``
     checks: int = 0  # correctness checks passed
     max_error: float | None = None  # largest absolute difference over all checks
-    # Seconds by phase, such as build, start, check and time; ``cleanup`` followed the judge's previous verdict.
+    # Seconds by phase, such as build, start, check and time; ``cleanup`` is the cleanup after the previous verdict.
     phases: dict[str, float] = field(default_factory=dict)
     cached: bool = False
     strict: dict[str, Any] | None = None  # results of mode strict: inputs and errors by kind, precision, baselines
@@ -211,8 +211,8 @@ class Tensor:
 
 
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Returns the number of elements of memory from the first to the last element of a tensor, both included. The
-    tensor has this ``shape`` and these ``strides``."""
+    """Returns the size of the memory, in elements, that a tensor with ``shape`` and ``strides`` spans: from its first
+    to its last element, both included."""
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
@@ -242,7 +242,7 @@ class TaskSpec:
 
     def check(self) -> None:
         """Raises ``ValueError`` if the spec is invalid: an impossible shape or dtype, too deep nesting, or an argument
-        in another form than the comments beside the fields describe."""
+        whose form differs from the comments beside the fields."""
         for tensor in (*self.inputs, *self.outputs, *self.weights.values()):
             extents = all(type(extent) is int and extent >= 0 for extent in tensor.shape)
             if not extents or math.prod(tensor.shape) > _MOST_ELEMENTS or not isinstance(tensor.dtype, str):
@@ -282,8 +282,8 @@ class Probe:
 
     @property
     def lets_through(self) -> dict[str, float]:
-        """The wrong answers (mutants) that the sandbox's tolerance accepts, each with the least tolerance that does.
-        Excludes the mutants in ``ROUNDING``: their errors are so small that a tolerance should accept them."""
+        """The wrong answers (mutants) that the sandbox's tolerance accepts, each with the least tolerance that accepts
+        it. Excludes the mutants in ``ROUNDING``: their errors are so small that a tolerance should accept them."""
         return {name: least for name, least in self.mutants.items() if least is not None and name not in ROUNDING}
 
     def to_json(self) -> dict[str, Any]:
@@ -295,7 +295,8 @@ class Probe:
 
 
 def _known(cls: Any, data: dict[str, Any]) -> dict[str, Any]:
-    """Returns the items of ``data`` that are fields of ``cls``. A server may be older or newer than this program."""
+    """Returns the items of ``data`` that are fields of ``cls``. There may be other items, because a server may be older
+    or newer than this program."""
     return {key: value for key, value in data.items() if key in cls.__dataclass_fields__}
 
 

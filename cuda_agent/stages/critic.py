@@ -1,7 +1,7 @@
 """Stage ``critic``: pretrains the critic, the model that predicts an episode's reward (CUDA Agent, arXiv 2602.24286,
 section 3.3, stage 3). Inputs: episodes, policy; output: ``critic``.
 
-The stage trains on all episodes, good and bad, with a terminal reward and gamma 1. The setting ``agentic.reward``
+The stage trains on judged episodes, good and bad, with a terminal reward and gamma 1. The setting ``agentic.reward``
 chooses the reward here too, because the later stage ``agentic`` trains this critic further. If the critic explains too
 little of the variance of the rewards of held-out episodes, the stage leaves a note or stops (``critic.gate``,
 docs/decisions.md)."""

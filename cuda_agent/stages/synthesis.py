@@ -1,10 +1,11 @@
 """Stage ``synthesis``: makes the tasks. Output: ``tasks`` (training and held-out) with a data card that sums them up.
-If ``synthesis.headroom`` is set, a sweep over many kernel designs finds the best one for each task of the teacher's
-family, and the output also holds these designs.
+If ``synthesis.headroom`` is set, a sweep over many kernel designs finds the best one for each task of the family
+``teacher``, and the output also holds these designs.
 
 A candidate task runs only in the sandbox; such a run is called a probe. The sandbox caches the measured times of a
-probe, so a restarted stage repeats the probe, but does not measure again. With sweeps, the stage saves all results
-as a checkpoint after every ``RESULTS`` of them. If a language model writes candidates, it also saves each candidate."""
+probe, so a restarted stage repeats the probe, but does not measure again. With sweeps, the stage saves a
+checkpoint with all results whenever it has ``RESULTS`` new ones. If a language model writes candidates, the stage also
+saves a checkpoint after each candidate."""
 
 import asyncio
 import contextlib

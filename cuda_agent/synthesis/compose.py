@@ -30,7 +30,8 @@ _NEEDS_A_ROW = {"reduction", "scan", "normalisation", "loss"}  # on rows of one 
 
 
 class ComposeError(Exception):
-    """An attempt to compose a task failed. The message is a short reason; the data card counts each reason."""
+    """An attempt to compose a task failed. The message is a short reason. The data card (a summary of the
+    synthesis) counts each reason."""
 
 
 class Composer(Protocol):
@@ -147,7 +148,7 @@ def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> li
 
 
 def first_shape(operator: Operator, wide: bool, rng: Random) -> Shape:
-    """Draws an input shape with batch size 1 for a task that begins with ``operator``. If ``wide``, it suits a GPU."""
+    """Draws an input shape with batch size 1 for a task that begins with ``operator``; a large one if ``wide``."""
     rank = rng.choice([rank for rank in operator.ranks if rank > 1])
     if rank == 2:
         return (1, rng.choice((1024, 2048, 4096, 8192) if wide else (64, 128, 256, 512, 1000, 2048)))

@@ -45,7 +45,8 @@ class Prober(Protocol):
 
 
 class TaskRefused(Exception):
-    """A filter refused a candidate task. The data card counts refusals by ``filter`` and by the error's text."""
+    """A filter refused a candidate task. The data card (a summary of the synthesis, as JSON) counts refusals by
+    ``filter`` and by the error's text."""
 
     def __init__(self, filter: str, reason: str = "") -> None:
         super().__init__(f"{filter}: {reason}" if reason else filter)
@@ -54,8 +55,8 @@ class TaskRefused(Exception):
 
 class SourceFilter:
     """The filters that need only a candidate's source. To find copies, the object remembers each checked candidate.
-    ``references`` are the tasks of the evaluation set as (name, subtrees of ``similarity.shingles``). A candidate whose
-    similarity (0 to 1) to one of them is above ``max_similarity`` is refused."""
+    ``references`` holds the name and the ``similarity.shingles`` (subtrees) of each task of the evaluation set. A
+    candidate whose similarity (0 to 1) to one of these tasks is above ``max_similarity`` is refused."""
 
     def __init__(self, references: Sequence[tuple[str, Shingles]], max_similarity: float) -> None:
         self.references, self.max_similarity = references, max_similarity
@@ -84,8 +85,8 @@ class SourceFilter:
 
 
 def check_eager(probe: Probe, window: tuple[float, float]) -> None:
-    """Raises TaskRefused if a filter refuses a task because of the result of its run in eager mode, ``probe``.
-    ``window`` holds the least and the greatest accepted eager time, in seconds."""
+    """Applies the filters that need only ``probe``, the result of a task's run in eager mode. Raises TaskRefused if one
+    of them refuses the task. ``window`` holds the least and the greatest accepted eager time, in seconds."""
     if probe.error or probe.eager_seconds is None:
         raise TaskRefused("runs in eager", last_line(probe.error))
     if not probe.deterministic:
@@ -114,8 +115,8 @@ def check_choice(optimum: Optimum) -> None:
 
 def check_headroom(optimum: Optimum, probe: Probe, headroom: float) -> None:
     """Raises TaskRefused if the best design of a task is less than ``headroom`` times as fast as torch.compile. The
-    design's time is in ``optimum``, that of torch.compile in ``probe``. Compares speed-ups over eager, because times of
-    the sweep and of the judge are not comparable."""
+    design's time is in ``optimum``, that of torch.compile in ``probe``. Compares speed-ups over eager, because the
+    times of a sweep and of a probe are not comparable."""
     assert optimum.speedup is not None  # else check_choice refused the task
     assert probe.eager_seconds and probe.compile_seconds  # timed in turn
     if optimum.speedup < headroom * probe.eager_seconds / probe.compile_seconds:

@@ -43,8 +43,8 @@ def render(
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer of transformers, with templates for the source of a task that runs the layer. Words such as ``hidden``
-    stand for sizes."""
+    """A layer of ``transformers``, with templates for the source of a task that runs the layer. In the templates, words
+    such as ``hidden`` stand for sizes."""
 
     name: str  # name of the class
     module: str  # its module, a path below transformers

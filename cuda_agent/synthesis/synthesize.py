@@ -1,9 +1,11 @@
-"""Synthesizes tasks: proposes candidates, filters them, and splits them until enough tasks of each kind pass.
+"""Synthesizes tasks: proposes candidates and filters them until there are enough tasks of each kind.
 
-The kinds are training tasks, held-out tasks of the teacher's family, and held-out tasks of the catalogue. No training
-task has the operator combination of a held-out task. Candidate number i of a family depends only on (seed, family, i),
-unless a language model writes it. So equal configurations, seeds and probes give equal tasks. Candidates are accepted
-in order of their numbers. To save time, the sandbox probes (runs) several of the next candidates at once."""
+The tasks are of two families: those that the scripted teacher can solve, and those of the operator catalogue. The kinds
+are training tasks (of both families), held-out tasks of the teacher, and held-out tasks of the catalogue. In a family,
+no training task has the operator combination of a held-out task. Candidate number i of a family depends only on (seed,
+family, i), unless a language model writes it. So equal configurations, seeds and probe results give equal tasks.
+Candidates are accepted in order of their numbers. To save time, the sandbox probes (runs) several of the next
+candidates at once."""
 
 import asyncio
 import contextlib
@@ -118,7 +120,7 @@ async def synthesize(
 
     Raises:
         TaskError: The evaluation set cannot be read.
-        ServedModelError: The model writer's address does not answer.
+        ServedModelError: The server of the language model that writes tasks does not answer.
         TryAgain: The sandbox failed on several candidates in a row."""
     window = (max(config.window_ms[0], 1e-3) * 1e-3, config.window_ms[1] * 1e-3)  # seconds; nothing takes under 1 us
     references = read_any(Path(config.evaluation_set)) if config.evaluation_set else []

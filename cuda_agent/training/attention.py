@@ -8,7 +8,7 @@ computes one sequence after the other, in memory linear in the length.
 
 With ``training.parallelism=context`` the trainer's processes (ranks) share each row. A row is cut into two blocks per
 rank. Rank r computes the r-th block from the front and the r-th from the back. This balances the work, because later
-tokens attend to more keys. Each rank gathers the keys and values of all ranks. Only tests do this on CPUs."""
+tokens attend to more keys. Each rank gathers the keys and values of all ranks. Only tests share rows on CPUs."""
 
 import functools
 import itertools

@@ -27,9 +27,9 @@ class TrainerLost(RuntimeError):
 
 class RankGroup(Protocol):
     """The interface to the ranks of a trainer, on one machine or on several. Each method acts on all ranks. ``place``
-    makes a trainer called ``name`` from a copy of ``model``. ``call`` calls a method of ``Rank`` and returns the first
-    rank's result. ``save`` writes a checkpoint into ``folder`` on the caller's machine. ``load`` restores a checkpoint
-    and returns the trainer's ``step`` and ``seconds``."""
+    makes a trainer called ``name`` from a copy of ``model``. ``call`` calls a method of ``ranks.Rank`` and returns the
+    first rank's result. ``save`` writes a checkpoint into ``folder`` on the caller's machine. ``load`` restores a
+    checkpoint and returns the trainer's ``step`` and ``seconds``."""
 
     def place(self, name: str, model: Any, options: dict[str, Any]) -> None: ...
     def call(self, method: str, *arguments: Any) -> Any: ...

@@ -48,7 +48,7 @@ def token_logprobs(
 
 
 def sft_loss(logprobs: Tensor, total: int) -> Tensor:
-    """Returns the share (a scalar) of one packed row in the mean negative log-likelihood of a batch's ``total`` tokens.
+    """Returns one packed row's share (a scalar) of the mean negative log-likelihood of a batch's ``total`` tokens.
     ``logprobs``, float32 [n], are the log-probabilities of the row's tokens."""
     return -logprobs.sum() / total
 

@@ -66,7 +66,8 @@ def trainable(episodes: Iterable[Episode]) -> list[Episode]:
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Marks a row as the part of rank ``rank`` in a longer row, which ``ranks`` processes share."""
+    """Marks a row as one process's part of a longer row. ``ranks`` processes share the longer row; ``rank`` is the
+    number of this process."""
 
     ranks: int
     rank: int

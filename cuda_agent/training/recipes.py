@@ -30,14 +30,14 @@ WARMUP = 0.02  # fraction of the training during which the learning rate rises
 
 def learning_rate(fraction: float, peak: float) -> float:
     """Returns the learning rate after ``fraction`` (0 to 1) of the training. The rate rises linearly to ``peak`` during
-    the first ``WARMUP`` of the training, then falls linearly to 0."""
+    the first part of the training (the fraction ``WARMUP``), then falls linearly to 0."""
     if fraction < WARMUP:
         return peak * max(fraction / WARMUP, 0.01)
     return peak * (1 - min(1.0, (fraction - WARMUP) / (1 - WARMUP)))
 
 
 def sft_batches(lengths: Sequence[int], tokens_per_step: int, seed: int, epoch: int) -> list[list[int]]:
-    """Splits an epoch into optimizer steps of at most ``tokens_per_step`` tokens; a longer sequence is its own step.
+    """Splits an epoch into optimizer steps of at most ``tokens_per_step`` tokens. A longer sequence is alone in a step.
     Returns the indices of the sequences in each step. ``seed`` and ``epoch`` decide the order of the sequences."""
     batches: list[list[int]] = []
     room = 0

@@ -1,8 +1,9 @@
 """Shards a model's weights over several processes (ranks) with FSDP2, and distributes rows of sequences over the ranks.
 
 Each rank keeps a part of every parameter, of its gradient and of the optimizer's state. A layer's weights are gathered
-from all ranks when the layer computes. ``FsdpRoot`` gathers all other weights, so code that reads weights must run
-inside it. Gradients are summed over the ranks, because each rank's loss is its share of the mean over the batch."""
+from all ranks when the layer computes. A call of ``FsdpRoot`` gathers all other weights, so code that reads weights
+must run inside such a call. Gradients are summed over the ranks, because each rank's loss is its share of the mean over
+the batch."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -48,7 +49,7 @@ def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
 
 
 def rows_of_rank(rows: Sequence[PackedRow], ranks: int, rank: int) -> list[PackedRow]:
-    """Returns the rows that ``rank`` computes, one of ``ranks`` processes. Rows are dealt out from the longest to the
+    """Returns the rows that rank number ``rank`` of ``ranks`` computes. Rows are dealt out from the longest to the
     shortest, one to each rank per round. Every second round begins with the last rank. Empty rows fill up the last
     round."""
     order = sorted(range(len(rows)), key=lambda number: (-len(rows[number].ids), number))

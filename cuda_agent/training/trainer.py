@@ -101,8 +101,8 @@ class Trainer:
 
     @contextmanager
     def leased(self) -> Iterator[None]:
-        """Holds the timing lease (``cuda_agent.lease``) during the context's body and until the GPU has finished the
-        body's work. No kernel is timed meanwhile. Ranks enter and leave the context together; the first rank holds the
+        """Holds the timing lease (``cuda_agent.lease``) during the ``with`` block and until the GPU has finished the
+        block's work. No kernel is timed meanwhile. Ranks enter and leave the block together; the first rank holds the
         lease for all."""
         with self.lease.working() if self.lease else nullcontext():
             if self._root is not None:
@@ -118,7 +118,7 @@ class Trainer:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Holds the timing lease (``leased``) and turns on packed attention, if the model supports it, during the
-        context."""
+        ``with`` block."""
         with self.leased():
             usual = self.trunk.config._attn_implementation
             if self._packed:
@@ -256,8 +256,8 @@ class Trainer:
         checkpoint.write(table | {"seconds": torch.tensor(self.seconds, dtype=torch.float64)}, folder)
 
     def load(self, folder: Path) -> None:
-        """Restores a state that ``save`` wrote. The number of ranks may differ from the number that wrote it. If the
-        state does not fit the model or is damaged, changes nothing and raises ``CorruptCheckpoint``."""
+        """Restores a state that ``save`` wrote, with the same or another number of ranks. If the state does not fit the
+        model or is damaged, changes nothing and raises ``CorruptCheckpoint``."""
         table = checkpoint.read(folder, self.trained())
         try:
             random, step, seconds = (table.pop(name) for name in ("random", "step", "seconds"))
@@ -270,8 +270,8 @@ class Trainer:
 
 def _compile_layers(layers: Any, gradient_checkpointing: bool) -> None:
     """Compiles the layers with ``torch.compile``. All layers have the same code, so one compilation serves all. With
-    gradient checkpointing, each layer is compiled inside its checkpoint. Otherwise PyTorch would run the checkpoint
-    eagerly, because packed attention is a graph break."""
+    gradient checkpointing, each layer is compiled inside its checkpoint. If the checkpoint were compiled too, PyTorch
+    would run it eagerly, because packed attention is a graph break."""
     if gradient_checkpointing:  # dynamic: a row may be recomputed after a longer one was compiled
         call = _limited(torch.compile(_call, dynamic=True))
         for layer in layers:

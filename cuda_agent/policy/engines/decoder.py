@@ -207,9 +207,9 @@ class DenseDecoder:
         return attend
 
     def _attend_packed(self, jobs: Sequence[Job], positions: Tensor) -> Callable[[Tensor, Tensor, bool], Tensor]:
-        """Returns a function like that of ``_attend_each``, but with one call of FlashAttention for all jobs.
-        ``_attend_each`` makes one call per job. On some GPUs cuDNN computes the calls of ``_attend_each``, and takes
-        about 0.1 s to plan each new pair of lengths (queries, keys)."""
+        """Returns a function like that of ``_attend_each``, but with one call of FlashAttention for all jobs, not one
+        call per job. On some GPUs cuDNN would compute the calls per job, and would take about 0.1 s to plan each new
+        pair of lengths (queries, keys)."""
         from torch.nn.attention.varlen import varlen_attn
 
         device, group = positions.device, self.heads // self.kv_heads

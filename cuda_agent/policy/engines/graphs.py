@@ -1,7 +1,7 @@
 """Runs decoding steps as CUDA graphs: one launch replaces the launches of hundreds of small kernels.
 
-Each graph has a fixed number of rows and of cache positions. A step rounds its numbers up to those of a graph, so
-about a dozen graphs serve a whole batch. The results of the extra rows are dropped."""
+Each graph has a fixed number of rows and of cache positions. A step uses the next larger size, so about a dozen graphs
+serve a whole batch. The results of the extra rows are dropped."""
 
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +57,7 @@ class StepGraphs:
 
 
 def padded_length(length: int, most: int) -> int:
-    """Returns ``length`` rounded up to one of 128, 192, 256, 384, 512, 768, ..., or ``most`` if that is less."""
+    """Returns ``length`` rounded up to one of 128, 192, 256, 384, 512, 768, ..., but to at most ``most``."""
     power = SHORTEST
     while power < length:
         if length <= (middle := power * 3 // 2):

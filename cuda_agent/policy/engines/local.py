@@ -1,8 +1,8 @@
 """Serves a policy inside this process: ``LocalEngine``, with continuous batching, prefix reuse and one worker thread.
 
 Up to rounding, a completion depends only on weights, prompt and seed. The seed and a token's position give the random
-number that draws the token. Rounding depends on the other requests in the batch. Waiting requests join it in order of
-submission, after ``QUIET_PASSES`` passes of the event loop without a new request. If callers await nothing but
+number that draws the token. Rounding depends on the other requests in the batch. Waiting requests join the batch in
+order of submission, after ``QUIET_PASSES`` passes of the event loop without a new request. If callers await nothing but
 completions, every run has the same batches, and its results are the same bit for bit. There is no top-p sampling,
 because it would bias PPO's ratio."""
 
@@ -235,7 +235,7 @@ class LocalEngine:
                 return ended
 
     def _join(self, joining: list[_Request]) -> list[tuple[_Request, Any]]:
-        """Runs the prompts of ``joining`` in new rows of the batch, and samples the first token of each. Returns the
+        """Runs the prompts of ``joining`` in new rows of the batch, and samples each request's first token. Returns the
         requests that ended with this token, with their finish reasons."""
         kept: dict[int, Any] = {}  # snapshots to restore, by row
         leaders: dict[tuple[int, ...], int] = {}
@@ -274,7 +274,7 @@ class LocalEngine:
     def _take_kept(self, prompt: list[int]) -> tuple[int, Any]:
         """Finds the sequence in ``_kept`` (finished sequences) that shares the longest prefix with ``prompt[:-1]``.
         Returns the prefix's length and the decoder's snapshot of the sequence, or (0, None) if no prefix can be reused.
-        Removes the sequence from ``_kept`` if the prompt continues all of it."""
+        Removes the sequence from ``_kept`` if the prompt begins with the whole sequence."""
         best, best_length = None, 0
         wanted = np.array(prompt[:-1])
         for index in reversed(range(len(self._kept))):
@@ -343,9 +343,8 @@ def _noise(request: _Request) -> float:
 
 
 def _chunks(jobs: Sequence[Job], most: int, seen: int) -> Iterator[Sequence[Job]]:
-    """Yields groups of consecutive jobs. In each group, the jobs have at most ``most`` new tokens, and at most ``seen``
-    tokens if the cached tokens before the new ones are included. A job that alone exceeds these limits is the only
-    job of its group."""
+    """Yields groups of consecutive jobs. The jobs of one group together have at most ``most`` new tokens, and at most
+    ``seen`` tokens, cached and new. A job that alone exceeds one of these limits is the only job of its group."""
     begin, new, whole = 0, 0, 0
     for index, (_, start, ids) in enumerate(jobs):
         if index > begin and (new + len(ids) > most or whole + start + len(ids) > seen):

@@ -2,8 +2,8 @@
 
 vLLM calls ``register`` in each process, through the entry point ``vllm.general_plugins``. vLLM also adds the methods of
 ``WeightSync`` to its workers. The engine calls them through vLLM's route ``/collective_rpc``. A server must be able to
-import this package, but its environment may lack the package's requirements. Functions therefore import ``torch``
-themselves. With ``python -m`` this module runs a vLLM server."""
+import this package, but its environment may lack the package's requirements. ``torch`` and vLLM are therefore imported
+only inside the functions that use them. With ``python -m`` this module runs a vLLM server."""
 
 import ctypes
 import functools
@@ -185,7 +185,8 @@ def served(policy: Path, name: str, context: int, batch: int, memory: float | No
 
 
 def on_processor(environment: dict[str, str], lib: Path, threads: int) -> dict[str, str]:
-    """Returns ``environment``, changed for vLLM on the CPU. ``lib`` is the ``lib`` folder of vLLM's environment."""
+    """Returns the variables ``environment``, changed for vLLM on the CPU. ``lib`` is the ``lib`` folder of the Python
+    environment in which vLLM is installed."""
     made = environment | {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     made.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the arguments of ``served``
     openmp = lib / "libiomp5.so"  # vLLM's operators are linked to it

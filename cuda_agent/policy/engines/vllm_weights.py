@@ -82,8 +82,8 @@ def _address_towards(hosts: Sequence[str | None]) -> str:
 
 
 async def _collective(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) -> Any:
-    """Runs a collective operation. The trainer's part, ``work``, runs in a thread; the requests ``calls`` make the
-    servers take part. Returns the result of ``work``. If a request fails, the thread may never end."""
+    """Runs a collective operation. The trainer's part, ``work``, runs in a thread. ``calls`` are the requests that
+    start the servers' parts. Returns the result of ``work``. If a request fails, the thread may never end."""
     result: Future[Any] = Future()
     result.set_running_or_notify_cancel()
 

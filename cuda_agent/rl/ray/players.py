@@ -275,8 +275,8 @@ async def end_actors(actors: Sequence[Any]) -> None:
 
 @asynccontextmanager
 async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterator[Any]:
-    """Opens Ray and a placement group, and yields the group. Its bundles are sets of resources, each on one machine:
-    first ``trainers`` bundles for the trainer, then one bundle for each rollout worker.
+    """Opens Ray and a placement group, and yields the group. Its bundles are sets of resources, each on one machine.
+    The trainer has the first bundles, ``trainers`` in number. Each rollout worker has one of the following bundles.
 
     Raises:
         BadConfiguration: Ray is not installed, this machine has too few GPUs, or ``policy.vllm.servers`` is set but

@@ -125,7 +125,8 @@ async def open_ray_runtime(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
 ) -> AsyncIterator[RayRuntime]:
     """Connects to Ray, or starts it, and starts the trainer and the rollout workers as actors. Raises BadConfiguration
-    if they can never run with this configuration, such as with too few GPUs, and TryAgain if they cannot run now."""
+    if the actors can never run with this configuration, for example because this machine has too few GPUs. Raises
+    TryAgain if they cannot run now."""
     async with open_placement_group(ctx, ctx.config.ray.trainers) as group:
         runtime = RayRuntime(ctx, settings, kind, make_critic, group)
         try:

@@ -71,10 +71,11 @@ class _Order:
 
 
 class Builder:
-    """Runs builds, at most ``parallel`` at a time, and caches their products in ``folder``. Compilers work below
-    ``scratch``, a folder that the users of jailed processes can enter. A build holds the timing lease (a lock in the
-    folder ``lease``) in shared mode, so that no kernel is timed meanwhile. If ``lease`` is ``None``, builds take no
-    lock: on a GPU they do not disturb timings. ``seconds`` and ``memory_mb`` limit one build."""
+    """Runs builds, at most ``parallel`` at a time, and caches the results in ``folder``. Compilers work below
+    ``scratch``, a folder that jailed processes can enter even if they run as other users. A build holds the timing
+    lease (a lock in the folder ``lease``) in shared mode, so that no kernel is timed meanwhile. If ``lease`` is
+    ``None``, builds take no lock: on a GPU they do not disturb timings. ``seconds`` and ``memory_mb`` limit one
+    build."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path | None, seconds: float, memory_mb: int, parallel: int = 2
@@ -301,7 +302,7 @@ class Builder:
 
 
 def _keep(work: Path, order: _Order) -> None:
-    """Copies the result files of ``order`` from ``work`` to its target folder. The target folder appears atomically."""
+    """Copies the result files of ``order`` from the folder ``work`` to ``order.target``, which appears atomically."""
     target = order.target
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = Path(tempfile.mkdtemp(dir=target.parent))

@@ -66,8 +66,8 @@ def was_refused(verdict: Verdict) -> bool:
 
 
 def is_in_doubt(verdict: Verdict, place: Mapping[str, Any] | None) -> bool:
-    """Returns whether ``verdict`` may be the fault of stand-ins: short headers that replaced torch's headers in the
-    first pass. ``place`` is the answer of ``FirstPass``, or ``None`` if there was no first pass."""
+    """Returns whether stand-ins may have caused the refusal in ``verdict``. Stand-ins are short headers that replace
+    torch's headers in a first pass. ``place`` is the answer of ``FirstPass``, or ``None`` without a first pass."""
     return verdict.status in _DOUBTED and place is not None and _used_stand_ins(Path(place["folder"]))
 
 
@@ -149,8 +149,8 @@ class FirstPass:
             raise
 
     def _run(self, folder: Path, environment: dict[str, str], request: dict[str, Any]) -> None:
-        """Runs one first pass in ``folder``. ``request`` is the body of ``RUN_FIRST_PASS``. Raises ``FirstPassFailed``
-        for a fault of the solution, and ``OSError`` for a fault of the machine."""
+        """Runs one first pass in ``folder``. ``request`` is the body of the message ``RUN_FIRST_PASS`` to the worker.
+        Raises ``FirstPassFailed`` for a fault of the solution, and ``OSError`` for a fault of the machine."""
         home = Path(tempfile.mkdtemp(prefix="worker-", dir=self._scratch))
         python = sys.prefix, sys.base_prefix
         policy = jail.JailPolicy(
@@ -289,9 +289,9 @@ def _copy(source: str, target: Path) -> None:
 
 
 def _explained(answer: Any, folder: Path) -> str:
-    """Returns a message about a failed first pass for the solution's author: the first compiler errors in the log, or
-    the solution's exception if the log has none. ``answer`` is the worker's answer, with the keys ``log`` and
-    ``error``."""
+    """Returns a message that tells the solution's author why the first pass failed. It holds the first compiler errors
+    in the log, or the solution's exception if the log has none. ``answer`` is the worker's answer, with the keys
+    ``log`` and ``error``."""
     said = answer if isinstance(answer, dict) else {}
     log, error = (str(said.get(key, "")).replace(f"{folder}/", "") for key in ("log", "error"))
     return builder.first_errors(log) if builder.has_errors(log) else printable(error)[:1200]

@@ -25,7 +25,7 @@ _LEAST_RUN = {"cpu": 1.0, "cuda": 0.2}  # seconds between two stops
 
 @contextmanager
 def watchdog(folders: Sequence[Path], lease: Path, device: str) -> Iterator[Callable[[JailedProcess], str]]:
-    """Holds the timing lease in shared mode inside the context. ``lease`` is its folder. Yields a function that the
+    """Holds the timing lease, whose folder is ``lease``, in shared mode inside the context. Yields a function that the
     worker's ``JailedProcess`` calls regularly. The function returns ``memory`` or ``disk`` if the worker exceeds that
     limit, and otherwise an empty string. When another process waits to time a kernel, the function also stops the
     worker, releases the lease until the kernel has been timed, and lets the worker continue. It does this at most once

@@ -143,8 +143,8 @@ def _convolution(node: Convolution, where: str, names: dict[str, Any], buffers: 
 def _shape(
     given: list[int | str] | None, role: str, where: str, names: dict[str, Any], buffers: dict[str, Buffer]
 ) -> list[int]:
-    """Returns the shape of the tensor ``role``: ``given``, or the shape of the tensor's buffer if ``given`` is
-    ``None``."""
+    """Returns the shape of the tensor with this ``role`` (``input`` or ``weight``): the values of the expressions in
+    ``given``, or the shape of the tensor's buffer if ``given`` is ``None``."""
     place = f"{where}.{role}_shape"
     shape = list(buffers[role].tensor.shape) if given is None else [_extent(part, 1, names, place) for part in given]
     if not 3 <= len(shape) <= 5 or 0 in shape:

@@ -65,8 +65,8 @@ class Program:
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
     """Builds the kernels. Returns the request that makes a worker load the solution. The request holds the program and
-    the paths of its libraries or its cubin. Raises ``PlanError``, ``BuildError``, or ``SandboxUnready`` if the executor
-    does not build."""
+    the paths of its libraries or its cubin. Raises ``PlanError`` for an invalid plan, ``BuildError`` if the kernels do
+    not compile, and ``SandboxUnready`` if the executor does not build."""
     program = compile_plan(files, spec, tools.device)
     sources = {name: text for name, text in files.items() if name != "plan.json"}
     load = program.to_json()
@@ -244,7 +244,8 @@ def _extents(value: Any, names: dict[str, Any], where: str, most: tuple[int, int
 
 
 def _arguments(node: Kernel, where: str, names: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the arguments of a kernel node. Each is ``{"buffer", "dtype"}``, ``{"int"}`` or ``{"float"}``."""
+    """Returns the arguments of a kernel node. Each is a dictionary: a buffer has the keys ``buffer`` (its name) and
+    ``dtype``, a number has the key ``int`` or ``float``."""
     arguments: list[dict[str, Any]] = []
     for position, argument in enumerate(node.args):
         value = names.get(argument) if isinstance(argument, str) else None

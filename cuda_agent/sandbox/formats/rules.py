@@ -144,7 +144,8 @@ class _Reader(ast.NodeVisitor):
         return ".".join([self._names[node.id], *reversed(parts)])
 
     def _named(self, node: ast.AST, full: str) -> None:
-        """Adds the findings for a use of the full name ``full``, such as ``time.sleep``. The use need not be a call."""
+        """Adds a finding for each rule that lists ``full``, the full name of the object that ``node`` uses, such as
+        ``time.sleep``. The use need not be a call."""
         if full.startswith(_STREAMS):
             self._add(node, "stream", full)
         for rule, names in _BY_NAME.items():

@@ -21,8 +21,8 @@ ENVIRONMENT = {"cpu": {"TRITON_INTERPRET": "1"}, "cuda": {"TRITON_CACHE_AUTOTUNI
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Checks the solution and returns the request that makes a worker load it. Raises ``SolutionError``, or
-    ``SandboxUnready`` if the package triton is missing."""
+    """Checks the solution and returns the request that makes a worker load it. Raises ``SolutionError`` for an
+    invalid solution, and ``SandboxUnready`` if the package triton is missing."""
     if importlib.util.find_spec("triton") is None:
         raise SandboxUnready("sandbox.format=triton needs the package triton: pip install triton")
     if not any(kernels(check_module(files, spec))):

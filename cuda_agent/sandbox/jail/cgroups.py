@@ -1,10 +1,10 @@
 """Limits a worker's memory and number of tasks with control groups, if this process may create them.
 
 Tasks are processes and threads. In version 1 of control groups, a worker has two groups, for memory and for pids. Both
-are children of this process's group. In version 2, a worker has one group. It is a child of this process's group if
-that group can have children with limits, otherwise a sibling. A group that holds processes cannot have such children.
-(A systemd service therefore needs ``Delegate=yes`` and ``DelegateSubgroup=``.) In a restricted pod, where no groups can
-be created, only the watchdog (``processes``) and the jail's resource limits apply."""
+are children of this process's group. In version 2, a worker has one group. This group is a child of this process's
+group or, if that group cannot have children with limits, its sibling. A group that holds processes cannot have such
+children. (A systemd service therefore needs ``Delegate=yes`` and ``DelegateSubgroup=``.) In a restricted pod, where no
+groups can be created, only the watchdog (``processes``) and the jail's resource limits apply."""
 
 import contextlib
 import itertools
@@ -48,7 +48,7 @@ class ControlGroup:
 
 class Groups:
     """Creates the control groups of workers. ``places`` maps the controllers ``memory`` and ``pids`` to the folders in
-    which the groups are made. The constructor removes old groups from these folders if their judge has ended."""
+    which the groups are made. The constructor removes the groups of ended judges from these folders."""
 
     def __init__(self, places: dict[str, Path], version: int) -> None:
         self._places = places

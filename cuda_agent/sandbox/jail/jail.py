@@ -54,7 +54,7 @@ class JailPolicy:
     cpu_seconds: int = 600
     one_group: bool = False  # children stay in the process group, so one signal ends them all
     own_user: bool = True  # as root: change to a separate, ordinary user
-    read_any: bool = False  # the separate user may read files of other users in ``read`` (a home may hold Python)
+    read_any: bool = False  # the separate user may read other users' files in ``read``, such as Python in a home
     shared_memory: bool = False  # allows anonymous shared memory, which no limit counts; the CUDA driver needs it
 
 

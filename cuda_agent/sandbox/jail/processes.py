@@ -1,4 +1,4 @@
-"""Starts an untrusted process, sends it requests, and kills it if it exceeds its limits.
+"""Starts an untrusted process (a worker), sends it requests, and kills it if it exceeds its limits.
 
 While a caller waits for an answer, a watchdog checks time, memory and threads of the process every 20 ms."""
 
@@ -62,8 +62,8 @@ class WorkerError(Exception):
 class JailedProcess:
     """A jailed process with a private folder. Callers call ``wait_started`` before the first request. Before each
     request they set ``seconds``, the time limit for the answer. If ``verified`` is true, ``stop`` waits until no thread
-    runs. Callers may set ``verified`` to false if the process gains nothing from running on after ``stop``.
-    ``gives_way`` is a flag for the watchdog's check ``overrun``: whether it may pause the process."""
+    runs. Callers may set ``verified`` to false if the process gains nothing from running on after ``stop``. If
+    ``gives_way`` is true, the watchdog's check ``overrun`` may pause the process."""
 
     def __init__(
         self,
@@ -316,8 +316,8 @@ class JailedProcess:
         fewer busy threads than processors, or only one busy thread. Unbound threads may share a processor, and calls
         then take twice as long.
 
-        If permitted, also gives all threads a higher real-time priority than other programs and this process have. A
-        thread that wakes with the priority of this process would move to another processor. If ``apart`` is false,
+        If permitted, also gives all threads a real-time priority above that of other programs and of this process. With
+        the priority of this process, a thread that wakes would move to another processor. If ``apart`` is false,
         removes the bindings and the priority."""
         processors = sorted(os.sched_getaffinity(self._parent.pid))
         busy: list[tuple[int, int]] = []  # nanoseconds of processor time, thread

@@ -22,7 +22,7 @@ def make_folder(kind: str) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder with everything in it, even an untrusted tree too deep for a recursive function."""
+    """Removes a folder with everything in it, even if the tree is too deep for a recursive function."""
     with contextlib.suppress(RecursionError):
         shutil.rmtree(folder, ignore_errors=True)
     if folder.exists():

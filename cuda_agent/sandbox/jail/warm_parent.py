@@ -28,16 +28,16 @@ _COMPILING = ("cuda_agent.sandbox.worker.compiling", "torch._inductor.compile_fx
 
 
 def chosen_gpus() -> dict[str, str]:
-    """Returns those of this process's environment variables that limit CUDA to some GPUs. All processes of a sandbox
-    need these variables. Without them, CUDA takes the machine's first GPU."""
+    """Returns this process's environment variables that limit CUDA to some GPUs. All processes of a sandbox need these
+    variables. Without them, CUDA takes the machine's first GPU."""
     return {name: os.environ[name] for name in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER") if name in os.environ}
 
 
 def warm_parent(threads: int, log: Path, imports: Sequence[str] = (), pinned: bool = True) -> "WarmParent":
     """Starts a warm parent, which imports torch and the modules ``imports``. It is ready when ``wait_ready`` returns.
     It writes errors to the file ``log``. Each worker gets ``threads`` threads. If ``pinned``, all workers share the
-    same ``threads`` processors, so a solution cannot have more of them than its baselines. Otherwise they may use every
-    processor."""
+    same ``threads`` processors, so that a solution cannot use more processors than the models that it is compared with.
+    Otherwise workers may use every processor."""
     ours, theirs = socket.socketpair()
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
@@ -62,9 +62,9 @@ def warm_parent(threads: int, log: Path, imports: Sequence[str] = (), pinned: bo
 
 
 def compiling_parent(start: Callable[[Sequence[str]], "WarmParent"]) -> "WarmParent":
-    """Returns a ready warm parent of workers that compile. ``start`` starts a warm parent with the given imports. Some
-    versions of torch open the GPU or start a thread when ``torch._inductor.compile_fx`` is imported. With such a
-    version, the parent does not import this module, and each worker imports it."""
+    """Returns a ready warm parent whose workers use ``torch.compile``. ``start`` starts a warm parent with the given
+    imports. Some versions of torch open the GPU or start a thread when ``torch._inductor.compile_fx`` is imported. With
+    such a version, the parent does not import this module, and each worker imports it."""
     parent = start(_COMPILING)
     with contextlib.suppress(RuntimeError):  # more than one thread
         parent.wait_ready()
@@ -109,7 +109,7 @@ class WarmParent:
 
     def branch(self, imports: Sequence[str]) -> "WarmParent":
         """Forks a second warm parent, which also imports the modules ``imports``. Returns the second parent. The caller
-        must close it before this one."""
+        must close the second parent before this one."""
         ours, theirs = socket.socketpair()
         with theirs:
             pid = int(self._ask(WorkerOperation.FORK_PARENT, {"imports": [*imports]}, [theirs.fileno()])["pid"])

@@ -1,4 +1,4 @@
-"""Finds wrong answers to a task that pass the judge's comparison of outputs.
+"""Tests which wrong answers to a task pass the judge's comparison of outputs.
 
 If many wrong answers pass, the task is of little use. A mutant is a wrong answer made on purpose. Mutants are zeros, a
 constant, a copy of an input, scaled or rounded outputs, or the outputs of a model that ignores an input or the weights.

@@ -2,10 +2,10 @@
 
 The reference worker is a jailed process that runs the task's own model. The baselines are the times of this model in
 eager PyTorch and with ``torch.compile``. All candidates (the solutions under judgement) share the task's spec,
-baselines and pool. The pool holds inputs with the reference's outputs; after every trial, new inputs replace the used
-ones. Every trial also gets new values for some weights (``worker.values.weights``). The judge chooses every seed; the
-reference worker only turns seeds into values. With simulated times (``sandbox.clock=model``) seeds and pool are fixed,
-and two runs agree bit for bit."""
+baselines and pool. The pool holds inputs with the reference's outputs. After every trial (one run of a candidate), new
+inputs replace the used ones. Every trial also gets new values for some weights (``worker.values.weights``). The judge
+chooses every seed; the reference worker only turns seeds into values. With simulated times (``sandbox.clock=model``),
+seeds and pool are fixed, and two runs agree bit for bit."""
 
 import contextlib
 import hmac
@@ -53,8 +53,8 @@ class PoolEntry:
 class PreparedTask:
     """A task that is ready for candidates, the solutions under judgement. A reference worker runs the task's model.
     Methods that run the model raise ``TaskError`` if it fails. They hold ``lease``, the timing lease, so that no other
-    process times a kernel meanwhile. Callers of ``exact`` and ``empty_call`` must already hold it. A worker that opens
-    or compiles a model pauses whenever another process wants to time a kernel."""
+    process times a kernel meanwhile. Callers of ``exact`` and ``empty_call`` must hold ``lease`` themselves. While a
+    worker opens or compiles a model, it pauses whenever another process wants to time a kernel."""
 
     def __init__(self, code: str, digest: str, workers: WorkerPool) -> None:
         settings = workers.settings
@@ -203,9 +203,9 @@ class PreparedTask:
         return entry
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
-        """Returns the model's outputs for ``inputs`` in float64. Returns ``None`` if they, or the outputs in the usual
-        precision, are not all finite, or if the model cannot run in float64. The last call of the reference worker must
-        have been ``outputs`` with the same ``inputs``. The caller holds the timing lease."""
+        """Returns the model's outputs for ``inputs`` in float64. Returns ``None`` if the model cannot run in float64,
+        or if a value of its outputs is infinite or NaN in float64 or in the usual precision. The last call of the
+        reference worker must have been ``outputs`` with the same ``inputs``. The caller holds the timing lease."""
         if not self._inexact:
             try:
                 return self.oracle.exact(inputs)
@@ -302,9 +302,9 @@ class PreparedTask:
 
     @property
     def bytes(self) -> int:
-        """The approximate number of bytes that the task holds on the device. They are the pool, the inputs of other
-        kinds with outputs in two precisions, the input and output buffers shared with the reference worker, the model's
-        weights with torch's working memory, and the CUDA context."""
+        """The approximate number of bytes that the task holds on the device. Counts the pool, the inputs of other kinds
+        (each with outputs in two precisions), the input and output buffers shared with the reference worker, the
+        model's weights with torch's working memory, and the CUDA context."""
         calls = len(self._pool) + 3 * len(self._varied) + _SLOTS + self.oracle.batch + 1
         return calls * self._call_bytes + 3 * self._weight_bytes + _CONTEXT_BYTES
 

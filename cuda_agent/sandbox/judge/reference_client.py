@@ -111,9 +111,9 @@ class ReferenceClient:
 
     def draw_weights(self, seed: int | None) -> bool:
         """Redraws, from ``seed``, the weights that the model's constructor does not draw at random, such as a bias of
-        zeros. Keeps the constructor's values if new ones give more infinite or NaN outputs; ``kept`` is then true. If
-        ``seed`` is ``None``, restores the constructor's values. Returns whether the model has such weights. If it has,
-        outputs that were computed before this call are outdated."""
+        zeros. If the outputs then have more infinite or NaN values than with the constructor's weights, restores the
+        constructor's values and sets ``kept``. If ``seed`` is ``None``, only restores the constructor's values. Returns
+        whether the model has such weights. If it has, outputs that were computed before this call are outdated."""
         if seed is not None:
             self._buffers.fill(0, self.inputs(seed) or [])
         answer = self._ask(WorkerOperation.DRAW_WEIGHTS, {"seed": seed})
@@ -192,8 +192,8 @@ class ReferenceClient:
         self._ask(WorkerOperation.SET_PRECISION, {"precision": name})
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
-        """Returns the model's outputs for ``inputs``, computed in float64. Returns ``None`` if a value in them, or in
-        the last result of ``outputs``, is infinite or NaN. Call ``outputs`` with the same ``inputs`` first. Raises
+        """Returns the model's outputs for ``inputs``, computed in float64. Call ``outputs`` with the same ``inputs``
+        first. Returns ``None`` if either result, in float64 or from ``outputs``, has an infinite or NaN value. Raises
         ``TaskError`` if the model cannot run in float64."""
         if self._exact is None:
             wide = [replace(t, dtype="float64") if t.dtype in _FLOATING else t for t in self.spec.outputs]
@@ -231,8 +231,8 @@ class ReferenceClient:
 
     def account(self, inputs: list[Any]) -> tuple[int, int, Views]:
         """Returns three facts about one call of the model: the number of floating-point operations (0 if unknown), the
-        bytes that the call must write for its outputs, and the strides of outputs that are views (the result of
-        ``views``)."""
+        number of bytes that the call must write for its outputs, and the strides of outputs that are views (as the
+        function ``views`` returns them)."""
         answer = self._on(inputs, WorkerOperation.ACCOUNT)
         most = sum(byte_count(t) for t in self.spec.outputs)
         try:
@@ -267,9 +267,9 @@ class ReferenceClient:
 
 
 def views(answer: Any, spec: TaskSpec) -> Views:
-    """Returns which outputs of the task's model are views, after a check of the worker's report. ``answer["views"]`` is
-    the report: for each output its strides in elements, or ``None`` if the output is not a view. The result holds one
-    item per output:
+    """Checks a worker's report of which outputs of the task's model are views. ``answer["views"]`` is the report: for
+    each output its strides in elements, or ``None`` if the output is not a view. Returns a list with one item per
+    output:
 
     - ``None`` if the output is not a view, or spans more memory than all inputs and weights together.
     - An empty list if elements of the output share memory, as after ``expand``.

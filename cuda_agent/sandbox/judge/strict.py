@@ -33,11 +33,11 @@ _RESAMPLES = 400
 
 
 def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
-    """Returns the baselines of strict mode, measured once per task, as four dictionaries. The keys of ``seconds``,
-    ``shares`` and ``failed`` are labels of baselines, such as ``compile_tf32``. ``seconds`` holds each baseline's time.
-    ``shares`` holds each compiled baseline's time divided by eager's at the same precision, as (lower end, middle,
-    upper end). ``errors`` holds eager's relative error by precision. ``failed`` holds the error message of each
-    compiled baseline that failed. Leaves out a precision that does not change eager's error."""
+    """Returns the baselines of strict mode, measured once per task. The result holds four dictionaries: ``seconds``,
+    ``shares``, ``errors`` and ``failed``. ``errors`` maps each precision to eager's relative error. The keys of the
+    others are labels of baselines, such as ``compile_tf32``. ``seconds`` holds each baseline's time. ``shares`` holds
+    each compiled baseline's time divided by eager's at the same precision, as (lower end, middle, upper end).
+    ``failed`` holds error messages. Leaves out a precision at which eager's error is the same as in fp32."""
     if prepared.baselines.strict:
         return prepared.baselines.strict
     oracle, device = prepared.oracle, prepared.settings.device
@@ -150,11 +150,11 @@ def _tried(
 
 
 def _as_good_as_eager(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any], tolerance: float) -> bool:
-    """Returns whether all outputs that differ from eager's by more than ``tolerance`` still count as right. Each of
-    them must be floating, and its error must be at most ``_AS_GOOD`` times the error of eager PyTorch in fp32 or in
-    tf32 (GPU only). An error is the distance from the model's output in float64. Eager in tf32 counts only if its own
-    output also differs from the expected one by more than ``tolerance``. If only ``tolerance`` counted, correct
-    candidates would fail on tasks where large terms cancel out."""
+    """Returns whether all outputs that differ from the expected ones by more than ``tolerance`` still count as right.
+    Each of them must be floating, and its error must be at most ``_AS_GOOD`` times the error of eager PyTorch in fp32
+    or in tf32 (GPU only). An error is the distance from the model's output in float64. Eager in tf32 counts only if its
+    output also differs from the expected one by more than ``tolerance``. Without this rule, correct candidates would
+    fail on tasks where large terms cancel out."""
     tensors, exact = prepared.spec.outputs, entry.exact or []
 
     def differs(index: int, have: Sequence[Any]) -> bool:
@@ -232,8 +232,8 @@ def interval(mine: Sequence[float], eager: Sequence[float]) -> tuple[float, floa
 
 def report(verdict: Verdict, anchors: Sequence[float], yard: dict[str, dict[str, Any]]) -> None:
     """Writes baselines, intervals and precision to the verdict. ``anchors`` are the seconds of eager's calls between
-    the candidate's calls. ``yard`` is the result of ``strict_baselines``. One factor scales all times in ``yard``, so
-    that eager's fp32 time becomes the median of ``anchors``."""
+    the candidate's calls. ``yard`` is the result of ``strict_baselines``. Reports the times in ``yard``
+    multiplied by one factor, with which eager's fp32 time equals the median of ``anchors``."""
     assert verdict.strict is not None
     own = verdict.strict["kinds"].get("normal")
     eager, compiled = baseline("eager", "fp32"), baseline("compile", "fp32")

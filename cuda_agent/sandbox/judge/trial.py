@@ -122,7 +122,7 @@ class Trial:
         self._spent("start", begin)
 
     def _open(self, profiler: bool = False) -> None:
-        """Starts a worker without the solution, and maps its buffers. ``profiler`` starts torch's profiler."""
+        """Starts a worker and maps its buffers; ``_load`` loads the solution. ``profiler`` starts torch's profiler."""
         buffers, place = self._buffers, self._request["load"].get("place")
         start = partial(self._workers.candidate, place, profiler, self._verdict.mode == "strict")
         self._worker = worker = self._shared.take() if self._shared else start()
@@ -198,7 +198,7 @@ class Trial:
     def _believed(self, told: float) -> float:
         """Returns the seconds per call for the verdict: ``told`` (the samples' median), or the judge's lower bound if
         ``told`` is clearly below it. Scales the samples to the result. Raises ``CandidateRefused`` if ``told`` is far
-        below, or if the device cannot write the outputs so fast. Does not check plans. The caller holds the lease."""
+        below it, or if the device cannot write outputs so fast. Does not check plans. The caller holds the lease."""
         seconds, doubt = told, ""
         if self._cross:
             with self._judged("in a timed call"):
@@ -213,8 +213,8 @@ class Trial:
         return seconds
 
     def _doubt(self, doubt: str) -> None:
-        """Ends the worker and raises ``CandidateRefused``: the judge's clock contradicts the worker's times. The status
-        is ``infra`` if another process uses the device. Else it is ``cheat``, which a second trial must confirm."""
+        """Ends the worker and raises ``CandidateRefused``, because the judge's clock contradicts the worker's times.
+        The status is ``infra`` if another process uses the device, else ``cheat``, subject to a second trial."""
         self.end()
         self._verdict.samples.clear()
         if self._memory.shared(self._prepared.peaks.bytes_per_second):
@@ -222,8 +222,8 @@ class Trial:
         raise CandidateRefused("cheat", doubt, retryable=True)
 
     def observe(self) -> None:
-        """Records in the verdict which kernels run. Makes extra calls after the timed ones; if they fail, no result
-        changes. Outside strict mode a plan needs no extra call, and other formats are observed only on request."""
+        """Records in the verdict which kernels run. Makes extra calls after the timed ones; a failure only adds
+        advice. Outside strict mode a plan needs no extra call, and other formats are observed only on request."""
         request, verdict = self._request, self._verdict
         plan, strict_mode = self._traits.host_is_ours, verdict.mode == "strict"
         nodes = request["load"]["nodes"] if plan else []
@@ -331,7 +331,7 @@ class Trial:
 
     def eager_alone(self) -> None:
         """Times eager without the candidate. If eager is then clearly faster, scales the baselines down, so a candidate
-        gains nothing by slowing eager. Does nothing if the baselines were timed without a candidate."""
+        gains nothing by slowing eager. Does nothing if the verdict's baselines were timed without a candidate."""
         if self._anchor is None:
             return
         if not self._shared:

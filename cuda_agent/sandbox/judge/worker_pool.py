@@ -78,9 +78,9 @@ class WorkerPool:
         return self._start_candidate(profiler=profiler, queues=queues).wait_started()
 
     def start_spare(self) -> None:
-        """Begins to start a worker for the next candidate, unless one exists, and returns at once. The worker holds the
-        timing lease, which keeps other processes from timing kernels, until it is ready. Its start on a GPU would
-        disturb a timing."""
+        """Begins to start a worker for the next candidate, unless one exists, and returns at once. Until the worker is
+        ready, it holds the timing lease, so that no other process times a kernel: on a GPU, the start of a worker would
+        disturb the timing."""
         if self._spare is None or not self._spare.alive:
             with self.lease.lent() as lent:
                 self._spare = self._start_candidate(lent=(lent,))
@@ -200,9 +200,9 @@ class WorkerPool:
 
 
 def _giving_way(lease: Lease, check: Callable[[JailedProcess], str]) -> Callable[[JailedProcess], str]:
-    """Wraps ``check``, a function that the watchdog of ``JailedProcess`` calls regularly. If the worker's flag
-    ``gives_way`` is set, the new function first pauses the worker while another process times a kernel. Then it returns
-    the result of ``check``. It must be called inside ``lease.working``."""
+    """Wraps ``check``, a function that the watchdog of ``JailedProcess`` calls regularly. The returned function must be
+    called inside ``lease.working``. If the worker's flag ``gives_way`` is set, the function first pauses the worker
+    while another process times a kernel. It then returns the result of ``check``."""
     ran = time.monotonic()
 
     def checked(worker: JailedProcess) -> str:

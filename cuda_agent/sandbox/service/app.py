@@ -1,4 +1,4 @@
-"""Serves the sandbox over HTTP: routes, the token, limits of size, and a server that drains on SIGTERM.
+"""Serves the sandbox over HTTP: routes, token check, size limits, and a server that finishes its work on SIGTERM.
 
 Every refusal is JSON, ``{"error": {"kind", "message", "where"}}``; ``where`` may be missing. A refusal has the header
 Retry-After if waiting helps. The health routes need no token. /metrics needs the token, unless ``open_metrics`` is set.
@@ -296,7 +296,7 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.post("/v1/workspaces/{id}/answers/{number}", response_model=None)
     async def answer(id: str, number: int, request: protocol.Answer, owner: Owner = "") -> dict[str, Any]:
-        """Send the output of a command that came in the stream of a tool call."""
+        """Send the result of a command that the stream of a tool call asked the client to run."""
         service.rooms.answer(service.rooms.find(id, owner), number, CommandResult(**dict(request)))
         return {}
 
@@ -342,7 +342,8 @@ class Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """An HTTP server that drains ``service`` at the first signal, and then stops. A second signal stops it at once."""
+    """An HTTP server. At the first signal, it drains ``service`` (see ``Service.drain``) and stops. A second signal
+    stops it at once."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)

@@ -47,9 +47,9 @@ class Job:
 
 
 class Queue:
-    """Queues jobs and keeps finished jobs. ``places`` maps each judge and the builder to the number of jobs that run on
-    it at once. ``most_jobs`` and ``most_bytes`` limit the queued jobs. ``kept`` limits the finished jobs. Whenever the
-    state of a job changes, the queue calls ``changed`` with this job."""
+    """Queues jobs and keeps finished jobs. ``places`` maps each judge and the builder to the number of jobs that may
+    run on it at once. ``most_jobs`` and ``most_bytes`` limit the queued jobs. ``kept`` limits the finished jobs.
+    Whenever the state of a job changes, the queue calls ``changed`` with this job."""
 
     def __init__(
         self,
@@ -138,8 +138,9 @@ class Queue:
             self._end(job, "done" if result is not None else "failed", now)
 
     def cancel(self, job: Job, now: float) -> None:
-        """Withdraws one submission of ``job``. If no submission is left, a queued job ends. A running job continues,
-        because judges cannot be interrupted. Its result is kept only if the job is submitted again before it ends."""
+        """Withdraws one submission of ``job``. If this was the last submission and the job is queued, the job ends. A
+        running job continues, because judges cannot be interrupted. The result of a withdrawn job is kept only if the
+        job is submitted again before it ends."""
         if job.over or not job.interest:
             return
         job.interest -= 1

@@ -39,13 +39,13 @@ class ServiceLimits:
     idle_seconds: float = 600.0  # time after which an unused workspace is closed
     drain_seconds: float = 60.0  # longest wait for running work after SIGTERM
     recycle_after: int = 0  # verdicts after which the process ends, so that a fresh one replaces it; 0: never
-    recycle_on_cheat: bool = False  # whether a cheat ends the process, too
+    recycle_on_cheat: bool = False  # whether the verdict ``cheat`` ends the process, too
     open_metrics: bool = False  # whether /metrics needs no token
 
 
 class Service:
-    """Queues requests and answers them with an open ``sandbox``. ``roles`` lists the kinds of work that the service
-    accepts."""
+    """Queues requests and runs them in ``sandbox``, whose context must be entered. ``roles`` lists the kinds of work
+    that the service accepts."""
 
     def __init__(self, sandbox: LocalSandbox, roles: tuple[Role, ...], limits: ServiceLimits) -> None:
         self.sandbox, self.roles, self.limits = sandbox, roles, limits

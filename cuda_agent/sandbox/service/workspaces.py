@@ -1,7 +1,7 @@
-"""Serves workspaces over the network. Only the owner can use a workspace. Tool calls are answered with JSON lines.
+"""Serves workspaces (work folders of agents, with tools) over the network. Tool calls are answered with JSON lines.
 
-``docs/service.md`` describes the lines. If the stream of a call breaks, its workspace is closed, because the state of
-the workspace is unknown."""
+``docs/service.md`` describes the lines. Only a client that knows a workspace's secret ``owner`` can use the workspace.
+If the stream of a call breaks, the workspace is closed, because its state is then unknown."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,7 @@
 """Runs a candidate worker: a process that runs one solution and then ends. On a GPU, one worker may run several
 solutions in the plan format, one after the other.
 
-``WorkerOperation`` lists the judge's requests."""
+``WorkerOperation`` lists the judge's requests. The *reference* is the task's own model."""
 
 import ctypes
 import itertools
@@ -34,8 +34,8 @@ RULES: dict[str, Callable[[Outputs], Callable[[], AbstractContextManager[Any]]]]
 
 
 class Candidate(WorkerLoop):
-    """Runs a solution for the judge. Before the solution is loaded, maps the judge's buffers and answers empty calls.
-    The judge times these empty calls to measure the overhead of a call."""
+    """Runs a solution for the judge. Before it loads the solution, it maps the judge's buffers and answers empty calls,
+    which run no model. The judge times empty calls to measure the overhead of a call."""
 
     def map_buffers(self, frame: Frame) -> None:
         self._options = options = self._options | frame.body
@@ -96,10 +96,10 @@ class Candidate(WorkerLoop):
         gpu.unload_plan(run)
 
     def load_model(self, frame: Frame) -> None:
-        """Builds ``ModelNew`` under the reference's seed. If the weights have the same names as the reference's
-        weights, they get the reference's values. Formats with a rule for ``ModelNew.forward`` require these names.
-        Under other names, the weights keep the constructor's values, but ``PlainWeights`` are redrawn as in the
-        reference."""
+        """Builds ``ModelNew`` under the seed with which the reference was built. If the weights have the same names as
+        the reference's weights, they get the reference's values. Formats with a rule for ``ModelNew.forward`` require
+        these names. Under other names, the weights keep the constructor's values, but ``PlainWeights`` are redrawn as
+        in the reference."""
         spec, restricted = self._options["spec"], bool(self._options["rule"])
         os.environ.update(frame.body["environment"])
         numbers = range(len(self._slots.layout))

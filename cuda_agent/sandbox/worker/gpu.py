@@ -1,7 +1,8 @@
 """Provides the GPU to a worker: the CUDA context, the device's clock, and the executor of solutions in the plan format.
 
-In the plan format all host code is the sandbox's, so the CUDA events that time a call can be trusted. In the other
-formats the solution shares this process, so the judge checks the event times against its own clock."""
+A solution in the plan format has no host code: ``plan.json`` lists its kernel launches, memsets and library calls. So
+the CUDA events that time a call can be trusted. In the other formats, the solution's host code shares this process, so
+the judge checks the event times against its own clock."""
 
 import contextlib
 import ctypes

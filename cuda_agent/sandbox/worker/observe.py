@@ -1,4 +1,4 @@
-"""Observes one call from within the worker: torch's operators, kernels on the device, and their shares of the time.
+"""Observes one call of a model in a worker: torch's operators, kernels on the device, and their shares of the time.
 
 Torch's dispatcher reports operators; CUPTI reports kernels to torch's profiler. The solution runs in the same process
 and may forge the result, so the result is advice only. Operators of other threads are not seen. On the CPU, neither
@@ -55,9 +55,9 @@ class Operators(_Mode):
 
 
 def told(ran: dict[tuple[str, str], list[float]], total: float | None) -> list[list[Any]]:
-    """Returns one record ``[name, kind, calls, share]`` per operator or kernel, the longest first. ``ran`` maps (name,
-    kind) to the seconds of each call. ``share`` is the sum of these seconds divided by ``total``. It is ``None`` if
-    ``total`` is unknown."""
+    """Returns one record ``[name, kind, calls, share]`` per operator or kernel, in descending order of total time.
+    ``ran`` maps (name, kind) to the seconds of each call. ``share`` is the sum of these seconds divided by ``total``.
+    It is ``None`` if ``total`` is unknown."""
     rows = sorted(ran.items(), key=lambda item: -sum(item[1]))[:_MOST]
     return [[name[:_LONGEST], kind, len(calls), sum(calls) / total if total else None] for (name, kind), calls in rows]
 
@@ -135,16 +135,18 @@ class _Flops(_Mode):
 
 def flops(call: Callable[[], Any]) -> tuple[int, Any]:
     """Runs ``call``. Returns the number of floating-point operations in its matrix products, convolutions and
-    attention, and the result of ``call``. The number is 0 if there are no such operations or if some are unknown."""
+    attention, and the result of ``call``. The number is 0 if there are no such operations or if some cannot be
+    counted."""
     with _Flops() as counter:
         result = call()
     return counter.count if counter.all else 0, result
 
 
 def views(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[list[int] | None]:
-    """Returns one item per result of a call: ``None`` if the call wrote the result, otherwise the result's strides.
-    Views of tensors in ``given``, and results whose elements share memory, count as not written. Of several results in
-    the same memory, one counts as written: the largest contiguous result, or else the largest."""
+    """Returns one item per result of a call: ``None`` if the call wrote the result, otherwise the result's strides. Two
+    kinds of results count as not written: views of tensors in ``given``, and results with stride 0, whose elements
+    share memory. Of several results in the same memory, one counts as written: the largest contiguous result, or else
+    the largest."""
     seen = {tensor.untyped_storage().data_ptr() for tensor in given}
     found: dict[int, list[int] | None] = {}
     for index in sorted(range(len(results)), key=lambda i: (not results[i].is_contiguous(), -results[i].numel())):

@@ -94,7 +94,7 @@ class Reference(WorkerLoop):
         """Draws new values for the plain weights (see ``PlainWeights``) and writes them to the output area. The seed
         ``None`` restores the constructor's values. If the new values give more infinite or NaN outputs than the
         constructor's values give, the draw is undone. Returns the positions of the plain weights in the state dict
-        (``changed``), and whether a draw was undone (``kept``)."""
+        (``changed``), and whether the draw was undone (``kept``)."""
         changed = [i for i, t in enumerate(self._state.values()) if t.data_ptr() in self._plain.addresses]
         seed, kept = frame.body["seed"], False
         if changed:
@@ -240,7 +240,7 @@ class Reference(WorkerLoop):
         return {"flops": flops, "written": written, "views": views}
 
     def count_operators(self, frame: Frame) -> dict[str, int]:
-        """Runs the model once. Counts the operators that return one new tensor instead of a view, and the bytes that
+        """Runs the model once. Counts the operators that return a single tensor which is not a view, and the bytes that
         these operators read and write. The judge computes simulated times from these numbers."""
         total = {"operators": 0, "bytes": 0}
 

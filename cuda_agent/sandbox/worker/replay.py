@@ -111,8 +111,8 @@ def _note_programs(notes: dict[str, Any]) -> None:
 
 
 def play_back(place: Path) -> None:
-    """Makes ``subprocess`` replay the programs recorded in ``place``, the first pass's folder, and refuse all others.
-    Also makes the files of the first pass available (see ``same_files``)."""
+    """Makes ``subprocess`` replay the programs recorded in ``place``, the first pass's folder, and refuse all other
+    programs. Also makes the files of the first pass available (see ``same_files``)."""
     _settle()
     notes = json.loads((place / _NOTES).read_text())
 

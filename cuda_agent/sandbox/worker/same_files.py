@@ -26,10 +26,10 @@ def with_own_tmp(code: str, place: Path) -> str:
 
 
 def keep_files(place: Path, replayed: bool) -> None:
-    """Changes this process's file functions for the folder ``place``. In both passes the n-th temporary file with the
-    same prefix, suffix and folder has the same name, and no file is removed. In the second pass (``replayed``) writes
-    do nothing, because the files exist already. In the subfolders of compilers, files are removed and written as
-    usual."""
+    """Patches the file functions of this process. In both passes, the n-th temporary file with the same prefix, suffix
+    and folder has the same name, and no file in the folder ``place`` is removed. In the second pass (``replayed``),
+    writes to this folder do nothing, because the files exist already. In its subfolders for compilers, files are
+    removed and written as usual."""
     counts: Counter[tuple[Any, ...]] = Counter()
     inside = _inside(place)
 

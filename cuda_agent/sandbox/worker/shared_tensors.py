@@ -61,8 +61,8 @@ class Slots:
         return tensor_at(address, tensor, self.device)
 
     def tensor_of(self, address: Callable[[str], int], tensor: dict[str, Any]) -> torch.Tensor:
-        """Returns a tensor of a library node. ``tensor`` describes its buffer, shape and dtype. ``address`` is a
-        function from a buffer's name to the address of its memory."""
+        """Returns a tensor of a plan's library node (a matrix product or a convolution). ``tensor`` describes its
+        buffer, shape and dtype. ``address`` is a function from a buffer's name to the address of its memory."""
         return self.tensor(address(tensor["buffer"]), tensor)
 
     def input_tensors(self, slot: int) -> list[torch.Tensor]:
@@ -174,8 +174,8 @@ def argument_of(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 
 def draw(get_inputs: Callable[[], Any], device: str) -> tuple[list[Any], list[torch.Tensor]]:
-    """Draws arguments with a task's ``get_inputs``. Returns the arguments as JSON, and their tensors on ``device``.
-    Raises ``TypeError`` if the arguments are not supported."""
+    """Draws arguments with a task's ``get_inputs``. Returns the arguments as JSON (see ``argument_of``), and their
+    tensors on ``device``. Raises ``TypeError`` if the arguments are not supported."""
     with torch.device(device):  # creating tensors on the device is much faster than moving them
         values = get_inputs()
     if not isinstance(values, list | tuple):

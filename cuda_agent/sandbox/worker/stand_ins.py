@@ -43,9 +43,9 @@ def write_headers(place: Path, headers: Mapping[str, str]) -> None:
 
 def _fails_anyway(said: str, folder: Path) -> bool:
     """Returns whether a build with torch's own headers would fail as well. ``said`` is the output of the build that
-    failed with the stand-ins. The result is true in two cases. In the first case, the module is defined twice. In the
-    second case, a compiler's first error is about a function that gets a Python binding, but that neither the sources
-    nor torch's headers declare. Files in ``folder`` cache the results of searches in torch's headers."""
+    failed with the stand-ins. The result is true if the module is defined twice. It is also true if a compiler's first
+    error concerns a function that is bound to Python, although neither the sources nor torch's headers declare it.
+    Files in ``folder`` cache the results of searches in torch's headers."""
     for output in said.split(_FAILED)[1:]:
         if found := _TWICE.search(output) or _UNBOUND.search(output):
             first = output.find("error: ")
@@ -69,8 +69,8 @@ def _in_headers(name: str, folder: Path) -> bool:
 
 
 def offer(place: Path) -> None:
-    """Makes builds of ``torch.utils.cpp_extension`` try the stand-ins below ``place``, the folder of a first pass. Does
-    nothing if this folder holds no stand-ins."""
+    """Makes builds of ``torch.utils.cpp_extension`` try the stand-ins below ``place`` first. ``place`` is the folder of
+    a first pass. Does nothing if this folder holds no stand-ins."""
     folder = place / _FOLDER
     if not folder.is_dir():
         return

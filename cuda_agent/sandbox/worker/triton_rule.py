@@ -18,8 +18,9 @@ from cuda_agent.sandbox.worker.binding import Cheat, Outputs
 
 
 def only_triton(outputs: Outputs) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes triton count kernel launches. Returns a class of context managers that enforce the rule of this module.
-    Each call of the solution needs a new instance. If ``outputs.watch`` is set, it is called for every launch."""
+    """Patches triton so that kernel launches are counted. Returns a class of context managers that enforce the rule of
+    this module. Each call of the solution needs a new instance. If ``outputs.watch`` is set, it is called for every
+    launch."""
     from triton.runtime import autotuner, interpreter, jit
 
     launches = [0]

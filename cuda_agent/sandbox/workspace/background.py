@@ -1,9 +1,9 @@
 """Runs background commands of a workspace. Each command has a keeper: a child of the workspace's process.
 
 The keeper starts the command in the shell's jail and collects its output. On request, at a limit, or when the workspace
-has ended, the keeper kills all processes of the command. It adopts the command's orphaned processes: otherwise the end
-of a foreground command would kill them. A background command gets no input and cannot run the shell's commands,
-such as verify."""
+has ended, the keeper kills all processes of the command. The keeper adopts the command's orphaned processes. Otherwise
+the workspace's process would adopt them, and would kill them when a foreground command ends. A background command gets
+no input and cannot run the shell's commands, such as verify."""
 
 import contextlib
 import json

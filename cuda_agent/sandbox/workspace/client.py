@@ -162,8 +162,8 @@ class Workspace:
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Runs a tool and returns its result. If the agent's shell uses a command such as verify, this method calls the
-        constructor's ``commands`` to run it. An exception of ``commands`` reaches the caller. Raises ``WorkspaceLost``
-        if the workspace has ended or does not answer."""
+        constructor's ``commands`` to run it. The caller gets every exception that ``commands`` raises. Raises
+        ``WorkspaceLost`` if the workspace has ended or does not answer."""
         try:
             body = checked_call(tool, arguments)
         except ToolRefused as refused:

@@ -204,7 +204,7 @@ class Shell:
 
     def overuse(self, used: float, seconds: float, disk: bool) -> str:
         """Returns a text that names the limit that a command exceeds, or an empty string. The command has run for
-        ``used`` of its ``seconds``. Checks the use of the disk only if ``disk`` is true."""
+        ``used`` seconds; its limit is ``seconds``. Checks the use of the disk only if ``disk`` is true."""
         if used > seconds:
             return f"killed after {seconds:g} s"
         pids = descendants(os.getpid())

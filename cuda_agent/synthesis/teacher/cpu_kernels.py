@@ -1,4 +1,4 @@
-"""Writes C++ kernels for the tasks of ``family``: one source and one plan for each design.
+"""Writes C++ kernels for the tasks of ``family``: one source and one plan (list of launches) for each design.
 
 A design is a set of choices, such as the number of blocks. Each choice is drawn uniformly, without regard to the task's
 shape. Some kernels leave elements out. Some take ten times as long as eager, and others are several times as fast as
@@ -36,7 +36,7 @@ class Design:
                 cache lines (3-10; 1.3 with a ``width`` of 8; 1.0-1.6 if a block takes whole rows)
     ``grid``    number of blocks; 1: only one thread works (1.1-2.8); one block per row: one call per row (1.0-3)
     ``width``   neighbours that one step of a loop computes; 8: elements after the last whole step are left out (1.4-2;
-                5 in rows). Without effect on an ending that returns one value per row
+                5 in rows). Always 1 for an ending that returns one value per row
     ``passes``  "fused": one loop over the elements; "split": one loop per operator, through memory (1.0-1.4)
     ``moments`` how a variance is computed; "one": from sums of v and v * v; "two": the mean first (1.05-1.15)"""
 
@@ -49,7 +49,7 @@ class Design:
 
 
 def draw_design(spec: FamilySpec, rng: random.Random) -> Design:
-    """Returns a design with each choice drawn uniformly. If ``width`` has no effect, it is 1."""
+    """Returns a design with each choice drawn uniformly. If an ending returns one value per row, ``width`` is 1."""
     design = Design(**{choice: rng.choice(values) for choice, values in DESIGNS.items()})
     return design if _steps_matter(spec) else replace(design, width=1)
 
@@ -135,7 +135,7 @@ def _elements(spec: FamilySpec, design: Design) -> str:
 
 @dataclass(frozen=True)
 class _Reduction:
-    """The C++ code of a row-wise ending, in parts."""
+    """The C++ code of an ending (an operator along the rows, such as a softmax), in parts."""
 
     start: str  # declares the sums
     add: str  # adds the value ``v`` to the sums

@@ -236,12 +236,12 @@ def _started(design: ColumnDesign, values: Sequence[tuple[str, str]]) -> str:
 
 
 def _each(design: ColumnDesign, statement: str) -> str:
-    """Returns ``statement`` for column ``j`` of a vector. Without vectors, returns it unchanged."""
+    """Returns ``statement`` with ``s[j]`` and ``t[j]`` for ``s`` and ``t``. Without vectors, returns it unchanged."""
     return statement if design.vector == 1 else re.sub(r"\b([st])\b", r"\1[j]", statement)
 
 
 def _looped(design: ColumnDesign, statement: str) -> str:
-    """Returns ``statement`` for each column of a thread."""
+    """Returns a CUDA statement that runs ``statement`` for each column of a thread."""
     return statement if design.vector == 1 else f"for (int j = 0; j < 4; j++) {_each(design, statement)}"
 
 
@@ -261,7 +261,7 @@ def plain_transpose(spec: FamilySpec, design: TransposeDesign) -> TransposeDesig
 
 def transpose_fault(spec: FamilySpec, design: TransposeDesign) -> Fault:
     """Predicts the judge's status and message. The status is ``wrong`` if the kernel leaves out elements at the edges,
-    ``build_error`` if the grid has no square, and otherwise ``ok``."""
+    ``build_error`` if the launch has no blocks, and otherwise ``ok``."""
     sizes = spec.columns, spec.rows
     if found := launch_fault(0, [1 if design.guard else size // design.side for size in sizes]):
         return found

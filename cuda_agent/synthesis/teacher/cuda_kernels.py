@@ -1,9 +1,9 @@
-"""Writes CUDA kernels for the tasks of ``family``: one source and one plan for each design.
+"""Writes CUDA kernels for the tasks of ``family``: one source and one plan (list of launches) for each design.
 
 A design is a choice of mapping, sizes and caches. The task's shape decides which designs are fast, and also which
 designs are right: vectors must divide the lengths, registers must hold a whole row, and shared memory has a limit.
-``fault`` predicts the judge's verdict from the shape and the design alone. This module holds the designs of chains
-and row-wise endings; ``cuda_columns`` holds those of the other endings."""
+``fault`` predicts the judge's verdict from the shape and the design alone. This module holds the designs for chains of
+element-wise operators, alone or with a row-wise operator as the ending. ``cuda_columns`` has the other endings."""
 
 import random
 from collections.abc import Callable, Mapping

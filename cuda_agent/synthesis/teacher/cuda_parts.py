@@ -1,5 +1,7 @@
-"""Holds the parts that all CUDA kernels of the teacher share: the element-wise chain, the reductions, and the plan with
-the limits of a launch."""
+"""Holds the parts that the teacher's CUDA kernels share.
+
+These are the source of the element-wise chain and of the reductions, the text of ``plan.json`` (the list of kernel
+launches), and a check of each launch against the limits of the GPU."""
 
 import json
 from collections.abc import Sequence
@@ -42,8 +44,9 @@ def loaded(spec: FamilySpec, index: str) -> str:
 
 
 def element(vector: int, value: str, body: Sequence[str], target: str) -> list[str]:
-    """Returns statements that load ``value``, an element or a vector, and run ``body``, which uses or changes each
-    element ``v``. If ``target`` is given, the changed values are stored there."""
+    """Returns CUDA statements that load ``value`` (a float4 if ``vector`` is 4, else a float) and run ``body`` for each
+    of its elements. ``body`` uses or changes the element ``v``. If ``target`` is given, the statements store the
+    changed value there."""
     if vector == 1:
         return [f"float v = {value};", *body, *[f"{target} = v;"] * bool(target)]
     return [
@@ -81,9 +84,9 @@ Sum = tuple[str, str, str]  # variable, its reduction ("sum", "max" or "min"), a
 
 @dataclass(frozen=True)
 class Reduction:
-    """The reduction of an ending over ``m`` values ``v``, as CUDA source. A pass over the values accumulates one or two
-    variables (``Sum``), and then runs a statement, which may be empty. ``output`` is the expression of the result: one
-    for all values, or one for each ``v``."""
+    """The reduction of an ending (such as a sum along rows) over ``m`` values ``v``, as CUDA source. A pass over the
+    values accumulates one or two variables (``Sum``), and then runs a statement, which may be empty. ``output`` is the
+    expression of the result: one for all values, or one for each ``v``."""
 
     passes: tuple[tuple[tuple[Sum, ...], str], ...]
     output: str

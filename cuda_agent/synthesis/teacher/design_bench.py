@@ -3,8 +3,8 @@
 The process reads requests and prints answers, as lines of JSON. First it prints ``{"ready": true}``. For each request,
 it prints ``{"held": true}`` when it holds the timing lease, the lock that keeps other processes off the device. Then it
 prints eager's time as ``{"seconds": time}``, and ``{"seconds": time}`` or ``{"wrong": why}`` for each design. A design
-that is wrong only for another kind of inputs gets ``{"wrong": why, "kind": kind}``. After an error it prints
-``{"error": why}`` and ends.
+that is right for inputs of the kind ``normal``, but wrong for another kind, gets ``{"wrong": why, "kind": kind}``.
+After an error the process prints ``{"error": why}`` and ends.
 
 The process compares outputs as the judge does, for one input of each kind. It does not notice a kernel that writes
 beyond its outputs."""
@@ -34,8 +34,8 @@ _SLOWER, _LONGEST = 1.5, 0.1  # how much slower; seconds after which a slow desi
 
 
 class _Memory(Slots):
-    """The buffers of a plan, in the form that ``bind_plan`` takes: the addresses of tensors of this process. There is
-    one slot for each of ``inputs``; all slots share ``outputs``."""
+    """The buffers that a design's kernels read and write, in the form that ``bind_plan`` takes: the addresses of
+    tensors of this process. There is one slot (set of buffers) for each of ``inputs``; all slots share ``outputs``."""
 
     def __init__(self, inputs: Sequence[Sequence[torch.Tensor]], outputs: Sequence[torch.Tensor]) -> None:
         self.layout, self.device, self.weights = [{} for _ in inputs], "cuda", []
@@ -66,7 +66,7 @@ class _Bench:
 
 def values_off(want: torch.Tensor, have: torch.Tensor, tolerance: float, cap: float = 1.0) -> int:
     """Returns how many values of ``have`` differ from ``want`` by more than the judge's rule allows
-    (``judge.memory.check``). ``cap`` limits the scale of ``want`` in this rule."""
+    (``judge.memory.check``). The rule's limit grows with the root mean square of ``want``, but not beyond ``cap``."""
     scale = want.double().square().mean().sqrt().clamp(max=cap).to(want.dtype)
     return int((~((want - have).abs() <= tolerance * (scale + want.abs()))).sum())
 

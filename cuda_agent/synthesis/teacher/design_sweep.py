@@ -1,9 +1,9 @@
 """Finds a task's best design on a GPU: draws designs, builds them and times them.
 
-The tasks are those that the scripted teacher can solve, which this project generates (``family``). A design is one way
-to write a task's kernel (``cuda_kernels``). ``Sweep`` builds all designs of a task at once and asks a child process
-(``design_bench``) for times. The child needs no jail, because it runs only code that this project has made:
-``family.parse`` refuses any other task."""
+The tasks are those of ``family``: this project generates them, and the scripted teacher can solve them. A design is one
+way to write a task's kernel (``cuda_kernels``). It is built from source files and a plan, the list of kernel launches.
+``Sweep`` builds all designs of a task at once and asks a child process (``design_bench``) for their times. The child
+needs no jail, because it runs only code that this project has made: ``family.parse`` refuses any other task."""
 
 import asyncio
 import contextlib
@@ -83,9 +83,9 @@ class Sweep:
             return f"does not build: {error}"
 
     async def _times(self, task: Task, programs: Sequence[dict[str, Any]]) -> tuple[float, list[float | str | None]]:
-        """Returns eager's seconds and, for each program, its seconds or the reason why it failed. The reason is None if
-        the program is wrong only for ``sandbox.input_kinds``, which the teacher does not predict. If a program kills
-        the child process, a new child continues with the next program."""
+        """Returns eager's seconds and, for each program, its seconds or the reason why it failed. The result of a
+        program is None if it is wrong only for the additional kinds of inputs in ``sandbox.input_kinds``: the teacher
+        does not predict such failures. If a program kills the child process, a new child continues with the next."""
         eager: float | None = None
         found: list[float | str | None] = []
         failures = 0
@@ -167,7 +167,7 @@ def unit(solutions: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 def programs(whole: Mapping[str, Any], solutions: Sequence[Mapping[str, str]]) -> Iterator[dict[str, Any]]:
     """Yields the program (the built plan) of each of ``solutions``. ``whole`` is the program that was built from their
-    ``unit``. Each solution's program has that solution's part of the nodes and workspaces in ``whole``."""
+    ``unit``. Each solution's program has that solution's part of the launches (nodes) and workspaces in ``whole``."""
     nodes = iter(whole["nodes"])
     for number, files in enumerate(solutions):
         own = {name: made for name, made in whole["workspaces"].items() if name.startswith(f"d{number}_")}

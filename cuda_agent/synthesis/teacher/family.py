@@ -110,7 +110,7 @@ class Ending:
 
     torch: str  # its form in PyTorch
     maps: bool  # whether the output has the shape of the input
-    length: str  # key of ``LENGTHS``: of a column for the kind "column", else of a row
+    length: str  # range of lengths, a key of ``LENGTHS``; of a column for the kind "column", else of a row
     spread: float = 1.0  # least allowed difference between the chain's high and low results
     kind: Literal["row", "column", "transpose"] = "row"
 
@@ -315,7 +315,7 @@ def chain_values(chain: tuple[tuple[str, str | None], ...]) -> list[float]:
 
 
 def _admissible(chain: tuple[tuple[str, str | None], ...], ending: str | None) -> bool:
-    """Returns whether ``chain`` and ``ending`` make a task: nothing overflows, each operator matters, results vary."""
+    """Returns whether ``chain`` and ``ending`` suit a task: nothing overflows, each operator matters, results vary."""
     values = list(_POINTS)
     for k, (name, _) in enumerate(chain):
         if max(map(abs, values)) > OPERATORS[name].largest:

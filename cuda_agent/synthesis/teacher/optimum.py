@@ -1,4 +1,4 @@
-"""Defines ``Optimum``, the result of a search for a task's best design (``design_sweep``), and a file of optima.
+"""Defines ``Optimum``, the result of a search for a task's best design (``design_sweep``), and stores optima in a file.
 
 A design is one way to write the task's kernel. The file lies in the folder of the tasks. The filters of synthesis and
 the scores of an evaluation use the optima. Episodes, rewards and training do not."""
@@ -19,9 +19,9 @@ class Optimum:
     eager_seconds: float
     seconds: float | None  # time of the best design; None if no design is right (gives correct outputs)
     median_seconds: float | None  # median over the times of all right designs; None if there is none
-    right: float  # share of the draws whose design is right (0 to 1)
+    right: float  # share of the randomly drawn designs that are right (0 to 1; a repeated design counts again)
     design: str = ""  # the best design
-    surprises: tuple[str, ...] = ()  # designs (and why they fail) that the teacher expects to be right
+    surprises: tuple[str, ...] = ()  # designs that fail although the teacher expects them to be right; with reasons
 
     @property
     def speedup(self) -> float | None:

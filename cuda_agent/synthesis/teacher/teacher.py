@@ -28,12 +28,12 @@ _KERNELS: dict[str, ModuleType] = {"cpu": cpu_kernels, "cuda": cuda_kernels}
 
 @dataclass(frozen=True)
 class Worked:
-    """A solution of the teacher in the format ``plan``, with the status and message that the judge is expected to
-    give."""
+    """A solution of the teacher, with the status and message that the judge is expected to give. It has the format
+    ``plan``: the kernel's source, and ``plan.json``, the list of kernel launches."""
 
     files: dict[str, str]  # path -> text
     device: str  # "cpu" or "cuda"
-    design: Any  # of ``cpu_kernels`` or ``cuda_kernels``
+    design: Any  # a design of ``cpu_kernels`` or ``cuda_kernels``
     status: Status
     message: str = ""  # only for the status ``build_error``
 
@@ -58,7 +58,7 @@ class Mistake:
 
 
 def solve(task: Task, rng: random.Random, device: str = "cpu") -> Worked:
-    """Returns a solution of ``task`` with a random design, which may not fit the task's shape.
+    """Returns a solution of ``task`` with a random design, which does not always fit the task's shape.
 
     Raises:
         ValueError: The task is not of the teacher's family."""

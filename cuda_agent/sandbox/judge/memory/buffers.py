@@ -1,11 +1,11 @@
 """Manages the memory that the judge shares with its workers.
 
-Each worker has two areas. The worker can only read the input area, which holds inputs and a candidate's weights. The
-worker writes to the output area, and the judge copies the outputs from there. A slot is the room for the inputs and
-outputs of one call. Before every call the judge fills the outputs, and the gaps beside them, with poison (large
-numbers). So the judge detects an output that the worker did not write, and a write to a gap. It does not detect writes
-beyond a gap. ``Area`` lies on the CPU, with NumPy arrays (bfloat16 as its 16 raw bits); ``device.Area`` lies on the
-GPU."""
+Each worker shares two memory areas with the judge. It can only read the input area, which holds inputs and a
+candidate's weights. It writes to the output area, and the judge copies the outputs from there. A slot is the room for
+the inputs and outputs of one call. Before every call the judge fills the outputs, and the gaps beside them, with poison
+(large numbers). So the judge detects an output that the worker did not write, and a write to a gap. It does not detect
+writes beyond a gap. ``Area`` is CPU memory, read as NumPy arrays (bfloat16 as its 16 raw bits). ``device.Area`` is GPU
+memory."""
 
 import contextlib
 import fcntl
@@ -135,7 +135,7 @@ class Buffers:
     Args:
         slots: The number of slots. Each slot holds the inputs and outputs of one call.
         examples: The number of sets of inputs and outputs that a reference worker can draw in one request. If positive,
-            the output area holds these sets and the weights. The first set has its outputs in the first slot.
+            the output area holds these sets and the weights. The outputs of the first set lie in the first slot.
         fixed: Whether the gaps between tensors have a fixed width, so that offsets are the same in every run.
         areas: A function from two sizes in bytes to the two areas. By default the areas lie in CPU memory."""
 

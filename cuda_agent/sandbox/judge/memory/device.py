@@ -37,8 +37,8 @@ _FAR_ABOVE = 8  # a fill that takes so many times its floor has waited for other
 
 
 class Array:
-    """A buffer of ``size`` bytes in the judge's device memory. The driver keeps freed memory for other arrays, because
-    new memory makes the process wait for the device."""
+    """A buffer of ``size`` bytes in the judge's device memory. The driver keeps freed memory for later arrays, because
+    a new allocation makes the process wait for the device."""
 
     def __init__(self, size: int) -> None:
         self.size, self.address = size, 0

@@ -13,8 +13,8 @@ device only has room for the inputs and outputs of one call, there is no chain. 
 call, minus the call's delay and the time of an empty request.
 
 The delay is a kernel of known length that runs before the calls. The device runs it while the host enqueues the calls.
-The judge does not see work on another stream during the delay. A chain's delay is therefore at most about twice the
-time in which the host would enqueue the same number of calls of eager.
+The judge cannot detect work that another stream does during the delay. A chain's delay is therefore at most about twice
+the time in which the host would enqueue the same number of calls of the task's model in eager PyTorch.
 
 Each wall time is the shortest of several. It includes stopping the worker after the calls, which can only lengthen it
 (by tenths of a millisecond on H200). A reported time counts if it is at least 80 % of the bound, minus an allowance for
@@ -47,7 +47,7 @@ class CrossCheck:
     def __init__(self, slots: int, empty: Callable[[int, int], float], host: float) -> None:
         """Measures an empty call's time. ``slots`` is the number of calls in the longest chain. ``empty(calls, delay)``
         runs a chain of empty calls after a delay in units of ``DELAY_UNIT``, and returns its wall seconds. ``host`` is
-        the host's seconds to enqueue a call of eager; it limits later delays."""
+        the time in seconds in which the host enqueues one call of eager PyTorch; it limits later delays."""
         self.delay = _SHORTEST
         self._allowed = longest(host)
         self._enqueues = 0.0
@@ -65,9 +65,10 @@ class CrossCheck:
         self.delay = max(_units(self._enqueues), min(_units(1.5 * host), _ENOUGH))
 
     def believe(self, told: float, chain: Callable[[int, int], tuple[float, float]]) -> tuple[float, str]:
-        """Checks ``told``, the worker's median seconds of a call. Returns the seconds that count, and the reason for a
-        refusal (or an empty string). ``chain(calls, delay)`` runs a chain after a delay in units of ``DELAY_UNIT``. It
-        returns the wall seconds by the judge's clock, and the host's seconds to enqueue the chain."""
+        """Checks ``told``, the median of the seconds per call that the worker reported. Returns the seconds that count,
+        and the reason for a refusal (or an empty string). ``chain(calls, delay)`` runs a chain after a delay in units
+        of ``DELAY_UNIT``. It returns the wall seconds by the judge's clock, and the host's seconds to enqueue the
+        chain."""
         count = min(max(2, math.ceil(_LONG_ENOUGH / max(told, 1e-6))), self._slots)
         delay = _units(count * self._enqueues)
         late: list[float] = []
