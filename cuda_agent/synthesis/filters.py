@@ -6,8 +6,8 @@ evaluation set. Here the third filter is stricter: the judge must reject each wr
 This module also checks the form of the source, and refuses tasks with the same bytes or structure as an earlier task.
 
 Two filters need a sweep (``design_sweep``), which times many designs of a task: different ways to write its kernel. The
-choice of a design must matter, and the best design must be ``headroom`` times as fast as torch.compile. Cheap filters
-come first: a sweep takes two seconds, a probe under torch.compile ten or more."""
+choice of a design must matter, and the best design must be ``headroom`` times as fast as torch.compile, by the times of
+the judge. Cheap filters come first: a sweep takes two seconds, a probe under torch.compile ten or more."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from cuda_agent.sandbox.wire import Probe
 from cuda_agent.synthesis.similarity import Shingles, duplicate_key, nearest
-from cuda_agent.synthesis.teacher.optimum import Optimum
+from cuda_agent.synthesis.teacher.optimum import Swept
 from cuda_agent.tasks.inspect import problems
 from cuda_agent.tasks.task import Task
 
@@ -104,22 +104,23 @@ def check_compiled(probe: Probe) -> None:
         raise TaskRefused("compiles", last_line(probe.error))
 
 
-def check_choice(optimum: Optimum) -> None:
+def check_choice(swept: Swept) -> None:
     """Raises TaskRefused if no design of a task computes the right outputs. Also raises it if most designs compute the
     right outputs and are about as fast as the best one."""
-    if optimum.seconds is None or optimum.median_seconds is None:
+    if swept.seconds is None or swept.median_seconds is None:
         raise TaskRefused("choice matters", "no design is right")
-    if optimum.median_seconds < SPREAD * optimum.seconds and optimum.right >= RIGHT:
+    if swept.median_seconds < SPREAD * swept.seconds and swept.right >= RIGHT:
         raise TaskRefused("choice matters", "most designs are right and fast")
 
 
-def check_headroom(optimum: Optimum, probe: Probe, headroom: float) -> None:
-    """Raises TaskRefused if the best design of a task is less than ``headroom`` times as fast as torch.compile. The
-    design's time is in ``optimum``, that of torch.compile in ``probe``. Compares speed-ups over eager, because the
-    times of a sweep and of a probe are not comparable."""
-    assert optimum.speedup is not None  # else check_choice refused the task
+def check_headroom(speedup: float | None, probe: Probe, headroom: float) -> None:
+    """Raises TaskRefused if the best design of a task is less than ``headroom`` times as fast as torch.compile.
+    ``speedup`` is the design's speed-up over eager (None: the judge refuses it); ``probe`` has the times of eager and
+    torch.compile. Compares speed-ups, because the times of a sweep and of a probe are not comparable."""
+    if speedup is None:
+        raise TaskRefused("headroom", "the judge refuses the best designs")
     assert probe.eager_seconds and probe.compile_seconds  # timed in turn
-    if optimum.speedup < headroom * probe.eager_seconds / probe.compile_seconds:
+    if speedup < headroom * probe.eager_seconds / probe.compile_seconds:
         raise TaskRefused("headroom", "torch.compile is too fast")
 
 

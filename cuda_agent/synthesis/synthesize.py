@@ -36,7 +36,7 @@ from cuda_agent.synthesis.filters import (
 from cuda_agent.synthesis.layers import LAYERS
 from cuda_agent.synthesis.similarity import duplicate_key, shingles
 from cuda_agent.synthesis.teacher.family import combination, is_heldout, ops_combination, sample_task
-from cuda_agent.synthesis.teacher.optimum import Optimum, from_json
+from cuda_agent.synthesis.teacher.optimum import DesignSearch, Optimum, Swept, optimum_from_json, swept_from_json
 from cuda_agent.tasks.inspect import problems
 from cuda_agent.tasks.io import read_any
 from cuda_agent.tasks.task import Task
@@ -102,7 +102,7 @@ async def synthesize(
     known: Mapping[str, Any] | None = None,
     report: Callable[[str, Any], None] | None = None,
     composer: Composer | None = None,
-    sweep: Callable[[Task], Awaitable[Optimum]] | None = None,
+    sweep: DesignSearch | None = None,
 ) -> tuple[list[Task], dict[str, Any]]:
     """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks. Returns the tasks (training tasks
     first) and the data card, a summary as JSON. If a limit of candidates or probes is reached, makes fewer tasks.
@@ -174,9 +174,9 @@ async def synthesize(
 
 
 def optima(tasks: Sequence[Task], known: Mapping[str, Any]) -> dict[str, Optimum]:
-    """Returns task name -> result of the sweep over the task's designs, for those of ``tasks`` that had a sweep.
-    ``known`` holds the values that ``synthesize`` reported."""
-    return {task.name: from_json(known[key]) for task in tasks if (key := f"sweep/{task.digest}") in known}
+    """Returns task name -> best design, for those of ``tasks`` that had a sweep. ``known`` holds the values that
+    ``synthesize`` reported."""
+    return {task.name: optimum_from_json(known[key]) for task in tasks if (key := f"optimum/{task.digest}") in known}
 
 
 def make_composer(config: Synthesis, window: tuple[float, float], device: str, threads: int) -> Composer:
@@ -248,7 +248,7 @@ class _Work:
     compiled: int = 0  # number of compiled probes
     lost: int = 0  # candidates on which the sandbox failed since the last successful sweep or compiled probe
     ahead: int = AHEAD["cpu"]
-    sweep: Callable[[Task], Awaitable[Optimum]] | None = None
+    sweep: DesignSearch | None = None
     surprises: list[str] = field(default_factory=list)  # of all sweeps, with the task's name
     probes: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # key -> probe or sweep under way
     composed: dict[tuple[str, int], Task] = field(default_factory=dict)  # family, index -> candidate
@@ -269,17 +269,20 @@ class _Work:
             self.eager += 1
             eager = await self._probe(task, compile=False)
             check_eager(eager, self.window)
-            optimum = await self._optimum(task)
-            if optimum:
+            swept = await self._sweep(task)
+            if swept:
                 self.lost = 0
-                self.surprises += [f"{task.name}: {what}" for what in optimum.surprises]
-                check_choice(optimum)
+                self.surprises += [f"{task.name}: {what}" for what in swept.surprises]
+                check_choice(swept)
             self.compiled += 1
             compiled = await self._probe(task, compile=True)
             self.lost = 0
             check_compiled(compiled)
-            if optimum:
-                check_headroom(optimum, compiled, self.config.headroom)
+            if swept:
+                check_headroom(swept.speedup, compiled, self.config.headroom)
+                optimum = await self._optimum(task, swept)
+                self.surprises += [f"{task.name}: {what}" for what in optimum.surprises]
+                check_headroom(optimum.speedup, compiled, self.config.headroom)
         except ComposeError as error:
             stream.refused["composed"] += 1
             stream.reasons[f"composed: {error}"] += 1
@@ -327,9 +330,13 @@ class _Work:
         with contextlib.suppress(TaskRefused):
             check_eager(await self._probe(task, compile=False), self.window)
             if compilations <= self.config.max_candidates:
-                if optimum := await self._optimum(task):
-                    check_choice(optimum)
-                await self._probe(task, compile=True)
+                if swept := await self._sweep(task):
+                    check_choice(swept)
+                compiled = await self._probe(task, compile=True)
+                if swept:
+                    check_compiled(compiled)
+                    check_headroom(swept.speedup, compiled, self.config.headroom)
+                    await self._optimum(task, swept)
 
     async def close(self) -> None:
         left = [*self.early.values(), *self.probes.values()]
@@ -364,7 +371,7 @@ class _Work:
 
         return Probe.from_json(await self._once(f"{'compiled' if compile else 'eager'}/{task.digest}", probe))
 
-    async def _optimum(self, task: Task) -> Optimum | None:
+    async def _sweep(self, task: Task) -> Swept | None:
         """Returns the result of the sweep over the designs of ``task``. Returns None if there are no sweeps, or if
         ``task`` is not of the teacher's family."""
         if self.sweep is None or task.family != "teacher":
@@ -374,7 +381,17 @@ class _Work:
         async def swept() -> dict[str, Any]:
             return asdict(await sweep(task))
 
-        return from_json(await self._once(f"sweep/{task.digest}", swept))
+        return swept_from_json(await self._once(f"sweep/{task.digest}", swept))
+
+    async def _optimum(self, task: Task, swept: Swept) -> Optimum:
+        """Returns the best design of ``task``, with the judge's times."""
+        assert self.sweep
+        search = self.sweep
+
+        async def judged() -> dict[str, Any]:
+            return asdict(await search.judged(task, swept))
+
+        return optimum_from_json(await self._once(f"optimum/{task.digest}", judged))
 
     async def _once(self, key: str, work: Callable[[], Awaitable[dict[str, Any]]]) -> dict[str, Any]:
         """Returns the value for ``key`` in ``known``. If there is none, calls ``work`` to compute it, or waits for an

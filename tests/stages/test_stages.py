@@ -349,7 +349,7 @@ def test_an_evaluation_says_how_far_a_policy_is_from_the_best_known_designs(tmp_
 
     monkeypatch.setattr(evaluate, "play_rounds", play)
     (tmp_path / "tasks").mkdir()
-    for name, known in (("without", {}), ("with", {"t1": Optimum(12.0, 4.0, 5.0, 0.5)})):
+    for name, known in (("without", {}), ("with", {"t1": Optimum("", 4.0, 12.0)})):
         write_optima(tmp_path / "tasks", known)
         evaluate.run(context(tmp_path / name, "evaluate-base", config(), {"tasks": tmp_path / "tasks"}, "scores"))
         found = read_scores(tmp_path / name / "scores" / "scores.json")

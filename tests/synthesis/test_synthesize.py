@@ -37,7 +37,7 @@ from cuda_agent.synthesis.teacher.family import (
     ops_combination,
     sample_task,
 )
-from cuda_agent.synthesis.teacher.optimum import Optimum
+from cuda_agent.synthesis.teacher.optimum import Optimum, Swept
 from tests.synthesis.test_similarity import CODE, RENAMED
 
 GOOD = Probe(deterministic=True, eager_seconds=1e-3, compile_seconds=8e-4)
@@ -237,33 +237,42 @@ def test_what_does_not_compile_is_refused_with_its_last_line():
     [(1.4, 0.8, False), (1.5, 0.8, True), (1.0, 0.69, True), (1.0, 0.7, False), (None, 0.0, False)],
 )
 def test_the_choice_of_a_design_must_matter_to_speed_or_correctness(median, right, kept):
-    optimum = Optimum(2.0, median and 1.0, median, right)
+    swept = Swept(2.0, median and 1.0, median, right)
     if kept:
-        check_choice(optimum)
+        check_choice(swept)
     else:
         with pytest.raises(TaskRefused, match="choice matters"):
-            check_choice(optimum)
+            check_choice(swept)
 
 
-def test_headroom_compares_judge_and_sweep_by_way_of_eager():
-    optimum = Optimum(eager_seconds=6.0, seconds=2.0, median_seconds=4.0, right=0.5)  # 3 times as fast as eager
+def test_headroom_compares_speedups_over_eager():
+    optimum = Optimum("d", seconds=2.0, eager_seconds=6.0)  # 3 times as fast as eager
     probe = Probe(eager_seconds=20.0, compile_seconds=8.0)  # torch.compile: 2.5 times
-    check_headroom(optimum, probe, headroom=1.19)
+    check_headroom(optimum.speedup, probe, headroom=1.19)
     with pytest.raises(TaskRefused, match="headroom: torch"):
-        check_headroom(optimum, probe, headroom=1.21)
+        check_headroom(optimum.speedup, probe, headroom=1.21)
+    with pytest.raises(TaskRefused, match="headroom: the judge"):
+        check_headroom(Optimum().speedup, probe, headroom=1.19)
 
 
 class FakeSweep:
-    """Draws an optimum from the task's digest: of four tasks one is refused by each filter."""
+    """Draws a result from the task's digest. Of five tasks, one is refused because its design does not matter, one by
+    the sweep's headroom, and one by the judge's."""
 
     def __init__(self):
-        self.tasks = []
+        self.tasks, self.timed = [], []
 
     async def __call__(self, task):
         self.tasks.append(task)
-        kind = int(task.digest, 16) % 4
+        kind = int(task.digest, 16) % 5
         surprises = ("design: wrong",) if kind == 2 else ()
-        return Optimum(1.0, 0.25 if kind else 0.9, 0.5 if kind > 1 else 0.26, 0.9 if kind == 1 else 0.5, "d", surprises)
+        fast = 0.25 if kind else 0.9
+        return Swept(1.0, fast, 0.5 if kind > 1 else 0.26, 0.9 if kind == 1 else 0.5, ("d",), surprises)
+
+    async def judged(self, task, swept):
+        self.timed.append(task)
+        kind = int(task.digest, 16) % 5
+        return Optimum("d", 0.9 if kind == 4 else 0.3, 1.0, ("d: refused",) if kind == 3 else ())
 
 
 def test_a_sweep_refuses_tasks_whose_design_does_not_matter_or_that_leave_no_headroom():
@@ -271,16 +280,17 @@ def test_a_sweep_refuses_tasks_whose_design_does_not_matter_or_that_leave_no_hea
     prober, sweep, kept = InProcess(), FakeSweep(), {}
     tasks, card = make(config, seed=1, prober=prober, sweep=sweep, report=kept.__setitem__)
     family = [task for task in tasks if task.family == "teacher"]
-    assert len(tasks) == 17 and {int(task.digest, 16) % 4 for task in family} == {2, 3}
+    assert len(tasks) == 17 and {int(task.digest, 16) % 5 for task in family} == {2, 3}
     assert all(task.family == "teacher" for task in sweep.tasks)
     compiled = {digest for digest, compile in prober.calls if compile}
     swept = {task.digest for task in sweep.tasks}
-    assert not [digest for digest in compiled & swept if int(digest, 16) % 4 == 1], "its choice does not matter"
+    assert not [digest for digest in compiled & swept if int(digest, 16) % 5 == 1], "its choice does not matter"
+    assert {int(task.digest, 16) % 5 for task in sweep.timed} == {2, 3, 4}, "one without headroom is not judged"
     dropped = {row["filter"]: row["dropped"] for row in card["yield"]["teacher"]}
     assert dropped["choice matters"] > 0 and dropped["headroom"] > 0
-    assert card["surprises"] and all(": design: wrong" in line for line in card["surprises"])
+    assert {line.partition(": ")[2] for line in card["surprises"]} == {"design: wrong", "d: refused"}
     found = optima(tasks, kept)
-    assert found.keys() == {task.name for task in family} and {one.seconds for one in found.values()} == {0.25}
+    assert found.keys() == {task.name for task in family} and {one.seconds for one in found.values()} == {0.3}
 
 
 def test_a_sandbox_that_fails_again_and_again_ends_synthesis_and_a_single_failure_refuses_a_task():
@@ -312,7 +322,7 @@ def test_known_sweeps_are_not_repeated_and_without_a_sweep_no_filter_changes():
     sweep, kept = FakeSweep(), {}
     expected = make(config, sweep=sweep, report=lambda key, value: kept.update({key: json.loads(json.dumps(value))}))
     again = FakeSweep()
-    assert make(config, sweep=again, known=kept) == expected and not again.tasks
+    assert make(config, sweep=again, known=kept) == expected and not again.tasks and not again.timed
     _, card = make(config)
     dropped = {row["filter"]: row["dropped"] for row in card["yield"]["teacher"]}
     assert dropped["choice matters"] == dropped["headroom"] == 0 and card["surprises"] == []

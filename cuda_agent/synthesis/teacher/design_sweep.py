@@ -8,11 +8,13 @@ needs no jail, because it runs only code that this project has made: ``family.pa
 import asyncio
 import contextlib
 import json
+import math
 import os
 import statistics
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -25,12 +27,13 @@ from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.wire import Solution, TaskSpec
 from cuda_agent.synthesis.teacher.cuda_kernels import KERNEL, PLAN
 from cuda_agent.synthesis.teacher.family import parse, task_spec
-from cuda_agent.synthesis.teacher.optimum import Optimum
+from cuda_agent.synthesis.teacher.optimum import Optimum, Swept
 from cuda_agent.synthesis.teacher.teacher import Worked, solve
 from cuda_agent.tasks.task import Task
 
 DESIGNS = 48  # designs that are timed for a task, if there are so many
 _DRAWS = 4  # most draws for each of them
+_FINALISTS = 2  # fastest designs of the sweep that the judge times
 _ANSWER_SECONDS = 120.0  # limit for one line of the child; it may wait for the timing lease as long as it takes
 COMMAND = [sys.executable, "-P", "-m", "cuda_agent.synthesis.teacher.design_bench"]
 
@@ -50,8 +53,21 @@ class Sweep:
     async def __aexit__(self, *_: object) -> None:
         await self._end()
 
-    async def __call__(self, task: Task) -> Optimum:
-        """Returns the optimum of ``task``: its best design, with times. For equal tasks, draws the same designs.
+    async def judged(self, task: Task, swept: Swept) -> Optimum:
+        """Lets the judge time the fastest designs in ``swept``, the result of the sweep of ``task``. Returns the best
+        of them."""
+        files = {str(worked.design): worked.files for worked in draw_designs(task, self._designs)[1]}
+        best, surprises = Optimum(), []
+        for design in swept.fastest:
+            verdict = await self._sandbox.evaluate(task, Solution("plan", files[design]))
+            if verdict.status not in ("ok", "infra"):
+                surprises.append(f"{design}: {verdict.status}: {verdict.message}")
+            elif verdict.seconds and verdict.seconds < (best.seconds or math.inf):
+                best = Optimum(design, verdict.seconds, verdict.eager_seconds)
+        return replace(best, surprises=tuple(surprises))
+
+    async def __call__(self, task: Task) -> Swept:
+        """Times designs of ``task`` and returns the result. For equal tasks, draws the same designs.
 
         Raises:
             ValueError: The task is not of the teacher's family.
@@ -195,14 +211,15 @@ def draw_designs(task: Task, designs: int = DESIGNS) -> tuple[Counter[Any], list
     return drawn, list(right.values())
 
 
-def summary(eager: float, drawn: Counter[Any], found: Mapping[Any, float | str]) -> Optimum:
-    """Returns the optimum of a task. ``eager`` is eager's time in seconds. ``drawn`` counts the draws of each design.
+def summary(eager: float, drawn: Counter[Any], found: Mapping[Any, float | str]) -> Swept:
+    """Returns the result of a sweep. ``eager`` is eager's time in seconds. ``drawn`` counts the draws of each design.
     ``found`` maps a design to its seconds, or to the reason why it failed. A design that is not in ``found`` counts as
     wrong."""
     times = {design: seconds for design, seconds in found.items() if not isinstance(seconds, str)}
     surprises = tuple(f"{design}: {reason}" for design, reason in found.items() if isinstance(reason, str))
     if not times:
-        return Optimum(eager, None, None, 0.0, surprises=surprises)
-    best = min(times, key=lambda design: times[design])
+        return Swept(eager, None, None, 0.0, surprises=surprises)
+    ordered = sorted(times, key=lambda design: times[design])
     right = sum(drawn[design] for design in times) / drawn.total()
-    return Optimum(eager, times[best], statistics.median(times.values()), right, str(best), surprises)
+    fastest = tuple(map(str, ordered[:_FINALISTS]))
+    return Swept(eager, times[ordered[0]], statistics.median(times.values()), right, fastest, surprises)

@@ -1,32 +1,63 @@
-"""Defines ``Optimum``, the result of a search for a task's best design (``design_sweep``), and stores optima in a file.
+"""Defines ``Swept`` and ``Optimum``, the results of a search for a task's best design, and a file of optima.
 
-A design is one way to write the task's kernel. The file lies in the folder of the tasks. The filters of synthesis and
-the scores of an evaluation use the optima. Episodes, rewards and training do not."""
+A design is one way to write the task's kernel. A sweep (``design_sweep``) times many designs of a task, and the judge
+then times the fastest of them. On an H200 the judge's times are 1 to 3 us longer than the sweep's, probably because the
+device runs other processes before each call. Only the judge's times are comparable with those of a solution.
+
+The file lies in the folder of the tasks. The filters of synthesis and the scores of an evaluation use the optima.
+Episodes, rewards and training do not."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, Protocol
+
+from cuda_agent.tasks.task import Task
 
 FILE = "optimum.json"
 
 
 @dataclass(frozen=True)
-class Optimum:
-    """The result of a sweep: the best of many timed designs of one task. Times are median seconds of a call with a cold
-    L2 cache."""
+class Swept:
+    """The result of a sweep: many timed designs of one task. Times are the sweep's: median seconds of a call with a
+    cold L2 cache."""
 
     eager_seconds: float
-    seconds: float | None  # time of the best design; None if no design is right (gives correct outputs)
+    seconds: float | None  # time of the fastest design; None if no design is right (gives correct outputs)
     median_seconds: float | None  # median over the times of all right designs; None if there is none
-    right: float  # share of the randomly drawn designs that are right (0 to 1; a repeated design counts again)
-    design: str = ""  # the best design
-    surprises: tuple[str, ...] = ()  # designs that fail although the teacher expects them to be right; with reasons
+    right: float  # share of the draws whose design is right (0 to 1)
+    fastest: tuple[str, ...] = ()  # the fastest right designs, the fastest first
+    surprises: tuple[str, ...] = ()  # designs (and why they fail) that the teacher expects to be right
 
     @property
     def speedup(self) -> float | None:
-        """The speed-up of the best design over eager; None if no design is right."""
+        """The speed-up of the fastest design over eager; None if no design is right."""
         return self.eager_seconds / self.seconds if self.seconds else None
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The best design of one task, with the judge's times in quick mode. If the judge accepts none of the sweep's
+    fastest designs, ``speedup`` is None."""
+
+    design: str = ""
+    seconds: float | None = None
+    eager_seconds: float | None = None
+    surprises: tuple[str, ...] = ()  # designs (and why they fail) that were right in the sweep
+
+    @property
+    def speedup(self) -> float | None:
+        """The speed-up of the design over eager."""
+        return self.eager_seconds / self.seconds if self.seconds and self.eager_seconds else None
+
+
+class DesignSearch(Protocol):
+    """Finds the best design of a task of the teacher's family (``design_sweep.Sweep``). The call times many designs;
+    ``judged`` lets the judge time the fastest of them."""
+
+    async def __call__(self, task: Task) -> Swept: ...
+    async def judged(self, task: Task, swept: Swept) -> Optimum: ...
 
 
 def write_optima(folder: Path, optima: Mapping[str, Optimum]) -> None:
@@ -39,8 +70,12 @@ def read_optima(folder: Path) -> dict[str, Optimum]:
     """Returns the optima that ``write_optima`` wrote to ``folder``, or an empty dict if synthesis made no sweep."""
     path = folder / FILE
     rows = json.loads(path.read_text()) if path.exists() else {}
-    return {name: from_json(row) for name, row in rows.items()}
+    return {name: optimum_from_json(row) for name, row in rows.items()}
 
 
-def from_json(row: Mapping[str, object]) -> Optimum:
-    return Optimum(**row | {"surprises": tuple(row["surprises"])})  # type: ignore[arg-type, operator]
+def optimum_from_json(row: dict[str, Any]) -> Optimum:
+    return Optimum(**row | {"surprises": tuple(row["surprises"])})
+
+
+def swept_from_json(row: dict[str, Any]) -> Swept:
+    return Swept(**row | {"surprises": tuple(row["surprises"]), "fastest": tuple(row["fastest"])})

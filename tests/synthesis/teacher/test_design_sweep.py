@@ -9,6 +9,8 @@ import random
 import statistics
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,13 +25,13 @@ from cuda_agent.sandbox.formats.plan import build as compile_files
 from cuda_agent.sandbox.formats.plan import compile_plan
 from cuda_agent.sandbox.formats.solution_format import Toolchain
 from cuda_agent.sandbox.judge.memory import check
-from cuda_agent.sandbox.wire import TaskSpec, Tensor
+from cuda_agent.sandbox.wire import Solution, TaskSpec, Tensor, Verdict
 from cuda_agent.synthesis.teacher import design_sweep
 from cuda_agent.synthesis.teacher.cuda_kernels import fault
 from cuda_agent.synthesis.teacher.design_bench import cases, values_off
 from cuda_agent.synthesis.teacher.design_sweep import Sweep, draw_designs, programs, summary, unit
 from cuda_agent.synthesis.teacher.family import FamilySpec, make_task, parse, task_spec
-from cuda_agent.synthesis.teacher.optimum import Optimum, read_optima, write_optima
+from cuda_agent.synthesis.teacher.optimum import Optimum, Swept, read_optima, write_optima
 from cuda_agent.synthesis.teacher.teacher import solve
 from cuda_agent.tasks.task import Task
 
@@ -94,8 +96,8 @@ def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "log"
 
 
-def swept(sandbox: Fake, *tasks: Task) -> list[Optimum]:
-    async def run() -> list[Optimum]:
+def swept(sandbox: Fake, *tasks: Task) -> list[Swept]:
+    async def run() -> list[Swept]:
         async with Sweep(sandbox, designs=4) as sweeps:  # type: ignore[arg-type]
             return list(await asyncio.gather(*map(sweeps, tasks)))
 
@@ -125,7 +127,8 @@ def test_one_child_times_the_designs_of_many_tasks(log: Path) -> None:
     assert sandbox.builds == [4, 4]  # the designs of a task are built together
     assert (first.eager_seconds, first.seconds, first.median_seconds, first.speedup) == (8.0, 1.0, 2.5, 8.0)
     assert (second.seconds, second.median_seconds) == (5.0, 6.5)
-    assert first.design == str(draw_designs(ROWS, 4)[1][0].design) != second.design
+    designs = [str(worked.design) for worked in draw_designs(ROWS, 4)[1]]
+    assert first.fastest == tuple(designs[:2]) and second.fastest != first.fastest
     assert first.surprises == second.surprises == ()
     assert log.read_text().split("\n")[:-1] == ["start", "request 4 0.01 ramp", "request 4 0.01 ramp"]
 
@@ -155,6 +158,42 @@ def test_a_design_that_is_wrong_for_another_kind_of_inputs_counts_as_wrong_and_i
     (optimum,) = swept(Fake(4.0, {"wrong": "7 values are wrong", "kind": "ramp"}, 5.0, 3.0), ROWS)
     drawn, _ = draw_designs(ROWS, 4)
     assert (optimum.seconds, optimum.right, optimum.surprises) == (3.0, 3 / drawn.total(), ())
+
+
+class Judging:
+    """A sandbox whose judge gives the answer number n to the design number n: its seconds, or a status."""
+
+    def __init__(self, *answers: float | str) -> None:
+        self.config = SimpleNamespace(tolerance=0.01, input_kinds=[])
+        files = [worked.files for worked in draw_designs(ROWS, 4)[1]]
+        self.answers = list(zip(files, answers, strict=True))
+
+    async def evaluate(self, task: Task, solution: Solution) -> Verdict:
+        answer = next(answer for files, answer in self.answers if files == solution.files)
+        timed = isinstance(answer, float)
+        verdict = Verdict("ok" if timed else answer, solution.format, "quick", "cuda", "real")  # type: ignore[arg-type]
+        return replace(verdict, seconds=answer, eager_seconds=9.0) if timed else replace(verdict, message="why")
+
+
+@pytest.mark.parametrize(
+    ("answers", "best", "seconds", "surprised"),
+    [
+        ((3.0, 2.0), 1, 2.0, ()),  # the judge's times decide, not the sweep's
+        (("wrong_result", 2.0), 1, 2.0, (0,)),
+        ((3.0, "infra"), 0, 3.0, ()),  # the sandbox's fault says nothing about the design
+        (("wrong_result", "infra"), None, None, (0,)),
+    ],
+)
+def test_the_judge_times_the_fastest_designs_of_a_sweep(
+    answers: Sequence[float | str], best: int | None, seconds: float | None, surprised: Sequence[int]
+) -> None:
+    designs = [str(worked.design) for worked in draw_designs(ROWS, 4)[1]]
+    sweep = Sweep(Judging(*answers, 1.0, 1.0), designs=4)  # type: ignore[arg-type]
+    optimum = asyncio.run(sweep.judged(ROWS, Swept(8.0, 1.0, 2.0, 0.5, tuple(designs[:2]))))
+    design = "" if best is None else designs[best]
+    assert (optimum.design, optimum.seconds, optimum.eager_seconds) == (design, seconds, seconds and 9.0)
+    assert optimum.surprises == tuple(f"{designs[number]}: wrong_result: why" for number in surprised)
+    assert optimum.speedup == (seconds and 9.0 / seconds)
 
 
 def test_a_sweep_checks_the_kinds_for_which_the_model_is_finite() -> None:
@@ -239,15 +278,15 @@ def test_designs_that_are_built_together_keep_their_own_kernels_and_launches(tmp
 
 def test_the_share_counts_every_draw() -> None:
     drawn = Counter({"a": 3, "b": 1, "c": 4, "faulty": 2})
-    optimum = summary(8.0, drawn, {"a": 2.0, "b": 4.0, "c": "wrong"})
-    assert optimum == Optimum(8.0, 2.0, 3.0, 0.4, "a", ("c: wrong",))
-    assert summary(8.0, drawn, {}) == Optimum(8.0, None, None, 0.0)
+    found = summary(8.0, drawn, {"b": 4.0, "a": 2.0, "c": "wrong"})
+    assert found == Swept(8.0, 2.0, 3.0, 0.4, ("a", "b"), ("c: wrong",))
+    assert summary(8.0, drawn, {}) == Swept(8.0, None, None, 0.0)
     assert summary(8.0, drawn, {}).speedup is None
 
 
 def test_optima_survive_their_file(tmp_path: Path) -> None:
     assert read_optima(tmp_path) == {}
-    optima = {"t0": Optimum(8.0, 2.0, 3.0, 0.4, "a", ("c: wrong",)), "t1": Optimum(1e-3, 1e-4, 2e-4, 1.0, "b")}
+    optima = {"t0": Optimum("a", 2.0, 8.0, ("c: wrong",)), "t1": Optimum("b", 1e-4, 1e-3)}
     write_optima(tmp_path, optima)
     assert read_optima(tmp_path) == optima
 

@@ -13,7 +13,7 @@ from cuda_agent.synthesis.teacher import design_sweep
 from cuda_agent.synthesis.teacher.cuda_kernels import KERNEL
 from cuda_agent.synthesis.teacher.design_sweep import Sweep, draw_designs
 from cuda_agent.synthesis.teacher.family import FamilySpec, make_task, parse, task_spec
-from cuda_agent.synthesis.teacher.optimum import Optimum
+from cuda_agent.synthesis.teacher.optimum import Swept
 from cuda_agent.tasks.task import Task
 from tests.sandbox.conftest import Running
 
@@ -43,8 +43,8 @@ class Spoiling:
         return await self.sandbox.prepare(solution, spec)
 
 
-def swept(gpu: Running, sandbox: Any, *tasks: Task, designs: int = 6) -> list[Optimum]:
-    async def run() -> list[Optimum]:
+def swept(gpu: Running, sandbox: Any, *tasks: Task, designs: int = 6) -> list[Swept]:
+    async def run() -> list[Swept]:
         async with Sweep(sandbox, designs) as sweep:
             return list(await asyncio.gather(*map(sweep, tasks)))
 
@@ -59,12 +59,11 @@ def test_designs_are_timed_and_the_judge_agrees_with_the_best_one(gpu: Running) 
         assert optimum.surprises == ()
         assert optimum.seconds and optimum.median_seconds and optimum.speedup
         assert 1e-6 < optimum.seconds <= optimum.median_seconds < 1e-1
-        best = next(one for one in draw_designs(task, 12)[1] if str(one.design) == optimum.design)
         gpu.know_compile_time(task)
-        verdict = gpu.evaluate(task, Solution("plan", best.files))
-        print(verdict)
-        assert verdict.status == "ok" and verdict.speedup_eager
-        assert 0.7 < optimum.speedup / verdict.speedup_eager < 1.4
+        judged = gpu.wait(Sweep(gpu.sandbox, 12).judged(task, optimum))
+        print(judged)
+        assert judged.design in optimum.fastest and judged.surprises == () and judged.speedup
+        assert 0.7 < optimum.speedup / judged.speedup < 1.4
 
 
 def _wrong(source: str) -> str:
