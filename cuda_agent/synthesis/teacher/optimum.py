@@ -73,8 +73,9 @@ def read_optima(folder: Path) -> dict[str, Optimum]:
     return {name: optimum_from_json(row) for name, row in rows.items()}
 
 
-def optimum_from_json(row: dict[str, Any]) -> Optimum:
-    return Optimum(**row | {"surprises": tuple(row["surprises"])})
+def optimum_from_json(row: Mapping[str, Any]) -> Optimum:
+    """Returns the optimum in ``row``. Earlier versions wrote more keys, and the sweep's times, not the judge's."""
+    return Optimum(row["design"], row["seconds"], row["eager_seconds"], tuple(row["surprises"]))
 
 
 def swept_from_json(row: dict[str, Any]) -> Swept:

@@ -289,6 +289,10 @@ def test_optima_survive_their_file(tmp_path: Path) -> None:
     optima = {"t0": Optimum("a", 2.0, 8.0, ("c: wrong",)), "t1": Optimum("b", 1e-4, 1e-3)}
     write_optima(tmp_path, optima)
     assert read_optima(tmp_path) == optima
+    rows = json.loads((tmp_path / "optimum.json").read_text())
+    rows["t1"] |= {"median_seconds": 2e-4, "right": 1.0}  # as an earlier version wrote them
+    (tmp_path / "optimum.json").write_text(json.dumps(rows))
+    assert read_optima(tmp_path) == optima
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 50.0])
