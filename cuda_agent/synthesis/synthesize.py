@@ -384,12 +384,15 @@ class _Work:
         return swept_from_json(await self._once(f"sweep/{task.digest}", swept))
 
     async def _optimum(self, task: Task, swept: Swept) -> Optimum:
-        """Returns the best design of ``task``, with the judge's times."""
+        """Returns the best design of ``task``, with the judge's times. Raises ProbeLost if the sandbox failed."""
         assert self.sweep
         search = self.sweep
 
         async def judged() -> dict[str, Any]:
-            return asdict(await search.judged(task, swept))
+            found = await search.judged(task, swept)
+            if found.seconds is None and not found.surprises:
+                raise ProbeLost("headroom", "the judge could not time the best designs")
+            return asdict(found)
 
         return optimum_from_json(await self._once(f"optimum/{task.digest}", judged))
 

@@ -293,6 +293,19 @@ def test_a_sweep_refuses_tasks_whose_design_does_not_matter_or_that_leave_no_hea
     assert found.keys() == {task.name for task in family} and {one.seconds for one in found.values()} == {0.3}
 
 
+def test_a_task_whose_best_design_the_sandbox_cannot_time_is_refused_as_lost_and_judged_again_later():
+    class Failing(FakeSweep):
+        async def judged(self, task, swept):
+            await super().judged(task, swept)
+            return Optimum()
+
+    kept = {}
+    config = Synthesis(train=4, heldout=2, catalogue=0, max_candidates=20, headroom=1.15)
+    tasks, card = make(config, sweep=Failing(), report=kept.__setitem__)
+    assert tasks == [] and not [key for key in kept if key.startswith("optimum/")]
+    assert card["reasons"]["teacher"]["headroom: the judge could not time the best designs"] > 0
+
+
 def test_a_sandbox_that_fails_again_and_again_ends_synthesis_and_a_single_failure_refuses_a_task():
     class Failing(InProcess):
         probes = 0
