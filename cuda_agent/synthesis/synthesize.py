@@ -9,7 +9,6 @@ candidates at once."""
 
 import asyncio
 import contextlib
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -21,6 +20,7 @@ from typing import Any
 from cuda_agent.config import Synthesis
 from cuda_agent.errors import TryAgain
 from cuda_agent.sandbox.wire import LOST, Probe
+from cuda_agent.synthesis.card import Times, data_card
 from cuda_agent.synthesis.catalogue import CATALOGUE
 from cuda_agent.synthesis.compose import ComposeError, Composer, ModelWriter, ProgrammaticWriter, speed_of
 from cuda_agent.synthesis.filters import (
@@ -44,11 +44,7 @@ from cuda_agent.tasks.task import Task
 ATTEMPTS_A_TASK = 60  # most proposals per wanted task of a stream
 PROBES_A_COMPILE = 6  # eager probes per allowed compilation
 MOST_LOST = 5  # candidates in a row on which the sandbox fails: then the sandbox is at fault, not a task
-BINS = 12  # bins of the histogram of times in the data card
 AHEAD = {"cpu": 3, "cuda": 24}  # candidates probed before their turn; with 12, the probers of a GPU were half idle
-
-
-Times = dict[str, tuple[float, float | None]]  # task -> eager and compiled seconds
 
 
 @dataclass
@@ -187,41 +183,6 @@ def make_composer(config: Synthesis, window: tuple[float, float], device: str, t
     return ProgrammaticWriter(speed_of(device, threads), window, config.max_ops)
 
 
-def _counts(tasks: Sequence[Task], key: Callable[[Task], str]) -> dict[str, int]:
-    return dict(sorted(Counter(map(key, tasks)).items()))
-
-
-def _log_histogram(values: Sequence[float], low: float, high: float) -> dict[str, list[float]]:
-    """Counts ``values`` in ``BINS`` bins from ``low`` to ``high``, which have equal widths on a logarithmic scale. A
-    value outside counts in the nearest bin. Returns the edges of the bins and the counts."""
-    edges = [low * (high / low) ** (step / BINS) for step in range(BINS + 1)]
-    found = [0.0] * BINS
-    for value in values:
-        place = math.floor(BINS * math.log(max(value, 1e-12) / low) / math.log(high / low))
-        found[min(BINS - 1, max(0, place))] += 1
-    return {"edges": edges, "counts": found}
-
-
-def data_card(
-    tasks: Sequence[Task], times: Times, window_ms: tuple[float, float], facts: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns the data card: a summary of ``tasks`` and their ``times``, together with all ``facts``."""
-    eager = [times[task.name][0] * 1e3 for task in tasks if task.name in times]
-    return dict(facts) | {
-        "tasks": len(tasks),
-        "window_ms": list(window_ms),
-        "by_split": _counts(tasks, lambda task: task.split),
-        "by_family": _counts(tasks, lambda task: task.family),
-        "by_family_and_split": _counts(tasks, lambda task: f"{task.family}/{task.split}"),
-        "by_data_source": _counts(tasks, lambda task: task.data_source),
-        "ops": dict(Counter(op for task in tasks for op in task.ops).most_common()),
-        "eager_ms": _log_histogram(eager, *window_ms),
-        "times": {
-            name: {"eager_seconds": eager, "compile_seconds": compiled} for name, (eager, compiled) in times.items()
-        },
-    }
-
-
 class ProbeLost(TaskRefused):
     """The sandbox failed during a probe, so the probe says nothing about the task."""
 
@@ -249,7 +210,7 @@ class _Work:
     lost: int = 0  # candidates on which the sandbox failed since the last successful sweep or compiled probe
     ahead: int = AHEAD["cpu"]
     sweep: DesignSearch | None = None
-    surprises: list[str] = field(default_factory=list)  # of all sweeps, with the task's name
+    surprises: list[str] = field(default_factory=list)  # of all sweeps and of the judge, with the task's name
     probes: dict[str, asyncio.Task[Any]] = field(default_factory=dict)  # key -> probe or sweep under way
     composed: dict[tuple[str, int], Task] = field(default_factory=dict)  # family, index -> candidate
     early: dict[tuple[str, int], asyncio.Task[None]] = field(default_factory=dict)  # family, index -> its early probes
@@ -279,8 +240,7 @@ class _Work:
             self.lost = 0
             check_compiled(compiled)
             if swept:
-                check_headroom(swept.speedup, compiled, self.config.headroom)
-                optimum = await self._optimum(task, swept)
+                optimum = await self._optimum(task, swept, compiled)
                 self.surprises += [f"{task.name}: {what}" for what in optimum.surprises]
                 check_headroom(optimum.speedup, compiled, self.config.headroom)
         except ComposeError as error:
@@ -335,8 +295,7 @@ class _Work:
                 compiled = await self._probe(task, compile=True)
                 if swept:
                     check_compiled(compiled)
-                    check_headroom(swept.speedup, compiled, self.config.headroom)
-                    await self._optimum(task, swept)
+                    await self._optimum(task, swept, compiled)
 
     async def close(self) -> None:
         left = [*self.early.values(), *self.probes.values()]
@@ -383,8 +342,10 @@ class _Work:
 
         return swept_from_json(await self._once(f"sweep/{task.digest}", swept))
 
-    async def _optimum(self, task: Task, swept: Swept) -> Optimum:
-        """Returns the best design of ``task``, with the judge's times. Raises ProbeLost if the sandbox failed."""
+    async def _optimum(self, task: Task, swept: Swept, compiled: Probe) -> Optimum:
+        """Returns the best design of ``task``, with the judge's times. Raises TaskRefused, without asking the judge, if
+        even the times of the sweep leave no headroom. Raises ProbeLost if the sandbox failed."""
+        check_headroom(swept.speedup, compiled, self.config.headroom)
         assert self.sweep
         search = self.sweep
 

@@ -10,7 +10,7 @@ from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.policy.episode import Episode, write_episodes
 from cuda_agent.rl.scores import score, write_scores
 from cuda_agent.sandbox.wire import Verdict
-from cuda_agent.synthesis.synthesize import data_card
+from cuda_agent.synthesis.card import data_card
 from cuda_agent.tasks.io import write_tasks
 from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import write_metrics
