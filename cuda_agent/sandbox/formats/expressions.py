@@ -48,25 +48,28 @@ def evaluate(expression: Any, names: dict[str, Any], where: str) -> int:
         return _bounded(expression, where)
     if len(expression) > LONGEST:
         raise PlanError(f"{where}: an expression of more than {LONGEST} characters")
-    text = re.sub(r"\bw:[\w.]+", lambda match: _weight_name(match.group(), names), expression)
+    weights: dict[str, Any] = {}
+    text = re.sub(r"\bw:[\w.]+", lambda match: _weight_name(match.group(), names, weights), expression)
     try:
         tree = ast.parse(text, mode="eval").body
-        return _value(tree, names, where, expression)
+        return _value(tree, names | weights, where, expression)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         if isinstance(error, PlanError):
             raise
         raise PlanError(f"{where}: {expression!r} is neither a buffer nor an expression") from None
 
 
-def _weight_name(text: str, names: dict[str, Any]) -> str:
-    """Replaces the weight's name at the start of ``text`` by a Python identifier, and adds the identifier to ``names``.
-    Returns the new text. For example, ``w:linear.weight.numel`` becomes ``weight_w_linear_weight.numel``."""
+def _weight_name(text: str, names: dict[str, Any], weights: dict[str, Any]) -> str:
+    """Replaces the weight's name at the start of ``text`` by a new Python identifier, and adds the identifier to
+    ``weights``. Returns the new text. For example, ``w:linear.weight.numel`` becomes ``weight0.numel``."""
     fitting = [name for name in names if name.startswith("w:") and f"{text}.".startswith(f"{name}.")]
     known = max(fitting, key=len, default="")
     if not known:
         return text
-    alias = "weight_" + re.sub(r"\W", "_", known)
-    names[alias] = names[known]
+    alias = f"weight{len(weights)}"
+    while alias in names:  # a workspace of the plan
+        alias += "_"
+    weights[alias] = names[known]
     return alias + text[len(known) :]
 
 
@@ -134,4 +137,5 @@ def _shape(name: str, names: dict[str, Any], where: str) -> tuple[int, ...]:
 
 
 def known(names: dict[str, Any]) -> str:
-    return ", ".join(name for name in names if not name.startswith(("w:", "weight"))) or "none"
+    weights = {name for name, value in names.items() if isinstance(value, Buffer) and value.name.startswith("w:")}
+    return ", ".join(name for name in names if name not in weights) or "none"

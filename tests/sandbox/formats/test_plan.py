@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cuda_agent.sandbox.formats.expressions import PlanError, evaluate
+from cuda_agent.sandbox.formats.expressions import Buffer, PlanError, evaluate
 from cuda_agent.sandbox.formats.plan import compile_plan
 from cuda_agent.sandbox.wire import TaskSpec, Tensor
 
@@ -54,6 +54,15 @@ def test_expressions(text: Any, value: int) -> None:
     from cuda_agent.sandbox.formats.plan import _names
 
     assert evaluate(text, _names(SPEC), "here") == value
+
+
+def test_weights_with_similar_names_and_a_workspace_keep_their_own_shapes() -> None:
+    sizes = {"w:a.b": 2, "w:a_b": 5, "weight0": 7, "weight_w_a_b": 11}
+    names = {name: Buffer(name, Tensor((size,), "float32")) for name, size in sizes.items()}
+    before = dict(names)
+    assert evaluate("w:a.b.numel * 10 + w:a_b.numel", names, "here") == 25
+    assert evaluate("w:a_b.numel * 100 + weight0.numel * 10 + weight_w_a_b.numel", names, "here") == 581
+    assert names == before
 
 
 @pytest.mark.parametrize(
