@@ -32,6 +32,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 CHARACTERS = 4  # assumed characters per token, if the server does not count tokens
 LONGEST = 2 << 20  # most characters of one answer, independent of max_tokens
+_SHORTEST_KEY = 8  # characters; shorter values, such as EMPTY, protect nothing and may be ordinary words
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 _LONGEST_PAUSE = 120.0
 RETRIES = 5
@@ -161,7 +162,7 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        if tools and self.form == "native":
+        if tools and self.form == "native" and (call or "tool_choice" not in self._lacks):
             body |= {"tools": list(tools)} | ({} if call else {"tool_choice": "none"})
         if "max_tokens" in self._lacks:
             body["max_completion_tokens"] = body["max_tokens"]
@@ -185,7 +186,8 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         async with self._client.stream("POST", f"{self.url}/chat/completions", json=body) as answer:
             if answer.status_code != 200:
                 await self._fail(answer)
-            turn = _Turn(self._clean, hear)
+            heard = _Redacted(self._key, hear)
+            turn = _Turn(self._clean, heard)
             if "text/event-stream" in answer.headers.get("content-type", ""):
                 room = LONGEST if not max_tokens else min(LONGEST, (16 << 10) + 8 * CHARACTERS * max_tokens)
                 try:
@@ -195,6 +197,7 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
                     raise
             else:
                 turn.whole(await _bounded(answer), self.url)
+            heard.end()
         return turn.reply(tools, self.form, sum(len(str(m)) for m in body["messages"]))
 
     async def _fail(self, answer: httpx.Response) -> None:
@@ -211,7 +214,7 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
 
     def _clean(self, text: str) -> str:
         """Returns ``text`` with the API key replaced. Some servers repeat the key in their answers."""
-        return text.replace(self._key, "[key]") if len(self._key) >= 8 else text
+        return text.replace(self._key, "[key]") if len(self._key) >= _SHORTEST_KEY else text
 
 
 class _Refused(Exception):
@@ -244,7 +247,7 @@ class _Turn:
             try:
                 chunk = json.loads(data)
                 if chunk.get("error"):
-                    raise _Again(f"in the stream: {_message(data)[:300]}")
+                    raise _Again(f"in the stream: {_message(self._clean(data))[:300]}")
                 self._take(chunk)
             except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
                 raise _Again(f"the stream holds something else ({type(error).__name__})") from None
@@ -300,7 +303,11 @@ class _Turn:
             thought, _, raw = raw.rpartition("</think>")
             thought, raw = thought.replace("<think>", "").strip(), raw.lstrip()
         calls: list[dict[str, Any]] = [
-            call | {"id": call["id"] or f"call-{index}", "arguments": _arguments(self._clean(call["arguments"]))}
+            {
+                "id": self._clean(str(call["id"])) or f"call-{index}",
+                "name": self._clean(call["name"]),
+                "arguments": _arguments(self._clean(call["arguments"])),
+            }
             for index, call in sorted(self._calls.items())
         ]
         content, malformed, found = raw, False, list[ToolCall]()
@@ -320,6 +327,29 @@ class _Turn:
             raw=raw if found or form == "raw" else "",
             malformed=malformed,
         )
+
+
+class _Redacted:
+    """Passes pieces of a turn on to the listener ``hear``, with ``key``, the API key, replaced. The key may be spread
+    over several pieces, so a piece that ends with the beginning of the key is kept until the next one. ``end`` passes
+    on what is kept."""
+
+    def __init__(self, key: str, hear: Listener) -> None:
+        self._key, self._hear, self._kept = key, hear, dict[str, str]()
+
+    def __call__(self, what: str, piece: str) -> None:
+        text = self._kept.pop(what, "") + piece
+        if len(self._key) >= _SHORTEST_KEY:
+            text = text.replace(self._key, "[key]")
+            ends = (length for length in range(len(self._key) - 1, 0, -1) if text.endswith(self._key[:length]))
+            if length := next(ends, 0):
+                text, self._kept[what] = text[:-length], text[-length:]
+        if text:
+            self._hear(what, text)
+
+    def end(self) -> None:
+        for what, text in self._kept.items():
+            self._hear(what, text)
 
 
 async def _events(answer: httpx.Response) -> AsyncIterator[str]:

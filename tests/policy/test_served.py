@@ -10,6 +10,7 @@ from cuda_agent.policy.chat import on_the_wire
 from cuda_agent.policy.served import Reply, ServedModel, ServedModelError, check_address
 
 TOOLS = [{"type": "function", "function": {"name": "Bash", "description": "Runs.", "parameters": {"properties": {}}}}]
+KEY = "sk-0123456789abcdef"
 ASKED = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "go"}]
 
 
@@ -124,3 +125,19 @@ def test_what_is_no_address_is_refused_before_anything_is_sent(url):
         check_address(url, "KEY")
     with pytest.raises(ServedModelError, match="as KEY"):
         check_address("http://me:secret@there/v1", "KEY")
+
+
+def test_a_key_in_an_answer_is_replaced_in_pieces_calls_and_errors(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    call = {"tool_calls": [{"index": 0, "id": KEY, "function": {"name": "Bash", "arguments": json.dumps({"c": KEY})}}]}
+    pieces = [text(f"a {KEY[:4]}"), text(KEY[4:9]), text(f"{KEY[9:]} b{KEY[:3]}"), {"choices": [{"delta": call}]}]
+    reply, _, heard, _ = chat(stream({"error": {"message": f"busy {KEY}"}}), stream(*pieces, text("", "stop")))
+    assert "".join(piece for what, piece in heard if what == "text") == f"a [key] b{KEY[:3]}"
+    assert reply.calls == [{"id": "[key]", "name": "Bash", "arguments": {"c": "[key]"}}]
+    assert KEY not in str(heard) and any("busy [key]" in piece for what, piece in heard if what == "wait")
+
+
+def test_a_server_that_refuses_tool_choice_gets_no_tools_in_a_turn_without_calls():
+    refusal = httpx.Response(400, json={"error": {"message": "unknown field tool_choice"}})
+    _, (first, second), _, _ = chat(refusal, stream(text("hi", "stop")), tools=TOOLS, call=False)
+    assert first["tool_choice"] == "none" and "tools" not in second and "tool_choice" not in second
