@@ -12,6 +12,7 @@ needed, in the next call."""
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -249,9 +250,14 @@ def _write(
 
 
 def result_lines(result: SetResult) -> list[str]:
-    """Returns the result as lines for a terminal: how many records had each outcome, how many claimed speed-ups were
-    confirmed or not, and the scores."""
-    lines = [f"{count:6} {outcome.replace('_', ' '):12} {says}" for outcome, count, says in accounts(result.rows)]
+    """Returns the result as lines for a terminal: how many records had each outcome and, for records without a verdict,
+    the most frequent reason; how many claimed speed-ups were confirmed or not; the scores."""
+    lines = []
+    for outcome, count, says in accounts(result.rows):
+        lines.append(f"{count:6} {outcome.replace('_', ' '):12} {says}")
+        messages = Counter(row.message for row in result.rows if row.outcome == outcome and outcome not in JUDGED)
+        if reason := max(messages, key=messages.__getitem__, default=""):
+            lines.append(f"       {'':12} such as: {printable(reason)[:160]}")
     lines.append(f"{len(result.rows):6} records; fast_p in report.html counts {plural(result.tasks, 'task')}")
     if found := claims(result.rows):
         parts = ("confirmed", "lower", "untimed", "rejected", "unjudged")

@@ -181,7 +181,10 @@ def _with_files(record: SolutionRecord, files: Any, format: Format) -> SolutionR
     if not isinstance(files, dict) or not all(isinstance(text, str) for item in files.items() for text in item):
         return replace(record, why="unreadable", message="the files are no texts by path")
     if FORMATS[format].entry not in files:
-        return replace(record, why="unreadable", message=f"no {FORMATS[format].entry}, as format {format} needs it")
+        fitting = next((name for name, other in FORMATS.items() if other.entry in files), None)
+        hint = f"; sandbox.format={fitting} judges {FORMATS[fitting].entry}" if fitting else ""
+        message = f"no {FORMATS[format].entry}, as format {format} needs it{hint}"
+        return replace(record, why="unreadable", message=message)
     for path, text in files.items():
         try:
             size = len(f"{path}{text}".encode())

@@ -13,7 +13,7 @@ from markupsafe import escape
 from cuda_agent.config import SandboxConfig
 from cuda_agent.machine import processor_facts
 from cuda_agent.optimize import evaluate_set as module
-from cuda_agent.optimize.evaluate_set import evaluate_set
+from cuda_agent.optimize.evaluate_set import evaluate_set, result_lines
 from cuda_agent.optimize.folder import OptimizeError
 from cuda_agent.optimize.solution_set import read_set
 from cuda_agent.tasks.io import read_any
@@ -106,6 +106,11 @@ def test_every_record_is_accounted_for_with_its_reason(tmp_path, judge):
     assert result.scores.best.overall.passed == 1.0, "the best sample of the task"
     found = result.to_json()["claims"]
     assert found["all"] == 2 and found["rejected"] == 1 and found["measured"] == result.rows[0].speedup_eager
+
+    lines = result_lines(result)
+    unreadable = next(index for index, line in enumerate(lines) if " unreadable " in line)
+    assert "such as: no JSON: " in lines[unreadable + 1]
+    assert sum("such as: " in line for line in lines) == 4, "a reason for each outcome that is no verdict"
 
     page = (tmp_path / "out" / "report.html").read_text()
     assert all(f'<th scope="row">{outcome.replace("_", " ")}</th>' in page for outcome in set(outcomes))

@@ -92,6 +92,12 @@ def test_every_record_that_cannot_be_judged_says_why(tmp_path):
     assert all(one.message for one in found.records[:-1]) and found.records[-1].solution
 
 
+def test_a_solution_of_another_format_is_told_which_one_fits(tmp_path):
+    row = {"level_id": 1, "task_id": 19, "files": {"plan.json": "{}", "kernels/k.cu": ""}}
+    (found,) = read(lines(tmp_path / "set.jsonl", row)).records
+    assert found.why == "unreadable" and "sandbox.format=plan judges plan.json" in found.message
+
+
 def test_a_line_that_is_no_utf8_is_one_record(tmp_path):
     (tmp_path / "set.jsonl").write_bytes(b'{"task": "\xff"}\n' + json.dumps({"task": "softmax", "code": NEW}).encode())
     assert [one.why for one in read(tmp_path / "set.jsonl").records] == ["unreadable", ""]
