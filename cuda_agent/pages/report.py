@@ -18,6 +18,8 @@ CURVES = (
     ("pass_rate", "Pass rate", True, True),
     ("faster_than_eager", "Over 5 % faster than eager", True, True),
     ("faster_than_compile", "Over 5 % faster than both", True, True),
+    ("heldout_pass_rate", "Pass rate, held out", True, True),
+    ("heldout_speedup", "Speed-up over torch.compile, held out", False, True),
     ("explained_variance", "Explained variance", False, True),
     ("heldout_explained_variance", "Explained variance, held out", False, True),
     ("entropy", "Entropy, nats a token", False, True),

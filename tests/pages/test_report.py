@@ -13,8 +13,9 @@ import pytest
 from cuda_agent.config import Config
 from cuda_agent.context import StageContext
 from cuda_agent.pages.charts import clock_time, duration, line_chart, number, ticks
-from cuda_agent.pages.report import render
+from cuda_agent.pages.report import CURVES, render
 from cuda_agent.pages.text import highlight_cpp
+from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.policy.episode import read_episodes, write_episodes
 from cuda_agent.rl.scores import read_scores
 from cuda_agent.stages import report
@@ -230,6 +231,17 @@ def test_without_a_correct_kernel_the_page_is_honest(tmp_path):
     _, text = make_report(tmp_path, make_inputs(tmp_path, solve=False))
     page = safe(text)
     assert "No correct kernel yet" in page.text and "0.0 %" in page.text
+
+
+def test_one_scored_policy_is_not_called_none(tmp_path):
+    data, _ = make_report(tmp_path, make_inputs(tmp_path))
+    page = safe(render(data | {"policies": data["policies"][:1], "changes": []}))
+    assert "One policy has been scored. A comparison needs two." in page.text
+    assert "No policy has been scored" not in page.text
+
+
+def test_every_curve_that_a_stage_lists_has_a_title():
+    assert {curve for stage in STAGES for curve in stage.curves} <= {key for key, *_ in CURVES}
 
 
 def test_empty_data_render(tmp_path):
