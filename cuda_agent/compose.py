@@ -58,13 +58,13 @@ def conf_folder() -> Path:
 
 
 def compose(overrides: Sequence[str] = ()) -> Config:
-    """Returns the validated configuration: the YAML files of ``conf/``, merged with the overrides.
+    """Returns the validated configuration: the YAML files of ``conf/``, merged with a user's overrides.
 
     Args:
         overrides: Overrides in Hydra's grammar, such as ``experiment=demo`` and ``critic.lr=1e-4``.
 
     Raises:
-        ConfigError: An override cannot be parsed, or names an unknown key or a value out of range."""
+        ConfigError: An override cannot be parsed, its key is unknown, or its value is not allowed."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
@@ -86,7 +86,7 @@ def compose(overrides: Sequence[str] = ()) -> Config:
 
 
 def validate(values: Any) -> Config:
-    """Returns the configuration with ``values``, a nested dict.  Missing keys take their defaults.  If
+    """Returns the configuration that the nested dict ``values`` describes.  Missing keys take their defaults.  But if
     ``synthesis.seed`` is missing, as in configurations of older runs, it takes the value of ``seed``.
 
     Raises:
@@ -118,13 +118,16 @@ def load(text: str, sha256: str) -> Config:
 
 
 def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
-    """Returns the part of the configuration that decides the result of a stage: name -> JSON value.
+    """Returns the settings that can change the result of a stage, as a dict: name -> JSON value.  The stage's cache key
+    contains them.
 
-    The names are ``seed`` and the names in ``sections``, which are sections or single keys such as ``agentic.reward``.
-    If ``sections`` contains ``synthesis``, which has a separate seed, ``seed`` is left out.  Settings that do not
-    change results are always left out: addresses, resources and the section ``training``.  The keys of ``ray`` that
-    only training stages read are left out unless ``sections`` contains ``training``.  If ``runtime`` is local, the
-    whole section ``ray`` is left out."""
+    ``sections`` has the names of the sections that the stage reads, or of single keys, such as ``agentic.reward``.  The
+    result has these names, and ``seed``, with these exceptions:
+
+    - ``seed`` is left out if ``sections`` contains ``synthesis``, because that section has a separate seed.
+    - Settings that do not change results are left out: addresses, tokens, resources, and the section ``training``.
+    - The keys of ``ray`` that only training stages read are left out if ``sections`` does not contain ``training``.
+    - The section ``ray`` is left out if ``runtime`` is ``local``."""
     whole = config.model_dump(mode="json", exclude=_NOT_IN_KEYS)
     if "training" not in sections:
         whole["ray"] = {name: value for name, value in whole["ray"].items() if name not in _ONLY_IN_TRAINING}
@@ -135,9 +138,9 @@ def section_values(config: Config, sections: Sequence[str]) -> dict[str, Any]:
 
 
 def restricted(config: Config, sections: Sequence[str]) -> Config:
-    """Returns a copy of the configuration that has only ``seed``, and the sections and keys that ``sections`` names.
-    If ``sections`` contains ``synthesis``, which has a separate seed, the copy lacks ``seed``.  A stage gets such a
-    copy, so the stage's result cannot depend on any other section."""
+    """Returns a copy of the configuration with ``seed`` and the sections and keys that ``sections`` names, and nothing
+    else.  If ``sections`` contains ``synthesis``, the copy lacks ``seed``, because that section has a separate seed.  A
+    stage gets such a copy, so the stage's result cannot depend on a section that ``sections`` does not name."""
     return _with_only(config, _with_seed(sections))
 
 

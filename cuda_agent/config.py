@@ -1,8 +1,8 @@
 """The schema of the configuration: every key that a user can set, with its type and its default.
 
 The pydantic models below refuse unknown keys, and values out of range.  The module ``compose`` makes a ``Config`` from
-``conf/`` and the user's overrides.  No value is code or a secret.  Some keys name the environment variable or
-the file that holds a secret."""
+the YAML files in ``conf/`` and the user's overrides.  A configuration contains neither code nor secrets.  For a
+secret, it contains only the name of an environment variable or the path of a file."""
 
 import re
 from typing import Annotated, Any, Literal, TypeVar
@@ -54,7 +54,8 @@ Address = Annotated[str | None, AfterValidator(_without_password)]
 
 
 class RunConfig(Section):
-    """Settings for where a run is stored and tracked, and how its stages are executed.  Stages cannot read them."""
+    """Settings of a run: where it is stored and tracked, and how its stages (the steps of the training pipeline) are
+    executed.  The stages themselves do not receive these settings."""
 
     pipeline: str = key("cuda-agent", "name of the MLflow experiment")
     name: str | None = key(None, "name of the run; none: date, time and the configuration's hash", pattern=_NAME)
@@ -182,8 +183,9 @@ class PolicyConfig(Section):
 
 
 class Lora(Section):
-    """Settings of low-rank adapters (LoRA).  If ``rank`` is above 0, policy and critic train adapters instead of all
-    their weights.  The stage ``bootstrap`` always trains all weights."""
+    """Settings of low-rank adapters (LoRA).  If ``rank`` is above 0, the transformer weights of policy and critic
+    are frozen.  Training changes the adapters, and the critic's value head.  The stage ``bootstrap``, which makes
+    the first policy, uses no adapters."""
 
     rank: int = key(0, "rank of the adapters that are trained; 0: all weights are trained", ge=0)
     alpha: float = key(32.0, "scale of the adapters: an adapter's change is multiplied by alpha / rank", gt=0)
@@ -195,9 +197,9 @@ class Lora(Section):
 
 
 class Training(Section):
-    """Settings that determine how and where training stages compute.  They affect results only by rounding errors, so
-    cache keys leave them out.  A stage can resume from a checkpoint that was made with other values of these
-    settings."""
+    """Settings for the hardware, speed and memory use of training stages.  They change results only by rounding
+    errors, so they are not part of the key under which a stage's results and checkpoints are cached.  A stage can
+    therefore resume from a checkpoint that was made with other values."""
 
     checkpointing: Literal["auto", "on", "off"] = key(
         "auto",
@@ -235,8 +237,8 @@ class Bootstrap(Section):
 
 
 class Ppo(Section):
-    """Settings of PPO (CUDA Agent, arXiv 2602.24286, section 3.3).  The stages ``warmup`` and ``agentic`` have one
-    section each."""
+    """Settings of PPO (CUDA Agent, arXiv 2602.24286, section 3.3).  Two stages train with PPO.  Each has its own
+    section in the configuration: ``warmup`` for single answers, and ``agentic`` for episodes with tools."""
 
     reward: Literal["ladder", "speedup", "raw"] = key(
         "ladder",
@@ -340,9 +342,9 @@ class EvaluateConfig(Section):
 
 
 class Ray(Section):
-    """Settings of Ray, for ``runtime=ray``.  A stage then has several rollout workers.  Each worker has a sandbox, and
-    an engine that serves the policy.  A PPO stage also has one trainer, whose processes may be spread over several
-    machines."""
+    """Settings of Ray, used if ``runtime`` is ray.  A stage then plays its episodes in rollout workers.  Each worker
+    has a sandbox, and an engine that serves the policy.  A PPO stage also has one trainer, whose processes may be
+    spread over several machines."""
 
     address: str | None = key(
         None,

@@ -15,21 +15,23 @@ if TYPE_CHECKING:  # pydantic is slow to import, and some processes need only th
 
 class Tracker(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Logs the metrics of one step.  Of several values for one step and metric, the last one counts."""
+        """Logs the metrics of one step.  If a metric is logged twice for the same step, the later value counts."""
 
     def progress(self, done: int, total: int, unit: str = "steps", **rates: float) -> None:
-        """Reports to the live display: ``done`` of ``total`` units are done, with rates such as tokens_per_second."""
+        """Shows in the live display that ``done`` of ``total`` units are done, as in "3 of 10 steps".  ``rates`` are
+        further numbers to show, such as ``tokens_per_second``."""
 
     def note(self, text: str) -> None:
         """Adds a line of text for the user, such as a warning, to the stage's notes.  Ignores repeated lines."""
 
 
 class Checkpoints(Protocol):
-    """The checkpoints of one stage.  They are stored under the stage's cache key, a hash of all that decides the
-    stage's result."""
+    """The checkpoints of one stage.  They are stored under the stage's cache key, which is a hash of everything that
+    determines the stage's result."""
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:
-        """Lets ``write`` fill an empty folder, and stores the folder atomically.  Keeps the two newest checkpoints."""
+        """Calls ``write`` to fill an empty folder, and stores the folder atomically as the checkpoint of ``step``.
+        Keeps the two newest checkpoints."""
 
     def load(self, read: Callable[[Path], None]) -> int | None:
         """Calls ``read`` with a folder that holds the newest complete checkpoint, and returns the checkpoint's step.
@@ -38,7 +40,7 @@ class Checkpoints(Protocol):
 
 @dataclass
 class WorkerContext:
-    """The part of a stage's context that is passed on to the stage's worker processes, even on other machines."""
+    """The part of a stage's context that the stage sends to its worker processes, which may run on other machines."""
 
     name: str  # name of the stage
     config: "Config"  # only the sections that the graph lists for this stage

@@ -1,4 +1,4 @@
-"""Errors that a person can fix, with the exit codes of the process.  This module imports the standard library only."""
+"""Errors whose messages are shown to a user, and the exit codes of processes.  Imports only the standard library."""
 
 from typing import ClassVar
 
@@ -20,7 +20,7 @@ class TaskError(UserError):
 
 
 class PolicyError(UserError, ValueError):
-    """A folder holds no usable policy (a language model).  The message names what is missing."""
+    """A policy (a language model) cannot be loaded or used.  The message names the problem."""
 
 
 class SandboxUnready(UserError, RuntimeError):
@@ -28,24 +28,24 @@ class SandboxUnready(UserError, RuntimeError):
 
 
 class StageError(UserError):
-    """An error that ends a stage.  The stage's process exits with ``exit_code``."""
+    """An error that ends a stage (one step of the workflow).  The stage's process exits with ``exit_code``."""
 
     exit_code = EXIT_BUG
 
 
 class TryAgain(StageError):
-    """A stage failed, but may succeed later: it was preempted, a device was lost, or the store was unreachable."""
+    """A stage stopped early or failed, but may succeed later.  For example, it was preempted, or a GPU was lost."""
 
     exit_code = EXIT_RETRY
 
 
 class BadConfiguration(StageError):
-    """The configuration, or an input that a person gave, is wrong.  Another attempt would fail too."""
+    """The configuration, or an input from the user, is wrong.  Another attempt of the stage would fail too."""
 
     exit_code = EXIT_CONFIG
 
 
 class NotGoodEnough(StageError):
-    """The result of a stage is below a minimum that the configuration sets."""
+    """The result of a stage is below a minimum of the configuration, or the stage has no data to learn from."""
 
     exit_code = EXIT_GATE

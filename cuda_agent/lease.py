@@ -14,9 +14,9 @@ from pathlib import Path
 
 
 class Lease:
-    """One thread's handle of the timing lease.  The lease lets no process use the device while another one times a
-    kernel.  All processes that take part must use the same ``folder``.  Inside ``working`` or ``timing``, another
-    ``working`` of the same handle does nothing."""
+    """One thread's handle of the timing lease.  While one process times a kernel, the lease keeps all other processes
+    off the device.  All processes that take part must use the same ``folder``.  Contexts of the same handle can be
+    nested: ``working`` inside ``working`` or ``timing`` does nothing, and ``timing`` inside ``timing`` does nothing."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,8 @@ class Lease:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Holds the lease shared during the ``with`` block, for one step of decoding or training (about a second)."""
+        """Holds the lease in shared mode during the ``with`` block.  Meanwhile other processes may work, too, but none
+        can time a kernel.  The block is usually one step of decoding or training (about a second)."""
         if self._held:
             yield
             return
@@ -64,7 +65,7 @@ class Lease:
 
     @contextmanager
     def lent(self) -> Iterator[int]:
-        """Yields a file descriptor that holds the lease shared.  The lease is released when all copies of the
+        """Yields a file descriptor that holds the lease in shared mode.  The lease is released when all copies of the
         descriptor are closed.  A process that is started inside the context can inherit a copy.  Then the lease lasts
         until that process ends, even after the context.  This handle must not hold the lease already."""
         assert not self._held
@@ -78,7 +79,8 @@ class Lease:
         """Holds the lease exclusively during the ``with`` block, in which a kernel is timed.
 
         Raises:
-            RuntimeError: This handle is inside ``working``.  If two processes did this, they would deadlock."""
+            RuntimeError: This handle is inside ``working``.  Two processes that time a kernel inside ``working``
+                would wait for each other forever."""
         if self._held == "working":
             raise RuntimeError("a timing may not begin inside work that holds the timing lease")
         if self._held:

@@ -1,8 +1,8 @@
 """A small client for MLflow: finds and creates runs, logs params, tags and metrics, uploads and reads artifacts.
 
 ``Rest`` sends requests to an MLflow server over HTTP.  It does not use MLflow's Python client, because in a pod the
-import of that client takes longer than most stages of a small run.  ``Library`` opens a database through MLflow's
-client."""
+import of that client takes longer than most stages of a small run.  ``Library`` uses that client.  It opens
+databases, and uploads artifacts to storage that ``Rest`` cannot write."""
 
 import logging
 import os
@@ -19,7 +19,7 @@ _NAMES, _POINTS = 90, 800  # most per request; MLflow allows 100 params or tags 
 
 @dataclass
 class MlflowEntry:
-    """A run in MLflow, with the part of the run's content that this process knows."""
+    """A run in MLflow: its id, its status, and what this process knows of its params, tags, metrics and artifacts."""
 
     run_id: str
     params: set[str] = field(default_factory=set)  # names of the params that are set
@@ -68,7 +68,8 @@ class Rest:
         return [item["experiment_id"] for item in found]
 
     def find(self, experiments: Sequence[str], tag: str, value: str) -> list[MlflowEntry]:
-        """Returns the runs whose tag ``tag`` is ``value``, newest first.  All their metrics are ``unread``."""
+        """Returns the runs whose tag ``tag`` is ``value``, newest first.  Does not read the points of their
+        metrics: each entry lists all its metrics in ``unread``."""
         query = {"experiment_ids": experiments, "filter": f"tags.`{tag}` = '{value}'", "max_results": 1000}
         return [self._entry(run) for run in self._post("runs/search", query).get("runs", [])]
 

@@ -1,14 +1,17 @@
-"""The store of artifacts, which are the output folders of stages.  The store holds objects (bytes under a key) and
-folders, which consist of objects:
+"""Stores artifacts.  An artifact is an output folder of a stage (one step of the workflow).
 
-    cas/<sha256>    the bytes of a file, or the tree of a folder: canonical JSON {"files": {path: {"sha256", "size"}}}
+A store holds objects (bytes under a key).  A stored folder consists of one object for each file and one object for the
+folder's tree, which lists the files.  The tree is canonical JSON: {"files": {path: {"sha256", "size"}}}.  These objects
+have keys of the form ``cas/<sha256>``, where the sha256 is that of the object's bytes.  The sha256 of the tree is the
+folder's digest.
 
-The store is in a local folder, in memory or in S3.  The library obstore reads and writes it.
+A store is in a local folder, in memory or in S3.  The library obstore reads and writes it.
 
-Every write is atomic.  A folder's tree is written after its files, so a folder exists only once it is complete.  The
-sha256 of the tree is the folder's digest.  Reading a folder verifies digests and removes damaged objects; ``get``
-verifies nothing.  Empty folders, permissions and links are not stored.  A store in a local folder does not call fsync.
-S3 credentials come only from AWS's environment variables, which hold a pair of keys or name a pod's IAM role."""
+Every write of an object is atomic.  A folder's tree is written after its files, so a folder exists only once it is
+complete.  Reading a folder or a file (``get_folder``, ``tree``, ``get_file``) verifies digests and removes damaged
+objects; ``get`` verifies nothing.  Empty folders and permissions are not stored.  A link to a file is stored as a copy
+of the file; links to folders are not stored.  A store in a local folder does not call fsync.  S3 credentials come only
+from AWS's environment variables, which hold a pair of keys or name a pod's IAM role."""
 
 import contextlib
 import hashlib
@@ -36,23 +39,25 @@ class StoreError(UserError):
 
 
 class StoreUnavailable(StoreError):
-    """The store has a wrong address, cannot be reached, or denies access.  Unless the address is wrong, the same
-    command works once the store is back."""
+    """The store has a wrong address, cannot be reached, or denies access.  If the address is right, the failed
+    operation can be repeated once the store works again."""
 
 
 class StoreFull(StoreError):
-    """The store is full, or a write exceeds a quota or a limit on file sizes.  Nothing half-written is visible."""
+    """The store is full, or a write exceeds a quota or a limit on file sizes.  No partial object is visible."""
 
 
 class StoreDamaged(StoreError):
-    """An object is missing, or did not match its digest and was removed."""
+    """An object is missing or damaged, or the tree of a stored folder names a file outside of the folder.  A damaged
+    object does not match its digest; it is removed from the store."""
 
 
 def open_store(uri: str | Path) -> "Store":
     """Opens a store.
 
     Args:
-        uri: A folder (made if absent), ``memory://`` (one process, for tests) or ``s3://bucket/prefix``.
+        uri: A folder (made if absent), ``memory://`` (a new empty store in this process, for tests) or
+            ``s3://bucket/prefix``.
 
     Raises:
         StoreUnavailable: The address is wrong, or the store cannot be opened."""
@@ -73,8 +78,8 @@ def open_store(uri: str | Path) -> "Store":
 
 
 def absolute_uri(uri: str) -> str:
-    """Returns the store's address ``uri`` in a form that is valid in every working directory: a local folder becomes an
-    absolute path."""
+    """Returns the address ``uri`` of a store in a form that does not depend on the working directory.  The path of a
+    local folder becomes absolute; other addresses do not change."""
     folder = local_folder(uri)
     return uri if folder is None else str(folder)
 
@@ -148,8 +153,8 @@ class Store:
         """Downloads an object to the file ``path``.
 
         Raises:
-            StoreDamaged: The object is absent, and no file is made. Or its digest is not ``sha256``, and the object and
-                the file are deleted."""
+            StoreDamaged: The object is absent, or the digest of its bytes is not ``sha256``. If the object is absent,
+                no file is made. If the digest is wrong, the object and the file are deleted."""
         actual = hashlib.sha256()
         with self._errors(f"read {key}"):
             found = obstore.get(self._backend, key)  # before the file is made: the object may be absent
@@ -178,17 +183,20 @@ class Store:
         return digest
 
     def tree(self, digest: str) -> dict[str, dict[str, Any]]:
-        """Returns path -> {"sha256", "size"} for the files of the folder with this digest."""
+        """Returns the list of files of the stored folder ``digest``, as path -> {"sha256", "size"}.
+
+        Raises:
+            StoreDamaged: The list is missing or damaged."""
         data = self.get(f"cas/{digest}")
         if hashlib.sha256(data).hexdigest() != digest:
             self._remove_damaged(f"cas/{digest}")
         return json.loads(data)["files"]
 
     def get_folder(self, digest: str, path: Path) -> None:
-        """Copies the stored folder ``digest`` to the folder ``path``.  Verifies all files and makes them read-only.
+        """Copies the stored folder ``digest`` to the folder ``path``.  Verifies all files.  The copies are read-only.
 
         Raises:
-            StoreDamaged: A file is missing or damaged, or its name leads out of the folder."""
+            StoreDamaged: A file or the list of files is missing or damaged, or a file's path leads out of ``path``."""
         path.mkdir(parents=True, exist_ok=True)
         for name, entry in self.tree(digest).items():
             target = path / name
@@ -199,7 +207,8 @@ class Store:
             target.chmod(0o444)
 
     def has_folder(self, digest: str) -> bool:
-        """Returns whether the stored folder ``digest`` has all its files, in their recorded sizes.  Reads no file."""
+        """Returns whether the store holds all files of the folder ``digest``, each with its recorded size.  Reads the
+        list of files, but not their contents."""
         try:
             return all(self.size(f"cas/{entry['sha256']}") == entry["size"] for entry in self.tree(digest).values())
         except StoreDamaged:

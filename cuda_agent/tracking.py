@@ -1,13 +1,15 @@
-"""Records metrics, notes and progress of stages in files, and copies them to MLflow.
+"""Records metrics, notes and progress of stages (the steps of the training workflow) in files, and mirrors runs of the
+workflow in MLflow.
 
 A stage writes three files through ``FileTracker``.  The stage's checkpoints contain the first two:
 
     metrics.jsonl    {"step": 3, "reward": 1.25, ...} per line; the last value of a step and key counts
     notes.jsonl      {"text": ...} per line
-    progress.json    {"done", "total", "unit", "rates"}, only while the stage runs
+    progress.json    {"done": 3, "total": 10, "unit": "steps", "rates": {...}}, only while the stage runs
 
-``Mirror`` copies a run to MLflow in a thread, so the run does not wait for MLflow.  When a stage is retried, it uses
-its earlier MLflow run again."""
+``Mirror`` copies the records of one run of the workflow to MLflow.  It works in a thread, so the workflow does not wait
+for MLflow.  In MLflow the workflow has a parent run, and each stage has a child run.  When a stage is retried, it
+continues its earlier child run."""
 
 import contextlib
 import copy
@@ -29,7 +31,8 @@ Trouble = Callable[[str], None]  # receives one line for the user
 
 
 class FileTracker:
-    """The tracker of one stage; it writes to files in ``folder``.  ``context.Tracker`` describes its methods."""
+    """Writes metrics, progress and notes of one stage to files in ``folder``.  Implements the interface
+    ``context.Tracker``, which describes ``log``, ``progress`` and ``note``."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,7 +104,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replaces the content of the file at ``path`` by ``text``, atomically."""
+    """Replaces the content of the file at ``path`` with ``text``, atomically."""
     new = path.with_name(path.name + ".new")
     new.write_text(text, encoding="utf-8")
     os.replace(new, path)
@@ -117,9 +120,10 @@ MANIFEST_TAG = "manifest"  # the manifest of a finished stage
 
 @dataclass(frozen=True)
 class Sweep:
-    """A sweep: runs with different settings, which share one parent run in MLflow.  ``agree(make)`` returns the
-    parent's id, the same in all runs.  If there is no parent yet, ``agree`` calls ``make``, which creates one and
-    returns its id."""
+    """A sweep: several runs of the workflow with different settings.  In MLflow they share one parent run.
+
+    ``name`` is the name of the sweep.  ``agree(make)`` returns the parent's id in MLflow.  All runs of the sweep get
+    the same id.  If no id is stored yet, ``agree`` calls ``make``, which creates a parent run and returns its id."""
 
     name: str
     agree: Callable[[Callable[[], str]], str]
@@ -127,7 +131,7 @@ class Sweep:
 
 @dataclass
 class Wanted:
-    """The content that one MLflow run should have.  The whole workflow has a parent run, and each stage a child run."""
+    """The content that one MLflow run should have.  The MLflow run belongs to the workflow or to one of its stages."""
 
     params: dict[str, Any] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
@@ -137,13 +141,13 @@ class Wanted:
 
 
 class Mirror:
-    """Copies a run of the workflow to MLflow, in a thread.  The workflow has a parent run in MLflow, and each stage has
-    a child run.
+    """Copies the records of one run of the workflow to MLflow, in a thread.  In MLflow the workflow has a parent run,
+    and each stage has a child run.
 
-    ``update`` changes the wanted content of a stage's child run, or of the parent run if ``stage`` is None.  It adds
-    params, tags and artifacts, replaces metrics and status, and returns at once.  ``close`` waits at most ``timeout``
-    seconds for the last copy, and returns whether everything arrived.  When MLflow fails for the first time, the thread
-    calls ``trouble`` with one line for the user."""
+    ``update`` says what the child run of ``stage`` should contain, or the parent run if ``stage`` is None.  It adds
+    params, tags and artifacts, replaces metrics and status, and returns at once.  The thread then sends the changes.
+    ``close`` waits at most ``timeout`` seconds until all changes are sent, and returns whether they are.  When MLflow
+    fails for the first time, the thread calls ``trouble`` with one line for the user."""
 
     def __init__(
         self, uri: str, experiment: str, run: str, artifacts: Path | None, trouble: Trouble, sweep: Sweep | None = None
@@ -245,8 +249,8 @@ def _sweep_run(api: mlflow_api.Api, experiment: str, sweep: Sweep) -> str:
 
 
 def _send(api: mlflow_api.Api, there: MlflowEntry, wanted: Wanted) -> None:
-    """Updates the MLflow run ``there`` to the content ``wanted``.  Sends only the parts that the run lacks.  Sends the
-    final status last."""
+    """Updates the MLflow run ``there`` so that its content becomes ``wanted``.  Sends only what is missing in MLflow.
+    Sends a final status, such as FINISHED, last."""
     if there.status == wanted.status == "FINISHED" and wanted.tags and wanted.tags.items() <= there.tags.items():
         there.unread.clear()
         there.points |= {(key, step) for step, values in wanted.metrics.items() for key in values}

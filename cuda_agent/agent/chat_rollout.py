@@ -1,7 +1,8 @@
-"""Plays episodes of a model behind a chat API. The agent loop and the tools are the same as for a policy (``loop``).
+"""Plays episodes with a model behind a chat API. An episode is one attempt of the model at one task.
 
-The episodes are for evaluation, not for training. The server reports how many tokens it sampled, but not their ids.
-Therefore ``Episode.ids`` holds a zero for each sampled token, and no prompt or tool tokens."""
+The agent loop (``agent.loop``) and the tools are the same as for a policy, which is the model that is trained. But
+these episodes serve only for evaluation: the server reports how many tokens it sampled, and not which ones. Therefore
+``Episode.ids`` holds a zero for each sampled token. It has no entries for tokens of the prompt and of tool results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,10 @@ from cuda_agent.tasks.task import Task
 async def run_chat_rollout(
     task: Task, model: ServedModel, sandbox: Sandbox, settings: EpisodeSettings, seed: int, episode_id: str
 ) -> Episode:
-    """Plays one episode with tools. Raises ServedModelError if the model's server stops answering."""
+    """Plays and judges one episode: ``model`` works on ``task`` with tools.
+
+    Raises:
+        ServedModelError: The model's server stopped answering."""
     return await ChatPlayer(task, sandbox, settings, seed, episode_id, model).run()
 
 

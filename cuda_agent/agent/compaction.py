@@ -28,7 +28,9 @@ def size(messages: Sequence[Mapping[str, Any]]) -> int:
 
 
 def compacted(messages: Sequence[Mapping[str, Any]], limit: int) -> list[Message]:
-    """Returns a copy of ``messages``, shortened if it has more than ``limit`` characters."""
+    """Returns a copy of ``messages``. If they have more than ``limit`` characters, cuts old turns until 60 % of
+    ``limit`` are left. If the copy is then still longer than ``limit``, cuts the newest turns, too. The copy of a very
+    long task can still exceed ``limit``, because the system message and the task are never cut."""
     kept = [dict(message) for message in messages]
     if size(kept) <= limit:
         return kept

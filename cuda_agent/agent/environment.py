@@ -1,9 +1,11 @@
-"""Defines the environment in which an episode is played: one task with its work folder, tools and verdicts.
+"""Defines the environment of an episode: one task, a work folder, tools, and the judgement of the solution.
 
-``async with KernelEnvironment(...) as environment`` opens the work folder. ``call`` runs one tool call; ``finish``
-judges the solution in the folder. The player makes the tool calls. A player may be a policy that samples token ids
-(``loop``), a model behind a chat API (``chat_rollout``, ``optimize.attempt``), or an external trainer
-(``environments``)."""
+``async with KernelEnvironment(...) as environment`` opens the work folder. ``call`` runs one tool call. ``finish``
+judges the solution in the folder and returns the verdict.
+
+The player makes the tool calls. There are three kinds of players: a policy that samples token ids (``agent.loop``), a
+model behind a chat API (``agent.chat_rollout`` and ``optimize.attempt``), and the policy of an external trainer
+(package ``environments``)."""
 
 import json
 from collections import Counter
@@ -23,8 +25,9 @@ LOOP = 3  # the same call this many times counts as a loop
 
 
 class SandboxFault(Exception):
-    """The sandbox failed twice to judge one solution. The player is not at fault. ``verdict`` is the second verdict,
-    with the status ``infra``."""
+    """The sandbox failed twice to judge one solution. The solution is not the cause.
+
+    ``verdict`` is the result of the second try. Its status is ``infra`` (infrastructure fault)."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(verdict.message)
@@ -37,14 +40,18 @@ class KernelEnvironment:
     Attributes:
         files: The player's files (text by path), as ``collect`` last read them. A new work folder starts with these
             files.
-        best: The best verdict so far, or None. Only verdicts of quick mode, the judge's usual mode, count.
+        best: The best verdict of quick mode so far, or None. Quick is the judge's usual mode. Verdicts of other modes,
+            such as strict, do not count.
         best_files: The files of the solution whose verdict is ``best``.
         flags: The bad patterns in the player's turns so far ("malformed_call", "unknown_tool", "loop").
-        repeated: How many times the latest tool call was made with the same arguments since the files last changed. For
-            Write, Edit, MultiEdit and NotebookEdit: since the start. Two events count as a change of files. One is a
-            successful call of one of these four tools with new arguments. Bash can change files, too; so the other is
-            a compile, verify or profile command that finds files that no earlier command found.
-        waiting: A function that returns a context manager, in which each wait for a verdict takes place."""
+        repeated: How many times the latest tool call has been made with the same arguments (for BashOutput: and the
+            same result). The first call counts as 1. A call of an unknown tool or with unparsed arguments gives 0.
+            Calls of Write, Edit, MultiEdit and NotebookEdit are counted from the start, calls of other tools from the
+            latest change of the files. There are two signs of a change. One is a successful call of one of these four
+            tools with new arguments. The other is that compile, verify or profile finds the files in a state in which
+            none of these commands found them before, because Bash can change files, too.
+        waiting: A function that takes no arguments and returns a context manager. ``judge`` enters it while it waits
+            for a verdict. The agent loop uses it to suspend the episode's deadline. The default does nothing."""
 
     def __init__(
         self,
@@ -129,8 +136,8 @@ class KernelEnvironment:
         return await self.judge(await self.collect())
 
     async def judge(self, solution: Solution, mode: Mode = "quick") -> Verdict:
-        """Judges ``solution`` and returns the verdict. If the sandbox fails, tries once more. In quick mode, a verdict
-        better than ``best`` (``merit``) replaces ``best``.
+        """Judges ``solution`` and returns the verdict. If the sandbox fails, tries once more. In quick mode, the
+        verdict replaces ``self.best`` if it is better. The function ``merit`` defines which verdict is better.
 
         Raises:
             SandboxFault: The sandbox failed twice.
@@ -147,9 +154,18 @@ class KernelEnvironment:
         return verdict
 
     async def command(self, name: str, argv: list[str], files: dict[str, str]) -> CommandResult:
-        """Runs the agent's command ``name`` on the solution in ``files`` (text by path). ``argv`` is ignored. The
-        commands compile, verify and profile judge the solution. The command restore replaces it by the best solution so
-        far. Raises SandboxFault or TaskError as ``judge`` does."""
+        """Runs the command ``name``, which the player called in the work folder's shell, and returns its result.
+
+        The commands compile, verify and profile judge the solution. The command restore replaces the files of the
+        solution by those of the best solution so far.
+
+        Args:
+            name: compile, verify, profile or restore.
+            argv: The command's arguments, which are ignored.
+            files: The files in the work folder (text by path).
+
+        Raises:
+            SandboxFault, TaskError: ``judge`` raised this exception."""
         if name == "restore":
             return self._restored(solution_of(files, self.format).files)
         if (found := hash(frozenset(files.items()))) not in self._commanded:

@@ -1,13 +1,15 @@
 """Runs the agent loop: a player works on one task, turn by turn, and an environment answers the player's tool calls.
 
-``play`` is the loop for every player: a policy that samples token ids (``TokenPlayer``), a model behind a chat API
-(``chat_rollout``), or an attempt of a search (``optimize.attempt``). ``run_episode`` plays a policy's episode,
-with tools or with one answer and no tools. ``run_many`` plays many episodes at once.
+``play`` is the loop for every kind of player: a policy that samples token ids (``TokenPlayer``), a model behind a chat
+API (``agent.chat_rollout``), or a model that searches for a fast solution (``optimize.attempt``). ``run_episode`` plays
+an episode of a policy, either in turns with tools, or as a single answer without tools. ``run_many`` plays many
+episodes at once.
 
-A policy's episode is one growing list of token ids. Sampled ids are appended unchanged (mask 1); the prompt and tool
-results are encoded once and appended (mask 0). An episode ends with the policy's answer, or when the budget of turns or
-tokens is used up. The files of the episode are then judged. If an infrastructure fault or the deadline cuts an episode
-short, the episode has no reward."""
+A policy's episode is one growing list of token ids with a mask. Sampled ids are appended unchanged, with mask 1. The
+prompt and the tool results are encoded once and appended with mask 0. Training uses only tokens with mask 1.
+
+An episode ends with the policy's answer, or when the budget of turns or tokens is used up. The files of the episode are
+then judged. If an infrastructure fault or the deadline cuts an episode short, the episode has no reward."""
 
 import asyncio
 import hashlib
@@ -112,10 +114,14 @@ async def run_episode(
     before: Episode | None = None,
     kind: Literal["single", "agent"] = "agent",
 ) -> Episode:
-    """Plays one episode of a policy. The ``kind`` "agent" has tools. The kind "single" is one answer, whose fenced
-    blocks are the files of the solution. ``seed`` and a turn's number determine the turn's sampling noise. ``before``
-    is an earlier run of this episode that an infrastructure fault cut short. A turn of the earlier run is reused if all
-    tokens before it are the same. Otherwise the turn is sampled again."""
+    """Plays and judges one episode of a policy.
+
+    Args:
+        seed: The seed of the episode. Each turn samples with a seed derived from this seed and the turn's number.
+        before: An earlier run of this episode that an infrastructure fault cut short, or None. A turn of the earlier
+            run is reused if all tokens before it are the same. Otherwise the turn is sampled again.
+        kind: "agent" is an episode in turns with tools. "single" is an episode without tools: one answer, whose fenced
+            blocks are the files of the solution."""
     player = TokenPlayer(task, sandbox, settings, seed, episode_id, engine, chat, before)
     if kind == "agent":
         player.add(chat.prompt_ids(player.episode.messages, TOOLS), 0)
@@ -156,9 +162,13 @@ class EpisodePlayer(ABC):
         return min(self.settings.turn_tokens, self.settings.context - len(self.episode.ids))
 
     async def run(self, answer: Callable[[], Awaitable[Ended]] | None = None) -> Episode:
-        """Plays the episode and judges its final files. ``answer`` is a function that plays an episode without tools;
-        if it is None, the episode has tools. Returns the episode, even after an infrastructure fault.
-        ``Episode.ended`` says why the episode ended."""
+        """Plays the episode, judges its final files, and returns the episode. ``Episode.ended`` says why it ended. If
+        an infrastructure fault or the deadline cuts the episode short, returns the part that was played, without a
+        reward.
+
+        Args:
+            answer: For an episode without tools, the function that samples its only turn. None for an episode with
+                tools."""
         environment, episode = self.environment, self.episode
         episode.kind = "single" if answer else "agent"
 
@@ -188,9 +198,18 @@ class EpisodePlayer(ABC):
         return ended
 
     def said(self, text: str, calls: Calls, cut: bool, malformed: bool, **more: str) -> Calls | Ended:
-        """Records a turn's message: ``text``, ``calls`` and the fields ``more``. Returns "tokens" if the turn was
-        ``cut`` off. Returns "answer" if the turn has no tool call, not even a ``malformed`` one. These two results end
-        the episode. In all other cases, returns the calls."""
+        """Records a turn's message and decides whether the episode goes on.
+
+        Args:
+            text: The text of the message.
+            calls: The tool calls of the message.
+            cut: Whether a token limit ended the turn.
+            malformed: Whether the text contains a malformed tool call, which is not in ``calls``.
+            more: Other fields of the message, such as ``thought``.
+
+        Returns:
+            "tokens" if ``cut`` is true. Otherwise "answer" if the turn has no tool call, not even a malformed one. Both
+            values end the episode. In all other cases ``calls``, which is empty if all tool calls are malformed."""
         asked = [{"name": call["name"], "arguments": call["arguments"] or {}} for call in calls]
         self.episode.messages.append({"role": "assistant", "content": text, "tool_calls": asked, **more})
         if malformed:
@@ -212,7 +231,7 @@ class EpisodePlayer(ABC):
 
     @abstractmethod
     def _cut(self, text: str) -> str:
-        """Returns ``text``, with its middle left out if it has more than about ``tool_tokens`` tokens."""
+        """Returns ``text``, with its middle left out if it has more than about ``self.settings.tool_tokens`` tokens."""
 
 
 @dataclass
@@ -266,8 +285,9 @@ class TokenPlayer(EpisodePlayer):
         return completion
 
     def _known(self) -> Completion | None:
-        """Returns the next turn of the earlier run ``before``. Returns None if that run has no such turn, or if the
-        tokens before the turn differ from those of this episode."""
+        """Returns the next turn from ``self.before``, which is an earlier run of this episode that was cut short.
+        Returns None if there is no earlier run, if it has no such turn, or if its tokens before the turn differ from
+        those of this episode."""
         here, old = len(self.episode.ids), self.before
         if old is None or old.ids[:here] != self.episode.ids or not any(old.mask[here : here + 1]):
             return None
@@ -293,11 +313,12 @@ def seed_of(seed: int, name: object) -> int:
 
 
 async def run_many(jobs: Sequence[Callable[[], Awaitable[T]]], concurrency: int, lockstep: bool = False) -> list[T]:
-    """Runs ``jobs``, at most ``concurrency`` at once, and returns their results, such as episodes, in order. If a job
-    raises an exception (a bug, a lost engine), cancels the other jobs and raises this exception.
+    """Runs ``jobs``, at most ``concurrency`` at once, and returns their results in the order of ``jobs``. A typical job
+    plays one episode. If a job raises an exception, cancels the other jobs and raises this exception.
 
-    With ``lockstep``, all running episodes sample their next turn at the same time, and have no deadline. The engine's
-    batches are then the same in every run. With ``sandbox.clock=model``, the results are the same, too."""
+    With ``lockstep``, all running episodes sample their next turn at the same time, and no episode has a deadline. The
+    engine's batches are then the same in every run. The results are the same as well if the sandbox uses simulated
+    instead of measured times (setting ``sandbox.clock=model``)."""
     slots = asyncio.Semaphore(concurrency)
     lock = _Lockstep(len(jobs), concurrency) if lockstep else None
 
@@ -320,8 +341,8 @@ async def run_many(jobs: Sequence[Callable[[], Awaitable[T]]], concurrency: int,
 
 
 class _Lockstep:
-    """Makes the running episodes wait for each other before they sample a turn. There are ``jobs`` episodes in all, and
-    at most ``places`` of them run at once."""
+    """A barrier: the running episodes wait for each other before each turn that they sample. There are ``jobs``
+    episodes in all, and at most ``places`` of them run at once."""
 
     def __init__(self, jobs: int, places: int) -> None:
         self._active = min(jobs, places)

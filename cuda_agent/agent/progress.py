@@ -1,6 +1,8 @@
-"""Records a search for a fast solution (``optimize``): correct solutions, budget and transcript.
+"""Records the progress of ``cuda-agent optimize``, which searches for a fast solution of one task.
 
-The transcript is a file of events, one JSON object per line, from which ``--resume`` continues (docs/optimize.md)."""
+A search consists of attempts: conversations in which a model writes solutions. The record has three parts: the correct
+solutions, the used budget, and the transcript. The transcript is a file of events, one JSON object per line. With the
+option ``--resume``, a search continues from its transcript (docs/optimize.md)."""
 
 import difflib
 import json
@@ -29,9 +31,9 @@ _COMPARED_LINES = 2000  # most lines compared per file: repeated lines take cubi
 
 
 def difference(path: str, old: str, new: str) -> Event:
-    """Returns the fields of the event ``diff`` for a file whose text changed from ``old`` to ``new``: the path, the
-    first lines of the diff, and the numbers of added and removed lines. Compares only the first ``_COMPARED_LINES``
-    lines."""
+    """Returns the fields of a transcript event of the kind "diff". The event says that the text of the file ``path``
+    changed from ``old`` to ``new``. The fields are the path, the first lines of the diff, and the numbers of added and
+    removed lines. Compares only the first ``_COMPARED_LINES`` lines of each text."""
     before, after = (text.splitlines()[:_COMPARED_LINES] for text in (old, new))
     lines = list(difflib.unified_diff(before, after, lineterm="", n=2))[2:]
     added, removed = (sum(line.startswith(sign) for line in lines) for sign in "+-")
@@ -39,8 +41,8 @@ def difference(path: str, old: str, new: str) -> Event:
 
 
 def factor(verdict: Verdict) -> float | None:
-    """Returns the speed-up of a verdict's solution over the faster of eager and ``torch.compile``, or None for a wrong
-    or untimed solution."""
+    """Returns the judged solution's speed-up over eager PyTorch or ``torch.compile``, whichever is faster. Returns None
+    if the solution is not correct or was not timed."""
     if verdict.status != "ok":
         return None
     known = [ratio for ratio in (verdict.speedup_eager, verdict.speedup_compile) if ratio is not None]
@@ -49,7 +51,8 @@ def factor(verdict: Verdict) -> float | None:
 
 @dataclass
 class Find:
-    """A correct solution with its quick verdict and, if there is one, its strict verdict."""
+    """A correct solution that a search found, with its verdicts. Every solution is judged in quick mode. Some are
+    also judged in strict mode, which checks and measures more."""
 
     solution: Solution
     quick: Verdict
@@ -66,13 +69,14 @@ class Findings:
     reached: Find | None = None  # the first solution that reaches the target in strict mode
 
     def add(self, solution: Solution, verdict: Verdict, attempt: int, turn: int) -> None:
-        """Adds ``solution`` if it is new, correct and timed."""
+        """Adds ``solution`` if it is new and, according to ``verdict``, correct and timed."""
         if factor(verdict) is not None:
             self.by_digest.setdefault(solution.digest, Find(solution, verdict, attempt, turn))
 
     def note(self, solution: Solution, verdict: Verdict, attempt: int, turn: int) -> None:
-        """Records a verdict on ``solution``. A quick verdict adds the solution (``add``). A strict verdict is stored in
-        the solution's ``Find``; it is ignored if there is no such ``Find``, or if the sandbox failed."""
+        """Records a verdict on ``solution``. A verdict of quick mode is passed to ``add``. A verdict of another mode is
+        stored as the strict verdict of a solution that was added before. It is ignored if the solution was not added,
+        or if the sandbox failed."""
         if verdict.mode == "quick":
             self.add(solution, verdict, attempt, turn)
         elif verdict.status != "infra" and solution.digest in self.by_digest:
@@ -80,8 +84,9 @@ class Findings:
 
     @property
     def best(self) -> Find | None:
-        """Returns the fastest solution, or None if there is none. If a solution has no strict verdict, its quick
-        verdict counts."""
+        """Returns the solution with the greatest speed-up, or None if there are no solutions. The speed-up is from the
+        strict verdict, or from the quick verdict if there is no strict one. A solution that is not correct in strict
+        mode ranks last."""
         return max(self.by_digest.values(), key=lambda find: factor(find.strict or find.quick) or 0.0, default=None)
 
 
@@ -113,8 +118,8 @@ class SearchBudget:
         return None if self.seconds is None else self.seconds - self.elapsed
 
     def lacks(self, prompt: int, sampled: int) -> str:
-        """Returns the limit that another turn with ``prompt`` and ``sampled`` tokens would exceed: "tokens" or "money".
-        Returns "minutes" if the time is already used up, and "" if no limit is exceeded."""
+        """Returns "minutes" if the time is already used up. Otherwise, returns the limit that another turn with
+        ``prompt`` and ``sampled`` tokens would exceed: "tokens", "money", or "" for none."""
         if self.left is not None and self.left <= 0:
             return "minutes"
         if self.tokens is not None and self.prompt + self.sampled + prompt + sampled > self.tokens:
@@ -141,9 +146,15 @@ class State:
 
 
 class Transcript:
-    """Appends the events of a search to the file ``path``, except events of the kinds in ``SHOWN_ONLY``. ``clock``
-    returns the seconds since the search began. ``watch`` receives every event. ``note`` is the latest note about an
-    attempt."""
+    """Appends the events of a search to a file, and passes each event to a function, for example to show it.
+
+    Events of the kinds in ``SHOWN_ONLY`` are only passed to the function. The attribute ``note`` is the text of the
+    latest event of the kind "note" that belongs to an attempt, or "".
+
+    Args:
+        path: The file.
+        clock: Returns the seconds since the search began. Each event contains this time.
+        watch: The function that receives every event."""
 
     def __init__(self, path: Path, clock: Callable[[], float], watch: Callable[[Event], None]) -> None:
         self._file = path.open("a", encoding="utf-8")
@@ -178,9 +189,13 @@ def read_events(path: Path) -> list[Event]:
 
 
 def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Findings, Event]:
-    """Returns the state of a search after ``events``: the states of the attempts by number, the correct solutions, and
-    the used budget. The used budget is a dict of four fields of ``SearchBudget.facts``, or empty if no budget was
-    recorded. Leaves out the messages of an unfinished turn, because its tool calls may have no answers."""
+    """Rebuilds the state of a search from its transcript's ``events``. Leaves out the messages of an unfinished turn,
+    because its tool calls may have no answers.
+
+    Returns:
+        The states of the attempts by number, the correct solutions, and the latest recorded use of the budget. The use
+        has the keys "prompt" and "sampled" (tokens), "estimated" (whether a token count is an estimate), and "seconds".
+        It is empty if no use was recorded."""
     states: dict[int, State] = {}
     pending: dict[int, list[Event]] = {}
     findings, spent = Findings(), dict[str, Any]()

@@ -1,8 +1,8 @@
-"""Makes prompts (the messages that show a task to a policy), and parses the answers of episodes without tools.
+"""Makes prompts, which show a task to a model. Parses the answers of models that have no tools.
 
-A prompt has one of two styles. The style "full" states all rules, for general models. The style "compact" is for a
-small policy that is trained with compact prompts. A compact prompt consists of one word and the task's source in few
-tokens (``compact_source``). The word is "agent" if there are tools, and "answer" if there are none."""
+A prompt has one of two styles. The style "full" is for general models, and states all rules. The style "compact" is for
+a small model that is trained with compact prompts. A compact prompt consists of one word and the shortened source of
+the task (``compact_source``). The word is "agent" if there are tools, and "answer" if there are none."""
 
 import ast
 import re
@@ -46,9 +46,11 @@ def agent_messages(task: Task, style: Style, format: Format = "plan", device: st
 
 
 def parse_answer(text: str) -> dict[str, str]:
-    """Returns the files (text by path) in the answer ``text``: fenced blocks whose first line names a language and a
-    path. Drops unclosed blocks, files that are too large or too many, unsafe paths, such as "../a", and the given files
-    ``model.py`` and ``SKILL.md``. If several blocks have the same path, the last one counts."""
+    """Returns the files (text by path) in the answer ``text``. A file is a fenced block whose first line names a
+    language and a path. If several blocks have the same path, the last one counts.
+
+    Ignores unclosed blocks, files that are too large or too many, and unsafe paths, such as "../a". Also ignores
+    ``model.py`` and ``SKILL.md``, because a solution must not change the task and the rules."""
     files: dict[str, str] = {}
     for match in _FENCE.finditer(text[: 4 * _ANSWER_BYTES]):
         path, content = match[2], match[3]
@@ -68,8 +70,11 @@ def write_answer(files: dict[str, str]) -> str:
 
 
 def compact_source(code: str) -> str:
-    """Returns a task's source in few tokens: without imports, docstrings, comments, empty constructors and annotations,
-    and with an indent of one space per level. A ``get_inputs`` that only returns a value becomes ``inputs: [...]``.
+    """Returns a shortened form of a task's source ``code``, which has fewer tokens. The form is for reading: it is not
+    always valid Python.
+
+    Leaves out imports, docstrings, comments, annotations, empty constructors, and the first line of the class
+    ``Model``. Indents by one space per level. A ``get_inputs`` that only returns a value becomes ``inputs: [...]``.
     Source that cannot be parsed stays unchanged."""
     try:
         return "\n".join(_short_parts(_Shorten().visit(syntax.parse(code))))
@@ -118,8 +123,10 @@ def _calls_super(node: ast.stmt) -> bool:
 
 
 def _unparsed(node: ast.stmt) -> str:
-    """Returns the source of ``node``, indented by one space per level, without a leading ``def``. The new indent
-    changes no strings: ``ast.unparse`` writes each string on one line, and docstrings were removed before."""
+    """Returns the source of ``node``, indented by one space per level. A function's source lacks the leading ``def``.
+
+    The smaller indent does not change the text inside strings, because no string has more than one line:
+    ``ast.unparse`` writes only docstrings on several lines, and docstrings were removed before."""
     text = re.sub(r"^(?: {4})+", lambda match: match[0][::4], ast.unparse(node), flags=re.M)
     return text.removeprefix("def ") if isinstance(node, ast.FunctionDef) else text
 

@@ -1,6 +1,7 @@
 """Makes the text of the file SKILL.md in the work folder, which tells a model the rules for its solution.
 
-There is one text for each solution format and device. The sandbox enforces these rules and more."""
+There is one text for each device (cpu or cuda) and each solution format, such as a Triton module. The sandbox enforces
+the rules in the text, and some that the text does not mention."""
 
 from collections.abc import Callable
 
@@ -191,6 +192,6 @@ _FORMS: dict[Format, Callable[[str], str]] = {
 
 
 def skill_text(format: Format = "plan", device: str = "cpu") -> str:
-    """Returns the whole text of SKILL.md for solutions in ``format`` on ``device`` (cpu or cuda)."""
+    """Returns the text of SKILL.md for solutions in ``format`` that run on ``device`` (cpu or cuda)."""
     on = " on the CPU of this machine" if device == "cpu" else " on its GPU"
     return _GOAL.replace("{device}", on) + _FORMS[format](device)

@@ -1,7 +1,8 @@
-"""Defines the schemas of the agent's tools, and the text that its commands compile, verify, profile and restore print.
+"""Defines the schemas of the agent's tools, and the output of the commands compile, verify, profile and restore.
 
-The agent loop and the code that writes example dialogues both call ``describe``, so that the texts are the same. The
-tools themselves run in ``sandbox.workspace``."""
+The agent runs these commands in its tool Bash. The first three judge the agent's solution, and restore brings back the
+best one so far. The agent loop and the code that writes example dialogues for training both call ``describe``, so that
+both show the same text for the same verdict. The tools themselves run in ``sandbox.workspace``."""
 
 import math
 import re
@@ -26,9 +27,11 @@ def merit(verdict: Verdict) -> tuple[float, float]:
 
 
 def describe(verdict: Verdict, command: str, style: Style, before: Verdict | None = None) -> str:
-    """Returns the text that ``command`` (compile, verify or profile) prints for ``verdict``. ``before`` is the best
-    verdict that the agent got before, or None. The compact style is one short line, such as the status, the first
-    build error, or the two speed-ups with the word "best" or "slower" (than ``before``)."""
+    """Returns the text that ``command`` (compile, verify or profile) prints for ``verdict``.
+
+    ``before`` is the best verdict that the agent got before, or None. The text of profile says whether the judged
+    solution is slower than that one, or the best so far. In the style "compact", the text is one short line, such as a
+    status, the first build error, or the speed-ups over eager PyTorch and ``torch.compile``."""
     if verdict.status == "build_error":
         return f"build error: {first_error(verdict.message) if style == 'compact' else verdict.message}"
     if command == "compile":
@@ -60,10 +63,12 @@ def describe_restored(verdict: Verdict | None, style: Style) -> str:
 
 
 def standing(verdict: Verdict) -> str:
-    """Returns one line that compares the solution's time with the least possible time of the task on the device
-    (roofline). The least possible time is the longer of two times: the time to move all inputs and outputs, and the
-    time to do all arithmetic operations of the reference. Both assume the device's peak rates. Returns "" if the
-    solution is not correct, or if one of the compared times is unknown or simulated."""
+    """Returns one line that compares the solution's time with the roofline bound of the task.
+
+    The bound is the longer of two times: the time to move all inputs and outputs, and the time to do the reference's
+    counted operations (matrix products, convolutions and attention). Both assume the device's peak rates. A time that
+    is unknown counts as 0. Returns "" if the solution is not correct, if its time is unknown or simulated, or if the
+    bound is 0."""
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return ""
     least = {
@@ -78,7 +83,8 @@ def standing(verdict: Verdict) -> str:
 
 
 def failed(verdict: Verdict, command: str) -> bool:
-    """Returns whether ``command`` (compile, verify or profile) exits with 1 after ``verdict``."""
+    """Returns whether ``command`` fails (exits with 1) because of ``verdict``. The command compile fails only if the
+    solution does not build. The commands verify and profile fail if the solution is not correct."""
     return verdict.status == "build_error" or (command != "compile" and verdict.status != "ok")
 
 
@@ -91,7 +97,8 @@ def first_error(message: str) -> str:
 
 
 def solution_of(files: Mapping[str, str], format: Format) -> Solution:
-    """Returns the solution in a work folder's ``files``: only the files that a solution in ``format`` can have."""
+    """Returns the solution that is in a work folder with ``files`` (text by path). The solution consists of the files
+    that belong to ``format``. Other files are left out."""
     return Solution(format, {path: text for path, text in files.items() if FORMATS[format].belongs(path)})
 
 

@@ -44,9 +44,9 @@ def submit(
     dry_run: Annotated[bool, Option("--dry-run", help="print the Kubernetes objects, and send nothing")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Start the whole workflow on a cluster.
+    """Start the workflow, with all its stages, on a cluster.
 
-    The chart of cuda-agent must be installed there. This machine needs a kubeconfig and nothing else."""
+    The Helm chart of cuda-agent must be installed there. This machine needs a kubeconfig, but no GPU."""
     from cuda_agent.cluster import submit as cluster
     from cuda_agent.compose import compose
 
@@ -91,11 +91,12 @@ def sweep(
     dry_run: Annotated[bool, Option("--dry-run", help="list the runs, and start none")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Start a run for every combination of values.
+    """Start a run for every combination of the given values.
 
-    Values are written in Hydra's grammar: a=1,2  a=range(3)  a=choice(x,y). All runs are validated before the first one
-    starts. On a cluster this command submits them and ends. On this machine (--on local) they run one after the other;
-    the same command with the same run.name continues a stopped sweep."""
+    Values are written in Hydra's grammar: a=1,2  a=range(3)  a=choice(x,y). All runs are validated before the first
+    one starts. On a cluster, the command submits the runs and ends. On this machine (--on local), it executes them
+    one after the other. To continue a stopped sweep on this machine, repeat the command with run.name=NAME, the
+    sweep's name."""
     from cuda_agent.pipeline import sweep as sweeps
 
     if on == "local" and parallel is not None:
@@ -131,8 +132,8 @@ def sweep(
 
 
 def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
-    """Executes the runs of a sweep one by one on this machine, and prints their outcomes.  Returns the first nonzero
-    exit code of a run, or 0 if all exit codes are 0."""
+    """Executes ``points``, the runs of the sweep ``name``, one by one on this machine.  Prints their outcomes.
+    Returns the first nonzero exit code of a run, or 0 if there is none."""
     from cuda_agent.pipeline import screen, sweep
     from cuda_agent.pipeline.local import RunOutcome, run_pipeline
 
@@ -161,8 +162,8 @@ def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
 def watch(run: RunName, on: On = None, namespace: Namespace = None, as_json: AsJson = False) -> None:
     """Follow a run on a cluster until it ends.
 
-    Shows the stages, their progress, and what they wait for. Ctrl-C stops watching, not the run. With --json, prints a
-    line each time something has changed."""
+    Show the stages, their progress, and what they wait for. Ctrl-C ends this command, and the run continues. With
+    --json, print a line each time something has changed."""
     sys.exit(_follow(cluster_of(on, namespace), run, as_json))
 
 
@@ -174,7 +175,10 @@ def cancel(
     namespace: Namespace = None,
     as_json: AsJson = False,
 ) -> None:
-    """Stop a run on a cluster. Its stages write a checkpoint, and `resume` continues from there."""
+    """Stop a run on a cluster.
+
+    Unless --now is given, the running stages first write a checkpoint. `resume` continues from the last
+    checkpoint."""
     from cuda_agent.cluster import submit as cluster
 
     name, running = cluster.cancel(cluster_of(on, namespace), run, now)
@@ -195,7 +199,7 @@ def cancel(
 def resume(
     run: RunName, on: On = None, namespace: Namespace = None, watching: Watching = False, as_json: AsJson = False
 ) -> None:
-    """Continue a cancelled or failed run on a cluster. The results of finished stages come from the store."""
+    """Continue a cancelled or failed run on a cluster. Finished stages keep their results and do not run again."""
     from cuda_agent.cluster import submit as cluster
 
     place = cluster_of(on, namespace)
@@ -209,7 +213,7 @@ def mlflow(
     port: Annotated[int, Option(help="port on this machine; 0: any free port")] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Forward a port of this machine to the chart's MLflow. Prints the address, and runs until Ctrl-C."""
+    """Forward a port of this machine to the MLflow of a cluster. Print the local address, and run until Ctrl-C."""
     from cuda_agent.cluster import forward, results
 
     place = cluster_of(on, namespace)
@@ -226,10 +230,10 @@ def render(
     check: Annotated[bool, Option("--check", help="write nothing; exit with 1 if anything would change")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Render workflows/ and charts/cuda-agent.
+    """Render the generated files of workflows/ and charts/cuda-agent.
 
-    Writes the generated files of the repository, from the graph of stages and the chart's values, and prints the names
-    of those that changed."""
+    Make Argo's manifests and the Helm chart's files from the graph of stages and the schema of the chart's values.
+    Write them to the repository, and print the names of those that changed."""
     from cuda_agent.deploy import chart
 
     changed = chart.drift(root) if check else chart.write(root)

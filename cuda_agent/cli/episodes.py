@@ -55,9 +55,9 @@ def episodes(
 ) -> None:
     """List the episodes of a run, or show them on a page.
 
-    A run keeps the episodes of its stage collect and of its evaluations. The page shows turns, tool calls, diffs,
-    verdicts and probabilities of tokens. It is one file that needs no network; a reader can search, filter and sort
-    it. All text that models wrote is shown as plain text."""
+    An episode is a conversation in which a model works on one task. A run keeps the episodes of the stage `collect`
+    and of the evaluations. The page shows turns, tool calls, diffs, verdicts and token probabilities. It is one HTML
+    file that works offline, with search, filters and sorting. All text that models wrote is shown as plain text."""
     from cuda_agent.pipeline import episodes as left
 
     with tempfile.TemporaryDirectory() as folder:
@@ -93,8 +93,11 @@ def _write(page: Path, text: str) -> None:
 def _entries(
     run: str, store: str, on: str | None, namespace: str | None, folder: Path
 ) -> "tuple[str, Path, list[EpisodeEntry], str]":
-    """Returns (title of the page, folder for the page, episodes, message to show if there are no episodes).  ``run`` is
-    a run's name, or the path of a folder or file.  The files of a run are fetched into ``folder``."""
+    """Returns the episodes of ``run``, which is a run's name, or the path of a folder or file.  Fetches the files of
+    a named run into ``folder``.
+
+    Returns:
+        The title of the page, the page's default folder, the episodes, and the message to print if there are none."""
     from cuda_agent.cluster import results
     from cuda_agent.pipeline import episodes as left
     from cuda_agent.pipeline import runs
@@ -128,8 +131,8 @@ def _is_path(text: str) -> bool:
 
 
 def _lines(chosen: "list[EpisodeEntry]", found: int, most: int, nothing: str) -> list[str]:
-    """Returns a table of at most ``most`` of the ``chosen`` episodes, as lines.  ``found`` is the number of all
-    episodes, chosen or not.  ``nothing`` is the message that is returned if ``found`` is 0."""
+    """Returns the lines of a table with the first ``most`` episodes in ``chosen``.  ``found`` is the number of
+    episodes before filtering.  If it is 0, returns the message ``nothing`` in place of the table."""
     if not chosen:
         return [f"none of {found} episodes" if found else nothing]
     lines = [_HEAD, *(_line(entry.row) for entry in chosen[:most])]

@@ -1,7 +1,8 @@
 """The command line.  Each command parses its arguments, calls the library and prints the result.
 
 Commands import their dependencies inside their functions, so that ``--help`` answers at once.  An error that a person
-can fix is printed without a traceback.  Exit codes: 75 try again, 78 wrong configuration or input, 79 poor result."""
+can fix is printed without a traceback.  Exit codes: 75 try again later, 78 wrong configuration or input, 79 result
+not good enough."""
 
 import difflib
 import json
@@ -60,10 +61,10 @@ def run(
     to: Annotated[str | None, Option("--to", help="run only this stage and the stages that it needs")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run the whole workflow on this machine.
+    """Run the workflow on this machine: all stages, or with --to a part of them.
 
-    Continues the newest unfinished run of the same configuration; results that exist already come from the cache. After
-    Ctrl-C the stages write a checkpoint, and the same command continues from there."""
+    Continue the newest unfinished run of the same configuration, unless --new is given. Take results that exist
+    already from the cache. After Ctrl-C the stages write a checkpoint, from which the same command continues."""
     from cuda_agent.compose import compose
     from cuda_agent.diagnostics.doctor import unsupported
     from cuda_agent.pipeline import screen
@@ -104,8 +105,9 @@ def run(
 def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Print the configuration and the schedule of a run.
 
-    The configuration is complete and validated. Nothing is run. If policy.base is a folder that this machine does not
-    have, a note says so, because `run` would refuse it."""
+    The configuration is validated, and printed with all defaults. The schedule estimates work, time and memory of
+    each stage. No stage runs. If the base model (policy.base) is a folder that does not exist on this machine, print
+    a note, because `run` would refuse it."""
     from cuda_agent.compose import compose, freeze
     from cuda_agent.pipeline.schedule import derived, require_base, schedule_lines
 
@@ -157,9 +159,10 @@ def evaluate(
 ) -> None:
     """Check and time one solution of one task in the sandbox.
 
-    --shapes auto takes the other shapes from SHAPES in model.py, a list of dicts of constants. Without SHAPES, the
-    inputs' first dimension is tried with one row more, and with half of its rows. A solution that is wrong at another
-    shape is called specialised. Exit code 0: the solution is correct; 1: it is not; 75: the sandbox failed."""
+    With --shapes, a correct solution is also checked at other shapes. --shapes auto takes them from SHAPES in
+    model.py, a list of dicts of constants. Without SHAPES, two shapes are tried: the first dimension of the inputs
+    with one row more, and with half of its rows. A solution that is wrong at another shape is called specialised.
+    Exit code 0: the solution is correct at the task's own shape; 1: it is not; 75: the sandbox failed."""
     from cuda_agent.optimize import evaluation
     from cuda_agent.optimize.shapes import shape_lines
     from cuda_agent.optimize.verdict_text import verdict_lines
@@ -192,11 +195,12 @@ def evaluate_set(
     output: Annotated[Path | None, Option(help="folder for the result [default: SOLUTIONS-evaluated]")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Judge a set of finished solutions, and write a report.
+    """Judge a set of existing solutions, and write a report.
 
-    The report is a page and a CSV file. It shows claimed speed-ups beside measured ones, scores, and rejections. Each
-    solution is a file model_new.py with a class ModelNew, unless sandbox.format names another format. After Ctrl-C or a
-    kill, the same command continues and keeps finished verdicts. Exit code 75: the sandbox failed for some records."""
+    The report is an HTML page and a CSV file. It shows scores and rejected solutions, and compares the speed-ups that
+    the set claims with the measured ones. Each solution is Python code with a class ModelNew (model_new.py), unless
+    sandbox.format names another format. After Ctrl-C or a kill, the same command keeps the existing verdicts and
+    judges the rest. Exit code 75: the sandbox failed for some solutions."""
     from cuda_agent.optimize import evaluate_set as sets
     from cuda_agent.optimize.evaluation import run_to_end
     from cuda_agent.optimize.solution_set import read_set
@@ -246,7 +250,8 @@ def tasks_import(
 ) -> None:
     """Import tasks into a task set.
 
-    Drops invalid files and duplicates. Finds each task's operators in its code, whatever the source says."""
+    Drop invalid files and duplicates. Find each task's operators in its code, and ignore any list of operators in the
+    source."""
     from cuda_agent.tasks.io import import_tasks
 
     imported = import_tasks(source, folder)
@@ -277,9 +282,9 @@ def tasks_lint(
 ) -> None:
     """Find tasks that accept wrong answers.
 
-    Tries wrong answers on each task of a set, such as a constant, a copy of an input, or a result that ignores inputs
-    or weights. Prints those that the task accepts. Exit code 1: a task accepts one, or does not run. Overrides change
-    the sandbox, as in sandbox.tolerance=1e-4 sandbox.run_seconds=60."""
+    Try wrong answers on each task of a set, such as a constant, a copy of an input, or a result that ignores inputs
+    or weights. Print the wrong answers that each task accepts. Exit code 1: a task accepts a wrong answer, or does
+    not run. Overrides change settings of the sandbox, as in sandbox.tolerance=1e-4 sandbox.run_seconds=60."""
     from cuda_agent.optimize.evaluation import run_to_end
     from cuda_agent.sandbox.client import open_sandbox
     from cuda_agent.synthesis import lint
@@ -321,9 +326,10 @@ def benchmark(
 ) -> None:
     """Measure a policy or a served model on a task set.
 
-    A served model is any model behind an OpenAI-compatible address (--base-url). The command prints pass rates, and
-    speed-ups over eager PyTorch and torch.compile. Limits of turns, tokens and time come from experiment=benchmark;
-    overrides change them, as in evaluate.turns=20 sandbox.threads=4."""
+    Print pass rates, and speed-ups over eager PyTorch and torch.compile. A policy is a language model in a Hugging
+    Face folder, or the one that a stage of a run made (RUN/STAGE). A served model is any model behind an
+    OpenAI-compatible address (--base-url). The preset experiment=benchmark sets the limits of turns, tokens and time.
+    Overrides change these and other settings, as in evaluate.turns=20 sandbox.threads=4."""
     from cuda_agent.optimize import evaluation
 
     policies = [text for text in arguments or [] if "=" not in text]

@@ -92,13 +92,13 @@ def optimize(
 ) -> None:
     """Make one model.py faster, with the help of a language model.
 
-    Any language model behind an OpenAI-compatible address will do. It works in the sandbox: it reads, writes, compiles,
-    verifies and profiles until it reaches the target, the budget is spent, or you press Ctrl-C. The best solution is
-    kept. The result folder holds the kernels, a model_new.py that does not need cuda-agent, the strict verdict, the
-    transcript and report.html.
+    Any language model behind an OpenAI-compatible address will do. It works in a sandbox, where it writes, compiles,
+    verifies and profiles code until it reaches the target, the budget is spent, or you press Ctrl-C. The best
+    solution is then judged once more in strict mode, with careful measurements. The result folder holds its kernels,
+    a model_new.py that does not need cuda-agent, the strict verdict, the transcript and report.html.
 
     The API key is read from the environment and written nowhere. Exit code 0: a correct solution was found; 79: none
-    was found; 130: Ctrl-C came before one was found; 75: the server could not be used."""
+    was found; 130: Ctrl-C came before one was found; 75: the language model's server could not be used."""
     from cuda_agent.optimize import folder as folders
     from cuda_agent.policy.served import ServedModelError
     from cuda_agent.sandbox.formats.table import FORMATS

@@ -41,7 +41,8 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def command_group(help: str | None = None) -> typer.Typer:
-    """Returns an empty command group.  A group without ``help`` is for the commands of ``cuda-agent`` itself."""
+    """Returns an empty command group with the help text ``help``.  A group whose commands become direct commands of
+    ``cuda-agent`` needs no help text."""
     return typer.Typer(help=help, no_args_is_help=True, rich_markup_mode=None)
 
 
@@ -52,8 +53,8 @@ def command(group: typer.Typer, *examples: str, name: str | None = None) -> Call
 
 
 def composed(overrides: Sequence[str] | None, train_mode: bool = False) -> "tuple[Config, Path]":
-    """Returns the configuration with these overrides, and the local cache folder that belongs to the store
-    ``run.store``.  ``train_mode`` adds the override ``sandbox.train_mode=true``."""
+    """Returns the configuration with ``overrides``, and the cache folder on this machine for the configured store
+    (``run.store``).  With ``train_mode``, adds the override ``sandbox.train_mode=true``."""
     from cuda_agent.compose import compose
     from cuda_agent.pipeline.runs import local_home
 

@@ -1,4 +1,4 @@
-"""The commands that the chart's pods run.  Users do not need them."""
+"""The commands that the pods of the Helm chart run.  Users do not need them."""
 
 import json
 import os
@@ -21,7 +21,7 @@ Workflow = Annotated[str, Option(help="name of the Workflow")]
 
 @pod_app.command()
 def prepare(config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
-    """Create the run in the store, take finished results from the cache, and start the servers of the run."""
+    """Create the run in the store, take existing results from the cache, and start the sandbox and vLLM servers."""
     from cuda_agent.cluster import pod
 
     base = json.loads(os.environ.get("CUDA_AGENT_POOLS", "[]"))
@@ -63,7 +63,7 @@ def ray(name: str, config: ConfigSha, workflow: Workflow, run: Run = "") -> None
 
 @pod_app.command()
 def finish(config: ConfigSha, workflow: Workflow, status: Annotated[str, Option()], run: Run = "") -> None:
-    """Remove the run's servers, and record how the run ended."""
+    """Remove the run's sandbox and vLLM servers, and record how the run ended."""
     from cuda_agent.cluster import pod
 
     here = pod.PodEnvironment.from_environment()
@@ -82,7 +82,7 @@ def bucket(expire_logs_days: Annotated[int, Option(min=1)] = 30) -> None:
 
 @pod_app.command()
 def probe() -> None:
-    """Test whether the store can be written and read, and whether MLflow answers. Prints one line per check."""
+    """Test whether the store can be written and read, and whether MLflow answers. Print one line per check."""
     from cuda_agent.cluster import bucket as making
     from cuda_agent.cluster.pod import PodEnvironment
 
@@ -98,7 +98,9 @@ def probe() -> None:
 def gc(
     workflow: Workflow, dry_run: Annotated[bool, Option("--dry-run")] = False, keep: Annotated[int, Keep] = 10
 ) -> None:
-    """Remove old runs, the data that only they need, and the remaining objects of Workflows that have ended."""
+    """Remove old runs and the data that only they need.
+
+    Also remove Kubernetes objects that Argo Workflows left: servers of ended ones, ConfigMaps of deleted ones."""
     from cuda_agent.cluster import pod_maintenance
     from cuda_agent.cluster.pod import PodEnvironment
 

@@ -1,7 +1,8 @@
 """The commands that read runs on this machine or a cluster: list runs, fetch reports and logs, compare two runs.
 
-``--on local`` selects the store, ``--on CONTEXT`` a cluster of the kubeconfig (``.``: its current context).  Without
-``--on`` a command looks for the run in the store first, then on the current cluster."""
+``--on local`` selects the store, the folder or S3 prefix that holds runs.  ``--on CONTEXT`` selects a cluster: a
+context of the kubeconfig (``.``: the current one).  Without ``--on`` a command looks for the run in the store first,
+then on the cluster of the current context.  With ``--store`` it looks in that store only."""
 
 import json
 import time
@@ -41,8 +42,8 @@ def list_all(
 ) -> None:
     """List the runs of a store or a cluster, oldest first.
 
-    Below the runs, each sweep has a line with the states of its runs. Without --on, the command lists the runs of the
-    store; if there is no store, those of the current cluster."""
+    After the runs, print a line for each sweep, with the number of its runs in each state. Without --on, list the
+    runs of the store, or those of the current cluster if there is no store."""
     from cuda_agent.storage import StoreUnavailable
 
     place = None if on in (None, "local") else cluster_of(on, namespace)
@@ -124,9 +125,9 @@ def _sweep_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
 def report(
     run: RunName, store: StoreOption = STORE, on: Where = None, namespace: Namespace = None, as_json: AsJson = False
 ) -> None:
-    """Fetch the report of a run, and print its path.
+    """Fetch the report of a run, and print the path of its HTML page.
 
-    With --json, prints the data of the report."""
+    With --json, print the data of the report instead."""
     from cuda_agent.cluster import results
     from cuda_agent.pipeline import runs
     from cuda_agent.pipeline.local import fetch_report
@@ -156,8 +157,8 @@ def diff(
 ) -> None:
     """Show what differs between two runs.
 
-    Compares configuration, code, environment, inputs and outputs. Without --on, each run is looked for separately, so
-    that a local run can be compared with one on a cluster."""
+    Compare configuration, code, environment, inputs and outputs. Without --on, look for each run in the store first,
+    then on the current cluster, so that a local run can be compared with one on a cluster."""
     from cuda_agent.pipeline import runs
 
     found = runs.diff(_facts(one, store, on, namespace), _facts(other, store, on, namespace))
@@ -203,7 +204,7 @@ def logs(
 ) -> None:
     """Print the log of a stage, or the logs of all stages.
 
-    A stage has a log while it runs and afterwards. With --json, prints one JSON object per line."""
+    A log can be read while its stage runs and after its end. With --json, print one JSON object per line."""
     from cuda_agent.pipeline.graph import ROWS
 
     names = ["prepare", *(row.name for row in ROWS), "finish"]
@@ -291,11 +292,15 @@ def _cluster_logs(place: Cluster, name: str, stage: str, follow: bool) -> Iterat
 def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[tuple[Store, Run] | Cluster, str]":
     """Finds a run by its name, the start of its name, or ``last``.
 
+    ``on`` selects where to look: ``local`` (in the store), a context of the kubeconfig (on its cluster), or None
+    (first in the store, then on the current cluster if ``store`` is the default store).  On a cluster, a name that no
+    Workflow has is returned unchanged, because MLflow may still have the run.
+
     Returns:
-        A pair.  First: (store, record) of a local run, or the cluster that has the run.  Second: the run's full name.
+        A pair.  First: (store, record) for a run of the store, or the cluster.  Second: the run's full name.
 
     Raises:
-        ConfigError: No run or several runs match.
+        ConfigError: Several runs match, or no run matches.  On a cluster, the latter is raised only for ``last``.
         StoreError: The store cannot be read.
         ClusterError: The cluster does not answer, or refuses."""
     from cuda_agent.cluster import submit as cluster
@@ -351,8 +356,8 @@ def cluster_of(on: str | None, namespace: str | None) -> Cluster:
 
 
 def _current(store: str, namespace: str | None) -> Cluster | None:
-    """Returns the cluster of the kubeconfig's current context.  Returns None if the user named a store, or if the
-    cluster cannot be used because there is no context or no Kubernetes client."""
+    """Returns the cluster of the kubeconfig's current context.  Returns None if ``store`` is not the default store,
+    because then only that store is searched.  Also returns None without a context or Kubernetes client."""
     if store != STORE:
         return None
     try:

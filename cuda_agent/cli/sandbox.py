@@ -1,4 +1,4 @@
-"""The commands of the sandbox: serve it, measure it, test it, print its schemas."""
+"""The commands of the sandbox, which judges solutions: serve it, measure it, test it, print its schemas."""
 
 import json
 import sys
@@ -46,9 +46,9 @@ def serve(
 ) -> None:
     """Serve the sandbox over HTTP until SIGTERM.
 
-    After SIGTERM, the server finishes the running jobs. At its start it reads a token from the file sandbox.token_file,
-    or from the environment variable that sandbox.token_env names. Clients must send the same token. Without a token,
-    the server listens on 127.0.0.1 only."""
+    After SIGTERM, the server finishes the running jobs. At its start, it reads an access token from the file that
+    sandbox.token_file names, or from the environment variable that sandbox.token_env names. Clients must send the
+    same token. Without a token, the server listens on 127.0.0.1 only."""
     import asyncio
     import logging
 
@@ -82,7 +82,8 @@ def bench(
 ) -> None:
     """Measure how fast this machine judges solutions.
 
-    Prints the seconds of each phase, and how many solutions are judged per minute: one by one, and all at once."""
+    Print the seconds of each phase of a judgement (such as build, check and time). Also print how many solutions are
+    judged per minute, both one at a time and all at once."""
     import asyncio
 
     from cuda_agent.diagnostics import sandbox_bench
@@ -116,9 +117,10 @@ def selftest(
 ) -> None:
     """Judge all known exploits and many honest solutions.
 
-    Then switches off each wall (a protection of the sandbox) in turn, to see whether it is needed. With --format, the
-    walls are left out. Exit code 79: an exploit got through or got a verdict that it must not get, or an honest
-    solution was refused."""
+    An exploit is a solution that tries to cheat the sandbox or to break out of it. After the judging, switch off each
+    wall (a protection of the sandbox) in turn, to see whether an exploit succeeds without it. With --format, do not
+    test the walls. Exit code 79: an exploit succeeded or got a verdict that it must not get, or an honest solution
+    was refused."""
     import asyncio
 
     from cuda_agent.exploits import selftest as test

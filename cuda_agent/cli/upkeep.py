@@ -29,10 +29,10 @@ def doctor(
     release: Release = "cuda-agent",
     as_json: AsJson = False,
 ) -> None:
-    """Check this machine or a cluster. Prints one line per check, and a remedy for each failed one (✗).
+    """Check this machine or a cluster. Print one line per check, and a remedy for each failed one (✗).
 
-    On a cluster, a pod tests the store and MLflow from inside. A second pod, with the restrictions of a sandbox, tries
-    to connect to both, to the API server and to DNS: its attempts must fail."""
+    On a cluster, a pod tests the store and MLflow from inside. A second pod has the restrictions of a sandbox. It
+    tries to connect to the store, MLflow, the API server and DNS, and all these attempts must fail."""
     if cluster is None:
         from cuda_agent.diagnostics.doctor import examine
         from cuda_agent.pipeline.runs import local_home
@@ -78,8 +78,9 @@ def gc(
 ) -> None:
     """Remove old runs, and the data that only they need.
 
-    The data are artifacts and checkpoints. The newest runs of each pipeline (run.pipeline) stay. On a cluster, a pod of
-    the chart does this; it also removes the remaining objects of Workflows that have ended."""
+    The data are artifacts, checkpoints and cache entries. A pipeline is a series of runs with the same run.pipeline;
+    its newest runs stay. On a cluster, a pod of the Helm chart does this work. It also removes servers that ended
+    Argo Workflows left, and ConfigMaps of deleted Workflows."""
     if on == "local":
         found = _collect_here(keep, dry_run, store)
     else:

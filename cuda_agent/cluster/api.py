@@ -29,8 +29,9 @@ AWAY = 120.0  # seconds without an answer of the API server until waiting for a 
 
 
 class ClusterError(UserError):
-    """A failed operation on a cluster.  ``status`` is the HTTP status of the answer, or 0 without an answer.  It is 404
-    if a needed object is missing, or if the kubeconfig or the pod's service account cannot be used."""
+    """A failed operation on a cluster.  The attribute ``status`` is the HTTP status of the API server's response, or 0
+    if there was no response.  It is also 404 if a required object is missing, or if the kubeconfig or the pod's service
+    account cannot be used."""
 
     def __init__(self, message: str, status: int = 0) -> None:
         super().__init__(message)
@@ -38,7 +39,8 @@ class ClusterError(UserError):
 
     @property
     def exit_code(self) -> int:  # type: ignore[override]
-        """Returns the exit code for this error: 75 (try again) if the cluster did not answer or is busy, else 78."""
+        """Returns the exit code of a process that ends with this error: 75 (try again) if there was no response or the
+        API server is busy (``status`` 429 or 5xx), else 78 (a person must fix something)."""
         return 75 if self.status in (0, 429) or self.status >= 500 else 78
 
 
@@ -50,7 +52,11 @@ class Cluster:
 
     @classmethod
     def of_kubeconfig(cls, context: str | None = None, namespace: str | None = None) -> "Cluster":
-        """Connects to a kubeconfig's context (None: the current one) and a namespace (None: the context's).
+        """Connects to a cluster with the user's kubeconfig.
+
+        Args:
+            context: Name of a context in the kubeconfig; None: the current context.
+            namespace: Namespace to use; None: the namespace of the context, or ``default`` if it has none.
 
         Raises:
             ClusterError: The kubeconfig cannot be used, or lacks the context."""
@@ -97,8 +103,9 @@ class Cluster:
         return cls(client.ApiClient(settings), namespace, "this cluster")
 
     def ask(self, path: str, doing: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Sends a request to any ``path`` of the API server, and returns the JSON answer.  The request is a POST with
-        ``body``, or a GET if ``body`` is None.  ``doing`` names the operation in error messages, as in "list nodes"."""
+        """Sends a request to the API server, and returns the parsed JSON response.  ``path`` is the path of the URL.
+        The request is a POST with ``body``, or a GET if ``body`` is None.  ``doing`` names the operation in error
+        messages, as in "list nodes"."""
         return self._ask("GET" if body is None else "POST", path, doing, body and dict(body))
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
@@ -187,7 +194,7 @@ class Cluster:
 
 
 def _unless(status: int, request: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the answer to ``request``, or None if the API server answers with the HTTP status ``status``."""
+    """Returns the result of ``request()``, or None if it raises a ``ClusterError`` with the HTTP status ``status``."""
     try:
         return request()
     except ClusterError as error:

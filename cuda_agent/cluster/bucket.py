@@ -1,4 +1,6 @@
-"""Creates the store's bucket in MinIO, and checks whether a run can use the store and MLflow."""
+"""Creates the bucket of the store in MinIO, and checks whether a run can use the store and MLflow.
+
+The store is the object storage that holds the records, artifacts and checkpoints of all runs."""
 
 import os
 import secrets
@@ -13,11 +15,21 @@ PATIENCE = 120.0  # longest wait for a server to start, in seconds
 
 
 def make(store: str, expire_logs_days: int) -> str:
-    """Creates the bucket of ``store`` (s3://bucket/prefix) if it is missing.  Sets a rule by which MinIO deletes Argo's
-    logs in this bucket after ``expire_logs_days`` days.  Returns a line of text that names bucket and rule.
+    """Creates the bucket of the store if it is missing, and sets the bucket's expiry rule for Argo's logs.
+
+    The environment variable AWS_ENDPOINT_URL gives the address of MinIO.  If MinIO does not answer, tries again for
+    ``PATIENCE`` seconds.
+
+    Args:
+        store: URI of the store: s3://bucket/prefix.
+        expire_logs_days: Age in days at which MinIO deletes the files below the store's folder ``argo``.
+
+    Returns:
+        A line of text for the user, with the bucket and the rule.
 
     Raises:
-        StoreUnavailable: The address is wrong, or the server refuses or does not answer."""
+        StoreUnavailable: ``store`` is not an S3 URI, AWS_ENDPOINT_URL is not set, or MinIO refuses or does not
+            answer."""
     from minio import Minio
     from minio.commonconfig import ENABLED, Filter
     from minio.error import MinioException, S3Error
@@ -49,7 +61,8 @@ def make(store: str, expire_logs_days: int) -> str:
 
 
 def probe(store: str, mlflow: str) -> Iterator[Check]:
-    """Tests whether the store can be written and read, and whether MLflow answers.  Yields a ``Check`` per result."""
+    """Writes, reads and deletes an object in the store, and sends a request to MLflow.  Yields one ``Check`` for each
+    result.  ``store`` is the store's URI.  ``mlflow`` is MLflow's URI, or ``off`` for a cluster without MLflow."""
 
     def check(name: str, ok: bool, text: str) -> Check:
         values = "tracking" if name == "mlflow" else name

@@ -1,6 +1,7 @@
 """Checks whether a cluster has everything that a run needs.  Each check gives one line, with a remedy if it fails.
 
-The first checks use the rights of the calling user.  The last checks run in a pod (``pod_maintenance.doctor``)."""
+The first checks send requests to the API server with the user's rights.  The other checks run in a pod on the cluster,
+because they test connections between pods and services (``pod_maintenance.doctor``)."""
 
 import json
 import re
@@ -29,8 +30,8 @@ _RIGHTS = (
 
 
 def examine(cluster: Cluster, release: str) -> Iterator[Check]:
-    """Checks a cluster and the Helm release ``release`` on it, and yields each result.  Raises no exception: a problem
-    is a failed check.  If the API server does not answer, no other check follows."""
+    """Checks a cluster and its Helm release ``release``, and yields the result of each check.  If a check raises a
+    ``ClusterError``, its result is "failed".  If the first check (of the API server) fails, no other check follows."""
     first = _checked("api server", lambda: _api_server(cluster))
     yield first
     if not first.ok:
@@ -58,8 +59,9 @@ def examine(cluster: Cluster, release: str) -> Iterator[Check]:
 
 
 def _checked(name: str, check: Callable[[], Finding], hidden: Finding | None = None) -> Check:
-    """Runs ``check`` and returns its result.  If the user lacks the rights for the check, ``hidden`` (text, remedy) is
-    the result."""
+    """Runs ``check`` and returns its result.  The check passes if its remedy is empty, and fails if it raises an
+    exception.  If the user lacks the rights for the check (HTTP status 403), ``hidden`` (text, remedy) is used as the
+    outcome of ``check``, unless it is None."""
     try:
         text, mend = check()
     except ClusterError as error:
@@ -78,8 +80,9 @@ def _api_server(cluster: Cluster) -> Finding:
 
 
 def _argo(cluster: Cluster) -> Finding:
-    """Derives Argo's version from the fields in its CRDs.  The check fails if the CRDs are minimal (list no fields),
-    because the API server then accepts misspelt fields of a Workflow."""
+    """Checks Argo's CRDs, and derives Argo's version from the fields that they define.  The check fails if a CRD is
+    missing, if the version is older than 3.6, or if the CRDs are Argo's minimal ones.  Minimal CRDs define no fields,
+    so the API server would accept a Workflow with misspelt fields."""
     mend = "install Argo Workflows 3.7 or 4 with its full resource definitions (manifests/full in its release)"
     try:
         schemas = cluster.ask(f"/openapi/v3/apis/{_ARGO}", "read Argo's definitions")["components"]["schemas"]
@@ -105,7 +108,8 @@ def _argo(cluster: Cluster) -> Finding:
 
 
 def _controller(cluster: Cluster) -> Finding:
-    """Finds the images of Argo's controllers.  An image's name contains Argo's version."""
+    """Lists the images of Argo's controllers in all namespaces.  The images' tags show the user Argo's version.  The
+    check passes even if there is no controller."""
     everywhere = cluster.ask("/apis/apps/v1/deployments", "look for Argo's controller")["items"]
     images = [
         f"{container['image']} in {item['metadata']['namespace']}"

@@ -1,12 +1,13 @@
-"""Makes the Kubernetes objects of a run's engine.
+"""Makes the Kubernetes objects of a run's engine: the vLLM servers with which the run's stages generate text.
 
-The engine consists of vLLM servers, called replicas.  All stages of the run share them.  The objects are:
+All stages of the run share these servers, called replicas.  The objects are:
 
     Service         gives each replica a separate address (headless)
     NetworkPolicy   lets only the run's stages and their Ray pods connect to the replicas; replicas connect to nothing
-    StatefulSet     the replicas; requests are answered once the run has its first policy (``policy.engines.vllm_pool``)
+    StatefulSet     the replicas; each waits until a stage writes the first policy (language model), and then serves it
 
-With ``policy.vllm.sync=nccl``, stages and replicas may connect to each other on all ports: NCCL chooses its ports."""
+With the setting ``policy.vllm.sync=nccl``, stages send new weights to the replicas through NCCL.  NCCL uses no fixed
+ports, so the NetworkPolicies then let stages and replicas connect to each other on all ports."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -21,10 +22,10 @@ FOLDER = "/engine"  # where stages and replicas mount the claim of the weights; 
 
 
 def wanted(config: Config) -> bool:
-    """Returns whether a run with this configuration needs engine replicas, the vLLM servers that its stages share.
+    """Returns whether a run with this configuration needs engine replicas (vLLM servers that its stages share).
 
     Raises:
-        ConfigError: The configuration asks for something that engine replicas cannot serve."""
+        ConfigError: ``policy.vllm.sync`` is ``lora``, which engine replicas cannot serve."""
     vllm = config.policy.vllm
     if config.policy.engine != "vllm" or vllm.servers:
         return False
@@ -35,8 +36,8 @@ def wanted(config: Config) -> bool:
 
 
 def _clients(name: str) -> list[dict[str, str]]:
-    """Returns labels of the pods that may connect to the engine of the Workflow ``name``: one mapping for the pods of
-    stages, and one for the Ray pods of stages."""
+    """Returns the labels of the pods that may connect to a run's vLLM servers.  The first mapping selects the pods of
+    stages, the second one the Ray pods of stages.  ``name`` is the name of the run's Workflow."""
     return [{label: name, COMPONENT_LABEL: "stage"} for label in (WORKFLOW_LABEL, POOL_LABEL)]
 
 
@@ -62,8 +63,13 @@ def engine_objects() -> list[dict[str, Any]]:
 
 
 def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: Config) -> list[dict[str, Any]]:
-    """Returns the engine's objects for one run, filled with the run's values.  ``base`` has templates of the objects
-    from the chart.  ``workflow`` and ``uid`` are the name and the UID of the run's Workflow."""
+    """Returns the Kubernetes objects of one run's vLLM servers.
+
+    Args:
+        base: Templates of the objects: those of ``engine_objects``, completed by the Helm chart.
+        workflow: Name of the run's Workflow; replaces the placeholder ``RUN`` in the templates.
+        uid: UID of the run's Workflow, which owns the objects.
+        config: The run's configuration, from which the servers' arguments are taken."""
     policy = config.policy
     opened: list[dict[str, Any]] = []
     if policy.vllm.sync == "nccl":
@@ -88,6 +94,6 @@ def objects(base: Sequence[Mapping[str, Any]], workflow: str, uid: str, config: 
 
 
 def names(workflow: str) -> list[tuple[str, str]]:
-    """Returns (kind, name) of every object that a run's engine can have."""
+    """Returns (kind, name) of every object that ``objects`` can make for the Workflow ``workflow``."""
     walls = [("NetworkPolicy", f"{workflow}-engine-{suffix}") for suffix in ("stages", "ray")]
     return [*((kind, f"{workflow}-engine") for kind in ("StatefulSet", "Service", "NetworkPolicy")), *walls]

@@ -17,10 +17,12 @@ class _Server(socketserver.ThreadingTCPServer):
 
 @contextlib.contextmanager
 def forwarded(cluster: Cluster, pod: str, port: int, local: int = 0) -> Iterator[int]:
-    """Forwards the port ``local`` of this machine (0: any free port) to the pod's ``port``, and yields the local port.
+    """Forwards the port ``local`` of this machine to the pod's port ``port`` during the ``with`` block.  If ``local``
+    is 0, chooses a free port.  Yields the number of the local port.
 
     Raises:
-        ClusterError: The pod refuses the first connection, or the port of this machine is in use."""
+        ClusterError: The API server refuses to forward the pod's port or does not answer, or the local port is in
+            use."""
 
     class Connection(socketserver.BaseRequestHandler):
         def handle(self) -> None:

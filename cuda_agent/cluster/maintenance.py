@@ -1,8 +1,10 @@
 """Runs a maintenance job (``doctor``, ``gc``, ``gc-plan``) on a cluster and returns its answer.
 
-``doctor`` checks the cluster from inside, ``gc`` removes old runs, ``gc-plan`` lists what ``gc`` would remove.  A job
-is a Workflow with one pod, which does the work (``pod_maintenance``).  A template of the chart gives the pod its
-rights, so the user needs only the right to submit Workflows.  The answer is an output parameter of the Workflow."""
+``doctor`` runs checks in a pod of the cluster, ``gc`` removes old runs, ``gc-plan`` lists what ``gc`` would remove.
+
+A job is an Argo Workflow with one pod.  The pod does the work with the functions of ``pod_maintenance``.  It has the
+rights of a service account that the Helm chart creates, so the user needs no such rights, only the right to submit
+Workflows.  The job's answer is an output parameter of the Workflow."""
 
 import contextlib
 import json

@@ -1,10 +1,11 @@
-"""Runs the steps of a run on a cluster, each in a separate pod.  Argo decides their order and retries them.
+"""The steps of a run on a cluster.  Each step runs in a separate pod.  Argo decides their order and retries them.
 
     prepare   stores the configuration, creates the run, takes results from the cache, starts the run's servers
-    a stage   runs the same process as on one machine (``stage_main``); copies its log, metrics, manifest to MLflow
+    a stage   runs one stage of the pipeline (``stage_main``); copies its log, metrics and manifest to MLflow
     finish    removes the run's servers, records how the run ended, calls the webhook
 
-A step creates only objects that are missing, so it may be killed at any moment and started again."""
+The run's servers are sandbox servers, which build and run the generated kernels, and vLLM servers, which run the
+language model.  A step may be killed at any moment and started again: it creates only objects that are missing."""
 
 import contextlib
 import json
@@ -41,7 +42,8 @@ LAST_RECORD_SECONDS = 60.0  # the same for finish, which records everything agai
 
 @dataclass(frozen=True)
 class PodEnvironment:
-    """The addresses of the store and of MLflow, which the chart sets, and the paths that a step uses in its pod."""
+    """The environment of a step in its pod: the paths that the step uses, and the addresses of the store and of MLflow.
+    The Helm chart sets both addresses as environment variables of the pod."""
 
     store: str  # URI
     mlflow: str  # URI, or ``off``
@@ -59,8 +61,10 @@ class PodEnvironment:
 
 
 def termination_message(here: PodEnvironment, text: str) -> None:
-    """Writes ``text``, the reason why this pod ends, to the pod's status.  The command `watch` shows this text.  If
-    Argo should retry the step, do not call this function: words such as "deadline" can prevent the retry."""
+    """Writes ``text``, the reason why this pod ends, to the pod's termination message.  `cuda-agent watch` shows it.
+
+    Call this function only if Argo should not retry the step.  The chart's retry rule searches the message for words:
+    with "deadline" Argo does not retry the step, and with "OOMKilled" only once."""
     if here.termination_message.exists():
         here.termination_message.write_text(text[:2000])
 
@@ -79,7 +83,8 @@ def prepare(
     spread: bool = False,
     replicas: Sequence[dict[str, Any]] = (),
 ) -> dict[str, str]:
-    """Starts a run, and writes each output of this step to a file for Argo.
+    """Runs the step ``prepare``, the first step of a run: creates the run in the store, takes results of stages from
+    the cache, and starts the servers that the stages need.  Writes each output to a file, which Argo reads.
 
     Args:
         run: Name of the run.
@@ -87,19 +92,23 @@ def prepare(
         workflow: Name of the run's Workflow.
         cluster: A function that connects to the cluster; None: no servers are created.
         base: Templates of the sandbox servers' Kubernetes objects.
-        stages: The graph's stages; None: those of the configuration.
+        stages: The stages of the run; None: those of the configuration's graph.
         spread: Whether a stage may run in a Ray cluster of several pods; otherwise Ray runs in the stage's pod.
         replicas: Templates of the vLLM servers' Kubernetes objects; empty: each stage starts servers in its own pod.
 
     Returns:
-        The outputs, name -> text.  The text of a stage is ``run``, ``ray`` (run in several pods), ``cached``, or
-        ``absent`` (not in the run's graph).  The texts of ``servers`` and ``engines`` are addresses, separated by
-        commas.  The text of ``finish`` is ``run`` if the step ``finish`` has work, else ``no``.
+        The outputs: a map from names to texts.  Each stage is a name.  Its text is ``run`` (to be run in one pod),
+        ``ray`` (to be run in several pods), ``cached`` (has a result), or ``absent`` (not in the run's graph).  The
+        texts of ``servers`` and ``engines`` are the addresses of the sandbox servers and of the vLLM servers, separated
+        by commas.  The text of ``finish`` is ``run`` if Argo must run the step ``finish``, else ``no``.
 
     Raises:
-        ConfigError: The configuration is not the submitted one, or the run's name belongs to another configuration.
-        TryAgain: A garbage collection is running, or the configuration has not arrived yet.
-        ClusterError: The cluster refuses, or no server becomes ready."""
+        ConfigError: The configuration is invalid or does not have the hash ``sha256``, or a run of this name with
+            another configuration exists.
+        TryAgain: A garbage collection is running, the configuration's ConfigMap does not exist yet, or the run was
+            stopped while its servers were starting.
+        ClusterError: The API server refuses a request or does not answer, or the sandbox servers do not become
+            ready."""
     store = open_store(here.store)
     if not gc.await_end(store, COLLECTION_SECONDS):
         raise TryAgain("`cuda-agent gc` is under way on this store.")
@@ -153,10 +162,19 @@ def prepare(
 def run_stage(
     here: PodEnvironment, name: str, run: str, sha256: str, table: str = "", spawner: Spawner | None = None
 ) -> int:
-    """Runs the stage ``name`` in a child process.  Returns the stage's exit code; 137 if the stage was killed for lack
-    of memory.  A SIGTERM to this process makes the stage write a checkpoint.  ``table`` (``module:NAME``) is a table of
-    stages that replaces the configuration's graph.  ``spawner`` is a fork server (None: a new one), which this function
-    closes at the end."""
+    """Runs one stage in a child process, and copies its log, metrics and manifest to MLflow.  If this process receives
+    SIGTERM, the stage writes a checkpoint and ends.
+
+    Args:
+        name: Name of the stage.
+        run: Name of the run.
+        sha256: Hash of the configuration.
+        table: ``module:NAME`` of a table of stages that replaces the configuration's graph; empty: no replacement.
+        spawner: The fork server that starts the stage; None: a new one.  It is closed at the end.
+
+    Returns:
+        The stage's exit code.  It is 137 if Linux killed the stage for lack of memory, and 1 if a signal such as
+        SIGSEGV ended the stage."""
     scratch = here.work / "stage" / name
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -228,9 +246,20 @@ def run_spread(
     base: Sequence[dict[str, Any]],
     served: str = "",
 ) -> int:
-    """Runs the stage ``name`` in a Ray cluster of several pods, and returns the stage's exit code.  ``base`` has
-    templates of the Ray objects, from the chart.  ``servers`` lists the addresses of sandbox servers, and ``served``
-    those of vLLM servers, separated by commas."""
+    """Runs one stage in a Ray cluster of several pods, and waits until the stage ends.
+
+    Args:
+        name: Name of the stage.
+        run: Name of the run.
+        sha256: Hash of the configuration.
+        workflow: Name of the run's Workflow.
+        servers: Addresses of the run's sandbox servers, separated by commas.
+        cluster: The cluster on which the Ray cluster is created.
+        base: Templates of the stage's Ray objects, from the Helm chart.
+        served: Addresses of the run's vLLM servers, separated by commas.
+
+    Returns:
+        The stage's exit code."""
     store = open_store(here.store)
     config = runs.read_config(store, sha256)
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
@@ -296,9 +325,20 @@ def finish(
     cluster: Cluster | None,
     stages: Sequence[Stage] = ROWS,
 ) -> dict[str, Any]:
-    """Removes the run's servers and records how the run ended.  Posts facts about the end to the webhook, if there is
-    one, and returns the facts.  ``status`` is the Workflow's state.  It is Failed or Error after a failure.  It is
-    Running after a success, because this step still runs.  If ``cluster`` is None, no server is removed."""
+    """Runs the step ``finish``, the last step of a run: removes the run's servers, records how the run ended, and
+    posts the result to the webhook if one is configured.
+
+    Args:
+        run: Name of the run.
+        sha256: Hash of the configuration.
+        workflow: Name of the run's Workflow.
+        status: State of the Workflow: ``Running`` or ``Succeeded`` after a success, ``Failed`` or ``Error`` after a
+            failure.  ``Running`` means success, because this step is itself part of the Workflow.
+        cluster: The cluster on which the servers run; None: no servers are removed.
+        stages: The stages of the run.
+
+    Returns:
+        How the run ended: ``run``, ``workflow``, ``code`` (exit code), ``stage`` (the failed one) and ``message``."""
     if cluster is not None:
         run_pools.remove_pools(cluster, workflow)
     if folder := os.environ.get("CUDA_AGENT_ENGINE_FOLDER"):
@@ -334,8 +374,8 @@ def finish(
 
 
 def _how_it_ended(store: Store, run: str, stages: Sequence[Stage]) -> tuple[int, str, str]:
-    """Returns exit code, name and message of the first failed stage.  If no stage failed, the run was stopped, and the
-    code is 75."""
+    """Returns exit code, name and error message of the first failed stage of an unsuccessful run.  If the store has no
+    failed stage, returns the code 75 (try again), an empty name, and a message that the run was stopped."""
     for stage in stages:
         if read_manifest(store, run, stage.name) is None and store.exists(entry := outcome_entry(run, stage.name)):
             said = json.loads(store.get(entry))
@@ -344,7 +384,8 @@ def _how_it_ended(store: Store, run: str, stages: Sequence[Stage]) -> tuple[int,
 
 
 def tell_webhook(url: str, facts: dict[str, Any]) -> None:
-    """Posts ``facts`` about the run's end to the webhook's address ``url``, once.  A failure does not fail the run."""
+    """Posts ``facts`` about the run's end to the webhook at ``url``.  If the request fails, only prints a line to
+    stderr, and neither raises an exception nor tries again."""
     import httpx
 
     text = f"cuda-agent run {facts['run']}: " + ("done" if not facts["code"] else f"ended with {facts['code']}")
@@ -356,8 +397,9 @@ def tell_webhook(url: str, facts: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _recording(here: PodEnvironment, *of: Any, seconds: float = RECORD_SECONDS) -> Iterator[Recorder]:
-    """Yields a recorder of the run, and afterwards waits at most ``seconds`` until MLflow has all records.  ``of`` are
-    arguments of ``Recorder``: store, configuration, its sha256, run, stages."""
+    """Yields a ``Recorder``, which records the run in MLflow.  After the ``with`` block, waits at most ``seconds``
+    seconds until MLflow has all records.  ``of`` are arguments for ``Recorder``: the store, the configuration, its
+    hash, the name of the run, and the stages."""
     facts = [here.mlflow, *of, lambda text: print(text, file=sys.stderr)]
     recorder = Recorder(*facts)
     try:
@@ -367,8 +409,8 @@ def _recording(here: PodEnvironment, *of: Any, seconds: float = RECORD_SECONDS) 
 
 
 def _record_report(recorder: Recorder, store: Store, done: dict[str, Manifest], folder: Path) -> None:
-    """Records the report in MLflow if ``done`` contains the stage ``report``.  Writes the report's files to ``folder``,
-    which must exist until ``recorder`` is closed."""
+    """Records the run's report in MLflow if ``done`` (stage -> manifest) contains the stage ``report``.  Writes the
+    report's files to ``folder``.  The folder must exist until ``recorder`` is closed, because a thread reads it."""
     if "report" in done:
         store.get_folder(next(iter(done["report"].outputs.values())), folder)
         recorder.report(folder)

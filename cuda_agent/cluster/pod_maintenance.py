@@ -1,7 +1,8 @@
-"""Does the work of maintenance jobs in their pods.  ``maintenance`` starts the jobs.
+"""Does the work of maintenance jobs in their pods.  The module ``maintenance`` starts these pods.
 
-``gc`` removes old runs, the data that only they need, and leftover servers of runs that have ended.  ``doctor`` tests
-the store and MLflow.  It also tests that a sandbox's pod cannot connect to the store, MLflow, the API server or DNS."""
+The job ``gc`` removes old runs, the data that only these runs need, and leftover Kubernetes objects of runs that have
+ended.  The job ``doctor`` tests the store and MLflow.  It also tests that a sandbox (a pod that runs generated code)
+cannot connect to the store, MLflow, the API server or DNS."""
 
 import contextlib
 import json
@@ -40,15 +41,20 @@ def answer(here: PodEnvironment, value: Any) -> None:
 
 
 def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, cluster: Cluster) -> dict[str, Any]:
-    """Removes old runs and the data that only they need.  Also removes leftover servers and ConfigMaps of runs that
-    have ended.  The ``keep`` newest runs of each pipeline (``run.pipeline``) stay.  With ``dry_run``, removes nothing.
-    ``workflow`` is the name of this job's Workflow.
+    """Removes old runs, the data that only these runs need, and leftover Kubernetes objects (see ``leftovers``).
+
+    Args:
+        keep: Number of the newest runs to keep in each pipeline (the runs with the same ``run.pipeline``).
+        dry_run: Whether to remove nothing, and only list what would be removed.
+        workflow: Name of this job's Workflow.
+        cluster: The cluster with the Workflows of the runs.
 
     Returns:
-        What was removed, or with ``dry_run`` would be removed: names of runs (``runs``), number and size of the store's
-        objects (``objects``, ``bytes``), names of the Workflows that had the servers (``pools``), names of ConfigMaps
-        (``config maps``).  ``removed`` is False with ``dry_run``.  If runs or another collection are under way, a call
-        without ``dry_run`` removes nothing and returns ``{"busy": reason}``."""
+        A dict that lists what was removed, or with ``dry_run`` would be removed.  ``runs`` are names of runs.
+        ``objects`` and ``bytes`` are the number and the size of objects in the store.  ``pools`` are names of Workflows
+        whose servers are removed.  ``config maps`` are names of ConfigMaps.  ``removed`` is False with ``dry_run``,
+        else True.  If a run or another garbage collection is active, a call without ``dry_run`` removes nothing and
+        returns ``{"busy": reason}``."""
     store = open_store(here.store)
     with contextlib.nullcontext(True) if dry_run else gc.alone(store) as first:
         if not first:
@@ -67,15 +73,15 @@ def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, clust
 
 
 def under_way(cluster: Cluster, workflow: str) -> list[str]:
-    """Returns the names of all running Workflows of runs, except ``workflow``.  A pending Workflow does not count,
-    because its first step waits for the end of garbage collection."""
+    """Returns the names of running Workflows other than maintenance jobs and ``workflow``, that is, of active runs.  A
+    pending Workflow does not count, because its first step waits until garbage collection has ended."""
     running = [item["metadata"] for item in cluster.all("Workflow", f"!{JOB_LABEL}") if phase(item) == "Running"]
     return [found["name"] for found in running if found["name"] != workflow]
 
 
 def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
-    """Returns two lists of names: ended or deleted Workflows that still have servers, and ConfigMaps whose Workflow is
-    deleted."""
+    """Finds Kubernetes objects that no run needs.  Returns two lists: names of ended or deleted Workflows whose servers
+    still exist, and names of ConfigMaps whose Workflow was deleted."""
     servers = f"{pools.COMPONENT_LABEL} in (sandbox,engine)"
     items = [item for kind in ("StatefulSet", "Service", "NetworkPolicy") for item in cluster.all(kind, servers)]
     items += cluster.all("NetworkPolicy", rayjobs.RAY_LABEL)  # policies of a stage's Ray
@@ -93,9 +99,16 @@ def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
 def doctor(
     here: PodEnvironment, workflow: str, cluster: Cluster, base: Sequence[Mapping[str, Any]], addresses: dict[str, str]
 ) -> list[Check]:
-    """Runs the checks from inside the cluster and returns their results.  ``base`` has templates of the sandbox
-    servers' objects, from the chart.  ``addresses`` lists the services that a sandbox must not reach: name ->
-    host:port."""
+    """Tests the store and MLflow, and tests that a sandbox (a pod that runs generated code) is isolated.
+
+    Args:
+        workflow: Name of this job's Workflow.
+        cluster: The cluster on which a sandbox is started for the test.
+        base: Templates of the sandbox servers' Kubernetes objects, from the Helm chart.
+        addresses: The services to which a sandbox must not connect: name -> host:port.
+
+    Returns:
+        The results of the checks."""
     checks = list(bucket.probe(here.store, here.mlflow))
     control = reach([*addresses.values()])
     try:
@@ -108,9 +121,14 @@ def doctor(
 
 
 def wall(name: str, address: str, outside: str, sandbox: str) -> Check:
-    """Returns a check of the service ``name`` at ``address``.  It passes if this pod can connect and a sandbox cannot.
-    ``outside`` is the error of this pod's attempt to connect, and ``sandbox`` that of a sandbox's attempt.  An empty
-    string means that the attempt succeeded."""
+    """Returns the result of a check that a sandbox cannot connect to a service.  The check passes if the sandbox could
+    not connect and this pod could.  If this pod could not connect either, the test proves nothing, and the check fails.
+
+    Args:
+        name: Name of the service.
+        address: host:port of the service.
+        outside: Error of this pod's attempt to connect; empty if it succeeded.
+        sandbox: Error of the sandbox's attempt to connect; empty if it succeeded."""
     name = f"wall: {name}"
     if not sandbox:
         mend = "use a network plugin that enforces NetworkPolicies, and set networkPolicy.enabled=true"
@@ -141,7 +159,8 @@ def forbidden(mlflow: str) -> dict[str, str]:
 
 
 def reach(addresses: Sequence[str]) -> dict[str, str]:
-    """Tries to connect to each host:port in ``addresses``.  Returns host:port -> error ("": connected)."""
+    """Tries to connect to each host:port in ``addresses``.  Returns a map from each address to the error of the
+    attempt, or to "" if it succeeded."""
 
     def attempt(address: str) -> str:
         host, _, port = address.rpartition(":")
@@ -167,9 +186,18 @@ def process_limit() -> str:
 def from_sandbox(
     cluster: Cluster, workflow: str, base: Sequence[Mapping[str, Any]], addresses: Sequence[str]
 ) -> dict[str, Any]:
-    """Starts a pod with a sandbox's restrictions.  The pod tries to connect to ``addresses``.  Returns its answer, a
-    dict: ``reached`` maps each address to an error, or to "" if the pod connected.  ``processes`` is the pod's limit of
-    processes, such as ``4096 processes``.  ``base`` has templates of the sandbox servers' objects, from the chart.
+    """Starts a pod with the restrictions of a sandbox.  The pod tries to connect to each of ``addresses``.  Removes the
+    pod afterwards.
+
+    Args:
+        cluster: The cluster on which the pod is started.
+        workflow: Name of this job's Workflow.
+        base: Templates of the sandbox servers' Kubernetes objects, from the Helm chart.
+        addresses: The host:port of each service.
+
+    Returns:
+        A dict with two entries.  ``reached`` maps each address to the error of the attempt, or to "" if it succeeded.
+        ``processes`` says how many processes the pod may have, such as ``4096 processes``.
 
     Raises:
         ClusterError: The pod did not start or did not answer."""
@@ -207,6 +235,6 @@ def _said(cluster: Cluster, workflow: str) -> dict[str, Any]:
 
 
 def tell(addresses: Sequence[str], file: Path = PodEnvironment.termination_message) -> None:
-    """Runs in the pod that ``from_sandbox`` starts.  Tries to connect to ``addresses``.  Writes the result to
-    ``file`` as JSON: the dict that ``from_sandbox`` returns."""
+    """Tries to connect to each of ``addresses`` (host:port), and writes the results to ``file`` as JSON.  This function
+    runs in the pod that ``from_sandbox`` starts.  The JSON object is the dict that ``from_sandbox`` returns."""
     file.write_text(json.dumps({"reached": reach(addresses), "processes": process_limit()}))

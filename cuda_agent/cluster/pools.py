@@ -1,13 +1,15 @@
-"""Makes the Kubernetes objects of a run's sandbox servers.  ``engines`` and ``rayjobs`` use helpers of this module.
+"""Makes the Kubernetes objects of a run's sandbox servers, which build and judge the solutions that a policy writes.
 
     Secret          the token that the run's stages send to the servers
     Service         gives each server a separate address (headless)
     NetworkPolicy   lets only the run's stages connect to the servers; the servers connect to nothing, not even DNS
     StatefulSet     the servers of one role; the roles are workspace, build and evaluate
 
-``pool_objects`` makes templates of these objects, with ``RUN`` in place of a Workflow's name.  The chart adds
-images to the templates.  It also adds resources and node placement, separately for each profile.  When a run starts,
-``objects`` fills in the name of the run's Workflow."""
+``pool_objects`` makes templates of these objects, with ``RUN`` in place of a Workflow's name.  The Helm chart adds
+images, resources and node placement to the templates, once for each profile (a named set of such settings).  When a
+run starts, ``objects`` fills in the name of the run's Workflow.
+
+The modules ``engines`` and ``rayjobs`` use helpers of this module."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -50,14 +52,15 @@ def version_name() -> str:
 
 
 def variables(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns ``values`` as a container's environment variables.  A value is a string or a mapping for
-    ``valueFrom``."""
+    """Returns a container's environment variables in Kubernetes' form.  ``values`` maps the name of a variable to a
+    string, or to a mapping that Kubernetes takes as ``valueFrom``."""
     return [{"name": name, "value" if isinstance(value, str) else "valueFrom": value} for name, value in values.items()]
 
 
 def container(image: str, env: Mapping[str, Any], mounts: Sequence[Any] = (), **more: Any) -> dict[str, Any]:
-    """Returns a restricted container with the scratch folders /scratch and /tmp.  ``env`` holds environment variables
-    (name -> value), and ``more`` further fields, such as ``command``."""
+    """Returns a container that runs without root, without capabilities and with a read-only root file system.  It may
+    write to the scratch folders /scratch and /tmp.  ``env`` holds its environment variables (name -> value).  ``more``
+    holds further fields of the container, such as ``command``."""
     scratch = [{"name": "work", "mountPath": "/scratch"}, {"name": "tmp", "mountPath": "/tmp"}]
     return {
         "image": f"{image}:{version('cuda-agent')}",
@@ -68,15 +71,15 @@ def container(image: str, env: Mapping[str, Any], mounts: Sequence[Any] = (), **
 
 
 def pod_volumes(**more: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a pod's volumes: the two scratch folders, and ``more`` (name -> source)."""
+    """Returns a pod's volumes: those of the folders /scratch and /tmp, and ``more`` (name -> source)."""
     sources: dict[str, Mapping[str, Any]] = {"work": {"emptyDir": {}}, "tmp": {"emptyDir": {}}} | more
     return [{"name": name, **source} for name, source in sources.items()]
 
 
 def pod_spec(account: str, grace: int, container: Mapping[str, Any], **volumes: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the spec of a pod with one container.  The pod has the service account ``cuda-agent-<account>``, without
-    a token.  ``grace`` is the time from SIGTERM to SIGKILL in seconds.  Besides the two scratch folders, the pod has
-    the volumes ``volumes`` (name -> source)."""
+    """Returns the spec of a pod with one container.  The pod has the service account ``cuda-agent-<account>``, but the
+    account's token is not mounted.  ``grace`` is the time from SIGTERM to SIGKILL in seconds.  The pod has volumes for
+    the folders /scratch and /tmp, and the volumes ``volumes`` (name -> source)."""
     return {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -89,7 +92,8 @@ def pod_spec(account: str, grace: int, container: Mapping[str, Any], **volumes: 
 
 
 def token_of(workflow: str, **more: Any) -> dict[str, Any]:
-    """Returns a reference to the Secret with a run's sandbox token.  ``more`` has fields such as ``optional``."""
+    """Returns the source of an environment variable: the token that the stages of a run send to its sandbox servers.
+    The token is in a Secret.  ``more`` has further fields of the reference to the Secret, such as ``optional``."""
     return {"secretKeyRef": {"name": f"{workflow}-sandbox", "key": "token"} | more}
 
 
@@ -118,9 +122,9 @@ def network_policy(
 
 
 def service_and_wall(component: str, port: int, clients: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns a headless Service and a NetworkPolicy for the servers of a component.  The Service gives each server an
-    address.  The policy lets only ``clients``, a list of peers, connect to the servers' ``port``.  It lets the servers
-    connect to nothing."""
+    """Returns templates of a headless Service and a NetworkPolicy for the servers of ``component``, such as
+    ``sandbox``.  The Service gives each server an address.  The policy lets only ``clients``, a list of peers, connect
+    to the servers' ``port``.  It lets the servers connect to nothing."""
     name, labels = f"{RUN_NAME}-{component}", labels_of(component)
     own = {POOL_LABEL: RUN_NAME, COMPONENT_LABEL: component}
     service = {
@@ -136,8 +140,14 @@ def service_and_wall(component: str, port: int, clients: Sequence[Mapping[str, A
 
 
 def servers(component: str, name: str, own: dict[str, str], port: int, pod: dict[str, Any]) -> dict[str, Any]:
-    """Returns the StatefulSet ``RUN-<name>``.  Its servers get addresses from the Service of ``component``.  ``pod`` is
-    the spec of a server's pod.  ``own`` are the pod's labels besides those of the component."""
+    """Returns the template of a StatefulSet of servers.
+
+    Args:
+        component: Component of the servers, such as ``sandbox``.  The component's Service gives each server an address.
+        name: The StatefulSet is named ``RUN-<name>``; ``RUN`` stands for the name of a run's Workflow.
+        own: Labels that select the pods of this StatefulSet among those of the run.
+        port: The port of each server.
+        pod: Spec of a server's pod, with one container."""
     labels = labels_of(component) | own
     (container,) = pod["containers"]
     container |= {"name": component, "ports": [{"name": "http", "containerPort": port, "protocol": "TCP"}]}
@@ -160,8 +170,8 @@ def of_run(
         base: Templates of Kubernetes objects, with the placeholder ``RUN``.
         workflow: Name of the run's Workflow.
         uid: UID of the run's Workflow.
-        labels: Key of a label -> text that replaces the placeholder in the values of this label.
-        name: Text that replaces the placeholder everywhere else; empty: ``workflow``."""
+        labels: Labels with a separate text: key of the label -> text that replaces the placeholder in the label.
+        name: Text that replaces the placeholder in all other places; empty: ``workflow``."""
     made = [_named(one, name or workflow, labels) for one in base]
     for one in made:
         one["metadata"]["ownerReferences"] = [owned_by(workflow, uid)]
@@ -202,8 +212,8 @@ def addresses(made: Sequence[Mapping[str, Any]], port: int) -> list[str]:
 
 
 def pool_objects() -> list[dict[str, Any]]:
-    """Returns templates of the sandbox's objects, in the order of creation.  In their names and labels, ``RUN`` stands
-    for the name of a run's Workflow."""
+    """Returns templates of the Kubernetes objects of a run's sandbox servers, in the order of creation.  In names and
+    labels, ``RUN`` stands for the name of the run's Workflow."""
     secret = new_object("Secret", f"{RUN_NAME}-sandbox", labels_of("sandbox"), type="Opaque", stringData={})
     stages = peers({WORKFLOW_LABEL: RUN_NAME, COMPONENT_LABEL: "stage"})
     return [secret, *service_and_wall("sandbox", PORT, stages), *map(_pool, ROLES)]
@@ -228,9 +238,14 @@ def _pool(role: str) -> dict[str, Any]:
 def objects(
     base: Sequence[Mapping[str, Any]], workflow: str, uid: str, token: str, config: SandboxConfig
 ) -> list[dict[str, Any]]:
-    """Returns the sandbox's objects for one run, filled with the run's values.  ``base`` has templates of the objects
-    from the chart.  ``workflow`` and ``uid`` are the name and the UID of the run's Workflow.  ``token`` is the secret
-    that stages send to the servers."""
+    """Returns the Kubernetes objects of one run's sandbox servers.
+
+    Args:
+        base: Templates of the objects, from the chart.
+        workflow: Name of the run's Workflow.
+        uid: UID of the run's Workflow.
+        token: Secret text that the run's stages send to the servers.
+        config: The run's sandbox settings; the servers get them as arguments."""
     values = config.model_dump(mode="json", exclude=set(WHERE_JUDGED))
     overrides = [f"sandbox.{name}={json.dumps(value)}" for name, value in values.items()]
     made = of_run(base, workflow, uid)
@@ -243,6 +258,6 @@ def objects(
 
 
 def names(workflow: str) -> list[tuple[str, str]]:
-    """Returns (kind, name) of every object of a run's sandbox."""
+    """Returns (kind, name) of every Kubernetes object of a run's sandbox servers."""
     shared = [(kind, f"{workflow}-sandbox") for kind in ("Service", "Secret", "NetworkPolicy")]
     return [*(("StatefulSet", f"{workflow}-{role}") for role in ROLES), *shared]

@@ -1,11 +1,13 @@
-"""Runs a stage on Ray in several pods: creates the objects below (for KubeRay 1.6), and waits until the RayJob ends.
+"""Runs a stage (a step of a run's Workflow) on Ray in several pods.
+
+Creates these objects for KubeRay 1.6, and waits until the RayJob ends:
 
     RayJob          a head pod, which runs the stage's process, and further pods, which run the stage's actors
     NetworkPolicy   allows all traffic between these pods, and lets KubeRay's operator reach the head's dashboard
     NetworkPolicy   lets these pods connect to the sandbox servers of the run
 
-The objects' names are made only of the Workflow's and the stage's names, so a step that Argo restarts finds its
-RayJob."""
+The names of the Workflow and the stage determine the objects' names.  So a step that Argo restarts finds the RayJob
+that it created before."""
 
 import hashlib
 import json
@@ -35,7 +37,7 @@ _LEARN = {stage.name for stage in ROWS if "training" in stage.config}
 
 
 def can_be_spread(stage: Stage) -> bool:
-    """Returns whether the stage can run on Ray.  Such a stage reads the configuration's section ``ray``."""
+    """Returns whether the stage can run on Ray: whether it reads the configuration's section ``ray``."""
     return "ray" in stage.config
 
 
@@ -50,13 +52,15 @@ def stage_name(task: str) -> str:
 
 
 def job_name(workflow: str, stage: str) -> str:
-    """Returns the name of a stage's RayJob.  ``workflow`` is hashed, because KubeRay allows only 47 characters."""
+    """Returns the name of a stage's RayJob.  The name contains a hash of ``workflow`` instead of ``workflow`` itself,
+    because KubeRay allows at most 47 characters in a name."""
     return f"ray-{hashlib.sha256(workflow.encode()).hexdigest()[:16]}-{stage}"
 
 
 def ray_objects() -> list[dict[str, Any]]:
-    """Returns templates of a stage's Ray objects, in the order of creation.  In their names and labels, ``RUN`` stands
-    for values that ``objects`` fills in."""
+    """Returns templates of the Kubernetes objects that run a stage on Ray, in the order of creation.  In names and
+    labels, ``RUN`` is a placeholder.  In the label ``cuda-agent.io/run`` it stands for the name of the run's Workflow,
+    and everywhere else for the name of the RayJob."""
     labels = pools.labels_of("stage") | {RAY_LABEL: RUN_NAME}
     own = {RAY_LABEL: RUN_NAME}
     between = pools.peers(own)
@@ -90,7 +94,8 @@ def ray_objects() -> list[dict[str, Any]]:
 
 
 def _pod(labels: Mapping[str, str], grace: int, port: int) -> dict[str, Any]:
-    """Returns the template of a Ray pod, with probes at ``port`` and ``grace`` seconds from SIGTERM to SIGKILL."""
+    """Returns the template of a Ray pod.  The pod's probes connect to ``port``.  ``grace`` is the time from SIGTERM to
+    SIGKILL in seconds."""
     # KubeRay's own probes need a program that may be missing.
     probe = {"tcpSocket": {"port": port}, "periodSeconds": 5, "timeoutSeconds": 5}
     made = pools.container(
@@ -119,10 +124,11 @@ def objects(
         base: Templates of the objects, from the chart; resources and node placement are set.
         workflow: Name of the run's Workflow.
         uid: UID of the run's Workflow.
-        arguments: Arguments of ``cuda-agent`` in the head pod.
+        stage: Name of the stage.
+        arguments: Command-line arguments of the program ``cuda-agent``, which runs the stage in the head pod.
         servers: Addresses of the sandbox servers, separated by commas.
         config: The run's configuration.
-        engines: Addresses of the vLLM servers, separated by commas."""
+        engines: Addresses of the vLLM servers that the run's stages share, separated by commas; empty: none."""
     env = {
         "CUDA_AGENT_SANDBOX_SERVERS": servers,
         "CUDA_AGENT_SANDBOX_TOKEN": pools.token_of(workflow, optional=True),
@@ -148,11 +154,24 @@ def follow(
     should_stop: Callable[[], bool] = lambda: False,
     pause: float = 3.0,
 ) -> tuple[int, str]:
-    """Runs a stage's RayJob and waits until the RayJob ends.  Returns (exit code of the stage, message).
+    """Runs a stage's RayJob and waits until the RayJob ends.
 
-    First deletes the stage's RayJob of an earlier attempt if that RayJob failed.  Then creates each object of ``made``
-    that the cluster lacks.  If the run is stopped during the wait, deletes the RayJob.  If only this pod is stopped
-    (``should_stop``), leaves the RayJob running.  Polls every ``pause`` seconds."""
+    If an earlier attempt of this step left a RayJob, and this RayJob failed, replaces it.  If the earlier RayJob did
+    not fail, creates no other one.  If the run is stopped during the wait, deletes the RayJob.  If only the pod of this
+    process is stopped, leaves the RayJob running for the next attempt.
+
+    Args:
+        cluster: The cluster.
+        store: The store, where the stage writes its manifest or the reason of its failure.
+        made: The objects from ``objects``; those that the cluster lacks are created.
+        run: Name of the run.
+        stage: Name of the stage.
+        workflow: Name of the run's Workflow.
+        should_stop: Returns whether the pod of this process is being stopped.
+        pause: Seconds between two polls of the cluster.
+
+    Returns:
+        (exit code of the stage, message); the message of a successful stage is empty."""
     name = next(one["metadata"]["name"] for one in made if one["kind"] == "RayJob")
     found = cluster.find("RayJob", name)
     if found is not None and _state(found)[0] in _ENDED and _state(found)[1] != "SUCCEEDED":
@@ -183,7 +202,8 @@ def follow(
 
 
 def _state(job: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Returns (KubeRay's state of the RayJob, Ray's state of its job, KubeRay's message).  Unknown texts are empty."""
+    """Returns three texts from a RayJob's status: the state of the RayJob (``jobDeploymentStatus``), the state of the
+    job in Ray (``jobStatus``), and KubeRay's reason and message.  A missing text is empty."""
     status = job.get("status", {})
     why = [status.get("reason"), status.get("message")]
     return status.get("jobDeploymentStatus", ""), status.get("jobStatus", ""), ": ".join(filter(None, why))
@@ -200,6 +220,6 @@ def _outcome(store: Store, run: str, stage: str, state: str, job: str, message: 
 
 
 def names(workflow: str) -> list[tuple[str, str]]:
-    """Returns (kind, name) of every Ray object that the stages of a run can have, RayJobs first."""
+    """Returns (kind, name) of every Kubernetes object that stages of a run on Ray can have, RayJobs first."""
     jobs = [job_name(workflow, stage.name) for stage in ROWS if can_be_spread(stage)]
     return [("RayJob", job) for job in jobs] + [("NetworkPolicy", job + of) for job in jobs for of in ("", "-sandbox")]

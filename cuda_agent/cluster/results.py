@@ -1,6 +1,7 @@
 """Reads results of a cluster run from MLflow: report, logs, episodes, configuration and manifests.
 
-The chart's MLflow is reached through a forwarded port of its pod.  Any other MLflow is reached at its address."""
+An episode holds an agent's turns on one task.  A manifest is the record of a finished stage.  If the Helm chart
+installed MLflow, MLflow is reached through a forwarded port of its pod.  Any other MLflow is reached at its address."""
 
 import contextlib
 import gzip
@@ -29,7 +30,7 @@ MLFLOW_PORT = 5000
 
 @contextlib.contextmanager
 def mlflow(cluster: Cluster) -> Iterator[str]:
-    """Yields the address of the MLflow that the chart's Helm release uses.  The address is valid inside the ``with``
+    """Yields the address of the MLflow server that the Helm release uses.  The address is valid inside the ``with``
     block.
 
     Raises:
@@ -46,7 +47,8 @@ def mlflow(cluster: Cluster) -> Iterator[str]:
 
 
 def _elsewhere(cluster: Cluster) -> str:
-    """Returns the address of the MLflow that the Helm release uses, or "" if the chart itself installed this MLflow.
+    """Returns the address of the MLflow server that the Helm release uses, or "" if the release itself installed this
+    server.
 
     Raises:
         ConfigError: The release has no MLflow."""
@@ -63,11 +65,11 @@ def _elsewhere(cluster: Cluster) -> str:
 
 
 def download(address: str, run: str, folder: Path) -> Path:
-    """Replaces the content of ``folder`` with the run's files, such as the report, from the MLflow at ``address``.
-    Returns ``folder``.
+    """Downloads a run's files, such as the report, from the MLflow server at ``address``.  Replaces the content of
+    ``folder`` with them, and returns ``folder``.
 
     Raises:
-        ConfigError: MLflow does not know the run, or has no report of it yet."""
+        ConfigError: MLflow does not know the run, or has no report of it yet, or names a file outside of ``folder``."""
     api, entries = _open(address, run)
     run_id = entries[""].run_id
     files = api.files(run_id)
@@ -99,8 +101,8 @@ def log(address: str, run: str, stage: str) -> list[str]:
 
 
 def logged(address: str, run: str) -> list[str]:
-    """Returns the names of a run's stages that have a log in the MLflow at ``address``, oldest first.  A stage
-    whose result came from the cache has no log.
+    """Returns the names of a run's stages that have a log in the MLflow at ``address``.  The stage that started first
+    comes first.  A stage whose result came from the cache has no log.
 
     Raises:
         ConfigError: MLflow does not know the run."""
@@ -109,9 +111,9 @@ def logged(address: str, run: str) -> list[str]:
 
 
 def episodes(address: str, run: str, folder: Path) -> list[Left]:
-    """Fetches a run's episodes from the MLflow at ``address`` into ``folder``.  Returns one item for each stage with
-    episodes, in the order in which the stages run.  If a stage's result came from the cache, fetches the episodes of
-    the run that made the result.
+    """Fetches a run's episodes (an agent's turns on one task each) from the MLflow at ``address`` into ``folder``.
+    Returns one item for each stage with episodes: the stage's name and files.  The items are in the order in which the
+    stages run.  If a stage's result came from the cache, fetches the episodes of the run that made the result.
 
     Raises:
         ConfigError: MLflow does not know the run."""
@@ -133,7 +135,8 @@ def episodes(address: str, run: str, folder: Path) -> list[Left]:
 
 
 def facts(address: str, run: str) -> Facts:
-    """Returns the configuration and the manifests of a run, read from the MLflow at ``address``.
+    """Returns a run's configuration and the manifests of its finished stages, read from the MLflow at ``address``.  A
+    manifest records how a stage's result was made.
 
     Raises:
         ConfigError: MLflow does not know the run."""
@@ -145,8 +148,12 @@ def facts(address: str, run: str) -> Facts:
 
 
 def _open(address: str, run: str) -> tuple[Rest, dict[str, MlflowEntry]]:
-    """Returns a client of MLflow, and a dict: name of a stage of ``run`` ("" for ``run`` itself) -> its run in MLflow.
-    The dict has the oldest MLflow run first."""
+    """Returns (a client of MLflow, MLflow's runs for ``run``).  MLflow has one run for ``run`` as a whole, and one for
+    each stage.  The second item maps the name of the stage to the stage's run in MLflow, and "" to the run for ``run``
+    as a whole.  Its order is that of creation.
+
+    Raises:
+        ConfigError: MLflow does not know the run."""
     api = Rest(address, seconds=60.0)
     entries = _search(api, run)
     if "" not in entries:

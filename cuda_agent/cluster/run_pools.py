@@ -1,4 +1,6 @@
-"""Creates and removes the servers of one run on a cluster: sandbox servers and engine replicas."""
+"""Creates and removes the servers of one run on a cluster.
+
+Sandbox servers build and judge solutions.  Engine replicas are vLLM servers, which generate text."""
 
 import secrets
 import time
@@ -48,8 +50,9 @@ def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, 
 
 def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
     """Creates a run's engine replicas (vLLM servers), and returns their addresses.  Creates only objects that are
-    missing.  Does not wait for the replicas, because they answer only once the run has a policy.  ``base`` has
-    templates of the objects, from the chart.  ``workflow`` is the name of the run's Workflow."""
+    missing.  Does not wait for the replicas: they answer only after a stage of the run has written the first weights
+    of the policy (the model that they serve).  ``base`` has templates of the objects, from the chart.  ``workflow`` is
+    the name of the run's Workflow."""
     made = engines.objects(base, workflow, cluster.get("Workflow", workflow)["metadata"]["uid"], config)
     for item in made:
         cluster.create_if_absent(item)
@@ -57,8 +60,10 @@ def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str
 
 
 def remove_pools(cluster: Cluster, workflow: str, kinds: Sequence[str] = (*SERVERS, *SHARED)) -> None:
-    """Deletes the objects of the servers of the Workflow ``workflow``, kind by kind in the order of ``kinds``.  By
-    default deletes NetworkPolicies last, so that no server is ever without its NetworkPolicy."""
+    """Deletes the Kubernetes objects of a run's sandbox servers, engine replicas and stages on Ray.  Deletes only
+    objects whose kind is in ``kinds``, in the order of ``kinds``.  By default deletes all kinds, and NetworkPolicies
+    last, because they restrict the servers.  Does not wait until the pods have ended.  ``workflow`` is the name of the
+    run's Workflow."""
     names = [*pools.names(workflow), *engines.names(workflow), *rayjobs.names(workflow)]
     for kind in kinds:
         for name in (name for of, name in names if of == kind):

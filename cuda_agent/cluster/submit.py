@@ -1,8 +1,9 @@
 """Submits, resumes, stops and observes runs on a cluster.
 
-A run has one or more attempts.  An attempt is a Workflow, with a ConfigMap that holds the run's configuration.  All
-attempts carry the run's name as a label.  ``submit`` starts the first attempt.  When the last attempt has ended,
-``resume`` starts another one, which takes the results of finished stages from the store."""
+A run has one or more attempts.  An attempt is an Argo Workflow, with a ConfigMap that holds the run's configuration.
+All attempts carry the run's name as a label.  ``submit`` starts the first attempt.  When the last attempt has ended
+without success, ``resume`` starts another one, which takes the results of finished stages from the store of
+artifacts."""
 
 import re
 import time
@@ -38,8 +39,13 @@ class Submission:
 
 
 def submission(config: Config, profile: str, release: str, group: str = "") -> Submission:
-    """Returns the Kubernetes objects of a new run.  ``profile`` names a profile of the chart, and ``release`` the Helm
-    release.  Argo runs only one Workflow of a ``group`` at a time (empty: no group).
+    """Returns the Kubernetes objects of the first attempt of a new run.
+
+    Args:
+        config: The run's configuration; without ``run.name``, the run is named by time and the configuration's hash.
+        profile: Name of a profile of the chart (settings for resources and node placement).
+        release: Name of the Helm release.
+        group: Argo runs one Workflow of this group at a time; empty: no group.
 
     Raises:
         ConfigError: The run's name cannot be the name of a Workflow."""
@@ -78,10 +84,11 @@ def _submission(name: str, labels: dict[str, str], text: str, sha256: str, templ
 
 
 def submit(cluster: Cluster, *all_of_them: Submission) -> None:
-    """Creates the objects of all submissions.  If this fails, deletes the created objects.
+    """Creates the Kubernetes objects of all submissions.  If one cannot be created, deletes those created before it.
 
     Raises:
-        ClusterError: The cluster lacks the chart, profile or version, the user lacks a right, or a name is taken."""
+        ClusterError: The cluster lacks the chart, or the profile in the package's version.  Or the user lacks a right,
+            or a name is taken."""
     for template in {what.workflow["spec"]["workflowTemplateRef"]["name"] for what in all_of_them}:
         require_template(cluster, template)
     for what in all_of_them:
@@ -101,7 +108,7 @@ def submit(cluster: Cluster, *all_of_them: Submission) -> None:
 
 def require_template(cluster: Cluster, wanted: str) -> None:
     """Raises a ``ClusterError`` if the cluster has no WorkflowTemplate ``wanted``.  The message lists the existing
-    ones."""
+    templates."""
     if cluster.find("WorkflowTemplate", wanted) is not None:
         return
     try:
@@ -129,7 +136,8 @@ def workflows(cluster: Cluster, run: str | None = None) -> list[dict[str, Any]]:
 
 
 def find(cluster: Cluster, run: str) -> dict[str, Any]:
-    """Returns the newest Workflow of a run.  ``run`` is the run's name, the start of its name, or ``last``.
+    """Returns the newest Workflow of a run.  ``run`` is the run's name, the start of its name, or the text ``last``,
+    which means the newest run.
 
     Raises:
         ConfigError: No run or several runs match."""
@@ -140,8 +148,8 @@ def find(cluster: Cluster, run: str) -> dict[str, Any]:
 
 
 def known_name(cluster: Cluster, run: str) -> str:
-    """Returns the full name of a run.  ``run`` is its name, the start of its name, or ``last``.  A name without a
-    Workflow is returned unchanged, because MLflow may still have the run.
+    """Returns the full name of a run.  ``run`` is the run's name, the start of its name, or the text ``last``, which
+    means the newest run.  If no Workflow matches a name, returns it unchanged, because MLflow may still have the run.
 
     Raises:
         ConfigError: Several runs match, or ``run`` is ``last`` and there is no run."""
@@ -186,9 +194,9 @@ def resume(cluster: Cluster, run: str) -> Submission:
 
 
 def next_attempt(run: str, taken: Iterable[str]) -> str:
-    """Returns the name of the next Workflow of ``run``: RUN-r2, RUN-r3 and so on.  The number is higher than all
-    numbers in ``taken``, the names of existing Workflows.  Lower numbers may be free, because Argo removes old
-    Workflows."""
+    """Returns the name of the next Workflow of ``run``: RUN-r2, RUN-r3 and so on.  ``taken`` has the names of the run's
+    existing Workflows.  The new number is one higher than the highest number in ``taken``.  Lower numbers are not
+    filled again, although Argo removes old Workflows."""
     numbers = (name.removeprefix(f"{run}-r") for name in taken)
     return f"{run}-r{max((int(number) for number in numbers if number.isdigit()), default=1) + 1}"
 
@@ -219,7 +227,8 @@ _STATES = {
 
 
 def views(workflow: dict[str, Any], rows: Sequence[Stage] = ROWS) -> list[StageView]:
-    """Returns the rows of the live table for a Workflow: ``prepare``, every stage of the run's graph, ``finish``."""
+    """Returns the state of each step of a Workflow, for the table that shows a run's progress.  The steps are
+    ``prepare``, the stages in ``rows`` that the run's graph has, and ``finish``."""
     nodes = list(workflow.get("status", {}).get("nodes", {}).values())
     by_name = {node["displayName"]: node for node in nodes if node.get("type") != "Retry"}
     groups = {node["displayName"]: node for node in nodes if node.get("type") == "Retry"}
@@ -251,16 +260,17 @@ def views(workflow: dict[str, Any], rows: Sequence[Stage] = ROWS) -> list[StageV
 
 
 def _absent(nodes: Sequence[dict[str, Any]]) -> set[str]:
-    """Returns the names of the stages that the run's graph lacks.  The step ``prepare`` outputs them at its end; until
-    then the set is empty."""
+    """Returns the names of the stages that the run's graph leaves out.  The step ``prepare`` reports them when it ends.
+    Before that, the result is empty."""
     outputs = [node.get("outputs") or {} for node in nodes if node["displayName"] == "prepare"]
     parameters = [item for output in outputs for item in output.get("parameters", [])]
     return {item["name"] for item in parameters if item.get("value") == ABSENT}
 
 
 def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> None:
-    """Looks up why stages in ``shown`` have waited for over ``PATIENCE`` seconds.  If Kubernetes reports a failure of
-    such a stage's pod, puts Kubernetes' message into the stage's notes."""
+    """Writes into the notes of waiting stages why they wait.  Looks only at stages in ``shown`` that have waited for
+    more than ``PATIENCE`` seconds.  The reason is the message of a Kubernetes event that reports a failure of the
+    stage's pod; without such an event, the notes stay unchanged."""
     waiting = {view.name: view for view in shown if view.state == "waiting" and view.seconds > PATIENCE}
     if not waiting:
         return

@@ -1,11 +1,12 @@
-"""Renders the graph of stages as an Argo ``WorkflowTemplate`` (Argo 3.7 and 4.x).  The library Hera checks it.
+"""Renders the graph of stages as an Argo ``WorkflowTemplate`` (Argo 3.7 and 4.x), validated by the library Hera.
 
     prepare ─► one task per stage ─► finish;  after a failure, the exit hook runs finish
 
-One template serves every variant of the graph.  ``prepare`` decides which tasks run.  A task is skipped if the run's
-graph lacks its stage, or if the cache has the stage's result.  A stage that can run on Ray has a second task, which
-runs the stage in several pods; ``prepare`` chooses one of the two.  The chart makes a copy of this template for each
-profile."""
+One template serves every variant of the graph, such as the one without the stage ``critic``.  The task ``prepare``
+decides which stages run.  It skips a stage that the run's variant leaves out, or whose result is cached.  A stage that
+can run on Ray has two tasks: one runs the stage in a single pod, the other in several pods.  ``prepare`` chooses one
+of them.  The task ``finish`` removes the run's sandbox and vLLM servers, and records how the run ended.  The Helm
+chart makes a copy of the template for each profile (the resources and placement of a run's pods)."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -49,7 +50,8 @@ EXECUTOR_RESOURCES = {
 
 
 def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
-    """Returns the WorkflowTemplate of a run with these stages.  The chart later adds images, resources and so on."""
+    """Returns the WorkflowTemplate for a run of ``stages``.  The Helm chart later adds the images, resources and
+    further settings."""
     check(stages)
     finish = ["pod", "finish", *OF_THE_RUN, "--status", "{{workflow.status}}"]
     # The exit hook removes the run's pools after a failure; after a success the graph's finish task does.
@@ -72,8 +74,8 @@ def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
 
 
 def maintenance_jobs() -> dict[str, dict[str, Any]]:
-    """Returns name -> WorkflowTemplate of the maintenance jobs ``doctor``, ``gc`` and ``gc-plan``.  A job is one pod,
-    which is not retried."""
+    """Returns the WorkflowTemplates of the maintenance jobs, by name: ``doctor`` checks the cluster, ``gc`` removes
+    old runs, and ``gc-plan`` lists what ``gc`` would remove.  Each job runs in one pod, without retries."""
     jobs: tuple[tuple[str, str, int, list[str]], ...] = (  # name, account, seconds, further arguments
         ("doctor", "operator", 900, []),
         ("gc", "collector", LOCK_SECONDS, []),
@@ -89,8 +91,8 @@ def maintenance_jobs() -> dict[str, dict[str, Any]]:
 
 
 def cron_workflow() -> dict[str, Any]:
-    """Returns a CronWorkflow that starts runs on a schedule.  The chart sets schedule, profile and configuration.  A
-    run without a name gets the name of its Workflow."""
+    """Returns a CronWorkflow that starts runs on a schedule.  The Helm chart sets the schedule, the time zone, the
+    profile and the configuration.  The parameter ``run`` is empty, so each run gets the name of its Workflow."""
     spec = {
         "schedules": ["0 2 * * 6"],
         "concurrencyPolicy": "Forbid",
@@ -124,7 +126,8 @@ def _template(name: str, templates: list[dict[str, Any]], **more: Any) -> dict[s
 
 
 def _typed(model: type[BaseModel], kind: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a Kubernetes object.  Raises ValueError if it does not fit ``model``, Hera's type for this kind."""
+    """Returns the Argo object with this kind, name and spec, as a dict.  ``model`` is the library Hera's class for
+    the kind.  Raises ValueError if the object has a field that ``model`` lacks, or a value of the wrong type."""
     made = {"apiVersion": "argoproj.io/v1alpha1", "kind": kind, "metadata": {"name": name}, "spec": spec}
     rendered = model.model_validate(made).model_dump(mode="json", by_alias=True, exclude_none=True)
     if rendered != made:
@@ -155,8 +158,8 @@ def _tasks(stages: Sequence[Stage]) -> list[dict[str, Any]]:
 
 
 def _either(stages: Sequence[Stage], names: Sequence[str]) -> list[str]:
-    """Returns the names of the Argo tasks of the stages ``names``.  A stage that can run on Ray has two tasks, of which
-    only one runs.  Any other stage has one task."""
+    """Returns the names of all Argo tasks that belong to the stages in ``names``.  A stage that can run on Ray has
+    two tasks, of which only one runs.  Any other stage has one task."""
     spread = {stage.name for stage in stages if can_be_spread(stage)}
     return [task for name in names for task in ([name, task_name(name)] if name in spread else [name])]
 

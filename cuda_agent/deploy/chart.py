@@ -65,8 +65,8 @@ def schema() -> dict[str, Any]:
 
 
 def leaves(model: BaseModel | None = None, prefix: str = "") -> Iterator[tuple[str, Any, FieldInfo]]:
-    """Yields (dotted path, default, field) for each value in ``model`` (None: all values of the chart).  Each path
-    begins with ``prefix``."""
+    """Yields (dotted path, default, field) for each value in ``model`` and in the models that it contains.  If
+    ``model`` is None, yields all values of the chart.  ``prefix`` is put before each path."""
     model = Values() if model is None else model
     for name, info in type(model).model_fields.items():
         value = getattr(model, name)
@@ -80,7 +80,7 @@ def leaves(model: BaseModel | None = None, prefix: str = "") -> Iterator[tuple[s
 
 
 def _groups(value: Any) -> dict[str, BaseModel]:
-    """Returns ``value`` if it is a dict of groups of values, such as profiles by name, else an empty dict."""
+    """Returns ``value`` if it is a dict of pydantic models, such as the profiles by name; else an empty dict."""
     found = isinstance(value, dict) and all(isinstance(inner, BaseModel) for inner in value.values())
     return value if found else {}
 
@@ -107,8 +107,8 @@ _VALUES_HEAD = """\
 
 
 def _value_lines(model: BaseModel, pad: str, whole: bool) -> Iterator[str]:
-    """Yields the lines of values.yaml for the group of values ``model``, indented by ``pad``.  If ``whole`` is False,
-    yields lines only for values that were set explicitly."""
+    """Yields the lines of values.yaml for the fields of ``model``, indented by ``pad``.  If ``whole`` is False,
+    leaves out fields that were not set explicitly."""
     for name, info in type(model).model_fields.items():
         if not whole and name not in model.model_fields_set:
             continue

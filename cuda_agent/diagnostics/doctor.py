@@ -48,7 +48,7 @@ def examine(store_uri: str, mlflow_uri: str) -> Iterator[Check]:
 
 
 def not_checked(error: Exception) -> str:
-    """Returns the text of a check that failed with ``error``: its type, and the first line of its message."""
+    """Returns the text of a check that raised ``error``: the error's type, and the first line of its message."""
     return f"could not be checked: {': '.join([type(error).__name__, *str(error).splitlines()[:1]])}"
 
 
@@ -60,7 +60,7 @@ def _system() -> Check:
 
 
 def unsupported() -> str:
-    """Returns a message that says which parts work on a system other than Linux."""
+    """Returns the message for a system other than Linux: what the package can do there, and what needs Linux."""
     return (
         f"{platform.system()}: runs, reports and configurations can be read here; kernels run only on Linux, because "
         "the sandbox needs its Landlock and seccomp"
@@ -72,7 +72,7 @@ def _check(name: str, ok: bool, text: str, mend: str = "") -> Check:
 
 
 def _headers() -> Check:
-    """Checks whether Python's C headers are installed.  The baseline ``torch.compile`` needs them."""
+    """Checks whether Python's C headers are installed.  ``torch.compile``, a baseline of the sandbox, needs them."""
     path = Path(sysconfig.get_path("include")) / "Python.h"
     text = str(path) if path.exists() else f"there is no {path}"
     return _check("headers", path.exists(), text, "apt-get install python3-dev   (dnf install python3-devel)")
@@ -116,7 +116,8 @@ def _compiler() -> Check:
 
 
 def _walls() -> Check:
-    """Attacks the walls that the sandbox requires, to check that they hold. A wall is a protection, such as seccomp."""
+    """Checks the sandbox's walls (protections such as seccomp): a process inside the sandbox attacks them. The check
+    fails if a required wall does not hold."""
     from cuda_agent.sandbox.jail.jail import JailError, prove
 
     required = SandboxConfig().required_walls

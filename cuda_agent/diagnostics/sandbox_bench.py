@@ -1,9 +1,12 @@
 """Measures how many solutions per minute the sandbox judges on this machine, and the time of each phase.
 
-The benchmark first draws random tasks, runs each one without a solution (a probe), and times the probes. The scripted
-teacher then writes solutions with random designs. The cache is empty, so the sandbox builds, checks and times each
-solution. Each format has three rounds: one solution at a time with pauses, one at a time without pauses, and all at
-once. Solutions in the format ``extension`` wrap the teacher's kernel; those in ``python`` copy the task's model."""
+The benchmark first draws random tasks. It probes each task (runs it without a solution), and measures how long that
+takes. Then it measures each format of solutions (plan, extension, python) in three rounds: one solution at a time with
+pauses, one at a time without pauses, and all at once. The cache is empty, so the sandbox builds, checks and times each
+solution.
+
+Solutions in the format ``plan`` come from the scripted teacher, a program that writes kernels of random design. Those
+in ``extension`` wrap such a kernel in a Python extension. Those in ``python`` copy the task's PyTorch model."""
 
 import asyncio
 import json
@@ -39,7 +42,7 @@ PAUSE = 0.25  # seconds before a solution that is judged alone
 
 def formats_of(text: str | None, device: str = "cpu") -> tuple[Format, ...]:
     """Returns the formats that ``text`` lists, as in ``plan,python``, in a fixed order. If ``text`` is None, returns
-    all formats that can be measured on ``device``: all on a CPU, and all except ``extension`` on a GPU.
+    all formats that the benchmark supports on ``device``: plan and python, and on a CPU also extension.
 
     Raises:
         ConfigError: A format does not exist, or cannot be measured on ``device``."""
@@ -52,8 +55,14 @@ def formats_of(text: str | None, device: str = "cpu") -> tuple[Format, ...]:
 
 async def measure(config: SandboxConfig, tasks: int, solutions: int, formats: Sequence[Format]) -> dict[str, Any]:
     """Measures the sandbox with each format in three rounds: one solution at a time with pauses, one at a time without
-    pauses, and all at once. Returns the results as a dictionary, with times in seconds. A round judges ``solutions``
-    solutions per task, or fewer if the teacher has no more designs.
+    pauses, and all at once. Returns the results as a dictionary, with times in seconds.
+
+    Args:
+        config: The sandbox's settings. ``servers`` is ignored: the sandbox runs on this machine.
+        tasks: Number of tasks.
+        solutions: Average number of solutions per task in one round. It is lower if too few different solutions are
+            found.
+        formats: The formats to measure.
 
     Raises:
         ConfigError: Too few of the drawn tasks can be measured on this machine."""
@@ -110,10 +119,16 @@ async def _measure_format(
 
 
 async def prepare(sandbox: LocalSandbox, count: int, rng: random.Random) -> tuple[list[Task], list[float]]:
-    """Draws random tasks, and probes each one: runs it in eager mode, then also with ``torch.compile``. Returns the
-    first ``count`` tasks that pass, and the seconds that each of their probes took. A task passes if both runs succeed
-    and, with a real clock, its eager time lies in the device's ``WINDOW``. Raises ``ConfigError`` if, after
-    ``_TRIES * count`` draws, fewer than ``count`` tasks have passed."""
+    """Draws random tasks until ``count`` of them have passed two probes (runs without a solution). The first probe
+    runs the task in eager mode, the second one also with ``torch.compile``. The filters ``check_eager`` and
+    ``check_compiled`` decide whether a task passes. They refuse, for example, tasks with nondeterministic outputs. With
+    a real clock (``sandbox.clock``), they also refuse tasks whose eager time is outside the device's ``WINDOW``.
+
+    Returns:
+        The tasks that passed, and for each of them the seconds that its two probes took together.
+
+    Raises:
+        ConfigError: Fewer than ``count`` of ``_TRIES * count`` tasks passed."""
     device = sandbox.config.device
     window = WINDOW[device] if sandbox.config.clock == "real" else (0.0, float("inf"))
     tasks: list[Task] = []

@@ -1,7 +1,8 @@
-"""Offers the tasks as an OpenEnv environment, through a server. A session of the server plays one episode at a time.
+"""Serves tasks (PyTorch models for which to write fast kernels) as an OpenEnv environment.
 
     python -m cuda_agent.environments.openenv TASKS [--port 8000] [OVERRIDE...]
 
+TASKS is a task set, a KernelBench folder or one model.py. A session of the server plays one episode at a time.
 ``reset`` begins an episode: it picks a task and opens a work folder. ``step`` runs a tool call, or ends the episode if
 no tool is named. The reward of the last step comes from the sandbox's verdict on the solution in the folder. A session
 is a WebSocket, because OpenEnv's stateless HTTP routes would lose the folder between two requests. There are no
@@ -39,10 +40,13 @@ class KernelAction(Action):
 
 
 class KernelObservation(Observation):
-    """The result of ``reset`` or ``step``. ``reset`` returns the first messages and the tools' schemas. ``step``
-    returns the tool's result as ``text``. When ``done`` is true, ``reward`` is the verdict's reward. After an
-    infrastructure fault ``reward`` is None, and a trainer must drop the episode. ``flags`` names the bad patterns
-    in the episode's tool calls so far, such as "loop" (equal calls again and again)."""
+    """The result of ``reset`` or ``step``. ``reset`` returns the first ``messages`` and the schemas of the ``tools``.
+    ``step`` returns the tool's result as ``text``. The last step of an episode has ``done`` true. It also has the
+    sandbox's ``verdict`` on the solution, and the verdict's ``reward``. ``flags`` names bad patterns in the episode's
+    tool calls so far, such as "loop" (the same call is made repeatedly).
+
+    A fault of the sandbox, of the work folder or of the task, or a timeout, ends the episode without a verdict. Then
+    ``reward`` is None and ``flags`` is empty. A trainer must drop such an episode."""
 
     text: str = ""
     messages: list[dict[str, Any]] = Field(default_factory=list)
@@ -57,8 +61,13 @@ class KernelState(State):
 
 
 class Arena:
-    """The state that all sessions of a server share: the tasks, the sandbox with its settings, and the greatest number
-    of tool calls of an episode (``steps``)."""
+    """The state that all sessions of a server share.
+
+    Attributes:
+        tasks: The tasks by name.
+        settings: The settings of the sandbox.
+        steps: The maximum number of steps in an episode.
+        sandbox: The sandbox that runs the tool calls and judges the solutions. It is None until the server starts."""
 
     def __init__(self, tasks: Sequence[Task], settings: SandboxConfig, steps: int) -> None:
         self.tasks, self.settings, self.steps = {task.name: task for task in tasks}, settings, steps
@@ -148,7 +157,8 @@ class KernelServer(Environment[KernelAction, KernelObservation, KernelState]):
 
 def application(tasks: Sequence[Task], settings: SandboxConfig, cache: Path, steps: int = 40, sessions: int = 8) -> Any:
     """Returns the server as a FastAPI application with one sandbox, which all sessions use. At most ``sessions``
-    episodes run at once, each with at most ``steps`` tool calls. A local sandbox uses the folder ``cache``."""
+    episodes run at once, each with at most ``steps`` tool calls. If ``settings`` names no sandbox servers, the
+    sandbox runs on this machine and caches verdicts and builds in the folder ``cache``."""
     arena = Arena(tasks, settings, steps)
     make = functools.partial(KernelServer, arena)
     app = create_app(make, KernelAction, KernelObservation, "cuda-agent", max_concurrent_envs=sessions)

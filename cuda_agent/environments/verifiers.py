@@ -1,9 +1,10 @@
-"""Offers the tasks as a taskset of the library ``verifiers`` (version 1), which prime-rl and ``vf-eval`` use.
+"""Offers tasks (PyTorch models for which to write fast kernels) as a taskset of the library ``verifiers``, which
+prime-rl and ``vf-eval`` use. The module uses the library's API ``verifiers.v1``.
 
-The library's harness talks to the model. In each rollout a server process (``KernelTools``) runs the tool calls in a
-work folder. After each call, it reports the solution in the folder as the rollout's state (``KernelState``). At the
-end, the task (``KernelTask``) judges the last solution in a separate sandbox. The library finds a taskset by the name
-of a top-level module (docs/environments.md)."""
+The library's harness talks to the model. In each rollout, a server process (``KernelTools``) runs the tool calls in a
+work folder. After each call, the process copies the solution from the folder to the rollout's state (``KernelState``).
+At the end of the rollout, ``KernelTask`` opens another sandbox and judges the last solution. The library finds a
+taskset by the name of a top-level module; docs/environments.md shows how to write this module."""
 
 import contextlib
 import inspect
@@ -61,8 +62,8 @@ class KernelData(vf.TaskData):
 
 
 class KernelTools(vf.Toolset[KernelToolsConfig, KernelState]):
-    """The tool server of one rollout. The tools have no prefix in their names, because SKILL.md, the instructions for
-    the model, uses the plain names."""
+    """The tool server of one rollout. ``TOOL_PREFIX`` is None, so that the tools have the plain names that SKILL.md
+    (the instructions for the model) uses."""
 
     TOOL_PREFIX = None
 
@@ -107,8 +108,9 @@ class KernelTask(vf.Task[KernelData, KernelState, KernelTaskConfig]):
 
     @vf.reward
     async def reward(self, trace: vf.Trace) -> float:
-        """Returns the verdict's reward: -1 for a wrong solution, 1 for a correct one, 2 for a correct one that is more
-        than 5 % faster than eager, 3 for one that is more than 5 % faster than both eager and torch.compile.
+        """Judges the rollout's last solution, records metrics in ``trace``, and returns the reward. The reward is -1
+        for a wrong solution and 1 for a correct one. It is 2 if a correct solution is more than 5 % faster than eager
+        PyTorch, and 3 if it is also more than 5 % faster than ``torch.compile``.
 
         Raises:
             SandboxFault: The sandbox failed twice, so there is no reward.
@@ -137,7 +139,8 @@ class KernelTaskset(vf.Taskset[KernelTask, KernelConfig]):
 
 @contextlib.asynccontextmanager
 async def opened(task: Task, config: KernelToolsConfig) -> Any:
-    """Opens a sandbox and yields an environment for ``task``. The environment's work folder is not open yet."""
+    """Opens a sandbox and yields a ``KernelEnvironment`` for ``task``, without opening the work folder. Entering the
+    environment with ``async with`` opens the folder."""
     composed = compose(config.overrides)
     async with open_sandbox(composed.sandbox, local_home(composed.run.store) / "cache") as sandbox:
         yield KernelEnvironment(task, sandbox, composed.sandbox.format, composed.sandbox.device)

@@ -44,7 +44,7 @@ _REOPENED = {
 
 @dataclass(frozen=True)
 class Terms:
-    """The settings of one attempt.  Tokens are counted by the model's server."""
+    """The settings of one attempt.  The limits on tokens refer to the token counts of the model's server."""
 
     format: Format = "plan"
     device: Literal["cpu", "cuda"] = "cpu"
@@ -66,9 +66,9 @@ def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, A
 
 
 def least_tokens(task: Task, terms: Terms) -> int:
-    """Returns an estimate of the fewest tokens that an attempt needs.  In the style ``compact``, these are the tokens
-    of the first prompt.  In the style ``full``, these are the tokens of two turns: the last turn runs no tool, so at
-    least one turn must come before."""
+    """Returns an estimate of the fewest tokens that an attempt needs.  For the prompt style ``compact`` (short
+    prompts for small models), these are the tokens of the first prompt.  For the style ``full``, these are the tokens
+    of two turns, because no tools run in the last turn, and so at least one turn must come before it."""
     prompt = size(first_messages(task, terms, "x" * _BASELINES)) // CHARACTERS
     return prompt if terms.style == "compact" else sum(_two_turns(min(prompt, terms.context), terms.answer_tokens))
 
@@ -80,8 +80,9 @@ def _two_turns(prompt: int, answer: int) -> tuple[int, int]:
 
 class SearchEnvironment(KernelEnvironment):
     """The environment of attempt number ``attempt``: it runs the model's tool calls, and reports events through
-    ``tell``.  A solution that reaches the target in quick mode is also judged in strict mode.  ``faults`` counts the
-    failures of the sandbox since its last successful judgement."""
+    ``tell``.  The model's commands, such as "verify", judge its solution in quick mode, the usual mode.  If the
+    solution reaches the target, the command also judges it in strict mode, which is slower and more thorough.
+    ``faults`` counts the failures of the sandbox since its last successful judgement."""
 
     def __init__(
         self, task: Task, sandbox: Sandbox, terms: Terms, findings: Findings, attempt: int, tell: Tell
@@ -204,8 +205,9 @@ class Attempt:
         return ended
 
     async def _play(self) -> str:
-        """Plays the turns in a work folder, and returns why the attempt ended.  If the folder is lost, opens a new one
-        with the files as they were after the last complete turn."""
+        """Plays the turns in a work folder, and returns why the attempt ended.  If the folder is lost, for example with
+        its server, opens a new one with the files as they were after the last complete turn.  Returns "infra" after
+        ``_LOSSES`` lost folders."""
         for _ in range(_LOSSES):
             try:
                 async with self.environment:
@@ -317,8 +319,9 @@ class Attempt:
         return self._said[1] >= _STUCK
 
     def _without_calls(self, turn: int) -> str:
-        """Handles turn ``turn``, in which the model called no tool.  Reminds the model of the target and returns "".
-        If there are no reminders left, or in compact style, returns "answer", the reason to end the attempt."""
+        """Handles turn ``turn``, in which the model called no tool.  Reminds the model of the target, and returns
+        "" to continue.  In two cases returns "answer" instead, which ends the attempt: the prompt style is compact, or
+        ``_NUDGES`` reminders in a row were sent already."""
         if self.terms.style == "compact" or self.nudges >= _NUDGES:
             return "answer"
         self.nudges += 1

@@ -1,13 +1,13 @@
 """The command `evaluate-set`: judges a set of finished solutions and writes the results to a folder.
 
-    verdicts.jsonl   a line for each verdict, written immediately; after a kill the same command continues from it
+    verdicts.jsonl   a line for each verdict, written at once; after a kill, the next call continues from it
     results.csv      a line for each record of the input
     scores.json      the scores, in the form of `cuda-agent benchmark`
     report.html      a page about the results
 
-Each verdict has a key, which depends on solution, task and settings.  So a changed record is judged again, and two
-equal records are judged once.  If the sandbox fails on a record, the record is tried again in the same call and, if
-needed, in the next call."""
+A record is an entry of the input: a solution and its task.  Each verdict has a key, which depends on solution, task and
+settings.  A changed record has a new key, and is judged again.  Equal records have the same key, and are judged once.
+If the sandbox fails on a record, the record is tried again in the same call and, if needed, in the next call."""
 
 import asyncio
 import json
@@ -45,9 +45,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class SetResult:
-    """The result of ``evaluate_set``: a row for each record, and the scores of the judged records.  ``tasks`` is the
-    number of tasks that count in fast_p.  fast_p is the share of tasks that are solved more than p times as fast as a
-    baseline."""
+    """The result of ``evaluate_set``: a row for each record, and the scores of the judged records.  A record is a
+    solution of the set.  ``tasks`` is the number of tasks that fast_p counts.  fast_p is the share of tasks whose
+    solution is more than p times as fast as a baseline."""
 
     rows: list[JudgedRow]
     scores: Scores
@@ -206,8 +206,8 @@ def _in_short(verdict: Verdict, claim: float | None) -> str:
 
 def _result(given: SolutionSet, rows: list[JudgedRow], settings: SandboxConfig) -> SetResult:
     """Returns the rows with their scores.  A task's final score is the mean over its samples; its best score is the
-    score of its best sample.  ``SetResult.tasks`` does not count a task that has no score and has a record with an
-    outcome in ``LOST``, such as a failure of the sandbox."""
+    score of its best sample.  ``SetResult.tasks`` counts all tasks except lost ones.  A task is lost if it has no
+    score and one of its records has an outcome in ``LOST``, such as a failure of the sandbox."""
     judged = [row for row in rows if row.outcome in (*JUDGED, "infra")]
     best: dict[str, Verdict] = {}
     for row in judged:

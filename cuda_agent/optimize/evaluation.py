@@ -33,10 +33,11 @@ class BenchmarkError(UserError):
 
 @dataclass(frozen=True)
 class Player:
-    """The model that a benchmark scores: a policy (a Hugging Face folder), or a model at an OpenAI-compatible address.
+    """The model that a benchmark scores: a local policy (a Hugging Face folder), or a model at an OpenAI-compatible
+    address.
 
     Raises:
-        BenchmarkError: Neither or both are given, or the address comes without a model's name."""
+        BenchmarkError: Both or neither of ``policy`` and ``base_url`` are given, or ``base_url`` without ``model``."""
 
     policy: Path | None = None  # the policy's folder, or None for a model at an address
     base_url: str | None = None  # the model's address
@@ -79,11 +80,12 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 def policy_folder(text: str, store_uri: str) -> Path:
-    """Returns the folder of the policy that ``text`` names: a Hugging Face folder, or ``RUN/STAGE`` as in
-    ``last/agentic``.  Fetches the policy of ``RUN/STAGE`` from the store.
+    """Returns the folder of the policy that ``text`` names.  ``text`` is a Hugging Face folder, or has the form
+    ``RUN/STAGE``, such as ``last/agentic``: the policy that a stage of a training run made.  That policy is copied from
+    the store at ``store_uri`` into a local folder.
 
     Raises:
-        BenchmarkError: There is no such folder, store or policy.
+        BenchmarkError: ``text`` is no folder, and the store or the stage's policy does not exist.
         ConfigError: No run or several runs match ``RUN``."""
     folder = Path(text)
     if folder.is_dir():
@@ -109,10 +111,11 @@ def policy_folder(text: str, store_uri: str) -> Path:
 
 
 def read_solution(folder: Path, format: Format) -> Solution:
-    """Returns the solution in ``folder``: its files are plan.json or model_new.py, and those in kernels/.
+    """Returns the solution in ``folder``.  Reads plan.json, model_new.py and the files in kernels/, as far as they
+    exist, and ignores other files.  The entry file of ``format`` (plan.json or model_new.py) is required.
 
     Raises:
-        TaskError: A file is missing, too large or not text; the message names it."""
+        TaskError: The entry file is missing, or a file is too large or not text; the message names the file."""
     wanted = f"{FORMATS[format].entry} and kernels/"
     if not folder.is_dir():
         raise TaskError(f"{folder}: expected a folder with {wanted}")
@@ -138,13 +141,18 @@ def read_solution(folder: Path, format: Format) -> Solution:
 async def evaluate(
     settings: SandboxConfig, cache: Path, task: Path, solution: Path, mode: Mode, again: bool, shapes: Sequence[str]
 ) -> tuple[Verdict, list[ShapeResult]]:
-    """Judges the solution in the folder ``solution`` for the task in the file ``task``.  Returns the verdict, and the
-    results for the other shapes that ``shapes`` names (``optimize.shapes``).  The results are empty if the verdict's
-    status is not ``ok``.  With ``again``, uses no cached verdict or baseline.
+    """Judges the solution in the folder ``solution`` for the task in the file ``task``.  If the solution is correct,
+    also checks it at other shapes.  Returns the verdict and one result for each of these shapes.  The results are empty
+    if the verdict's status is not ``ok``.
+
+    Args:
+        mode: "quick", "strict" (more checks, more careful times) or "check" (no times).
+        again: Whether to ignore cached verdicts and baselines.
+        shapes: The other shapes, in the form that ``optimize.shapes.variants`` takes.
 
     Raises:
         TaskError: The task or the solution folder cannot be read, or the task cannot be run.
-        ConfigError: ``shapes`` is wrong, or ``again`` is set with remote servers."""
+        ConfigError: ``shapes`` is invalid, or ``again`` is set with remote servers."""
     from cuda_agent.sandbox.client import open_sandbox
     from cuda_agent.sandbox.remote import RemoteSandbox
 
@@ -164,9 +172,14 @@ async def evaluate(
 async def benchmark(
     config: Config, cache: Path, player: Player, tasks: Path, output: Path | None, say: Callable[[str], None]
 ) -> Any:
-    """Plays ``evaluate.samples`` episodes for each task of the task set ``tasks``.  Returns ``rl.scores.Scores``.
-    Writes episodes.jsonl, scores.json and, for a policy, tokenizer.json to the folder ``output`` (None: writes no
-    files).  Calls ``say`` with a line of progress after each episode.
+    """Scores the model ``player`` on the task set ``tasks``.  Plays several episodes for each task; the setting
+    ``evaluate.samples`` is their number.  Also checks which tasks accept deliberately wrong answers.  Returns the
+    scores, an ``rl.scores.Scores`` object.
+
+    Args:
+        output: The folder for episodes.jsonl, scores.json and, for a local policy, tokenizer.json.  None: writes no
+            files.
+        say: A function that receives a line of progress after each episode.
 
     Raises:
         BenchmarkError: ``output`` cannot be made.
@@ -209,8 +222,8 @@ async def benchmark(
 
 @asynccontextmanager
 async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) -> Any:
-    """Opens the policy or model of ``player``.  Yields a function of (task, seed, episode id) that plays an episode and
-    returns it."""
+    """Opens the policy or model of ``player`` for an ``async with`` block.  Yields a function that takes (task, seed,
+    episode id), plays an episode and returns it."""
     from cuda_agent.agent.chat_rollout import run_chat_rollout
     from cuda_agent.agent.loop import run_episode
     from cuda_agent.policy.served import ServedModel
@@ -243,8 +256,8 @@ async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) ->
 
 
 def score_lines(scores: Any) -> list[str]:
-    """Returns ``scores`` as lines: one table for the final solutions of the episodes, one for the best solutions, and
-    one for the tasks that accept wrong answers."""
+    """Returns ``scores`` as lines of text: a summary, a table for the final solutions of the episodes, and a table for
+    the best solutions.  If there are tasks whose check accepts deliberately wrong answers, a third table lists them."""
     played = f"{scores.episodes} episodes of {scores.tasks} tasks"
     lines = [f"{scores.policy}: {played}, {scores.infra} lost to faults of ours"]
     if scores.clock == "model":

@@ -1,13 +1,14 @@
-"""Exports a solution as one file ``model_new.py``, which needs PyTorch and a compiler, but nothing of this package.
+"""Exports a solution as one file ``model_new.py``, which needs nothing of this package.
 
-In the formats ``plan`` and ``extension``, the file holds the kernels as strings, and the code that runs them.  This
-code consists of ``standalone_*`` modules and the definitions that these modules use.  In the format ``plan`` the file
-also holds the task's source, because ``ModelNew`` inherits from ``Model``.  Kernels are built in the first call (format
-``extension``: at import) and cached in the user's cache folder.  In other formats, the file is the solution's entry
-file, unchanged.
+In the formats ``plan`` and ``extension``, the file needs only PyTorch and a compiler.  It holds the kernels as strings,
+and the code that runs them.  This code consists of the package's ``standalone_*`` modules and the definitions that they
+use from other modules.  In the format ``plan``, the file also holds the task's source, because its class ``ModelNew``
+inherits from the task's ``Model``.  Kernels are built at the first call (format ``plan``) or at import (format
+``extension``), and cached in the user's cache folder.  In other formats, the file is the solution's entry file, and
+needs what that file imports.
 
-The exported file is for inference, on one device, without CUDA graphs.  Inputs must have the same shapes and types
-as the task's inputs, and other arguments, such as numbers, the same values."""
+The exported file is for inference on one device.  It does not support CUDA graphs.  Inputs must have the shapes and
+dtypes of the task's inputs.  Other arguments, such as numbers, must have the same values as in the task."""
 
 import ast
 import re
@@ -55,7 +56,7 @@ class ModelNew(Model):
 
 def model_new(task_code: str, solution: Solution, spec: TaskSpec, device: str, about: str = "") -> str:
     """Returns the source of ``model_new.py`` for ``solution``.  The source begins with the text ``about`` as comments.
-    If the solution's format has no exporter, the solution's entry file follows unchanged.
+    If the format is neither ``plan`` nor ``extension``, the rest is the solution's entry file, unchanged.
 
     Raises:
         SolutionError: The files are not a valid solution."""
@@ -133,9 +134,10 @@ _BINDING = {
 
 
 def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
-    """Returns the sources of ``standalone_plan`` and of the file ``part`` as one text, without imports from this
-    package.  In their place, the text makes modules that hold only the definitions that the sources need.  ``shared``
-    lists these modules: variable -> (module of this package, names of the definitions)."""
+    """Returns the sources of ``standalone_plan`` and of the file ``part`` as one text, without the imports from this
+    package.  Instead of importing a module, the text defines a small one that holds only the needed definitions of the
+    original.  ``shared`` lists these modules: variable for the module -> (the original in this package, names of the
+    needed definitions)."""
     texts = [_source(f"optimize/{name}") for name in ("standalone_plan.py", part)]
     bodies = [_OURS.sub("", text.partition('"""\n\n')[2]).strip() for text in texts]
     modules = []
@@ -146,8 +148,8 @@ def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
 
 
 def _definitions(source: str, names: list[str]) -> str:
-    """Returns source code: the definitions of ``names`` in ``source``, and all definitions that these use, except in
-    annotations of parameters and results."""
+    """Returns a part of ``source``: the definitions of ``names`` and, recursively, the top-level definitions that they
+    use.  Names in annotations of parameters and results do not count as used."""
     tree, lines = syntax.parse(source), source.splitlines()
     named: dict[str, list[ast.stmt]] = {}
     for node in ast.walk(tree):

@@ -1,7 +1,8 @@
-"""Prepares and locks the folder of a search.  If a new search fails before its first turn, clears the folder.
+"""Prepares and locks the folder in which `cuda-agent optimize` keeps a search.  If a new search fails before the
+model's first turn, clears the folder.
 
 model.py          the problem                          solution/     kernels, and plan.json or model_new.py
-model_new.py      the solution for PyTorch alone       verdict.json  the solution's verdict, strict if there is one
+model_new.py      the solution as one standalone file  verdict.json  the solution's strict verdict, else the quick one
 transcript.jsonl  the search's events                  report.html   a page about the search
 run.json          the settings of the search and the sandbox, for --resume; holds no API key"""
 
@@ -31,10 +32,11 @@ class OptimizeError(UserError):
 
 @dataclass(frozen=True)
 class SearchOrder:
-    """The settings of a search.  ``tokens``, ``minutes`` and ``money`` limit all attempts together (None: no limit).
+    """The settings of a search.  A search consists of one or more attempts, in each of which the model tries to write a
+    fast solution.  ``tokens``, ``minutes`` and ``money`` limit all attempts together (None: no limit).
 
     Raises:
-        OptimizeError: There is a limit of money without prices, or the context is too short for an answer."""
+        OptimizeError: ``money`` is limited but no price is given, or the context is shorter than two answers."""
 
     base_url: str  # OpenAI-compatible address
     model: str  # name of the model at the address
@@ -55,7 +57,8 @@ class SearchOrder:
 
 
 def with_changes(order: SearchOrder, changes: dict[str, Any]) -> SearchOrder:
-    """Returns a copy of ``order`` with the values in ``changes``: field of ``SearchOrder`` or ``Terms`` -> value."""
+    """Returns a copy of ``order`` with new values for some fields.  ``changes`` maps the name of a field to its new
+    value.  The field is one of ``order`` or of ``order.terms``, the settings of each attempt."""
     terms = {name: value for name, value in changes.items() if name in Terms.__dataclass_fields__}
     rest = {name: value for name, value in changes.items() if name not in terms}
     return replace(order, terms=replace(order.terms, **terms), **rest)
@@ -76,8 +79,8 @@ def read_order(folder: Path) -> tuple[SearchOrder, dict[str, Any]]:
 
 
 def so_far(path: Path) -> tuple[dict[int, State], Findings, Event]:
-    """Returns the state of a search, read from the transcript ``path``: the states of the attempts by number, the
-    correct solutions, and the used budget.
+    """Returns how far a search has come according to the transcript ``path``: the states of its attempts (by attempt
+    number), the correct solutions, and the used budget.
 
     Raises:
         OptimizeError: ``path`` is not a transcript."""
@@ -89,10 +92,11 @@ def so_far(path: Path) -> tuple[dict[int, State], Findings, Event]:
 
 @contextlib.contextmanager
 def opened(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path, resume: bool) -> Iterator[None]:
-    """Prepares and locks ``folder`` for a search.  If a new search fails before its first turn, removes its files.
+    """Prepares and locks ``folder`` for a search in a ``with`` block.  If a new search fails before the model's first
+    turn, removes the files of the search.
 
     Raises:
-        OptimizeError: The folder cannot be used; nothing of value in it was overwritten."""
+        OptimizeError: The folder cannot be used.  Results of an earlier search in it are unchanged."""
     with contextlib.ExitStack() as held:
         try:
             fresh = not folder.exists()
@@ -116,8 +120,12 @@ def opened(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path
 
 @contextlib.contextmanager
 def alone(folder: Path, command: str) -> Iterator[None]:
-    """Holds an exclusive lock on ``folder``, if the file system can lock folders.  Raises OptimizeError if another
-    process holds the lock; the message calls that process ``command``."""
+    """Holds an exclusive lock on ``folder`` during a ``with`` block.  Goes on without a lock if the file system cannot
+    lock folders.  ``command`` is the command that uses the folder, such as "cuda-agent optimize"; it appears in the
+    error message.
+
+    Raises:
+        OptimizeError: Another process holds the lock."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with contextlib.suppress(OSError):  # some shared file systems lock no folders
@@ -131,9 +139,12 @@ def alone(folder: Path, command: str) -> Iterator[None]:
 
 
 def _prepare_folder(order: SearchOrder, settings: SandboxConfig, task: Task, folder: Path, resume: bool) -> None:
-    """Writes the problem and the order to ``folder``.  Raises OptimizeError if the folder is unsuitable.  With
-    ``resume``, it must hold a search for this problem.  Without, it must be empty, or hold only a search in which no
-    turn was played."""
+    """Writes the problem and the settings of the search to ``folder``.  If ``resume`` is set, the folder must hold a
+    search for the same problem.  Otherwise it must be empty, or hold only a search that ended before the model's first
+    turn.
+
+    Raises:
+        OptimizeError: The folder does not meet these conditions."""
     if resume:
         if not (folder / "transcript.jsonl").is_file():
             raise OptimizeError(f"{folder}: nothing to go on with; leave out --resume to begin")
@@ -150,7 +161,7 @@ def _prepare_folder(order: SearchOrder, settings: SandboxConfig, task: Task, fol
 
 
 def _unplayed(folder: Path) -> bool:
-    """Returns whether ``folder`` holds only a search in which no turn was played."""
+    """Returns whether ``folder`` holds only a search that ended before the model's first turn."""
     paths = list(folder.iterdir())
     if not all(path.name in _BEGUN and path.is_file() and not path.is_symlink() for path in paths):
         return False

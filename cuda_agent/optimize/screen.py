@@ -126,8 +126,8 @@ def told(event: Event) -> str:
 
 
 def sparkline(values: list[float], width: int = 40) -> str:
-    """Returns the last ``width`` of ``values`` as a line of bars. The values are speed-ups. The scale covers all of
-    ``values`` and 1, the speed of the baseline."""
+    """Returns the last ``width`` of the speed-ups in ``values`` as a line of bars. The lowest bar stands for the
+    minimum of all ``values`` and 1 (the speed of the baseline), and the highest bar for the maximum."""
     if not values:
         return ""
     low, high = min(*values, 1.0), max(*values, 1.0)
@@ -159,7 +159,8 @@ def watching(as_json: bool) -> Iterator[Watch]:
 
 
 def json_lines(write: Callable[[str], None]) -> Watch:
-    """Returns a function that writes each event as a line of JSON, except streamed text and the outcome."""
+    """Returns a function that writes each event as a line of JSON.  Skips the text that the model streams, and the
+    outcome, which the command prints itself."""
 
     def watch(event: Event) -> None:
         if event["kind"] not in ("text", "thought", "outcome"):
@@ -169,8 +170,9 @@ def json_lines(write: Callable[[str], None]) -> Watch:
 
 
 def plain(write: Callable[[str], None], width: int = 0) -> Watch:
-    """Returns a function that writes a line per tool call, diff, verdict, note and end of an attempt.  If a tool call
-    fails, its line includes the error and is cut to ``width`` characters (0: the terminal's width)."""
+    """Returns a function that writes events as lines, such as tool calls, diffs, verdicts, notes and ends of attempts.
+    If a tool call fails, its line includes the error and is cut to ``width`` characters (0: the terminal's width).  The
+    error is left out if the call's verdict, on the line before, already reports the failure."""
     view = View()
     waiting: dict[int, str] = {}  # attempt -> pending line of a tool
     judged: set[int] = set()  # attempts whose last line was a verdict, which has the failure
@@ -231,8 +233,9 @@ def _live() -> Iterator[Watch]:
 
 
 def drawing(view: View, width: int, height: int) -> Any:
-    """Returns ``view`` as a Rich renderable for a terminal of ``width`` columns and ``height`` lines.  If ``height`` is
-    0, leaves out the model's text, its last verdict and its last diff."""
+    """Returns ``view`` as a Rich renderable for a terminal of ``width`` columns and ``height`` lines.  Below an
+    overview, and if there is room, it shows the most recently active attempt: the model's text, the last verdict and
+    the last diff.  If ``height`` is 0, only the overview is shown."""
     from rich.console import Group
     from rich.text import Text
 

@@ -1,8 +1,9 @@
 """Runs the search of `cuda-agent optimize`, in which a language model writes a faster solution for one model.py.
 
-The search checks the problem (model.py) and measures its baselines.  It then runs attempts side by side until one of
-them reaches the target, the budget is used up, or a person stops the search.  Finally it judges the best solution in
-strict mode and writes the result."""
+The search checks the problem (model.py) and measures its baselines, eager PyTorch and ``torch.compile``.  It then runs
+attempts side by side until one of them reaches the target speed-up, all of them have ended (for example, because the
+budget is used up), or a person stops the search.  Finally it judges the best solution in strict mode, which checks and
+measures more carefully than quick mode, and writes the result."""
 
 import asyncio
 import contextlib
@@ -77,7 +78,7 @@ async def optimize(
 
     Raises:
         TaskError: The problem cannot be read or run, or its outputs cannot be checked.
-        SandboxUnready: A required protection or the compiler is missing.
+        SandboxUnready: The sandbox cannot start, for example because an isolation feature or the compiler is missing.
         OptimizeError: The model's address, the token limit or the folder cannot be used.
         KeyboardInterrupt: ``stop`` was set before the baselines were measured."""
     try:
@@ -194,12 +195,14 @@ async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: 
 async def _confirm(
     task: Task, sandbox: Any, findings: Findings, transcript: Transcript, stop: asyncio.Event
 ) -> Find | None:
-    """Judges the best solution in strict mode.  Because of the strict verdict, another solution may become the best.
-    Repeats until the best solution has a strict verdict, but judges at most ``_CONFIRMED`` solutions.  Returns the best
-    solution that strict mode confirms as correct, or None if there is none.
+    """Judges the fastest solution in strict mode, which checks and measures more carefully than quick mode.  The strict
+    verdict can change the ranking, so that another solution becomes the fastest.  Repeats until the fastest solution
+    has a strict verdict, but judges at most ``_CONFIRMED`` solutions.  Returns the fastest solution that strict mode
+    confirms as correct, or None if there is none.
 
-    If ``stop`` is set or the sandbox fails, judges no more solutions.  If no solution is confirmed by then, returns the
-    one whose judgement was cut short; it has no strict verdict."""
+    Clears ``stop`` first, because it may have been set to end the attempts.  If ``stop`` is set again or the sandbox
+    fails, judges no more solutions.  If no solution is confirmed by then, returns the one whose judgement was cut
+    short; it has no strict verdict."""
     stop.clear()
     unconfirmed: Find | None = None
     for _ in range(_CONFIRMED):
@@ -226,8 +229,8 @@ def write_result(
     outcome: SearchOutcome, task: Task, spec: TaskSpec, probe: Probe, order: SearchOrder, settings: SandboxConfig
 ) -> None:
     """Writes report.html to the folder of ``outcome``.  If ``outcome`` has a solution, also writes the solution, its
-    verdict and ``model_new.py``.  Otherwise removes these three: an earlier call may have written a solution that
-    strict mode has refused since."""
+    verdict and ``model_new.py``.  Without a solution, removes these three if they exist.  They come from an earlier
+    part of a resumed search, and strict mode has rejected their solution since."""
     from cuda_agent.pages.optimize import render
 
     folder, best = outcome.folder, outcome.best

@@ -49,8 +49,8 @@ class Variant:
 
 @dataclass(frozen=True)
 class ShapeResult:
-    """The result at one shape other than the task's own. ``status`` is ``no task`` if the task's model does not run at
-    this shape."""
+    """The result of checking a solution at one shape other than the task's own. ``status`` is that of the verdict, or
+    ``no task`` if the task's model does not run at this shape."""
 
     name: str
     status: Status | Literal["no task"]
@@ -61,11 +61,11 @@ def variants(task: Task, asked: Sequence[str]) -> list[Variant]:
     """Returns the variants of ``task`` that the strings in ``asked`` name.
 
     A string holds values of constants, as in ``"batch_size=64, dim=100"``, or is ``"auto"``. The string ``"auto"``
-    names the variants in the task's ``SHAPES``. Without ``SHAPES`` it names two variants: the inputs' first dimension
-    has one row more, or half of its rows.
+    names the variants in the task's list ``SHAPES``. If the task has no ``SHAPES``, ``"auto"`` names two variants: one
+    adds a row to the inputs' first dimension, and one keeps half of the rows.
 
     Raises:
-        ConfigError: A string or ``SHAPES`` has a wrong form, or names a constant that the task does not set."""
+        ConfigError: A string or ``SHAPES`` is malformed, or names a constant that the task does not set."""
     found: list[Variant] = []
     for text in asked:
         if text != AUTO:
@@ -89,7 +89,7 @@ def _values(text: str) -> dict[str, Any]:
 
 
 def _constants(task: Task) -> dict[str, ast.expr]:
-    """Returns name -> value for the module's constants. A value is the syntax tree of the last assignment."""
+    """Returns the module-level constants of the task's source: name -> syntax tree of the last value assigned to it."""
     found: dict[str, ast.expr] = {}
     for node in syntax.parse(task.code).body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
@@ -127,7 +127,8 @@ def _with_constants(task: Task, values: Mapping[str, Any]) -> Variant:
 
 
 async def judge_shapes(sandbox: Sandbox, solution: Solution, chosen: Sequence[Variant]) -> list[ShapeResult]:
-    """Returns one result per variant in ``chosen``, in order."""
+    """Checks ``solution`` for each variant in ``chosen``, without timing it. Returns one result per variant, in
+    order."""
     results: list[ShapeResult] = []
     for variant in chosen:
         try:
@@ -139,7 +140,8 @@ async def judge_shapes(sandbox: Sandbox, solution: Solution, chosen: Sequence[Va
 
 
 def shape_lines(results: Sequence[ShapeResult]) -> list[str]:
-    """Returns one line per shape, and one with the conclusion."""
+    """Returns one line of text per shape, and a last line that says whether the solution is specialised, that is, wrong
+    at another shape."""
     lines = [f"shape {r.name}: {r.status}" + (f": {r.message}" if r.message else "") for r in results]
     tried = [result for result in results if result.status not in ("no task", "infra")]
     wrong = [result for result in tried if result.status != "ok"]

@@ -43,8 +43,9 @@ _SUFFIX = re.compile(r"([-_]sample[-_]?\d+)?([-_]kernel)?$")
 
 @dataclass(frozen=True)
 class SolutionRecord:
-    """One record of the input.  If it cannot be judged, ``why`` is a key of ``pages.judged_set.OUTCOMES`` and
-    ``message`` gives details.  Otherwise ``why`` is empty.  ``claim_*`` are speed-ups that the author claims."""
+    """One record of the input.  If the record cannot be judged, ``why`` is the reason, a key of the table of outcomes
+    ``pages.judged_set.OUTCOMES``, and ``message`` gives details.  Otherwise ``why`` is empty.  ``claim_eager`` and
+    ``claim_compile`` are speed-ups that the author claims."""
 
     name: str
     solution: Solution | None = None
@@ -88,8 +89,9 @@ def read_set(source: Path, tasks: Sequence[Task] | None, format: Format) -> Solu
     """Returns the set of solutions in ``source``, with the records in the order of ``source``.
 
     Args:
-        source: A folder, a file of JSON lines, or a JSON file with a list of records (or with one list for each level).
-        tasks: The tasks that the records may solve.  None: each record holds the source of its task, the reference.
+        source: A folder, a file of JSON lines, or a JSON file.  The JSON file holds a list of records, an object that
+            maps each level to such a list, or a single record.
+        tasks: The tasks that the records may solve.  None: each record holds the source of its task.
         format: The solution format of all records.
 
     Raises:
@@ -196,7 +198,7 @@ def _with_files(record: SolutionRecord, files: Any, format: Format) -> SolutionR
 
 
 def _digits(value: Any) -> int | None:
-    """Returns 3 for 3, "3" and "level3"; None for anything else."""
+    """Returns the integer that ``value`` stands for: 3 for 3, "3" and "level3".  Returns None for other values."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     found = re.fullmatch(r"(?:level[-_ ]?)?(\d{1,9})", value.strip(), re.IGNORECASE) if isinstance(value, str) else None
@@ -310,8 +312,9 @@ class _Index:
         return record
 
     def _by_name(self, place: _Place) -> Task | None:
-        """Returns the task whose name consists of consecutive ``place.parts``, joined by "/".  Prefers the longest
-        name.  Skips tasks of another level.  Returns None if no task fits."""
+        """Returns the task whose name, or last part of the name, consists of consecutive ``place.parts``, joined by
+        "/".  Ignores an ending such as "_sample_0" or "_kernel" of the last part.  Prefers the longest match.  Skips
+        tasks whose level is known to differ from ``place.level``.  Returns None if no task fits."""
         parts = (*place.parts[:-1], _SUFFIX.sub("", place.parts[-1])) if place.parts else ()
         for length in range(len(parts), 0, -1):
             for start in range(len(parts) - length + 1):

@@ -1,7 +1,7 @@
 """Part of an exported ``model_new.py``: runs a plan on the CPU.  Needs PyTorch and ``g++``.
 
-A plan is a list of nodes, such as kernel launches, that run in order.
-The code uses the sandbox's executor (``runtime.cpp``) and compiler flags, and as many threads as PyTorch."""
+A plan is a list of nodes, such as kernel launches, that run in order.  The sandbox's executor (``runtime.cpp``) runs
+the kernels.  It uses as many threads as PyTorch.  Kernels are compiled with the sandbox's compiler flags."""
 
 import ctypes as _ctypes
 import itertools as _itertools
@@ -21,8 +21,8 @@ class _Node(_ctypes.Structure):
 
 
 class _OnCpu(_Kernels):
-    """Runs a plan on the CPU.  PyTorch runs the library nodes (matrix products and convolutions).  One call of the
-    executor runs all kernels and memsets between two library nodes."""
+    """Runs a plan on the CPU.  PyTorch runs the library nodes (matrix products and convolutions).  The executor,
+    ``runtime.cpp``, runs all kernels and memsets between two library nodes in one call."""
 
     def prepare(self) -> None:
         super().prepare()

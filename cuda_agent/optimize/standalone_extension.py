@@ -1,5 +1,5 @@
-"""Part of an exported ``model_new.py``: makes the module ``cuda_extension`` for a solution of the format ``extension``.
-Needs PyTorch and ``g++``, or ``nvcc`` for a GPU.
+"""Part of an exported ``model_new.py``: builds the module ``cuda_extension``, through which a solution of the format
+``extension`` calls its kernels.  Needs PyTorch and ``g++``, or ``nvcc`` for a GPU.
 
 The kernels run on CUDA's default stream.  If another stream is current, the kernels wait for earlier work on that
 stream, and later work on that stream waits for the kernels."""

@@ -1,9 +1,12 @@
-"""Part of an exported ``model_new.py``: the code that runs a plan, as far as it is the same on a CPU and on a GPU.
+"""Part of an exported ``model_new.py``: the code that runs a plan, and helpers that the format ``extension`` also uses.
 
-A plan is a list of nodes, such as kernel launches, that run in order.  The code needs only PyTorch.  An exported file
-holds a copy of this source beside the task's source (see ``export``).  All names here begin with an underscore, so that
-they differ from the task's names.  The kernels are for inference, and only for the shapes, types and plain arguments
-(such as numbers) of ``get_inputs()``.  Other inputs raise a ValueError."""
+A plan is a list of nodes, such as kernel launches, that run in order.  This module has the parts that a CPU and a GPU
+share; ``standalone_cpu`` and ``standalone_cuda`` launch the kernels.  An exported file does not import cuda-agent, so
+it contains a copy of this source (see ``export``), beside the code of the task or the solution.  All names here begin
+with an underscore, so that they do not clash with names in that code.
+
+An exported plan is for inference.  It accepts only inputs with the shapes and types of the task's ``get_inputs()``, and
+only the same plain arguments (such as numbers).  Other inputs raise a ValueError."""
 
 import hashlib as _hashlib
 import inspect as _inspect
@@ -26,8 +29,14 @@ _lock = _threading.Lock()
 
 
 class _Kernels:
-    """A callable that runs the kernels of a solution in place of ``reference`` (``Model.forward``).  ``program`` is the
-    compiled plan, ``sources`` are the kernels' files.  Subclasses launch the kernels."""
+    """Runs the kernels of a solution.  A call computes what the reference, the task's ``Model.forward``, computes.
+
+    The first call also runs the reference, to learn how the outputs are nested.  Subclasses launch the kernels.
+
+    Args:
+        program: The compiled plan: the nodes to run, the workspaces (scratch buffers), and descriptions of all tensors.
+        sources: The kernels' source files, by path.
+        reference: The function ``Model.forward`` of the task."""
 
     device = "cpu"
 
@@ -55,7 +64,8 @@ class _Kernels:
             return _nested(self.form, iter(outputs))
 
     def tensors(self, args: tuple[_Any, ...]) -> list[torch.Tensor]:
-        """Returns the tensors in ``args``.  Raises ValueError if the kernels were made for other arguments."""
+        """Returns the tensors in ``args``, including those in nested lists, in order.  Raises ValueError if ``args``
+        differs from the arguments for which the kernels were made."""
         found: list[torch.Tensor] = []
         self._match(self.program["arguments"], list(args), found)
         for index, (tensor, (shape, dtype)) in enumerate(zip(found, self.program["inputs"], strict=True)):
@@ -82,8 +92,8 @@ class _Kernels:
                 raise ValueError(f"an argument is {value!r}; these kernels were made for {want['value']!r}")
 
     def weights(self, model: _Any) -> list[torch.Tensor]:
-        """Returns the parameters and buffers of ``model`` in the order of the program's weights.  Raises ValueError if
-        the kernels were made for another shape, type or device."""
+        """Returns the parameters and buffers of ``model`` that the plan uses, in the plan's order.  Raises ValueError
+        if one of them has another shape, type or device than the kernels were made for."""
         state = model.state_dict(keep_vars=True)
         for name, (shape, dtype) in self.program["weights"].items():
             weight = state[name]
@@ -96,7 +106,8 @@ class _Kernels:
         return [state[name].detach() for name in self.program["weights"]]
 
     def prepare(self) -> None:
-        """Allocates the plan's workspaces and writes their initial values.  Subclasses also build the kernels."""
+        """Allocates the plan's workspaces (scratch buffers) and writes their initial values.  Subclasses also build the
+        kernels."""
         for name, workspace in self.program["workspaces"].items():
             pattern = bytes.fromhex(workspace["pattern"])
             memory = torch.zeros(max(workspace["bytes"], 1), dtype=torch.uint8, device=self.device)
@@ -109,7 +120,9 @@ class _Kernels:
         raise NotImplementedError
 
     def library(self, node: dict[str, _Any], buffers: dict[str, list[torch.Tensor]]) -> None:
-        """Runs ``node``, a matrix product or convolution, as the sandbox does, and restores PyTorch's settings."""
+        """Runs ``node``, a matrix product or convolution, with the same PyTorch functions and settings as the sandbox.
+        Then restores PyTorch's previous settings for matrix products.  ``buffers`` maps ``in``, ``out`` and ``w`` to
+        the inputs, outputs and weights."""
         matmul, names = torch.backends.cuda.matmul, ("tf32", "fp16_reduced_precision_reduction",
                                                      "bf16_reduced_precision_reduction")  # fmt: skip
         before = {f"allow_{name}": getattr(matmul, f"allow_{name}") for name in names}
@@ -125,14 +138,16 @@ class _Kernels:
                 setattr(matmul, name, value)
 
     def memory(self, buffer: str, buffers: dict[str, list[torch.Tensor]]) -> torch.Tensor:
-        """Returns the plan's buffer with the name ``buffer``, such as ``in:0`` or ``ws:tmp``, as a flat tensor."""
+        """Returns a buffer of the plan as a flat tensor.  ``buffer`` is its name: ``in:0`` is the first input,
+        ``ws:tmp`` the workspace ``tmp``.  ``buffers`` maps ``in``, ``out`` and ``w`` to the inputs, outputs and
+        weights."""
         kind, _, rest = buffer.partition(":")
         return (self.workspaces[rest] if kind == "ws" else buffers[kind][int(rest)]).view(-1)
 
 
 def _module(name: str, source: str) -> _Any:
-    """Runs the Python code ``source`` as a new module and returns the module.  The code is a part of cuda-agent's
-    module ``name``; the new module's name is "model_new ", followed by ``name``."""
+    """Executes the Python code ``source`` as a new module with the name ``f"model_new {name}"``, and returns the
+    module.  ``name`` is the name of the module, within cuda-agent, from which the code was copied."""
     module = _sys.modules[f"model_new {name}"] = _types.ModuleType(f"model_new {name}")  # dataclasses look it up here
     exec(compile(source, f"{name}.py", "exec"), module.__dict__)
     return module
@@ -153,8 +168,15 @@ def _nested(form: _Any, outputs: _Any) -> _Any:
 
 
 def _check_init(model: type, wanted: list[_Any], args: tuple[_Any, ...], kwargs: dict[str, _Any]) -> None:
-    """Raises ValueError if ``model`` is constructed with other arguments, such as numbers, than those for which the
-    kernels were made.  ``args`` and ``kwargs`` are the given arguments; ``wanted`` describes ``get_init_inputs()``."""
+    """Checks the arguments with which a model is constructed.  Raises ValueError if a plain argument, such as a number,
+    differs from the one for which the kernels were made.
+
+    Args:
+        model: The class of the model.
+        wanted: Descriptions of the arguments from ``get_init_inputs()``: ``{"value": ...}`` for a plain one.  Others
+            are not compared.
+        args: The given positional arguments.
+        kwargs: The given keyword arguments."""
     signature = _inspect.signature(model)
     given, made = signature.bind(*args, **kwargs), signature.bind(*wanted)
     for bound in (given, made):
@@ -171,7 +193,8 @@ def _check_init(model: type, wanted: list[_Any], args: tuple[_Any, ...], kwargs:
 
 
 def _equal(value: _Any, want: _Any) -> bool:
-    """Returns whether two plain arguments are equal.  Tuples equal lists, and NaN equals NaN."""
+    """Returns whether two arguments are equal.  A tuple equals a list with the same items, NaN equals NaN, and a tensor
+    equals only itself."""
     if isinstance(value, torch.Tensor) or isinstance(want, torch.Tensor):
         return value is want
     if isinstance(value, list | tuple) and isinstance(want, list | tuple):

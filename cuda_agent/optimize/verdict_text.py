@@ -1,4 +1,4 @@
-"""Formats a verdict as text for a person.  The text fits one screen."""
+"""Formats a verdict (the sandbox's judgement of one solution) as text for a person.  The text fits one screen."""
 
 import statistics
 from collections.abc import Sequence
@@ -74,8 +74,11 @@ def _row(name: str, seconds: float, factor: float | None = None, note: str = "")
 
 
 def _strict_times(verdict: Verdict, strict: dict[str, Any]) -> list[str]:
-    """Returns lines about ``strict`` (``Verdict.strict``): the times of the baselines, and the arithmetic precision
-    that the solution's error suggests."""
+    """Returns lines about the measurements of strict mode, the sandbox's more thorough mode.
+
+    The lines give the time of each baseline (the task's own model, eager or compiled, at one precision), and why a
+    baseline could not be timed.  If the solution's error is larger than that of fp32, a last line says which precision
+    it suggests.  ``strict`` is ``verdict.strict``."""
     baselines, precision = strict["baselines"], strict["precision"]
     lines = []
     for label, seconds in baselines.items():

@@ -1,6 +1,6 @@
-"""Draws charts for the pages as inline SVG.
+"""Draws charts for the HTML pages as inline SVG.
 
-Colours and fonts come from CSS classes of the page, so that the same chart fits light pages, dark pages and paper."""
+Colours and fonts come from the page's CSS, so that the same chart suits the light theme, the dark theme and print."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,8 +17,10 @@ _SMALL = (("", 1), ("m", 1e-3), ("µ", 1e-6), ("n", 1e-9))
 
 
 class Drawing:
-    """A chart in SVG.  The methods add shapes, each in front of the earlier ones.  ``css`` is the CSS class of the
-    chart, or of the shape that a method adds."""
+    """A chart in SVG.  Its methods add shapes.  Later shapes cover earlier ones.
+
+    The constructor's argument ``css`` is the CSS class of the whole chart.  A method's argument ``css`` is the CSS
+    class of the added shape."""
 
     def __init__(self, width: float, height: float, css: str = "chart") -> None:
         self.width, self.height, self._css = width, height, css
@@ -53,8 +55,9 @@ def _title(text: str) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Formats a number with ``digits`` significant digits and thin spaces between thousands.  Very small and very large
-    numbers have an exponent."""
+    """Formats a number with ``digits`` significant digits, but keeps all digits before the decimal point.  Drops zeros
+    at the end of a fraction, and puts thin spaces between thousands.  A magnitude below 1e-4, or of 1e7 and more, has
+    an exponent.  None, NaN and infinity give "–"."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -81,8 +84,14 @@ def ticks(low: float, high: float, most: int = 5) -> list[float]:
 def line_chart(
     title: str, points: Points, *, from_zero: bool = False, rule: tuple[float, str] | None = None, percent: bool = False
 ) -> Markup:
-    """Draws one curve over steps.  With ``percent``, the values are shares from 0 to 1.  With ``from_zero``, the
-    vertical axis includes 0.  ``rule`` is (value, label) of a dashed horizontal line."""
+    """Draws a curve through ``points``, which are pairs (training step, value).
+
+    Args:
+        title: The chart's name for screen readers.
+        points: The points, in the order of the steps; at least one.
+        from_zero: Whether the vertical axis includes 0.
+        rule: (value, label) of a dashed horizontal line; None: no line.
+        percent: Whether the values are shares from 0 to 1, to be shown in percent."""
     width, height, left, right, top, bottom = 320, 178, 44, 14, 12, 28
     end, foot = width - right, height - 9
     shown = [v for _, v in points] + ([rule[0]] if rule else []) + [0.0] * from_zero
@@ -124,7 +133,8 @@ def interval_chart(
     title: str, rows: Sequence[tuple[str, str, float | None, tuple[float, float] | None]], ratio: bool
 ) -> Markup:
     """Draws each row (label, CSS class, value, interval) as a dot with its interval, and writes the value beside it.
-    With ``ratio``, the values are speed-ups on a logarithmic axis around 1.  Otherwise they are shares from 0 to 1."""
+    With ``ratio``, the values are ratios, such as speed-ups, on a logarithmic axis with 1 at its centre.  Otherwise
+    they are shares from 0 to 1.  ``title`` is for screen readers."""
     width, row_height, left, right, top = 320, 30, 74, 70, 6
     chart = Drawing(width, top + row_height * len(rows) + 24)
     if ratio:
@@ -158,8 +168,8 @@ def interval_chart(
 
 
 def histogram(title: str, edges: Sequence[float], counts: Sequence[float], unit: str) -> Markup:
-    """Draws a histogram: ``counts[i]`` is the bar from ``edges[i]`` to ``edges[i + 1]``, in the unit ``unit``.  Labels
-    the first, middle and last edge."""
+    """Draws a histogram of tasks.  ``counts[i]`` is the number of tasks between ``edges[i]`` and ``edges[i + 1]``.  The
+    edges are in ``unit``, such as "ms".  Labels the first, middle and last edge.  ``title`` is for screen readers."""
     width, height, left, top, bottom = 640, 170, 4, 18, 26
     step, most, floor = (width - 2 * left) / max(1, len(counts)), max([*counts, 1]), height - bottom
     chart = Drawing(width, height, "chart wide")
@@ -178,8 +188,8 @@ def histogram(title: str, edges: Sequence[float], counts: Sequence[float], unit:
 
 
 def stack_chart(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, int]]]]) -> Markup:
-    """Draws each row (label, [(CSS class, count), ...]) as a bar of coloured pieces.  Text beside the bar
-    shows the first count and the sum, as in "3 of 8"."""
+    """Draws each row (label, [(CSS class, count), ...]) as a stacked bar, with one segment per count that is not 0.
+    Text beside the bar shows the first count and the sum, as in "3 of 8".  ``title`` is for screen readers."""
     width, row_height, left, right, top = 320, 30, 74, 70, 6
     chart, spoken = Drawing(width, top + row_height * len(rows) + 24), []
     for i, (label, pieces) in enumerate(rows):
@@ -196,12 +206,12 @@ def stack_chart(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, int]]]
 
 
 def share(value: float | None) -> str:
-    """Formats 0.715 as ``71.5 %``."""
+    """Formats a share (0 to 1) in percent: 0.715 gives ``71.5 %``."""
     return "–" if value is None else f"{100 * value:.1f}\u202f%"
 
 
 def factor(value: float | None) -> str:
-    """Formats 1.5 as ``1.50×``."""
+    """Formats a ratio, such as a speed-up: 1.5 gives ``1.50×``."""
     return "–" if value is None else (f"{value:.2f}×" if value < 99.5 else f"{value:.0f}×")
 
 

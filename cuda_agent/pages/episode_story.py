@@ -1,8 +1,11 @@
-"""Converts an episode, or an attempt of ``optimize``, to the ``Story`` that a page shows, turn by turn.
+"""Converts an episode, or an attempt of the command ``optimize``, to the ``Story`` that a page shows turn by turn.
 
-An episode is one agent's work on a task.  A ``Story`` shows changes of files as diffs.  The transcript of an attempt
-contains diffs.  For an episode, this module computes diffs from the calls of the tools Write, Edit and MultiEdit.
-Changes by an episode's shell commands remain unknown."""
+An episode is one agent's work on a task.  An attempt is one of the conversations in which ``optimize`` lets a model
+write solutions.  A turn is a message of the model with the results of its tool calls.
+
+A ``Story`` shows changes of files as diffs.  The transcript of an attempt already contains the diffs.  An episode has
+no diffs, so this module computes them from the calls of the tools Write, Edit and MultiEdit.  It cannot show changes
+that the shell commands of an episode make."""
 
 import posixpath
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +26,7 @@ _WRITERS = ("Write", "Edit", "MultiEdit", "NotebookEdit")
 
 @dataclass(frozen=True)
 class StoryPart:
-    """One part of a turn, such as a tool call."""
+    """One part of a turn (a message of the model with the results of its tool calls), such as one tool call."""
 
     kind: Kind
     text: str
@@ -40,8 +43,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Story:
-    """An episode, or an attempt of ``optimize``, as a page shows it.  ``files`` (path -> text) is the last solution of
-    an episode, or the best solution of an attempt.  ``verdict`` is the verdict on these files."""
+    """What a page shows of an episode (one agent's work on a task) or of an attempt of the command ``optimize``.
+    ``files`` (path -> text) is the last solution of an episode, or the best solution of an attempt.  ``verdict`` is the
+    sandbox's verdict on these files."""
 
     opening: list[tuple[str, str]]  # role and text of each message before the first turn
     turns: list[Turn]  # the last turns
@@ -52,9 +56,10 @@ class Story:
 
 
 def _change(call: Mapping[str, Any], known: dict[str, str]) -> Event | None:
-    """Applies a call of the tool Write, Edit or MultiEdit to ``known`` (path -> text).  Returns the diff, or None if
-    the file or the text to replace is not known.  For a NotebookEdit, removes the path from ``known`` and returns
-    None."""
+    """Applies a call of the tool Write, Edit or MultiEdit to ``known`` (path -> text), and returns the diff.
+
+    Returns None, and changes nothing, if ``known`` lacks the file or the text that an edit replaces.  The effect of the
+    tool NotebookEdit is not computed: removes the file from ``known``, and returns None."""
     arguments = call["arguments"]
     path = posixpath.normpath(str(arguments.get("path", "")))
     old = known.get(path, "")
@@ -79,7 +84,8 @@ def _change(call: Mapping[str, Any], known: dict[str, str]) -> Event | None:
 
 @dataclass(frozen=True)
 class EpisodeRow:
-    """One episode, or one attempt of ``optimize``, in the list of a page."""
+    """A row in a list of episodes: facts about one episode (an agent's work on a task), or about one attempt of the
+    command ``optimize``."""
 
     number: int  # counts from 1, the oldest first
     stage: str
@@ -126,14 +132,15 @@ def of_episode(episode: Episode, tokenizer: Any = None) -> Story:
 
 
 def best_verdict(events: Sequence[Event]) -> Event | None:
-    """Returns the first ``verdict`` event with the largest speed-up (0 if wrong), or None if there is no such event."""
+    """Returns the event of the kind ``verdict`` with the largest speed-up, or the first one if several have it.  A
+    solution that is not correct, or not timed, counts as 0.  Returns None if ``events`` has no verdict."""
     judged = [event for event in events if event["kind"] == "verdict"]
     return max(judged, key=lambda event: event["factor"] or 0.0, default=None)
 
 
 def of_attempt(events: Sequence[Event], number: int) -> Story:
-    """Converts the attempt ``number`` of a search to the ``Story`` that a page shows.  ``events`` are the transcript of
-    the search."""
+    """Converts one attempt of the command ``optimize`` to the ``Story`` that a page shows.  ``events`` are the recorded
+    events of all attempts; ``number`` is the number of the attempt."""
     opening, turns = list[tuple[str, str]](), list[Turn]()
     own = [event for event in events if event["attempt"] == number]
     for event in own:
@@ -168,8 +175,8 @@ def token_texts(ids: Sequence[int], logprobs: Sequence[float], tokenizer: Any) -
 
 
 def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
-    """Returns turn (from 0) -> sampled tokens, for the last ``MOST_TOKENS`` sampled tokens of the episode.  Returns an
-    empty dict if ids and log-probabilities are unknown."""
+    """Returns the last ``MOST_TOKENS`` tokens that the model sampled in the episode, as a dict: turn (from 0) ->
+    tokens.  Returns an empty dict if the episode has neither token ids nor log-probabilities."""
     places = [i for i, sampled in enumerate(episode.mask) if sampled][-MOST_TOKENS:]
     if not any(episode.ids[i] or episode.logprobs[i] for i in places):
         return {}
@@ -183,8 +190,9 @@ def _sampled(episode: Episode, tokenizer: Any) -> dict[int, list[Token]]:
 
 
 def _spoken(message: Mapping[str, Any], thought: str = "") -> list[StoryPart]:
-    """Returns an assistant's message as parts: thought, text, tool calls.  ``thought`` is the message's thought,
-    if the transcript keeps it outside of ``message``."""
+    """Returns the parts of an assistant's message in order: thought, text, tool calls.  The thought is text of the
+    message itself, in front of ``</think>`` or in its own field.  For a transcript that stores thoughts elsewhere, it
+    is the argument ``thought``."""
     content = str(message.get("content") or "")
     before, closed, said = content.rpartition("</think>")
     thought = (thought or str(message.get("thought") or "")) + (before.replace("<think>", "") if closed else "")
@@ -214,9 +222,11 @@ def _result(text: str, kind: Kind = "result") -> StoryPart:
 
 
 def _answered(call: Mapping[str, Any] | None, result: str, known: dict[str, str]) -> Iterable[StoryPart]:
-    """Yields the parts that show the outcome of a tool call.  For a tool that writes files, the first part is the diff,
-    or the call's arguments if the diff is unknown.  The last part is ``result``, but an "ok" after a diff is left out.
-    Updates ``known`` (path -> text)."""
+    """Yields the parts that show what a tool call did.  ``result`` is the text that the tool returned.
+
+    For a tool that writes files, the first part is the diff, or the call's arguments if the diff cannot be computed.
+    The last part is ``result``.  It is left out if it is only "ok" and there is a diff.  Updates ``known`` (path ->
+    text), the files as far as earlier calls tell."""
     if call is not None and call.get("name") in _WRITERS and isinstance(call.get("arguments"), dict):
         change = None if result.startswith("error") else _change(call, known)
         if change is not None:

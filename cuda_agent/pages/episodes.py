@@ -1,6 +1,7 @@
 """Renders episodes (agents' work on tasks) as one HTML page: turns, tool calls, diffs, verdicts, and sampled tokens.
 
-The page can be read without JavaScript; its one script searches, filters and sorts.  The size of a page is bounded."""
+The page can be read without JavaScript.  Its only script searches, filters and sorts the episodes.  The page leaves out
+episodes that would make it too large."""
 
 from collections.abc import Sequence
 
@@ -18,8 +19,14 @@ text).  Tokens below the last limit have one more shade."""
 
 
 def render(title: str, entries: Sequence[EpisodeEntry], found: int, asked: str, most: int = MOST) -> str:
-    """Returns the HTML page with the first ``most`` of ``entries``, or fewer if the page would become too large.
-    ``found`` is the number of episodes from which the entries were chosen.  ``asked`` is a text about this choice."""
+    """Returns the HTML page about ``entries``, the episodes that a user selected.
+
+    Args:
+        title: The heading, such as the name of the run.
+        entries: The selected episodes, in the order of the page.
+        found: The number of episodes before the selection.
+        asked: A text for people that describes the selection, such as "stage collect, sorted by newest".
+        most: The limit of episodes on the page.  There are fewer if the page would exceed ``LARGEST`` characters."""
     cards: list[str] = []
     rows: list[EpisodeRow] = []
     room = LARGEST

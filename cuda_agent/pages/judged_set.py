@@ -1,7 +1,8 @@
 """Makes a page and a CSV file of the results of `cuda-agent evaluate-set`, which judges a set of solutions.
 
-The page shows claimed speed-ups beside measured ones, scores, and rejections.  It is one static HTML file without
-scripts.  A record is one solution of the set.  Each record has exactly one outcome, so the counts add up."""
+A record is one solution of the set.  Each record has exactly one outcome (a key of ``OUTCOMES``), so the numbers of all
+outcomes add up to the number of records.  The page shows these numbers, claimed and measured speed-ups, scores, and the
+reasons for rejections.  It is one static HTML file without scripts."""
 
 import csv
 import io
@@ -71,9 +72,15 @@ def accounts(rows: Sequence[JudgedRow]) -> list[tuple[str, int, str]]:
 
 
 def claims(rows: Sequence[JudgedRow]) -> dict[str, Any]:
-    """Returns the numbers of claimed speed-ups over eager: all, confirmed, lower, untimed, rejected and unjudged.  A
-    claim is confirmed if the measured speed-up is at least ``CONFIRMED`` times the claim.  ``claimed`` and ``measured``
-    are geometric means over the records that have both speed-ups.  Returns an empty dict without claims."""
+    """Compares the speed-ups over eager PyTorch that authors claim with the measured ones.  Returns an empty dict if no
+    record has a claim.
+
+    Returns:
+        The number of claims under ``all``, and five numbers that add up to it.  ``confirmed``: the measured speed-up is
+        at least ``CONFIRMED`` times the claim.  ``lower``: it is less.  ``untimed``: the solution is correct, but has
+        no measured speed-up.  ``rejected``: it is not correct.  ``unjudged``: it has no verdict.  ``claimed`` and
+        ``measured`` are geometric means of the two speed-ups over the records that have both; None without such
+        records."""
     claimed = [(row, row.claim_eager) for row in rows if row.claim_eager]
     if not claimed:
         return {}
@@ -94,9 +101,12 @@ def claims(rows: Sequence[JudgedRow]) -> dict[str, Any]:
 
 
 def fast_rows(scores: Scores, tasks: int) -> list[tuple[float, list[float | None]]]:
-    """Returns (p, shares) for each threshold p.  ``shares`` has four values of fast_p, the share of tasks that are
-    solved more than p times as fast as a baseline.  The first two, for eager and ``torch.compile``, are shares of the
-    scored tasks.  The other two, for the same baselines, are shares of ``tasks``.  A share of 0 tasks is None."""
+    """Returns a row (p, shares) for each threshold p in ``THRESHOLDS``.
+
+    ``shares`` holds four values of KernelBench's fast_p: the share of tasks with a correct solution that is more than p
+    times as fast as a baseline.  For p = 0, every correct solution counts.  The first two values are for the baselines
+    eager and ``torch.compile``, and divide by the number of scored tasks.  The other two are for the same baselines,
+    and divide by ``tasks``.  If the divisor is 0, the share is None."""
     return [
         (p, [fast_p(scores, p, baseline, count) for count in (None, tasks) for baseline in ("eager", "compile")])
         for p in THRESHOLDS
@@ -136,9 +146,10 @@ def render(
         name: The name of the set.
         rows: All records.
         scores: The scores of the judged records.
-        tasks: The number of tasks in the set, without those that have a lost record (``LOST``) and no scored record.
+        tasks: The divisor for fast_p (see ``fast_rows``).  It is the number of tasks in the set, minus those that could
+            not be scored for reasons outside of the solutions (outcomes in ``LOST``).
         skipped: Files of the input that hold no solution.
-        facts: Facts about the evaluation, for the page's head."""
+        facts: Short texts about the evaluation, such as its mode, for the head of the page."""
     several = len(scores.outcomes) > len({outcome.task for outcome in scores.outcomes})
     kinds = (("final", "Every sample"), ("best", "The best sample of each task"))
     return page(
@@ -176,9 +187,11 @@ def _geometric_mean(values: Iterable[float]) -> float | None:
 
 
 def _chart(rows: Sequence[JudgedRow]) -> Markup | None:
-    """Draws a dot for each judged record with a claim, on logarithmic axes of claimed and measured speed-up.  A
-    line shows where the two are equal.  Rejected records are dots below the axis.  Returns None if there is no record
-    to draw."""
+    """Draws the claimed (horizontal) and the measured speed-up over eager PyTorch as dots on logarithmic axes.
+
+    Each judged record with a claim is a dot, except correct ones without a measured speed-up.  Rejected records have no
+    measured speed-up either; their dots are below the axis.  A diagonal line marks equal speed-ups.  Returns None if
+    there is no dot."""
     claimed = [(row, row.claim_eager) for row in rows if row.claim_eager and row.outcome in JUDGED]
     points = [(row, min(max(claim, 1e-6), 1e9), row.speedup_eager) for row, claim in claimed]  # any number is claimed
     points = [point for point in points if point[2] or point[0].outcome != "ok"]  # without correct ones of no time

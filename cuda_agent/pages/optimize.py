@@ -1,6 +1,7 @@
-"""Renders the page of `cuda-agent optimize`: the best solution, its measured speed-up, and how the attempts went.
+"""Renders the page of `cuda-agent optimize`, which lets a language model search for a fast solution of one task.
 
-The page is one static HTML file without scripts.  Its text is in ``optimize.html.j2``."""
+The page shows the best solution, its measured speed-up, and the attempts: the conversations with the model.  It is one
+static HTML file without scripts.  Its text is in ``optimize.html.j2``."""
 
 import math
 import statistics
@@ -24,17 +25,17 @@ Bar = tuple[str, float, str, str]  # label, value, text, CSS class
 def render(
     name: str, code: str, events: Sequence[Event], best: Find | None, probe: Probe, why: str, target: float, where: str
 ) -> str:
-    """Returns the page of a search as HTML.
+    """Returns the page about one search for a fast solution, as HTML.
 
     Args:
-        name: Name of the task, the model to make faster.
+        name: Name of the task (a PyTorch model that a solution must replace).
         code: Source of the task.
-        events: The transcript of the search.
-        best: The best solution; None: none was correct.
-        probe: The task's times in eager mode and with ``torch.compile``.
+        events: The transcript of the search: its recorded events, such as verdicts.
+        best: The best solution; None if no solution is confirmed to be correct.
+        probe: Facts about the task without a solution: shapes, and times in eager mode and with ``torch.compile``.
         why: Reason why the search ended, a key of ``ENDS``.
         target: Speed-up at which the search stops.
-        where: Name and address of the language model."""
+        where: Name and address of the language model, as text."""
     verdict = (best.strict or best.quick) if best else None
     files = sorted(best.solution.files.items()) if best else []
     return page(
@@ -103,8 +104,9 @@ def _with_spread(verdict: Verdict) -> str:
 
 
 def shares_of_peak(verdict: Verdict) -> list[str]:
-    """Returns lines of text that compare the solution's bytes and FLOP per second with the device's peak rates.  The
-    list is empty if the solution is not timed."""
+    """Returns lines of text that compare the solution's bytes and FLOP per second with the device's peak rates.  Bytes
+    are those of the task's inputs and outputs; FLOP are those of the reference.  An unknown quantity has no line.  The
+    list is empty if the solution is not correct, or if its time is unknown or simulated."""
     if verdict.status != "ok" or verdict.clock == "model" or not verdict.seconds:
         return []
     peak = "the device's peak"
@@ -130,8 +132,11 @@ def shares_of_peak(verdict: Verdict) -> list[str]:
 
 
 def _roofline(verdict: Verdict | None) -> dict[str, Any]:
-    """Returns the page's comparison of the solution with the device's limits: lines of text, and a chart or bars.  The
-    dict is empty if the solution is not timed, or its number of bytes is unknown."""
+    """Returns what the page shows about the device's limits, as variables for the template.
+
+    ``said`` and ``standing`` are text.  ``chart`` is a roofline chart, or None if the task's FLOP are 0 or unknown, or
+    the peak bandwidth is unknown.  If only the FLOP are missing, ``bars`` compares bandwidths instead.  The dict is
+    empty if the solution's time or the task's number of bytes is unknown, or if times are simulated."""
     if verdict is None or verdict.clock == "model" or not verdict.seconds or not verdict.bytes:
         return {}
     peak, eager = verdict.peak_bytes_per_second, verdict.eager_seconds
@@ -147,7 +152,8 @@ def _roofline(verdict: Verdict | None) -> dict[str, Any]:
 
 
 def _roof_chart(verdict: Verdict, peak: float) -> Markup:
-    """Draws the device's roofline: operations per second over operations per byte.  Solution and baselines are dots."""
+    """Draws the device's roofline: FLOP per second over FLOP per byte of inputs and outputs.  The solution,
+    ``torch.compile`` and eager are dots.  ``peak`` is the peak memory bandwidth in bytes per second."""
     assert verdict.flops and verdict.bytes and verdict.seconds
     intensity = verdict.flops / verdict.bytes
     timed = (("this solution", verdict.seconds), ("torch.compile", verdict.compile_seconds),
@@ -187,8 +193,9 @@ def _roof_chart(verdict: Verdict, peak: float) -> Markup:
 
 
 def _track(events: Sequence[Event]) -> Markup | None:
-    """Draws the speed-up in each quick verdict over time, and the best speed-up so far.  Returns None if there is no
-    quick verdict."""
+    """Draws how the search went over time: a dot for each verdict of quick mode, and a line for the best speed-up so
+    far.  Speed-ups are over the faster of eager and ``torch.compile``; a solution that is not correct counts as 0.
+    Returns None if there is no such verdict."""
     quick = [event for event in events if event["kind"] == "verdict" and event["verdict"]["mode"] == "quick"]
     if not quick:
         return None

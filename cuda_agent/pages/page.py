@@ -1,8 +1,8 @@
 """Renders templates as HTML pages.  The pages are safe to open, although they show untrusted text, such as kernels.
 
-A page loads nothing.  The page's content security policy allows at most one script: an inline script that the policy
+A page loads no other files.  Its content security policy allows at most one script: an inline script that the policy
 identifies by its hash.  Templates escape all text, and replace each character that hides or reorders text with the
-character's name.  Only text of the type ``Markup`` stays unchanged, because it is safe HTML already."""
+character's name.  Only text of the type ``Markup``, which is safe HTML already, stays unchanged."""
 
 import base64
 import hashlib
@@ -54,8 +54,8 @@ def page(template: str, styles: Sequence[str] = (), script: str = "", **values: 
 
     Args:
         template: The name of a template that extends ``page.html.j2``.
-        styles: Names of CSS files in this package, whose rules follow those of ``report.css``.
-        script: Name of a file in this package with the page's only script; empty: no script.
+        styles: Names of CSS files in this package.  The page has their rules after those of ``report.css``.
+        script: Name of the file in this package that holds the page's only script; empty: no script.
         values: The variables of the template."""
     folder = files("cuda_agent.pages")
     code = (folder / script).read_text() if script else ""

@@ -73,10 +73,13 @@ def _devices(data: Data) -> list[str]:
 
 
 def _learning(stages: Sequence[Data]) -> list[Data]:
-    """Returns the learning curves of ``stages``: a dict for each heading in the report (``Stage.chart``).
+    """Returns the learning curves of ``stages``, as one dict for each heading in the report.  Stages with the same
+    heading (``Stage.chart``) share a dict.
 
-    ``main`` has the curves that the stages list in ``Stage.curves``.  ``rest`` has all other curves, which the page
-    shows folded.  ``weak`` has (stage, last explained variance) for each stage in which this variance is too low."""
+    ``main`` has the curves that the page shows at once: those of metrics that are in ``Stage.curves`` and in
+    ``CURVES``.  ``rest`` has the curves of all other metrics, which the page shows folded.  ``weak`` has (stage, last
+    explained variance of the critic, held out if logged) for each stage where this variance is below
+    ``LOWEST_EXPLAINED_VARIANCE``."""
     headings: dict[str, list[Data]] = {}
     for stage in stages:
         if stage.get("chart"):
@@ -116,8 +119,8 @@ def _figure(key: str, points: list[tuple[float, float]], before: str) -> tuple[s
 
 def funnel(rows: Sequence[Data]) -> list[tuple[str, float, str, str]]:
     """Returns bars that show how many candidate tasks are left after each filter, as (label, number, text, CSS class).
-    The first bar counts all candidates.  This bar and the bars of filters that dropped none have the pale class
-    ``quiet``."""
+    The first bar counts all candidates.  The class is ``quiet`` (pale) for the first bar and for filters that dropped
+    no task; otherwise it is empty."""
     entered = rows[0]["entered"]
     entries = [("candidates", entered, str(entered), "quiet")]
     for row in rows:
@@ -127,8 +130,8 @@ def funnel(rows: Sequence[Data]) -> list[tuple[str, float, str, str]]:
 
 
 def _tokens(stage: Data) -> float:
-    """Returns the number of tokens that a stage processed.  If the metrics of a step lack the number, counts only the
-    tokens that were sampled in the step's episodes."""
+    """Returns the number of tokens that a stage processed, summed over its steps.  Some steps log this number as
+    ``tokens``.  For a step that does not, counts the tokens sampled in its episodes, or 0 if it logs none."""
     steps = [entry["values"] for entry in stage["metrics"]]
     return sum(v.get("tokens", v.get("episodes", 0.0) * v.get("response_length", 0.0)) for v in steps)
 

@@ -1,4 +1,4 @@
-"""Prepares tables and charts of scores for the report: by family of tasks, by operator, and between policies."""
+"""Prepares tables and charts of scores for the report: per family of tasks, per operator, and for pairs of policies."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -25,17 +25,20 @@ STATUSES = ("ok", "wrong", "build_error", "no_answer", "crash", "timeout", "chea
 
 
 def shown_metrics(data: Data) -> tuple[tuple[str, str, str], ...]:
-    """Returns (key, title, explanation) of each metric in the score tables.  Includes the metric ``gap`` (time relative
-    to the best known design) only if some scores have it."""
+    """Returns (key, title, explanation) of each metric that the score tables show.  The last one is ``gap``, a
+    solution's time divided by the time of the task's best known design.  It is left out if no policy has a value for
+    it."""
     tables = [policy[which] for policy in data.get("policies", []) for which in ("final", "best")]
     known = any(table["overall"].get("gap") for table in tables)
     return (*METRICS, GAP) if known else METRICS
 
 
 def groups(data: Data) -> list[Data]:
-    """Returns the report's tables, as one dict (group) for each family of tasks.  A group has scores, and paired
-    differences between policies.  The first group also has charts.  If there are several families, a last group covers
-    all tasks and is ``folded`` on the page.  Returns an empty list if there are no scores."""
+    """Returns the data of the report's score section, as one dict (group) for each family of tasks.
+
+    A group has a score table with a row for each policy, and the paired differences between the first policy and each
+    later one.  Only the first group has charts.  If there are several families, a last group covers all tasks; it has
+    no differences, and the page shows it folded (key ``folded``).  Returns an empty list if there are no scores."""
     policies, families = data.get("policies", []), data.get("families", [])
     if not any(p["outcomes"] for p in policies):
         return []
@@ -80,11 +83,11 @@ def operators(policies: Sequence[Data]) -> Data:
 
 
 def headline(data: Data) -> Data:
-    """Returns the data of the report's headline: two changes from the first to the last policy, with intervals.
+    """Returns the data of the report's headline, which compares the last policy with the first one.
 
-    ``passed`` is the change of the share of correct answers.  ``faster`` is the change of the share that also beats
-    ``torch.compile``.  Both are computed on the first family of tasks.  Returns an empty dict if there are no
-    scores."""
+    ``passed`` is the change of the share of correct final answers, with its interval.  ``faster`` is the change of the
+    share that is correct and faster than ``torch.compile``.  Both are for the first family of tasks.  Returns an empty
+    dict if there are no scores, or only those of one policy."""
     family = (data.get("families") or [None])[0]
     found = _changes(data, family)
     if family is None or not found:
@@ -127,8 +130,9 @@ def _charts(policies: Sequence[Data], group: str, metrics: Sequence[tuple[str, s
 
 
 def _statuses(policies: Sequence[Data], group: str) -> tuple[list[str], str]:
-    """Returns (statuses, chart) for the final answers to tasks of ``group``.  The chart shows how many answers of each
-    policy have each status."""
+    """Returns (statuses, chart) for the final answers of all policies to tasks of ``group``.  A status, such as ``ok``
+    or ``wrong``, says how an answer was judged.  ``statuses`` lists those that occur, and always ``ok``.  The chart is
+    SVG and shows how many answers of each policy have each status."""
     counts = {
         p["policy"]: Counter(o["final"]["status"] for o in p["outcomes"] if group in (o["family"], "overall"))
         for p in policies
@@ -143,7 +147,8 @@ def _is_ratio(key: str) -> bool:
 
 
 def cell(key: str, value: float | None, interval: Sequence[float] | None) -> tuple[str, str]:
-    """Returns (score of the metric ``key``, its interval), both as text.  The second is "" if there is no interval."""
+    """Formats a score of the metric ``key`` for a table.  Returns (score, interval) as text.  The interval is "" if it
+    is unknown."""
     ratio = _is_ratio(key)
     said = factor(value) if ratio else share(value)
     if value is None or not interval:
@@ -153,7 +158,8 @@ def cell(key: str, value: float | None, interval: Sequence[float] | None) -> tup
 
 
 def change_cell(difference: Data) -> tuple[str, str, bool]:
-    """Returns (paired difference as text, its interval as text, whether the interval excludes "no change")."""
+    """Formats a paired difference (a metric's change between two policies on the same tasks) for a table.  Returns
+    (change as text, its interval as text, whether the interval excludes "no change")."""
     change, interval = difference["change"], difference["interval"]
     if change is None:
         return "–", "", False

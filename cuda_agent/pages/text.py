@@ -1,4 +1,4 @@
-"""Turns untrusted text into HTML: escapes it, replaces hidden characters by their names, colours sources and diffs."""
+"""Turns untrusted text into HTML: escapes it, makes hidden characters visible, and colours source code and diffs."""
 
 import re
 from html import escape
@@ -17,7 +17,9 @@ _CPP = re.compile(r"[.](cpp|cc|cu|cuh|h|hpp)$")
 
 
 def visible(text: str) -> str:
-    """Replaces each character that is invisible, or that changes how other text looks, with its name."""
+    """Returns ``text`` with a visible sign in place of each hidden character: ``␛`` for the control character U+001B,
+    ``⟨U+200B⟩`` for the zero-width space.  Direction marks, which reorder other text, count as hidden.  Tabs and
+    newlines stay."""
 
     def named(found: re.Match[str]) -> str:
         code = ord(found[0])
@@ -27,7 +29,7 @@ def visible(text: str) -> str:
 
 
 def safe(text: str) -> str:
-    """Returns untrusted text as HTML that is safe in an element and in an attribute."""
+    """Returns untrusted text as HTML that is safe as an element's content and as a quoted attribute's value."""
     return escape(visible(text))
 
 
@@ -37,7 +39,7 @@ def source(path: str, text: str) -> Markup:
 
 
 def diff_rows(text: str) -> Markup:
-    """Returns a unified diff as HTML, with a CSS class for each kind of line."""
+    """Returns a unified diff as HTML.  CSS classes mark added lines, removed lines and hunk headers."""
 
     def shown(row: str) -> str:
         css = {"+": "add", "-": "del", "@": "at"}.get(row[:1])
@@ -56,9 +58,11 @@ _CLASSES = (
 
 
 def highlight_cpp(source: str) -> str:
-    """Returns C++ or CUDA as escaped HTML, in which ``span`` elements with CSS classes mark the kinds of tokens. Marks
-    nothing in a long text, or in a text with a long run of white space: the lexer's time grows with the square of the
-    run's length."""
+    """Converts C++ or CUDA source code to HTML.  Escapes the code, and puts keywords, comments and other tokens into
+    ``span`` elements with CSS classes.
+
+    A very long source is only escaped.  So is a source with a long run of white space, because the lexer's time grows
+    with the square of the run's length."""
     if len(source) > _LONGEST_MARKED or _LONG_RUN.search(source):
         return escape(source)
     out = []

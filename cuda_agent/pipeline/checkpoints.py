@@ -1,4 +1,6 @@
-"""Saves and loads the checkpoints of one stage in the store, under the stage's cache key.  Keeps the two newest.
+"""Saves and loads the checkpoints of one stage in the store.  Keeps the two newest.
+
+The names in the store contain the stage's cache key and a nonce (random characters that make the name unique):
 
     checkpoints/<stage>/<key>/<step>-<nonce>/<path>   the files
     checkpoints/<stage>/<key>/<step>-<nonce>.json     {"step", "files": {path: {"sha256", "size"}}}, written last
@@ -22,8 +24,10 @@ _OWN = ".stage"  # folder of metrics, notes and clock inside a checkpoint
 
 
 class StageCheckpoints:
-    """The checkpoints of one stage.  This class implements ``context.Checkpoints``.  ``resumed`` lists the steps of the
-    checkpoints from which the stage resumed."""
+    """The checkpoints of one stage.  Implements the protocol ``context.Checkpoints``.
+
+    The attribute ``resumed`` lists the steps of the checkpoints from which the stage has resumed, in earlier processes
+    and in this one."""
 
     def __init__(self, store: Store, stage: str, key: str, scratch: Path, tracker: FileTracker) -> None:
         self._store, self._prefix, self._scratch, self._tracker = store, f"checkpoints/{stage}/{key}", scratch, tracker
@@ -32,7 +36,8 @@ class StageCheckpoints:
 
     @property
     def seconds(self) -> float:
-        """Returns the stage's seconds of work so far, including those before the loaded checkpoint was saved."""
+        """Returns for how many seconds the stage has run so far.  If a checkpoint was loaded, includes the seconds
+        before that checkpoint was saved."""
         return self._before + time.monotonic() - self._began
 
     def save(self, step: int, write: Callable[[Path], None]) -> None:
@@ -108,8 +113,8 @@ class StageCheckpoints:
                 self._store.delete(key)
 
     def _remove(self, entry: str) -> None:
-        """Removes a checkpoint.  Begins with its JSON file, so that an interruption never leaves a checkpoint without
-        files."""
+        """Removes a checkpoint.  Deletes its JSON file first, so that after an interruption no JSON file lists
+        missing files."""
         self._store.delete(f"{self._prefix}/{entry}.json")
         self._delete_below(f"{self._prefix}/{entry}")
 

@@ -1,14 +1,17 @@
 """Computes three parts of a stage's cache key: code version, digest of the software environment, and device name.
 
-The code version is a hash over the stage's import closure, which holds these files:
+The code version is a hash over the stage's import closure.  The closure holds these files:
 
-- the stage's module, and all modules of ``cuda_agent`` and of the stage's top-level package that it imports, directly
-  or through other modules, even inside a function;
-- every module whose full name is a string in these modules, such as ``"cuda_agent.sandbox.judge.judge"``;
-- data files, such as templates and C++ sources, in the sub-packages of these modules.  A data file beside a module of
-  the same name, such as ``check.cu`` beside ``check.py``, belongs to that module alone.
+- the stage's module;
+- the modules that it imports, directly or through other modules, at the top of a file or inside a function;
+- the modules whose full name is a string in one of these modules, such as ``"cuda_agent.sandbox.judge.judge"``;
+- the data files, such as templates and C++ sources, in the folders of these modules and below.  A data file beside a
+  module of the same name, such as ``check.cu`` beside ``check.py``, counts only if that module is in the closure.
 
-The search reads syntax trees and imports nothing.  It does not find a name that the code builds at run time."""
+The closure holds only modules of ``cuda_agent`` and of the stage's top-level package.  A module directly in the folder
+of a top-level package adds no data files.
+
+The search reads syntax trees and imports nothing.  It does not find a module whose name the code builds at run time."""
 
 import ast
 import functools
@@ -32,8 +35,8 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def code_version(module: str) -> str:
-    """Returns the sha256 over names and bytes of all files in the import closure of ``module``: the modules that it may
-    import, directly or not, and their data files."""
+    """Returns a sha256 of the import closure of ``module``, over the names and bytes of all its files.  The closure
+    consists of ``module``, the modules that it may import, directly or not, and their data files."""
     digest = hashlib.sha256()
     for name, path in sorted(closure_files(module).items()):
         digest.update(f"{name}\0{_file_digest(path)}\n".encode())
@@ -41,8 +44,8 @@ def code_version(module: str) -> str:
 
 
 def closure_files(module: str) -> dict[str, Path]:
-    """Returns name -> path for all files in the import closure of ``module``: the modules that it may import, directly
-    or not, and their data files.  A name looks like ``cuda_agent/storage.py``."""
+    """Returns name -> path for all files in the import closure of ``module``.  The closure consists of ``module``, the
+    modules that it may import, directly or not, and their data files.  A name looks like ``cuda_agent/storage.py``."""
     files: dict[str, Path] = {}
     for name in closure_modules(module):
         root, path = _root(name.split(".")[0]), _source(name)
@@ -78,8 +81,9 @@ def closure_modules(module: str) -> set[str]:
 
 @functools.cache
 def environment_digest() -> str:
-    """Returns the value of CUDA_AGENT_IMAGE_DIGEST, if set.  Otherwise returns a hash of the machine type, the
-    operating system, and the versions of Python and of ``PACKAGES``."""
+    """Returns a string that identifies the software environment.  It is the value of the environment variable
+    CUDA_AGENT_IMAGE_DIGEST, if set.  Otherwise it is a hash of the machine type, the operating system, and the versions
+    of Python and of the packages in ``PACKAGES``."""
     if image := os.environ.get("CUDA_AGENT_IMAGE_DIGEST"):
         return image
     here = {"python": platform.python_version(), "machine": platform.machine(), "system": sys.platform}
@@ -89,8 +93,8 @@ def environment_digest() -> str:
 
 @functools.cache
 def device_name(device: str) -> str:
-    """Returns a name for ``device``.  For "cpu" it gives the processor, the number of cores and the compiler.  For
-    "cuda" it gives the GPU and the driver's version."""
+    """Returns a description of this machine's ``device``.  For "cpu" it consists of the processor, the number of cores
+    and the version of g++.  For "cuda" it consists of the GPU and the driver's version."""
     if device == "cuda":
         query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
         return _first_line_of(query) or "no GPU"
@@ -127,8 +131,8 @@ def _imports(path: Path, module: str) -> tuple[str, ...]:
 
 
 def _imported(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
-    """Yields the full names that ``module`` imports, and the strings in its source that look like ``a.b``.  ``tree`` is
-    the syntax tree of the source."""
+    """Yields the full names that ``module`` imports, and the strings in its source that may be a module's name because
+    they look like ``a.b``.  ``tree`` is the syntax tree of the source."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

@@ -1,6 +1,7 @@
 """Lists, selects and opens episodes of a run or of the command ``benchmark``, and attempts of the command ``optimize``.
 
-A list keeps only a summary of each episode.  The full episode is read from its file when it is shown."""
+An episode is one conversation in which a policy tries to solve a task.  A list keeps only a summary of each episode.
+The full episode is read from its file when it is shown."""
 
 import functools
 import gzip
@@ -29,7 +30,7 @@ Sort = Literal["newest", "oldest", "best", "worst", "turns", "tokens", "task"]
 @dataclass(frozen=True)
 class Left:
     """A file with the episodes of one stage.  ``tokenizer`` is the file of the tokenizer that decodes the episodes'
-    token ids, or None if it is unknown."""
+    token ids, or None if there is no such file."""
 
     stage: str  # name of the stage; for the command ``benchmark``, name of the folder or file
     file: Path
@@ -37,16 +38,23 @@ class Left:
 
 
 def of_run(store: Store, run: Run, folder: Path) -> list[Left]:
-    """Fetches the episodes of ``run`` into ``folder``.  Returns one item for each stage that has episodes, in the order
-    in which the stages run."""
+    """Copies the episodes of ``run`` from the store into ``folder``.  Returns one ``Left`` (a file of episodes) for
+    each stage that has episodes, in the order in which the stages run."""
     manifests = run_manifests(store, run, ROWS).items()
     return list(filter(None, (_fetched(store, manifest, folder / name) for name, manifest in manifests)))
 
 
 def packed(store: Store, manifest: Manifest, folder: Path) -> list[Path]:
-    """Writes a compressed file with the newest episodes of a finished stage into ``folder``, and the tokenizer beside
-    it, if known.  ``manifest`` is the stage's manifest.  Returns the paths of these files, or an empty list if the
-    stage has no episodes."""
+    """Writes a compressed file with the newest episodes of a finished stage into ``folder``, at most ``MOST_BYTES``
+    before compression.  Also copies the file of the policy's tokenizer into ``folder``, if there is one.
+
+    Args:
+        store: The store with the stage's outputs.
+        manifest: The record of the finished stage.
+        folder: The folder to write to.
+
+    Returns:
+        The paths of the compressed file and the tokenizer's file, or an empty list if the stage has no episodes."""
     left = _fetched(store, manifest, folder)
     if left is None:
         return []
@@ -78,7 +86,7 @@ def of_path(path: Path) -> list[EpisodeEntry]:
     of the command ``benchmark``.
 
     Raises:
-        ConfigError: ``path`` holds neither attempts nor episodes."""
+        ConfigError: ``path`` does not exist, or holds neither attempts nor episodes."""
     if (path / TRANSCRIPT).is_file():
         try:
             return attempts(read_events(path / TRANSCRIPT))
@@ -157,8 +165,8 @@ def _row(episode: Episode, stage: str, number: int) -> EpisodeRow:
 
 
 def attempts(events: Sequence[Event]) -> list[EpisodeEntry]:
-    """Returns the attempts of a search by ``optimize``, each with the verdict on its best solution.  ``events`` are the
-    transcript of the search."""
+    """Returns the attempts of a search by the command ``optimize``.  The entry of an attempt has the sandbox's verdict
+    on the best solution of this attempt.  ``events`` are the transcript of the search."""
     task = next((str(event["task"]) for event in events if event["kind"] == "begin"), "")
     numbers = sorted({int(event["attempt"]) for event in events if event["attempt"]})
     spent = [event for event in events if event["kind"] == "spent"]
@@ -194,7 +202,8 @@ def chosen(
     sort: Sort = "newest",
 ) -> list[EpisodeEntry]:
     """Returns the entries that fit all given conditions, ordered by ``sort``.  An entry fits if it has this ``stage``
-    and ``status``, its task's name contains ``task``, and its reward is at least ``min_reward``.
+    and ``status``, its task's name contains ``task``, and its reward is at least ``min_reward``.  A condition that is
+    None does not count.
 
     Raises:
         ConfigError: No entry has this stage or status; the message lists the stages or statuses that exist."""

@@ -1,11 +1,12 @@
 """Garbage collection of the store: removes old runs, and the artifacts and checkpoints that only old runs need.
 
-A pipeline is a series of runs with the same ``run.pipeline``.  The newest runs of each pipeline are kept, with the
-artifacts that their manifests name, the cache entries of their results, and the checkpoints of their unfinished stages.
-No object younger than an hour is removed.
+A pipeline is a series of runs whose configurations have the same value of ``run.pipeline``.  The newest runs of each
+pipeline are kept.  With them are kept the artifacts that their manifests (records of finished stages) name, the cache
+entries of their results, and the checkpoints of their unfinished stages.  No object younger than an hour is removed.
 
-Garbage collection and runs exclude each other.  On one machine a file lock ensures this.  On a cluster, the collector
-takes a lock in the store (``alone``), then checks that no run is active.  A new run waits until the lock is gone."""
+Garbage collection and runs exclude each other.  On one machine a file lock ensures this.  On a cluster, garbage
+collection takes a lock in the store with ``alone``, then checks that no run is active.  A new run waits until the lock
+is gone."""
 
 import contextlib
 import time
@@ -41,8 +42,8 @@ class Plan:
 
 
 def plan(store: Store, keep: int = KEEP) -> Plan:
-    """Returns the runs and keys to remove from ``store`` so that the newest ``keep`` runs of each pipeline
-    (``run.pipeline``) remain."""
+    """Returns the runs and objects to remove from ``store`` so that the newest ``keep`` runs of each pipeline remain.
+    A pipeline is a series of runs with the same value of ``run.pipeline``."""
     by_pipeline: dict[str, list[Run]] = defaultdict(list)
     for run in list_runs(store):
         by_pipeline[run.pipeline].append(run)
@@ -74,18 +75,20 @@ def plan(store: Store, keep: int = KEEP) -> Plan:
 
 
 def collect(store: Store, what: Plan) -> None:
-    """Removes the objects that ``what`` lists.  Begins with cache entries and manifests, so that no cache entry or
-    manifest ever refers to removed data."""
+    """Removes the objects that ``what`` lists.  Begins with cache entries and manifests (records of finished stages),
+    so that after an interruption none of them refers to removed data."""
     for key in sorted(what.keys, key=lambda key: _ORDER.index(key.split("/")[0])):
         store.delete(key)
 
 
 @contextlib.contextmanager
 def alone(store: Store) -> Iterator[bool]:
-    """Writes a lock for garbage collection to the store, and removes it after the ``with`` block.  Yields whether this
-    process may collect: False if another process holds such a lock, else True.  A lock older than ``LOCK_SECONDS`` does
-    not count, because its process was killed.  Each process first writes its lock, and then looks for other locks.  So
-    if two processes begin at the same time, at most one gets True."""
+    """Holds a lock for garbage collection in the store during the ``with`` block.  Yields False if another process
+    holds such a lock, else True.  Only a process that gets True may collect.
+
+    A process writes its own lock before it looks for other locks.  So if two processes begin at the same time, at most
+    one gets True.  A lock older than ``LOCK_SECONDS`` does not count, because a job that collects garbage is killed
+    after this time."""
     mine = f"locks/gc-{uuid.uuid4().hex}"
     store.put(mine, b"")
     try:
@@ -108,7 +111,7 @@ def _is_held(changed: float) -> bool:
 
 
 def await_end(store: Store, patience: float) -> bool:
-    """Waits at most ``patience`` seconds for the end of garbage collection in ``store``; returns whether it ended."""
+    """Waits at most ``patience`` seconds until no garbage collection runs in ``store``.  Returns whether none runs."""
     deadline = time.monotonic() + patience
     while is_collecting(store):
         if time.monotonic() > deadline:

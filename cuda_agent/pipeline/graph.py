@@ -1,7 +1,8 @@
-"""Defines the workflow's graph as a table, ``ROWS``, with one row per stage.
+"""Defines the graph of the training workflow as a table, ``ROWS``, with one row per stage.
 
-A row holds all facts about one stage, such as the stage's inputs, its outputs and the sections of the configuration in
-its cache key.  Each variant of the graph leaves out some rows.  ``Config.graph`` selects the variant."""
+A row holds all facts about one stage, such as the stage's inputs and outputs, and the sections of the configuration
+that enter the stage's cache key.  A variant of the graph leaves out some rows.  ``Config.graph`` selects the
+variant."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,8 @@ class Stage:
     ``inputs`` maps the name of each input to its source: an artifact of an earlier stage, such as ``warmup.policy``.
     In ``ROWS`` a source may list alternatives, as in ``rft.policy | warmup.policy``.  The input is then the first
     artifact whose stage is in the graph.  A ``?`` after the source makes the input optional: if the graph lacks the
-    source's stage, the input is absent."""
+    source's stage, the input is absent.  The source ``STAGES_INPUT`` stands for a folder that describes all stages on
+    which this stage depends."""
 
     name: str
     module: str
@@ -44,7 +46,8 @@ class Stage:
 
     @property
     def upstream(self) -> tuple[str, ...]:
-        """Returns the names of the stages whose artifacts this stage reads, including all alternative sources."""
+        """Returns the names of the stages whose artifacts this stage reads.  If an input has alternative sources,
+        includes the stages of all alternatives."""
         sources = [source for text in self.inputs.values() if text != STAGES_INPUT for source in _alternatives(text)]
         return tuple(dict.fromkeys(source.split(".")[0] for source in sources))
 
@@ -164,8 +167,9 @@ def ancestors(stages: Sequence[Stage], name: str) -> list[str]:
 
 
 def needs(stages: Sequence[Stage], stage: Stage) -> Sequence[str]:
-    """Returns the names of the stages that must be done before ``stage``.  These are the stages that make its inputs.
-    If ``STAGES_INPUT`` is one of its inputs, they are all stages on which ``stage`` depends, directly or not."""
+    """Returns the names of the stages that must be done before ``stage``: the stages that make its inputs.  If one of
+    its inputs is ``STAGES_INPUT`` (a folder that describes the stages before it), returns all stages on which ``stage``
+    depends, directly or not."""
     return ancestors(stages, stage.name) if STAGES_INPUT in stage.inputs.values() else stage.upstream
 
 

@@ -1,12 +1,13 @@
 """The local executor: runs the stages of a graph on one machine, each in a separate process.
 
-The executor continues the newest unfinished run of the configuration, or creates a run.  For each stage, it takes the
-result from the cache or starts a process.  If a process exits with 75 (try again), the executor waits and starts
-another one.  At the end it fetches the report and records how the run ended.
+The executor continues the newest unfinished run of the same configuration.  If there is none, it creates a run.  For
+each stage, it takes the result from the cache or starts a process.  If a process exits with code 75 (try again), the
+executor waits and starts another process, at most ``run.retries`` times.  At the end it copies the report from the
+store to a local folder, and records how the run ended.
 
-Executor and stages may be killed at any moment.  A result counts only once it is complete, and the next call continues
-from the newest checkpoints.  With ``run.parallel_stages``, independent stages run side by side, except those that
-measure times."""
+The executor and the stages' processes may be killed at any moment.  A result counts only once it is complete, and the
+next call continues from the newest checkpoints.  If ``run.parallel_stages`` is set, independent stages run at the same
+time.  A stage that measures times always runs alone."""
 
 import contextlib
 import json
@@ -74,15 +75,15 @@ def run_pipeline(
     preload: tuple[str, ...] = PRELOAD,
     pause: float = 2.0,
 ) -> RunOutcome:
-    """Runs a graph of stages and returns how the run ended.  Does not raise errors that a user can fix: the outcome
-    holds them.
+    """Runs a graph of stages and returns how the run ended.  If a ConfigError or a StoreError
+    occurs, does not raise it, but returns an outcome with an exit code and the error's message.
 
     Args:
         config: Selects the graph (``graph``), configures its stages and names the store.
         new: Whether to create a run even if there is an unfinished run of this configuration.
         stages: The stages to run; None: all stages of the graph.
-        table: ``module:NAME`` of the table that holds ``stages``; empty: the configuration's graph holds them.
-        watch: Receives the run's name and the state of all stages a few times a second.
+        table: Where a stage's process finds ``stages``, as ``module:NAME``; empty: in the configuration's graph.
+        watch: Function that is called several times a second with the run's name and the states of all stages.
         preload: Modules that the fork server imports before it forks the stages' processes.
         pause: Seconds before the second attempt of a stage; doubles before each further attempt."""
     stages = stages_of(config) if stages is None else stages
@@ -281,8 +282,10 @@ class _Execution:
         self.watch(self.run_record.name, list(self.views.values()))
 
     def _note(self, text: str, stage: str = "") -> None:
-        """Shows the executor's note ``text`` beside ``stage`` (empty: the first stage).  Also keeps the note, because
-        ``_read`` replaces the notes of a running stage by those in the stage's file."""
+        """Adds the message ``text`` to the notes that the screen shows for ``stage`` (empty: the first stage).
+
+        Also keeps the message in ``self.notes``.  While a stage runs, ``_read`` regularly replaces the shown notes by
+        those in the stage's file and those in ``self.notes``."""
         view = self.views[stage or next(iter(self.views))]
         self.notes.setdefault(view.name, []).append(text)
         view.notes = [*view.notes, text]
@@ -297,8 +300,8 @@ class _Execution:
 
 
 def fetch_report(store: Store, home: Path, run: str, manifest: Manifest) -> Path:
-    """Copies a run's report below ``home`` and returns the copy's folder.  ``manifest`` is that of the stage
-    ``report``."""
+    """Copies the report of ``run`` from the store to a folder below ``home``, and returns this folder.  ``manifest`` is
+    the record of the finished stage ``report``."""
     folder = home / "reports" / run
     shutil.rmtree(folder, ignore_errors=True)
     store.get_folder(next(iter(manifest.outputs.values())), folder)

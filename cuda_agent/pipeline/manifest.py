@@ -1,11 +1,12 @@
 """Reads and writes manifests (records of finished stages), computes cache keys, and defines the layout of the store:
 
-cas/<sha256>                      files and folders of artifacts, by content (``storage``)
-configs/<sha256>.json             frozen configurations
-cache/<stage>/<key>.json          the manifest of a result with this cache key; written last
+cas/<sha256>                      files and folders of artifacts, each under the hash of its content
+configs/<sha256>.json             configurations of runs, with all default values
+cache/<stage>/<key>.json          the manifest of the result with this cache key; written after the result
 checkpoints/<stage>/<key>/        checkpoints of an unfinished stage
-runs/<run>/run.json, end.json     the run's name and configuration; how the run last ended
-runs/<run>/<stage>/manifest.json  the result of this stage that the run uses
+runs/<run>/run.json               the run's name, the hash of its configuration and other facts known at its start
+runs/<run>/end.json               how the run last ended
+runs/<run>/<stage>/manifest.json  the manifest of the result that the run uses for this stage
 runs/<run>/<stage>/key            the cache key with which the stage's last attempt began
 runs/<run>/<stage>/log.txt        the output of the stage's last attempt
 runs/<run>/<stage>/outcome.json   how the stage's last attempt on a cluster ended, if it failed
@@ -30,7 +31,7 @@ from cuda_agent.tracking import read_metrics, write_metrics
 
 @dataclass(frozen=True)
 class Manifest:
-    """The record of one finished stage: how its result was made, and under which digests the result is stored."""
+    """The record of one finished stage: how its result was made, and the digests of the folders with the result."""
 
     stage: str
     run: str  # the run that made the result
@@ -79,9 +80,11 @@ def identify(stage: Stage, config: Config, inputs: dict[str, str]) -> Identity:
 def identity_of(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest]
 ) -> Identity:
-    """Returns the facts that decide the cache key of ``stage``.  ``done`` has the manifests of all stages on which
-    ``stage`` depends.  These manifests give the digests of the inputs.  If ``stage`` has the input
-    ``graph.STAGES_INPUT`` (a folder that describes all of these stages), first writes this folder to the store."""
+    """Returns the facts that decide the cache key of ``stage``.
+
+    ``done`` has the manifests of all stages on which ``stage`` depends.  The digests of the inputs come from these
+    manifests.  If one of the inputs is ``graph.STAGES_INPUT``, a folder that describes all these stages, this
+    function makes the folder and writes it to the store."""
     inputs = {}
     for name, source in stage.inputs.items():
         if source == STAGES_INPUT:
@@ -95,8 +98,9 @@ def identity_of(
 
 
 def placed(config: Config) -> Config:
-    """Returns a copy of ``config`` in which environment variables replace the addresses of sandbox servers, vLLM
-    servers and Ray.  On a cluster the pods have these variables.  If one is not set, its addresses stay unchanged."""
+    """Returns a copy of ``config`` with the addresses of sandbox servers, vLLM servers and Ray from environment
+    variables.  Pods of a cluster have these variables.  If a variable is not set, the copy keeps the address in
+    ``config``."""
     given = os.environ.get
     changes: dict[str, Any] = {}
     if servers := given("CUDA_AGENT_SANDBOX_SERVERS"):
@@ -110,9 +114,11 @@ def placed(config: Config) -> Config:
 
 
 def _device(stage: Stage, config: Config) -> str:
-    """Returns a name, for cache keys, of the device that measures the stage's times.  If the environment variable
-    CUDA_AGENT_DEVICE is set, as on a cluster, returns its value.  Otherwise returns ``servers`` if sandbox servers are
-    configured, ``ray`` if the stage runs on a running Ray cluster, or else the name of this machine's device."""
+    """Returns a name for the device on which the stage measures times.  The name becomes part of the cache key.
+
+    If the environment variable CUDA_AGENT_DEVICE is set, as in pods of a cluster, returns its value.  Otherwise returns
+    "servers" if sandbox servers are configured, "ray" if the stage uses an existing Ray cluster, and else a description
+    of this machine's device."""
     if named := os.environ.get("CUDA_AGENT_DEVICE"):
         return named
     if config.sandbox.servers:
@@ -156,8 +162,9 @@ def is_whole(store: Store, manifest: Manifest) -> bool:
 
 
 def find_result(store: Store, run: str, identity: Identity) -> Manifest | None:
-    """Returns the manifest of a complete result with this identity, or None.  Looks in the cache, then in ``run``: a
-    killed process may have written the run's manifest but no cache entry."""
+    """Returns the manifest of a complete result with this identity, or None.  Looks first in the cache, then at the
+    manifest of ``run``, because a process may have been killed after it wrote this manifest and before it wrote the
+    cache entry."""
     cached = _read(store, cache_entry(identity.stage, identity.key))
     if cached and is_whole(store, cached):
         return cached
@@ -175,8 +182,9 @@ def serve_from_cache(
 
 
 def publish(store: Store, run: str, manifest: Manifest) -> Manifest:
-    """Writes ``manifest`` to the store: first for ``run``, then as a cache entry.  If the cache has another complete
-    result with the same key, the run gets that result's manifest.  Returns the run's manifest."""
+    """Writes ``manifest`` to the store: first as the manifest of ``run``, then as a cache entry.  If the cache already
+    has a different, complete result with the same key, keeps that cache entry and makes it the manifest of ``run``.
+    Returns the manifest that ``run`` has in the end."""
     entry = cache_entry(manifest.stage, manifest.key)
     store.put(manifest_entry(run, manifest.stage), manifest.to_bytes())
     if not store.create(entry, manifest.to_bytes()):
@@ -193,8 +201,8 @@ def _make_stages_folder(
     store: Store, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest], folder: Path
 ) -> None:
     """Fills ``folder`` with ``graph.json``, ``config.json``, and the metrics, notes and manifests of all stages that
-    ``stage`` depends on.  If ``sandbox.clock`` is "model", leaves out durations, notes and other facts that can differ
-    between two runs of the same configuration."""
+    ``stage`` depends on.  If ``sandbox.clock`` is "model" (a deterministic cost replaces measured times), leaves out
+    durations, notes and other facts that can differ between two runs of the same configuration."""
     timeless = config.sandbox.clock == "model"
     left_out = {"run", "config", "finished", "resumed", "metrics"}
     left_out |= {"seconds", "key", "environment", "device"} if timeless else set()

@@ -1,6 +1,7 @@
 """Records a run in MLflow: a parent run with one child run per stage.  Works on one machine and in a cluster's pods.
 
-A thread (``tracking.Mirror``) sends the records to MLflow.  Only ``close`` waits for MLflow."""
+A thread of ``tracking.Mirror`` sends the records to MLflow.  The method ``close`` waits for MLflow.  No other method
+does."""
 
 import tempfile
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ class Recorder:
         sha256: Hash of ``config``.
         run: Name of the run.
         stages: The stages of the run's graph.
-        trouble: Receives one line, from another thread, when MLflow cannot be reached.
+        trouble: Function that is called with a message, from another thread, when MLflow first fails.
         artifacts: Folder for artifacts if ``uri`` is a local database, or None if MLflow's server stores them."""
 
     def __init__(
@@ -57,13 +58,14 @@ class Recorder:
         self._mirror.update(None, params=flat(config), tags=tags, artifacts=[resolved])
 
     def running(self, stage: str, scratch: Path) -> None:
-        """Records that ``stage`` is running, and the metrics that it has written to its folder ``scratch`` so far."""
+        """Records that ``stage`` is running.  Also records the metrics that the stage has written to its folder
+        ``scratch`` so far."""
         self._update(stage, metrics=read_metrics(scratch / "metrics.jsonl"), status="RUNNING")
 
     def finished(self, stage: str, manifest: Manifest) -> list[str]:
         """Records a finished stage in MLflow: settings, metrics, notes, and the name of the run that computed the
-        result (an earlier run if the result came from the cache).  Returns the notes: messages for the user, such as
-        warnings.  If ``uri`` is ``off``, returns an empty list."""
+        result (an earlier run if the result came from the cache).  Returns the stage's notes, which are messages for
+        the user, such as warnings.  If the recorder's ``uri`` is ``off``, records nothing and returns an empty list."""
         if self._mirror is None:
             return []
         with tempfile.TemporaryDirectory() as folder:

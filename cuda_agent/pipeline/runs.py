@@ -30,8 +30,8 @@ _STATUSES = {
 
 @dataclass(frozen=True)
 class Run:
-    """The record of a run.  ``code`` is the exit code of the run: 0 if done, None if the run never ended.  If the run
-    ended several times, ``code`` is from the last time."""
+    """The record of a run.  ``code`` is the exit code: 0 if the run is done, None if it never ended.  A run that is
+    not done can be continued and can then end again.  ``code`` is from the last time that it ended."""
 
     name: str
     config: str  # sha256 of the configuration
@@ -60,9 +60,11 @@ class Run:
 def local_home(store_uri: str) -> Path:
     """Returns the folder on this machine for caches, locks, scratch files and MLflow's database.
 
-    The environment variable CUDA_AGENT_HOME names the folder.  If it is not set, the folder is ``x`` for the store
-    ``x/store``, and ``x/y.local`` for any other local store ``x/y``.  For a store in S3 or in memory, it is
-    ``~/.cache/cuda-agent``."""
+    The environment variable CUDA_AGENT_HOME names this folder.  If it is not set, the folder depends on the store:
+
+    - a local store whose folder is called ``store``, such as ``x/store``: the parent folder ``x``;
+    - another local store, such as ``x/y``: the folder ``x/y.local`` beside it;
+    - a store in S3 or in memory: ``~/.cache/cuda-agent``."""
     if home := os.environ.get("CUDA_AGENT_HOME"):
         return Path(home).absolute()
     folder = local_folder(store_uri)
@@ -72,11 +74,11 @@ def local_home(store_uri: str) -> Path:
 
 
 def create_run(store: Store, config: Config, sha256: str) -> Run:
-    """Creates a run in the store.  ``sha256`` is the hash of ``config``.  If ``run.name`` is not set, makes a name from
-    the date and the hash.
+    """Creates the record of a new run in the store.  The run's name is the setting ``run.name`` of ``config``.  If it
+    is not set, the name is made from the date and ``sha256``, the hash of ``config``.
 
     Raises:
-        ConfigError: The name ``run.name`` is taken."""
+        ConfigError: The store already has a run with this name."""
     base = config.run.name or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{sha256[:4]}"
     for attempt in range(1 if config.run.name else 100):
         record = Run.begun(f"{base}-{attempt}" if attempt else base, config, sha256)
@@ -127,7 +129,8 @@ def choose(names: Sequence[str], asked: str, where: str) -> str:
     """Returns the one name in ``names`` that ``asked`` matches (see ``matching``).
 
     Raises:
-        ConfigError: No name or several match; the message lists the choices and contains the text ``where``."""
+        ConfigError: No name or several match.  The message lists the choices.  It also contains ``where``, which says
+            where the names come from, such as the store's URI."""
     found = matching(names, asked)
     if len(found) == 1:
         return found[0]
@@ -150,14 +153,15 @@ def read_config(store: Store, sha256: str) -> Config:
 
 
 def run_manifests(store: Store, run: Run, stages: Sequence[Stage]) -> dict[str, Manifest]:
-    """Returns the manifests of the run's finished stages, by the stages' names, in the order of ``stages``."""
+    """Returns a map from the names of the run's finished stages to their manifests (records of the stages' results), in
+    the order of ``stages``."""
     found = {stage.name: read_manifest(store, run.name, stage.name) for stage in stages}
     return {name: manifest for name, manifest in found.items() if manifest is not None}
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The parts of a run that ``diff`` compares."""
+    """The name, settings and manifests (records of finished stages) of a run, as ``diff`` compares them."""
 
     name: str
     settings: dict[str, Any]  # dotted key of the configuration -> value
@@ -171,8 +175,12 @@ def facts(store: Store, run: Run, stages: Sequence[Stage]) -> Facts:
 def diff(one: Facts, other: Facts) -> dict[str, Any]:
     """Compares two runs.  Returns the settings that differ, and the stages that differ.
 
-    A stage differs if only one run has finished it, or if its cache key differs between the runs.  If the key differs,
-    the result has the parts of the key that differ, both durations in seconds, and the names of the equal outputs."""
+    A stage differs if only one run has finished it, or if the runs have different cache keys for it.  (A cache key is a
+    hash of a stage's code, environment, device, inputs and configuration.)  If the keys differ, the stage's entry has:
+
+    - the parts of the key that differ; the configuration is named only if no other part differs;
+    - the stage's duration in each run, in seconds;
+    - the names of the outputs that are equal in both runs."""
     keys = [key for key in one.settings | other.settings if one.settings.get(key) != other.settings.get(key)]
     changes: dict[str, Any] = {}
     for name in one.manifests | other.manifests:
@@ -213,6 +221,6 @@ def try_lock(path: Path, shared: bool = False) -> Iterator[bool]:
 
 
 def is_running(home: Path, store: Store, run: Run) -> bool:
-    """Returns whether an executor on this machine is running the configuration of ``run`` now."""
+    """Returns whether a process on this machine now executes a run of this store with the configuration of ``run``."""
     with try_lock(lock_path(home, store, run.config)) as free:
         return not free

@@ -29,13 +29,14 @@ def derived(config: Config) -> dict[str, Any]:
     """Returns the schedule of a run as a dict: estimates of the run's work, time and memory.
 
     The entry ``stages`` has for each stage the number of samples (tasks, examples or episodes), an upper bound of their
-    tokens, the number of optimizer steps, and the seconds.  A stage that trains also has ``memory``: the peak memory of
-    a training step in bytes, or None if the base model (``policy.base``) is not on this machine.  The entry
-    ``machines`` has a line of text for each kind of machine that the run needs.
+    tokens, the number of optimizer steps, and the duration in seconds.  A stage that trains also has ``memory``: the
+    peak memory of a training step in bytes, or None if the base model is not on this machine.  (The base model is the
+    pretrained model that ``policy.base`` names.)  The entry ``machines`` has a line of text for each kind of machine
+    that the run needs.
 
-    Without a base model, seconds are estimates for 2 CPU cores or one GPU (``RATES``).  With a base model, they are
-    estimates for the GPUs in ``machines``.  They are None if the base model's number of parameters is unknown, or if
-    engine or trainer computes on a CPU."""
+    Without a base model, the policy is trained from scratch, and the durations are estimates for 2 CPU cores or one
+    GPU.  With a base model, they are estimates for the GPUs in ``machines``.  They are None if the base model's number
+    of parameters is unknown, or if the inference engine or the trainer computes on a CPU."""
     rows: dict[str, dict[str, Any]] = {}
     for stage in stages_of(config):
         if stage.work is None:
@@ -106,7 +107,8 @@ def _ray_machines(config: Config) -> list[str]:
 
 
 def _judge_gpus(config: Config) -> int:
-    """Returns the number of GPUs that the judge needs on the run's own machines: 0 or 1."""
+    """Returns the number of GPUs, 0 or 1, that the run's machines need for the judge (the process that checks and times
+    solutions).  The number is 0 if solutions are judged on CPUs or on the servers in ``sandbox.servers``."""
     return int(config.sandbox.device == "cuda" and not config.sandbox.servers)
 
 
@@ -115,8 +117,8 @@ def _trainer_gpus(config: Config) -> int:
 
 
 def _vllm_servers(config: Config) -> int:
-    """Returns the number of vLLM servers that a stage starts on its machine (with Ray: on each rollout worker).  The
-    number is 0 if the policy has another engine, or if ``policy.vllm.servers`` names running servers."""
+    """Returns the number of vLLM servers that a stage starts on its machine.  With Ray, each rollout worker starts this
+    number.  The number is 0 if ``policy.engine`` is not vllm, or if ``policy.vllm.servers`` lists running servers."""
     return config.policy.vllm.replicas if config.policy.engine == "vllm" and not config.policy.vllm.servers else 0
 
 
@@ -129,9 +131,14 @@ def _gpus(count: float) -> str:
 
 
 def token_seconds(config: Config, stage: str) -> tuple[float, float] | None:
-    """Returns (seconds to sample a token, seconds to train on a token) for ``stage``.  For a pretrained base model,
-    all engines and trainers of the stage share the tokens.  For a model trained from scratch, the times are those of
-    one engine and one trainer.  Returns None if the times of the base model cannot be estimated."""
+    """Returns (seconds to sample a token, seconds to train on a token) for ``stage``.
+
+    For a pretrained base model, the times are for all inference engines and all training processes of the stage: twice
+    as many engines halve the seconds to sample a token.  For a model trained from scratch, the times are for one engine
+    and one training process.
+
+    Returns None for a base model if its number of parameters is unknown, or if an engine or trainer computes on a
+    CPU."""
     if config.policy.base is None:
         decoding, training = (_small(config, device) for device in (config.policy.device, config.training.device))
         return decoding[0], training[1]
@@ -149,8 +156,8 @@ def token_seconds(config: Config, stage: str) -> tuple[float, float] | None:
 
 
 def _small(config: Config, device: str) -> tuple[float, float]:
-    """Returns (seconds to sample a token, seconds to train on a token) on ``device``, for a
-    policy that is trained from scratch."""
+    """Returns (seconds to sample a token, seconds to train on a token) on ``device``, for a policy that is trained from
+    scratch."""
     parameters, sampled, trained = RATES[device]
     scale = parameter_count(config.policy) / parameters
     if device == "cuda":  # a smaller model does not fill a GPU
@@ -159,7 +166,8 @@ def _small(config: Config, device: str) -> tuple[float, float]:
 
 
 def _engines(config: Config) -> int:
-    """Returns the number of engines that sample at the same time."""
+    """Returns the number of inference engines that sample from the policy at the same time.  With Ray, this is the
+    number per rollout worker, multiplied by the number of workers."""
     here = max(1, len(config.policy.vllm.servers) or _vllm_servers(config))
     return here * (config.ray.workers if config.runtime == "ray" else 1)
 
@@ -202,7 +210,8 @@ def _about(seconds: float | None) -> str:
 
 def training_memory(config: Config, work: Work) -> int | None:
     """Returns the peak memory of one training step, in bytes, summed over all training processes.  ``work`` is the
-    estimated work of the stage.  Returns None if config.json of the model ``policy.base`` cannot be read here."""
+    estimated work of the stage.  Returns None if this machine has no readable config.json of the pretrained model
+    ``policy.base``."""
     step = layout(config, _shape(config.policy), work.longest, scratch=work.from_scratch).peak
     if step is None:
         return None
@@ -241,6 +250,7 @@ def require_base(base: str | None) -> None:
 
 
 def parameter_count(policy: PolicyConfig) -> int:
-    """Returns the number of parameters of the small model that ``policy`` describes (Qwen3, tied embeddings)."""
+    """Returns the number of parameters of the model that ``policy`` describes for training from scratch.  Its
+    architecture is Qwen3 with tied embeddings."""
     shape = shape_of_policy(policy)
     return shape.parameters + 2 * shape.head * shape.layers  # adds the norms of single heads

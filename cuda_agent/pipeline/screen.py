@@ -34,8 +34,10 @@ def watching(as_json: bool = False) -> Iterator[Watch]:
 
 
 def plain(write: Callable[[str], None], every: float = 15.0) -> Watch:
-    """Returns a function that passes lines about a run to ``write``: each change of a stage's state, and each new note.
-    At intervals of ``every`` seconds, it also writes the progress of the running stages."""
+    """Returns a function that reports a run's progress as lines of text.  It passes each line to ``write``.
+
+    A line tells a change of a stage's state, or a new note (a message that a stage or the executor adds for the user).
+    About every ``every`` seconds, further lines tell the progress of the running stages."""
     known: dict[str, tuple[str, int]] = {}  # stage -> state and number of notes
     shown = time.monotonic()
 

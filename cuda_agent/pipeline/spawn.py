@@ -79,7 +79,7 @@ class Spawner:
         return ended
 
     def close(self) -> None:
-        """Kills the server and all running stages."""
+        """Makes the server kill all running stages and end.  Waits until the server has ended."""
         if self._server is not None:
             self._socket.close()
             self._server.wait()
@@ -99,8 +99,9 @@ def _receive(channel: socket.socket) -> dict[str, Any] | None:
 
 
 def serve(parent: int, preload: list[str]) -> None:
-    """Runs the fork server until the executor closes the socket that is this process's stdin.  ``parent`` is the
-    executor's process id, and ``preload`` names the modules to import."""
+    """Runs the fork server in this process.  The process's stdin is a socket that connects it to the executor.  When
+    the executor closes the socket, the server kills all stages and returns.  ``parent`` is the executor's process id,
+    and ``preload`` names the modules to import first."""
     die_with_parent(parent)
     for module in (*preload, "cuda_agent.pipeline.stage_main"):
         importlib.import_module(module)

@@ -1,8 +1,9 @@
 """Runs one stage of the workflow in a separate process, for the local executor or in a pod of a cluster.
 
-The process computes the stage's cache key and takes a lock on the key.  If the store has no result for the key, the
-process fetches inputs, runs the stage, and stores the outputs, a manifest (the record of the result) and a cache entry.
-If the stage has a checkpoint, it continues from the newest one."""
+The process computes the stage's cache key (a hash of its code, environment, configuration and inputs) and takes a lock
+on the key.  If the store has no result for the key, the process fetches the inputs, runs the stage, and stores the
+outputs, a manifest (the record of the result) and a cache entry.  If an interrupted attempt left checkpoints, the stage
+continues from the newest one."""
 
 import contextlib
 import errno
@@ -46,8 +47,9 @@ Stop = Callable[[], bool]
 
 @dataclass(frozen=True)
 class StageOrder:
-    """The arguments of a process that runs one stage.  ``scratch`` is the folder for metrics, notes, progress and
-    ``outcome.json`` of this attempt.  ``local`` is the machine's folder for locks and caches."""
+    """The arguments of a process that runs one stage once.  The process writes metrics, notes, progress and
+    ``outcome.json`` (how the process ended) to the folder ``scratch``.  ``local`` is the folder for the locks and
+    caches that all runs on the machine share."""
 
     store: str  # URI of the store
     config: str  # sha256 of the configuration
@@ -59,8 +61,8 @@ class StageOrder:
 
 
 def graph_of(config: Config, table: str = "") -> Sequence[Stage]:
-    """Returns the stages of ``table`` (``package.module:NAME``).  If ``table`` is empty, returns the stages of the
-    configuration's graph."""
+    """Returns the stages of a run.  ``table`` names a Python variable that holds the stages, as
+    ``package.module:NAME``.  If ``table`` is empty, the stages are those that ``config`` gives."""
     if not table:
         return stages_of(config)
     module, attribute = table.split(":")

@@ -1,8 +1,9 @@
-"""Turns a sweep into a list of runs.  A sweep is a list of overrides, some with several values in Hydra's grammar.
+"""Turns a sweep into a list of runs.  A sweep is a list of overrides (``key=value``) in Hydra's grammar, of which some
+have several values.
 
 For example, ``critic.lr=1e-5,3e-5 'seed=range(3)'`` gives 6 runs: the cartesian product, in which the last key changes
-fastest.  The runs of the sweep NAME are called NAME-1, NAME-2, and so on; from ten runs on
-NAME-01, NAME-02."""
+fastest.  The runs of the sweep NAME are called NAME-1, NAME-2, and so on.  In a sweep of ten or more runs, all numbers
+have the same width, as in NAME-01."""
 
 import itertools
 import math
@@ -22,7 +23,7 @@ MOST = 256  # most runs of one sweep
 
 @dataclass(frozen=True)
 class Point:
-    """One run of a sweep, with its whole configuration."""
+    """One run of a sweep: its values of the swept keys, and the configuration that results."""
 
     overrides: list[str]  # one ``key=value`` for each swept key
     config: Config  # has the run's name in ``run.name``
@@ -61,11 +62,13 @@ def points(overrides: Sequence[str]) -> tuple[str, list[Point]]:
 
 
 def run_here(points: Sequence[Point], execute: Callable[[Point], RunOutcome]) -> Iterator[tuple[Point, RunOutcome]]:
-    """Runs ``points`` one after the other and yields each with its outcome.  Does not repeat runs that are done.  The
-    sweep continues after a failed run.  It ends after a run that was stopped or could not use the store.
+    """Executes the runs ``points`` of a sweep one after the other, and yields each with its outcome.  A run that is
+    already done is not executed again.  The sweep continues after a failed run.  It ends after a run that was stopped
+    or could not use the store.
 
     Raises:
-        ConfigError: A point's name belongs to a run of another configuration; checked before any run begins."""
+        ConfigError: The store has a run with the same name as a point but another configuration.  All points are
+            checked before the first run begins."""
     done = {point.name: _is_done(point) for point in points}
     for point in points:
         outcome = RunOutcome(point.name, 0, resumed=True) if done[point.name] else execute(point)
@@ -86,8 +89,9 @@ def _is_done(point: Point) -> bool:
 
 
 def _read(overrides: Sequence[str]) -> tuple[str, list[str], dict[str, list[str]]]:
-    """Splits ``overrides`` into the sweep's name (or ""), the overrides that all runs share, and the swept keys with
-    their overrides.  ``critic.lr=1e-5,3e-5`` gives critic.lr -> ["critic.lr=1e-5", "critic.lr=3e-5"]."""
+    """Splits ``overrides`` into three parts: the sweep's name (or ""), the overrides that all runs share, and a map
+    from each swept key to one override for each of its values.  For example, ``critic.lr=1e-5,3e-5`` gives
+    critic.lr -> ["critic.lr=1e-5", "critic.lr=3e-5"]."""
     from hydra.errors import HydraException
 
     name, fixed, swept = "", [], {}

@@ -1,6 +1,6 @@
 """Estimates the work of a stage from the configuration, with one function for each kind of stage.
 
-``Work.tokens`` is an upper bound: it assumes that every episode is as long as its limits allow."""
+``Work.tokens`` is an upper bound: it assumes that every episode is as long as the configured limits allow."""
 
 import math
 from collections.abc import Callable
@@ -110,9 +110,12 @@ def _play(config: Config, episodes: int, turns: int, seconds: float) -> Work:
 
 
 def _verdicts(config: Config, episodes: int, seconds: float) -> float:
-    """Returns the estimated seconds to judge ``episodes`` episodes.  If a GPU measures times, a verdict takes
-    ``GPU_VERDICT`` or ``HOST_VERDICT`` seconds, and each sandbox server has one GPU, which judges one solution after
-    the other.  Otherwise a verdict takes ``seconds``."""
+    """Returns the estimated seconds to judge ``episodes`` episodes.
+
+    If solutions are not timed on a GPU, each episode takes ``seconds``.  If they are, each episode takes the constant
+    ``GPU_VERDICT`` (format plan) or ``HOST_VERDICT`` (other formats).  The episodes are then divided among the sandbox
+    servers, because each server has one GPU and judges one solution at a time.  The start of the judge adds
+    ``GPU_START`` seconds."""
     sandbox = config.sandbox
     if sandbox.device == "cuda" and sandbox.clock == "real":
         each = GPU_VERDICT if sandbox.format == "plan" else HOST_VERDICT

@@ -1,8 +1,9 @@
 """Converts conversations to token ids, and to messages for chat servers.
 
-Sampled text is never tokenized again: each new prompt joins the previous prompt, the sampled tokens and the tokens of
-the tool results. A conversation therefore has the same token ids in training, in rollouts and on every server. The chat
-template is saved with the tokenizer. Policies trained from scratch use ``chat_template.jinja``."""
+Sampled text is never tokenized again: each new prompt is the concatenation of the previous prompt, the sampled tokens
+and the tokens of the tool results. A conversation therefore has the same token ids in training, in rollouts and on
+every server. The chat template is saved with the tokenizer. Policies trained from scratch use
+``chat_template.jinja``."""
 
 import json
 import re
@@ -74,8 +75,9 @@ class ToolCall:
 
 
 class Chat:
-    """Converts conversations to token ids of ``tokenizer``, and sampled token ids to text and tool calls. Prompts
-    contain the tools' schemas if ``style`` is "full". Raises ``ValueError`` if the tokenizer has no chat template."""
+    """Converts conversations to token ids of ``tokenizer``, and sampled token ids to text and tool calls. If ``style``
+    is "full", prompts contain the tools' schemas; if it is "compact", they do not. Raises ``ValueError`` if the
+    tokenizer has no chat template."""
 
     def __init__(self, tokenizer: Any, style: Literal["compact", "full"] = "full") -> None:
         if not getattr(tokenizer, "chat_template", None):
@@ -108,8 +110,9 @@ class Chat:
         return self._delta([{"role": "tool", "content": text} for text in tool_results], closed)
 
     def encode_dialogue(self, messages: Sequence[Message], tools: Tools | None = None) -> tuple[list[int], list[int]]:
-        """Returns the token ids of a dialogue given as text, and a mask that is 1 on each assistant turn with its stop
-        token. If the last message is not the assistant's, the ids end with the header of the next assistant turn."""
+        """Returns the token ids of a dialogue given as text, and a mask of the same length. The mask is 1 for the
+        tokens of assistant turns, including their stop tokens, and 0 for all others. If the last message is not the
+        assistant's, the ids end with the header of the next assistant turn."""
         starts = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         ids = self.prompt_ids(messages[: starts[0] if starts else None], tools)
         mask = [0] * len(ids)
@@ -131,8 +134,10 @@ class Chat:
         return [*self._encode(whole[len(before) : whole.rindex(self._end)]), self.end_id]
 
     def parse(self, ids: Sequence[int], tools: Tools | None = None) -> tuple[str, list[ToolCall], bool]:
-        """Returns one sampled turn's text without tool calls, its tool calls, and whether the turn is malformed. Tool
-        calls may have XML form or Hermes' JSON form. A malformed call stays in the text; the other calls are still
+        """Returns one sampled turn's text without tool calls, its tool calls, and whether the turn is malformed. A turn
+        is malformed if it contains a malformed call, or a special token other than the stop tokens at its end.
+
+        Tool calls may have XML form or Hermes' JSON form. A malformed call stays in the text; the other calls are still
         returned. With ``tools``, string arguments are converted to the types of the tools' schemas."""
         ids = list(ids)
         while ids and ids[-1] in self.stop_ids:
@@ -158,8 +163,9 @@ class Chat:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _clean(self, message: Message) -> dict[str, Any]:
-        """Returns the message in the form of Hugging Face's templates. Puts a space into each control token, such as
-        ``<|im_end|>``, that the message's text contains. This text can therefore neither end nor begin a turn."""
+        """Returns the message in the form of Hugging Face's templates. Wherever the message's content or the arguments
+        of its calls contain a control token, such as ``<|im_end|>``, inserts a space into the token. A message can
+        therefore neither end nor begin a turn."""
 
         def broken(value: Any) -> Any:
             if isinstance(value, str):
@@ -183,8 +189,9 @@ def function_call(id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def read_calls(text: str, tools: Tools | None = None) -> tuple[str, list[ToolCall], bool]:
-    """Returns the text of an assistant turn without tool calls, its tool calls, and whether any call is malformed. With
-    ``tools``, string arguments are converted to the types of the tools' schemas."""
+    """Returns the text of an assistant turn without tool calls, its tool calls, and whether any call is malformed.
+    Calls before ``</think>`` are ignored and stay in the text. With ``tools``, string arguments are converted to the
+    types of the tools' schemas."""
     thought, closed, said = text.rpartition("</think>")  # calls inside the thought are ignored
     calls: list[ToolCall] = []
 
@@ -235,8 +242,9 @@ def _parse_call(body: str) -> ToolCall | None:
 
 
 def _typed(call: ToolCall, properties: Mapping[str, Any]) -> ToolCall:
-    """Parses a string argument as JSON if its parameter has another type than string. ``properties`` holds the schemas
-    of the tool's parameters. Text that is not valid JSON stays a string."""
+    """Returns ``call`` with its string arguments converted to the types of the tool's parameters. ``properties`` holds
+    the parameters' schemas. If a parameter's type is not string, its argument is parsed as JSON. An argument that is
+    not valid JSON stays a string."""
 
     def typed(name: str, value: Any) -> Any:
         if not isinstance(value, str) or properties.get(name, {}).get("type", "string") == "string":
@@ -250,15 +258,20 @@ def _typed(call: ToolCall, properties: Mapping[str, Any]) -> ToolCall:
 
 
 def on_the_wire(messages: Sequence[Message], tools: Tools, form: Form) -> list[Any]:
-    """Converts messages to the form of an OpenAI-compatible server.
+    """Converts messages to the form that an OpenAI-compatible server accepts.
 
-    An assistant's message may have ``tool_calls`` ({"id", "name", "arguments"}) and ``raw``, the model's text with
-    these calls in it. A tool's message has ``tool_call_id``. ``form`` is one of three:
+    An assistant's message may have the key ``tool_calls``, a list of {"id", "name", "arguments"}, and the key ``raw``,
+    the model's text that contains these calls. A tool's message has the key ``tool_call_id``. ``form`` decides how tool
+    calls and tool results are sent:
 
-    - ``native``: for servers that accept tool calls as JSON;
-    - ``text``: for servers without tool calls. The first system message lists the tools, tool calls are written as
-      XML, and tool results become user messages;
-    - ``raw``: for this project's policies. Tool calls are written as XML; tool results keep the role "tool"."""
+    - "native", for servers that accept tool calls as JSON: tool calls are JSON, and tool results have the role "tool";
+    - "text", for servers without tool calls: the first system message lists the tools, tool calls are part of the
+      text, and tool results become user messages;
+    - "raw", for policies that this project trains from scratch: tool calls are part of the text, and tool results have
+      the role "tool".
+
+    In the forms "text" and "raw", the text of an assistant's message is ``raw``. If ``raw`` is missing, tool calls are
+    written as XML after the content."""
     if form == "native":
         return [_native(message) for message in messages]
     sent: list[dict[str, Any]] = []

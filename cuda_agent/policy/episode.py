@@ -1,6 +1,6 @@
-"""Defines episodes: the turns of one agent on one task, token by token, with the agent's reward.
+"""Defines episodes. An episode is one attempt of the policy at a task: all tokens of the conversation, and the reward.
 
-A file of episodes (``episodes.jsonl``) has one JSON object per line. Stages such as ``collect`` write it, and
+A file of episodes (``episodes.jsonl``) has one JSON object per line. Stages of a run such as ``collect`` write it, and
 later stages such as ``rft`` read it."""
 
 import json
@@ -13,16 +13,18 @@ EPISODES = "episodes.jsonl"  # file name of a set of episodes
 
 
 def group_of(id: str) -> str:
-    """Returns the group of the episode ``id``, such as "warmup/3/relu-17" for "warmup/3/relu-17/2". The samples of one
-    drawn task form a group; a task that is drawn twice has two groups."""
+    """Returns the group of the episode ``id``, such as "warmup/3/relu-17" for "warmup/3/relu-17/2". The last part of
+    ``id`` is the number of the sample. All samples for one draw of a task form a group. A task that is drawn twice has
+    two groups."""
     return id.rpartition("/")[0]
 
 
 @dataclass
 class Episode:
-    """One episode. The lists ``ids`` to ``turns`` have one entry per token of the conversation, prompt included.
-    ``mask`` is 1 on tokens that the policy sampled, and 0 on tokens of prompts and tools; only sampled tokens are
-    trained on. ``reward`` is None after a deadline or an infrastructure fault; training then drops the episode."""
+    """One attempt of the policy at a task. The lists ``ids``, ``mask``, ``logprobs``, ``versions`` and ``turns`` have
+    one entry per token of the conversation, prompt included. ``mask`` is 1 on tokens that the policy sampled, and 0 on
+    tokens of prompts and tools. Only sampled tokens are trained on. ``reward`` is None if the time limit or an
+    infrastructure fault ended the episode. Training drops such episodes."""
 
     id: str  # <group>/<sample>, unique within its set, e.g. "warmup/3/relu_sum-0017/2"
     task: str  # name

@@ -1,8 +1,8 @@
 """Adds low-rank adapters (LoRA, arXiv 2106.09685) to linear layers of a frozen model.
 
 A layer with an adapter computes W x + scale B A x, where A is ``down``, B is ``up``, and scale is alpha / rank. The
-layer's attribute ``weight`` returns W + scale B A. Code that reads this attribute, such as the decoder, therefore gets
-the merged weights. Adapters are saved in peft's format."""
+layer's attribute ``weight`` returns W + scale B A. Code that reads this attribute, such as ``engines/decoder.py``,
+therefore gets the merged weights. Adapters are saved in peft's format."""
 
 import json
 import math
@@ -45,8 +45,9 @@ class Adapted(nn.Module):
 
 
 def attach(model: Any, rank: int, alpha: float, targets: Sequence[str], seed: int = 0) -> None:
-    """Freezes ``model`` and adds an adapter to every linear layer whose name ends in one of ``targets``, such as
-    ``q_proj``. Raises ``PolicyError`` if a target matches no linear layer."""
+    """Freezes ``model`` and adds an adapter to every linear layer whose name is in ``targets``. A layer's name is the
+    last part of its path in the model, such as ``q_proj``. ``seed`` determines the initial adapters. Raises
+    ``PolicyError`` if a target matches no linear layer."""
     found = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     chosen = [name for name in found if name.rsplit(".", 1)[-1] in targets]
     if absent := set(targets) - {name.rsplit(".", 1)[-1] for name in chosen}:

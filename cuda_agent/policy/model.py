@@ -20,9 +20,10 @@ are separate, because a kernel's author decides or copies each of them."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Any:
-    """Trains a byte-level BPE tokenizer of at most ``vocab`` entries on ``texts``, and gives it the chat template. Any
-    text survives encoding and decoding unchanged. Each string of ``MARKUP`` is one token; ``texts`` must not contain
-    these strings. Raises ``ValueError`` if ``vocab`` is too small for all bytes, control tokens and markup."""
+    """Trains a byte-level BPE tokenizer of at most ``vocab`` entries on ``texts``, and sets its chat template. Any text
+    survives encoding and decoding unchanged. Each string in ``MARKUP`` (frequent pieces of written tool calls) becomes
+    one token; ``texts`` must not contain these strings. Raises ``ValueError`` if ``vocab`` is too small for all bytes,
+    control tokens and markup."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -82,9 +83,10 @@ def save_policy(model: Any, tokenizer: Any, folder: Path | str) -> None:
 
 
 def load_policy(folder: Path | str) -> tuple[Any, Any]:
-    """Loads a policy from a Hugging Face folder, or as ``owner/name`` from the hub. Returns (model, tokenizer). The
-    model is in float32 and eval mode. Raises ``PolicyError`` if a file is missing or unusable, if the tokenizer has no
-    chat template, or if model and tokenizer do not fit together."""
+    """Loads a policy: a causal language model and its tokenizer. ``folder`` is a Hugging Face folder, or the name
+    ``owner/name`` of a model on the Hugging Face hub. Returns (model, tokenizer). The model is in float32 and eval
+    mode. Raises ``PolicyError`` if a file is missing or unusable, if the tokenizer has no chat template, or if it has
+    more entries than the model has embeddings."""
     from transformers import AutoConfig, AutoTokenizer
 
     path = Path(folder)
@@ -106,8 +108,9 @@ def load_policy(folder: Path | str) -> tuple[Any, Any]:
 
 
 def load_model(folder: Path | str) -> Any:
-    """Loads the causal model of a Hugging Face folder in float32 and eval mode. Raises ``PolicyError`` if a weight is
-    missing or has the wrong shape. Transformers would use random numbers instead."""
+    """Loads the causal language model of a Hugging Face folder in float32 and eval mode. Raises ``PolicyError`` if a
+    weight is missing or has the wrong shape. Without this check, Transformers would fill a missing weight with random
+    numbers."""
     from transformers import AutoModelForCausalLM
 
     with _named(f"{folder}: its weights cannot be loaded as a causal model"):
@@ -128,8 +131,8 @@ def _named(problem: str) -> Iterator[None]:
 
 
 def _check_files(path: Path) -> None:
-    """Raises ``PolicyError`` if the folder ``path`` lacks files of a policy. The error names all missing files; the
-    errors of transformers would be vague."""
+    """Raises ``PolicyError`` if the folder ``path`` lacks files of a policy: configuration, tokenizer or weights. The
+    error lists everything that is missing, which the errors of Transformers do not."""
     if not path.is_dir():
         raise PolicyError(f"{path} is not a folder")
     missing = [] if (path / "config.json").exists() else ["no config.json"]

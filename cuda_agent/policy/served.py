@@ -1,10 +1,10 @@
-"""Connects to an external model behind an OpenAI-compatible address, with text as input and output.
+"""Connects to an external language model behind an OpenAI-compatible address (chat completions).
 
-Answers are streamed: a user can watch them grow, and the client cuts an endless answer. If the server refuses a
-feature, such as tool calls or a parameter, later requests leave the feature out. If the server is busy, breaks a stream
-or answers 5xx, the client sends the request again after a pause. The API key comes from the environment. The client
-sends it to this address alone, and removes it from all text that the server returns. The stages of a run do not use
-this module: they use ``engines``."""
+Answers are streamed. A user can therefore read along, and the client stops reading an answer that grows too long. If
+the server refuses a feature, such as tool calls or a parameter, later requests leave the feature out. If the server is
+busy, breaks a stream or answers 5xx, the client sends the request again after a pause. The API key comes from the
+environment. The client sends the key to this address alone, and removes it from replies and HTTP errors. The stages of
+a run do not use this module: they sample from the models of ``engines``."""
 
 import asyncio
 import contextlib
@@ -58,8 +58,9 @@ class ContextTooLong(ServedModelError):
 
 @dataclass
 class Reply:
-    """One assistant turn. Each of ``calls`` is {"id", "name", "arguments"}; the arguments are a dict, or None if they
-    are not a JSON object. If ``estimated``, ``tokens`` is an estimate from the length of the text."""
+    """One assistant turn. ``calls`` lists the tool calls as {"id", "name", "arguments"}; the arguments are a dict, or
+    None if they are not a JSON object. If ``estimated`` is true, ``tokens`` is an estimate from the length of the
+    text."""
 
     content: str
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -90,10 +91,19 @@ def check_address(url: str, key_env: str) -> None:
 
 
 class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
-    """The client of one model, to be used as an async context manager. ``url`` is the server's address, which ends in
-    ``/v1``. ``key_env`` is the environment variable with the API key. ``form`` is that of tool calls (``on_the_wire``).
-    ``timeout`` and ``pause``, the pause before the first retry, are in seconds. ``lost`` is the estimated number of
-    tokens in answers that broke off. Vendors charge for these tokens too."""
+    """The client of one external model, to be used as an async context manager.
+
+    Args:
+        url: Address of the server, which ends in ``/v1``.
+        model: Name of the model at the server.
+        key_env: Name of the environment variable with the API key.
+        timeout: Longest wait for the server's next data, in seconds.
+        form: How messages write tool calls (``chat.on_the_wire``). Changes from "native" to "text" if the server
+            refuses tool calls.
+        pause: Pause before the first retry, in seconds, unless the server asks for another pause.
+
+    The attribute ``lost`` is the estimated number of tokens in answers that broke off. Vendors charge for these tokens,
+    too."""
 
     def __init__(
         self,
@@ -127,10 +137,10 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         listen: Listener | None = None,
         call: bool = True,
     ) -> Reply:
-        """Returns the model's next turn. If ``call`` is false, the model may not call tools. ``listen`` receives each
-        piece of the turn when it arrives, and news about retries (``Listener``). Repeats a failed request at most
-        ``RETRIES`` times. Raises ``ServedModelError`` if the server refuses the request or all retries fail, and
-        ``ContextTooLong`` if the conversation is too long."""
+        """Returns the model's next turn. If ``call`` is false, asks the server to allow no tool calls. ``listen`` is
+        called with each piece of the turn as it arrives, and with the reason for each retry (see ``Listener``). Repeats
+        a failed request at most ``RETRIES`` times. Raises ``ServedModelError`` if the server refuses the request or all
+        retries fail, and ``ContextTooLong`` if the conversation is too long."""
         hear = listen or (lambda what, text: None)
         seed = None if seed is None else seed % 2**31
         sampling = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
@@ -169,8 +179,8 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         return {key: value for key, value in body.items() if key not in self._lacks and value is not None}
 
     def _adapted(self, refusal: str, body: dict[str, Any], hear: Listener) -> bool:
-        """Finds a feature of ``body`` that ``refusal`` mentions, and leaves it out of later requests. Returns whether
-        there is such a feature."""
+        """Finds a feature of the request ``body`` that the server's error text ``refusal`` mentions. Makes later
+        requests leave the feature out. Returns whether there is such a feature."""
         text = refusal.lower()
         for named, left_out in _OPTIONAL.items():
             if named in text and left_out in body and left_out not in self._lacks:
@@ -213,7 +223,8 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
         raise _Refused(problem)
 
     def _clean(self, text: str) -> str:
-        """Returns ``text`` with the API key replaced. Some servers repeat the key in their answers."""
+        """Returns ``text`` without the API key, which some servers repeat in their answers. A key of fewer than
+        ``_SHORTEST_KEY`` characters is not removed."""
         return text.replace(self._key, "[key]") if len(self._key) >= _SHORTEST_KEY else text
 
 

@@ -18,9 +18,9 @@ _GREW = f"entropy is more than {GROWTH:g} times that of the first step: the poli
 
 
 def alarms(metrics: Mapping[str, float], first: Mapping[str, float]) -> list[str]:
-    """Returns one line for each alarm in ``metrics``, the metrics of the current step. A metric that is NaN or outside
-    its limits (``ALARMS``) causes an alarm. So does an entropy above ``GROWTH`` times the entropy in ``first``, which
-    maps each metric to the first value that this process measured for the metric."""
+    """Returns one line of text for each alarm. ``metrics`` are those of the current step. A metric that is NaN or
+    outside its limits (``ALARMS``) causes an alarm. The entropy also causes one if it is more than ``GROWTH`` times its
+    value in ``first``. ``first`` holds the first value of each metric that this process has seen."""
     lines = [
         f"{name} left its limits, {low:g} to {high:g}: {meaning}"
         for name, (low, high, meaning) in ALARMS.items()

@@ -1,10 +1,14 @@
-"""Writes the corpus of the stage ``bootstrap``: dialogues in which the scripted teacher, a program, solves tasks.
+"""Makes the corpus of the stage ``bootstrap``: dialogues in which the scripted teacher, a program, solves tasks.
 
-The dialogues look like the policy's episodes. The program makes up the verdicts in tool results, so the corpus needs no
-compiler. Tests and ``bootstrap`` check a sample of the verdicts in the sandbox. A design is a set of choices for a
-kernel, such as the number of blocks. The teacher draws designs without regard to the shapes of the task's tensors. Some
-episodes end after the first solution, right or wrong. The corpus therefore does not teach which designs are right and
-fast for which shapes. It does not teach to verify every solution either. Only reinforcement learning teaches both."""
+The stage trains a small model to imitate the dialogues. They look like the policy's episodes, but the verdicts in tool
+results do not come from the sandbox. The teacher predicts the status of a solution, such as "ok" or "wrong", and the
+speed-ups are drawn at random. The corpus therefore needs no compiler. Tests and ``bootstrap`` judge some of the
+teacher's solutions in the sandbox, and compare the statuses.
+
+A design is a set of choices for a kernel, such as the number of blocks. The teacher draws designs at random and ignores
+the shapes of the task's tensors. Some episodes end after the first solution, even if it is wrong or not verified. A
+model that imitates the corpus thus learns neither to choose a design by the shapes nor to verify every solution. It
+learns both later, by reinforcement learning."""
 
 import random
 from collections.abc import Collection
@@ -28,8 +32,8 @@ Dialogue = list[dict[str, Any]]
 
 
 def corpus(settings: Bootstrap, seed: int, excluded: Collection[str], device: str = "cpu") -> list[Dialogue]:
-    """Returns ``settings.examples`` dialogues on new tasks for ``device``. No task has one of the
-    operator combinations ``excluded`` (``family.combination``)."""
+    """Returns ``settings.examples`` dialogues on new random tasks for ``device``. Skips tasks whose combination of
+    operators, such as ``relu>mul_y>sum``, is in ``excluded``."""
     rng = random.Random(f"corpus {seed}")
     dialogues: list[Dialogue] = []
     while len(dialogues) < settings.examples:
@@ -72,8 +76,8 @@ def one_shot(task: Task, rng: random.Random, device: str = "cpu") -> Dialogue:
 
 
 def careless(task: Task, rng: random.Random, device: str = "cpu") -> Dialogue:
-    """Returns an episode with tools. The agent ends the episode after the first solution, even if this is wrong. In
-    half of the cases, the agent verifies the solution before the end."""
+    """Returns an episode with tools in which the agent writes one solution and stops, even if the solution is wrong. In
+    about half of these episodes, the agent verifies the solution before it stops."""
     worked = solve(task, rng, device)
     calls = _writes(_stripped(worked.files))
     verdict = _judged(worked) if rng.random() < 0.5 else None
@@ -81,13 +85,18 @@ def careless(task: Task, rng: random.Random, device: str = "cpu") -> Dialogue:
 
 
 def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu", designs: int = 2) -> Dialogue:
-    """Returns an episode with tools. The agent writes a solution and verifies it. If ``repair`` is set and the design
-    is correct, the solution first contains a mistake, which the agent then repairs. If the design is wrong, the agent
-    tries other designs: at most ``REFUSED`` wrong designs come before a correct one.
+    """Returns an episode with tools, which has two parts. A design is a set of choices for a kernel, such as the number
+    of blocks. A wrong design does not fit the task's shapes.
 
-    Then the agent profiles one to ``designs`` designs, each once. The first is the correct design found above. Each
-    later design changes the best design so far, and may be wrong. If the last design is wrong, the agent restores the
-    best design. If the last design is only slower, the agent does so with probability ``RESTORED``."""
+    First, the agent looks for a correct solution. It writes a solution with a random design and verifies it. If this
+    design is wrong, the agent tries other designs; after at most ``REFUSED`` wrong ones comes a correct one. If the
+    first design is correct and ``repair`` is set, the first version of the solution contains a mistake, such as a
+    wrong operator, and the agent repairs it.
+
+    Second, the agent profiles between 1 and ``designs`` different designs, beginning with the correct one. It makes
+    each new design by a change of the best design so far; the new design may be wrong. If the last design is wrong, the
+    agent restores the best solution. If the last design is correct but slower than the best one, the agent restores
+    the best solution with probability ``RESTORED``."""
     worked = solve(task, rng, device)
     mistake = spoil(task, worked, rng) if repair and worked.status == "ok" else None
     written = _stripped(mistake.files if mistake else worked.files)
@@ -109,9 +118,10 @@ def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu", d
 
 
 def _profiled(task: Task, worked: Worked, rng: random.Random, designs: int) -> Dialogue:
-    """Returns the turns in which the agent profiles ``designs`` designs: first ``worked``, whose files are in the work
-    folder, then changes of the best design so far. Profiles fewer designs if ``CHANGES`` random changes of the best
-    design give no new design. The last turn may restore the best design."""
+    """Returns the turns in which the agent profiles ``designs`` different designs (sets of choices for a kernel). The
+    first is the design of ``worked``, the solution in the work folder. Each later one is the best design so far with
+    one random change. Stops early if ``CHANGES`` random changes give no new design. If the last design is not the
+    best, one more turn may restore the best solution."""
     dialogue: Dialogue = []
     spec, best, fastest, profiled = parse(task), worked, None, [worked.files]
     for number in range(designs):
@@ -145,8 +155,9 @@ def _writes(files: dict[str, str]) -> list[dict[str, Any]]:
 def _turn(
     calls: list[dict[str, Any]], command: str, verdict: Verdict | None, before: Verdict | None = None
 ) -> Dialogue:
-    """Returns an assistant turn with ``calls``, and their results. If there is a ``verdict``, the turn ends with a call
-    that runs ``command`` and shows the verdict. ``before`` is the best earlier verdict, or None."""
+    """Returns an assistant turn with the tool calls ``calls``, and the message of each call's result. If ``verdict`` is
+    not None, the turn also runs ``command``, such as "verify", and the result of this call shows ``verdict``. The
+    result of "profile" also compares ``verdict`` with ``before``, the best earlier verdict, if there is one."""
     results = ["ok"] * len(calls)
     if verdict:
         calls, results = [*calls, _bash(command)], [*results, describe(verdict, command, "compact", before)]
@@ -189,9 +200,9 @@ def _verdict(device: str, status: Status, message: str = "", ratios: tuple[float
 
 
 def _ratios(spec: FamilySpec, worked: Worked, rng: random.Random) -> tuple[float, float]:
-    """Draws two speed-ups of ``worked``: over eager and over ``torch.compile``. One random factor is common to the two
-    speed-ups. On the CPU, their medians and spreads follow measurements on idle machines. On a GPU, they do not depend
-    on the design."""
+    """Draws two random speed-ups of the solution ``worked``: over eager PyTorch and over ``torch.compile``. Both
+    contain one common random factor. On the CPU, the speed-ups depend on the design, and their medians and spreads
+    follow measurements on idle machines. On a GPU, the speed-ups do not depend on the design."""
     slower, design = 1.0, worked.design
     if worked.device == "cpu":
         slower *= 1.9 if design.number == "double" else 1

@@ -1,5 +1,6 @@
-"""Runs PPO for the stages ``warmup`` and ``agentic`` (paper, section 3.3). Each step plays a batch of episodes, learns
-from it, and serves the new weights. All runtimes and all estimators of advantages use the same loop."""
+"""Runs PPO for the stages ``warmup`` and ``agentic`` (CUDA Agent, arXiv 2602.24286, section 3.3). Each step plays a
+batch of episodes, trains the policy on it, and gives the new weights to the inference engine. The loop is the same with
+and without Ray, and for all estimators of advantages."""
 
 import asyncio
 import math
@@ -124,9 +125,11 @@ async def prefetch(
 async def _retried_after_losses(
     ctx: StageContext, runtime: Runtime, step: int, job: Callable[[], Awaitable[Result]]
 ) -> Result:
-    """Runs ``job`` and returns its result. The job starts from the trainer's state at ``step``. If the trainer is lost
-    during the job, restores the checkpoint of ``step`` and runs the job again. Raises TryAgain after ``LOSSES`` losses,
-    or if the newest checkpoint is of another step."""
+    """Runs ``job`` and returns its result. The job starts from the trainer's state at ``step``. If the trainer's
+    processes are lost during the job, restores the newest checkpoint and runs the job again.
+
+    Raises:
+        TryAgain: The trainer was lost ``LOSSES`` times, or the newest checkpoint is not of ``step``."""
     for attempt in range(LOSSES):
         try:
             if attempt and (found := await runtime.restore()) != step:

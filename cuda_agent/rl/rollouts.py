@@ -73,8 +73,9 @@ class Rollouts:
 
 
 def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
-    """Returns the jobs of ``samples`` episodes per task, in the order of ``tasks``, with the ids ``label/task/sample``.
-    The second occurrence of a task has the ids ``label/task#2/sample``, and therefore another group and other seeds."""
+    """Returns ``samples`` jobs for each of ``tasks``, in order. A job is a task and the id of an episode to play on it.
+    The id has the form ``label/task/sample``. If ``tasks`` contains a task twice, the second occurrence has ids of the
+    form ``label/task#2/sample``. Its episodes thus get other seeds, and count as another group of samples."""
     draws: Counter[str] = Counter()
     jobs: list[Job] = []
     for task in tasks:
@@ -85,11 +86,11 @@ def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
 
 
 def check_losses(ctx: StageContext, episodes: Sequence[Episode], where: str) -> None:
-    """Adds a note to ``ctx.tracker`` if some of ``episodes`` have no reward, because an infrastructure fault or the
-    deadline ended them. ``where`` names the step or the round in the error message.
+    """Checks how many of ``episodes`` were lost. A lost episode has no reward, because an infrastructure fault or the
+    deadline ended it. If some episodes are lost, adds a note to ``ctx.tracker``.
 
     Raises:
-        TryAgain: No episode has a reward."""
+        TryAgain: No episode has a reward. The message begins with ``where``, the name of the step or the round."""
     lost = [episode.ended for episode in episodes if episode.reward is None]
     if len(lost) == len(episodes):
         raise TryAgain(f"{where}: no episode has a reward; {len(lost)} were lost ({', '.join(sorted(set(lost)))})")
@@ -103,8 +104,8 @@ async def open_rollouts(ctx: WorkerContext, policy: Path, settings: EpisodeSetti
 
     Raises:
         PolicyError: The folder holds no usable policy, or vLLM is missing.
-        BadConfiguration: ``policy.device`` is cuda, and there is no GPU; or a vLLM server would use a GPU that has
-            another use (``servers_apart``).
+        BadConfiguration: The local engine needs a GPU (``policy.device`` is cuda), and there is none; or a vLLM server
+            would use the first GPU, which has another use (see ``servers_apart``).
         SandboxUnready: The compiler, or a required protection of the sandbox, is missing.
         TryAgain: A vLLM server does not start or answer, or all servers are lost."""
     import torch
@@ -172,8 +173,9 @@ def episode_settings(
     mode: Mode = "quick",
     style: Style | None = None,
 ) -> EpisodeSettings:
-    """Returns the settings of the agent loop. ``style`` defaults to "full" if ``policy.base`` is set, else to
-    "compact"."""
+    """Returns the settings of the agent loop. ``style`` is the style of prompts and tool results. It defaults to
+    "full" for a pretrained base model (``policy.base``), and to "compact" (short texts) for a small model that is
+    trained from scratch."""
     style = style or ("compact" if config.policy.base is None else "full")
     return EpisodeSettings(
         format=config.sandbox.format,

@@ -24,9 +24,10 @@ async def play_rounds(
     temperature: float,
     mode: Mode = "quick",
 ) -> tuple[list[Task], list[Episode]]:
-    """Plays the stage's policy on its tasks of ``split`` ("train" or "heldout"). Each of the ``rounds`` rounds plays
-    one episode per task, and saves a checkpoint. The final solutions are judged in ``mode``. Returns the tasks and the
-    episodes of all rounds.
+    """Plays episodes with the stage's policy on the tasks of ``split`` ("train" or "heldout"). Each of the ``rounds``
+    rounds plays one episode per task, and saves a checkpoint. Resumes from the newest checkpoint, if there is one. The
+    sandbox judges the final solution of each episode in ``mode``, for example "quick" or "strict". Returns the tasks
+    and the episodes of all rounds.
 
     Raises:
         TryAgain: The stage was told to stop, or no episode of a round has a reward."""

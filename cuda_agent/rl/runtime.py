@@ -1,5 +1,5 @@
-"""Defines ``Runtime``, the interface through which the PPO loop plays episodes and trains on them. ``LocalRuntime``
-implements the interface without Ray."""
+"""Defines ``Runtime``, the interface with which the PPO loop plays episodes (attempts of the policy at tasks) and
+trains on them. ``LocalRuntime`` implements the interface without Ray."""
 
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class LearnerLost(TryAgain):
-    """The trainer's processes are gone. Everything learnt since the newest checkpoint is lost."""
+    """An error: the trainer's processes are gone, and everything learnt since the newest checkpoint is lost."""
 
 
 @dataclass
@@ -37,9 +37,9 @@ class RolloutBatch:
 
 
 class Runtime(Protocol):
-    """Plays episodes and trains on them. Step N of the training begins with version N of the weights. ``play`` may run
-    at the same time as another method. The other methods run one after the other, and raise ``LearnerLost`` if the
-    trainer's processes are gone."""
+    """The interface of a runtime, which plays episodes and trains on them. Steps are numbered from 0, and step N of the
+    training begins with version N of the weights. ``play`` may run at the same time as another method. The other
+    methods run one after the other, and raise ``LearnerLost`` if the trainer's processes are gone."""
 
     async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
         """Plays ``Ppo.samples_per_prompt`` episodes on each of ``tasks``, for training step ``step``."""
@@ -48,7 +48,8 @@ class Runtime(Protocol):
         """Trains on ``episodes``, as training step ``step``, and returns metrics by name."""
 
     async def serve(self, version: int) -> None:
-        """Gives the trainer's weights to the engine, as ``version``. Turns under way finish on the old weights."""
+        """Loads the trainer's weights as number ``version`` into the engine, which samples the policy's turns. A turn
+        that has begun is finished with the old weights."""
 
     async def save(self, step: int) -> None:
         """Saves a checkpoint of the trainer under the number ``step``."""
@@ -62,7 +63,8 @@ class Runtime(Protocol):
 
 
 class ActorCritic:
-    """The trainers of one stage: one for the policy ``model``, and one for ``critic`` unless this is None."""
+    """Holds the trainers of one PPO stage: ``self.actor`` trains ``model``, the policy, and ``self.critic`` trains
+    ``critic``, which predicts rewards. If ``critic`` is None, ``self.critic`` is None."""
 
     def __init__(self, ctx: WorkerContext, settings: Ppo, model: Any, critic: Critic | None) -> None:
         self._ctx, self._settings = ctx, settings
@@ -98,8 +100,8 @@ class ActorCritic:
 
 
 class LocalRuntime:
-    """The runtime without Ray. The stage's process plays the episodes. Training takes place in the same process, or in
-    trainer processes (ranks) on this machine. Playing and training take turns."""
+    """A ``Runtime`` without Ray. The process of the stage (a step of the workflow) plays the episodes. Training takes
+    place in the same process, or in trainer processes (ranks) on this machine. Playing and training take turns."""
 
     def __init__(self, ctx: StageContext, settings: Ppo, kind: Kind, rollouts: Rollouts, learner: ActorCritic) -> None:
         self._ctx, self._settings, self._kind = ctx, settings, kind
@@ -113,8 +115,9 @@ class LocalRuntime:
         return RolloutBatch(episodes, time.monotonic() - began, spent)
 
     def _engine_seconds(self) -> dict[str, float]:
-        """Returns the seconds that the engine has computed ("engine_seconds"), and the seconds that it has waited while
-        kernels were timed ("engine_wait_seconds"). Returns an empty dict if the engine is not a ``LocalEngine``."""
+        """Returns two totals since the engine's start, in seconds: the time in which the engine computed
+        ("engine_seconds"), and the time in which it paused because kernels were timed ("engine_wait_seconds"). Returns
+        an empty dict if the engine is not a ``LocalEngine``."""
         engine = self._rollouts.engine
         if not isinstance(engine, LocalEngine):
             return {}
@@ -147,8 +150,8 @@ def settings_of(ctx: WorkerContext, settings: Ppo) -> EpisodeSettings:
 async def open_local(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None
 ) -> AsyncIterator[LocalRuntime]:
-    """Opens a runtime without Ray. The engine and the sandbox are in this process. The trainers are in this process
-    too, or in several trainer processes (``shared_training``). If ``make_critic`` is None, there is no critic."""
+    """Opens a ``LocalRuntime`` with an engine and a sandbox. The trainers are in this process, or in several trainer
+    processes that ``shared_training`` starts. If ``make_critic`` is None, there is no critic."""
     with shared_training(ctx) as ctx:
         async with open_rollouts(ctx, ctx.inputs["policy"], settings_of(ctx, settings)) as rollouts:
 

@@ -1,12 +1,14 @@
-"""Computes the scores of a policy from the verdicts of its episodes: the metrics of the paper's table, with confidence
-intervals.
+"""Computes the scores of a policy from the verdicts of its episodes. A verdict is the result of judging one solution.
+The metrics are those of the results table in the CUDA Agent paper, and the gap to the best known kernel of a task.
 
 Each metric is computed twice: for the final solution of every episode, and for the best solution judged in the episode.
 There are metrics over all tasks, per family of tasks and per operator. ``compare`` compares two policies task by task.
 It compares rates on the tasks that both policies have played, and speed-ups on the tasks that both have solved.
 
-Episodes lost to infrastructure faults or the deadline are counted, but not scored. Intervals come from a bootstrap over
-tasks. They account for the choice of tasks, but not for noise in times or for the choice of training seeds."""
+Episodes lost to infrastructure faults or the deadline are counted, but not scored. Metrics have confidence intervals,
+which come from a bootstrap over tasks. If a rate is 0 in all tasks, or 1 in all tasks, its interval comes from the
+binomial distribution instead. The intervals account for the choice of tasks, but not for noise in times or for the
+choice of training seeds."""
 
 import json
 import warnings
@@ -64,11 +66,14 @@ class EpisodeScore:
 
 @dataclass
 class ScoreRow:
-    """One row of a table of scores. ``passed``, ``faster_eager`` and ``faster_compile`` are rates: shares of a task's
-    episodes (0 to 1), averaged over the tasks. A speed-up is the geometric mean over the tasks with a correct solution,
-    or None if no task has one. ``gap`` is the geometric mean of ``Result.gap`` over the solved tasks whose best design
-    is known. ``intervals`` maps each metric to its 95 % interval (low, high). A metric has None instead if there are
-    too few tasks, or if all tasks have the same value. A rate that is 0 or 1 in all tasks still has an interval."""
+    """The scores over one group of tasks: all tasks, a family, or the tasks with one operator. ``passed``,
+    ``faster_eager`` and ``faster_compile`` are rates: shares of a task's episodes (0 to 1), averaged over the tasks. A
+    speed-up is the geometric mean over the tasks with a correct and timed solution, or None if no task has one. ``gap``
+    compares solutions with the best known design of their task's kernel: the design's speed-up over eager is divided by
+    the solution's. ``gap`` is the geometric mean of these ratios over the solved tasks whose best design is known.
+    ``intervals`` maps each metric to its 95 % interval (low, high). The interval is None if fewer than ``FEWEST_TASKS``
+    tasks have a value. It is also None if all tasks have the same value, unless the metric is a rate and this value is
+    0 or 1."""
 
     group: str  # "overall", a family or an operator
     tasks: int
@@ -91,9 +96,9 @@ class Table:
 
 @dataclass
 class Scores:
-    """All scores of one policy on one task set: the content of ``scores.json``. ``lets_through`` lists the tasks on
-    which the judge accepts deliberately wrong answers: it maps each such task to the names of these answers
-    (``synthesis.lint``)."""
+    """All scores of one policy on one task set: the content of ``scores.json``. ``lets_through`` is about tasks whose
+    check is too weak, because it accepts deliberately wrong answers (see ``synthesis.lint``). It maps each such task to
+    texts. Each text has the name of an accepted answer and the least tolerance that accepts it."""
 
     policy: str
     clock: Literal["real", "model"]  # "model": times are a deterministic cost, not measured
@@ -119,10 +124,11 @@ class Scores:
 
 @dataclass
 class Difference:
-    """The change of one metric between two policies on their common tasks. The change is a difference for rates, and a
-    ratio for speed-ups and the gap. For rates, the common tasks are those that both policies have played. For ratios,
-    they are those that both have solved. ``interval`` (95 %) comes from a bootstrap over tasks. It is None if there are
-    too few tasks, or if the change is the same on every task."""
+    """The change of one metric from one policy to another on their common tasks. For a rate, the change is a
+    difference, and the common tasks are those that both policies have played. For a speed-up or for the gap to the best
+    known design, the change is a ratio, and the common tasks are those that both policies have solved. ``interval`` is
+    the 95 % interval from a bootstrap over tasks. It is None if there are fewer than ``FEWEST_TASKS`` common tasks, or
+    if the change is the same on every task."""
 
     group: str  # "overall" or a family
     metric: str
@@ -141,12 +147,13 @@ def score(
     seed: int = 0,
     fastest: Mapping[str, float] | None = None,
 ) -> Scores:
-    """Returns the scores of the policy named ``policy`` from its ``episodes`` on ``tasks``. ``fastest`` lists tasks
-    whose best design is known: it maps the task's name to this design's speed-up over eager.
+    """Returns the scores of the policy named ``policy`` from its ``episodes`` on ``tasks``. ``clock`` says whether
+    times are measured ("real") or computed from a cost model ("model"). ``seed`` is the seed of the bootstrap.
+    ``fastest`` maps the name of each task whose best kernel design is known to this design's speed-up over eager.
 
     Raises:
-        ValueError: An episode's task is not in ``tasks``, a verdict's clock is not ``clock``, or the final verdicts are
-            of several modes."""
+        ValueError: An episode's task is not in ``tasks``, a verdict has another clock than ``clock``, or the final
+            solutions were judged in different modes (such as quick and strict)."""
     by_name = {task.name: task for task in tasks}
     outcomes: list[EpisodeScore] = []
     ended: Counter[str] = Counter()
@@ -207,10 +214,11 @@ def compare(
     before: Scores, after: Scores, which: Literal["final", "best"] = "final", family: str | None = None, seed: int = 0
 ) -> list[Difference]:
     """Returns the change of each metric from ``before`` to ``after`` on their common tasks (of ``family``, if given).
-    ``which`` chooses the final or the best solutions.
+    ``which`` chooses the final or the best solutions. ``seed`` is the seed of the bootstrap.
 
     Raises:
-        ValueError: ``before`` and ``after`` were scored under different clocks, or judged in different modes."""
+        ValueError: ``before`` and ``after`` have different clocks (measured and computed times), or were judged in
+            different modes (such as quick and strict)."""
     if before.clock != after.clock:
         raise ValueError(f"{before.policy} is under the {before.clock} clock, {after.policy} under {after.clock}")
     if before.mode and after.mode and before.mode != after.mode:
@@ -264,7 +272,8 @@ def _result(verdict: Verdict | None, fastest: float | None) -> Result:
 
 
 def _better(final: Result, best: Result) -> Result:
-    """Returns the better result: by correctness, then speed-up over torch.compile, then over eager, as in the paper."""
+    """Returns the better result: a correct one before a wrong one, then the one with the larger speed-up over
+    torch.compile, then the one with the larger speed-up over eager. The CUDA Agent paper uses the same order."""
     return max(final, best, key=lambda r: (r.correct, r.speedup_compile or 0.0, r.speedup_eager or 0.0))
 
 
@@ -302,9 +311,10 @@ def _row(group: str, outcomes: Sequence[EpisodeScore], which: str, seed: int) ->
 
 
 def per_task(outcomes: Sequence[EpisodeScore], which: str, names: Sequence[str]) -> dict[str, NDArray[np.float64]]:
-    """Returns a dict from each metric to its values, float64 [len(names)], one per task. The value of a rate is a share
-    of the task's episodes. The value of a speed-up or of the gap is a mean of natural logarithms over the task's
-    correct and timed episodes, or nan without such episodes. ``which`` is "final" or "best"."""
+    """Returns a dict from each metric to its values, float64 [len(names)], one per task. The value of a rate is a
+    share of the task's episodes, such as the share of correct ones. The value of a speed-up is the mean of its natural
+    logarithm over the task's correct and timed episodes, or nan without such episodes. The same holds for ``gap``,
+    which is also nan if the task's best design is unknown. ``which`` is "final" or "best"."""
     results: dict[str, list[Result]] = {name: [] for name in names}
     for outcome in outcomes:
         if outcome.task in results:
@@ -334,8 +344,9 @@ def _mean(column: NDArray[np.float64], geometric: bool) -> float | None:
 
 
 def _means(column: NDArray[np.float64], draws: NDArray[np.int64], geometric: bool) -> NDArray[np.float64]:
-    """Returns the mean of ``column`` [tasks] over each resample in ``draws`` [resamples, tasks]: float64 [resamples],
-    nan for a resample without a known value. With ``geometric``, ``column`` holds logarithms."""
+    """Returns the mean of ``column`` [tasks] over each resample in ``draws`` (indices of tasks, [resamples, tasks]):
+    float64 [resamples]. Leaves out values that are nan. The mean of a resample without other values is nan. If
+    ``geometric`` is set, ``column`` holds logarithms, and the means are geometric."""
     if not len(column):
         return np.full(len(draws), np.nan)
     with warnings.catch_warnings(action="ignore"):  # warnings about resamples without a known value
@@ -353,7 +364,8 @@ def _percentiles(values: NDArray[np.float64]) -> tuple[float, float] | None:
 
 
 def _unanimous(share: float, n: int) -> tuple[float, float]:
-    """Returns the exact binomial interval (Clopper-Pearson) of a rate that is ``share``, 0 or 1, in all ``n`` tasks. A
-    bootstrap would give width 0, but the true rate may differ: with 0 of 24 tasks solved, it can be 14 %."""
+    """Returns the exact binomial interval (Clopper-Pearson) of a rate that has the same value, ``share`` (0 or 1), in
+    all ``n`` tasks. A bootstrap would give an interval of width 0, but the true rate may differ: if 0 of 24 tasks are
+    solved, the interval reaches 14 %."""
     reach = 1 - ((1 - COVERAGE) / 2) ** (1 / n)
     return (0.0, reach) if share == 0 else (1 - reach, 1.0)

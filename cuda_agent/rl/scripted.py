@@ -1,5 +1,6 @@
-"""Provides an engine for test runs (``policy.engine=scripted``). The scripted teacher, a program, gives the answers;
-the policy gives their log-probabilities. A run takes a minute and repeats bit for bit, but trains no useful policy."""
+"""Defines ``ScriptedEngine``, an engine for test runs (``policy.engine=scripted``). Its answers come from the scripted
+teacher, a program that solves tasks. The policy only computes the log-probabilities of these answers. A test run takes
+a minute and gives bit for bit the same results each time, but trains no useful policy."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -15,8 +16,9 @@ REPAIRED = 0.5  # share of the agent's episodes that begin with a mistake
 
 
 class ScriptedEngine:
-    """An ``Engine`` that answers with the scripted teacher's solutions of ``tasks``, made for the sandbox's ``device``.
-    An episode's seed decides its answers."""
+    """An ``Engine`` that does not sample from a model. It answers with solutions of ``tasks`` for ``device`` ("cpu" or
+    "cuda"), which a program, the scripted teacher, makes. ``model`` computes the log-probabilities of the answers. The
+    seed of an episode's first turn decides all answers of the episode."""
 
     def __init__(self, chat: Chat, tasks: Sequence[Task], model: Any, device: str = "cpu") -> None:
         self._chat, self._model, self._version, self._device = chat, model, 0, device

@@ -35,11 +35,17 @@ def make_trainer(
     """Makes a trainer for ``model``: in this process on ``training.device``, or on the trainer processes ``ctx.ranks``
     if these are given.
 
-    ``longest`` is the length of the longest sequence in tokens. ``precision`` defaults to that of ``policy.dtype``.
-    Only imitation may set it to "auto": PPO needs log-probabilities that are near the engine's. A new model
-    (``scratch``) is trained with Muon, which needs half as many tokens as AdamW. Other models are trained with AdamW,
-    and get LoRA adapters if ``lora.rank`` is set. Raises BadConfiguration if the GPU is missing, and PolicyError if the
-    model lacks a layer in ``lora.targets``."""
+    ``longest`` is the length of the longest sequence in tokens. ``precision`` is None or "auto". With None, the trainer
+    computes in the precision that ``policy.dtype`` names. With "auto", it computes in bfloat16 if the device supports
+    this. Only imitation may use "auto". PPO compares the trainer's log-probabilities with those of the engine that
+    sampled the tokens, so the two must be close.
+
+    ``scratch`` marks a model that is trained from scratch. Such a model is trained with Muon, which needs half as many
+    tokens as AdamW. Other models are trained with AdamW, and get LoRA adapters if ``lora.rank`` is set.
+
+    Raises:
+        BadConfiguration: ``training.device`` is cuda, and this machine has no GPU.
+        PolicyError: A name in ``lora.targets`` matches no linear layer of the model."""
     import torch
 
     config, training = ctx.config, ctx.config.training
@@ -105,9 +111,9 @@ def shared_training(ctx: Place) -> Iterator[Place]:
 def imitate(
     ctx: StageContext, trainer: Trainer, sequences: Sequence[Tokens], settings: Bootstrap | Sft, **limits: Any
 ) -> None:
-    """Trains on ``sequences``, starting at the newest checkpoint. Logs metrics, shows progress and saves checkpoints.
-    ``limits`` are further arguments of ``training.recipes.sft``, such as ``epochs``. Raises TryAgain when the stage is
-    told to stop."""
+    """Trains ``trainer`` by imitation (supervised training) on ``sequences``. Continues at the newest checkpoint, if
+    there is one. Logs metrics, shows progress and saves checkpoints. ``limits`` are further arguments of
+    ``training.recipes.sft``, such as ``epochs``. Raises TryAgain when the stage is told to stop."""
     tokens, lr = settings.tokens_per_step, settings.lr
     ctx.checkpoints.load(trainer.load)
     saved = time.monotonic()

@@ -1,5 +1,5 @@
-"""Defines the interface of the sandbox, which judges solutions and runs the tools of agents. ``LocalSandbox``
-implements it on this machine, ``RemoteSandbox`` on servers."""
+"""Defines the interface of the sandbox, which judges solutions and runs the tools of agents. ``LocalSandbox`` does this
+work on this machine. ``RemoteSandbox`` sends the work to servers."""
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager

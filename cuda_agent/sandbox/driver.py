@@ -1,8 +1,9 @@
 """Calls the CUDA driver (``libcuda``) through ctypes. Covers only the functions that the sandbox needs.
 
-``python driver.py`` prints JSON: the device's architecture and identity, or an error. A process that must not open the
-device itself runs this program instead. Device addresses are integers. The module uses only the default stream. It does
-not use textures or graphs."""
+Device addresses are integers. The module uses only the default stream. It does not use textures or graphs.
+
+As a program (``python -m cuda_agent.sandbox.driver``), the module prints JSON: the device's architecture and identity,
+or an error. A process that must not open the device itself runs this program instead."""
 
 import ctypes
 import functools
@@ -134,7 +135,8 @@ def synchronize() -> None:
 
 
 def allocate(size: int) -> int:
-    """Allocates ``size`` bytes of device memory and returns their address. No other process can map this memory."""
+    """Allocates ``size`` bytes of device memory and returns their address. Other processes cannot map
+    this memory, unlike the memory of ``Shared``."""
     address = ctypes.c_uint64()
     _call("cuMemAlloc_v2", ctypes.byref(address), max(size, 1))
     return address.value
@@ -210,11 +212,14 @@ def forget_persisting_lines() -> None:
 
 
 class Shared:
-    """Device memory that this process has mapped. Other processes can map the same memory through ``descriptor``."""
+    """Device memory that several processes can map. In the process that allocates the memory, the attribute
+    ``descriptor`` is a file descriptor. A process that receives a copy of the descriptor can map the memory, too. In
+    the latter process, the attribute is -1."""
 
     def __init__(self, size: int, descriptor: int | None = None, access: int = READ_WRITE) -> None:
-        """Allocates ``size`` bytes, rounded up to the driver's granularity, and maps them. If ``descriptor`` is given,
-        maps the memory of another process instead. ``access`` is ``READ`` or ``READ_WRITE``."""
+        """Allocates ``size`` bytes, rounded up to the driver's granularity, and maps them. If the argument
+        ``descriptor`` (a file descriptor from another process) is given, allocates nothing and maps the memory to which
+        it refers. ``access`` is ``READ`` or ``READ_WRITE``."""
         properties = _Properties(_PINNED, _POSIX_DESCRIPTOR, _Location(_ON_DEVICE, 0))
         granularity, self._handle = ctypes.c_size_t(), ctypes.c_uint64()
         _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(properties), 0)

@@ -66,8 +66,8 @@ class JudgeHandle:
 
     @property
     def quarantined(self) -> bool:
-        """Whether requests are refused because the device failed its health probe less than ``_QUARANTINE`` seconds
-        ago."""
+        """Whether requests are refused, because the device failed the judge's health probe (a small test at the start)
+        in the last ``_QUARANTINE`` seconds."""
         return time.monotonic() < self._quarantine[0]
 
     async def ask(self, operation: JudgeRequest, body: Mapping[str, Any]) -> Any:

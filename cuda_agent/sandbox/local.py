@@ -1,8 +1,9 @@
-"""Runs the sandbox on this machine: builds solutions, sends them to judge processes, and caches verdicts.
+"""Runs the sandbox on this machine: builds solutions, sends them to judges, and caches the verdicts.
 
-Builds run in parallel; timed calls run one after the other. After a failure of the sandbox itself, the evaluation is
-repeated once. A second failure yields the status ``infra``, without a reward. This process runs no code that a model
-wrote."""
+A solution is code that a language model wrote for a task. A judge is a process that checks and times solutions, which
+run in isolated workers. Builds run in parallel; timed calls run one after the other. If the sandbox itself fails, the
+evaluation is repeated once. After a second failure, the verdict has the status ``infra`` and no reward. This process
+runs no code that a language model wrote."""
 
 import asyncio
 import contextlib
@@ -112,8 +113,8 @@ class LocalSandbox:
         return self
 
     def _handle(self, settings: JudgeSettings, name: str) -> JudgeHandle:
-        """Returns the handle of a new judge. The judge has a private folder ``name``, so that several judges can test
-        their jails at the same time."""
+        """Creates the folder ``name`` for a new judge, and returns the judge's handle. Each judge has its own folder,
+        because its test of the jail (the limits on untrusted processes) writes a file there."""
         assert self._scratch
         folder = self._scratch / name
         folder.mkdir()
@@ -121,9 +122,9 @@ class LocalSandbox:
         return JudgeHandle(replace(settings, scratch=str(folder)), folder)
 
     async def _device(self) -> tuple[str, str]:
-        """Compiles the judge's kernels (``check.cu``). Returns the path of the result, and a text that names the GPU
-        and its driver. A separate process asks the driver, because this process forks and must not open the GPU. Raises
-        ``SandboxUnready`` if the GPU or its compiler does not work."""
+        """Identifies the GPU and compiles the judge's own kernels (``check.cu``) for it. Returns the path of the cubin,
+        and a text that names the GPU and its driver. A child process queries the driver. This process forks, so it must
+        not open the GPU itself. Raises ``SandboxUnready`` if the GPU or its compiler does not work."""
         program = [sys.executable, "-P", "-m", "cuda_agent.sandbox.driver"]
         environment = os.environ | {"PYTHONPATH": str(_HERE.parents[1])}
         answer = await asyncio.to_thread(subprocess.run, program, capture_output=True, env=environment)
@@ -139,8 +140,9 @@ class LocalSandbox:
         return str(image), found["identity"]
 
     async def ready(self) -> None:
-        """Tests the jail, the device and the compiler. Raises ``SandboxUnready`` with a message that names the part
-        that fails."""
+        """Starts the judges and tests the compiler. At its start, a judge tests the jail (the limits on untrusted
+        processes) and the device. A judge that already runs does not repeat these tests. Raises ``SandboxUnready`` with
+        a message that names the part that fails."""
         try:
             await asyncio.gather(*(judge.begin() for judge in self._judges))
         except JudgeLost as faulty:  # it was killed, or its device failed the health probe
@@ -148,8 +150,8 @@ class LocalSandbox:
         await self.prove_compiler()
 
     async def prove_compiler(self) -> None:
-        """Compiles a small source that holds a random name, so that no cached build can replace the test. Raises
-        ``SandboxUnready`` if the build fails."""
+        """Tests the compiler with a small source. The source contains a random number, so the result cannot come from
+        the build cache. Raises ``SandboxUnready`` if the build fails."""
         proof = secrets.token_hex(16)
         try:
             if self.config.device == "cuda":
@@ -187,9 +189,9 @@ class LocalSandbox:
                 await asyncio.sleep(0.1)  # a compiler that is about to end wrote a file meanwhile
 
     async def evaluate(self, task: Task, solution: Solution, mode: Mode = "quick", again: bool = False) -> Verdict:
-        """Returns the verdict on ``solution``. If ``again`` is true, ignores a cached verdict and times the baselines
-        (the task's own model) again. Raises ``TaskError`` if the task itself cannot be run, and ``SandboxUnready`` if
-        the sandbox does not work."""
+        """Returns the verdict on ``solution``, from the cache if possible. If ``again`` is true, ignores the cache: the
+        solution is judged again, and the baselines (the task's own model, eager and compiled) are timed again. Raises
+        ``TaskError`` if the task itself cannot be run, and ``SandboxUnready`` if the sandbox does not work."""
         file = self._verdict_file(task, solution, mode)
         async with self._asked.setdefault(file, asyncio.Lock()):  # equal requests wait for the first one's verdict
             if not again and (found := _read_json(file)) is not None:
@@ -251,9 +253,9 @@ class LocalSandbox:
     async def _load(
         self, task: Task, solution: Solution, spec: TaskSpec, first_pass_time: FirstPassTime
     ) -> tuple[dict[str, Any], float]:
-        """Builds the solution. If ``first_pass_time`` is ``before``, also runs the solution's first pass (a run that
-        may start compilers). Returns two values: the request that makes a worker load the solution, and the seconds
-        spent."""
+        """Builds the solution. If ``first_pass_time`` is ``before``, also runs the solution's first pass, an unjudged
+        run in which the solution may start compilers. Returns the request that makes a worker process load the
+        solution, and the seconds that this method took."""
         begin = time.monotonic()
         if self.config.device == "cpu":
             await plan.runtime(self._builder)
@@ -263,10 +265,10 @@ class LocalSandbox:
         return load, time.monotonic() - begin
 
     async def _measure(self, task: Task, wanted: bool) -> None:
-        """Measures the baselines of ``task`` (the times of its model) in a prober, which is a judge that runs no
-        solutions. Does so only if four conditions hold: ``wanted`` is true, the baselines are not yet known, the task
-        is small, and the task's judge is busy with another request. Otherwise does nothing, and the task's judge
-        measures the baselines when it needs them."""
+        """Measures the baselines of ``task`` (the times of its own model) early, while the task's judge is busy with
+        another request. A prober (a judge that runs only tasks, without solutions) measures them. Does nothing if the
+        judge is idle, ``wanted`` is false, the baselines are known, the task is large (see ``MOST_BESIDE``), or there
+        are no probers (on a CPU). The task's judge then measures missing baselines when it needs them."""
         if not wanted or not self._probers:
             return
         file = baselines_file(self._settings, task.digest, self._judge(task).torch)
@@ -280,16 +282,17 @@ class LocalSandbox:
                     await self._prober(task).ask(JudgeRequest.MEASURE, {"task": _source(task)})
 
     async def prepare(self, solution: Solution, spec: TaskSpec) -> dict[str, Any]:
-        """Builds the solution. Returns the request that makes a worker load the solution. Raises ``SolutionError`` or
-        ``BuildError`` if the solution does not build."""
+        """Builds the solution. Returns the request that makes a worker process load the solution. Raises
+        ``SolutionError`` or ``BuildError`` if the solution does not build."""
         format = FORMATS[solution.format]
         load = await format.build(solution.files, spec, Toolchain(self._builder, self._architecture))
         return load | {"environment": dict(format.environment.get(self.config.device, {}))}
 
     async def _place(self, task: Task, solution: Solution, own_headers: bool = False) -> dict[str, Any]:
-        """Runs the first pass of ``solution`` (a run that may start compilers), unless its results are cached. If
-        ``own_headers`` is true, compilers get torch's own headers instead of short stand-ins. Returns the answer of
-        ``FirstPass``: the folder of the results, and environment variables."""
+        """Runs the first pass of ``solution``, unless its results are cached. A first pass is an unjudged run in which
+        the solution may start compilers. If ``own_headers`` is true, these compilers get torch's own headers, else
+        short headers that replace them. Returns a dictionary: ``folder`` is the folder of the results, and
+        ``environment`` holds the environment variables with which the judged run finds the results."""
         more = FORMATS[solution.format].environment.get(self.config.device, {})
         return await self._first_pass(task, solution.files, self._architecture, more, own_headers)
 
@@ -318,8 +321,9 @@ class LocalSandbox:
             judge.kill()
 
     async def probe(self, task: Task, compile: bool = True) -> Probe:
-        """Runs a task without a solution. If ``compile`` is true, also times the task under torch.compile. If the task
-        does not run, ``Probe.error`` says why. Raises ``SandboxUnready`` if the judge cannot start."""
+        """Runs the model of ``task`` without a solution. If ``compile`` is true, also times the model under
+        torch.compile. If the model does not run or the judge is lost, ``Probe.error`` says why. Raises
+        ``SandboxUnready`` if the task's judge cannot start."""
         first, last = self._prober(task), self._judge(task)
         for judge in (first, last):  # a prober may lack memory that the judge has
             try:
@@ -351,17 +355,17 @@ class LocalSandbox:
         return len(self._judges)
 
     def judge_of(self, task: Task) -> int:
-        """Returns the index of the judge for ``task``. A task always has the same judge, because judges keep prepared
-        tasks."""
+        """Returns the index of the judge for ``task``. A task always has the same judge, because a judge keeps a task
+        loaded for later requests."""
         return int(task.digest, 16) % len(self._judges)
 
     def _judge(self, task: Task) -> JudgeHandle:
         return self._judges[self.judge_of(task)]
 
     def _prober(self, task: Task) -> JudgeHandle:
-        """Returns the judge process that probes ``task`` (runs it without a solution). This is the prober with the
-        fewest requests, or the task's judge if there are no probers. A prober with a faulty device comes last. Of equal
-        probers, takes the one that last answered for this task, because it may still hold the prepared task."""
+        """Returns the judge that runs ``task`` without a solution. This is a prober (a judge that runs no solutions),
+        or the task's own judge if there are no probers. Prefers probers whose device is not faulty, then those with the
+        fewest open requests, then the one that last answered for this task and may still have it loaded."""
         if not self._probers:
             return self._judge(task)
         last = self._prober_of.get(task.digest)

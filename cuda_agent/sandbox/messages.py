@@ -1,9 +1,11 @@
-"""Defines the messages between client, judge, workers and workspaces: the operations, their bodies, and the frames in
-which messages cross a socket.
+"""Defines the messages between the sandbox's processes: their operations, their bodies, and their binary frames.
 
-The comment beside each operation shows the request's body, an arrow, and the answer's body. A request that runs a task
-or a solution has a ``slot``: the number of the set of buffers that the run uses. Workers import this module, so it
-imports only the standard library and ``wire``."""
+A client sends solutions to a judge, which checks and times them. The judge lets jailed workers run tasks and solutions.
+A client also opens workspaces, which are jailed processes that run an agent's tools in a work folder.
+
+The comment beside each operation shows the request's body, an arrow, and the answer's body. Each frame has a number
+``slot``. In a call of a task or a solution, it is usually the number of the set of buffers that the call uses. Workers
+import this module, so it imports only the standard library and ``wire``."""
 
 import json
 import socket
@@ -29,7 +31,7 @@ class Reply(StrEnum):
 
 
 class JudgeRequest(StrEnum):
-    """The requests of a client to a judge."""
+    """The requests of a client to a judge (the process that checks and times solutions)."""
 
     CONFIGURE = "configure"  # JudgeSettings -> walls that failed, torch's version; the first request
     SPEC = "spec"  # {"task": TaskSource} -> TaskSpec
@@ -39,8 +41,8 @@ class JudgeRequest(StrEnum):
 
 
 class WorkerOperation(StrEnum):
-    """The requests to workers and to a warm parent. A warm parent is a process that has imported torch and forks
-    workers."""
+    """The requests to workers and to a warm parent. A worker is a jailed process that runs a task or a solution. A warm
+    parent is a process that has imported torch and forks workers."""
 
     # to a warm parent
     FORK_WORKER = "fork_worker"  # {"role", "threads", "folder", "environment", "device", "policy"} and more -> {"pid"}
@@ -74,7 +76,8 @@ class WorkerOperation(StrEnum):
 
 
 class WorkspaceOperation(StrEnum):
-    """The messages between a client, a workspace, and the warm parent that forks workspaces."""
+    """The messages between a client, a workspace, and the warm parent. A workspace is a jailed process that runs an
+    agent's tools in a work folder. The warm parent is the process that forks workspaces."""
 
     # a client asks the warm parent
     OPEN = "open_workspace"  # its number; the descriptor is the workspace's socket
@@ -167,7 +170,8 @@ def encode_frame(operation: Operation, body: Any = None, slot: int = 0, extra: i
 
 
 def decode_head(head: bytes) -> tuple[Operation, int, int, int]:
-    """Returns operation, slot, extra and the length of the body in bytes. Raises ``ValueError`` for an invalid head."""
+    """Decodes the head of a frame. Returns the operation, the numbers ``slot`` and ``extra`` (see ``Frame``), and the
+    length of the body in bytes. Raises ``ValueError`` for an invalid head."""
     number, slot, extra, length = HEAD.unpack(head)
     if number >= len(_OPERATIONS):
         raise ValueError(f"a frame of the unknown operation {number}")

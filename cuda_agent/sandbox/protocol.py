@@ -1,8 +1,8 @@
-"""Defines the requests of the sandbox's HTTP service with their limits, and the form of a refusal.
+"""Defines the requests to the sandbox's HTTP service, their limits, and the error with which the service refuses them.
 
-Validation refuses unknown keys, wrong types, invalid Unicode, unsafe file names and deep nesting. A valid request fits
-into one message to the judge, even if JSON escapes every character. Validation does not check whether a task runs or a
-solution builds."""
+Validation refuses unknown keys, wrong types, invalid Unicode, unsafe file names and deep nesting. The limits ensure
+that a valid request fits into one message to the judge (the process that checks and times solutions), even if JSON
+escapes every character. Validation does not check whether a task runs or a solution builds."""
 
 import hashlib
 import json
@@ -241,7 +241,8 @@ class Answer(Body):
 
 
 def dumps(value: Any) -> bytes:
-    """Encodes ``value`` as ASCII JSON, because texts may hold unpaired surrogates. NaN and infinity become null."""
+    """Encodes ``value`` as JSON that contains only ASCII, because texts may contain unpaired surrogates, which UTF-8
+    cannot encode. NaN and infinity become null."""
     try:
         return json.dumps(value, allow_nan=False).encode()
     except ValueError:
@@ -257,8 +258,8 @@ def _finite(value: Any) -> Any:
 
 
 def agree(asked: Asked, config: SandboxConfig) -> None:
-    """Compares ``asked``, a client's settings, with the server's ``config``. Raises ``ServiceError`` if a setting
-    differs or is unknown."""
+    """Checks that the server's ``config`` has the settings that a client asked for. Raises ``ServiceError`` if a value
+    in ``asked`` differs from the server's, or if a name in ``asked`` is not in ``AGREED``."""
     for name, value in asked.items():
         if name not in AGREED:
             raise ServiceError(422, "malformed", f"{name[:40]!r} is none of {', '.join(AGREED)}", "settings")
@@ -276,9 +277,10 @@ def malformed(error: Any) -> ServiceError:
 
 
 def read_token(config: SandboxConfig, environment: Mapping[str, str]) -> str | None:
-    """Returns the token from the file ``config.token_file``. If no file is configured, returns the token from the
-    environment variable that ``config.token_env`` names, or ``None`` if this variable is missing or empty. Raises
-    ``ConfigError`` for an unreadable file or a weak token."""
+    """Returns the token, a secret that client and server share. Reads it from the file ``config.token_file``. If no
+    file is configured, reads the environment variable that ``config.token_env`` names, and returns ``None`` if this
+    variable is missing or empty. Raises ``ConfigError`` if the file cannot be read, or if the token is shorter than 16
+    characters or contains a space or a character that is not printable ASCII."""
     if config.token_file is not None:
         try:
             token = Path(config.token_file).read_text().strip()

@@ -1,9 +1,10 @@
 """Judges solutions and opens workspaces on any number of servers, with the interface of ``LocalSandbox``.
 
-``cuda-agent sandbox serve`` starts a server. Each task has a preferred server, because servers keep prepared tasks and
-their baseline times. The client skips a full or unreachable server for a while. A job that is lost or ends with
-``infra`` (a fault of the sandbox) is repeated, if possible on another server. A workspace cannot move to another
-server. If its server is lost, the workspace is lost (``WorkspaceLost``)."""
+``cuda-agent sandbox serve`` starts a server. Each task has a preferred server, because a server keeps tasks loaded and
+caches their baselines (the times of a task's own model). The client skips a full or unreachable server for a while. A
+job that is lost is repeated, if possible on another server. A job that ends with ``infra`` (a fault of the sandbox) is
+repeated only on another server. A workspace (an agent's work folder with its tools) cannot move to another server. If
+its server is lost, the workspace is lost, too (``WorkspaceLost``)."""
 
 import asyncio
 import contextlib
@@ -68,7 +69,8 @@ class _Lost(Exception):
 
 
 class _Refused(Exception):
-    """A server refused a request that every server would refuse. ``where`` names the wrong part of the request."""
+    """A server refused a request because the request is malformed or too large, so every other server would refuse it,
+    too. ``where`` names the wrong part of the request, or is empty."""
 
     def __init__(self, message: str, where: str) -> None:
         super().__init__(message)
@@ -124,8 +126,9 @@ class RemoteSandbox:
         return hashlib.sha256(key.encode()).hexdigest()
 
     async def probe(self, task: Task, compile: bool = True) -> Probe:
-        """Runs a task without a solution. If ``compile`` is true, also times the task under torch.compile. If the task
-        does not run, ``Probe.error`` says why. Raises ``SandboxUnready`` if no server is ready."""
+        """Runs the model of ``task`` without a solution. If ``compile`` is true, also times the model under
+        torch.compile. If the model does not run or the job is lost, ``Probe.error`` says why. Raises ``SandboxUnready``
+        if no server is ready."""
         try:
             return Probe.from_json(await self._ask({"kind": "probe", "task": _task(task), "compile": compile}, task))
         except _Refused as refusal:
@@ -170,9 +173,10 @@ class RemoteSandbox:
                 await self._client.delete(path, headers=headers)
 
     async def _ask(self, request: dict[str, Any], task: Task) -> dict[str, Any]:
-        """Returns the result of the job ``request`` from the first server that completes the job. Asks servers in a
-        fixed order that depends on ``task``, and makes at most ``ATTEMPTS`` attempts. Raises ``_Lost``, ``_Refused``,
-        ``TaskError`` or ``SandboxUnready`` if there is no result."""
+        """Sends a job to one server after the other, until a server completes the job. Returns the job's result.
+        ``request`` describes the job. All jobs for one ``task`` try the servers in the same order. Makes at most
+        ``ATTEMPTS`` attempts. Raises ``_Lost``, ``_Refused``, ``TaskError`` or ``SandboxUnready`` if there is no
+        result."""
 
         def weight(server: Server) -> bytes:
             return hashlib.sha256(f"{server.address} {task.digest}".encode()).digest()
@@ -225,8 +229,10 @@ class RemoteSandbox:
         needs: frozenset[str] = _JOB,
     ) -> tuple[Server, dict[str, Any]]:
         """Posts ``body`` to the first available server in the list ``order()``. Waits while no server is available.
-        Skips the servers in ``failed`` unless all have failed. Returns the server and its answer. The answer must have
-        the keys ``needs``. Raises ``_Lost`` or ``SandboxUnready`` after too long a wait."""
+        Skips the servers in ``failed``, unless all servers are in ``failed``. Returns the server and its answer, which
+        must have the keys ``needs``. Raises ``_Lost`` or ``SandboxUnready`` if no server takes the request within
+        ``FULL_SECONDS``, or within ``UNREACHABLE_SECONDS`` if no server is full. Also raises ``_Refused`` and
+        ``SandboxUnready`` as ``_send`` does."""
         content = json.dumps(body).encode()
         begun = hope = time.monotonic()  # hope: last time that a server was at least full
         told: dict[str, float] = {}  # the time that each server named for another attempt
@@ -283,8 +289,9 @@ class RemoteSandbox:
         raise self._away(server, kind, message, rest)
 
     def _away(self, server: Server, kind: str, reason: str, rest: float) -> _Away:
-        """Records that this client sends ``server`` no requests for ``rest`` seconds. If a full server has already
-        named another waiting time, the time that ends first counts. Returns the exception for the caller to raise."""
+        """Records that this client sends ``server`` no requests for ``rest`` seconds. If ``kind`` is ``full`` and an
+        earlier wait for this server ends sooner, keeps that earlier wait. ``reason`` says why the server takes no
+        request. Returns the exception, which the caller raises."""
         now = time.monotonic()
         earliest = server.rests_until if kind == "full" and server.rests_until > now else now + rest
         server.kind, server.reason, server.rests_until = kind, f"{server.address}: {reason}", min(earliest, now + rest)
@@ -304,9 +311,9 @@ class RemoteWorkspace:
         self._timeout = httpx.Timeout(_SILENCE_SECONDS, pool=None)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs a tool and returns its result. If the agent's shell uses a command such as verify, this method calls the
-        constructor's ``commands`` to run it. The caller gets every exception that ``commands`` raises. Raises
-        ``WorkspaceLost`` if the workspace has ended or its server does not answer."""
+        """Runs a tool on the server and returns its result. Some commands of the agent's shell, such as verify, run on
+        the client: this method calls the constructor's argument ``commands`` to run them, and lets its exceptions pass.
+        Raises ``WorkspaceLost`` if the workspace has ended or its server does not answer."""
         try:
             body = checked_call(tool[:100], arguments)
         except ToolRefused as refused:

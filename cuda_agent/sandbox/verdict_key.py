@@ -1,4 +1,4 @@
-"""Computes the key under which a verdict is cached: a hash of everything that the verdict depends on."""
+"""Computes the cache key of the verdict on a solution: a hash of everything that the verdict depends on."""
 
 import contextlib
 import hashlib
@@ -21,8 +21,9 @@ _TOP = ("format_names.py", "lease.py", "machine.py", "syntax.py")  # modules of 
 
 
 def verdict_key(config: SandboxConfig, made: Sequence[str], task: Task, solution: Solution, mode: Mode) -> str:
-    """Returns the key under which a verdict is cached: a sha256 as hexadecimal digits. The first item of ``made`` names
-    the GPU and its driver, or is empty. The other items are the versions from ``software``."""
+    """Returns the key under which a verdict is cached: a sha256 as hexadecimal digits. ``made`` describes the
+    environment of the verdict. Its first item names the GPU and its driver, and is empty on a CPU. The other items are
+    the versions that ``software`` returns."""
     settings = config.model_dump(exclude={"required_walls", "format", *WHERE_JUDGED})
     machine = processor() if config.clock == "real" else ""
     key = json.dumps([task.digest, solution.digest, mode, settings, machine, made, code_version()])

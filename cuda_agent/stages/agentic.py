@@ -1,9 +1,10 @@
-"""Stage ``agentic``: trains the policy by multi-turn reinforcement learning in the sandbox (CUDA Agent,
-arXiv 2602.24286, section 3.3, stage 4). Inputs: tasks, policy, critic; outputs: ``policy``, ``critic``.
+"""Stage ``agentic``: trains the policy by multi-turn reinforcement learning in the sandbox (CUDA Agent, arXiv
+2602.24286, section 3.3, stage 4). Inputs: tasks, policy, optionally critic; outputs: ``policy``, ``critic``.
 
-The initial critic is the optional input ``critic``; without this input it is made from the policy. If
-``agentic.advantage`` needs a critic, the stage trains the initial critic, and the output ``critic`` is the trained one.
-Otherwise the output is the initial critic."""
+The critic is a model that estimates the expected reward. The initial critic is the input ``critic``. Without this
+input, the stage makes the initial critic from the policy. The setting ``agentic.advantage`` chooses the estimator of
+advantages. If the estimator needs a critic, the stage trains the initial critic and outputs the trained one. Otherwise
+it outputs the initial critic."""
 
 import asyncio
 from collections.abc import Mapping
@@ -23,5 +24,6 @@ def run(ctx: StageContext) -> None:
 
 
 def first_critic(inputs: Mapping[str, Path]) -> Critic:
-    """Returns the initial critic: the pretrained critic if ``inputs`` has one, otherwise one made from the policy."""
+    """Returns the initial critic. This is the pretrained critic if ``inputs`` (folders by name) has one. Otherwise it
+    is a new critic made from the policy in ``inputs``."""
     return load_critic(inputs["critic"]) if "critic" in inputs else critic_from_policy(inputs["policy"])

@@ -1,8 +1,10 @@
-"""Stage ``bootstrap``: makes the base policy of all later stages. Input: tasks; output: ``policy``.
+"""Stage ``bootstrap``: makes the first policy, from which the later stages start. Input: tasks; output: ``policy``.
 
-With ``policy.base`` (a Hugging Face folder or name), the stage only checks and copies that model. Otherwise it trains a
-small model from scratch on examples by the scripted teacher (``synthesis.teacher``). No example has the operator
-combination of a held-out task. The sandbox verifies a sample of the teacher's solutions."""
+If the setting ``policy.base`` names a Hugging Face model or its folder, the stage only checks and copies this model.
+Otherwise it trains a small model from scratch, to imitate examples. The examples come from the scripted teacher, a
+program that solves the tasks of one family with random kernel designs (package ``synthesis.teacher``). No example has
+the same operators in the same order as a held-out task of this family. Before the training, the sandbox judges some of
+the teacher's solutions."""
 
 import asyncio
 import random
@@ -49,8 +51,10 @@ def run(ctx: StageContext) -> None:
 
 
 async def verify_teacher(ctx: StageContext, tasks: Sequence[Task]) -> None:
-    """Makes ``bootstrap.verify`` solutions of ``tasks`` with the teacher, and judges them in the sandbox. Logs the
-    share of each reward. Leaves a note for each verdict whose status the teacher did not predict."""
+    """Checks solutions of the scripted teacher, a program that solves ``tasks`` and predicts the judge's status of each
+    solution. The setting ``bootstrap.verify`` is the number of solutions. The sandbox judges each of them. Logs the
+    share of the solutions that got each reward. Writes a note for each verdict whose status is not the predicted
+    one."""
     count = ctx.config.bootstrap.verify if tasks else 0
     if not count:
         return
@@ -71,8 +75,9 @@ async def verify_teacher(ctx: StageContext, tasks: Sequence[Task]) -> None:
 
 
 def pretrain(ctx: StageContext, dialogues: Sequence[Dialogue]) -> tuple[object, object]:
-    """Trains a tokenizer on ``dialogues`` and a new model to imitate them. Returns (model, tokenizer). Raises
-    BadConfiguration if no dialogue fits the context."""
+    """Trains a tokenizer on ``dialogues``. Then trains a new model to imitate the dialogues of at most
+    ``policy.context`` tokens. Holds out at most ``HELDOUT`` of these dialogues and logs their loss. Returns (model,
+    tokenizer). Raises BadConfiguration if all dialogues are too long."""
     settings, policy = ctx.config.bootstrap, ctx.config.policy
     tokenizer = train_tokenizer(texts(dialogues[:TOKENIZER]), policy.vocab)
     chat = Chat(tokenizer, "compact")

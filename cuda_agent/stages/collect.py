@@ -1,5 +1,5 @@
-"""Stage ``collect``: plays the training tasks with the policy in the full agent loop, and keeps every episode, good or
-bad. Inputs: tasks, policy; output: ``episodes``. A round is one episode of every task. The stage saves a checkpoint
+"""Stage ``collect``: plays the training tasks with the policy, in turns with tools, and keeps all episodes, successful
+or not. Inputs: tasks, policy; output: ``episodes``. A round is one episode of every task. The stage saves a checkpoint
 after every round, so a killed stage loses at most one round."""
 
 import asyncio

@@ -1,10 +1,13 @@
-"""Stage ``critic``: pretrains the critic, the model that predicts an episode's reward (CUDA Agent, arXiv 2602.24286,
-section 3.3, stage 3). Inputs: episodes, policy; output: ``critic``.
+"""Stage ``critic``: pretrains the critic, a model that estimates an episode's expected reward (CUDA Agent, arXiv
+2602.24286, section 3.3, stage 3). Inputs: episodes, policy; output: ``critic``.
 
-The stage trains on judged episodes, good and bad, with a terminal reward and gamma 1. The setting ``agentic.reward``
-chooses the reward here too, because the later stage ``agentic`` trains this critic further. If the critic explains too
-little of the variance of the rewards of held-out episodes, the stage leaves a note or stops (``critic.gate``,
-docs/decisions.md)."""
+The stage trains on all judged episodes, successful or not. Each has one reward at its end, and gamma is 1. The setting
+``agentic.reward`` chooses the reward function. The later stage ``agentic``, which trains this critic further, uses the
+same function.
+
+Some episodes are held out. The explained variance of their rewards measures the critic's quality. If it is below the
+setting ``critic.min_explained_variance``, the stage writes a note or fails. The setting ``critic.gate`` chooses between
+the two. docs/decisions.md (D17) explains why episodes are held out and not tasks."""
 
 import hashlib
 from dataclasses import replace
@@ -57,8 +60,9 @@ def pretrain(ctx: StageContext) -> None:
 
 
 def hold_out(episodes: list[Episode], share: float, seed: int) -> tuple[list[Episode], list[Episode]]:
-    """Splits ``episodes`` into (training, held-out). Holds out the fraction ``share``, but at least one episode and
-    never all. A single episode is in both lists."""
+    """Splits ``episodes`` into (training, held-out). ``share`` is the fraction to hold out. Both lists get at least one
+    episode. If there is only one episode, it is in both lists. The split depends only on ``share``, ``seed`` and the
+    ids of the episodes."""
     ranked = sorted(episodes, key=lambda episode: hashlib.sha256(f"{seed}/{episode.id}".encode()).digest())
     count = min(max(1, round(share * len(ranked))), len(ranked) - 1)
     if not count:  # a single episode serves for both, and the gate has no meaning

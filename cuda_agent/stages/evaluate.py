@@ -1,10 +1,11 @@
-"""Stages ``evaluate-base``, ``-warmup``, ``-rft``, ``-agentic``, ``-one-shot``: score a policy on the held-out tasks.
-Inputs: tasks, policy; output: ``scores``.
+"""Stages ``evaluate-base``, ``evaluate-warmup``, ``evaluate-rft``, ``evaluate-agentic`` and ``evaluate-one-shot``: each
+scores one policy on the held-out tasks. Inputs: tasks, policy; output: ``scores``.
 
-All these stages play the same tasks with the same budget and seeds. In ``-one-shot`` the policy gives one answer
-without tools; in the others it works in the agent loop. The final solutions are judged in the mode ``evaluate.mode``,
-all other solutions in quick mode. If the stage ``synthesis`` found a task's best design, the scores also compare
-solutions with this design."""
+All these stages play the same tasks with the same settings and seeds. In ``evaluate-one-shot`` the policy gives one
+answer without tools. In the other stages it works in turns with tools. The sandbox judges all solutions in quick mode.
+If the setting ``evaluate.mode`` is "strict", the final solution of each episode is also judged in strict mode (on more
+kinds of inputs), and this verdict counts as the final one. If the stage ``synthesis`` found the best kernel design for
+a task, the scores also compare solutions with this design."""
 
 import asyncio
 

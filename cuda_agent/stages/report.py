@@ -1,8 +1,10 @@
-"""Stage ``report``: writes the report of a run. Inputs: tasks, the scores of every policy, and the metrics, notes and
-manifests of all stages; output: ``report`` (``index.html`` and ``report.json``).
+"""Stage ``report``: writes the report of a run, as a page (``index.html``) and as data (``report.json``). Inputs:
+tasks, the scores of every policy, and the metrics, notes and manifests of all stages; output: ``report``, a folder with
+both files.
 
-This module gathers the data; ``pages.report`` draws the page. The two output files hold no date. With simulated times
-(``sandbox.clock=model``) they also hold no versions, durations, devices and notes, so equal inputs give equal bytes."""
+This module gathers the data; the module ``pages.report`` renders the page. Neither file contains a date. If times are
+simulated (setting ``sandbox.clock=model``), the files also omit versions, durations, devices and notes, so equal inputs
+give files with equal bytes."""
 
 import json
 from collections.abc import Iterable
@@ -40,13 +42,14 @@ def run(ctx: StageContext) -> None:
 
 
 def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path, stages: Path) -> dict[str, Any]:
-    """Returns the data of the report's page, as values that JSON can hold.
+    """Returns the data of the report, as values that JSON can represent.
 
     Args:
         scores: Scores by policy, in the order of training.
         kernels: The result of ``fastest_kernels``.
         card: The file with the data card, a summary of the tasks.
-        stages: The folder with the earlier stages' metrics and manifests, and with ``graph.json``."""
+        stages: The folder with ``graph.json`` (a list of the earlier stages), ``config.json``, and one folder per stage
+            with its metrics, notes and manifest."""
     rows = _read_json(stages / "graph.json")
     about = {row["name"]: row["about"] for row in rows}
     clock = next(iter(scores.values())).clock
@@ -76,8 +79,8 @@ def gather(scores: dict[str, Scores], kernels: list[dict[str, Any]], card: Path,
 
 
 def fastest_kernels(episodes: Iterable[tuple[str, Episode]], tasks: list[Task]) -> list[dict[str, Any]]:
-    """Returns the ``KERNELS`` correct final solutions with the highest speed-up over ``torch.compile``, best first, at
-    most one per task. ``episodes`` holds pairs of a policy's name and an episode."""
+    """Returns correct final solutions with the highest speed-up over ``torch.compile``, best first: at most one per
+    task, and at most ``KERNELS`` in all. ``episodes`` holds pairs of a policy's name and an episode."""
     by_name = {task.name: task for task in tasks}
     best: dict[str, tuple[tuple[float, float], str, Episode, Verdict]] = {}
     for policy, episode in episodes:

@@ -1,9 +1,9 @@
-"""Stage ``rft``: rejection fine-tuning (CUDA Agent, arXiv 2602.24286, section 3.3, stage 2).
-Inputs: episodes, policy; output: ``policy``.
+"""Stage ``rft``: rejection fine-tuning, which trains the policy to imitate its own good episodes (CUDA Agent, arXiv
+2602.24286, section 3.3, stage 2). Inputs: episodes, policy; output: ``policy``.
 
-The stage chooses the episodes that have a positive reward and no bad pattern (loops, malformed or invented tool calls).
-It trains the policy to imitate the sampled tokens of these episodes, except a last turn that was cut off. If there is
-nothing to imitate, the policy stays unchanged."""
+The stage chooses the episodes with a positive reward and without bad patterns. A bad pattern is a malformed tool call,
+a call of a tool that does not exist, or a loop of equal calls. Training uses the tokens that the policy sampled in
+these episodes, but not a last turn that was cut off. If no tokens remain, the policy stays unchanged."""
 
 from cuda_agent.context import StageContext
 from cuda_agent.policy.chat import Chat

@@ -1,11 +1,15 @@
-"""Stage ``synthesis``: makes the tasks. Output: ``tasks`` (training and held-out) with a data card that sums them up.
-If ``synthesis.headroom`` is set, a sweep over many kernel designs finds the best one for each task of the family
-``teacher``, and the output also holds these designs.
+"""Stage ``synthesis``: makes the tasks. Output: ``tasks``, which holds the training tasks, the held-out tasks and a
+data card (a summary of the tasks).
 
-A candidate task runs only in the sandbox; such a run is called a probe. The sandbox caches the measured times of a
-probe, so a restarted stage repeats the probe, but does not measure again. With sweeps, the stage saves a
-checkpoint with all results whenever it has ``RESULTS`` new ones. If a language model writes candidates, the stage also
-saves a checkpoint after each candidate."""
+The stage generates candidate tasks and filters them. A candidate runs only in the sandbox; its run without a solution
+is called a probe. If the setting ``synthesis.headroom`` is above 0, a sweep times many kernel designs for the
+candidates of the family ``teacher``, which are tasks that a program, the scripted teacher, can solve. The sandbox then
+judges the fastest designs. In this case the output also holds the best design of each accepted task of this family.
+
+The sandbox caches the times that a probe measures. A stage that is restarted repeats the probes, but takes their times
+from the cache. The results of sweeps are not cached. With sweeps, the stage therefore saves a checkpoint with all
+results after every ``RESULTS`` new ones and when it is stopped. If a language model writes the candidates, the stage
+also saves a checkpoint after each candidate."""
 
 import asyncio
 import contextlib

@@ -1,6 +1,7 @@
-"""Stage ``warmup``: trains the policy by reinforcement learning on answers without tools (CUDA Agent, arXiv
-2602.24286, section 3.3, stage 1). Inputs: tasks, policy; output: ``policy``. If ``warmup.advantage`` needs a critic,
-the stage makes one from the policy."""
+"""Stage ``warmup``: trains the policy by reinforcement learning on single answers without tools (CUDA Agent, arXiv
+2602.24286, section 3.3, stage 1). Inputs: tasks, policy; output: ``policy``. The setting ``warmup.advantage`` chooses
+the estimator of advantages. If the estimator needs a critic (a model that estimates the expected reward), the stage
+makes one from the policy."""
 
 import asyncio
 

@@ -1,4 +1,7 @@
-"""Makes the data card of a synthesis, a summary as JSON: counts of the tasks, and a histogram of their eager times."""
+"""Makes the data card of a synthesis (the generation of a task set).
+
+The data card is a summary of the task set, as JSON. It has counts of the tasks, the time of each task in eager PyTorch
+and under torch.compile, and a histogram of the eager times."""
 
 import math
 from collections import Counter
@@ -16,8 +19,9 @@ def _counts(tasks: Sequence[Task], key: Callable[[Task], str]) -> dict[str, int]
 
 
 def _log_histogram(values: Sequence[float], low: float, high: float) -> dict[str, list[float]]:
-    """Counts ``values`` in ``BINS`` bins from ``low`` to ``high``, which have equal widths on a logarithmic scale. A
-    value outside counts in the nearest bin. Returns the edges of the bins and the counts."""
+    """Counts ``values`` in ``BINS`` bins between ``low`` and ``high``. The bins have equal widths on a logarithmic
+    scale. A value below ``low`` counts in the first bin, and a value above ``high`` in the last bin. Returns the edges
+    of the bins and the counts."""
     edges = [low * (high / low) ** (step / BINS) for step in range(BINS + 1)]
     found = [0.0] * BINS
     for value in values:
@@ -29,7 +33,12 @@ def _log_histogram(values: Sequence[float], low: float, high: float) -> dict[str
 def data_card(
     tasks: Sequence[Task], times: Times, window_ms: tuple[float, float], facts: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the data card: a summary of ``tasks`` and their ``times``, together with all ``facts``."""
+    """Returns the data card, a summary of ``tasks`` as JSON.
+
+    Args:
+        times: Times of the tasks in seconds.
+        window_ms: Least and greatest eager time of a task, in milliseconds; the range of the histogram.
+        facts: Further entries of the data card."""
     eager = [times[task.name][0] * 1e3 for task in tasks if task.name in times]
     return dict(facts) | {
         "tasks": len(tasks),

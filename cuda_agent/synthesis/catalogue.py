@@ -1,8 +1,9 @@
-"""Lists the operators that can be stacked in a chain: the operator catalogue.
+"""Lists the operators that a task can apply one after the other, in a chain. The list is the operator catalogue.
 
-Each row has the operator's source text, its cost, and the shapes and ranges of values that it takes and gives (a
-logarithm takes positive values). There are no random, in-place or backward operators. Operators such as ``floor`` and
-``argmax`` are left out, because a rounding error can change their results so much that a correct kernel fails."""
+Each row has the operator's source text, its cost, the shapes of its input and output, and the ranges of their values.
+For example, a logarithm takes positive values. There are no random, in-place or backward operators. Operators such as
+``floor`` and ``argmax`` are left out, because a rounding error can change their results so much that a correct kernel
+fails."""
 
 import math
 from functools import partial

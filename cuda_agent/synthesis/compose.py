@@ -1,9 +1,12 @@
 """Composes tasks with one of two writers: a program that samples operators and shapes, or a language model.
 
-The program stacks operators of the catalogue, or takes one layer of ``transformers``. It chooses a batch size for which
-a cost model predicts an eager time within limits (``synthesis.window_ms``). Later, the filters check the measured time.
-This module checks a language model's answer, but only the sandbox runs the code in the answer. Chains are float32,
-without branches or residual connections."""
+The program makes either a chain of operators from ``catalogue`` or one layer of ``transformers``. In a chain, each
+operator takes the output of the previous one. Chains are float32, without branches or residual connections. The program
+chooses a batch size for which a cost model predicts a time in eager PyTorch within the limits of the configuration
+(``synthesis.window_ms``). Later, ``filters`` compares the measured time with these limits.
+
+This module checks the form of a language model's answer. It does not run the code in the answer; only the sandbox
+does."""
 
 import math
 import re
@@ -35,8 +38,8 @@ class ComposeError(Exception):
 
 
 class Composer(Protocol):
-    """A writer of candidate tasks. If ``repeatable`` is true, ``rng`` alone decides the task, so the caller can compose
-    the task again and need not store it."""
+    """A writer of candidate tasks. If ``repeatable`` is true, equal states of ``rng`` give equal tasks. The caller then
+    need not store a task, because it can compose the same task again."""
 
     @property
     def repeatable(self) -> bool: ...
@@ -47,7 +50,8 @@ class Composer(Protocol):
 
 @dataclass(frozen=True)
 class Speed:
-    """A rough cost model of PyTorch's eager mode on a device. The rates are those on tensors of medium size."""
+    """A rough model of the time that PyTorch takes in eager mode on one device. ``bytes_per_second`` and
+    ``flops_per_second`` are rates for tensors of medium size."""
 
     bytes_per_second: float
     flops_per_second: float
@@ -67,7 +71,8 @@ def speed_of(device: str, threads: int) -> Speed:
 
 @dataclass(frozen=True)
 class ProgrammaticWriter:
-    """A writer that samples operators and shapes. ``window`` is the allowed range of eager times, in seconds."""
+    """A writer that draws operators (or a layer of ``transformers``) and shapes at random. ``window`` is the allowed
+    range of a task's time in eager PyTorch, in seconds."""
 
     speed: Speed
     window: tuple[float, float]
@@ -110,8 +115,9 @@ class ProgrammaticWriter:
 
 
 def as_task(code: str, data_source: str = "") -> Task:
-    """Returns the task with the source ``code``. Its ``ops`` are computed from the code. Its name consists of ``ops``
-    and the code's digest, so equal codes give equal names."""
+    """Returns a task with the source ``code``. The task's name consists of its operators, which are found in ``code``,
+    and of the digest of ``code``. Equal sources therefore give equal names. ``data_source`` describes the origin of the
+    task; the default is "torch#" with the number of operators."""
     ops = recompute_ops(code)
     task = Task("", code, ops, data_source or f"torch#{len(ops)}")
     words = [re.sub(r"\W+", "", op.rsplit(".", 1)[-1]).lower() for op in ops[:5]]
@@ -124,8 +130,9 @@ def draw_count(most: int, rng: Random) -> int:
 
 
 def pick_operators(operators: Sequence[Operator], count: int, rng: Random) -> list[Operator] | None:
-    """Draws ``count`` different operators for a chain. Each accepts the range of values that the previous operator
-    gives. Returns None if no operator fits a position. ``build`` checks the shapes later."""
+    """Draws ``count`` different operators for a chain, in which each operator takes the output of the previous one. An
+    operator is drawn only if it accepts all values that the previous one can give. Returns None if no operator fits a
+    position. Does not check shapes; ``build`` does."""
     chosen: list[Operator] = []
     values: Interval | None = None
     for place in range(count):
@@ -193,8 +200,8 @@ def batch_for(cost: Callable[[int], float], window: tuple[float, float], rng: Ra
 
 @dataclass(frozen=True)
 class Chain:
-    """A chain of operators: its source text in parts, and the cost of each operator. ``work`` has this cost as
-    (elements read and written, arithmetic operations)."""
+    """A chain of operators, as parts of a task's source, with the cost of each operator. ``work`` holds one pair per
+    operator: (elements read and written, arithmetic operations)."""
 
     arguments: tuple[tuple[str, int], ...]  # name and value of each argument of __init__
     init: tuple[str, ...]  # lines of __init__
@@ -209,8 +216,8 @@ class Chain:
 
 
 def build(operators: Sequence[Operator], shape: Shape, rng: Random) -> Chain | None:
-    """Returns the chain of ``operators`` for an input of ``shape``, with settings drawn from ``rng``. Returns None if
-    the shapes do not fit."""
+    """Returns the chain of ``operators`` for an input of ``shape``. Draws the operators' settings, such as kernel
+    sizes, from ``rng``. Returns None if an operator does not accept the shape of its incoming tensor."""
     low, high = input_values(operators[0])
     text = ", ".join(map(str, shape))
     source = f"torch.randn({text})" if (low, high) == NORMAL else f"torch.rand({text}) * {high - low:g} + {low:g}"
@@ -282,8 +289,11 @@ class ModelWriter:
     repeatable: bool = False
 
     async def compose(self, rng: Random) -> Task:
-        """Asks the model for a task. Raises ComposeError if this attempt gives no task, and ServedModelError if the
-        address does not answer."""
+        """Asks the language model for a task.
+
+        Raises:
+            ComposeError: This attempt gives no task.
+            ServedModelError: The model's server does not answer, refuses the request, or sends an invalid answer."""
         chosen = pick_operators(CATALOGUE, draw_count(self.max_ops, rng), rng)
         if chosen is None:
             raise ComposeError("no operators fit together")
@@ -299,7 +309,11 @@ class ModelWriter:
 
 
 def task_from_answer(answer: str, max_ops: int = 5) -> Task:
-    """Returns the task in a model's ``answer``, a text of any form. Raises ComposeError if there is no task."""
+    """Returns the task in ``answer``, the text of a language model. Takes the last Markdown code block with a class
+    ``Model``; without such a block, the last code block; without any block, the whole text.
+
+    Raises:
+        ComposeError: The code is not a task, or has no operator or more than ``max_ops`` operators."""
     blocks = re.findall(r"```[ \t]*(?:python|py)?[ \t]*\r?\n(.*?)```", answer, re.S | re.I)
     candidates = [block for block in blocks if "class Model" in block] or blocks or [answer]
     code = candidates[-1].replace("\r\n", "\n").strip() + "\n"

@@ -1,13 +1,18 @@
-"""Filters candidate tasks by their source and by their probe: a run of the task in the sandbox, without a solution.
+"""Filters candidate tasks. Some filters need only a task's source. Others need a probe, which is a run of the task's
+own model in the sandbox.
 
 CUDA Agent (arXiv 2602.24286) has five filters. A task must run in eager mode and under torch.compile; be deterministic;
-have outputs that are not constant and differ between inputs; take an eager time within limits; and be unlike the
-evaluation set. Here the third filter is stricter: the judge must reject each wrong answer of ``sandbox.judge.mutants``.
-This module also checks the form of the source, and refuses tasks with the same bytes or structure as an earlier task.
+have outputs that are not constant and differ between inputs; take a time in eager mode within limits; and be unlike the
+evaluation set. Here the third filter is stricter. It tries wrong answers that are made on purpose
+(``sandbox.judge.mutants``). The sandbox's comparison of outputs must reject each of them, except those with errors of
+rounding or of 1 %. This module also checks the form of the source, and refuses tasks with the same bytes or structure
+as an earlier task.
 
-Two filters need a sweep (``design_sweep``), which times many designs of a task: different ways to write its kernel. The
-choice of a design must matter, and the best design must be ``headroom`` times as fast as torch.compile, by the times of
-the judge. Cheap filters come first: a sweep takes two seconds, a probe under torch.compile ten or more."""
+Two filters need a sweep (``teacher.design_sweep``), which times many designs of a task. A design is one way to write
+the task's kernel. First, designs must differ enough in speed or in correctness. Second, the best design must be at
+least ``synthesis.headroom`` times as fast as torch.compile. For this filter, the judge (the sandbox's test of
+solutions) times the best designs again. Cheap filters come first: a sweep takes two seconds, a probe under
+torch.compile ten or more."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -38,8 +43,8 @@ SPREAD, RIGHT = 1.5, 0.7  # a choice matters if median time / best time >= SPREA
 
 
 class Prober(Protocol):
-    """The part of a sandbox that the filters use. ``probe`` runs ``task`` without a solution. If ``compile`` is true,
-    ``probe`` also times the task under torch.compile."""
+    """The part of a sandbox that the filters use. ``probe`` runs the task's own model, without a candidate kernel. If
+    ``compile`` is true, ``probe`` also times the model under torch.compile."""
 
     async def probe(self, task: Task, compile: bool = True) -> Probe: ...
 
@@ -54,9 +59,13 @@ class TaskRefused(Exception):
 
 
 class SourceFilter:
-    """The filters that need only a candidate's source. To find copies, the object remembers each checked candidate.
-    ``references`` holds the name and the ``similarity.shingles`` (subtrees) of each task of the evaluation set. A
-    candidate whose similarity (0 to 1) to one of these tasks is above ``max_similarity`` is refused."""
+    """The filters that need only the source of a candidate task. The object remembers each checked candidate and
+    refuses later copies of it.
+
+    Args:
+        references: (name, shingles) of each task of the evaluation set. Shingles are the hashed subtrees of the task's
+            syntax tree (``similarity.shingles``).
+        max_similarity: Greatest accepted similarity of a candidate to a task of the evaluation set, from 0 to 1."""
 
     def __init__(self, references: Sequence[tuple[str, Shingles]], max_similarity: float) -> None:
         self.references, self.max_similarity = references, max_similarity
@@ -85,8 +94,8 @@ class SourceFilter:
 
 
 def check_eager(probe: Probe, window: tuple[float, float]) -> None:
-    """Applies the filters that need only ``probe``, the result of a task's run in eager mode. Raises TaskRefused if one
-    of them refuses the task. ``window`` holds the least and the greatest accepted eager time, in seconds."""
+    """Applies the filters that need only ``probe``, the result of a task's run in eager mode. Raises TaskRefused if a
+    filter refuses the task. ``window`` holds the least and the greatest accepted time in eager mode, in seconds."""
     if probe.error or probe.eager_seconds is None:
         raise TaskRefused("runs in eager", last_line(probe.error))
     if not probe.deterministic:
@@ -105,8 +114,9 @@ def check_compiled(probe: Probe) -> None:
 
 
 def check_choice(swept: Swept) -> None:
-    """Raises TaskRefused if no design of a task computes the right outputs. Also raises it if most designs compute the
-    right outputs and are about as fast as the best one."""
+    """Checks that the choice of a design (one way to write a task's kernel) matters. ``swept`` is the result of timing
+    many designs of one task. Raises TaskRefused if no design computes the right outputs. Also raises TaskRefused if
+    most designs compute the right outputs and their median time is about that of the fastest one."""
     if swept.seconds is None or swept.median_seconds is None:
         raise TaskRefused("choice matters", "no design is right")
     if swept.median_seconds < SPREAD * swept.seconds and swept.right >= RIGHT:
@@ -114,9 +124,14 @@ def check_choice(swept: Swept) -> None:
 
 
 def check_headroom(speedup: float | None, probe: Probe, headroom: float) -> None:
-    """Raises TaskRefused if the best design of a task is less than ``headroom`` times as fast as torch.compile.
-    ``speedup`` is the design's speed-up over eager (None: the judge refuses it); ``probe`` has the times of eager and
-    torch.compile. Compares speed-ups, because the times of a sweep and of a probe are not comparable."""
+    """Raises TaskRefused if the best design of a task is less than ``headroom`` times as fast as torch.compile. A
+    design is one way to write the task's kernel. Compares speed-ups over eager mode instead of times, because the times
+    of designs and those of ``probe`` are not comparable.
+
+    Args:
+        speedup: Speed-up of the best design over eager mode, or None if the sandbox rejects the best designs.
+        probe: Has the task's times in eager mode and under torch.compile.
+        headroom: Least accepted ratio of the two speed-ups (of the best design and of torch.compile)."""
     if speedup is None:
         raise TaskRefused("headroom", "the judge refuses the best designs")
     assert probe.eager_seconds and probe.compile_seconds  # timed in turn

@@ -1,7 +1,7 @@
 """Makes tasks from single layers of ``transformers``: activations, norms, MLPs, attention, blocks.
 
-Each task imports a layer from transformers and gives it a small random configuration. There are no whole models,
-caches, masks or dropout (layers run in ``eval``)."""
+Each task imports a layer from transformers and gives it a small random configuration. The tasks use no whole models,
+caches or masks. Dropout has no effect, because the sandbox runs models in ``eval`` mode by default."""
 
 import math
 from collections.abc import Sequence
@@ -44,7 +44,8 @@ def render(
 @dataclass(frozen=True)
 class Layer:
     """A layer of ``transformers``, with templates for the source of a task that runs the layer. In the templates, words
-    such as ``hidden`` stand for sizes."""
+    such as ``hidden`` are names of sizes. In ``forward`` and ``inputs`` these words are in braces and are replaced by
+    numbers."""
 
     name: str  # name of the class
     module: str  # its module, a path below transformers
@@ -67,8 +68,8 @@ class Layer:
         return render(arguments, init, [line.format(**sizes) for line in self.forward], inputs, imports)
 
     def cost(self, batch: int, wide: bool, rng: Random) -> tuple[float, float]:
-        """Estimates the cost of one call, and returns (elements read and written, arithmetic operations). Draws the
-        layer's sizes from ``rng``, as ``code`` does."""
+        """Estimates the cost of one call. Returns (elements read and written, arithmetic operations). Draws the layer's
+        sizes from ``rng`` in the same way as ``code``. If ``wide`` is true, the sizes are large, as suits a GPU."""
         sizes = _sizes(batch, wide, rng)
         names = sizes | {"rows": sizes["batch"] * sizes["length"]}
         factors = [[names.get(word) or float(word) for word in term.split(" * ")] for term in self.flops.split(" + ")]

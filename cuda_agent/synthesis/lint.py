@@ -21,8 +21,8 @@ _AT_ONCE = 64  # tasks that servers may have in their queues
 async def lint(
     tasks: Sequence[Task], sandbox: Prober, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, Probe]:
-    """Probes ``tasks``: runs each task in the sandbox without a solution, and tries the mutants. Returns the probes by
-    task name. Calls ``say`` with one line of progress for each task."""
+    """Runs each task's own model in the sandbox, and tries the mutants (wrong answers made on purpose). Returns the
+    results by task name. Calls ``say`` with one line of progress for each task."""
     done, turns = 0, asyncio.Semaphore(_AT_ONCE)
 
     async def one(task: Task) -> Probe:
@@ -38,8 +38,9 @@ async def lint(
 
 
 def names(probe: Probe) -> list[str]:
-    """Returns "NAME (TOLERANCE)" for each mutant that the task of ``probe`` accepts. TOLERANCE is the least tolerance
-    that accepts the mutant."""
+    """Returns "NAME (TOLERANCE)" for each mutant (wrong answer) that a task accepts. ``probe`` is the result of the
+    task's run. TOLERANCE is the least tolerance that accepts the mutant. Leaves out the mutants in ``wire.ROUNDING``,
+    whose errors are so small that a task should accept them."""
     return [f"{name} ({least:g})" for name, least in probe.lets_through.items()]
 
 
@@ -51,8 +52,8 @@ def _finding(probe: Probe) -> str:
 
 
 def lint_lines(probes: Mapping[str, Probe], tolerance: float) -> list[str]:
-    """Returns the lines of a table with one row per task, and of a summary. The summary shows ``tolerance``, the
-    sandbox's tolerance."""
+    """Returns the lines of a text: a table with one row per task, then a summary. The summary shows ``tolerance``, the
+    tolerance of the sandbox."""
     width = max((len(name) for name in probes), default=4)
     lines = [f"{'task':{width}}  bf16    lets through (from which tolerance)"]
     for name, probe in probes.items():

@@ -1,9 +1,10 @@
-"""Defines rules. A rule describes how one operator continues a chain of operators. Each operator of a chain takes the
-output of the previous one.
+"""Defines the rules by which operators are put into a chain. In a chain, each operator takes the output of the previous
+one.
 
-A ``Rule`` is a function of the shape of the operator's incoming tensor. It returns a ``Use``: the source text, the
-output shape and the cost of the operator for this shape. ``catalogue`` lists the operators with their rules. All
-tensors are float32, except indices and masks."""
+Each operator has a rule. A ``Rule`` is a function of a random generator and of the shape of the operator's incoming
+tensor. It returns a ``Use``, which holds the source text, the output shape and the cost of the operator for this shape.
+If the operator does not accept the shape, the rule returns None. The module ``catalogue`` lists the operators with
+their rules. All tensors are float32, except indices, labels and masks."""
 
 import math
 from collections.abc import Callable
@@ -21,8 +22,9 @@ RANDN = "torch.randn({shape})"  # template of an input (see ``fixed``)
 
 @dataclass(frozen=True)
 class Use:
-    """An operator at one position of a chain. Its source texts are templates: ``{x}`` stands for the incoming tensor,
-    ``{m}`` for the model's attribute that holds the layer. Other words in braces stand for arguments and inputs."""
+    """An operator at one position of a chain. ``forward`` and ``init`` are templates of source text. In a template,
+    ``{x}`` stands for the incoming tensor, and ``{m}`` for the name of the model's attribute that holds the operator's
+    layer or weight. Other words in braces stand for the names in ``arguments`` and ``inputs``."""
 
     forward: str  # expression in ``forward``
     shape: Shape  # shape of the output
@@ -64,12 +66,15 @@ def fixed(
     moved: float | None = None,
     **inputs: str,
 ) -> Rule:
-    """Returns a rule for an operator with the fixed source text ``form``.
+    """Returns a rule for an operator whose source text is always ``form``.
 
     Args:
+        form: Template of the expression in ``forward``. {x} stands for the incoming tensor, and the name of a further
+            input in braces stands for this input.
         shape: Maps the incoming tensor's shape to the output's shape, or to None if the operator does not fit.
         work: Number of operations per element of the incoming tensor, or a function that maps its shape to the total.
-        moved: Elements read and written per element of the output; 0 for views; None: see ``Use.moved``.
+        moved: Elements read and written per element of the output; 0 for views. None: the elements of the incoming
+            tensor, of the output and of the further inputs count once each.
         inputs: Names of further inputs, and templates of the expressions that make them. {shape} stands for the
             incoming tensor's shape, {batch} for its first size, {last} for its last size, {half} for half of {last}."""
 
@@ -86,7 +91,8 @@ def fixed(
 
 
 def same(*forms: str, work: float = 0.0, **inputs: str) -> Rule:
-    """Returns a rule for an operator that keeps the shape. Its source text is drawn from ``forms``."""
+    """Returns a rule for an operator whose output has the shape of the incoming tensor. The rule draws the operator's
+    source text from ``forms`` at random. ``fixed`` explains ``work`` and ``inputs``."""
     return lambda rng, x: fixed(rng.choice(forms), lambda x: x, work, None, **inputs)(rng, x)
 
 
@@ -100,7 +106,8 @@ def layer(
     work: float | Callable[[Shape], float],
     form: str = "self.{m}({x})",
 ) -> Rule:
-    """Returns a rule for an operator that keeps the shape and has a module or parameter.
+    """Returns a rule for an operator that needs a module or a parameter, and whose output has the shape of the incoming
+    tensor.
 
     Args:
         init: Template of the expression in ``__init__`` that makes the module or parameter.
@@ -136,7 +143,8 @@ def _divisor(rng: Random, number: int, choices: tuple[int, ...]) -> int | None:
 
 
 def reduce(function: str, work: float = 1.0, tail: str = "") -> Rule:
-    """Returns a rule for the reduction ``function`` over the last dimension, sometimes with ``keepdim=True``."""
+    """Returns a rule for the reduction ``function`` over the last dimension. The rule decides at random whether to pass
+    ``keepdim=True``. ``tail`` is source text after the call, such as ``[0]``."""
 
     def use(rng: Random, x: Shape) -> Use:
         keep = rng.random() < 0.4
@@ -197,8 +205,12 @@ def convolution(constructor: str, transposed: bool = False) -> Rule:
 
 
 def _product(rng: Random, x: Shape, form: str, init: str, name: str = "features") -> Use:
-    """Returns the ``Use`` of a product of a tensor of shape ``x`` with a weight matrix. ``form`` is the source text of
-    the product, ``init`` that of the weight. The argument ``name`` of ``Model.__init__`` is the tensor's last size."""
+    """Returns the ``Use`` of an operator that multiplies a tensor of shape ``x`` by a weight matrix.
+
+    Args:
+        form: Template of the product's expression in ``forward``.
+        init: Template of the expression in ``__init__`` that makes the weight matrix.
+        name: Name of the argument of ``__init__`` for the last size of the tensor."""
     out = rng.choice((x[-1], 2 * x[-1], max(8, x[-1] // 2)))
     return Use(form, (*x[:-1], out), init, ((name, x[-1]), ("out_features", out)), flops=2.0 * size(x) * out)
 
@@ -209,8 +221,8 @@ def linear(rng: Random, x: Shape) -> Use:
 
 
 def matmul(form: str, weight: str = "{features}, {out_features}") -> Rule:
-    """Returns a rule for a product with a weight matrix. ``form`` is the source text of the product, ``weight`` the
-    source text of the matrix's shape."""
+    """Returns a rule for an operator that multiplies the incoming tensor by a weight matrix. ``form`` is the template
+    of the product's expression, and ``weight`` the template of the matrix's shape."""
     init = f"nn.Parameter(torch.randn({weight}) / {{features}} ** 0.5)"
     return lambda rng, x: _product(rng, x, form, init)
 

@@ -43,8 +43,9 @@ def nearest(code: str, references: Sequence[tuple[str, Shingles]]) -> tuple[str,
 
 
 def duplicate_key(code: str) -> str:
-    """Returns a sha256 of the structure of ``code``. The hash ignores local names, formatting, comments and docstrings.
-    Names of top-level constants count as their values. Tasks with equal keys have equal structures and shapes."""
+    """Returns the SHA-256 of the structure of ``code``. It does not depend on local names, formatting, comments,
+    docstrings or type annotations. The name of a top-level constant (``N = 4``) is replaced by its value. All
+    constants are compared, so tasks with equal keys have equal operators and equal shapes."""
     tree = syntax.parse(code)
     aliases = import_aliases(tree)
     constants: dict[str, ast.expr] = {
@@ -93,7 +94,8 @@ def _hash(value: object) -> int:
 
 
 def _is_method(node: ast.AST) -> TypeGuard[ast.Attribute]:
-    """Returns whether ``node`` is an attribute whose name matters, as in ``x.softmax`` but not in ``self.fc1``."""
+    """Returns whether ``node`` is an attribute of an object other than ``self``, such as ``x.softmax``. Comparisons use
+    the names of these attributes, but not those of attributes of ``self``, such as ``self.fc1``."""
     return isinstance(node, ast.Attribute) and not (isinstance(node.value, ast.Name) and node.value.id == "self")
 
 

@@ -1,11 +1,15 @@
 """Synthesizes tasks: proposes candidates and filters them until there are enough tasks of each kind.
 
-The tasks are of two families: those that the scripted teacher can solve, and those of the operator catalogue. The kinds
-are training tasks (of both families), held-out tasks of the teacher, and held-out tasks of the catalogue. In a family,
-no training task has the operator combination of a held-out task. Candidate number i of a family depends only on (seed,
-family, i), unless a language model writes it. So equal configurations, seeds and probe results give equal tasks.
-Candidates are accepted in order of their numbers. To save time, the sandbox probes (runs) several of the next
-candidates at once."""
+There are two families of tasks. Tasks of the family "teacher" can be solved by the scripted teacher, a program that
+writes kernels. Tasks of the family "catalogue" stack operators of a larger list (``CATALOGUE``), or use one layer of
+``transformers``. The kinds are training tasks (of both families), held-out tasks of "teacher" and held-out tasks of
+"catalogue". In a family, no training task has the same combination of operators as a held-out task.
+
+The random generator of candidate number i of a family is seeded with (seed, family, i). Equal configurations, seeds
+and results of the sandbox therefore give equal tasks, unless a language model writes the candidates.
+
+The sandbox probes candidates (runs them without a solution). Candidates are accepted in the order of their numbers.
+To save time, several later candidates are probed in advance, at the same time."""
 
 import asyncio
 import contextlib
@@ -49,8 +53,8 @@ AHEAD = {"cpu": 3, "cuda": 24}  # candidates probed before their turn; with 12, 
 
 @dataclass
 class Stream:
-    """The progress of synthesis for one family of tasks: the composer, the tasks so far, and the counts of refused
-    candidates."""
+    """The progress of synthesis for one family of tasks: the composer (the writer of candidates), the accepted tasks,
+    and the counts of refused candidates."""
 
     family: str
     composer: Composer  # makes the candidates
@@ -73,7 +77,7 @@ class Stream:
 
     @property
     def rate(self) -> float:
-        """An estimate of the share of candidates that pass, from the candidates so far; 1 before the first."""
+        """The estimated share of candidates that pass all filters. Before the first candidate, it is 1."""
         return (len(self.tasks) + 1) / (len(self.tasks) + self.refused.total() + 1)
 
 
@@ -105,13 +109,15 @@ async def synthesize(
     The card's entry "short" then says how many tasks of each kind are missing.
 
     Args:
-        threads: CPU threads of the sandbox, for the prediction of eager times.
+        threads: Number of CPU threads of the sandbox. The writer of catalogue tasks uses it to predict eager times.
         progress: Called as ``progress(done, total)`` with the number of accepted tasks and of wanted tasks.
-        known: The results that an earlier call reported. They are not computed again.
-        report: Called as ``report(key, JSON value)`` with the result of each probe and each sweep, and with each task
-            of a composer that is not repeatable.
+        known: The values that an earlier call passed to ``report``, by key. They are not computed again.
+        report: Called as ``report(key, JSON value)`` with each new result: of a probe (a run of a candidate without a
+            solution), of a sweep, or of the judge's run of the best designs. Also called with each task of a composer
+            whose ``repeatable`` is false, because a second call of such a composer may give another task.
         composer: Replaces the configured writer of catalogue tasks.
-        sweep: Finds the best design of a task of the teacher's family. Without ``sweep``, the filters "choice matters"
+        sweep: Finds the best design (way to write the kernel) of a task of the teacher's family. For this, it times
+            many designs (a sweep), and lets the judge time the fastest. Without ``sweep``, the filters "choice matters"
             and "headroom" pass every task.
 
     Raises:
@@ -170,8 +176,8 @@ async def synthesize(
 
 
 def optima(tasks: Sequence[Task], known: Mapping[str, Any]) -> dict[str, Optimum]:
-    """Returns task name -> best design, for those of ``tasks`` that had a sweep. ``known`` holds the values that
-    ``synthesize`` reported."""
+    """Returns a dict from a task's name to its best design (way to write the kernel). Tasks whose designs were not
+    timed are missing. ``known`` holds the values that ``synthesize`` passed to ``report``, by key."""
     return {task.name: optimum_from_json(known[key]) for task in tasks if (key := f"optimum/{task.digest}") in known}
 
 
@@ -184,7 +190,7 @@ def make_composer(config: Synthesis, window: tuple[float, float], device: str, t
 
 
 class ProbeLost(TaskRefused):
-    """The sandbox failed during a probe, so the probe says nothing about the task."""
+    """The sandbox failed while it measured a candidate. This failure is no evidence against the candidate."""
 
 
 @lru_cache(maxsize=1024)  # a candidate's key is needed repeatedly before its turn
@@ -194,8 +200,9 @@ def _key(code: str) -> str | None:
 
 @dataclass
 class _Work:
-    """The work of one call of ``synthesize``. ``consider`` takes one candidate through the filters. ``look_ahead``
-    probes the next candidates meanwhile. ``spent`` is true when the allowed probes are used up."""
+    """The state of one call of ``synthesize``. ``consider`` applies the filters to one candidate. ``look_ahead`` starts
+    probes (runs in the sandbox) of later candidates, in the background. ``spent`` is true when the allowed number of
+    probes is used up."""
 
     config: Synthesis
     seed: int
@@ -261,8 +268,8 @@ class _Work:
                 stream.heldout.add(stream.combination(task))
 
     async def look_ahead(self, stream: Stream, index: int) -> None:
-        """Starts to probe those candidates after number ``index`` that will most likely be needed. Does nothing if the
-        composer of ``stream`` is not repeatable."""
+        """Starts probes (runs in the sandbox) of those candidates after number ``index`` that will most likely be
+        needed. Does nothing if the composer of ``stream`` cannot write the same candidate again (``repeatable``)."""
         if not stream.composer.repeatable:
             return
         self.early = {place: probing for place, probing in self.early.items() if place >= (stream.family, index)}
@@ -304,7 +311,8 @@ class _Work:
         await asyncio.gather(*left, return_exceptions=True)
 
     def _side(self, stream: Stream, task: Task) -> str | None:
-        """Returns the split of ``task``, or None if the split is full or a held-out task has the same combination."""
+        """Returns the split of ``task``: "train" or "heldout". Returns None if the split is full, or if a held-out task
+        has the same combination of operators."""
         drawn, share = stream.combination(task), stream.wanted["heldout"] / sum(stream.wanted.values())
         split = "heldout" if is_heldout(drawn, self.seed, share) else "train"
         return split if stream.wants(split) and drawn not in stream.heldout else None
@@ -331,8 +339,8 @@ class _Work:
         return Probe.from_json(await self._once(f"{'compiled' if compile else 'eager'}/{task.digest}", probe))
 
     async def _sweep(self, task: Task) -> Swept | None:
-        """Returns the result of the sweep over the designs of ``task``. Returns None if there are no sweeps, or if
-        ``task`` is not of the teacher's family."""
+        """Times many designs of ``task`` (ways to write its kernel) and returns the result. Returns None if ``sweep``
+        is None, or if ``task`` is not of the teacher's family."""
         if self.sweep is None or task.family != "teacher":
             return None
         sweep = self.sweep
@@ -343,8 +351,12 @@ class _Work:
         return swept_from_json(await self._once(f"sweep/{task.digest}", swept))
 
     async def _optimum(self, task: Task, swept: Swept, compiled: Probe) -> Optimum:
-        """Returns the best design of ``task``, with the judge's times. Raises TaskRefused, without asking the judge, if
-        even the times of the sweep leave no headroom. Raises ProbeLost if the sandbox failed."""
+        """Returns the best design of ``task`` (way to write its kernel), with the judge's times.
+
+        Raises:
+            TaskRefused: By the times in ``swept``, the best design is too slow compared with torch.compile. The judge
+                is not called.
+            ProbeLost: The sandbox failed, so the judge could not time the designs."""
         check_headroom(swept.speedup, compiled, self.config.headroom)
         assert self.sweep
         search = self.sweep

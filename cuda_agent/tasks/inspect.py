@@ -39,7 +39,8 @@ _OPERATORS: dict[type, str] = {
 
 
 def problems(code: str) -> list[str]:
-    """Returns the reasons why ``code`` is not a task, with line numbers. If ``code`` is a task, the list is empty."""
+    """Returns what is wrong with the form of ``code`` as a task: one message for each problem, with a line number where
+    there is one. If the form is right, the list is empty."""
     try:
         tree = syntax.parse(code)
     except SyntaxError as error:
@@ -65,7 +66,8 @@ def problems(code: str) -> list[str]:
 
 
 def import_aliases(tree: ast.AST) -> Aliases:
-    """Returns the dotted path of every name imported anywhere in ``tree`` (``F`` -> ``torch.nn.functional``)."""
+    """Returns the dotted path of every name that is imported anywhere in ``tree``, except by a relative import. For
+    example, ``import torch.nn.functional as F`` maps ``F`` to ``torch.nn.functional``."""
     aliases = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -93,8 +95,8 @@ def is_docstring(node: ast.AST) -> bool:
 
 
 def op_name(path: str) -> str | None:
-    """Returns the name of a torch operator in ``Task.ops``, or None if the dotted ``path`` names no torch operator. For
-    example, ``torch.nn.functional.relu`` gives ``F.relu``."""
+    """Returns the name by which ``Task.ops`` lists the torch operator with the dotted ``path``. For example, the name
+    of ``torch.nn.functional.relu`` is ``F.relu``. Returns None if ``path`` is not a torch operator."""
     parts = path.split(".")
     if parts[0] != "torch" or len(parts) < 2:
         return None
@@ -114,13 +116,14 @@ def op_name(path: str) -> str | None:
 def recompute_ops(code: str) -> tuple[str, ...]:
     """Returns the torch operators that ``Model.forward`` uses, each one once, in order of first use.
 
-    Names are as in CUDA-Agent-Ops-6K: ``nn.Linear``, ``F.gelu``, ``torch.sum``, ``Tensor.view``. A layer made in
-    ``__init__`` counts only if ``forward`` uses it. A Python operator or a tensor method counts only if an operand
-    certainly is a tensor (an argument of ``forward``, a parameter, the result of an operator). Layers of
-    ``transformers`` have their class name: ``transformers.LlamaRMSNorm``.
+    Names are as in the data set CUDA-Agent-Ops-6K: ``nn.Linear``, ``F.gelu``, ``torch.sum``, ``Tensor.view``. A layer
+    made in ``__init__`` counts only if ``forward`` uses it. A Python operator (such as ``+``, named ``torch.add``) or a
+    tensor method counts only if an operand certainly is a tensor: an argument of ``forward``, a parameter, or the
+    result of an operator. Layers of ``transformers`` have their class name: ``transformers.LlamaRMSNorm``.
 
     Raises:
-        SyntaxError: ``code`` cannot be parsed."""
+        SyntaxError: ``code`` is not valid Python.
+        ValueError, RecursionError, MemoryError: ``code`` cannot be parsed for another reason (see ``syntax.parse``)."""
     tree = syntax.parse(code)
     reader = _Reader(import_aliases(tree), _definitions(tree))
     model = reader.definitions.get("Model")
@@ -148,7 +151,7 @@ def _methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:
 
 
 class _Reader:
-    """Follows the code that ``Model.forward`` runs, in order of evaluation, and adds each operator to ``ops``."""
+    """Follows the code that ``Model.forward`` runs, in order of evaluation, and adds each operator to ``self.ops``."""
 
     def __init__(self, aliases: Aliases, definitions: dict[str, ast.stmt]) -> None:
         self.aliases = aliases
@@ -187,8 +190,8 @@ class _Reader:
         self.under_way.discard(key)
 
     def note(self, node: ast.AST) -> bool:
-        """Adds the operator that ``node`` names. If ``node`` names a class of the task, adds this class's operators.
-        Returns whether ``node`` names an operator or such a class."""
+        """Adds the operator that ``node`` names to ``self.ops``. If ``node`` names a class that the task defines, adds
+        the operators of this class instead. Returns whether ``node`` names an operator or such a class."""
         if isinstance(node, ast.Name) and isinstance(local := self.definitions.get(node.id), ast.ClassDef):
             self.read_class(local)
             return True
@@ -211,8 +214,8 @@ class _Reader:
 
 
 class _Scope:
-    """Reads the body of one function and adds its operators to ``reader.ops``. ``tensors`` holds the local names that
-    certainly are tensors."""
+    """Reads the body of one function and adds its operators to ``self.reader.ops``. ``self.tensors`` holds the local
+    names that certainly are tensors."""
 
     def __init__(self, reader: _Reader, attributes: dict, methods: dict, tensors: set[str]) -> None:
         self.reader, self.attributes, self.methods, self.tensors = reader, attributes, methods, tensors
@@ -244,8 +247,8 @@ class _Scope:
             self.reader.ops.append(f"torch.{name}")
 
     def value(self, node: ast.expr) -> bool:
-        """Adds the operators of the expression ``node``, operands first. Returns whether the expression certainly is a
-        tensor."""
+        """Adds the operators of the expression ``node`` to ``self.reader.ops``, operands first. Returns whether the
+        value of the expression certainly is a tensor."""
         match node:
             case ast.Name():
                 return node.id in self.tensors

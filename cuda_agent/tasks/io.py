@@ -1,7 +1,7 @@
 """Reads and writes task sets: folders with a file ``tasks.parquet``. Also reads KernelBench folders and parquet files
-of CUDA-Agent-Ops-6K.
+of the data set CUDA-Agent-Ops-6K.
 
-Task sets are local files. This module handles the source of tasks as text, and never executes it."""
+Task sets are local files. This module handles the Python code of tasks as text, and never executes it."""
 
 import json
 import os
@@ -55,7 +55,8 @@ def read_tasks(folder: Path) -> list[Task]:
 
 
 def read_ops6k(path: Path) -> list[Task]:
-    """Returns the tasks in a parquet file in the form of CUDA-Agent-Ops-6K. Takes their ``ops`` from the file.
+    """Returns the tasks in a parquet file that has the columns of CUDA-Agent-Ops-6K. The ``ops`` of a task (names of
+    the torch operators that it uses) are those in the file; they are not recomputed from the task's code.
 
     Raises:
         TaskError: The file cannot be read, or holds an invalid row."""
@@ -71,9 +72,10 @@ def _read_kernelbench(folder: Path) -> tuple[list[Task], list[TaskError]]:
     """Returns the tasks in a KernelBench folder, in KernelBench's order, and an error for each file that is not a task.
 
     Reads the ``*.py`` files in the sub-folders ``level1``, ``level2``, and so on. If there are no such sub-folders,
-    reads the ``*.py`` files in ``folder``. A task's name is its file's name without ``.py``. In a sub-folder, the level
-    comes first, as in ``level1/19_ReLU``. The family is the level or ``kernelbench``, and the split is ``heldout``.
-    Raises TaskError if there is no ``*.py`` file."""
+    reads the ``*.py`` files in ``folder``. A task's name is its file's name without ``.py``. For a file in a
+    sub-folder, the name starts with the level, as in ``level1/19_ReLU``. A task's ``family`` (its origin) is its level,
+    such as ``level1``, or ``kernelbench`` if the file is in no level's folder. Its ``split`` is ``heldout``: it serves
+    for evaluation, not for training. Raises TaskError if there is no ``*.py`` file."""
     levels = sorted((p for p in folder.iterdir() if p.is_dir() and re.fullmatch(r"level\d+", p.name)), key=natural)
     found, refused = list[Task](), list[TaskError]()
     for place in levels or [folder]:
@@ -143,11 +145,13 @@ class Imported:
 
 
 def import_tasks(source: Path, folder: Path) -> Imported:
-    """Writes the task set ``source``, in any form that ``read_any`` accepts, to ``folder``. Recomputes ``ops`` from the
-    code. Leaves out duplicates, and rows and files that are not tasks. Returns the written tasks and what was left out.
+    """Reads the tasks in ``source`` and writes them to ``folder`` as a task set. ``source`` may have any form that
+    ``read_any`` accepts. Recomputes each task's ``ops`` (the torch operators that it uses) from its code. Leaves out
+    tasks with the same code as an earlier task, and files and rows that are not tasks. Returns the written tasks, an
+    error for each file or row that is not a task, and the number of duplicates.
 
     Raises:
-        TaskError: No task is left, ``source`` cannot be read, or ``folder`` cannot be written."""
+        TaskError: ``source`` cannot be read or holds no task, or ``folder`` cannot be written."""
     files = source.is_dir() and _table_in(source) is None
     found, refused = _read_kernelbench(source) if files else (read_any(source), [])
     dropped = [str(error) for error in refused]
@@ -206,6 +210,6 @@ def _ops_list(value: Any, path: Path, row: int) -> tuple[str, ...]:
 
 
 def natural(path: Path | str) -> list[Any]:
-    """Returns a sort key for the file name that compares numbers by value: ``2_b`` comes before ``10_a``."""
+    """Returns a key that sorts paths by file name, with numbers compared by value: ``2_b`` comes before ``10_a``."""
     parts = re.split(r"(\d+)", Path(path).name)
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Task:
-    """One task. ``split`` is ``train`` or ``heldout``. ``family`` names the task's origin, such as ``teacher`` (made
-    for the scripted teacher, a program), ``catalogue`` (the operator catalogue) or ``level1`` (of KernelBench)."""
+    """One task. ``split`` is ``train`` for training tasks and ``heldout`` for evaluation tasks. ``family`` names the
+    task's origin. Examples are ``teacher`` (tasks that the scripted teacher, a program, can solve), ``catalogue``
+    (tasks composed from the catalogue of torch operators) and ``level1`` (tasks of level 1 of KernelBench)."""
 
     name: str
     code: str  # source
@@ -21,5 +22,6 @@ class Task:
 
     @property
     def digest(self) -> str:
-        """The sha256 of the source, a part of the keys under which verdicts and baselines are cached."""
+        """The sha256 of the source, as hexadecimal digits. The sandbox caches verdicts and baselines (measurements of
+        the task's own model) under keys that depend on this digest."""
         return hashlib.sha256(self.code.encode()).hexdigest()

@@ -1,6 +1,7 @@
 """Computes the advantages of sampled tokens with the estimators in the table ``ADVANTAGES``.
 
-A sequence gets one reward, on its last sampled token (paper, Eq. 1). Estimators skip prompt and tool tokens."""
+A sequence gets one reward, on its last sampled token (CUDA Agent paper, Eq. 1). The other tokens, from prompts and
+tool outputs, get no advantages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,9 +25,9 @@ class AdvantageInputs:
 
 @dataclass(frozen=True)
 class Estimator:
-    """An estimator of advantages, as listed in ``ADVANTAGES``. ``estimate`` returns the advantages of the sampled
-    tokens, float [mask.sum()], sequence after sequence. If ``critic`` is false, ``estimate`` ignores ``values``, and no
-    critic is trained."""
+    """An estimator of advantages, as listed in ``ADVANTAGES``. ``estimate`` returns the advantages of all sampled
+    tokens in one tensor, float [sampled tokens], sequence after sequence. ``critic`` is true if the estimator needs the
+    values of a critic. If it is false, ``estimate`` ignores the values in its input, and no critic is trained."""
 
     estimate: Callable[[AdvantageInputs], Tensor]
     critic: bool
@@ -57,8 +58,9 @@ def terminal_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten(advantages: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """Returns a batch's advantages, float [sampled tokens], scaled to mean 0 and (biased) standard deviation 1. Equal
-    advantages become zeros, because sums are in double precision."""
+    """Returns a batch's advantages, float [sampled tokens], shifted and scaled to mean 0 and (biased) standard
+    deviation 1. If all advantages are equal, the result is 0. To this end the mean is computed in double precision:
+    otherwise its rounding error would be divided by a standard deviation near 0."""
     wide = advantages.double()
     centred = wide - wide.mean()
     return (centred / (centred.square().mean().sqrt() + epsilon)).to(advantages.dtype)
@@ -82,8 +84,9 @@ def group(rewards: Tensor, groups: Tensor, epsilon: float = 1e-6) -> Tensor:
 
 def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
     """Returns each reward minus the mean of the other rewards in the same group: REINFORCE leave-one-out (arXiv
-    2402.14740). In a group of one, the result is 0. A sequence's baseline does not depend on the sequence, so the
-    gradient estimate is unbiased. ``rewards`` (float), ``groups`` (int64) and the result are [sequences]."""
+    2402.14740). In a group of one, the result is 0. The mean, which is the baseline of a sequence, does not depend on
+    that sequence, so the gradient estimate is unbiased. ``rewards`` (float), ``groups`` (int64, equal within a group)
+    and the result are [sequences]."""
     centred, sizes = _centred(rewards, groups)
     return (centred * sizes / (sizes - 1).clamp(min=1)).to(rewards.dtype)
 
@@ -100,7 +103,8 @@ def _group_sums(numbers: Tensor, groups: Tensor) -> Tensor:
 
 
 def _on_all_tokens(of_groups: Callable[[Tensor, Tensor], Tensor], given: AdvantageInputs) -> Tensor:
-    """Gives each sampled token its sequence's advantage from ``of_groups``. Returns float [mask.sum()]."""
+    """Computes one advantage per sequence with ``of_groups`` (``group`` or ``rloo``), and repeats it for each sampled
+    token of the sequence. Returns float [sampled tokens]."""
     return of_groups(given.rewards, given.groups)[:, None].expand(given.mask.shape)[given.mask]
 
 

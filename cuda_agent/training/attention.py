@@ -1,14 +1,17 @@
-"""Computes causal attention in packed rows: each token attends only to its own sequence.
+"""Computes causal attention in packed rows. A packed row holds several sequences side by side, and each token attends
+only to tokens of its own sequence.
 
-``register`` adds this attention to transformers under ``NAME``; ``supports`` says which models can use it. The model's
-forward call gets the lengths of the row's sequences as the argument ``segments``. On a CPU, rows of short sequences are
-computed by blocked matrix products, which keep the attention probabilities for the backward pass. On a GPU in half
-precision, one call of FlashAttention computes the whole row. In all other cases ``scaled_dot_product_attention``
-computes one sequence after the other, in memory linear in the length.
+``register`` adds this attention to the library transformers under ``NAME``; ``supports`` says which models can use it.
+The model's forward call gets the lengths of the row's sequences in the argument ``segments``. On a CPU, if all
+sequences of a row are short, blocked matrix products compute the row, and keep the attention probabilities for the
+backward pass. On a GPU in half precision, one call of FlashAttention computes all sequences of a row, if GPU and head
+size allow it. In all other cases ``scaled_dot_product_attention`` computes one sequence after the other, in memory
+linear in the length.
 
 With ``training.parallelism=context`` the trainer's processes (ranks) share each row. A row is cut into two blocks per
 rank. Rank r computes the r-th block from the front and the r-th from the back. This balances the work, because later
-tokens attend to more keys. Each rank gathers the keys and values of all ranks. Only tests share rows on CPUs."""
+tokens attend to more keys. Each rank gathers the keys and values of all ranks. Ranks on CPUs can share rows too, but
+this is only useful for tests."""
 
 import functools
 import itertools
@@ -29,22 +32,23 @@ BLOCK = 128  # query rows of one blocked product
 
 
 class Segments:
-    """Describes the sequences of a row: ``lengths`` are their numbers of tokens. ``part`` is the part of the row that
-    this process has, or None for the whole row. If this class were a dataclass, ``torch.compile`` would compile
-    the model again for every row with other lengths."""
+    """Describes how a row is divided into sequences. ``lengths`` are the numbers of tokens of the sequences. ``part``
+    tells which part of the row this process holds, or is None if the process holds the whole row. This class is not a
+    dataclass, because ``torch.compile`` would then compile the model again for every row with other lengths."""
 
     def __init__(self, lengths: tuple[int, ...], part: PackedPart | None = None) -> None:
         self.lengths, self.part = lengths, part
 
     @functools.cached_property
     def ends(self) -> Tensor:
-        """Returns 0 and then the end of each sequence in the row: int32 [sequences + 1], on the current GPU."""
+        """The cumulative lengths of the row's sequences, from 0 on: int32 [sequences + 1], on the current GPU."""
         return torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32, device="cuda")
 
 
 def register(compiled: bool = False) -> None:
-    """Registers packed attention with transformers, for all trainers of this process. If ``compiled``, excludes packed
-    attention from ``torch.compile``. Later calls do not undo this exclusion."""
+    """Registers packed attention with transformers, for all trainers of this process. ``compiled`` is true for a
+    trainer that compiles its model; packed attention is then excluded from ``torch.compile``. A later call with
+    ``compiled`` false does not undo this."""
     from transformers import AttentionInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -74,8 +78,8 @@ def _packed_attention(
     segments: Segments | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Computes packed attention for transformers. Returns the result [1, tokens, heads, size], and None in place of the
-    attention weights."""
+    """Computes causal attention within each sequence of a packed row. Transformers calls this function in every layer.
+    Returns the result [1, tokens, heads, size], and None in place of the attention weights."""
     if query.shape[0] != 1 or attention_mask is not None:
         raise ValueError("packed attention takes one row and no mask")
     segments = segments or Segments((query.shape[2],))
@@ -106,8 +110,9 @@ def _packed_attention(
 
 
 def _whole_row(query: Tensor, key: Tensor, value: Tensor, scale: float, segments: Segments) -> Tensor:
-    """Computes attention over one whole row in half precision: returns [tokens, heads, size]. ``query`` is
-    [heads, tokens, size]; ``key`` and ``value`` are [kv_heads, tokens, size]."""
+    """Computes causal attention within each sequence of a row with one call of FlashAttention, which needs half
+    precision. Returns [tokens, heads, size]. ``query`` is [heads, tokens, size]; ``key`` and ``value`` are [kv_heads,
+    tokens, size]."""
     from torch.nn.attention.varlen import varlen_attn
 
     groups, ends, longest = query.shape[0] // key.shape[0], segments.ends, max(segments.lengths)
@@ -208,7 +213,8 @@ def _shared_attention(
     lengths: Sequence[int],
     part: PackedPart,
 ) -> Tensor:
-    """Returns causal attention of this rank's queries to all ranks' keys: [1, heads, tokens of this rank, size]."""
+    """Returns the result of causal attention from this rank's queries to the keys of all ranks, within each sequence:
+    [1, heads, tokens of this rank, size]. ``lengths`` are those of the row's sequences."""
     keys, values = (cast(Tensor, _Gathered.apply(tensor, part.ranks)) for tensor in (key, value))  # type: ignore[no-untyped-call]
     shared = query.shape[1] != keys.shape[1]
     size = query.shape[2] // 2

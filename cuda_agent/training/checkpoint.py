@@ -1,8 +1,9 @@
 """Stores a trainer's state as one flat table of tensors in a folder.
 
 The table maps names to tensors: the trained parameters (such as ``weight/model.norm.weight``) and their optimizer state
-(such as ``exp_avg/model.norm.weight``). A single process writes ``state.safetensors``. Ranks that share the weights
-write their parts with torch's distributed checkpoint. Any number of ranks can read either form."""
+(such as ``exp_avg/model.norm.weight``). A trainer in a single process writes the file ``state.safetensors``. If the
+trainer runs in several processes (ranks), each rank writes its part of the tensors with torch's distributed checkpoint.
+Both forms can be read with any number of ranks."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,7 +26,7 @@ class CorruptCheckpoint(ValueError):
 
 
 def table_of(trained: Iterable[tuple[str, Tensor]], optimizers: Iterable[torch.optim.Optimizer]) -> Table:
-    """Returns the ``trained`` parameters and the optimizers' state for them, as a table from names to tensors."""
+    """Returns a table (a dict from names to tensors) of the ``trained`` parameters and the optimizers' state."""
     names = {id(parameter): name for name, parameter in trained}
     table = {f"weight/{name}": parameter.detach() for name, parameter in trained}
     for optimizer in optimizers:
@@ -69,7 +70,7 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
 
 def write(table: Table, folder: Path) -> None:
     """Writes the table into the existing, empty ``folder``. All ranks call this function, and each writes its part.
-    Ranks on different machines write into different folders."""
+    Ranks on different machines write into different folders; the caller must merge the files of these folders."""
     if dist.is_initialized():
         import torch.distributed.checkpoint as dcp
 
@@ -79,9 +80,11 @@ def write(table: Table, folder: Path) -> None:
 
 
 def read(folder: Path, like: Iterable[tuple[str, Tensor]]) -> Table:
-    """Reads a checkpoint that any number of ranks wrote. All ranks call this function, and each must see all files.
-    ``like`` are the names and tensors of the parameters to restore; the returned tensors may be sharded like these.
-    Raises ``CorruptCheckpoint`` on all ranks if files are missing or damaged."""
+    """Reads a checkpoint that any number of ranks wrote. All ranks call this function, and ``folder`` must hold the
+    files of all ranks on each machine. ``like`` are the names and tensors of the parameters to restore. The returned
+    tensors are whole, or sharded like the parameters in ``like``. Raises ``CorruptCheckpoint`` on all ranks if files
+    are missing or damaged, or if several ranks wrote the checkpoint from another model. If a single process wrote it,
+    only ``restore`` checks the model."""
     try:
         return load_file(folder / WHOLE) if (folder / WHOLE).exists() else _read_parts(folder, dict(like))
     except CorruptCheckpoint:

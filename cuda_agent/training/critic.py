@@ -1,7 +1,8 @@
 """Defines the critic, which estimates the value (expected reward) of each state of an episode.
 
-A critic consists of a trunk and a value head. The trunk starts as a copy of the policy's trunk. On disk a critic is a
-folder: the trunk in Hugging Face format and ``value_head.safetensors``. The head always computes in float32."""
+A critic consists of a trunk (a transformer without its language-model head) and a value head. The trunk starts as a
+copy of the policy's trunk. On disk a critic is a folder: the trunk in Hugging Face format and
+``value_head.safetensors``. The head computes in float32, even if the trunk computes in bfloat16."""
 
 from pathlib import Path
 from typing import Any

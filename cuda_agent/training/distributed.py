@@ -1,8 +1,9 @@
-"""Lets the stage's process, the driver, control a trainer that runs in other processes, the ranks.
+"""Lets one process (the driver) control a trainer that runs in other processes (the ranks).
 
-In the driver, a ``DistributedTrainer`` takes the place of a ``Trainer``. A training algorithm (``recipes``) marked
-``over_ranks`` runs on all ranks with the same arguments, and returns the first rank's result. A ``RankGroup`` sends
-calls to ranks on this machine (``ranks``) or on several machines (``rl.ray.ranks``)."""
+The driver is the process that runs a stage of the workflow. It uses a ``DistributedTrainer`` in place of a ``Trainer``.
+A training algorithm (a function in ``recipes``) with the decorator ``over_ranks`` runs on all ranks with the same
+arguments, and returns the first rank's result. A ``RankGroup`` sends calls to the ranks, which run on this machine
+(``ranks``) or on several machines (``rl.ray.ranks``)."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -26,10 +27,11 @@ class TrainerLost(RuntimeError):
 
 
 class RankGroup(Protocol):
-    """The interface to the ranks of a trainer, on one machine or on several. Each method acts on all ranks. ``place``
-    makes a trainer called ``name`` from a copy of ``model``. ``call`` calls a method of ``ranks.Rank`` and returns the
-    first rank's result. ``save`` writes a checkpoint into ``folder`` on the caller's machine. ``load`` restores a
-    checkpoint and returns the trainer's ``step`` and ``seconds``."""
+    """The interface to the ranks (processes) of a trainer, on one machine or on several. Each method acts on all ranks.
+    ``place`` makes a trainer called ``name`` from a copy of ``model``. ``call`` calls a method of ``ranks.Rank`` and
+    returns the first rank's result. ``save`` writes a checkpoint into ``folder`` on the caller's machine. ``load``
+    restores a checkpoint from ``folder``. It returns the trainer's number of optimizer steps and the time spent in
+    imitation steps, in seconds."""
 
     def place(self, name: str, model: Any, options: dict[str, Any]) -> None: ...
     def call(self, method: str, *arguments: Any) -> Any: ...
@@ -38,8 +40,9 @@ class RankGroup(Protocol):
 
 
 def joint_results(calls: Sequence[Future[R]], gone: type[Exception] = TrainerLost) -> list[R]:
-    """Waits for ``calls``, one call to each rank, and returns the results. Raises ``TrainerLost`` if an error has the
-    type ``gone`` (a rank is gone), or if only some ranks failed. If all ranks failed, raises the first rank's error."""
+    """Waits for ``calls``, one call to each rank, and returns the results. Raises ``TrainerLost`` if a call raised an
+    error of the type ``gone``, which means that a rank's process has died, or if only some of the calls failed. If all
+    calls failed, raises the first rank's error."""
     wait(calls, return_when=FIRST_EXCEPTION)
     failed = _errors(calls)
     if not any(isinstance(error, gone | TrainerLost) for error in failed):
@@ -60,9 +63,10 @@ def _errors(calls: Sequence[Future[Any]]) -> list[BaseException]:
 
 
 class DistributedTrainer:
-    """The driver's handle of a trainer that runs on all ranks under the name ``name``. The attribute ``model`` is the
-    driver's copy of the model. Reading this attribute fetches changed weights from the ranks. If the handle is an
-    argument of a call to the ranks, each rank receives its ``Trainer`` instead."""
+    """A handle through which the driver process controls a trainer that runs on all ranks. ``name`` identifies the
+    trainer on the ranks. The attribute ``model`` is the driver's copy of the model. If the ranks have changed the
+    weights, reading this attribute fetches them. If the handle is an argument of a call to the ranks, each rank
+    receives its own ``Trainer`` in place of the handle."""
 
     def __init__(self, ranks: RankGroup, name: str, model: Any, **options: Any) -> None:
         self.step, self.seconds = 0, 0.0
@@ -91,8 +95,9 @@ class DistributedTrainer:
         self._stale = True
 
     def follow(self, step: int, seconds: float) -> None:
-        """Sets the driver's ``step`` and ``seconds`` to those of the ranks. If the step is new, the driver's copy of
-        the model is outdated."""
+        """Updates the handle after a call to the ranks. ``step`` is the ranks' number of optimizer steps, and
+        ``seconds`` is their time spent in imitation steps. If ``step`` has changed, marks the driver's copy of the
+        model as outdated."""
         self._stale = self._stale or step != self.step
         self.step, self.seconds = step, seconds
 
@@ -102,9 +107,9 @@ def _of_rank(name: str) -> Trainer:
 
 
 def over_ranks(recipe: Callable[P, R]) -> Callable[P, R]:
-    """Returns ``recipe`` (a training algorithm) as a function that can run on the ranks. If one of its positional
-    arguments is a ``DistributedTrainer``, the recipe runs on all ranks, and the first rank's result is returned.
-    Otherwise the recipe runs in this process."""
+    """Decorates ``recipe``, a training algorithm, so that it can run on the ranks. If a positional argument of a call
+    is a ``DistributedTrainer``, the recipe runs on all ranks, and the call returns the first rank's result. Otherwise
+    the recipe runs in this process."""
 
     @functools.wraps(recipe)
     def spread(*args: P.args, **kwargs: P.kwargs) -> R:

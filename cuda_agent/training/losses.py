@@ -1,8 +1,9 @@
 """Computes losses over sampled tokens, and the log-probabilities that the losses need.
 
-A loss function takes flat tensors (one entry per sampled token of one row) and ``total``, the number of sampled tokens
-of the whole minibatch. It returns the row's share of the minibatch's mean loss; the shares of all rows add up to the
-mean. Metrics are also such shares, except for maxima (names ``*_max``; see ``added``)."""
+A minibatch consists of packed rows, which hold one or more sequences each. A loss function takes flat tensors (one
+entry per sampled token of one row) and ``total``, the number of sampled tokens of the whole minibatch. It returns the
+row's share of the minibatch's mean loss; the shares of all rows add up to the mean. Most metrics are such shares of a
+mean too. Metrics with names ``*_max`` are maxima over the row. ``added`` combines the metrics of several rows."""
 
 from collections.abc import Callable
 
@@ -14,8 +15,8 @@ Metrics = dict[str, Tensor]
 
 
 def added(known: dict[str, float], more: dict[str, float]) -> dict[str, float]:
-    """Adds the metrics in ``more`` to those in ``known``, and returns the sums. For names ``*_max``, takes the maximum
-    instead of the sum. Leaves out metrics that only ``known`` has."""
+    """Returns a new dict: each metric in ``more`` plus the metric with the same name in ``known``, or 0 if there is
+    none. For names ``*_max``, takes the maximum instead of the sum. Leaves out metrics that only ``known`` has."""
     return {
         name: max(known.get(name, 0.0), value) if name.endswith("_max") else known.get(name, 0.0) + value
         for name, value in more.items()
@@ -28,9 +29,9 @@ def token_logprobs(
     """Returns the log-probabilities of the tokens ``ids``, int64 [n], and the entropies of the predicted distributions.
     Both are float32 [n], in nats, at ``temperature``. The entropies have no gradient.
 
-    ``states``, float [n, hidden], are the states before these tokens (``packing.before_sampled``). ``project`` maps m
-    states to logits [m, vocabulary]. At most ``chunk`` rows of logits exist at a time. If there are several chunks, the
-    backward pass recomputes their logits."""
+    ``states``, float [n, hidden], are the hidden states that predict these tokens. ``project`` maps m states to logits
+    [m, vocabulary]. At most ``chunk`` rows of logits exist at a time. If there are several chunks, the backward pass
+    recomputes their logits."""
 
     def one(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = project(states).float()
@@ -65,23 +66,25 @@ def ppo_loss(
     dual_clip: float | None = None,
     shares: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Returns one packed row's share of PPO's clipped loss (a scalar), and the row's metrics. The clipping range is
-    asymmetric (paper, section 3.3; arXiv 1707.06347).
+    """Returns one packed row's share of the minibatch's clipped PPO loss (a scalar), and the row's metrics. The loss is
+    that of arXiv 1707.06347, with an asymmetric clipping range (CUDA Agent paper, section 3.3).
 
-    Each token is weighted by min(exp(``old`` - ``engine``), ``tis_cap``), without gradient: truncated importance
-    sampling corrects for the engine's slightly different probabilities.
+    The inference engine that sampled the tokens computes slightly different probabilities than the trainer. Truncated
+    importance sampling corrects for this: each token is weighted by min(exp(``old`` - ``engine``), ``tis_cap``),
+    without gradient.
 
     Args:
         logprobs: float32 [n], log-probabilities under the current policy, with gradient.
-        old: float32 [n], log-probabilities in the ratio's denominator: the engine's, or the trainer's before its steps.
-        engine: float32 [n], log-probabilities under the engine that sampled the tokens.
+        old: float32 [n], log-probabilities under the old policy, for the ratio exp(``logprobs`` - ``old``). They come
+            from the engine, or from the trainer before its first step on the batch.
+        engine: float32 [n], log-probabilities under the engine.
         advantages: float32 [n].
         total: Number of sampled tokens of the minibatch.
         clip_low, clip_high: The ratio is clipped to the range from 1 - ``clip_low`` to 1 + ``clip_high``.
         tis_cap: Largest importance weight.
-        dual_clip: At a negative advantage a token counts as if its ratio were at most this (arXiv 1912.09729).
-        shares: float32 [n], weights of the tokens in the minibatch's loss, by default 1 / ``total``. Metrics are means
-            over tokens in any case."""
+        dual_clip: Limit of the ratio of tokens with negative advantages (arXiv 1912.09729), or None for no limit.
+        shares: float32 [n], weights of the tokens in the minibatch's loss, by default 1 / ``total``. The weights do
+            not affect the metrics."""
     ratio = (logprobs - old).clamp(-20, 20).exp()  # a token that became e^20 times likelier must not overflow
     surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
     if dual_clip is not None:

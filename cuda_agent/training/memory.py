@@ -1,10 +1,10 @@
-"""Estimates the peak memory of a training step from the model's shape and the length of a row of tokens. The estimate
-decides whether activations are kept or recomputed (gradient checkpointing; see ``layout``).
+"""Estimates the peak memory of a training step from the model's shape and the length of a row of tokens. From the
+estimate, ``layout`` decides whether activations are kept or recomputed (gradient checkpointing).
 
 The estimate adds up the tensors that the layers of Llama, Qwen2 and Qwen3 keep for the backward pass. It excludes
-memory that the allocator reserves but does not use, a GPU's context (0.5 GB) and an engine in the same process. Tests
-compare the estimate with measured steps, except for mixtures of experts. To load fast, this module does not import
-PyTorch."""
+memory that the allocator reserves but does not use, the CUDA context (0.5 GB), and the memory of an inference engine in
+the same process. Tests compare the estimate with measured steps, except for mixtures of experts. To load fast, this
+module does not import PyTorch."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -50,7 +50,8 @@ class Shape:
 
     @property
     def parameters(self) -> int:
-        """Returns the number of parameters, without the norms of q and k (``q_norm``, ``k_norm``)."""
+        """Returns the number of parameters. Biases and the norms of q and k (``q_norm``, ``k_norm``) are not
+        counted."""
         return self.layers * self.layer_parameters + self.end_parameters + self.hidden
 
     @property
@@ -58,7 +59,8 @@ class Shape:
         return self.intermediate * max(self.active, 1)
 
     def adapter_parameters(self, rank: int) -> int:
-        """Returns the number of parameters of adapters of this ``rank`` on all 7 matrices of each layer."""
+        """Returns the number of parameters of LoRA adapters of rank ``rank`` on all 7 matrices of each layer: 4 of
+        attention, and 3 of the feed-forward network."""
         h, a, k, i = self.hidden, self.heads * self.head, self.kv_heads * self.head, self.intermediate
         return self.layers * rank * ((h + a) * 2 + (h + k) * 2 + (h + i) * 3)
 
@@ -97,11 +99,12 @@ def peak(
     at_once: int = 1,
     parallelism: Literal["data", "context"] = "data",
 ) -> Peak:
-    """Estimates the peak memory of one rank for a row of ``tokens`` tokens, all of them trained on, with AdamW and
-    master weights in float32. The weights are sharded over ``ranks`` ranks.
+    """Estimates the peak memory of one process (rank) of a trainer, for a row of ``tokens`` tokens that are all trained
+    on. The optimizer is AdamW. The master weights are float32, and sharded over ``ranks`` ranks.
 
-    ``segment`` is the length of the row's longest sequence, by default ``tokens``. ``at_once`` rows are computed at the
-    same time. A rank computes whole rows if ``parallelism`` is "data", or a part of each row if it is "context"."""
+    ``lora_rank`` is the rank of the LoRA adapters that are trained, or 0 if all weights are trained. ``segment`` is the
+    length of the row's longest sequence, by default ``tokens``. ``at_once`` is the number of rows that are computed at
+    the same time. A rank computes whole rows if ``parallelism`` is "data", or a part of each row if it is "context"."""
     low = precision == "bf16"
     every, layer, ends = shape.parameters, shape.layer_parameters, shape.end_parameters
     trained = shape.adapter_parameters(lora_rank) if lora_rank else every
@@ -135,7 +138,7 @@ def peak(
 
 @dataclass(frozen=True)
 class Layout:
-    """How a trainer computes a step."""
+    """Describes how a trainer computes a step: the size of a row, and whether activations are recomputed."""
 
     row_tokens: int  # most tokens of one forward pass
     recompute: bool  # activations are computed twice, not kept
@@ -144,8 +147,11 @@ class Layout:
 
 def layout(config: Config, shape: Shape | None, longest: int, *, scratch: bool = False) -> Layout:
     """Decides how a model of ``shape`` is trained on sequences of at most ``longest`` tokens. A new model (``scratch``)
-    is trained in one process and has no adapters. With ``training.checkpointing=auto``, activations are kept, not
-    recomputed, if the step then takes at most ``SHARE`` of the device's memory. ``shape`` is None if it is unknown."""
+    is trained in one process, without adapters.
+
+    With ``training.checkpointing=auto``, activations are kept, not recomputed, if the step then takes at most the
+    fraction ``SHARE`` of the device's memory. If the model's shape is unknown (``shape`` is None), they are kept if a
+    row has at most ``UNKNOWN_TOKENS`` tokens."""
     training, device = config.training, config.training.device
     tokens = max(training.microbatch_tokens or MICROBATCH_TOKENS[device], longest)
     twice = training.checkpointing == "on"
@@ -171,13 +177,15 @@ def layout(config: Config, shape: Shape | None, longest: int, *, scratch: bool =
 
 
 def _kept(shape: Shape, low: bool, device: str, segment: int, lora_rank: int) -> int:
-    """Returns the bytes per token that one layer keeps for its backward pass.
+    """Returns the bytes per token that one layer keeps for its backward pass. The layer computes in bfloat16 if
+    ``low``, otherwise in float32. ``segment`` is the length of the row's longest sequence.
 
     In float32 a layer keeps 6 tensors of the hidden size: input, normalised input and output of each of the two norms.
     It keeps 5 tensors of the queries' size, 4 of the keys' size, and 4 of the feed-forward layer's inner size. In
     bfloat16, results of matrix products take half the bytes, but each projection also keeps a rounded copy of its
     input. With adapters, the frozen norms do not keep the normalised input, but each adapter keeps the states between
-    its two matrices."""
+    its two matrices. On a CPU, attention over short sequences (at most ``LONGEST`` tokens) also keeps its
+    probabilities."""
     h, queries, keys = shape.hidden, shape.heads * shape.head, shape.kv_heads * shape.head
     if low:
         kept = 26 * h + 12 * queries + 10 * keys + 8 * shape.wide

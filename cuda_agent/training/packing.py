@@ -1,8 +1,10 @@
-"""Converts episodes to tensors, and packs sequences side by side into rows of at most a fixed number of tokens.
+"""Converts episodes (attempts of the policy at tasks) to tensors, and packs several sequences into each row. A row has
+at most a fixed number of tokens.
 
 Log-probabilities, advantages and values are stored in flat tensors, with one entry per sampled token of a ``Batch``,
 sequence after sequence. A ``PackedRow`` lists its sampled tokens (``targets``), their indices in the flat tensors
-(``tokens``) and the states that predict them (``before``). The state at position t - 1 predicts the token at t."""
+(``tokens``), and the positions of the states that predict them (``before``). The state at position t - 1 predicts the
+token at t."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -50,8 +52,8 @@ def tokens_of_episode(episode: Episode) -> Tokens:
 
 
 def tokens_to_imitate(episode: Episode, stop_ids: Collection[int]) -> Tokens:
-    """Returns an episode as a sequence to imitate. If the last sampled turn was cut off, so that it does not end with
-    one of ``stop_ids``, the mask excludes this turn. Raises ``ValueError`` if the episode has no token."""
+    """Returns an episode as a sequence to imitate. The mask excludes the last sampled turn if this turn was cut off,
+    that is, if it does not end with one of ``stop_ids``. Raises ``ValueError`` if the episode has no token."""
     sampled = [number for number, mask in enumerate(episode.mask) if mask]
     cut = episode.turns[sampled[-1]] if sampled and episode.ids[sampled[-1]] not in stop_ids else None
     return tokens_of(
@@ -60,14 +62,15 @@ def tokens_to_imitate(episode: Episode, stop_ids: Collection[int]) -> Tokens:
 
 
 def trainable(episodes: Iterable[Episode]) -> list[Episode]:
-    """Returns the episodes with sampled tokens and a reward. After a deadline or a fault the reward is ``None``."""
+    """Returns the episodes that can be trained on: those with sampled tokens and a reward. The reward is ``None`` if
+    the time limit or an infrastructure fault ended the episode."""
     return [episode for episode in episodes if episode.reward is not None and any(episode.mask)]
 
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Marks a row as one process's part of a longer row. ``ranks`` processes share the longer row; ``rank`` is the
-    number of this process."""
+    """Marks a row as one process's part of a longer row. The longer row is divided among ``ranks`` processes; ``rank``
+    is the number of this process, from 0."""
 
     ranks: int
     rank: int
@@ -75,7 +78,8 @@ class PackedPart:
 
 @dataclass(frozen=True)
 class PackedRow:
-    """Several sequences in one row. ``positions`` begin at 0 in each sequence. n is the number of sampled tokens."""
+    """Several sequences in one row. ``positions`` begin at 0 in each sequence. In the shapes of the attributes, n is
+    the number of the row's sampled tokens."""
 
     ids: Tensor  # int64 [length]
     positions: Tensor  # int64 [length]
@@ -91,7 +95,8 @@ class PackedRow:
 
 
 def empty_row() -> PackedRow:
-    """Returns a row without tokens to train on: a loss computed from it has a gradient of zero."""
+    """Returns a row without tokens to train on, for a process that has no other row to compute. A loss computed from it
+    has a gradient of zero."""
     none = torch.zeros(0, dtype=torch.int64)
     return PackedRow(torch.zeros(2, dtype=torch.int64), torch.arange(2), (2,), none, none, none)
 
@@ -155,11 +160,13 @@ def pack(lengths: Sequence[int], row_tokens: int) -> list[list[int]]:
 
 
 def pack_evenly(lengths: Sequence[int], row_tokens: int, multiple: int) -> list[list[int]]:
-    """Packs sequences into rows of similar length, and returns the indices of each row's sequences.
+    """Packs sequences of the given ``lengths`` into rows of similar length. Returns the indices of each row's
+    sequences.
 
-    The wanted number of rows is the number that ``pack`` needs, rounded up to a multiple of ``multiple``, the number of
-    rows computed side by side. Like MULTIFIT (Coffman et al., 1978), tries longer and longer rows, up to
-    ``row_tokens``, until ``pack`` needs at most the wanted number. The result may have fewer rows."""
+    ``multiple`` is the number of rows that are computed in parallel. The target number of rows is the number that
+    ``pack`` returns for rows of ``row_tokens``, rounded up to a multiple of ``multiple``. As in MULTIFIT (Coffman et
+    al., 1978), the function tries longer and longer rows, up to ``row_tokens``, until ``pack`` returns at most the
+    target number of rows. The result may have fewer rows than the target."""
     rows = pack(lengths, row_tokens)
     wanted = -(-len(rows) // multiple) * multiple
     budget = max(-(-sum(lengths) // max(wanted, 1)), *lengths, 1)
@@ -183,8 +190,8 @@ def _row(sequences: Sequence[tuple[Tokens, int]]) -> PackedRow:
 
 
 def before_sampled(states: Tensor, row: PackedRow) -> Tensor:
-    """Selects from ``states`` [length, size] the state before each sampled token: [n, size]. From this state the model
-    predicts the token, and the critic estimates the value."""
+    """Selects from the hidden ``states`` [length, size] of a row those that precede its sampled tokens: [n, size]. From
+    the state before a token, the model predicts the token, and the critic estimates the value."""
     return states[row.before]
 
 

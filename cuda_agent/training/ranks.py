@@ -1,7 +1,8 @@
-"""Runs the trainer's processes (ranks) on one machine. The driver process starts them and sends them calls.
+"""Runs the trainer's processes (ranks) on one machine. The driver (the process of a pipeline stage) starts the ranks
+and sends them calls.
 
-All ranks must receive the same calls in the same order. A dead rank is not replaced. ``sharding`` and ``attention``
-divide the computation among the ranks. ``rl.ray.ranks`` runs ranks on several machines."""
+All ranks must receive the same calls in the same order. A rank that dies is not replaced. ``sharding`` and
+``attention`` divide the computation among the ranks. ``rl.ray.ranks`` runs ranks on several machines."""
 
 import contextlib
 import multiprocessing
@@ -41,9 +42,10 @@ def open_store(host: str) -> tuple[Any, str]:
 
 
 class Rank:
-    """One rank, in its own process. The constructor joins torch's process group of ``world`` ranks through the store at
-    ``address`` (host:port). If ``world`` is 1, there is no process group. ``lease`` is the folder of the timing lease
-    (``cuda_agent.lease``), or None; only rank 0 uses it."""
+    """One rank: the object that executes calls in one of the trainer's processes. The constructor joins torch's process
+    group of ``world`` ranks through the store at ``address`` (host:port). If ``world`` is 1, there is no process group.
+    ``lease`` is None, or the folder of the timing lease (``cuda_agent.lease``), a lock. Rank 0 holds it in shared mode
+    while the ranks compute, so that no process times a kernel meanwhile."""
 
     def __init__(self, rank: int, world: int, address: str, device: str, threads: int, lease: Path | None) -> None:
         self._device = f"cuda:{rank % torch.cuda.device_count()}" if device == "cuda" else "cpu"
@@ -63,12 +65,14 @@ class Rank:
         self._lease = Lease(lease) if lease is not None and rank == 0 else None
 
     def open(self, name: str, path: str, options: dict[str, Any]) -> None:
-        """Makes a trainer called ``name`` from the model that torch saved in the file ``path``."""
+        """Makes a trainer called ``name`` from the model that torch saved in the file ``path``. ``options`` are further
+        arguments of ``Trainer``."""
         model = torch.load(path, map_location="cpu", weights_only=False, mmap=self._mesh is not None)
         TRAINERS[name] = Trainer(model, device=self._device, lease=self._lease, mesh=self._mesh, **options)
 
     def run(self, recipe: Callable[..., Any], arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        """Runs a recipe. Returns its result, and a dict from trainers' names to their ``step`` and ``seconds``."""
+        """Runs ``recipe``, a training function. Returns its result, and a dict from the name of each trainer to a pair
+        of its attributes: ``step`` and ``seconds``."""
         result = recipe(*arguments, **keywords)
         return result, {name: (trainer.step, trainer.seconds) for name, trainer in TRAINERS.items()}
 
@@ -79,14 +83,18 @@ class Rank:
         TRAINERS[name].save(folder)
 
     def load(self, name: str, folder: Path) -> tuple[int, float]:
-        """Loads a checkpoint into the trainer ``name``. Returns the checkpoint's ``step`` and ``seconds``."""
+        """Loads a checkpoint into the trainer ``name``. Returns the trainer's attributes ``step`` and ``seconds``,
+        which the checkpoint has set."""
         TRAINERS[name].load(folder)
         return TRAINERS[name].step, TRAINERS[name].seconds
 
 
 def _rank_main(connection: Connection, number: int, *arguments: Any) -> None:
-    """Answers calls to the rank ``number`` until an empty message comes. A call is (method, arguments). The answer is
-    (None, result) or (error, None); only the first rank sends its result. The process ends with its parent."""
+    """Runs the process of rank ``number``: receives calls through ``connection`` and answers them, until an empty
+    message comes. ``arguments`` are the other arguments of ``Rank``.
+
+    A call is a pickled pair (method, arguments). The answer is (None, result) or (error, None), pickled. The result is
+    sent by rank 0 only; other ranks send None instead. The process also ends when its parent ends."""
     die_with_parent()
     rank: Rank | None = None
     while message := connection.recv_bytes():
@@ -113,13 +121,14 @@ def _failure(error: Exception) -> bytes:
 
 
 class Ranks(contextlib.AbstractContextManager["Ranks"]):
-    """Runs ``count`` rank processes on this machine, each with its own GPU if ``device`` is "cuda". Use it as a context
-    manager; its exit ends the processes.
+    """Runs ``count`` rank processes on this machine, each with its own GPU if ``device`` is "cuda". As a context
+    manager, it ends the processes on exit.
 
-    ``threads`` is the number of threads of each rank on a CPU. ``lease`` is the folder of the timing lease
-    (``cuda_agent.lease``), which rank 0 holds for all ranks. Three arguments are for groups with ranks on other
-    machines: ``world`` is the number of all ranks, ``first`` is the number of the first rank here, and ``address``
-    (host:port) is that of the store through which the ranks find each other (``open_store``)."""
+    ``threads`` is the number of torch's threads in each rank. ``lease`` is None, or the folder of the timing lease
+    (``cuda_agent.lease``), a lock. Rank 0 holds it in shared mode while the ranks compute, so that no process times a
+    kernel meanwhile. The other three arguments are needed only if some ranks run on other machines. ``world`` is the
+    number of all ranks, and ``first`` is the number of the first rank on this machine. ``address`` (host:port) is the
+    address of the store through which the ranks find each other (``open_store``)."""
 
     def __init__(
         self,
@@ -165,13 +174,14 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         return cast(tuple[int, float], self.call("load", name, folder))
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Calls a method of every rank here and returns the result of rank 0, or None if rank 0 is on another machine.
-        If a rank is gone, or only some ranks fail, raises ``TrainerLost`` and ends the remaining ranks, because they
-        would wait forever. If all ranks fail, raises the first rank's error."""
+        """Calls a method on every rank of this machine, and returns the result of the first of them. This result is
+        None if rank 0 is on another machine. If a rank is gone, or only some ranks fail, ends the remaining ranks,
+        which would wait forever, and raises ``TrainerLost``. If all ranks fail, raises the first rank's error."""
         return self.send(pickle.dumps((method, arguments)))
 
     def send(self, message: bytes) -> Any:
-        """Does the same as ``call``. ``message`` is the pickled pair (method, arguments)."""
+        """Does the same as ``call`` for a call that is already pickled: ``message`` is the pickled pair (method,
+        arguments)."""
         if not self._pipes:
             raise TrainerLost("the ranks are closed")
         try:

@@ -1,7 +1,7 @@
 """Defines the training algorithms (recipes): imitation, value pretraining and policy optimization with PPO's loss.
 
-The caller provides the data and saves checkpoints. Recipes marked ``over_ranks`` run on all processes (ranks) of a
-trainer. Every random order depends only on the seed and the number of the epoch."""
+The caller provides the data and saves checkpoints. Recipes with the decorator ``over_ranks`` can run on all processes
+(ranks) of a trainer. The random orders of sequences depend only on the seed and the number of the epoch."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -61,14 +61,17 @@ def sft(
     epochs: int | None = None,
     max_seconds: float | None = None,
 ) -> Iterator[dict[str, float]]:
-    """Trains on the tokens of ``sequences`` whose mask is true (supervised; paper, section 3.3, stage 2).
+    """Trains on the tokens of ``sequences`` whose mask is true (supervised fine-tuning; CUDA Agent paper, section 3.3,
+    stage 2). Yields the metrics of each optimizer step.
 
-    Yields the metrics of each optimizer step (``sft_batches``). ``seed`` decides the order of the sequences. A restored
-    trainer continues after its last step. Give either ``steps`` or ``epochs``, the length of the training. Training
-    also ends when ``trainer.seconds`` reaches ``max_seconds``. The learning rate peaks at ``lr`` and depends on the
-    fraction of the training that is done (``learning_rate``). This fraction is the larger of two: the fraction of the
-    steps, and the fraction of ``max_seconds``. Raises ``ValueError`` if both ``steps`` and ``epochs`` or neither are
-    given, or if there are no sequences."""
+    The length of the training is given by either ``steps`` or ``epochs``. The training also ends when
+    ``trainer.seconds`` reaches ``max_seconds``. ``sft_batches`` divides an epoch into steps, in an order that depends
+    on ``seed``. A trainer that was restored from a checkpoint continues after its last step.
+
+    The learning rate peaks at ``lr`` and depends on the progress of the training (``learning_rate``). Progress is the
+    fraction of the steps or the fraction of ``max_seconds``, whichever is larger.
+
+    Raises ``ValueError`` if both or neither of ``steps`` and ``epochs`` are given, or if there are no sequences."""
     if (steps is None) == (epochs is None):
         raise ValueError("give either steps or epochs")
     if not sequences:
@@ -125,13 +128,13 @@ def sft_loss_of(trainer: Trainer, sequences: Sequence[Tokens]) -> float:
 def value_epoch(
     critic: Trainer, episodes: Sequence[Episode], settings: CriticConfig, *, seed: int, epoch: int
 ) -> dict[str, float]:
-    """Runs one epoch of value pretraining (paper, section 3.3, stage 3), with gamma 1, on the ``episodes`` that have a
-    reward. Each step has at most ``settings.tokens_per_step`` tokens. ``seed`` and ``epoch`` decide the order of the
-    episodes.
+    """Runs one epoch of value pretraining (CUDA Agent paper, section 3.3, stage 3), with gamma 1, on the ``episodes``
+    that have a reward and sampled tokens. Each step has at most ``settings.tokens_per_step`` tokens; a longer episode
+    is alone in a step. ``seed`` and ``epoch`` decide the order of the episodes.
 
-    If ``settings.gae_lambda`` is 1, the targets are the episodes' rewards. If it is below 1, they are V + advantage,
-    where V are the critic's values when the epoch begins. Returns metrics. ``explained_variance`` compares the rewards
-    with the values that the critic predicted before each update."""
+    If ``settings.gae_lambda`` is 1, the targets are the episodes' rewards. If it is below 1, the target of a token is
+    its value plus its advantage, both from the critic as it is when the epoch begins. Returns metrics.
+    ``explained_variance`` compares the rewards with the values that the critic predicted before each update."""
     start = time.monotonic()
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
     lam = settings.gae_lambda
@@ -152,8 +155,8 @@ def value_epoch(
 
 @over_ranks
 def value_quality(critic: Trainer, episodes: Sequence[Episode]) -> dict[str, float]:
-    """Compares the critic's values with the rewards of held-out episodes. Returns ``explained_variance`` and
-    ``value_loss``."""
+    """Compares the critic's values with the rewards of held-out episodes. Returns the metrics ``explained_variance``
+    and ``value_loss``."""
     batch = batch_of(tokens_of_episode(episode) for episode in trainable(episodes))
     values, returns = critic.flat(batch, critic.values), _returns(batch)
     return {
@@ -173,18 +176,21 @@ def ppo_update(
     train_actor: bool = True,
     temperature: float = 1.0,
 ) -> dict[str, float]:
-    """Trains the policy and the critic on ``episodes``, which must be whole groups (``policy.episode.group_of``).
+    """Trains the policy (``actor``) and the critic on ``episodes``. If ``train_actor`` is false, trains only the
+    critic.
+
     Estimates the advantages once. Then passes over the episodes ``settings.epochs`` times, in ``settings.minibatches``
-    steps each (paper, section 3.3). Each step updates the critic before the actor. If ``train_actor`` is false, only
-    the critic is trained.
+    steps each (CUDA Agent paper, section 3.3). Each step updates the critic before the actor. Drops episodes without a
+    reward or without sampled tokens; if none is left, trains nothing.
 
-    Drops episodes without a reward or without sampled tokens; if none is left, trains nothing. ``seed`` decides how
-    episodes are shuffled into minibatches. The episodes were sampled at ``temperature``. Raises ``ValueError`` if
-    ``settings.advantage`` needs a critic and there is none.
+    ``episodes`` must consist of whole groups. A group is all samples for one draw of a task
+    (``policy.episode.group_of``). ``seed`` decides how episodes are shuffled into minibatches. ``temperature`` is the
+    temperature at which the episodes were sampled.
 
-    Returns metrics of the episodes and of the training. Training metrics are means over the steps, or maxima for names
-    ``*_max``. ``train_inference_mismatch`` is that of the first step. Names of the critic's metrics begin with
-    ``critic_``."""
+    Returns metrics of the episodes and of the training. Training metrics are means over the steps, or maxima if their
+    names end with ``_max``. An exception is ``train_inference_mismatch``: its value is that of the first step, before
+    the weights change. Names of the critic's metrics begin with ``critic_``. Raises ``ValueError`` if the estimator
+    ``settings.advantage`` needs a critic and there is none."""
     start = time.monotonic()
     kept = trainable(episodes)
     summary = episode_metrics(episodes)
@@ -217,10 +223,13 @@ def ppo_update(
 
 
 def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor, Tensor | None]:
-    """Returns the advantages of ``batch`` and the critic's targets, both float32 [sampled tokens]. ``values`` are the
-    critic's, float32 [sampled tokens]; without them, the targets are None. ``settings.advantage`` names the estimator.
-    The batch must consist of whole groups (``policy.episode.group_of``). Raises ``ValueError`` if the estimator needs
-    ``values`` and they are None."""
+    """Returns the advantages of ``batch`` and the critic's targets, both float32 [sampled tokens].
+    ``settings.advantage`` names the estimator of advantages. ``values`` are the critic's values, float32 [sampled
+    tokens]; if they are None, the targets are None. Raises ``ValueError`` if the estimator needs ``values`` and they
+    are None.
+
+    The batch must consist of whole groups. A group is all samples for one draw of a task
+    (``policy.episode.group_of``)."""
     padded, mask = batch.padded(torch.zeros(len(batch)) if values is None else values)
     known = None if values is None else padded
     inputs = AdvantageInputs(batch.rewards, mask, batch.groups, known, settings.gamma, settings.actor_lambda)
@@ -229,10 +238,13 @@ def estimate(batch: Batch, values: Tensor | None, settings: Ppo) -> tuple[Tensor
 
 
 def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
-    """Returns metrics of ``episodes``. Rates are shares of the episodes that have a reward and sampled tokens.
-    ``faster_than_eager`` and ``faster_than_compile`` use the verdict's reward (the paper's Eq. 1), even if training
-    uses another reward (``policy.reward``). ``judge_<phase>_seconds`` is the judge's mean time in a phase, over the
-    final verdicts that are not cached."""
+    """Returns metrics of ``episodes``. ``dropped`` is the number of episodes without a reward or without sampled
+    tokens; all other metrics refer to the remaining episodes.
+
+    ``faster_than_eager`` and ``faster_than_compile`` are the shares of episodes whose verdict (the judge's result) has
+    a reward of at least 2 and of at least 3, respectively. This is the reward of Eq. 1 of the CUDA Agent paper, even if
+    training uses another reward (``policy.reward``). ``judge_<phase>_seconds`` is the mean time that the judge spent in
+    a phase, over the final verdicts that did not come from its cache."""
     kept = trainable(episodes)
     metrics = {"episodes": float(len(kept)), "dropped": float(len(episodes) - len(kept))}
     if not kept:
@@ -258,8 +270,9 @@ def episode_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 
 
 def targets(batch: Batch, values: Tensor | None, gamma: float, lam: float) -> Tensor:
-    """Returns the critic's targets for a batch, V + GAE's advantage: float32 [sampled tokens]. ``values`` are V,
-    float32 [sampled tokens]. If ``lam`` is 1, V cancels out, and ``values`` may be None."""
+    """Returns the critic's targets for a batch, float32 [sampled tokens]. A token's target is its value plus its
+    advantage by GAE. ``values`` are the critic's values, float32 [sampled tokens]. If ``lam`` is 1, the values cancel
+    out, and ``values`` may be None."""
     known = torch.zeros(len(batch)) if values is None or lam == 1 else values
     padded, mask = batch.padded(known)
     return known + gae(terminal_rewards(batch.rewards, mask), padded, mask, gamma, lam)[mask]
@@ -280,8 +293,9 @@ def _value_step(
     clip: float | None = None,
 ) -> dict[str, float]:
     """Takes one critic step towards the targets ``goals`` on the ``chosen`` sequences. Writes the critic's predictions
-    before the step into ``seen``. With ``clip``, ``value_loss`` clips around ``old``, the values before the first step.
-    ``goals``, ``seen`` and ``old`` are flat tensors of the batch."""
+    before the step into ``seen``. If ``clip`` is given, the loss also uses the values clipped to ``old`` ± ``clip``
+    (``value_loss``). ``old`` are the critic's values before the first step. ``goals``, ``seen`` and ``old`` are flat
+    tensors of the batch (one entry per sampled token)."""
     total = sum(batch.counts[index] for index in chosen)
 
     def loss_of(row: PackedRow) -> tuple[Tensor, Metrics]:
@@ -297,10 +311,10 @@ def _value_step(
 def actor_step(
     actor: Trainer, batch: Batch, chosen: list[int], old: Tensor, advantages: Tensor, settings: Ppo, temperature: float
 ) -> dict[str, float]:
-    """Takes one step of the policy on the ``chosen`` sequences. ``old``, the log-probabilities in the ratio's
-    denominator, and ``advantages`` are flat tensors of the batch. In the first ``settings.lr_rise`` steps of ``actor``
-    the learning rate rises linearly: AdamW's first steps are large and mostly noise. Returns the loss and metrics of
-    ``ppo_loss`` and ``Trainer.update``, and the mean entropy."""
+    """Takes one step of the policy on the ``chosen`` sequences. ``old`` (the log-probabilities in the denominator of
+    PPO's ratio) and ``advantages`` are flat tensors of the batch, with one entry per sampled token. In the first
+    ``settings.lr_rise`` steps of ``actor``, the learning rate rises linearly, because AdamW's first steps are large and
+    mostly noise. Returns the loss, the mean entropy, and the metrics of ``ppo_loss`` and ``Trainer.update``."""
     total = sum(batch.counts[index] for index in chosen)
     counts = torch.tensor(batch.counts)
     shares = (1.0 / (len(chosen) * counts)).repeat_interleave(counts)  # of tokens in the mean of trajectories' means

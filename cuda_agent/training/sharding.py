@@ -1,9 +1,9 @@
 """Shards a model's weights over several processes (ranks) with FSDP2, and distributes rows of sequences over the ranks.
 
 Each rank keeps a part of every parameter, of its gradient and of the optimizer's state. A layer's weights are gathered
-from all ranks when the layer computes. A call of ``FsdpRoot`` gathers all other weights, so code that reads weights
-must run inside such a call. Gradients are summed over the ranks, because each rank's loss is its share of the mean over
-the batch."""
+from all ranks when the layer computes. All other weights, such as the embeddings, are gathered when an ``FsdpRoot`` is
+called. Code that reads them must therefore run inside such a call. Gradients are summed over the ranks, not averaged,
+because the losses of the ranks add up to the mean over the batch."""
 
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -20,7 +20,8 @@ Result = TypeVar("Result")
 
 
 class FsdpRoot(nn.Module):
-    """The root module of a sharded ``model``. Calling it with a function gathers weights and runs the function."""
+    """The root module of a sharded ``model``. It is called with a function without arguments. The call gathers the
+    weights outside the model's layers, runs the function, and returns its result."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -31,9 +32,9 @@ class FsdpRoot(nn.Module):
 
 
 def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
-    """Shards ``model`` in place; its parameters become new objects. When the returned root runs, each layer of
-    ``trunk`` is gathered while it computes, and all other weights are gathered together. Raises ``ValueError`` if
-    ``trunk`` has no list ``layers``."""
+    """Shards ``model`` in place and returns its root module. The model's parameters become new objects. During a call
+    of the root, the weights of each layer of ``trunk`` are gathered while this layer computes, and all other weights
+    are gathered together. Raises ``ValueError`` if ``trunk`` has no list ``layers``."""
     layers = getattr(trunk, "layers", None)
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{type(trunk).__name__} has no list of layers, by which its weights could be shared")
@@ -50,8 +51,8 @@ def shard(model: nn.Module, trunk: nn.Module, mesh: DeviceMesh) -> FsdpRoot:
 
 def rows_of_rank(rows: Sequence[PackedRow], ranks: int, rank: int) -> list[PackedRow]:
     """Returns the rows that rank number ``rank`` of ``ranks`` computes. Rows are dealt out from the longest to the
-    shortest, one to each rank per round. Every second round begins with the last rank. Empty rows fill up the last
-    round."""
+    shortest, one to each rank per round. Every second round begins with the last rank. If rows run out in the last
+    round, the remaining ranks get empty rows, so that all ranks have the same number of rows."""
     order = sorted(range(len(rows)), key=lambda number: (-len(rows[number].ids), number))
     mine = []
     for turn, start in enumerate(range(0, len(order), ranks)):
@@ -67,5 +68,5 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def wait() -> None:
-    """Blocks until all ranks call this function. Ranks wait on the CPU (by Gloo), so no GPU is busy."""
+    """Blocks until all ranks call this function. Ranks wait on the CPU (by Gloo), so waiting does not occupy a GPU."""
     dist.all_reduce(torch.zeros(1))

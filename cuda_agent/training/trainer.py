@@ -1,8 +1,9 @@
-"""Trains a model on rows of packed sequences: one trainer for imitation, value pretraining and PPO.
+"""Trains a model on rows of packed sequences. The class ``Trainer`` serves imitation, value pretraining and PPO.
 
-The algorithms (``recipes``) define the losses. Weights are float32. With ``precision="bf16"`` the trunk computes in
-bfloat16, so log-probabilities differ from an engine's; "auto" chooses bf16 if the device has bfloat16 instructions. The
-same seed, number of threads and data give the same weights. Checkpoints exclude frozen parameters.
+The algorithms (``recipes``) define the losses. Weights are float32. With ``precision="bf16"`` the trunk (the model
+without its output layer or value head) computes in bfloat16, so log-probabilities differ from those of the inference
+engine. "auto" chooses bf16 if the device has bfloat16 instructions. Equal seeds, numbers of threads and data give equal
+weights. Checkpoints exclude frozen parameters.
 
 With a ``mesh``, one trainer runs in each of several processes (ranks). All ranks get the same batches and return the
 same results. They share the weights (``sharding``), and divide the rows, or each row's tokens (``attention``)."""
@@ -36,9 +37,9 @@ RowLoss = Callable[[PackedRow], tuple[Tensor, Metrics]]
 
 class Trainer:
     """Trains one model on rows (sequences packed side by side) of at most ``row_tokens`` tokens; no sequence may be
-    longer than a row. On a CPU, without a ``mesh``, the rows of a small model are computed in parallel, one in each of
-    torch's threads. The constructor raises ``ValueError`` if this class cannot train the model correctly with these
-    options."""
+    longer than a row. On a CPU, without a ``mesh``, a small model (at most ``SMALL`` parameters) computes several rows
+    in parallel, each in one thread. The constructor raises ``ValueError`` if this class does not support the model or
+    the combination of options."""
 
     def __init__(
         self,
@@ -101,9 +102,9 @@ class Trainer:
 
     @contextmanager
     def leased(self) -> Iterator[None]:
-        """Holds the timing lease (``cuda_agent.lease``) during the ``with`` block and until the GPU has finished the
-        block's work. No kernel is timed meanwhile. Ranks enter and leave the block together; the first rank holds the
-        lease for all."""
+        """Holds the timing lease (``cuda_agent.lease``) in shared mode, so that no process times a kernel during the
+        ``with`` block. Releases the lease when the GPU has finished the block's work. Ranks enter and leave the block
+        together; the first rank holds the lease for all."""
         with self.lease.working() if self.lease else nullcontext():
             if self._root is not None:
                 sharding.wait()
@@ -117,8 +118,8 @@ class Trainer:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Holds the timing lease (``leased``) and turns on packed attention, if the model supports it, during the
-        ``with`` block."""
+        """Holds the timing lease (``leased``) during the ``with`` block. If the model supports packed attention, in
+        which a token attends only to its own sequence, the block uses it."""
         with self.leased():
             usual = self.trunk.config._attn_implementation
             if self._packed:
@@ -184,10 +185,10 @@ class Trainer:
         return rows if self._root is None else sharding.rows_of_rank(rows, self.ranks, self.rank)
 
     def update(self, batch: Batch, chosen: Sequence[int] | None, lr: float, loss_of: RowLoss) -> dict[str, float]:
-        """Takes one optimizer step on the sum of ``loss_of`` over the rows of the ``chosen`` sequences, or of all
-        sequences if None. Clips the gradient to the norm ``max_grad_norm``. Returns the loss (``loss``), the metrics of
-        ``loss_of`` and the norm before clipping (``grad_norm``). If the gradient is not finite, the weights stay as
-        they are, ``grad_norm`` is 0 and the metric ``skipped`` is 1."""
+        """Takes one optimizer step on the sum of ``loss_of`` over the rows of the ``chosen`` sequences (None: all
+        sequences). Clips the gradient to the norm ``max_grad_norm``. Returns the loss (``loss``), the metrics of
+        ``loss_of``, and the gradient's norm before clipping (``grad_norm``). If the gradient is not finite, the weights
+        stay as they are, ``grad_norm`` is 0 and the metric ``skipped`` is 1; otherwise ``skipped`` is 0."""
 
         def backward(row: PackedRow) -> tuple[Metrics, Sequence[Tensor | None]]:
             loss, metrics = self.within(lambda: loss_of(row.to(self.device)))
@@ -220,7 +221,8 @@ class Trainer:
         return metrics | {"grad_norm": norm if math.isfinite(norm) else 0.0, "skipped": float(not math.isfinite(norm))}
 
     def _side_by_side(self, job: Callable[[PackedRow], Result], rows: Sequence[PackedRow]) -> Iterator[Result]:
-        """Yields the result of ``job`` for each row, in order. Runs ``workers`` rows at a time, inside ``working``."""
+        """Yields the result of ``job`` for each row, in order. Computes up to ``workers`` rows in parallel. Jobs run
+        inside ``working``."""
         if self.workers == 1:
             for row in rows:
                 with self.working():
@@ -250,7 +252,8 @@ class Trainer:
         return {name: tensor.cpu() for name, tensor in gathered if self.rank == 0}
 
     def save(self, folder: Path) -> None:
-        """Writes parameters, optimizers, random state and step to the existing ``folder``; each rank writes a part."""
+        """Writes the trained parameters, the optimizers' state, torch's random state, ``step`` and ``seconds`` into the
+        existing ``folder``. Each rank writes its part."""
         table = checkpoint.table_of(list(self.trained()), self.optimizers)
         table |= {"random": torch.get_rng_state(), "step": torch.tensor(self.step)}
         checkpoint.write(table | {"seconds": torch.tensor(self.seconds, dtype=torch.float64)}, folder)
@@ -270,8 +273,8 @@ class Trainer:
 
 def _compile_layers(layers: Any, gradient_checkpointing: bool) -> None:
     """Compiles the layers with ``torch.compile``. All layers have the same code, so one compilation serves all. With
-    gradient checkpointing, each layer is compiled inside its checkpoint. If the checkpoint were compiled too, PyTorch
-    would run it eagerly, because packed attention is a graph break."""
+    gradient checkpointing, the layer is compiled, but not the checkpoint function around it. If a compiled checkpoint
+    contained a graph break, such as packed attention, PyTorch would run it eagerly."""
     if gradient_checkpointing:  # dynamic: a row may be recomputed after a longer one was compiled
         call = _limited(torch.compile(_call, dynamic=True))
         for layer in layers:
@@ -286,8 +289,9 @@ def _call(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _limited(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Allows ``compiled`` to be compiled up to ``COMPILATIONS`` times. Each thread has its own limit, including the
-    threads of the backward pass."""
+    """Returns ``compiled`` as a function that may be compiled up to ``COMPILATIONS`` times. Each thread has its own
+    limit, so the returned function raises the limit of the thread that calls it. The backward pass runs in other
+    threads."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch._dynamo.config.recompile_limit < COMPILATIONS:
@@ -305,9 +309,9 @@ def fast_precision(device: torch.device) -> Literal["fp32", "bf16"]:
 
 
 def _optimizers(model: Any, name: Literal["adamw", "muon"], weight_decay: float) -> list[torch.optim.Optimizer]:
-    """Makes the optimizers. If ``name`` is "adamw", AdamW trains all parameters. If it is "muon", Muon trains all
-    matrices except the embeddings, and AdamW trains the rest. Muon's steps are scaled to the size of AdamW's (arXiv
-    2502.16982), so that one learning rate serves both."""
+    """Makes the optimizers. If ``name`` is "adamw", AdamW trains all parameters. If it is "muon", Muon trains the
+    matrices except the embeddings, the output layer and the value head, and AdamW trains the rest. Muon's steps are
+    scaled to the size of AdamW's (arXiv 2502.16982), so that one learning rate serves both."""
     ends = {id(layer.weight) for layer in (model.get_input_embeddings(), model.get_output_embeddings()) if layer}
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     inner = [p for p in trained if p.ndim == 2 and min(p.shape) > 1 and id(p) not in ends] if name == "muon" else []
@@ -333,8 +337,9 @@ def _without_dropout(model: torch.nn.Module) -> None:
 
 
 def _check_rows(trainer: Trainer) -> None:
-    """Checks on a few tokens what the trainer assumes: two sequences in a row do not attend to each other, and the
-    logits are the output layer's result, unchanged. Raises ValueError if an assumption does not hold for this model."""
+    """Tests two assumptions of the trainer on a few tokens: sequences in the same row do not attend to each other, and
+    the model's logits are the unchanged result of its output layer. Raises ``ValueError`` if one of them does not hold
+    for this model."""
     vocabulary = trainer.trunk.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     pair = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in (5, 7)]

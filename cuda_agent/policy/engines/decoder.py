@@ -23,10 +23,10 @@ Job = tuple[int, int, Sequence[int]]  # row, position of the first new token, th
 
 
 class DenseDecoder:
-    """A fast decoder of dense models, with a rearranged copy of the weights. The matrices q, k and v are joined into
-    one, and so are gate and up. ``_fold`` multiplies a norm's weights into the matrix after the norm. In q and k, the
-    two numbers that rotary embedding rotates together are adjacent. Shapes in this class: n rows or tokens, H query
-    heads, K key-value heads, G = H / K, head size D."""
+    """A fast decoder for dense transformers (no mixture of experts), with a rearranged copy of the weights. The
+    matrices q, k and v are joined into one matrix, and so are gate and up. The weights of a norm are multiplied into
+    the matrix after the norm. In q and k, the two numbers that rotary embedding rotates together are adjacent. Shapes
+    in this class: n rows or tokens, H query heads, K key-value heads, G = H / K, head size D."""
 
     partial = True  # whether ``restore`` can restore a part of what ``keep`` returned
 
@@ -49,8 +49,9 @@ class DenseDecoder:
 
     @staticmethod
     def knows(model: Any) -> bool:
-        """Returns whether this class can decode the model. The model must be a llama, qwen2 or qwen3 with full
-        attention, silu and static rotary frequencies. Only the q, k and v projections may have biases."""
+        """Returns whether this class can decode the model. The model's type must be llama, qwen2 or qwen3, with full
+        attention, silu, and rotary frequencies that are the same for all sequence lengths. Only the q, k and v
+        projections may have biases."""
         config = model.config
         rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
@@ -63,7 +64,8 @@ class DenseDecoder:
         return all(linear.bias is None for linear in plain)
 
     def _weights(self, model: Any) -> Weights:
-        """Returns rearranged weights: embedding, layers, output layer, rotary factors (complex64 [context, D / 2])."""
+        """Returns a rearranged copy of the model's weights: embedding, one dict per layer, output layer, rotary
+        factors. The rotary factors are complex64 [context, D / 2]."""
         embed = model.model.embed_tokens.weight.detach().clone()
         rotary = model.model.rotary_emb
         angles = torch.outer(torch.arange(self.context, device=embed.device), rotary.inv_freq.float())
@@ -73,8 +75,9 @@ class DenseDecoder:
 
     @torch.inference_mode()
     def take(self, model: Any) -> bool:
-        """Copies the weights of ``model`` into this decoder. Cached keys and values become invalid. Returns False, and
-        changes nothing, if the architecture, a shape, the element type or the device differs."""
+        """Copies the weights of ``model`` into this decoder and returns True. Cached keys and values become invalid. If
+        ``model`` differs from the decoder's model in architecture, shapes, dtype or device, returns False and changes
+        nothing."""
         config = model.config
         numbers = config.max_position_embeddings, config.rms_norm_eps, config.num_attention_heads
         if not self.knows(model) or numbers != (self.context, self.eps, self.heads):
@@ -125,7 +128,8 @@ class DenseDecoder:
                 self.graphs.forget()
 
     def _qkv(self, layer: dict[str, Any], x: Tensor, rotations: Tensor) -> Tensor:
-        """Returns q, k and v [n, H + 2 K, D] of the states ``x`` [n, hidden], with q and k normed and rotated."""
+        """Returns q, k and v of the states ``x`` [n, hidden] in one tensor [n, H + 2 K, D]. q and k are rotated, after
+        the model's norms of q and k, if it has any."""
         rotated = self.heads + self.kv_heads
         qkv = F.linear(self._norm(x), layer["qkv"], layer["bias"]).view(len(x), -1, self.head)
         qk = qkv[:, :rotated].float()
@@ -143,8 +147,8 @@ class DenseDecoder:
         return F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps).to(x.dtype)
 
     def _rest(self, layer: dict[str, Any], x: Tensor, attended: Tensor) -> Tensor:
-        """Adds a layer's output projection and feed-forward part to the states ``x`` [n, hidden], in place.
-        ``attended`` [n, H * D] is the result of attention."""
+        """Computes the part of a layer after attention. Adds the output projection and then the feed-forward network's
+        result to the states ``x`` [n, hidden], in place. ``attended`` [n, H * D] is the result of attention."""
         x.addmm_(attended, layer["out"])
         gate_up = F.linear(self._norm(x), layer["gate_up"])
         if self.native:
@@ -156,8 +160,8 @@ class DenseDecoder:
         return x.addmm_(gated, layer["down"])
 
     def prefill(self, jobs: Sequence[Job]) -> Tensor:
-        """Appends new tokens to rows. Each job is (row, position of the first new token, new tokens). Returns the
-        logits after each job's last token, float32 [jobs, vocab]."""
+        """Appends new tokens to rows of the cache. Each job is (row, position of the first new token, new tokens).
+        Returns the logits after each job's last token, float32 [jobs, vocab]."""
         device = self.embed.device
         self._reserve(max(start + len(ids) for _, start, ids in jobs))
         tokens = torch.tensor([i for _, _, ids in jobs for i in ids], device=device)
@@ -177,10 +181,10 @@ class DenseDecoder:
         return F.linear(self._norm(x), self.unembed).float()
 
     def _attend_each(self, jobs: Sequence[Job], positions: Tensor) -> Callable[[Tensor, Tensor, bool], Tensor]:
-        """Returns a function that computes attention for one job after the other. The function gets the queries [n, H,
-        D] of all new tokens, a layer's cache, and whether only the last token of each job needs a result. It returns
-        the attention's results [n, H, D]; the entries of tokens that need no result are undefined. ``positions`` are
-        the n tokens' positions."""
+        """Returns a function that computes attention in ``prefill``, for one job (the new tokens of one row) after the
+        other. The function takes the queries [n, H, D] of all new tokens, a layer's cache, and a flag. The flag tells
+        whether only each job's last token needs a result. The function returns the results of attention [n, H, D]; the
+        entries of tokens that need no result are undefined. ``positions`` [n] are the positions of all new tokens."""
         spans, masks, begin = [], [], 0
         for _, start, ids in jobs:
             spans.append(slice(begin, begin + len(ids)))
@@ -207,9 +211,9 @@ class DenseDecoder:
         return attend
 
     def _attend_packed(self, jobs: Sequence[Job], positions: Tensor) -> Callable[[Tensor, Tensor, bool], Tensor]:
-        """Returns a function like that of ``_attend_each``, but with one call of FlashAttention for all jobs, not one
-        call per job. On some GPUs cuDNN would compute the calls per job, and would take about 0.1 s to plan each new
-        pair of lengths (queries, keys)."""
+        """Returns a function with the same arguments and results as that of ``_attend_each``, but it calls
+        FlashAttention once for all jobs. Separate calls per job can be slow: on some GPUs PyTorch passes them to cuDNN,
+        which takes about 0.1 s to plan for each new pair of lengths (queries, keys)."""
         from torch.nn.attention.varlen import varlen_attn
 
         device, group = positions.device, self.heads // self.kv_heads
@@ -229,8 +233,9 @@ class DenseDecoder:
         return attend
 
     def _placed(self, layer: dict[str, Any], cache: Tensor, x: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        """Returns q, k and v [n, H + 2 K, D] of the states ``x`` [n, hidden], whose tokens are at ``rows`` and
-        ``positions``, int64 [n]. Writes k and v into the layer's ``cache``."""
+        """Computes q, k and v of the states ``x`` [n, hidden], and writes k and v into the layer's ``cache``. Token i
+        has row ``rows[i]`` and position ``positions[i]``, both int64 [n]. Returns q, k and v in one tensor [n, H + 2 K,
+        D]."""
         if not self.native:
             qkv = self._qkv(layer, x, self.rotations[positions][:, None])
             cache[rows, :, positions] = qkv[:, self.heads :]
@@ -242,8 +247,8 @@ class DenseDecoder:
         return qkv.view(len(x), -1, self.head)
 
     def step(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
-        """Appends one token to each of the first n rows. ``ids`` and ``positions`` are int64 [n]; ``longest`` is the
-        largest position. Returns the logits, float32 [n, vocab]."""
+        """Appends one token to each of the first n rows of the cache. ``ids`` and ``positions`` are int64 [n];
+        ``longest`` is the largest position. Returns the logits, float32 [n, vocab]."""
         self._reserve(longest + 1)
         if self.native:
             return self._native_step(self.native, ids, positions)
@@ -302,7 +307,8 @@ class DenseDecoder:
 
 
 class GenericDecoder:
-    """A decoder of any causal model of transformers. It computes each row alone, with the model's own cache."""
+    """A decoder for any causal language model of the transformers library. It computes each row separately, with the
+    model's own cache."""
 
     partial = False  # a recurrent state cannot be cut short
 
@@ -350,7 +356,8 @@ Decoder = DenseDecoder | GenericDecoder
 
 
 def make_decoder(model: Any, rows: int) -> Decoder:
-    """Returns a decoder of a copy of ``model`` for up to ``rows`` sequences: dense if possible, otherwise generic."""
+    """Returns a decoder for up to ``rows`` sequences, with a copy of the weights of ``model``. It is a ``DenseDecoder``
+    if that class can decode the model, otherwise a ``GenericDecoder``."""
     return DenseDecoder(model, rows) if DenseDecoder.knows(model) else GenericDecoder(model, rows)
 
 
@@ -369,7 +376,8 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _fold(weight: Tensor, norm: Tensor) -> Tensor:
-    """Multiplies each row of ``weight`` [out, in] by ``norm`` [in], the weights of the norm before this layer."""
+    """Returns ``weight`` [out, in] with each row multiplied by ``norm`` [in], the weights of the norm before this
+    matrix."""
     return (weight.float() * norm.float()).to(weight.dtype)
 
 
@@ -395,9 +403,10 @@ def verify(decoder: Decoder, model: Any) -> float:
 
 
 def rounding(model: Any) -> float:
-    """Returns an estimate of the difference that ``verify`` finds between two correct implementations in the model's
-    dtype. Runs the model four times with changed embeddings: each value moves at random by one or two units in the last
-    place. The result is the largest difference at any position that ``verify`` compares."""
+    """Estimates the effect of rounding in the model's dtype: the difference that ``verify`` finds between two correct
+    implementations. Runs the model four times with perturbed embeddings of the prompt. Each value changes at random by
+    one or two units in the last place. Returns the largest difference from the unperturbed run at the positions that
+    ``verify`` compares."""
     ids = torch.tensor([probe_prompt(model, _PROBE_TOKENS)], device=model.device)
     generator = torch.Generator().manual_seed(0)
     found = []

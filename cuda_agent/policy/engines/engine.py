@@ -19,8 +19,9 @@ class EngineLost(EngineError):
 @dataclass(frozen=True)
 class SamplingParams:
     """The parameters of one completion. Up to rounding, a completion depends only on the weights, the prompt and these
-    parameters. At ``temperature`` 0 the engine takes the likeliest token. ``key`` names the episode. An engine with
-    several servers sends all requests with the same key to one server, which caches their common prefix."""
+    parameters. At ``temperature`` 0 the engine takes the likeliest token. ``key`` identifies the episode (one attempt
+    at a task, often with several completions). An engine with several servers sends all requests with the same key to
+    one server, which caches their common prefix."""
 
     max_tokens: int
     seed: int
@@ -43,8 +44,9 @@ class Engine(Protocol):
     async def generate(self, prompt: Sequence[int], params: SamplingParams) -> Completion: ...
 
     async def update_from(self, model: Any, version: int) -> None:
-        """Makes every later ``generate`` use the weights of ``model``, numbered ``version``. The model must not change
-        until this call returns. Raises ``EngineError`` on failure; the engine then refuses all requests."""
+        """Loads the weights of ``model`` as version number ``version``. Every later ``generate`` uses them. The model
+        must not change until this call returns. Raises ``EngineError`` on failure; the engine then refuses all
+        requests."""
 
     async def compute(self, job: Callable[[], Any]) -> Any:
         """Runs ``job`` in the engine's worker thread, and returns its result."""

@@ -1,7 +1,7 @@
 """Runs decoding steps as CUDA graphs: one launch replaces the launches of hundreds of small kernels.
 
-Each graph has a fixed number of rows and of cache positions. A step uses the next larger size, so about a dozen graphs
-serve a whole batch. The results of the extra rows are dropped."""
+Each graph has a fixed number of rows and of cache positions. A step uses the smallest graph size that is large enough,
+so about a dozen graphs suffice for all steps of a batch. The results of the extra rows are dropped."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,8 +26,8 @@ class StepGraphs:
         self.forget()
 
     def __call__(self, ids: Tensor, positions: Tensor, length: int, longest: int) -> Tensor:
-        """Returns the logits of one decoding step. The step reads the first ``length`` cache positions. ``length`` is
-        rounded up (``padded_length``), but not beyond ``longest``, the length of the cache."""
+        """Returns the logits of one decoding step, which reads the first ``length`` cache positions. ``padded_length``
+        rounds ``length`` up, to at most ``longest``, the length of the cache."""
         n = len(ids)
         rows, length = min(1 << (n - 1).bit_length(), self._rows), padded_length(length, longest)
         self._ids[:n], self._positions[:n] = ids, positions

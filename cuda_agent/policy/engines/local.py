@@ -1,10 +1,11 @@
-"""Serves a policy inside this process: ``LocalEngine``, with continuous batching, prefix reuse and one worker thread.
+"""Defines ``LocalEngine``, which serves a policy inside this process.
 
-Up to rounding, a completion depends only on weights, prompt and seed. The seed and a token's position give the random
-number that draws the token. Rounding depends on the other requests in the batch. Waiting requests join the batch in
-order of submission, after ``QUIET_PASSES`` passes of the event loop without a new request. If callers await nothing but
-completions, every run has the same batches, and its results are the same bit for bit. There is no top-p sampling,
-because it would bias PPO's ratio."""
+The engine has continuous batching, prefix reuse and one worker thread. Up to rounding, a completion depends only on the
+weights, the prompt and the sampling parameters. The seed and a token's position determine the random number with which
+the token is drawn. Rounding depends on the other requests in the batch. Waiting requests join the batch in order of
+submission, after ``QUIET_PASSES`` passes of the event loop without a new request. If callers await nothing but
+completions, every run forms the same batches and gives bit-identical results. There is no top-p sampling, because it
+would bias PPO's probability ratio."""
 
 import asyncio
 import copy
@@ -54,11 +55,11 @@ class Counts:
 
 
 class LocalEngine:
-    """An engine that computes in this process. It copies ``model``, a causal model of transformers, to ``device`` and
-    ``dtype``. CPU operators use up to ``threads`` threads. At most ``batch`` requests are decoded at once. With
-    ``lease``, a handle of the timing lease (``cuda_agent.lease``), the engine pauses while a kernel is timed. Only
-    this engine may use the handle. The constructor and ``update_from`` raise ``EngineError`` if the decoder does not
-    reproduce the model's log-probabilities."""
+    """An engine that computes in this process. It copies ``model``, a causal model of the transformers library, to
+    ``device`` and ``dtype``. CPU operators use up to ``threads`` threads. At most ``batch`` requests are decoded at
+    once. ``lease`` is a handle of the timing lease, a lock that other processes take to time a kernel. If it is given,
+    the engine pauses while a kernel is timed. Only this engine may use the handle. The constructor and ``update_from``
+    raise ``EngineError`` if the decoder does not reproduce the model's log-probabilities."""
 
     def __init__(
         self,
@@ -146,7 +147,7 @@ class LocalEngine:
 
     async def _drive(self) -> None:
         """Adds waiting requests to the batch, then decodes until a request ends or a new one arrives. Repeats this
-        until no request is left."""
+        until the batch is empty and no waiting request may join. While weights are updated, no request may join."""
         loop = asyncio.get_running_loop()
         try:
             while True:
@@ -213,8 +214,8 @@ class LocalEngine:
 
     @torch.inference_mode()
     def _work(self, joining: list[_Request]) -> list[tuple[_Request, Any]]:
-        """Adds ``joining`` to the batch and decodes until a request ends or ``_interrupt`` is set. Returns the requests
-        that ended, with their finish reasons."""
+        """Adds the requests ``joining`` to the batch and decodes until a request ends or ``_interrupt`` is set. Returns
+        the requests that ended, with their finish reasons."""
         if cancelled := [row for row, request in enumerate(self._active) if request.future.cancelled()]:
             with self._working():
                 for row in reversed(cancelled):
@@ -235,8 +236,8 @@ class LocalEngine:
                 return ended
 
     def _join(self, joining: list[_Request]) -> list[tuple[_Request, Any]]:
-        """Runs the prompts of ``joining`` in new rows of the batch, and samples each request's first token. Returns the
-        requests that ended with this token, with their finish reasons."""
+        """Computes the prompts of the requests ``joining`` in new rows of the batch, and samples each request's first
+        token. Returns the requests that ended with this token, with their finish reasons."""
         kept: dict[int, Any] = {}  # snapshots to restore, by row
         leaders: dict[tuple[int, ...], int] = {}
         twins: list[tuple[int, int, int]] = []  # source row, row, length
@@ -272,9 +273,9 @@ class LocalEngine:
             return self._sample(picked, noise, len(self._active) - len(joining))
 
     def _take_kept(self, prompt: list[int]) -> tuple[int, Any]:
-        """Finds the sequence in ``_kept`` (finished sequences) that shares the longest prefix with ``prompt[:-1]``.
-        Returns the prefix's length and the decoder's snapshot of the sequence, or (0, None) if no prefix can be reused.
-        Removes the sequence from ``_kept`` if the prompt begins with the whole sequence."""
+        """Finds the finished sequence in ``_kept`` that has the longest common prefix with ``prompt[:-1]``. Returns the
+        prefix's length and the decoder's snapshot of the sequence, or (0, None) if no prefix can be reused. If the
+        prefix is the complete sequence, removes the sequence from ``_kept``."""
         best, best_length = None, 0
         wanted = np.array(prompt[:-1])
         for index in reversed(range(len(self._kept))):
@@ -292,8 +293,8 @@ class LocalEngine:
         return best_length, kept
 
     def _sample(self, logits: Tensor, noise: Tensor, first: int) -> list[tuple[_Request, Any]]:
-        """Draws the next token of each active row from row ``first`` on; ``logits`` and ``noise`` belong to these rows.
-        Removes the requests that end, and returns them with their finish reasons."""
+        """Draws the next token for the active row ``first`` and each later active row. ``logits`` and ``noise`` belong
+        to these rows. Removes the requests that end, and returns them with their finish reasons."""
         requests = self._active[first:]
         temperatures = [r.params.temperature for r in requests]
         ids, logprobs = draw(logits, noise, temperatures)
@@ -325,8 +326,8 @@ class LocalEngine:
 
 
 def make_engine(model: Any, policy: PolicyConfig, lease: Path) -> LocalEngine:
-    """Makes an engine with the settings ``policy``. ``lease`` is the folder of the timing lease
-    (``cuda_agent.lease``)."""
+    """Returns an engine with the settings in ``policy``. ``lease`` is the folder of the timing lease, with which other
+    processes pause the engine to time a kernel."""
     place: dict[str, Any] = {"device": policy.device, "dtype": policy.dtype}
     return LocalEngine(model, policy.threads, policy.engine_batch, Lease(lease), **place)
 
@@ -343,8 +344,9 @@ def _noise(request: _Request) -> float:
 
 
 def _chunks(jobs: Sequence[Job], most: int, seen: int) -> Iterator[Sequence[Job]]:
-    """Yields groups of consecutive jobs. The jobs of one group together have at most ``most`` new tokens, and at most
-    ``seen`` tokens, cached and new. A job that alone exceeds one of these limits is the only job of its group."""
+    """Yields groups of consecutive jobs. A job is (row, position of the first new token, new tokens). The jobs of a
+    group together have at most ``most`` new tokens, and at most ``seen`` cached and new tokens. A job that exceeds one
+    of these limits by itself is the only job of its group."""
     begin, new, whole = 0, 0, 0
     for index, (_, start, ids) in enumerate(jobs):
         if index > begin and (new + len(ids) > most or whole + start + len(ids) > seen):

@@ -1,7 +1,8 @@
-"""Compiles ``step.cpp``, which holds some of the decoder's operations in C++, for one model shape.
+"""Compiles ``step.cpp``, which implements some of the decoder's CPU operations in C++.
 
-Each process compiles its library in about a second, and loads it. The library does not stay on disk, so a process never
-loads an outdated library or another user's. Without a C++ compiler the decoder uses torch's slower operators."""
+The head size and the number of query heads per key-value head are constants of the compiled library. Each process
+compiles its library in about a second, and loads it. The library does not stay on disk, so a process never loads an
+outdated library or another user's. Without a C++ compiler the decoder uses torch's slower operators."""
 
 import ctypes
 import functools

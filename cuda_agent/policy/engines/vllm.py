@@ -1,9 +1,10 @@
-"""Serves a policy by one or many vLLM servers over HTTP: ``VllmEngine`` (docs/engines.md).
+"""Defines ``VllmEngine``, which serves a policy with one or more vLLM servers over HTTP (docs/engines.md).
 
-All turns of an episode go to one server, which caches the episode's tokens. A server that dies is not restarted. Other
-servers answer its requests with the same completions up to rounding, because a completion depends only on weights,
-prompt and seed. Weights are replaced while no request runs. Then a fixed prompt is sent to every server, to check that
-the server uses the new weights."""
+All turns of an episode (one attempt at a task) go to one server, which caches the episode's tokens. The engine does not
+restart a server that dies, but sends the server's requests to other servers. Up to rounding, this does not change
+completions, because a completion depends only on the weights, the prompt and the sampling parameters. Weights are
+replaced while no request runs. Then a fixed prompt is sent to every server, to check that the server uses the new
+weights."""
 
 import asyncio
 import contextlib
@@ -45,8 +46,9 @@ PROBE_TOLERANCE_LOW = 0.05  # the same for servers in bfloat16 and float16
 
 
 class VllmEngine:
-    """An engine that sends requests to the vLLM servers ``replicas``. Call ``greet`` on each of them first. New weights
-    are broadcast, or written to the folder ``work``, which every server must be able to read."""
+    """An engine that sends requests to the vLLM servers ``replicas``. Call ``Replica.greet`` for each server before you
+    create the engine. New weights are broadcast, or written to the folder ``work``, which every server must be able to
+    read."""
 
     def __init__(self, replicas: Sequence[Replica], work: Path, config: PolicyConfig) -> None:
         import torch
@@ -117,7 +119,8 @@ class VllmEngine:
         return await asyncio.get_running_loop().run_in_executor(self._worker, job)
 
     async def close(self) -> None:
-        """Closes the connections, and removes the engine's adapter from external servers. The servers keep running."""
+        """Closes the connections. Removes the engine's LoRA adapter, if any, from servers that this process did not
+        start. Does not stop the servers."""
         self._failure = self._failure or EngineError("the engine is closed")
         if self._adapter:
             for replica in self._replicas:
@@ -160,8 +163,9 @@ class VllmEngine:
             self._last_error = f"{replica.url}: {error}{log}"
 
     async def _patiently(self, replica: Replica, prompt: Sequence[int], params: SamplingParams) -> dict[str, Any]:
-        """Returns a completion from ``replica``. Tries a failed request up to ``TRIES`` times while the server is
-        healthy, and up to ``BUSY_TRIES`` times while the server is busy. Raises ``Fault`` if no try succeeds."""
+        """Returns a completion from ``replica``, and repeats failed requests. Makes up to ``BUSY_TRIES`` tries if the
+        server answers that it is overloaded, and up to ``TRIES`` after other failures, while the server is healthy.
+        Raises ``Fault`` if no try succeeds."""
         faults = busy = 0
         while True:
             try:
@@ -231,7 +235,8 @@ class VllmEngine:
 
     async def _prove(self, replica: Replica, model: Any, before: list[Any]) -> None:
         """Checks that ``replica`` computes with the weights of ``model``. Raises EngineError otherwise. ``before``
-        holds the workers' answers to ``cuda_agent_weights`` before the weights changed; it may be empty."""
+        holds digests of the weights in the server's workers before an update, or nothing. If ``model`` has changed
+        since the last check, these digests must have changed, too, except with LoRA adapters."""
         prompt = probe_prompt(model, PROBE_TOKENS)
         params = SamplingParams(PROBE_SAMPLED, seed=1, temperature=PROBE_TEMPERATURE)
         served_name = self._adapter or replica.model
@@ -276,8 +281,8 @@ class VllmEngine:
 
 
 def _put_first(policy: Path, shared: Path) -> None:
-    """Copies ``policy`` to the sub-folder ``FIRST`` of ``shared``. The vLLM servers of a run on a cluster wait for this
-    sub-folder and load it (``vllm_pool``). Does nothing if the sub-folder exists."""
+    """Copies the folder ``policy`` to the sub-folder ``FIRST`` of ``shared``. On a cluster, a run's vLLM servers wait
+    for this sub-folder and then load it (see ``vllm_pool.py``). Does nothing if the sub-folder exists."""
     if (shared / FIRST).exists():
         return
     shared.mkdir(parents=True, exist_ok=True)
@@ -305,11 +310,13 @@ async def open_vllm(
     """Opens an engine that serves the policy in ``folder``. ``model`` is the same policy in memory.
 
     If ``config.vllm.servers`` is empty, starts ``config.vllm.replicas`` servers and spreads them over the GPUs. Without
-    a GPU the servers run on the CPU in float32, and pause while a judge holds the timing lease in the folder ``lease``.
+    a GPU the servers run on the CPU in float32. If ``lease``, the folder of the timing lease, is given, they pause
+    while another process times a kernel.
 
-    If ``config.vllm.servers`` lists servers, sends them the weights. With ``sync=lora``, sends none: the servers must
-    already serve this policy. New weights are written below ``work``. For listed servers, the folder in
-    ``$CUDA_AGENT_ENGINE_FOLDER``, if set, replaces ``work``.
+    If ``config.vllm.servers`` lists servers, sends them the weights. If ``config.vllm.sync`` is ``lora``, sends no
+    weights here: the servers must already serve this policy. New weights are written below ``work``, unless they are
+    broadcast. For listed servers, the folder in ``$CUDA_AGENT_ENGINE_FOLDER``, if set, replaces ``work``, and the
+    policy is copied there for servers that wait for it.
 
     Raises:
         PolicyError: vLLM is not installed.

@@ -1,9 +1,10 @@
-"""Runs inside vLLM's processes: a plugin for vLLM, and methods that vLLM adds to its workers.
+"""Code that runs inside vLLM's processes: a plugin for every process, and methods for the workers.
 
-vLLM calls ``register`` in each process, through the entry point ``vllm.general_plugins``. vLLM also adds the methods of
-``WeightSync`` to its workers. The engine calls them through vLLM's route ``/collective_rpc``. A server must be able to
-import this package, but its environment may lack the package's requirements. ``torch`` and vLLM are therefore imported
-only inside the functions that use them. With ``python -m`` this module runs a vLLM server."""
+vLLM calls the plugin ``register`` in each of its processes, through the entry point ``vllm.general_plugins``. vLLM also
+adds the methods of ``WeightSync`` to its workers. The engine (``vllm.VllmEngine``) calls these methods over HTTP,
+through vLLM's route ``/collective_rpc``. vLLM's Python environment must be able to import this package, but may lack
+the package's requirements. ``torch`` and vLLM are therefore imported only inside the functions that use them. With
+``python -m`` this module runs a vLLM server."""
 
 import ctypes
 import functools
@@ -30,7 +31,10 @@ PIECE = 1 << 24  # elements per step of a digest: a server has little spare memo
 
 
 def register() -> None:
-    """Prepares this vLLM process for new weights and the timing lease (``cuda_agent.lease``). May run repeatedly."""
+    """Prepares this vLLM process. On a CPU, turns off packed copies of the weights, because new weights would not
+    replace them. If the variable ``CUDA_AGENT_ENGINE_LEASE`` is set, makes the workers pause while a kernel is timed
+    (``cuda_agent.lease``). If this package started the server, the process ends together with its parent process. vLLM
+    may call this function several times."""
     if WHOLE in os.environ and (parent := multiprocessing.parent_process()) and parent.pid is not None:
         die_with_parent(parent.pid)  # else vLLM's engine and workers outlive a killed server and keep its memory
     from vllm.platforms import current_platform  # type: ignore[import-not-found, unused-ignore]
@@ -42,7 +46,8 @@ def register() -> None:
 
 
 def _keep_plain_weights() -> None:
-    """Turns off packed copies of the weights on a CPU, because loading new weights would not change these copies."""
+    """Turns off the CPU kernels for which vLLM makes packed copies of the weights. Loading new weights would not change
+    these copies."""
     from vllm import _custom_ops  # type: ignore[import-not-found, unused-ignore]
     from vllm.model_executor.layers import utils  # type: ignore[import-not-found, unused-ignore]
 
@@ -51,7 +56,8 @@ def _keep_plain_weights() -> None:
 
 
 def _work_under_lease(folder: Path) -> None:
-    """Makes every step of a vLLM worker hold the timing lease, so that the step waits while a kernel is timed."""
+    """Makes every step of a vLLM worker hold the timing lease, a file lock in ``folder``, in shared mode. The step
+    therefore waits while another process times a kernel."""
     from vllm.v1.worker.worker_base import WorkerWrapperBase  # type: ignore[import-not-found, unused-ignore]
 
     from cuda_agent.lease import Lease
@@ -70,7 +76,8 @@ def _work_under_lease(folder: Path) -> None:
 
 
 class WeightSync:
-    """Methods that replace weights. vLLM adds them to its workers. Each returns a dict, which vLLM sends over HTTP."""
+    """Methods that report and replace the weights of a vLLM worker. vLLM adds them to the class of its workers. Each
+    method returns a dict, which vLLM sends over HTTP."""
 
     model_runner: Any
     device: Any
@@ -83,14 +90,15 @@ class WeightSync:
         return {"digest": digest(parameters.items()), "dtype": dtype, "device": self.device.type}
 
     def cuda_agent_load(self, folder: str) -> dict[str, str]:
-        """Loads the weights of a Hugging Face folder, which this worker must be able to read."""
+        """Replaces this worker's weights by those in the Hugging Face folder ``folder``, which this worker must be able
+        to read. Returns the result of ``cuda_agent_weights``."""
         self.model_runner.reload_weights(weights_path=folder)
         return self.cuda_agent_weights()
 
     def cuda_agent_join(self, host: str, port: int, rank: int, size: int) -> dict[str, str]:
-        """Joins the group in which the trainer broadcasts weights. ``host`` and ``port`` are the address of the
-        trainer's TCP store. ``size`` counts the trainer and all workers. ``rank`` is the rank of this server's first
-        worker."""
+        """Joins the process group in which the trainer broadcasts weights to the workers. ``host`` and ``port`` are the
+        address of the trainer's TCP store. ``size`` counts the trainer and the workers of all servers. ``rank`` is the
+        group rank of this server's first worker; the server's other workers get the next ranks."""
         from vllm.distributed import get_world_group  # type: ignore[import-not-found, unused-ignore]
 
         store = transfer_store(host, port, size, False)
@@ -99,7 +107,8 @@ class WeightSync:
         return {}
 
     def cuda_agent_receive(self, tensors: list[list[Any]]) -> dict[str, str]:
-        """Receives broadcast weights. ``tensors`` lists their [name, element type, shape], in sending order."""
+        """Replaces this worker's weights by weights that the trainer broadcasts. ``tensors`` lists the [name, element
+        type, shape] of each weight, in sending order. Returns the result of ``cuda_agent_weights``."""
         self.model_runner.reload_weights(weights_iterator=self._received(tensors))
         return self.cuda_agent_weights()
 
@@ -113,8 +122,9 @@ class WeightSync:
 
 
 def transfer_store(host: str, port: int, size: int, master: bool) -> Any:
-    """Opens the TCP store through which the members of a broadcast group meet. If ``master`` is true, this process runs
-    the store: only the trainer does so. The trainer may pass ``port`` 0 for any free port."""
+    """Opens the TCP store through which the trainer and vLLM's workers form a group to broadcast weights. If ``master``
+    is true, this process runs the store; this is the case in the trainer only. The trainer may pass ``port`` 0 for any
+    free port."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=TRANSFER_SECONDS)
@@ -122,8 +132,9 @@ def transfer_store(host: str, port: int, size: int, master: bool) -> Any:
 
 
 def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> Any:
-    """Joins a broadcast group of ``size`` members as member ``rank``. The members meet through ``store``. The group
-    uses NCCL if ``device`` is "cuda", otherwise Gloo."""
+    """Joins the process group that broadcasts weights, as member ``rank`` of ``size``. The members find each other
+    through ``store``. ``host`` is the address of the trainer. The group uses NCCL if ``device`` is "cuda", otherwise
+    Gloo."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=TRANSFER_SECONDS)
@@ -140,8 +151,8 @@ def transfer_group(store: Any, host: str, rank: int, size: int, device: str) -> 
 
 
 def digest(parameters: Iterable[tuple[str, Any]]) -> str:
-    """Returns a hash (SHA-256, hexadecimal) of the names and weights in ``parameters``. The hash is the same on every
-    processor, because it is made from exact integer sums of the weights' bits."""
+    """Returns a hash (SHA-256, hexadecimal) of the names and weights in ``parameters``. The hash does not depend on the
+    device, because it is made from exact integer sums of the weights' bits."""
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -159,10 +170,15 @@ def digest(parameters: Iterable[tuple[str, Any]]) -> str:
 
 
 def served(policy: Path, name: str, context: int, batch: int, memory: float | None, rank: int | None) -> list[str]:
-    """Returns the arguments, except for the address, of a vLLM server that serves the model folder ``policy`` as
-    ``name``. A sequence has at most ``context`` tokens, and no more than the model supports. At most ``batch``
-    sequences run at once. ``memory`` is a share of a GPU's memory, or None for a server on the CPU in float32. ``rank``
-    is the largest rank of an adapter, or None without adapters."""
+    """Returns the command-line arguments of a vLLM server, except for its address.
+
+    Args:
+        policy: Hugging Face folder of the served model.
+        name: Name under which the server serves the model.
+        context: Most tokens of a sequence. The model's own limit applies, too.
+        batch: Most sequences that run at once.
+        memory: Share of a GPU's memory that vLLM may use. None for a server on the CPU, which computes in float32.
+        rank: Largest rank of a LoRA adapter that the server accepts. None for a server without adapters."""
     config = json.loads((policy / "config.json").read_text())
     shape = config.get("text_config") or config
     context = min(context, shape.get("max_position_embeddings") or context)
@@ -185,8 +201,8 @@ def served(policy: Path, name: str, context: int, batch: int, memory: float | No
 
 
 def on_processor(environment: dict[str, str], lib: Path, threads: int) -> dict[str, str]:
-    """Returns the variables ``environment``, changed for vLLM on the CPU. ``lib`` is the ``lib`` folder of the Python
-    environment in which vLLM is installed."""
+    """Returns a copy of the environment variables ``environment`` with settings for vLLM on the CPU. vLLM uses
+    ``threads`` OpenMP threads. ``lib`` is the ``lib`` folder of the Python environment in which vLLM is installed."""
     made = environment | {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     made.pop("VLLM_CPU_KVCACHE_SPACE", None)  # would override the arguments of ``served``
     openmp = lib / "libiomp5.so"  # vLLM's operators are linked to it

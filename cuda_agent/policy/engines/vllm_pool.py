@@ -1,9 +1,10 @@
-"""Starts a vLLM server on a cluster: waits for the run's first policy, then replaces this process with the server.
+"""Main program of a container that runs a vLLM server on a cluster. It waits for the first policy (the first language
+model that the run samples from), then replaces its process with the server.
 
-The first stage that needs an engine writes the policy atomically into the sub-folder ``policy`` of a shared folder. A
-restarted server loads this first policy, not the newest weights. Each start serves the policy under a new name.
-Requests under the old name then fail, so no client takes the first weights for the newest ones. Of the package's
-requirements, this module needs only ``torch``."""
+The first stage of the run that needs the server writes this policy atomically into the sub-folder ``policy`` of a
+shared folder. A server that restarts later loads the first policy again, although the trainer has newer weights. Each
+start therefore serves the policy under a new random name. Requests under the old name fail, so that no client samples
+from the first policy by mistake. Besides vLLM and ``torch``, this module needs none of the package's requirements."""
 
 import argparse
 import os

@@ -33,8 +33,9 @@ _ENTRY_POINT = "[vllm.general_plugins]\ncuda_agent = cuda_agent.policy.engines.v
 
 class VllmServer:
     """A vLLM server that this process starts. Create it in the main thread: Linux ends the server together with the
-    thread that created it. ``device`` is the number of a GPU, or None for the CPU. ``lease`` is the folder of the
-    timing lease: the server pauses while a judge holds the lease. Raises ``PolicyError`` if vLLM is missing."""
+    thread that created it. ``device`` is the index of a GPU among those that this process may use, or None for the CPU.
+    ``lease`` is the folder of the timing lease, a file lock that a process holds while it times a kernel. The server
+    pauses during that time. If ``lease`` is None, it never pauses. Raises ``PolicyError`` if vLLM is missing."""
 
     def __init__(self, policy: Path, config: PolicyConfig, lease: Path | None, device: int | None) -> None:
         self.python = interpreter()
@@ -86,7 +87,8 @@ class VllmServer:
 
 
 def interpreter() -> str:
-    """Returns a Python interpreter that has vLLM. Raises ``PolicyError`` with instructions if there is none."""
+    """Returns the path of a Python interpreter that can import vLLM. Raises ``PolicyError`` if there is none; the
+    message says how to install vLLM."""
     python = os.environ.get(PYTHON, sys.executable)
     search = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
     try:
@@ -121,8 +123,9 @@ class Busy(Fault):
 
 
 class Replica:
-    """One vLLM server of an engine, and the connections to it. ``url`` has the form ``http://host:port``, or the form
-    ``unix:/path`` for a Unix socket. ``server`` is None if this process did not start the server."""
+    """One of the vLLM servers that an engine (``VllmEngine``) uses, and the HTTP connections to it. ``url`` has the
+    form ``http://host:port``, or ``unix:/path`` for a Unix socket. ``server`` is None if this process did not start the
+    server."""
 
     def __init__(self, url: str, server: VllmServer | None = None) -> None:
         self.url, self.server = url, server
@@ -205,7 +208,7 @@ class Replica:
         return list((answer or {}).get("results", []))
 
     async def greet(self) -> None:
-        """Asks the server for the policy's name and context, and for the number, element type and device of its
+        """Asks the server for the policy's name and context length, and for the number, element type and device of its
         workers. Stores the answers in the attributes ``model``, ``context``, ``workers``, ``dtype`` and ``device``."""
         models = [model for model in (await self.ask("/v1/models"))["data"] if not model.get("parent")]
         self.model, self.context = models[0]["id"], models[0]["max_model_len"]
@@ -215,9 +218,11 @@ class Replica:
     async def complete(
         self, prompt: Sequence[int], params: SamplingParams, model: str, salt: str, **more: Any
     ) -> dict[str, Any]:
-        """Returns vLLM's completion of ``prompt`` (``token_ids``, ``logprobs``, ``finish_reason``). Raises Fault if the
-        completion does not fit ``params``. ``model`` is the name under which the server serves the policy. Requests
-        with different ``salt`` share no cached prefix. ``more`` holds further fields of the request."""
+        """Returns vLLM's completion of the token ids ``prompt``: a dict with the keys ``token_ids``, ``logprobs`` and
+        ``finish_reason``, among others. ``model`` is the name under which the server serves the policy. Requests with
+        different ``salt`` share no cached prefix. ``more`` holds further fields of the request. Raises the errors of
+        ``ask``, and Fault if the completion contradicts ``params`` or ``model`` (for example, if it has too many
+        tokens)."""
         body = {
             "model": model,
             "prompt": list(prompt),

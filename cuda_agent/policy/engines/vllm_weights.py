@@ -82,8 +82,9 @@ def _address_towards(hosts: Sequence[str | None]) -> str:
 
 
 async def _collective(work: Callable[[], Any], calls: Sequence[Awaitable[Any]]) -> Any:
-    """Runs a collective operation. The trainer's part, ``work``, runs in a thread. ``calls`` are the requests that
-    start the servers' parts. Returns the result of ``work``. If a request fails, the thread may never end."""
+    """Runs a collective operation of the trainer and the servers. ``work`` is the trainer's part and runs in a thread.
+    ``calls`` are the requests that start the servers' parts. Returns the result of ``work``. If a request fails, raises
+    its error; the thread may then wait for the servers forever."""
     result: Future[Any] = Future()
     result.set_running_or_notify_cancel()
 

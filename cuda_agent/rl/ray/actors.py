@@ -1,7 +1,8 @@
-"""Defines two classes of Ray actors: one plays episodes, and one runs trainer processes.
+"""Defines two classes of Ray actors: ``RolloutWorker`` plays episodes, and ``RankHost`` runs trainer processes.
 
-The actors and the stage share no folder. Inputs and checkpoints are sent as parts of files, episodes as lines of JSON,
-and weights as arrays. Weights come with a digest. The receiver loads the weights and then checks the digest."""
+The actors and the process that controls them share no folder. Inputs and checkpoints are sent as parts of files,
+episodes as lines of JSON, and weights as arrays. Weights come with a digest. The receiver loads the weights and then
+checks the digest."""
 
 import asyncio
 import shutil
@@ -25,8 +26,9 @@ BEAT_SECONDS = 30.0
 
 
 class RolloutWorker:
-    """An actor that plays episodes with its own engine and sandbox. ``inputs`` holds the stage's input folders (name ->
-    parts of files); the actor writes them to a private folder. ``context.cache`` is a folder on the actor's machine."""
+    """An actor that plays episodes with its own inference engine and sandbox. ``inputs`` maps the name of each input
+    folder to the parts of its files; the actor writes them to a private folder. The path ``context.cache`` is a folder
+    on the actor's machine."""
 
     def __init__(self, context: WorkerContext, episodes: EpisodeSettings, inputs: Mapping[str, Sequence[Part]]) -> None:
         die_with_parent()  # Ray's workers run on for seconds after their node's raylet was killed
@@ -74,8 +76,9 @@ class RolloutWorker:
             playing.cancel()
 
     async def serve(self, version: int, weights: Weights, expected: str) -> None:
-        """Loads ``weights``, from which later turns are sampled. Turns under way finish on the old weights. Raises
-        EngineError if the digest of the loaded weights is not ``expected``."""
+        """Loads ``weights`` into the engine. Turns that begin later are sampled from them; turns under way finish on
+        the old weights. Raises EngineError if ``weights`` do not fit the model, or if the digest of the loaded weights
+        is not ``expected``."""
         assert self._rollouts is not None, "open comes first"
         rollouts = self._rollouts
         await rollouts.engine.compute(lambda: load_weights(rollouts.model, weights, expected))
@@ -87,7 +90,7 @@ class RolloutWorker:
 
 
 class RankHost:
-    """An actor that runs the trainer's processes of one machine (``training.ranks.Ranks``)."""
+    """An actor that runs the trainer's processes (ranks) on its own machine."""
 
     def __init__(self) -> None:
         die_with_parent()
@@ -115,7 +118,8 @@ class RankHost:
         return self._ranks.send(message)
 
     def save(self, name: str) -> None:
-        """Writes this machine's checkpoint files of the model called ``name``. ``saved`` then yields these files."""
+        """Writes a checkpoint of the trainer called ``name``: the files of the ranks on this machine. ``saved`` yields
+        these files and removes them."""
         shutil.rmtree(self._going, ignore_errors=True)
         self._going.mkdir()
         self._ranks.save(name, self._going)

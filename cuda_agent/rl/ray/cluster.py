@@ -1,7 +1,8 @@
-"""Connects a stage to a running Ray instance, or starts an instance on this machine that ends with the stage.
+"""Connects a stage of the pipeline to a running Ray instance, or starts a new instance on this machine.
 
-A new instance listens on 127.0.0.1 only, requires a secret token, keeps its files in a private folder, and has no
-dashboard. If the stage is killed, Linux ends most of Ray's processes, and the program ``watch`` ends the rest."""
+A new instance ends with the stage. It listens on 127.0.0.1 only, requires a secret token, keeps its files in a private
+folder, and has no dashboard. If the stage is killed, Linux ends most of Ray's processes. The program ``watch.py`` ends
+the rest."""
 
 import os
 import secrets
@@ -98,7 +99,7 @@ def on_bundle(group: Any, bundle: int, cpus: float, gpus: float) -> dict[str, An
 
 
 def raise_if_init_failed(error: BaseException | None) -> None:
-    """Raises RuntimeError if ``error`` means that an actor's constructor failed. A new actor would fail in the same
-    way."""
+    """Raises RuntimeError if ``error`` says that an actor's constructor failed. A replacement of the actor would be
+    useless, because its constructor would fail too."""
     if getattr(error, "actor_init_failed", False):
         raise RuntimeError(f"an actor could not be made: {error}") from error

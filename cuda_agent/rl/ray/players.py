@@ -31,7 +31,7 @@ SILENCE_SECONDS = 600.0  # a worker without an episode or another sign of life f
 
 
 class ServedPolicy(NamedTuple):
-    """The weights of the policy that the workers play."""
+    """The policy weights from which the workers sample."""
 
     version: int  # training step of the weights
     digest: str  # digest of the weights
@@ -44,7 +44,7 @@ class WorkerLost(Exception):
 
 @dataclass
 class WorkerSlot:
-    """The place of one rollout worker. If its actor is lost, a new actor takes the place and keeps the number."""
+    """A numbered place for one rollout worker. If the worker's actor is lost, a new actor takes the same place."""
 
     number: int
     actor: Any = None  # None: lost, or not opened yet
@@ -53,10 +53,12 @@ class WorkerSlot:
 
 
 class EpisodeCollector:
-    """Collects the episodes of one round. The samples of one drawn task form a group (``policy.episode.group_of``). The
-    collector keeps ``samples`` episodes of each group, and prefers episodes with a reward. A group is complete when it
-    has ``samples`` episodes with a reward, or no unfinished episode. The collector is ``full`` when all groups are
-    complete."""
+    """Collects the episodes of one round (one call of ``RayPlayers.collect``). The episodes (samples) of one task form
+    a group. If a task is drawn twice in the round, it has two groups.
+
+    The collector keeps up to ``samples`` episodes of each group, and prefers episodes with a reward. A group is
+    complete when it has ``samples`` episodes with a reward, or when all its episodes have ended. The collector is
+    ``full`` when all groups are complete."""
 
     def __init__(self, jobs: Sequence[Job], samples: int) -> None:
         self._order = {name: index for index, (_, name) in enumerate(jobs)}
@@ -74,7 +76,7 @@ class EpisodeCollector:
 
     @property
     def cut(self) -> int:
-        """Returns the number of unfinished episodes. Once the collector is full, these are given up."""
+        """The number of unfinished episodes. Once the collector is full, the workers stop playing them."""
         return self._open.total()
 
     def episodes(self) -> list[Episode]:
@@ -90,7 +92,8 @@ class EpisodeCollector:
 
 
 class RayPlayers:
-    """The rollout workers of one stage. They play the stage's input policy until ``serve`` gives them another one."""
+    """The rollout workers of one stage. At first they sample from the stage's input policy; ``serve`` gives them new
+    weights."""
 
     def __init__(self, ctx: StageContext, episodes: EpisodeSettings, group: Any, first: int) -> None:
         """Assigns the workers to bundles of the placement group ``group``, from bundle number ``first`` on. A bundle is
@@ -114,8 +117,9 @@ class RayPlayers:
     async def collect(
         self, collector: EpisodeCollector, jobs: Sequence[Job], kind: Kind, on_done: OnDone = lambda episode: None
     ) -> int:
-        """Plays ``jobs`` until ``collector`` is full. Returns the number of workers lost since the previous round.
-        Raises TryAgain if too many workers were lost, or none is left."""
+        """Plays one round: the episodes ``jobs``, until ``collector`` is full. Calls ``on_done`` with each episode when
+        it ends. Returns the number of workers lost since the end of the previous round. Raises TryAgain if too many
+        workers were lost, or if none is left."""
         for worker in self.workers:
             if worker.actor is None and worker.opening is None:  # all replacements failed since the last round
                 worker.opening = asyncio.create_task(self._open(worker))
@@ -231,8 +235,12 @@ class RayPlayers:
 
     @asynccontextmanager
     async def _losses(self, seconds: float) -> AsyncIterator[asyncio.Timeout]:
-        """Raises WorkerLost if the ``with`` block takes more than ``seconds``, if the actor dies, or if the actor
-        raises EngineError or TryAgain. Raises the actor's other errors unchanged. Yields the time limit."""
+        """Limits the time of the ``with`` block, which calls one worker's actor, to ``seconds``. Yields the time limit,
+        so that the block can extend it. Errors of the actor that are not listed here pass unchanged.
+
+        Raises:
+            WorkerLost: The time is up, the actor is gone, or the actor raised EngineError or TryAgain.
+            RuntimeError: The actor's constructor failed."""
         try:
             async with asyncio.timeout(seconds) as limit:
                 yield limit
@@ -275,8 +283,9 @@ async def end_actors(actors: Sequence[Any]) -> None:
 
 @asynccontextmanager
 async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterator[Any]:
-    """Opens Ray and a placement group, and yields the group. Its bundles are sets of resources, each on one machine.
-    The trainer has the first bundles, ``trainers`` in number. Each rollout worker has one of the following bundles.
+    """Connects to Ray, or starts it, and yields a placement group. The group consists of bundles; a bundle is a set of
+    resources that Ray reserves on one machine. The first ``trainers`` bundles are for the trainer. The others are for
+    the rollout workers, one each.
 
     Raises:
         BadConfiguration: Ray is not installed, this machine has too few GPUs, or ``policy.vllm.servers`` is set but
@@ -310,8 +319,9 @@ async def open_placement_group(ctx: StageContext, trainers: int) -> AsyncIterato
 
 @asynccontextmanager
 async def open_players(ctx: StageContext, episodes: EpisodeSettings) -> AsyncIterator[RayPlayers]:
-    """Opens Ray and rollout workers that play the stage's input policy. Raises BadConfiguration or TryAgain if
-    resources are missing."""
+    """Connects to Ray, or starts it, and opens rollout workers that sample from the stage's input policy. Raises
+    BadConfiguration or TryAgain for the reasons that ``open_placement_group`` lists. Also raises TryAgain if too many
+    workers are lost while they open."""
     async with open_placement_group(ctx, 0) as group:
         players = RayPlayers(ctx, episodes, group, 0)
         try:

@@ -18,8 +18,8 @@ STREAM = {"num_returns": "streaming", "_generator_backpressure_num_objects": 4} 
 
 
 class SpreadRanks:
-    """The trainer's processes (a ``training.distributed.RankGroup``), evenly distributed over the actors ``hosts``
-    (each a ``RankHost``)."""
+    """Starts the trainer's processes (ranks), evenly distributed over the ``RankHost`` actors ``hosts``, and calls
+    them. Implements the interface ``training.distributed.RankGroup``."""
 
     def __init__(self, hosts: Sequence[Any], context: WorkerContext) -> None:
         import ray

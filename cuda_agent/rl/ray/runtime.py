@@ -33,9 +33,11 @@ from cuda_agent.training.distributed import TrainerLost
 
 
 class RayRuntime:
-    """The ``rl.runtime.Runtime`` on Ray. ``group`` is a placement group: bundles of resources that Ray has reserved on
-    machines. The trainer's processes run on the first bundles, one bundle per machine. ``open`` starts the trainer and
-    the rollout workers; ``restore`` starts a new trainer after a loss."""
+    """Plays episodes and trains on Ray. Implements ``rl.runtime.Runtime``, the interface that the PPO loop calls.
+
+    ``group`` is a placement group. It consists of bundles; a bundle is a set of resources that Ray has reserved on one
+    machine. The trainer's processes use the first bundles, one bundle per machine; the rollout workers use the others.
+    ``open`` starts the trainer and the workers. If the trainer was lost, ``restore`` starts a new one."""
 
     def __init__(
         self, ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic | None, group: Any

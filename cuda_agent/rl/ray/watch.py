@@ -1,9 +1,9 @@
 """Ends the remaining processes of a stage's Ray instance and removes the instance's folder: ``python watch.py FOLDER``.
 
-Without this program some of Ray's processes would outlive the stage by minutes. The program waits until its stdin, a
-pipe from the stage, closes: this happens when the stage ends. A process belongs to the instance if it has a file in
-FOLDER open, such as its log. The program imports only the standard library, because it stays in memory during the
-stage."""
+Without this program some of Ray's processes would outlive the stage by minutes. The program's stdin is a pipe from the
+stage. The pipe closes when the stage ends, and the program waits until then. A process belongs to the instance if it
+has a file in FOLDER open, such as its log. The program imports only the standard library, because it stays in memory
+during the stage."""
 
 import contextlib
 import os

@@ -1,9 +1,11 @@
-"""Compiles C++ and CUDA sources in the jail, and caches the results under a hash of sources, compiler and options.
+"""Compiles C++ and CUDA sources, and caches the results under a hash of sources, compiler and options. The compilers
+run in the jail, which restricts untrusted processes.
 
-No build needs a GPU. For the CPU kernels of a plan (a solution format), the builder first tries a fast build. A
-compiler that was started in advance (module ``compiler``) does this build. The fast build omits the C++ library and the
-special functions of ``<cmath>``, because few kernels need them. If the fast build fails, a full build follows and
-reports the errors."""
+No build needs a GPU. If a C++ library has one source file and needs no extra options, the builder first tries a fast
+build. This is the case for the CPU kernels of a plan (a solution format). A compiler that was started in advance
+(module ``compiler``) does the fast build. To save time, the fast build omits the C++ library and the special functions
+of ``<cmath>``, which few kernels need. If the fast build fails, a full build follows and reports the errors. There is
+no full build if the fast build exceeds its time limit."""
 
 import asyncio
 import contextlib
@@ -38,8 +40,8 @@ _KILLED = "Killed signal terminated program"
 
 
 class BuildError(Exception):
-    """The sources do not build; the message holds the useful part of the compiler's messages. A fault of the machine,
-    such as a full disk, raises ``OSError`` instead."""
+    """An error: the sources cannot be built. The message gives the reason, usually the first errors of the compiler. A
+    fault of the machine, such as a full disk, raises ``OSError`` instead."""
 
 
 class _TooLong(BuildError):
@@ -59,8 +61,9 @@ _OUR_SECONDS = 120.0  # limit for the project's own code: precompiled headers, t
 
 @dataclass(frozen=True)
 class _Order:
-    """One build: ``command`` compiles ``files`` within ``seconds``. ``files`` maps file names to texts. The compiler
-    may read the paths ``read``. The builder copies the result files ``products`` to the folder ``target``."""
+    """One build: ``command`` compiles ``files`` within ``seconds``. ``files`` maps file names to texts. Besides these
+    files and the system's own, the jailed compiler may read the paths ``read``. The builder copies the result files
+    ``products`` to the folder ``target``."""
 
     command: list[str]
     files: Mapping[str, str]
@@ -72,10 +75,12 @@ class _Order:
 
 class Builder:
     """Runs builds, at most ``parallel`` at a time, and caches the results in ``folder``. Compilers work below
-    ``scratch``, a folder that jailed processes can enter even if they run as other users. A build holds the timing
-    lease (a lock in the folder ``lease``) in shared mode, so that no kernel is timed meanwhile. If ``lease`` is
-    ``None``, builds take no lock: on a GPU they do not disturb timings. ``seconds`` and ``memory_mb`` limit one
-    build."""
+    ``scratch``, a folder that jailed processes can enter even if they run as other users. ``seconds`` and ``memory_mb``
+    limit one build.
+
+    ``lease`` is the folder of the timing lease, a lock that keeps other work away while a kernel is timed. A build
+    holds this lock in shared mode, so that no kernel is timed during the build. If ``lease`` is None, builds take no
+    lock. This is for kernels on a GPU, whose times builds do not disturb."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path | None, seconds: float, memory_mb: int, parallel: int = 2
@@ -180,9 +185,10 @@ class Builder:
         unit: str = "",
         seconds: float = 0.0,
     ) -> Path:
-        """Returns the folder with ``products``. The folder comes from the cache (key: ``parts`` and ``files``), from an
-        equal build that already runs, or from a new run of ``command``. If ``unit`` names the only source, a compiler
-        that was started in advance tries the new build first. Raises ``BuildError`` if the sources do not build."""
+        """Returns the folder with ``products``. The folder comes from the cache (key: ``parts`` and ``files``), from a
+        running build with the same key, or from a new run of ``command``. If ``unit`` is given, it names the only
+        source. Then a compiler that was started in advance tries to build it first, and ``command`` runs only if this
+        fails. Raises ``BuildError`` if the sources do not build."""
         content = [*parts, *(f"{name}\0{files[name]}" for name in sorted(files))]
         key = hashlib.sha256("\0\0".join(content).encode(errors="surrogatepass")).hexdigest()
         done, failed = self._folder / key[:2] / key, self._folder / key[:2] / f"{key}.error"
@@ -231,7 +237,8 @@ class Builder:
 
     @contextlib.contextmanager
     def _beside_timing(self) -> Iterator[None]:
-        """Holds the timing lease (a lock), if there is one, in shared mode: no kernel is timed inside the context."""
+        """Holds the timing lease (a lock) in shared mode, so that no kernel is timed inside the context. Without a
+        lease, does nothing."""
         with contextlib.ExitStack() as held:
             if self._lease is not None:
                 held.enter_context(held.enter_context(contextlib.closing(Lease(self._lease))).working())
@@ -335,8 +342,8 @@ def write_files(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def _take(source: Path, target: Path) -> None:
-    """Copies ``source``, a file that the jailed compiler wrote, without following a link. Raises ``BuildError`` if the
-    file is missing."""
+    """Copies ``source``, a file that the jailed compiler wrote. Raises ``BuildError`` if the file is missing or is a
+    symbolic link."""
     try:
         descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

@@ -1,9 +1,10 @@
-"""Runs a compiler in the jail. A compiler may be started in advance, before its source exists.
+"""Runs a compiler in the jail, which restricts untrusted processes. A compiler may be started in advance, before its
+source exists.
 
-For a small kernel, g++ spends most of its time on the start in the jail and on the precompiled standard headers. A
-``Waiting`` compiler has already done this work. The last line of its main file includes a named pipe, and the compiler
-waits for the content of the pipe. ``Waiting.go`` writes an ``#include`` of the kernel's source to the pipe, and the
-compilation starts."""
+For a small kernel, g++ spends most of its time on its own start in the jail and on reading the precompiled standard
+headers. A ``Waiting`` compiler has already done this work. The last line of its main file includes a named pipe, and
+the compiler waits for the content of the pipe. ``Waiting.go`` writes an ``#include`` of the kernel's source to the
+pipe, and the compilation starts."""
 
 import contextlib
 import errno
@@ -47,8 +48,9 @@ class Compiler:
         return self._process.poll() is None
 
     def finish(self, seconds: float) -> tuple[int, str]:
-        """Waits at most ``seconds`` for the compiler, then kills its remaining processes. Returns the exit status and
-        the messages. Raises ``TimeoutError`` if the compiler has not ended by then."""
+        """Waits at most ``seconds`` until the compiler ends, then kills what still runs of it and of its child
+        processes. Returns the exit status and the messages. Raises ``TimeoutError`` if the compiler did not end in
+        time."""
         with self._log:
             try:
                 ended = _ends(self._process, seconds)
@@ -106,8 +108,8 @@ class Waiting(Compiler):
             raise
 
     def _opened(self) -> int:
-        """Waits until the compiler opens the pipe from which it reads its source. Returns a descriptor for writing.
-        When the descriptor is closed, the compiler has its whole source."""
+        """Waits until the compiler opens the named pipe from which it reads the rest of its source. Returns a file
+        descriptor for writing to the pipe. Closing the descriptor marks the end of the source."""
         deadline = time.monotonic() + _START_SECONDS
         while self.alive and time.monotonic() < deadline:
             try:
@@ -138,8 +140,8 @@ class Waiting(Compiler):
 
 
 class CompilerPool:
-    """Keeps one ``Waiting`` compiler ready. One thread starts all compilers, because a jailed process ends with the
-    thread that started it."""
+    """Keeps one ``Waiting`` compiler ready. A thread that lives as long as the pool starts all compilers, because a
+    jailed process is killed when the thread that started it ends."""
 
     def __init__(self, start: Callable[[], Waiting]) -> None:
         self._start = start

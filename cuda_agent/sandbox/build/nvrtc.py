@@ -1,8 +1,9 @@
-"""Compiles one CUDA source with NVRTC. This program runs in the jail, in the folder that holds the sources.
+"""Compiles one CUDA source with NVRTC, NVIDIA's library for compilation at run time. This program runs in the jail,
+which restricts untrusted processes, in the folder that holds the sources.
 
-``python nvrtc.py REQUEST`` takes a request in JSON (made by ``Builder.kernels``), writes ``kernels.cubin`` and
-``names.json``, and prints the log to stderr. NVRTC has no host headers, so the program supplies a few that kernels
-often include."""
+``python nvrtc.py REQUEST`` takes a request in JSON (made by ``Builder.kernels``), and prints the log to stderr. It
+writes the binary to ``kernels.cubin``, and to ``names.json`` the mangled name of each C++ name in the request. NVRTC
+has no host headers, such as ``<cstdint>``, so the program supplies a few that kernels often include."""
 
 import ctypes
 import json

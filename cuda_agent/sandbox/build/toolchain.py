@@ -1,4 +1,5 @@
-"""Finds this machine's compilers (g++, NVRTC, nvcc). The cache key of a build contains its compiler's ``identity``."""
+"""Finds this machine's compilers (g++, NVRTC, nvcc). Each result has a text ``identity`` that identifies the
+compiler's version. The text is a part of the cache key of each build."""
 
 import functools
 import hashlib
@@ -31,8 +32,8 @@ class Toolchain:
 
 
 def find_toolchain() -> Toolchain:
-    """Returns the C++ compiler of this machine, without precompiled headers. Raises ``CompilerMissing`` if there is no
-    g++."""
+    """Returns the C++ compiler of this machine. Leaves the fields for precompiled headers (``includes`` and ``lean``)
+    empty. Raises ``CompilerMissing`` if there is no g++."""
     path = shutil.which("g++")
     if path is None:
         raise CompilerMissing("no C++ compiler: 'g++' is not on PATH")
@@ -49,8 +50,8 @@ class Nvrtc:
 
 @functools.cache
 def find_nvrtc() -> Nvrtc:
-    """Returns the newest NVRTC in the installed packages, or else the one in ``/usr/local/cuda``. Raises
-    ``CompilerMissing`` if there is none."""
+    """Returns the newest NVRTC in NVIDIA's pip packages, or else the one in ``/usr/local/cuda``. Raises
+    ``CompilerMissing`` if NVRTC is not installed."""
     library, includes = nvrtc_files()
     digest = hashlib.sha256(NVRTC_PROGRAM.read_bytes()).hexdigest()[:8]
     version = f"{Path(library).name}, {Path(library).resolve().stat().st_size} bytes, {digest}"
@@ -58,8 +59,9 @@ def find_nvrtc() -> Nvrtc:
 
 
 def nvrtc_files() -> tuple[str, list[str]]:
-    """Returns the path of the library that ``find_nvrtc`` chooses, and the folders of CUDA's headers. Raises
-    ``CompilerMissing`` if there is no such library."""
+    """Returns the path of the NVRTC library, and the folders of CUDA's headers. The library is the newest one in
+    NVIDIA's pip packages, or else the one in ``/usr/local/cuda``. Raises ``CompilerMissing`` if NVRTC is not
+    installed."""
     packages = _packages()
     homes = [home for place in packages for home in _newest_first(place.glob("cu[0-9]*"))]
     homes += [place / "cuda_nvrtc" for place in packages] + [Path("/usr/local/cuda")]
@@ -78,8 +80,8 @@ class Nvcc:
     identity: str
 
     def libraries(self, name: str) -> list[str]:
-        """Returns a list with one item: the path of the NVIDIA library ``name``. Raises ``CompilerMissing`` if the
-        library is not installed."""
+        """Finds the NVIDIA library ``name``, such as ``cublas``. Returns its path as a list of one item. Raises
+        ``CompilerMissing`` if the library is not installed."""
         places = [*_packages(), Path("/usr/local/cuda/lib64"), Path("/usr/lib/x86_64-linux-gnu")]
         found = [path for place in places for path in sorted(place.glob(f"**/lib{name}.so*"))]
         if not found:
@@ -89,8 +91,8 @@ class Nvcc:
 
 @functools.cache
 def find_nvcc() -> Nvcc:
-    """Returns the nvcc on PATH, or else the one in CUDA_HOME, or else the one in the installed packages. Raises
-    ``CompilerMissing`` if there is none."""
+    """Returns the nvcc on PATH, or else the one in CUDA_HOME, or else the one in NVIDIA's pip packages. Raises
+    ``CompilerMissing`` if nvcc is not installed."""
     homes = [home for place in _packages() for home in _newest_first(place.glob("cu[0-9]*"))]
     toolkit = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     compilers = [shutil.which("nvcc"), f"{toolkit}/bin/nvcc", *(str(home / "bin" / "nvcc") for home in homes)]

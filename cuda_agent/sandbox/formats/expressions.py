@@ -1,5 +1,8 @@
-"""Evaluates the integer expressions in a plan (``plan.json``): ``+ - * // %``, comparisons, shapes, and min, max, cdiv
-and select."""
+"""Evaluates the integer expressions in a plan. A plan (``plan.json``) lists kernel launches and other operations.
+
+An expression may contain integers, names of numbers, ``+ - * // %``, comparisons, and the shapes of buffers, such as
+``in0.shape[1]``. It may call ``min``, ``max``, ``cdiv`` (division, rounded up) and ``select`` (condition, value if
+true, value if false)."""
 
 import ast
 import json
@@ -60,8 +63,9 @@ def evaluate(expression: Any, names: dict[str, Any], where: str) -> int:
 
 
 def _weight_name(text: str, names: dict[str, Any], weights: dict[str, Any]) -> str:
-    """Replaces the weight's name at the start of ``text`` by a new Python identifier, and adds the identifier to
-    ``weights``. Returns the new text. For example, ``w:linear.weight.numel`` becomes ``weight0.numel``."""
+    """Replaces the name of a weight at the start of ``text`` by a new Python identifier, because ``ast`` cannot parse
+    names such as ``w:linear.weight``. Adds the identifier to ``weights``. Returns the new text, or ``text`` if no
+    weight has such a name. For example, ``w:linear.weight.numel`` becomes ``weight0.numel``."""
     fitting = [name for name in names if name.startswith("w:") and f"{text}.".startswith(f"{name}.")]
     known = max(fitting, key=len, default="")
     if not known:

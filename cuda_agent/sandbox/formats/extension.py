@@ -1,8 +1,10 @@
 """Builds solutions in CUDA Agent's extension format: a work folder with ``model_new.py`` and C++ or CUDA files.
+``model_new.py`` calls the compiled functions through the module ``cuda_extension``.
 
-C++ files are compiled against ``binding_registry.h`` in under a second; torch's headers would take most of a minute. An
-``#include`` of a torch or pybind11 header finds ``torch_surface.h`` instead. This header declares the types that
-bindings need, but no operators. ``model_new.py`` calls the compiled functions through the module ``cuda_extension``."""
+``binding_registry.h`` is the header with which C++ files add functions to ``cuda_extension``. A C++ file with this
+header compiles in under a second. With torch's headers, it would take most of a minute. Therefore an ``#include`` of a
+torch or pybind11 header finds ``torch_surface.h`` instead. This header declares the types of torch that bindings need,
+but no operators."""
 
 import re
 from collections.abc import Mapping
@@ -24,13 +26,14 @@ _BINDING = re.compile(r"\bREGISTER_BINDING\s*\(\s*\w")
 
 
 def header() -> str:
-    """Returns the text of the sandbox's ``binding_registry.h``."""
+    """Returns the text of ``binding_registry.h``, the header with which C++ files bind functions to Python."""
     return (_HERE / HEADER).read_text()
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Compiles the C++ or CUDA files to a library. Returns the request that makes a worker load the solution. Raises
-    ``SolutionError`` if a file is missing or invalid, or ``BuildError`` if the files do not compile."""
+    """Compiles the C++ or CUDA files to a library. Returns the request that makes a worker (the process that runs the
+    solution) load the library and ``model_new.py``. Raises ``SolutionError`` if a file is missing or invalid,
+    ``BuildError`` if the files do not compile, or ``CompilerMissing``."""
     check_module(files, spec)
     built, units, libraries = sources_of(files, tools.device)
     extra = ("-I.", "-Isurface")
@@ -42,9 +45,10 @@ async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> d
 
 
 def sources_of(files: Mapping[str, str], device: str) -> tuple[dict[str, str], list[str], list[str]]:
-    """Returns three values: the sources by name, the names of the sources to compile, and the vendor libraries to link.
-    The sources include stand-ins for torch's headers. Raises ``SolutionError`` if there is nothing to compile, if no
-    source binds a function, or if a CUDA source includes torch."""
+    """Returns three values: the texts of sources and headers by name, the names of the sources to compile, and the
+    NVIDIA libraries to link (``cublas``, ``cudnn``). Among the headers are short stand-ins for the headers of torch and
+    pybind11. Raises ``SolutionError`` if there is nothing to compile, if no source binds a function to Python with
+    ``REGISTER_BINDING``, or if a CUDA source includes a header of torch or pybind11."""
     endings = _SOURCES[device]
     sources = {name: text for name, text in files.items() if name.endswith(endings) and Path(name).name not in _FIXED}
     units = sorted(name for name in sources if name.endswith(_UNITS))

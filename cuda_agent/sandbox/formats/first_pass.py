@@ -1,9 +1,9 @@
 """Runs first passes. A first pass runs a solution that needs a compiler, in a jailed worker that may start programs.
 
 The worker writes to a folder in the cache. After the run, the sandbox replaces this folder by a copy of its regular
-files. The second pass is the judged run. It reads these files at the same path and starts no program
-(``worker.replay``). The files are untrusted, so only the jailed process of the solution loads them. The sandbox does
-not detect a first pass that leaves the GPU in a bad state."""
+files. The second pass is the judged run. It reads these files at the same path and starts no program. The module
+``worker.replay`` implements both passes in the worker. The files are untrusted, so only the jailed process that runs
+the solution loads them. The sandbox does not detect a first pass that leaves the GPU in a bad state."""
 
 import asyncio
 import contextlib
@@ -50,13 +50,16 @@ class FirstPassFailed(Exception):
 
 
 def time_for_python(files: Mapping[str, str], device: str) -> FirstPassTime:
-    """Returns ``before`` if the source names a compiler. The first pass then runs before judging. Otherwise returns
-    ``when refused``: the first pass runs only if a judged run could not start a program."""
+    """Returns when a solution in the format ``python`` gets a first pass (a run that may start compilers). The result
+    is ``before`` if the source mentions a compiler. Then the first pass precedes the judged run. Otherwise the result
+    is ``when refused``. Then a first pass runs only if the judged run fails because it may not start a program or make
+    a file."""
     return "before" if asks(files.get("model_new.py", "")) else "when refused"
 
 
 def asks(code: str) -> bool:
-    """Returns whether the Python source ``code`` mentions a compiler, and so probably needs a first pass."""
+    """Returns whether the Python source ``code`` mentions a compiler, such as Triton or ``torch.compile``. Such a
+    solution probably needs a first pass (a run that may start compilers)."""
     return _ASKS.search(code) is not None
 
 
@@ -66,8 +69,9 @@ def was_refused(verdict: Verdict) -> bool:
 
 
 def is_in_doubt(verdict: Verdict, place: Mapping[str, Any] | None) -> bool:
-    """Returns whether stand-ins may have caused the refusal in ``verdict``. Stand-ins are short headers that replace
-    torch's headers in a first pass. ``place`` is the answer of ``FirstPass``, or ``None`` without a first pass."""
+    """Returns whether stand-ins may have caused the failure that ``verdict`` reports. Stand-ins are short headers that
+    replace torch's headers in a first pass (a run that may start compilers). ``place`` is the dictionary that the first
+    pass returned, or ``None`` if there was no first pass."""
     return verdict.status in _DOUBTED and place is not None and _used_stand_ins(Path(place["folder"]))
 
 
@@ -76,9 +80,10 @@ def _used_stand_ins(folder: Path) -> bool:
 
 
 class FirstPass:
-    """Runs first passes and keeps their results in ``folder``. Each first pass takes at most ``seconds``, and at most
-    ``parallel`` first passes run at the same time. ``scratch`` is a folder that jailed processes can reach. ``lease``
-    is the folder of the timing lease, a lock that a process must hold alone to time a kernel."""
+    """Runs first passes (runs of solutions that may start compilers) and keeps their results in ``folder``. Each first
+    pass takes at most ``seconds``, and at most ``parallel`` first passes run at the same time. ``scratch`` is a folder
+    that jailed processes can reach. ``lease`` is the folder of the timing lease, a lock that a process must hold
+    exclusively to time a kernel."""
 
     def __init__(
         self, folder: Path, scratch: Path, lease: Path, seconds: float, device: str, threads: int, train_mode: bool,
@@ -93,11 +98,11 @@ class FirstPass:
     async def __call__(
         self, task: Task, files: Mapping[str, str], architecture: str, more: Mapping[str, str], own_headers: bool
     ) -> dict[str, Any]:
-        """Runs the first pass of a solution, unless the cache holds its results. Returns a dictionary: ``folder`` is
-        the folder of the results, and ``environment`` holds the variables with which the second pass (the judged run)
-        finds the results. The argument ``more`` holds environment variables for both passes. If ``own_headers`` is
-        true, compilers get torch's own headers instead of stand-ins. Raises ``FirstPassFailed`` for a fault of the
-        solution, and ``OSError`` for a fault of the machine."""
+        """Runs the first pass of a solution (a run that may start compilers), unless the cache holds its results.
+        Returns a dictionary: ``folder`` is the folder of the results, and ``environment`` holds the variables with
+        which the second pass (the judged run) finds the results. The argument ``more`` holds environment variables for
+        both passes. If ``own_headers`` is true, compilers get torch's own headers instead of short stand-ins. Raises
+        ``FirstPassFailed`` for a fault of the solution, and ``OSError`` for a fault of the machine."""
         async with self._slots:
             return await asyncio.to_thread(self._cached, task, dict(files), architecture, dict(more), own_headers)
 
@@ -230,8 +235,8 @@ def _fill(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def _folders(folder: Path) -> dict[str, str]:
-    """Returns environment variables that make compilers write below ``folder``. The compilers' cache keys contain this
-    path."""
+    """Returns environment variables that make compilers write below ``folder``. Both passes must use the same path,
+    because the compilers' cache keys contain it."""
     return {
         "HOME": str(folder), "TMPDIR": str(folder), "TORCH_EXTENSIONS_DIR": f"{folder}/extensions",
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_HOME": str(folder),
@@ -255,8 +260,8 @@ def _toolchain(architecture: str) -> dict[str, str]:
 
 def _freeze(folder: Path, device: str) -> None:
     """Replaces ``folder`` by a copy that holds only its regular files and subfolders, owned by this process's user.
-    Raises ``FirstPassFailed`` if ``folder`` exceeds its limit of bytes or files, or holds a file that cannot be
-    read."""
+    Raises ``FirstPassFailed`` if ``folder`` exceeds a limit (bytes, files or depth), or if something in it cannot be
+    read. ``device`` (``cpu`` or ``cuda``) determines the limits."""
     if what := too_much(folder, device):
         raise FirstPassFailed("build_error", f"the solution left {what} where it compiled")
     staged = Path(tempfile.mkdtemp(dir=folder.parent))

@@ -1,9 +1,10 @@
-"""Limits a first pass (a run that may start compilers), and stops its worker while other processes time kernels.
+"""Limits the memory and the files of a first pass (a run of a solution that may start compilers). While another process
+times a kernel, stops the worker, which is the process that runs the solution.
 
-A first pass holds the timing lease in shared mode; a process must hold this lock exclusively to time a kernel. If
-another process waits to time a kernel, the worker is stopped and the lease is released. The worker continues after the
-kernel has been timed. On a GPU, the lease is also released while the worker's compilers run, because they do not use
-the device. In this case the worker is not stopped."""
+A process must hold the timing lease, which is a lock, exclusively to time a kernel. A first pass holds the lease in
+shared mode. If another process waits to time a kernel, the worker is stopped and the lease is released. The worker
+continues after the kernel has been timed. On a GPU, the lease is also released while the worker's compilers run,
+because they do not use the device. The worker is not stopped for this."""
 
 import signal
 import time
@@ -25,11 +26,15 @@ _LEAST_RUN = {"cpu": 1.0, "cuda": 0.2}  # seconds between two stops
 
 @contextmanager
 def watchdog(folders: Sequence[Path], lease: Path, device: str) -> Iterator[Callable[[JailedProcess], str]]:
-    """Holds the timing lease, whose folder is ``lease``, in shared mode inside the context. Yields a function that the
-    worker's ``JailedProcess`` calls regularly. The function returns ``memory`` or ``disk`` if the worker exceeds that
-    limit, and otherwise an empty string. When another process waits to time a kernel, the function also stops the
-    worker, releases the lease until the kernel has been timed, and lets the worker continue. It does this at most once
-    in ``_LEAST_RUN`` seconds. ``folders`` are the folders to which the worker writes."""
+    """Holds the timing lease (a lock) in shared mode during the ``with`` block, and yields a function that checks a
+    worker. ``lease`` is the folder of the lease. ``folders`` are the folders to which the worker writes.
+
+    The worker's ``JailedProcess`` (its handle in this process) calls the function regularly. The function returns
+    ``memory`` if the programs that the worker started use too much memory, ``disk`` if the worker's files are too large
+    or too many, and otherwise an empty string. If another process waits to time a kernel, the function stops the
+    worker, releases the lease until the kernel has been timed, and lets the worker continue. Before each such stop, the
+    worker runs for at least ``_LEAST_RUN`` seconds. On a GPU, the function also releases the lease while the worker's
+    compilers run."""
     look = ran = time.monotonic()
     look += _LOOK
     devices = {folder.stat().st_dev for folder in folders}
@@ -71,5 +76,6 @@ def _compiles(pid: int) -> bool:
 
 
 def too_much(folder: Path, device: str) -> str:
-    """Returns a text that says how ``folder`` exceeds its limit of bytes or files. The text is empty if it does not."""
+    """Returns a message if ``folder`` exceeds a limit (bytes, files or depth) or cannot be read. Otherwise returns an
+    empty string."""
     return scratch.too_much(folder, *_FOLDER[device])

@@ -1,10 +1,10 @@
-"""Checks the library nodes of a plan (``plan.json``): matrix products and convolutions that a vendor's library
-computes.
+"""Checks the library nodes of a plan. A plan (``plan.json``) is a list of operations (nodes). A library node is a
+matrix product or a convolution that a vendor's library, such as cuBLAS, computes.
 
-``describe`` checks a node against the shapes of its buffers. It returns a description, with which
-``worker.library_nodes`` calls the library. All buffers are contiguous. The matrices of a product have the shape [batch,
-rows, columns]. The input and the output of a convolution have the shape [batch, channels, extents], where ``extents``
-are its one to three spatial sizes."""
+``describe`` checks a node against the shapes of its buffers and returns a description of the node.
+``worker.library_nodes`` uses the description to call the library. All buffers are contiguous. The matrices of a product
+have the shape [batch, rows, columns]. The input and the output of a convolution have the shape [batch, channels,
+extents], where ``extents`` stands for one to three spatial sizes."""
 
 import math
 from typing import Any
@@ -22,9 +22,10 @@ _COMPUTE = {
 
 
 def describe(node: Gemm | Convolution, where: str, names: dict[str, Any], device: str) -> dict[str, Any]:
-    """Returns a description of ``node`` for the worker. Its key ``tensors`` maps each role (such as ``a`` or ``bias``)
-    to buffer, shape and dtype. Its key ``writes`` names the buffer of the result. The argument ``names`` maps the
-    plan's names to buffers and numbers. Raises ``PlanError`` with a message that begins with ``where``."""
+    """Checks ``node``, a matrix product or a convolution, and returns its description for the worker that runs it. In
+    the description, ``tensors`` maps each role (such as ``a`` or ``bias``) to a buffer, a shape and a dtype, and
+    ``writes`` names the buffer of the result. The argument ``names`` maps the names in the plan to buffers and numbers.
+    Raises ``PlanError`` for an invalid node. The message begins with ``where``, the node's place in the plan."""
     roles = ("a", "b", "c") if isinstance(node, Gemm) else ("input", "weight", "bias", "output")
     said: dict[str, str] = {role: name for role in roles if (name := getattr(node, role)) is not None}
     buffers: dict[str, Buffer] = {}
@@ -77,9 +78,10 @@ _Described = tuple[dict[str, list[int]], dict[str, Any]]  # shapes by role, and 
 
 
 def _gemm(node: Gemm, where: str, names: dict[str, Any]) -> _Described:
-    """Returns the shapes [batch, rows, columns] of a product's buffers: the factors ``a`` and ``b`` as they lie in
-    memory, before they are transposed, and the result ``c``. Also returns whether each factor is transposed. ``where``
-    names the node in error messages. ``names`` maps the names in the node's size expressions to their values."""
+    """Returns the shapes [batch, rows, columns] of a matrix product's buffers, and whether each factor is transposed.
+    The shapes of the factors ``a`` and ``b`` are those in memory, before they are transposed. The shape of ``c`` is
+    that of the result. ``where`` names the node in error messages. ``names`` maps the names in the node's size
+    expressions to their values."""
     batch, m, n, k = (_extent(getattr(node, key), 1, names, f"{where}.{key}") for key in ("batch", "m", "n", "k"))
     shapes = {
         "a": [batch, k, m] if node.transpose_a else [batch, m, k],
@@ -91,8 +93,9 @@ def _gemm(node: Gemm, where: str, names: dict[str, Any]) -> _Described:
 
 def _convolution(node: Convolution, where: str, names: dict[str, Any], buffers: dict[str, Buffer]) -> _Described:
     """Returns the shapes of a convolution's tensors, and its settings such as the stride. Shapes are as in torch:
-    ``input`` is [batch, channels, extents], ``bias`` is [out], and ``weight`` is [out, in / groups, extents], or [in,
-    out / groups, extents] if transposed."""
+    ``input`` is [batch, channels, extents] and ``bias`` is [output channels]. ``weight`` is [output channels, input
+    channels / groups, extents]. If the convolution is transposed, ``weight`` is [input channels, output channels /
+    groups, extents]."""
     given = _shape(node.input_shape, "input", where, names, buffers)
     kernel = _shape(node.weight_shape, "weight", where, names, buffers)
     extents = len(given) - 2

@@ -1,5 +1,6 @@
-"""Builds solutions in the plan format: compiles ``plan.json``, a list of kernel launches and other operations (nodes),
-into a ``Program``. The executor in the worker runs this program.
+"""Builds solutions in the plan format. A plan (``plan.json``) is a list of operations (nodes), such as kernel launches.
+This module compiles a plan into a ``Program``, which an executor in a worker (the process that runs the solution)
+executes.
 
 ``grammar`` parses the fields of a plan. ``compile_plan`` checks the plan against the task's shapes, evaluates every
 expression, and generates source code. On the CPU, this is C++ code through which the executor calls the kernels. On a
@@ -51,8 +52,9 @@ template <class... A> struct plan_signature<void(A...)> {
 
 @dataclass
 class Program:
-    """A plan (``plan.json``) that is compiled for the executor, the code that runs plans in a worker. The buffers are
-    named ``in:0``, ``out:0``, ``w:0`` (a weight) and ``ws:name`` (a workspace)."""
+    """A plan (``plan.json``) that is compiled for the executor, the code that runs plans in a worker. The nodes refer
+    to buffers by name: ``in:0`` is the first input, ``out:0`` the first output, ``w:0`` the first weight, and
+    ``ws:name`` the workspace ``name``."""
 
     nodes: list[dict[str, Any]] = field(default_factory=list)
     workspaces: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> {"bytes": size, "pattern": as hex}
@@ -64,9 +66,11 @@ class Program:
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Builds the kernels. Returns the request that makes a worker load the solution. The request holds the program and
-    the paths of its libraries or its cubin. Raises ``PlanError`` for an invalid plan, ``BuildError`` if the kernels do
-    not compile, and ``SandboxUnready`` if the executor does not build."""
+    """Compiles the plan, builds its kernels, and returns the request that makes a worker (the process that runs a
+    solution) load the solution. The request holds the program and the paths of the built files. On the CPU, these are
+    the libraries of the executor and of the kernels. On a GPU, it is the kernels' cubin. Raises ``PlanError`` for an
+    invalid plan, ``BuildError`` if the kernels do not compile, ``CompilerMissing`` if NVRTC is missing on a GPU, and
+    ``SandboxUnready`` if the executor for the CPU does not build."""
     program = compile_plan(files, spec, tools.device)
     sources = {name: text for name, text in files.items() if name != "plan.json"}
     load = program.to_json()
@@ -85,8 +89,8 @@ async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> d
 
 
 async def runtime(builder: Builder) -> Path:
-    """Builds the executor that runs plans on the CPU, and returns its path. Raises ``SandboxUnready`` if the compiler
-    fails."""
+    """Builds the executor, a shared library that runs plans on the CPU, and returns its path. Raises ``SandboxUnready``
+    if the C++ compiler fails or is missing."""
     try:
         return await builder.library({"runtime.cpp": _RUNTIME.read_text()}, ["runtime.cpp"], ours=True)
     except (BuildError, CompilerMissing) as error:
@@ -191,8 +195,8 @@ def _memset(node: Memset, where: str, names: dict[str, Any]) -> dict[str, Any]:
 
 
 def _function(node: Kernel, where: str, names: dict[str, Any], index: int) -> tuple[dict[str, Any], str]:
-    """Returns the program's entry for the C++ kernel ``node``, and the source of a function through which the executor
-    calls the kernel."""
+    """Returns the item of ``Program.nodes`` for the C++ kernel ``node``, and the source of a function through which the
+    executor calls the kernel."""
     grid = evaluate(node.grid, names, f"{where}.grid")
     if not 0 < grid <= _MOST_BLOCKS:
         raise PlanError(f"{where}.grid: 1 to {_MOST_BLOCKS} blocks are possible, not {grid}")
@@ -211,8 +215,8 @@ def _function(node: Kernel, where: str, names: dict[str, Any], index: int) -> tu
 
 
 def _kernel(node: Kernel, where: str, names: dict[str, Any], index: int) -> tuple[dict[str, Any], str]:
-    """Returns the program's entry for the CUDA kernel ``node``, and CUDA source that declares a string with one letter
-    for the type of each argument of the kernel."""
+    """Returns the item of ``Program.nodes`` for the CUDA kernel ``node``, and CUDA source that declares a string with
+    one letter for the type of each argument of the kernel."""
     block = _extents(node.block, names, f"{where}.block", _MOST_BLOCK)
     if block[0] * block[1] * block[2] > _MOST_THREADS:
         raise PlanError(f"{where}.block: {block} are more than {_MOST_THREADS} threads")
@@ -234,8 +238,8 @@ def _kernel(node: Kernel, where: str, names: dict[str, Any], index: int) -> tupl
 
 
 def _extents(value: Any, names: dict[str, Any], where: str, most: tuple[int, int, int]) -> list[int]:
-    """Returns [x, y, z], each at most its limit in ``most``. ``value`` is one expression or a list of up to three;
-    missing extents are 1."""
+    """Returns the extents [x, y, z] of a grid, block or cluster. ``value`` is one expression or a list of up to three;
+    missing extents are 1. Raises ``PlanError`` if an extent is less than 1 or exceeds its limit in ``most``."""
     parts = value if isinstance(value, list) else [value]
     extents = [evaluate(part, names, where) for part in parts] + [1] * (3 - len(parts))
     if not all(0 < extent <= limit for extent, limit in zip(extents, most, strict=True)):

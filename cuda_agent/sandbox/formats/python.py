@@ -12,16 +12,16 @@ from cuda_agent.sandbox.wire import TaskSpec
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Checks ``model_new.py`` and returns the request that makes a worker load the file. Raises ``SolutionError`` for
-    the same reasons as ``check_module``."""
+    """Checks ``model_new.py`` and returns the request that makes a worker (the process that runs the solution) load the
+    file. Raises ``SolutionError`` for the same reasons as ``check_module``."""
     check_module(files, spec)
     return {"code": files["model_new.py"]}
 
 
 def check_module(files: Mapping[str, str], spec: TaskSpec) -> ast.Module:
     """Parses ``model_new.py`` and returns its syntax tree. Raises ``SolutionError`` if the file is missing or does not
-    parse. Also raises it if an init argument of the task is not a plain value: a number, a string, a bool, ``None``, or
-    a list or dictionary of these."""
+    parse. Also raises it if an argument of the task's constructor is not a plain value: a number, a string, a bool,
+    ``None``, or a list or dictionary of these."""
     if "model_new.py" not in files:
         raise SolutionError("there is no model_new.py")
     try:

@@ -1,9 +1,9 @@
-"""Finds suspicious code in a solution's text by static rules.
+"""Finds suspicious code in the text of a solution by static rules. The rules do not run the code.
 
-Such code uses torch, streams or threads, or patches other modules, for example. ``ast`` parses Python. A small
-tokenizer reads C++ and CUDA, also inside Python strings. Findings are advice for the author and for an audit. They do
-not decide a verdict, because the rules miss some spellings of a name (``getattr``, macros), and a finding may be
-harmless. The rules execute no code of a solution."""
+Suspicious code, for example, computes with torch, uses streams or threads, or patches other modules. Python is parsed
+with ``ast``. C++ and CUDA are split into tokens, also inside strings of a Python file. Findings are advice for the
+solution's author and for an audit. They do not decide the verdict (whether the solution passes). The rules miss names
+that are written indirectly, such as by ``getattr`` or a macro, and some findings are harmless."""
 
 import ast
 import re
@@ -36,7 +36,8 @@ _MOST_TEXT = 1 << 18  # characters of a solution that are read: bounds the time 
 
 @dataclass(frozen=True)
 class Finding:
-    """A place in a solution that breaks a static rule: ``rule`` is a key of ``MEANING``, ``what`` is the text found."""
+    """A place in a solution that breaks a static rule. ``rule`` is the rule's name (a key of ``MEANING``), and ``what``
+    shows what was found, such as a function's name."""
 
     file: str
     line: int
@@ -46,7 +47,8 @@ class Finding:
 
 def findings(solution: Solution) -> list[Finding]:
     """Returns the places where a solution breaks a static rule, sorted by file and line. A Python file that does not
-    parse has no findings; the build of the solution reports the syntax error."""
+    parse has no findings in its code; the build of the solution reports the syntax error. Reads at most ``_MOST_TEXT``
+    characters in all files together. Each file with unread text is a finding of the rule ``long``."""
     found: set[Finding] = set()
     left = _MOST_TEXT
     for name, whole in sorted(solution.files.items()):
@@ -144,8 +146,9 @@ class _Reader(ast.NodeVisitor):
         return ".".join([self._names[node.id], *reversed(parts)])
 
     def _named(self, node: ast.AST, full: str) -> None:
-        """Adds a finding for each rule that lists ``full``, the full name of the object that ``node`` uses, such as
-        ``time.sleep``. The use need not be a call."""
+        """Adds a finding for each rule that lists the object ``full`` or a module that contains it. ``full`` is the
+        full name of the object that ``node`` mentions, such as ``time.sleep``. An import or another use without a call
+        also counts."""
         if full.startswith(_STREAMS):
             self._add(node, "stream", full)
         for rule, names in _BY_NAME.items():
@@ -269,7 +272,8 @@ _TOKEN = re.compile(  # an unclosed token ends with the text or line: a search f
 
 @dataclass(frozen=True)
 class Token:
-    """A token of C++ or CUDA, of kind string, include, name or sign. A qualified name (``at::relu``) is one token."""
+    """A token of C++ or CUDA source. ``kind`` is ``string``, ``include``, ``name``, or ``sign`` (a single other
+    character). A qualified name, such as ``at::relu``, is one token."""
 
     kind: str
     text: str

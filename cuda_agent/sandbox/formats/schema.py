@@ -1,7 +1,9 @@
-"""Makes the JSON schemas of the two public formats: a verdict, and ``plan.json``.
+"""Makes the JSON schemas of two public formats: verdicts, which are the judge's results for solutions, and plans
+(``plan.json``), which are solutions in the plan format.
 
-The verdict's schema comes from its dataclass, the plan's schema from ``grammar``. A plan that fits its schema may still
-contain unknown names, and wrong values or shapes."""
+The schema of a verdict comes from the dataclass ``Verdict``, and the schema of a plan from the models in ``grammar``. A
+plan that fits the schema may still be invalid, because the schema does not check names, the values of expressions, and
+shapes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,8 @@ _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def verdict() -> dict[str, Any]:
-    """Returns the JSON schema of a verdict. All fields are required, including the derived fields."""
+    """Returns the JSON schema of a verdict (the judge's result for one solution). All properties are required,
+    including those that ``Verdict`` computes from its fields, such as ``reward``."""
     schema = TypeAdapter(Verdict).json_schema()
     derived = {
         "reward": {

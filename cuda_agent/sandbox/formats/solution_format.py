@@ -1,7 +1,7 @@
 """Defines ``SolutionFormat``, which describes one form of a solution, such as a plan or a Triton module.
 
-``table`` lists the formats. Two more tables have the format's name as key: the prompt texts in ``agent.skill``, and the
-exported files in ``optimize.export``."""
+``table`` lists all formats. Two other modules hold dictionaries with the formats' names as keys: ``agent.skill`` for
+the texts that explain a format to a model, and ``optimize.export`` for the functions that export a solution."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -48,5 +48,6 @@ class SolutionFormat:
     untimed: Mapping[str, str] = field(default_factory=dict)  # why solutions are not timed, by device
 
     def belongs(self, path: str) -> bool:
-        """Returns whether the work folder's file ``path`` is part of the solution. Notes and task files are not."""
+        """Returns whether the file ``path`` of the work folder is part of a solution in this format. Notes and the
+        task's own files are not."""
         return path == self.entry or (self.folder != "" and path.startswith(self.folder))

@@ -1,9 +1,10 @@
 """Builds solutions in the triton format: one ``model_new.py`` whose ``ModelNew`` computes with kernels of
 ``triton.jit``.
 
-On a GPU, the first pass compiles and autotunes the kernels. The second pass is the judged run; it loads the results. On
-the CPU, Triton's interpreter runs the kernels, and nothing is timed. ``worker.triton_rule`` checks
-``ModelNew.forward``."""
+On a GPU, a solution has two passes. The first pass may start compilers. It compiles and autotunes the kernels, and
+stores the results. The second pass loads these results. It is the run that is judged. On the CPU, there is only the
+judged run. Triton's interpreter runs the kernels, and nothing is timed. ``worker.triton_rule`` checks that
+``ModelNew.forward`` computes only with such kernels."""
 
 import ast
 import importlib.util
@@ -21,8 +22,8 @@ ENVIRONMENT = {"cpu": {"TRITON_INTERPRET": "1"}, "cuda": {"TRITON_CACHE_AUTOTUNI
 
 
 async def build(files: Mapping[str, str], spec: TaskSpec, tools: Toolchain) -> dict[str, Any]:
-    """Checks the solution and returns the request that makes a worker load it. Raises ``SolutionError`` for an
-    invalid solution, and ``SandboxUnready`` if the package triton is missing."""
+    """Checks the solution and returns the request that makes a worker (the process that runs the solution) load it.
+    Raises ``SolutionError`` for an invalid solution, and ``SandboxUnready`` if the package triton is missing."""
     if importlib.util.find_spec("triton") is None:
         raise SandboxUnready("sandbox.format=triton needs the package triton: pip install triton")
     if not any(kernels(check_module(files, spec))):
@@ -49,6 +50,6 @@ def kernels(tree: ast.Module) -> Iterator[str]:
 
 
 def first_pass_time(files: Mapping[str, str], device: str) -> FirstPassTime:
-    """Returns when a triton solution gets its first pass (a run that may start compilers): on a GPU before the solution
-    is judged, on the CPU never."""
+    """Returns when a triton solution gets a first pass (a run that may start compilers). The result is ``before`` on a
+    GPU: the first pass precedes the judged run. It is ``never`` on the CPU."""
     return "before" if device == "cuda" else "never"

@@ -1,10 +1,14 @@
-"""Limits a worker's memory and number of tasks with control groups, if this process may create them.
+"""Limits the memory and the number of tasks (processes and threads) of each worker with Linux control groups. A worker
+is a process that runs untrusted code.
 
-Tasks are processes and threads. In version 1 of control groups, a worker has two groups, for memory and for pids. Both
-are children of this process's group. In version 2, a worker has one group. This group is a child of this process's
-group or, if that group cannot have children with limits, its sibling. A group that holds processes cannot have such
-children. (A systemd service therefore needs ``Delegate=yes`` and ``DelegateSubgroup=``.) In a restricted pod, where no
-groups can be created, only the watchdog (``processes``) and the jail's resource limits apply."""
+In version 1 of control groups, a worker has two groups: one of the controller ``memory`` and one of the controller
+``pids``. They are children of the groups of the process that uses this module (the caller). In version 2, a worker has
+one group. It is a child of the caller's group if that group can have children with limits. Otherwise it is a sibling of
+the caller's group. A group that holds processes cannot have children with limits. A systemd service therefore needs
+``Delegate=yes`` and ``DelegateSubgroup=``, which puts its processes into a subgroup of the service's group.
+
+The caller may lack the permission to create groups, for example in a restricted pod. Then only the watchdog in the
+module ``processes`` and the jail's resource limits apply."""
 
 import contextlib
 import itertools
@@ -39,7 +43,8 @@ class ControlGroup:
         return False
 
     def close(self) -> None:
-        """Removes the group's folders when its processes have ended. Gives up after a second per folder."""
+        """Waits until the group's processes have ended, and removes the group's folders. Gives up on a folder after one
+        second."""
         for folder in {*self._folders.values()}:
             deadline = time.monotonic() + _GONE_SECONDS
             while not _removed(folder) and time.monotonic() < deadline:
@@ -47,8 +52,9 @@ class ControlGroup:
 
 
 class Groups:
-    """Creates the control groups of workers. ``places`` maps the controllers ``memory`` and ``pids`` to the folders in
-    which the groups are made. The constructor removes the groups of ended judges from these folders."""
+    """Creates the control groups of workers (processes that run untrusted code). ``places`` maps the controllers
+    ``memory`` and ``pids`` to the folders in which the groups are made. The constructor removes groups from these
+    folders if the process that made them has ended."""
 
     def __init__(self, places: dict[str, Path], version: int) -> None:
         self._places = places
@@ -72,8 +78,9 @@ class Groups:
 
 
 def find(root: Path = _ROOT, own: Path = _OWN) -> Groups | None:
-    """Returns a ``Groups``, or ``None`` if this process may not create groups with limits of memory and tasks. ``root``
-    is the folder where control groups are mounted. ``own`` is the file that lists the groups of this process."""
+    """Returns a ``Groups`` object, or ``None`` if this process may not create control groups with limits of memory and
+    tasks (processes and threads). ``root`` is the folder where control groups are mounted. ``own`` is the file that
+    lists the groups of this process."""
     try:
         lines = [line.split(":", 2) for line in own.read_text().splitlines()]
     except OSError:
@@ -99,7 +106,8 @@ def find(root: Path = _ROOT, own: Path = _OWN) -> Groups | None:
 
 
 def _switched_on(place: Path) -> bool:
-    """Enables limits of memory and tasks for children of the group ``place``. Returns whether both are enabled."""
+    """Enables limits of memory and tasks (processes and threads) for the children of the control group ``place``.
+    Returns whether both limits are enabled."""
     switch = place / "cgroup.subtree_control"
     with contextlib.suppress(OSError):
         if not {"memory", "pids"} <= {*switch.read_text().split()}:
@@ -128,7 +136,7 @@ def _removed(folder: Path) -> bool:
 
 
 def _sweep(place: Path) -> None:
-    """Removes the groups in ``place`` that judges left behind when they ended. Keeps groups that still hold
+    """Removes the workers' groups in ``place`` if the process that made them has ended. Keeps groups that still hold
     processes."""
     for folder in place.glob(f"{PREFIX}*"):
         pid = folder.name.removeprefix(PREFIX).split("-")[1]

@@ -1,6 +1,7 @@
 """Reads the descendants of a process, and the memory of processes, from ``/proc``. Uses only the standard library.
 
-A descendant whose parent has ended is not found if a process outside of the tree has adopted it."""
+When a process ends, Linux gives its children a new parent, such as init. If the new parent is not in the process tree
+that is read, these children are not found."""
 
 import contextlib
 import os
@@ -64,8 +65,8 @@ def deleted_bytes(pid: int, devices: Set[int]) -> int:
 
 
 def descendants(pid: int, without: Set[int] = frozenset(), most: int = 1 << 22) -> set[int]:
-    """Returns the process ids of the descendants of ``pid``, except ``without`` and their descendants. Stops soon after
-    it has found more than ``most``."""
+    """Returns the process ids of the descendants of ``pid``. Leaves out the processes ``without`` and their
+    descendants. Stops early when it has found more than ``most`` descendants; the result is then incomplete."""
     found: set[int] = set()
     unread = [pid]
     while unread and len(found) <= most:

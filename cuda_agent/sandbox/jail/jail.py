@@ -1,11 +1,11 @@
 """Puts a process into a jail before it runs untrusted code. Each protection of the jail is called a wall.
 
-``enter`` sets up the walls: no_new_privs, Landlock, a seccomp filter and resource limits. It needs no privilege; as
-root it also changes to a separate user. Landlock restricts files and TCP, and in newer versions of Linux also device
+``enter`` sets up the walls: no_new_privs, Landlock, a seccomp filter and, as root, a separate user. It also sets
+resource limits, and it needs no privilege. Landlock restricts files, and in newer versions of Linux also TCP, device
 ioctls, signals and abstract sockets. The jailed process ends with its parent. ``prove`` starts a jailed child that
 attacks every wall in ``WALLS``. ``python jail.py POLICY PROGRAM ...`` runs a program in the jail.
 
-The module uses only the standard library. It uses no namespaces, because restricted pods grant none."""
+The module uses only the standard library. It uses no namespaces, because restricted pods do not allow them."""
 
 import ctypes
 import errno
@@ -35,7 +35,7 @@ _FIRST_UID = 1_000_000
 
 
 class JailError(RuntimeError):
-    """A wall could not be set up or did not hold. The message names the wall or the system call that failed."""
+    """A wall (a protection of the jail) cannot be set up or tested, or does not hold. The message says what failed."""
 
     exit_code = 78  # as in ``errors``, which this stand-alone program does not import
 
@@ -59,9 +59,9 @@ class JailPolicy:
 
 
 def enter(policy: JailPolicy) -> None:
-    """Sets up the walls of a jail around the calling process permanently. As root, also changes to a separate user.
-    Threads that already exist, such as those of the CUDA driver, get this user and the seccomp filter, but not the
-    limits of Landlock. Raises ``JailError`` if a wall cannot be set up."""
+    """Puts the calling process into a jail permanently. Other threads of the process, such as those of the CUDA driver,
+    get the separate user and the seccomp filter, but not the limits of Landlock. Leaves out a protection that this
+    machine lacks; ``prove`` finds such gaps. Raises ``JailError`` if another protection cannot be set up."""
     parent = os.getppid()
     _limits(policy)
     if policy.own_user and os.geteuid() == 0:
@@ -76,8 +76,8 @@ def enter(policy: JailPolicy) -> None:
 
 def narrow(policy: JailPolicy) -> None:
     """Restricts the calling process, which is already in a jail, further to the paths of ``policy``. If this version of
-    Landlock can restrict signals, also forbids signals to processes outside of the new jail. The other walls stay as
-    they are. Raises ``JailError``."""
+    Landlock can restrict signals, also forbids signals to processes outside of the new jail. The other protections stay
+    as they are. Does nothing without Landlock. Raises ``JailError`` if Landlock fails."""
     _landlock(policy)
 
 
@@ -87,9 +87,9 @@ def command(policy: JailPolicy, program: Iterable[str]) -> list[str]:
 
 
 def prove(required: Iterable[str], folder: "Path") -> dict[str, str]:
-    """Starts a jailed child that attacks every wall, for example by reading a file in ``folder``. Returns the failed
-    walls, each with a text that says which attack succeeded. Raises ``JailError`` if a wall in ``required`` failed or
-    is unknown, if no jail can be set up, or if the child takes longer than 30 s."""
+    """Starts a jailed child that attacks every wall (protection of the jail), for example by reading a file in
+    ``folder``. Returns the failed walls, each with a text that says which attack succeeded. Raises ``JailError`` if a
+    wall in ``required`` failed or is unknown, if no jail can be set up, or if the child takes longer than 30 s."""
     import subprocess  # imported here, because every import slows down each jailed start
 
     if unknown := set(required) - set(WALLS):
@@ -115,8 +115,7 @@ def prove(required: Iterable[str], folder: "Path") -> dict[str, str]:
 
 
 def require(breaches: dict[str, str], required: Iterable[str]) -> None:
-    """Raises ``JailError`` if a wall in ``required`` has failed. ``breaches`` is the result of ``prove``: the failed
-    walls, each with the attack that succeeded."""
+    """Raises ``JailError`` if ``breaches``, the result of ``prove``, holds a wall in ``required``."""
     for wall in required:
         if wall in breaches:
             raise JailError(f"the wall {wall!r} is missing: a jailed process {breaches[wall]}")
@@ -186,7 +185,7 @@ _ON_FILES = _FILE_EXECUTE | _FILE_WRITE | _FILE_READ | _TRUNCATE | _IOCTL_DEV
 
 
 def landlock_abi() -> int:
-    """Returns the Landlock version of this machine's Linux; 0 without Landlock."""
+    """Returns the version of the Landlock ABI on this machine, or 0 if Landlock is missing."""
     return max(0, int(_libc.syscall(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
@@ -298,9 +297,10 @@ _Instruction = tuple[int, int, int, int]  # opcode, jump if true, jump if false,
 def filter_program(
     machine: str, processes: bool, pid: int, one_group: bool = False, shared_memory: bool = False
 ) -> list[_Instruction]:
-    """Returns a seccomp filter that refuses or restricts the system calls in ``_NUMBERS`` and allows all others. If
-    ``processes``, the jailed process may fork and run programs. Otherwise it may only start threads, and may send
-    signals only to itself (its process id is ``pid``). ``JailPolicy`` explains ``one_group`` and ``shared_memory``."""
+    """Returns a seccomp filter as BPF instructions for ``machine`` (``x86_64`` or ``aarch64``). It refuses or restricts
+    the system calls in ``_NUMBERS`` and allows all others. If ``processes``, the jailed process may fork and run
+    programs. Otherwise it may only start threads, and may send signals only to itself (``pid`` is its process id).
+    ``JailPolicy`` explains ``one_group`` and ``shared_memory``."""
     numbers = _NUMBERS[machine]
     refuse = (_RETURN, 0, 0, _REFUSE | errno.EPERM)
     program: list[_Instruction] = [

@@ -36,13 +36,13 @@ _IDLE_NS = 200_000  # a thread with less processor time has not worked yet
 
 
 class WorkerDied(Exception):
-    """The worker has ended. ``reason`` says why:
+    """Reports that a worker (a jailed process that runs untrusted code) has ended. ``reason`` says why:
 
     - ``timeout``, ``memory``, ``threads``, ``processes`` or ``disk``: the worker exceeded this limit.
-    - ``crash``: it ended itself, or a signal other than SIGKILL ended it.
-    - ``killed``: a SIGKILL from elsewhere ended it.
-    - ``protocol``: it sent an invalid answer.
-    - ``running``: it did not stop after SIGSTOP."""
+    - ``crash``: it exited, or a signal other than SIGKILL ended it.
+    - ``killed``: a SIGKILL from outside this module ended it, or it closed its socket but did not exit.
+    - ``protocol``: it sent an invalid answer and was killed.
+    - ``running``: it did not stop within 5 s after SIGSTOP and was killed."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -50,7 +50,8 @@ class WorkerDied(Exception):
 
 
 class NotStarted(RuntimeError):
-    """A worker ended before its jail was complete. It had run no untrusted code, so the infrastructure is at fault."""
+    """A worker (a jailed process) failed before its jail was complete. No untrusted code has run at that point, so the
+    cause lies in the infrastructure."""
 
 
 class WorkerError(Exception):
@@ -60,10 +61,13 @@ class WorkerError(Exception):
 
 
 class JailedProcess:
-    """A jailed process with a private folder. Callers call ``wait_started`` before the first request. Before each
-    request they set ``seconds``, the time limit for the answer. If ``verified`` is true, ``stop`` waits until no thread
-    runs. Callers may set ``verified`` to false if the process gains nothing from running on after ``stop``. If
-    ``gives_way`` is true, the watchdog's check ``overrun`` may pause the process."""
+    """A handle of a jailed process, which has a private folder. Callers call ``wait_started`` before the first request.
+
+    Attributes:
+        seconds: Time limit for the answer, to be set before each request. Waiting for the answer reduces it.
+        verified: Whether ``stop`` waits until no thread of the process runs (default: true). May be false if the
+            process gains nothing from running on after ``stop``.
+        gives_way: Whether ``overrun``, a check by the watchdog, may pause the process (default: false)."""
 
     def __init__(
         self,
@@ -76,10 +80,16 @@ class JailedProcess:
         overrun: "Callable[[JailedProcess], str] | None" = None,
         lent: Sequence[int] = (),
     ) -> None:
-        """Forks the process from ``parent``. ``memory_mb`` limits the growth of the process's private memory after the
-        start. ``home`` is the process's private folder, which ``kill`` removes. Without ``groups``, no control group
-        limits the process. ``overrun`` is a further check of the watchdog: it returns the reason to kill the process,
-        or an empty string. The process holds copies of the descriptors ``lent`` until its jail is complete."""
+        """Forks the process from ``parent``.
+
+        Args:
+            parent: The warm parent, a process that has imported torch.
+            options, policy: Options of the worker, and the access that its jail allows.
+            memory_mb: Limit in MiB of the growth of the process's private memory after the start.
+            home: The process's private folder, which ``kill`` removes.
+            groups: Creates a control group that limits memory, processes and threads. ``None``: no such limits.
+            overrun: A further check by the watchdog. It returns the reason to kill the process, or an empty string.
+            lent: File descriptors. The process holds copies of them until its jail is complete."""
         self._overrun = overrun
         self._parent = parent
         self._memory_mb = memory_mb
@@ -110,7 +120,8 @@ class JailedProcess:
                 raise
 
     def wait_started(self) -> "JailedProcess":
-        """Waits until the jail is complete, and returns this object. Raises ``NotStarted`` if the process ends."""
+        """Waits until the process has entered its jail, and returns this object. Raises ``NotStarted`` if the process
+        ends before that, or is not ready after 30 s."""
         self.seconds = _START_SECONDS
         try:
             self._answer()
@@ -145,13 +156,20 @@ class JailedProcess:
             self._halt()
 
     def timed(self, operation: WorkerOperation, slot: int, extra: int = 0) -> tuple[float, Any]:
-        """Sends one request. Returns the seconds from request to answer by the judge's clock, and the answer's body.
-        ``slot`` is the number of the set of buffers that the call uses. Some operations put another number there.
-        ``extra`` is a second number for the worker; on a GPU it is the delay before the call.
+        """Sends one request and times it with this process's clock. The worker runs only between the two readings of
+        the clock. It is stopped while callers fill its inputs and copy its outputs. So it cannot gain time by reading
+        inputs early or by answering early.
 
-        The worker runs only between the two readings of the clock. It is stopped while callers fill its inputs and copy
-        its outputs. So it cannot gain time by reading inputs early or by answering early. Raises ``WorkerError`` if
-        untrusted code fails. Raises ``WorkerDied`` if the worker ends, exceeds a limit or sends an invalid answer."""
+        Args:
+            slot: Number of the set of buffers that the call uses. For a chain of calls, the number of calls instead.
+            extra: Delay before the call on a GPU, in units of ``DELAY_UNIT``. With 0, the worker chooses the delay.
+
+        Returns:
+            The seconds from the request to the answer, and the answer's body.
+
+        Raises:
+            WorkerError: Untrusted code fails.
+            WorkerDied: The worker ends, exceeds a limit or sends an invalid answer."""
         self._stand()
         with contextlib.suppress(OSError):  # threads with precedence could keep this process from ending them
             limit = round(1e6 * max(self.seconds + 1, 1))
@@ -173,10 +191,11 @@ class JailedProcess:
         return end - start, answer
 
     def stop(self) -> float:
-        """Stops the process until the next request. If ``verified``, waits until no thread runs. If a thread still runs
-        after 5 s, kills the process; the next request then raises ``WorkerDied``. Returns the time
-        (``time.perf_counter``) at which the process stood still. Unless ``verified``, returns the time of the signal
-        instead."""
+        """Stops the process with SIGSTOP until the next request.
+
+        If ``self.verified`` is true, waits until no thread runs, and returns the time (``time.perf_counter``) at which
+        the process stood still. If a thread still runs after 5 s, kills the process; the next request then raises
+        ``WorkerDied``. If ``self.verified`` is false, does not wait, and returns the time of the signal."""
         self._halt()
         end = time.perf_counter()
         deadline = end + _STOP_SECONDS
@@ -224,7 +243,7 @@ class JailedProcess:
             return False
 
     def _ends(self) -> bool:
-        """Returns whether the whole process is dead or dying, and not only its main thread."""
+        """Returns whether the whole process ends within 0.2 s, and not only its main thread."""
         deadline = time.monotonic() + _END_SECONDS
         while self._threads() > 1 and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -312,13 +331,14 @@ class JailedProcess:
             os.kill(self.pid, number)
 
     def spread(self, apart: bool = True) -> None:
-        """Binds each busy thread to one processor. A thread is busy if it has computed. Binds nothing if there are
-        fewer busy threads than processors, or only one busy thread. Unbound threads may share a processor, and calls
-        then take twice as long.
+        """Binds each busy thread of the worker to one processor, or removes these bindings if ``apart`` is false.
+        Without bindings, two threads may share a processor, and calls then take twice as long. A thread is busy if it
+        has used more than 0.2 ms of processor time. Binds nothing if there are fewer busy threads than processors, or
+        only one busy thread.
 
-        If permitted, also gives all threads a real-time priority above that of other programs and of this process. With
-        the priority of this process, a thread that wakes would move to another processor. If ``apart`` is false,
-        removes the bindings and the priority."""
+        If permitted, also gives all threads of the worker a real-time priority, or removes it if ``apart`` is false.
+        This priority is higher than that of other programs and of this process. If it equalled that of this process, a
+        thread that wakes would move to another processor."""
         processors = sorted(os.sched_getaffinity(self._parent.pid))
         busy: list[tuple[int, int]] = []  # nanoseconds of processor time, thread
         with contextlib.suppress(OSError):
@@ -341,7 +361,7 @@ class JailedProcess:
     def kill(self, wait: float = 0.0) -> tuple[int, bool]:
         """Waits up to ``wait`` seconds for the process to end by itself, then kills it. Returns its exit code (or the
         negative number of the signal that ended it), and whether the OOM killer ended a process of its control group.
-        Returns (0, False) if it was killed before."""
+        Returns (0, False) if ``kill`` was called before."""
         if not self.alive:
             return 0, False
         self.alive = False
@@ -371,9 +391,10 @@ def _name_of_signal(number: int) -> str:
 
 
 def within(folder: Path, megabytes: int, files: int) -> Callable[[JailedProcess], str]:
-    """Returns a check for the watchdog. The check returns ``disk`` if the worker exceeds a limit, else an empty string.
-    ``files`` limits the number of entries in ``folder``. ``megabytes`` limits their size, and also the size of deleted
-    files that the worker holds open. The depth of ``folder`` is limited, too."""
+    """Returns a function that checks a worker's use of the disk, for the argument ``overrun`` of ``JailedProcess``. The
+    function returns ``disk`` if a limit is exceeded or ``folder`` cannot be read, else an empty string. ``files``
+    limits the number of entries below ``folder``. ``megabytes`` limits their total size, and separately the size of
+    deleted files that the worker holds open. Entries may lie at most 16 levels below ``folder``."""
     pause, devices = 0.0, {folder.stat().st_dev}  # the judge's own shared memory has another device
 
     def overrun(worker: JailedProcess) -> str:
@@ -397,9 +418,10 @@ def _give_precedence(thread: int, rank: int) -> None:
 
 @contextlib.contextmanager
 def taking_turns(*workers: JailedProcess) -> Iterator[Callable[[JailedProcess], None]]:
-    """Lets several workers run in turn. Yields a function ``turn``, to be called before requests to another worker.
-    ``turn(worker)`` stops all other ``workers`` to free their processors, and moves this process to the processor of
-    ``worker``."""
+    """Context manager for timing several workers in turn. Gives this process a real-time priority, if permitted, and
+    yields a function ``turn``. Callers call ``turn(worker)`` whenever the next request goes to a different worker than
+    the last one. ``turn`` stops all other ``workers`` to free their processors, and calls ``worker.spread``. It also
+    moves this process to the processor of ``worker``. The end of the context resets all priorities and bindings."""
     running: JailedProcess | None = None
 
     def turn(worker: JailedProcess) -> None:

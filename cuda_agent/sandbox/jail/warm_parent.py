@@ -34,10 +34,11 @@ def chosen_gpus() -> dict[str, str]:
 
 
 def warm_parent(threads: int, log: Path, imports: Sequence[str] = (), pinned: bool = True) -> "WarmParent":
-    """Starts a warm parent, which imports torch and the modules ``imports``. It is ready when ``wait_ready`` returns.
-    It writes errors to the file ``log``. Each worker gets ``threads`` threads. If ``pinned``, all workers share the
-    same ``threads`` processors, so that a solution cannot use more processors than the models that it is compared with.
-    Otherwise workers may use every processor."""
+    """Starts a warm parent: a process that imports torch and the modules ``imports``, and then forks workers. It is
+    ready when its ``wait_ready`` returns. It writes errors to the file ``log``. Each worker computes with ``threads``
+    threads. If ``pinned`` is true, all workers run on the same processors, as many as ``threads``. A solution then
+    cannot use more processors than the model that it is compared with. If ``pinned`` is false, workers may use every
+    processor."""
     ours, theirs = socket.socketpair()
     environment = {
         "PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": "/nonexistent",
@@ -62,9 +63,12 @@ def warm_parent(threads: int, log: Path, imports: Sequence[str] = (), pinned: bo
 
 
 def compiling_parent(start: Callable[[Sequence[str]], "WarmParent"]) -> "WarmParent":
-    """Returns a ready warm parent whose workers use ``torch.compile``. ``start`` starts a warm parent with the given
-    imports. Some versions of torch open the GPU or start a thread when ``torch._inductor.compile_fx`` is imported. With
-    such a version, the parent does not import this module, and each worker imports it."""
+    """Returns a warm parent (a process that imports modules once, and then forks workers) whose workers use
+    ``torch.compile``. Waits until it is ready. ``start`` starts a warm parent that imports the given modules.
+
+    If possible, the parent imports ``torch._inductor.compile_fx``, because this import takes long. With some versions
+    of torch, the import opens the GPU or starts a thread. Forked workers then could not use the GPU, or could hang.
+    With such a version, each worker imports the module instead."""
     parent = start(_COMPILING)
     with contextlib.suppress(RuntimeError):  # more than one thread
         parent.wait_ready()
@@ -89,7 +93,8 @@ class WarmParent:
         self.opened_gpu = False  # whether it opened the GPU, so that its workers cannot use the GPU
 
     def wait_ready(self) -> None:
-        """Blocks until the parent has imported torch. Raises ``RuntimeError`` if it then has more than one thread."""
+        """Blocks until the parent has imported torch. Raises ``RuntimeError`` if it then has more than one thread,
+        because workers forked from it could hang."""
         if self.torch:
             return
         answer = receive_frame(self._socket).body

@@ -1,4 +1,5 @@
-"""Defines a task's ``Baselines`` (the times of its model, without a solution), and the file that caches them."""
+"""Defines ``Baselines``, the times of a task's own model, with which solutions are compared. Also names and reads the
+file that caches them."""
 
 import contextlib
 import hashlib
@@ -17,8 +18,8 @@ _CLOCK = 4  # version of the way baselines are measured; part of the key of thei
 
 @dataclass
 class Baselines:
-    """The median seconds per call of a task's model in eager PyTorch and with ``torch.compile``, and facts about the
-    model. ``None`` means that a value was not measured."""
+    """The median seconds per call of a task's model in eager PyTorch and with ``torch.compile``, and other properties
+    of the model, such as its floating-point operations. ``None`` means that a value was not measured."""
 
     eager: float | None = None
     compile: float | None = None

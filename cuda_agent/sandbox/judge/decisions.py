@@ -1,7 +1,7 @@
 """Decides the status of a refused candidate, and whether a trial must time more calls.
 
-A candidate is the solution under judgement. A speed-up compares its time with a baseline: the task's model in eager
-PyTorch ("eager") or with ``torch.compile``."""
+A candidate is the solution under judgement. A trial is one run of a candidate. A speed-up is a baseline's time divided
+by the candidate's. Baselines are the task's model in eager PyTorch ("eager") and with ``torch.compile``."""
 
 import math
 import statistics
@@ -24,8 +24,9 @@ Spread = tuple[float, float, float]  # lower end of an interval, middle, upper e
 
 
 class CandidateRefused(Exception):
-    """A candidate (the solution under judgement) is refused, which ends its trial. ``status`` becomes the verdict's
-    status. If ``retryable``, the candidate gets a second trial, because the cause may lie outside the candidate."""
+    """A candidate (the solution under judgement) is refused. This ends its trial, one run of the candidate. ``status``
+    becomes the verdict's status. If ``retryable`` is true, the candidate gets a second trial, because the cause may lie
+    outside the candidate."""
 
     def __init__(self, status: Status, message: str, retryable: bool = False) -> None:
         super().__init__(message)
@@ -34,9 +35,9 @@ class CandidateRefused(Exception):
 
 
 def refusal(error: WorkerDied | WorkerError, loaded: bool, when: str) -> CandidateRefused:
-    """Converts a worker's death or error to a refusal. If ``loaded`` is false, no untrusted code has run, and the
-    status is ``infra``. Otherwise the status is ``timeout`` or ``crash`` after a death, and ``build_error``, ``cheat``
-    or ``crash`` after an error. ``when`` is the end of the message, such as "in check 3"."""
+    """Converts a worker's death or error to a refusal. If ``loaded`` is false, the candidate's code has not run yet,
+    and the status is ``infra``. Otherwise the status is ``timeout`` or ``crash`` after a death, and ``build_error``,
+    ``cheat`` or ``crash`` after an error. ``when`` is the end of the message, such as "in check 3"."""
     if isinstance(error, WorkerDied):
         if not loaded:
             return CandidateRefused("infra", f"a worker {error} before the solution was loaded", retryable=True)
@@ -63,7 +64,8 @@ def spread(samples: Sequence[float]) -> Spread:
 
 def quotient(*over: Spread, under: Spread = (1.0, 1.0, 1.0)) -> Interval:
     """Returns an interval (lower end, upper end) for the product of ``over`` divided by ``under``. Each argument is
-    (lower end, value, upper end). Adds the squares of the logarithmic errors, as for independent errors."""
+    (lower end, value, upper end). Treats their errors as independent: the logarithmic error of the result is the root
+    of the sum of the squared logarithmic errors."""
     middle = math.prod(middle for _, middle, _ in over) / under[1]
     down = math.hypot(*(math.log(middle / low) for low, middle, _ in over), math.log(under[2] / under[1]))
     up = math.hypot(*(math.log(high / middle) for _, middle, high in over), math.log(under[1] / under[0]))
@@ -79,17 +81,21 @@ def share_of(part: Sequence[float], whole: Sequence[float]) -> Spread:
 
 
 def speedups_of(samples: Sequence[float], anchors: Sequence[float], share: Spread | None) -> list[Interval]:
-    """Returns the intervals (lower end, upper end) of the speed-ups over eager and, if ``share`` is given, over
-    torch.compile. ``samples`` and ``anchors`` are the seconds of the candidate's and of eager's calls. ``share`` is
-    torch.compile's time divided by eager's, as (lower end, value, upper end)."""
+    """Returns a list with the interval (lower end, upper end) of the candidate's speed-up over the task's model in
+    eager PyTorch. If ``share`` is given, the list also holds the interval of the speed-up over ``torch.compile``.
+
+    Args:
+        samples: Seconds of each call of the candidate.
+        anchors: Seconds of each call of the model in eager PyTorch, timed in turn with the candidate.
+        share: The model's time with ``torch.compile`` divided by its eager time: (lower end, value, upper end)."""
     mine, eager = spread(samples), spread(anchors)
     over = [quotient(eager, under=mine)]
     return [*over, quotient(eager, share, under=mine)] if share else over
 
 
 def is_clear(speedups: Sequence[Interval]) -> bool:
-    """Returns whether each interval in ``speedups`` lies clearly on one side of ``FASTER``, the speed-up above which
-    the reward grows."""
+    """Returns whether each interval in ``speedups`` lies on one side of ``FASTER`` (the speed-up above which the reward
+    grows), at a distance of more than 3 %."""
     return all(low > _MARGIN * FASTER or _MARGIN * high < FASTER for low, high in speedups)
 
 
@@ -103,15 +109,18 @@ def fewest_calls(device: str, elapsed: float, speedup: Interval) -> int:
 
 
 def is_undecided(speedups: Sequence[Interval], anchor: Spread) -> bool:
-    """Returns whether the times are too noisy to determine the reward. They are if two intervals are both wider than
-    20 %: ``anchor``, the interval of eager's time, and an interval in ``speedups`` that contains ``FASTER``, the
-    speed-up above which the reward grows."""
+    """Returns whether the times are too noisy to determine the reward. This is so if both of these hold:
+
+    - An interval in ``speedups`` contains ``FASTER``, the speed-up above which the reward grows, and is wider than
+      20 %.
+    - ``anchor``, the interval of the model's time in eager PyTorch, is wider than 20 %, too."""
     return disagree(anchor[0], anchor[2]) and any(low < FASTER < high and disagree(low, high) for low, high in speedups)
 
 
 def too_busy(speedups: Sequence[Interval]) -> CandidateRefused:
-    """Returns the refusal of a candidate whose reward is undecided. The message shows an interval in ``speedups`` that
-    contains ``FASTER``, the speed-up above which the reward grows."""
+    """Returns the refusal of a candidate whose times are too noisy to determine the reward. At least one interval in
+    ``speedups`` must contain ``FASTER``, the speed-up above which the reward grows. The message shows such an
+    interval."""
     low, high = next(ends for ends in reversed(speedups) if ends[0] < FASTER < ends[1])
     what = f"this solution may be {low:.2f} or {high:.2f} times as fast as a baseline"
     return CandidateRefused("infra", f"{TOO_BUSY}: {what}")
@@ -123,7 +132,8 @@ def disagree(low: float, high: float) -> bool:
 
 
 def scale_baselines(verdict: Verdict, share: float) -> None:
-    """Multiplies the baseline times and the speed-up intervals in ``verdict`` by the factor ``share``."""
+    """Multiplies the baselines' times in ``verdict`` by the factor ``share``, and with them the intervals of the
+    speed-ups over the baselines."""
     if verdict.eager_seconds is not None:
         verdict.eager_seconds *= share
     if verdict.compile_seconds is not None:

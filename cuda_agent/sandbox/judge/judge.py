@@ -3,7 +3,7 @@
 The judge owns seeds, buffers, clock and verdict. It runs no code of tasks or solutions itself: jailed workers do.
 ``python -m cuda_agent.sandbox.judge.judge FD`` answers a client's requests one at a time, over the socket with the file
 descriptor ``FD``. There are four requests: for a task's spec (shapes and dtypes), for a measurement of a task's
-baselines, for a probe (a run without a solution), and for the verdict on a solution."""
+baselines (the times of its own model), for a probe (a run without a solution), and for the verdict on a solution."""
 
 import ctypes
 import functools
@@ -60,9 +60,13 @@ def _short_of_memory(error: Exception) -> bool:
 
 
 def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
-    """Wraps a method of ``Judge`` so that a failed call is repeated once. It is repeated if a SIGKILL from outside the
-    judge ended the reference worker, if a worker did not start, or if ``make_room`` freed device memory after an error.
-    The wrapped method raises ``TaskError`` if the driver still lacks memory."""
+    """Wraps a method of ``Judge`` so that a failed call is repeated once. There are three cases:
+
+    - A SIGKILL from outside the judge ended the reference worker, the process that runs the task's model.
+    - A worker did not start.
+    - The device lacked memory, and ``make_room`` freed some.
+
+    If the driver lacks memory and the call is not repeated, or fails again, the method raises ``TaskError``."""
 
     def once_more(judge: "Judge", *arguments: Any) -> _Answer:
         try:
@@ -87,8 +91,9 @@ def _once_more(method: Callable[..., _Answer]) -> Callable[..., _Answer]:
 
 
 class Judge:
-    """Answers one client's requests, and keeps each ``PreparedTask`` for later requests. Methods raise ``TaskError`` if
-    the task itself does not run. ``probe`` instead returns this error in its answer."""
+    """Answers one client's requests. Keeps the tasks of earlier requests ready for later ones, each as a
+    ``PreparedTask``. Methods raise ``TaskError`` if the task itself does not run. Only ``probe`` returns this error in
+    its answer instead."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -100,10 +105,11 @@ class Judge:
         self.memory = memory_of(settings.device)
 
     def prepared(self, task: TaskSource) -> PreparedTask:
-        """Returns the ``PreparedTask`` of ``task``, kept from an earlier request or new. If memory is short, first
-        frees the inputs and outputs that other prepared tasks keep in their pools. If that is not enough, or if there
-        are too many prepared tasks, closes other tasks, the least recently used one first. Raises ``TaskError`` if
-        the task fails, or if it is too large for a prober (a judge that only runs tasks without solutions)."""
+        """Returns the ``PreparedTask`` of ``task`` (the task with a worker that runs its model), kept from an earlier
+        request or new. If memory is short, frees the inputs and outputs that other prepared tasks keep for reuse. If
+        that is not enough, or if there are too many prepared tasks, closes other tasks, the least recently used one
+        first. Raises ``TaskError`` if the task fails, or if it is too large for a prober (a judge that only runs tasks
+        without solutions)."""
         self._latest = digest = task["digest"]
         found = self._prepared.pop(digest, None)
         if found is not None and not found.oracle.alive:
@@ -198,8 +204,9 @@ class Judge:
         return verdict.to_json()
 
     def _tried(self, request: EvaluateRequest, verdict: Verdict, timed: bool, again: bool = False) -> bool:
-        """Runs one trial of the candidate and fills in ``verdict``. Times calls only if ``timed``. ``again`` marks a
-        second trial, which never uses a shared CUDA context. Returns whether the candidate needs a second trial."""
+        """Runs one trial: loads and checks the solution in ``request``, and times it if ``timed`` is true. Fills in
+        ``verdict``. Returns whether the solution needs a second trial. ``again`` marks a second trial, which never runs
+        in a CUDA context that other solutions use, too."""
         self.cleanup()
         # The samples stay: a candidate that ends its first trial must not get a second draw of its time. Samples of a
         # used context are dropped below, because an earlier plan may have damaged the context.
@@ -295,8 +302,8 @@ class Judge:
         )
 
     def healthy(self) -> bool:
-        """Returns whether the device compares known arrays correctly. If that takes longer than 10 s, SIGALRM ends this
-        process."""
+        """Returns whether the device works: a comparison of arrays with known contents must give the expected result.
+        If that takes longer than 10 s, SIGALRM ends this process."""
         with self._workers.lease.working():
             signal.alarm(_PROBE_SECONDS)
             try:

@@ -1,7 +1,8 @@
-"""Classifies the kernels that ran in one call as the solution's own, a library's or torch's.
+"""Classifies the kernels that ran in one call of a solution: the solution's own, a vendor library's or torch's.
 
-In the plan format the sandbox itself launches the kernels, so their list is exact. In other formats the worker reports
-what ran and can forge the report, so the result is only advice for the author."""
+A solution in the plan format is a list of kernel launches. The sandbox itself launches these kernels, so their list is
+exact. Other formats run the solution's own host code in a worker process. The worker reports which kernels ran, but
+the solution's code can forge the report. The result then serves only as advice to the solution's author."""
 
 import math
 import re
@@ -24,8 +25,9 @@ _SHOWN = 4
 
 
 def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran]:
-    """Returns the kernels that one call of a plan runs. ``nodes`` lists the plan's kernels, library calls and memsets.
-    ``seconds`` lists the reported seconds of each node. If it is not a valid list, all times count as unknown."""
+    """Returns the kernels that run in one call of a plan. A plan is a solution that consists of ``nodes``: kernels,
+    library calls and memsets. ``seconds`` is a worker's report: a list with the seconds of each node. If it is not a
+    valid list, the nodes' shares of the call's time are ``None``."""
     times: list[Any] = [None] * len(nodes)
     if isinstance(seconds, list) and len(seconds) == len(nodes) and all(map(_is_time, seconds)):
         whole = sum(seconds)
@@ -42,10 +44,14 @@ def of_plan(nodes: Sequence[dict[str, Any]], seconds: object = None) -> list[Ran
 
 
 def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes = b"") -> list[Ran]:
-    """Returns the kernels and operators that ran in one call of a solution. ``told`` holds a worker's reports, which
-    are lists of records ``[name, kind, calls, share]``. ``calls`` says how often the kernel or operator ran. ``share``
-    is its share of the call's time, or ``None``. Drops invalid records. If a record has no valid ``kind`` (a
-    ``RanKind``), derives it from the name, the solution's ``sources`` and its built ``library``."""
+    """Returns the kernels and operators that ran in one call of a solution, and drops invalid records.
+
+    Args:
+        told: A worker's reports. Each is a list of records ``[name, kind, calls, share]``, one per kernel or operator.
+            ``calls`` says how often it ran. ``share`` is its share of the call's time, or ``None``. If ``kind`` is not
+            a ``RanKind``, ``kind_of`` determines the kind.
+        sources: The texts of the solution's source files.
+        library: The bytes of the solution's built library."""
     text = "\n".join(sources)
     rows: list[tuple[str, RanKind, int, float | None]] = []
     for item in [item for part in told if isinstance(part, list) for item in part[:_MOST]]:
@@ -59,9 +65,10 @@ def of_call(told: Sequence[object], sources: Iterable[str] = (), library: bytes 
 
 
 def kind_of(name: str, sources: str = "", library: bytes = b"") -> RanKind:
-    """Classifies a kernel by its demangled ``name``. Names in the built ``library`` are the solution's own. Otherwise
-    patterns recognise kernels of torch and of vendors. ``sources`` are searched last, because a comment may contain any
-    name."""
+    """Classifies a kernel by its demangled ``name``. A name that occurs in ``library`` (the bytes of the solution's
+    built library) is the solution's own. Otherwise patterns recognise kernels of torch and of vendors. If no pattern
+    matches, a name that occurs in ``sources`` (the solution's source text) is the solution's own. The sources come
+    last, because a comment may contain any name."""
     base = base_name(name)
     plain = base.encode(errors="replace")  # the worker may report half a character
     if base and (b"%d%b" % (len(plain), plain) in library or b"\0%b\0" % plain in library):  # C++ mangles; C does not
@@ -102,8 +109,9 @@ def short(name: str) -> str:
 
 
 def advice(ran: Sequence[Ran], own_work: str) -> list[str]:
-    """Returns lines of advice about kernels in ``ran`` that may not be the solution's own. ``own_work`` names what a
-    call should run, such as "kernel of triton.jit". It may be empty."""
+    """Returns lines of advice about kernels in ``ran`` that may not be the solution's own. ``own_work`` describes the
+    code that a call is expected to run, such as "kernel of triton.jit". If it is empty, nothing in particular is
+    expected."""
     if not ran:
         return []
     kinds = {r.kind for r in ran}

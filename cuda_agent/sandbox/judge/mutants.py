@@ -1,8 +1,9 @@
 """Tests which wrong answers to a task pass the judge's comparison of outputs.
 
-If many wrong answers pass, the task is of little use. A mutant is a wrong answer made on purpose. Mutants are zeros, a
-constant, a copy of an input, scaled or rounded outputs, or the outputs of a model that ignores an input or the weights.
-Comparison, tolerance and number of inputs are as in quick mode. Inputs are of the kind ``normal`` (``wire.KINDS``)."""
+If many wrong answers pass, the task is of little use. A mutant is a wrong answer made on purpose. Examples are zeros, a
+constant, a copy of an input, scaled outputs, outputs computed in bfloat16, and the outputs of a model that ignores an
+input or the weights. The comparison, the tolerance and the number of inputs are those of quick mode, the judge's
+default mode. The inputs have the values that the task's own code draws (kind ``normal`` in ``wire.KINDS``)."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,9 +19,10 @@ _FLOATING = ("float", "bfloat", "complex")  # how the names of these dtypes begi
 
 
 class _Mutant(NamedTuple):
-    """A wrong answer to a task. ``make(entry, other)`` returns wrong outputs for the inputs of the pool entry
-    ``entry``, or ``None`` if the task has no such answer. ``make`` may use values of a second entry, ``other``. A pool
-    entry is a set of inputs with the right outputs. ``wrong`` holds the indices of the outputs to compare."""
+    """A way to make wrong answers to a task. ``make(entry, other)`` returns wrong outputs for the inputs of the pool
+    entry ``entry``. A pool entry is a set of inputs with the right outputs. ``make`` may also use values of a second
+    pool entry, ``other``. It returns ``None`` if this way does not apply to the task. ``wrong`` holds the indices of
+    the outputs to compare."""
 
     name: str
     wrong: Sequence[int]
@@ -66,11 +68,17 @@ def _with_one_of_another(prepared: PreparedTask, position: int) -> Callable[[Poo
 
 
 def survey(prepared: PreparedTask) -> dict[str, float | None]:
-    """Compares every mutant (a wrong answer made on purpose) with the right outputs at several tolerances. Returns a
-    dictionary from each mutant's name to the least of these tolerances that accepts the mutant on all inputs. The value
-    is ``None`` if the sandbox's own tolerance rejects the mutant. Compares the mutants in ``ROUNDING`` on one set of
-    inputs only. Leaves out mutants that the task's model cannot compute. If such a mutant ends the model's process,
-    returns the results so far. Raises ``TaskError`` if the task itself fails."""
+    """Compares every mutant (a wrong answer made on purpose) with the right outputs, on several sets of inputs and at
+    several tolerances: the sandbox's own and smaller ones. The mutants in ``ROUNDING`` (with small errors) are compared
+    on one set of inputs only. Leaves out mutants that the task's model cannot compute. If the computation of a mutant
+    ends the model's process, returns the results so far.
+
+    Returns:
+        A dictionary from each mutant's name to the least tolerance that accepts the mutant on all inputs. The value is
+        ``None`` if the sandbox's own tolerance rejects the mutant.
+
+    Raises:
+        TaskError: If the task itself fails."""
     found: dict[str, float | None] = {}
     pending = list(_mutants(prepared))
     for number in range(prepared.base, prepared.base + prepared.settings.checks):

@@ -1,11 +1,12 @@
 """Prepares a task: starts its reference worker, keeps a secret pool of inputs, and measures baselines.
 
-The reference worker is a jailed process that runs the task's own model. The baselines are the times of this model in
-eager PyTorch and with ``torch.compile``. All candidates (the solutions under judgement) share the task's spec,
-baselines and pool. The pool holds inputs with the reference's outputs. After every trial (one run of a candidate), new
-inputs replace the used ones. Every trial also gets new values for some weights (``worker.values.weights``). The judge
-chooses every seed; the reference worker only turns seeds into values. With simulated times (``sandbox.clock=model``),
-seeds and pool are fixed, and two runs agree bit for bit."""
+A task is a PyTorch model that solutions must replace. The reference worker is a jailed process that runs this model.
+The baselines are the model's times in eager PyTorch and with ``torch.compile``. All candidates (the solutions under
+judgement) share the task's spec (the shapes and dtypes of its tensors), baselines and pool. The pool holds inputs and
+the model's outputs for them. After every trial (one run of a candidate), new inputs replace the used ones. Every trial
+also gets new values for some weights (``worker.values.weights``). The judge chooses every seed; the reference worker
+only turns seeds into values. With simulated times (``sandbox.clock=model``), seeds and pool are fixed, so that
+repeated runs agree bit for bit."""
 
 import contextlib
 import hmac
@@ -39,9 +40,9 @@ _CAREFUL_ROUNDS = 12  # most rounds if ``careful``
 
 @dataclass
 class PoolEntry:
-    """One set of inputs, and the outputs of the task's model for them. Each list holds one array per tensor of the
-    spec. ``index`` is the entry's number in the task's pool (a secret supply of such sets), or -1 if the entry is not
-    in the pool."""
+    """One set of inputs, and the outputs of the task's model for them. ``inputs`` holds one array per
+    input tensor. ``outputs``, and ``exact`` (the outputs in float64), hold one array per output tensor. ``index`` is
+    the entry's number in the task's pool (a secret supply of such sets), or -1 if the entry is not in the pool."""
 
     index: int
     inputs: list[Any]  # the judge's own copies: numpy arrays, or ``device.Array``
@@ -52,9 +53,10 @@ class PoolEntry:
 
 class PreparedTask:
     """A task that is ready for candidates, the solutions under judgement. A reference worker runs the task's model.
-    Methods that run the model raise ``TaskError`` if it fails. They hold ``lease``, the timing lease, so that no other
-    process times a kernel meanwhile. Callers of ``exact`` and ``empty_call`` must hold ``lease`` themselves. While a
-    worker opens or compiles a model, it pauses whenever another process wants to time a kernel."""
+    Methods that run the model raise ``TaskError`` if the model fails. They hold the timing lease (``lease``), so that
+    no other process times a kernel meanwhile. Only callers of ``exact`` and ``empty_call`` must hold the lease
+    themselves. A reference worker that opens or compiles a model pauses whenever another process wants to time a
+    kernel."""
 
     def __init__(self, code: str, digest: str, workers: WorkerPool) -> None:
         settings = workers.settings
@@ -90,9 +92,9 @@ class PreparedTask:
         self.peaks = roofline.Peaks()
 
     def draw_weights(self) -> None:
-        """Redraws, for the next trial of a candidate, the weights that the model's constructor does not draw at random.
-        Does nothing if there are no such weights, or if they are redrawn already. With simulated times, all trials
-        share the same weights."""
+        """Redraws some weights for the next trial of a candidate: those that the model's constructor does not draw at
+        random. Does nothing if there are no such weights, or if they have been redrawn since the last trial. With
+        simulated times, all trials share the same weights."""
         if self._plain:
             with self.lease.working():
                 changed = self.oracle.draw_weights(self._variation())
@@ -101,10 +103,17 @@ class PreparedTask:
             self._varies = changed and not self._fixed
 
     def candidate_buffers(self, host_is_ours: bool, areas: Callable[[int, int], Any] | None) -> Any:
-        """Makes ``Buffers``, the memory that the judge shares with one candidate. Writes the weights of the candidate's
-        trial to it. The memory has slots; each holds the inputs and outputs of one call. On a GPU, a candidate with
-        host code (``host_is_ours`` is false) gets slots for a chain: several calls in one request. ``areas`` is a
-        function from two sizes in bytes to an input area and an output area, or ``None`` for the device's default."""
+        """Makes the memory that the judge shares with one candidate, and writes the weights of the candidate's trial
+        to it. The memory has slots; each slot holds the inputs and outputs of one call.
+
+        Args:
+            host_is_ours: Whether the sandbox's own code launches the kernels. If false on a GPU, the memory has enough
+                slots for a chain (several calls in one request).
+            areas: Returns an input area and an output area for two sizes in bytes. ``None`` means the device's
+                default.
+
+        Returns:
+            ``Buffers`` of the module ``memory.host`` or ``memory.device``."""
         memory, chains = self.memory, self.settings.device == "cuda" and not host_is_ours
         slots = memory.chained_slots(self._call_bytes) if chains else memory.slots(self._call_bytes)
         areas = areas or (self._workers.areas.take if self.settings.device == "cpu" else None)
@@ -134,13 +143,14 @@ class PreparedTask:
                 self._make_ahead()
 
     def drop_pool(self) -> None:
-        """Frees all kept inputs and outputs. If the next trial needs a pool entry, it draws the same inputs again."""
+        """Frees all kept inputs and outputs. Pool entries that are needed later are drawn again from the same seeds."""
         self._pool.clear()
         self._varied.clear()
 
     def _make_ahead(self) -> None:
         """Makes the pool entries that the next trial usually needs. On the CPU, draws all inputs before it computes
-        outputs, because torch's threads spin for some milliseconds after each computation."""
+        any outputs. After each computation, torch's idle threads spin for some milliseconds and would slow down the
+        drawing."""
         calls = self.settings.checks + _FEW_TIMED[self.settings.device]
         ahead = range(self.base, self.base + min(self.pool_size, calls))
         self._draw([index for index in ahead if self._drawn(index) is None])
@@ -164,8 +174,9 @@ class PreparedTask:
             self._pool[number % self.pool_size] = PoolEntry(number, *example, weights=weights)
 
     def entry(self, index: int) -> PoolEntry:
-        """Returns the pool entry with the number ``index`` (from 0), with outputs for the current weights. If the entry
-        is missing, draws it. On a GPU, the same request also draws the next entries."""
+        """Returns the pool entry with the number ``index`` (from 0), with outputs for the current weights. Draws the
+        entry if it is missing. On a GPU, also draws the entries that follow it, in the same request to the reference
+        worker."""
         if (entry := self._drawn(index)) is None:
             self._draw(range(index, index + min(self.oracle.batch, self.pool_size)))
             entry = self._pool[index % self.pool_size]
@@ -175,10 +186,10 @@ class PreparedTask:
         return entry
 
     def fresh(self, kind: str) -> PoolEntry | None:
-        """Draws new inputs of ``kind`` (one of ``wire.KINDS``) that are not in the pool. Returns them with the model's
-        outputs, and with its outputs in float64 (``exact``). Returns ``None`` if the task has no inputs of this kind.
-        Unless ``kind`` is ``normal``, also returns ``None`` if the model raises an error, or if it has no finite
-        outputs in float64. For ``normal`` inputs without finite outputs in float64, ``exact`` is ``None``."""
+        """Draws new inputs of ``kind`` (one of ``wire.KINDS``) that are not in the pool. The returned entry also holds
+        the model's outputs, and in ``exact`` its outputs in float64. Returns ``None`` if the task has no inputs of
+        this kind. For the kind ``normal``, ``exact`` is ``None`` if the model cannot run in float64 or its outputs are
+        not finite. For any other kind, returns ``None`` in this case, and also if the model raises an error."""
         self._fresh += 1
         with self.lease.working():
             try:
@@ -194,8 +205,9 @@ class PreparedTask:
         return PoolEntry(-1, inputs, outputs, exact) if exact is not None or kind == "normal" else None
 
     def varied(self, kind: str) -> PoolEntry | None:
-        """Returns inputs of ``kind`` as ``fresh`` does, but reuses them until the weights change, because drawing takes
-        long. A candidate that knows these inputs gains nothing: it must also pass the checks on new inputs."""
+        """Returns new inputs of ``kind`` with outputs, as ``fresh`` does. Reuses them until the weights change,
+        because drawing takes long. The reuse does not help a candidate that memorizes these inputs, because it must
+        also pass checks on new inputs."""
         entry = self._varied.get(kind)
         if kind not in self._varied or (entry and entry.weights != self._weights):
             entry = self.fresh(kind)
@@ -203,9 +215,10 @@ class PreparedTask:
         return entry
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
-        """Returns the model's outputs for ``inputs`` in float64. Returns ``None`` if the model cannot run in float64,
-        or if a value of its outputs is infinite or NaN in float64 or in the usual precision. The last call of the
-        reference worker must have been ``outputs`` with the same ``inputs``. The caller holds the timing lease."""
+        """Returns the model's outputs for ``inputs``, computed in float64. The last call of the reference worker must
+        have been ``outputs`` with the same ``inputs``. Returns ``None`` if the model cannot run in float64, or if the
+        float64 outputs or those of that last call contain an infinite or NaN value. The caller holds the timing
+        lease."""
         if not self._inexact:
             try:
                 return self.oracle.exact(inputs)
@@ -216,12 +229,13 @@ class PreparedTask:
         return None
 
     def outputs_at(self, inputs: list[Any], precision: str) -> list[Any]:
-        """Returns the outputs of eager PyTorch for ``inputs`` at ``precision`` (default, fp32, tf32 or bf16)."""
+        """Returns the outputs of the task's model in eager PyTorch for ``inputs``, computed at ``precision`` (default,
+        fp32, tf32 or bf16)."""
         with self.lease.working(), at_precision(self.oracle, precision):
             return self.oracle.outputs(inputs)
 
     def repeats(self) -> bool:
-        """Returns whether the task's model computes the same outputs again for the same inputs, within the
+        """Returns whether a second call of the task's model on the same inputs gives the same outputs, within the
         tolerance."""
         with self.lease.working():
             first = self.entry(self.base)
@@ -230,9 +244,12 @@ class PreparedTask:
 
     def compiled(self, mode: str, precision: str) -> ReferenceClient:
         """Returns a new reference client whose model is compiled with torch.compile's ``mode`` and computes at
-        ``precision``. The caller closes it. Raises ``WorkerError`` if torch.compile fails, or took too long in an
-        earlier measurement. Raises ``WorkerDied`` if the worker dies while it compiles, ``TaskError`` if the task
-        fails."""
+        ``precision``. The caller closes the client.
+
+        Raises:
+            WorkerError: torch.compile fails, or took too long in an earlier measurement.
+            WorkerDied: The worker dies while it compiles.
+            TaskError: The task fails."""
         if self.baselines.compile_error.endswith(TOO_LONG):
             raise WorkerError(TOO_LONG)
         inputs = self.entry(self.base).inputs
@@ -249,13 +266,15 @@ class PreparedTask:
         return int.from_bytes(hmac.digest(self._secret, str(index).encode(), "sha256")[:7])
 
     def measured(self, mode: str) -> bool:
-        """Returns whether all baselines for a verdict of ``mode`` are known. With simulated times, returns True."""
+        """Returns whether all baselines that a verdict needs are known. ``mode`` is ``quick`` or ``strict``; strict
+        mode needs more baselines. With simulated times, returns True."""
         return self._fixed or (self.baselines.compile_tried and (mode != "strict" or bool(self.baselines.strict)))
 
     def measure(self, compile: bool) -> None:
         """Measures the seconds per call of the model in eager PyTorch. If ``compile``, also measures those with
-        ``torch.compile``, and counts the model's operations and written bytes. Skips values that are known. With
-        simulated times, computes both times instead."""
+        ``torch.compile``, and counts the model's floating-point operations and the bytes of outputs that it writes.
+        Skips known values, but may measure eager again beside ``torch.compile``. With simulated times, computes both
+        times from the model's operators instead."""
         if self._fixed:
             with self.lease.working():
                 counts = self.oracle.count(self.entry(0).inputs)
@@ -292,8 +311,8 @@ class PreparedTask:
         return roofline.of_cpu(self.settings.threads, file, self.lease.timing, again)
 
     def below_physical_floor(self, seconds: float) -> str:
-        """Returns why the device cannot write the reference's outputs within ``seconds``, or an empty string if it
-        can."""
+        """Checks whether the device can write the outputs of the task's model within ``seconds``. Returns the reason
+        why it cannot, or an empty string if it can."""
         numbers = seconds, self.baselines.eager or 0.0, self.baselines.written or 0
         if doubt := roofline.below_physical_floor(*numbers, self.peaks):
             self.peaks = self._peaks(again=True)  # the first measurement may come from a busy machine
@@ -302,9 +321,9 @@ class PreparedTask:
 
     @property
     def bytes(self) -> int:
-        """The approximate number of bytes that the task holds on the device. Counts the pool, the inputs of other kinds
-        (each with outputs in two precisions), the input and output buffers shared with the reference worker, the
-        model's weights with torch's working memory, and the CUDA context."""
+        """The approximate number of bytes that the task holds on the device. Counts the pool, the inputs that
+        ``varied`` keeps (each with outputs in two precisions), the input and output buffers shared with the reference
+        worker, the model's weights with torch's working memory, and the CUDA context."""
         calls = len(self._pool) + 3 * len(self._varied) + _SLOTS + self.oracle.batch + 1
         return calls * self._call_bytes + 3 * self._weight_bytes + _CONTEXT_BYTES
 
@@ -316,8 +335,8 @@ class PreparedTask:
 
     @property
     def views(self) -> Views:
-        """One item per output of the task's model: its strides if it is known to be a view, else ``None``. An empty
-        list marks an output whose elements share memory."""
+        """One item per output of the task's model: its strides if the output is known to be a view of an input or a
+        weight, else ``None``. An empty list instead of strides marks a view whose elements share memory."""
         known, count = self.baselines.views, len(self.spec.outputs)
         return known if known and len(known) == count else [None] * count
 
@@ -345,9 +364,9 @@ class PreparedTask:
         base.compile_tried = True
 
     def empty_call(self, oracle: ReferenceClient, inputs: list[Any]) -> float:
-        """Times calls of ``oracle`` that compute nothing. Returns the shortest time so far, in seconds; 0 on a GPU. The
-        caller subtracts the result from the times of real calls, so a longer time would make them look too fast. The
-        caller holds the timing lease."""
+        """Times calls of ``oracle`` that compute nothing. Returns the shortest time so far, in seconds; on a GPU,
+        returns 0. The caller subtracts the result from the times of real calls. The shortest time is the safe choice:
+        subtracting more would make real calls look too fast. The caller holds the timing lease."""
         if self.settings.device == "cuda":
             return 0.0  # the device's clock runs during the call only
         calls = _EMPTY_CALLS[self._empty < math.inf]
@@ -356,10 +375,10 @@ class PreparedTask:
 
     def samples(self, *oracles: ReferenceClient, careful: bool = False) -> list[list[float]]:
         """Times calls of the reference clients ``oracles`` in turn, in several rounds. Returns for each client the
-        seconds of the calls in its best round, minus the time of an empty call. The best round is the one with the
-        least median: other work on the machine only slows calls down. Ends after the first round in which the calls of
-        each client vary little, at the latest after round 6. If ``careful``, ends when the two best medians of each
-        client agree within 5 %, at the latest after round 12."""
+        seconds of the calls in its best round, each minus the time of an empty call. The best round is the one with
+        the least median, because other work on the machine only slows calls down. Timing ends after the first round in
+        which the calls of each client vary little, or after round 6. If ``careful``, it ends when the two best medians
+        of each client agree within 5 %, or after round 12."""
         entries = [self.entry(self.base + i).inputs for i in range(min(3, self.pool_size))]
         rounds: list[list[tuple[float, ...]]] = []  # of each round, the calls' seconds by reference
 
@@ -393,7 +412,8 @@ class PreparedTask:
             (oracle or self.oracle).close()
 
     def read_baselines(self) -> None:
-        """Reads the baselines from the cache if this judge does not know them. Another judge may have measured them."""
+        """Reads the baselines from the cache, where another judge process may have saved them. Does nothing if the
+        time with ``torch.compile`` has been measured already, or if times are simulated."""
         if not self._fixed and not self.baselines.compile_tried:
             self.baselines = read_baselines(self._file())
 
@@ -401,7 +421,8 @@ class PreparedTask:
         return baselines_file(self.settings, self._digest, self._workers.torch)
 
     def save(self) -> None:
-        """Writes the baselines to the cache, where other judges read them. Does nothing if times are simulated."""
+        """Writes the baselines to the cache, where other judge processes read them. Does nothing if times are
+        simulated."""
         if not self._fixed:
             roofline.keep(self._file(), vars(self.baselines))
 

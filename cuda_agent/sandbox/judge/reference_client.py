@@ -111,9 +111,10 @@ class ReferenceClient:
 
     def draw_weights(self, seed: int | None) -> bool:
         """Redraws, from ``seed``, the weights that the model's constructor does not draw at random, such as a bias of
-        zeros. If the outputs then have more infinite or NaN values than with the constructor's weights, restores the
-        constructor's values and sets ``kept``. If ``seed`` is ``None``, only restores the constructor's values. Returns
-        whether the model has such weights. If it has, outputs that were computed before this call are outdated."""
+        zeros. If the new weights give more infinite or NaN outputs than the constructor's weights, restores the
+        constructor's values and sets ``self.kept`` to true. If ``seed`` is ``None``, only restores the constructor's
+        values. Returns whether the model has such weights. If it has, outputs that were computed before this call are
+        outdated."""
         if seed is not None:
             self._buffers.fill(0, self.inputs(seed) or [])
         answer = self._ask(WorkerOperation.DRAW_WEIGHTS, {"seed": seed})
@@ -137,8 +138,9 @@ class ReferenceClient:
         return self._buffers.values(self._buffers.examples[0][: len(inputs)], inputs)
 
     def outputs(self, inputs: list[Any]) -> list[Any]:
-        """Returns the model's outputs for ``inputs``. Short calls on the CPU use one thread: on a busy machine, several
-        threads would mostly wait for each other. A compiled model keeps its threads, to avoid a recompilation."""
+        """Returns the model's outputs for ``inputs``. Short calls on the CPU use one thread, because on a busy machine
+        several threads would mostly wait for each other. A compiled model always uses all its threads, because another
+        number of threads would cause a recompilation."""
         short = self._device == "cpu" and not self._compiled and self._least * self._threads < _SHORT
         self._on(inputs, WorkerOperation.RUN, {"threads": 1} if short else None)
         return self._buffers.outputs(0)
@@ -193,8 +195,8 @@ class ReferenceClient:
 
     def exact(self, inputs: list[Any]) -> list[Any] | None:
         """Returns the model's outputs for ``inputs``, computed in float64. Call ``outputs`` with the same ``inputs``
-        first. Returns ``None`` if either result, in float64 or from ``outputs``, has an infinite or NaN value. Raises
-        ``TaskError`` if the model cannot run in float64."""
+        first. Returns ``None`` if the float64 outputs or those of the call of ``outputs`` contain an infinite or NaN
+        value. Raises ``TaskError`` if the model cannot run in float64."""
         if self._exact is None:
             wide = [replace(t, dtype="float64") if t.dtype in _FLOATING else t for t in self.spec.outputs]
             spec = replace(self.spec, inputs=(), outputs=tuple(wide), weights={})
@@ -212,9 +214,9 @@ class ReferenceClient:
 
     def compile(self, inputs: list[Any], known: str, mode: str = "") -> None:
         """Compiles the model with torch.compile's ``mode`` (empty: the default) for all later calls, and runs it on
-        ``inputs``. ``known`` is the folder with the results of a warm-up, an earlier compilation of a small model. If
-        ``known`` is empty, this call is the warm-up. Raises ``WorkerError`` if compilation fails, ``WorkerDied`` if the
-        worker dies."""
+        ``inputs``. A warm-up is an earlier compilation of a small model, whose stored results make later compilations
+        faster. ``known`` is the folder with these results; if it is empty, this call is itself the warm-up. Raises
+        ``WorkerError`` if compilation fails, ``WorkerDied`` if the worker dies."""
         self._compiled = True
         self._buffers.fill(0, inputs)
         self.worker.seconds = _COMPILE_SECONDS
@@ -251,8 +253,8 @@ class ReferenceClient:
 
     @contextmanager
     def _giving_way(self) -> Iterator[None]:
-        """Inside the context, the check in ``worker_pool._giving_way`` pauses the worker while another process times a
-        kernel."""
+        """Lets other processes time kernels during a long request. Inside the context, the worker's watchdog pauses
+        the worker while another process times a kernel (see ``worker_pool._giving_way``)."""
         self.worker.gives_way = True
         try:
             yield
@@ -267,9 +269,9 @@ class ReferenceClient:
 
 
 def views(answer: Any, spec: TaskSpec) -> Views:
-    """Checks a worker's report of which outputs of the task's model are views. ``answer["views"]`` is the report: for
-    each output its strides in elements, or ``None`` if the output is not a view. Returns a list with one item per
-    output:
+    """Checks a worker's report of which outputs of the task's model are views of inputs or weights. The report is
+    ``answer["views"]``: for each output its strides in elements, or ``None`` if the output is not a view. Returns a
+    list with one item per output:
 
     - ``None`` if the output is not a view, or spans more memory than all inputs and weights together.
     - An empty list if elements of the output share memory, as after ``expand``.

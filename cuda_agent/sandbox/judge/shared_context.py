@@ -20,8 +20,9 @@ _SAME = 0.95  # a time is a new best only below this share of the best; rewards 
 
 
 def may_share(request: EvaluateRequest, settings: JudgeSettings, size: int) -> bool:
-    """Returns whether the solution in ``request`` may run in a CUDA context that other solutions use, too. It must be a
-    plan (a solution without host code) that is judged in quick mode on a GPU. Three kinds of plans get a new context:
+    """Returns whether the solution in ``request`` may run in a CUDA context that other solutions also use. It must be
+    a plan (a solution without host code) that is judged in quick mode on a GPU with real, not simulated, times. Three
+    kinds of plans always get a new context:
 
     - Plans with library calls: other plans' kernels could damage the library's memory in the context.
     - Plans with kernels that call ``malloc``: they could leave too little of the context's heap to later plans.
@@ -38,19 +39,20 @@ def may_share(request: EvaluateRequest, settings: JudgeSettings, size: int) -> b
 
 
 def _allocates(image: str) -> bool:
-    """Returns whether a kernel in the cubin file ``image`` may call ``malloc``: whether the file contains this name."""
+    """Returns whether a kernel in the cubin file ``image`` may call ``malloc``. Searches the file for this name."""
     return bool(image) and b"malloc" in Path(image).read_bytes()
 
 
 def is_best(seconds: float | None, best: float | None) -> bool:
-    """Returns whether ``seconds`` is clearly less than ``best``, the task's best time so far. ``best`` may be
-    ``None``."""
+    """Returns whether ``seconds`` is more than 5 % below ``best``, the task's best time so far. If ``best`` is
+    ``None``, any time counts as best. Returns False if ``seconds`` is ``None``."""
     return seconds is not None and (best is None or seconds < _SAME * best)
 
 
 class SharedContext:
-    """Keeps the candidate worker whose CUDA context many plans use, one after the other. Also keeps the memory areas
-    that the judge shares with this worker. ``start`` starts such a worker."""
+    """Keeps one candidate worker (a process that runs solutions) and the memory areas that the judge shares with it.
+    Many plans use the worker's CUDA context, one after the other. The argument ``start`` is a function that starts a
+    new worker."""
 
     def __init__(self, start: Callable[[], JailedProcess]) -> None:
         self._start = start

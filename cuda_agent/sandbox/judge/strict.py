@@ -1,9 +1,10 @@
 """Measures a solution in strict mode, for a report. Quick mode (``trial``) measures a solution for a training reward.
 
-Strict mode checks inputs of many kinds. It measures the errors of the solution and of eager PyTorch against the model
-in float64. It times until the speed-up's confidence interval is narrow. It reports the times of eager PyTorch and of
-``torch.compile`` (with its default mode and with max-autotune) in fp32. On a GPU, it also reports these times in tf32,
-and eager's in bf16. It covers neither non-contiguous inputs nor gradients."""
+Strict mode checks inputs of many kinds. It measures the errors of the solution and of eager PyTorch against the task's
+model in float64. It times calls until the confidence interval of the speed-up is narrow. It reports the times of the
+task's model in eager PyTorch and with ``torch.compile`` (default mode and max-autotune) in fp32. On a GPU, it also
+reports these times in tf32, and the time of eager PyTorch in bf16. Strict mode tests neither non-contiguous inputs nor
+gradients."""
 
 import itertools
 import math
@@ -33,11 +34,14 @@ _RESAMPLES = 400
 
 
 def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
-    """Returns the baselines of strict mode, measured once per task. The result holds four dictionaries: ``seconds``,
-    ``shares``, ``errors`` and ``failed``. ``errors`` maps each precision to eager's relative error. The keys of the
-    others are labels of baselines, such as ``compile_tf32``. ``seconds`` holds each baseline's time. ``shares`` holds
-    each compiled baseline's time divided by eager's at the same precision, as (lower end, middle, upper end).
-    ``failed`` holds error messages. Leaves out a precision at which eager's error is the same as in fp32."""
+    """Returns the baselines of strict mode (times of the task's own model), measured once per task. Skips a precision
+    at which eager PyTorch has the same error as in fp32. The result holds four dictionaries:
+
+    - ``errors``: eager's relative error by precision. Empty if there are no finite outputs in float64.
+    - ``seconds``: the time per call by label of the baseline, such as ``compile_tf32``.
+    - ``shares``: by label, a compiled baseline's time divided by eager's at the same precision, as (lower end, middle,
+      upper end).
+    - ``failed``: the error message by label, for baselines that could not be measured."""
     if prepared.baselines.strict:
         return prepared.baselines.strict
     oracle, device = prepared.oracle, prepared.settings.device
@@ -96,9 +100,18 @@ def _relative(squares: Sequence[tuple[float, float]]) -> float:
 def check(
     prepared: PreparedTask, call: Callable[[Any, str], list[Any]], tolerance: float
 ) -> tuple[dict[str, Any], str]:
-    """Checks a candidate on inputs of every kind. ``call(entry, when)`` runs the candidate on the inputs of a pool
-    entry and returns the outputs; ``when`` ends the message of an error. Returns the facts for the report (such as
-    errors by kind of inputs), and the reason for a refusal (empty if there is none)."""
+    """Checks a candidate in strict mode on inputs of every kind that the task has. Adds normal inputs until there are
+    at least 10 sets of inputs.
+
+    Args:
+        prepared: The task.
+        call: Runs the candidate. ``call(entry, when)`` returns the outputs for the inputs of ``entry``. If the
+            candidate fails, the error message ends with ``when``, such as "a second time on the same inputs".
+        tolerance: The tolerance of the comparison of outputs.
+
+    Returns:
+        The facts for the report (such as errors by kind of inputs), and the reason for a refusal (empty if there is
+        none)."""
     said: dict[str, Any] = {"kinds": {}, "skipped": [], "error": 0.0, "eager_error": 0.0, "repeatable": True}
     count = 0
     for number, kind in enumerate(itertools.chain(KINDS, itertools.repeat("normal"))):
@@ -126,8 +139,10 @@ def check(
 
 
 def check_kinds(prepared: PreparedTask, call: Callable[[Any, str], list[Any]], settings: JudgeSettings) -> int:
-    """Checks a candidate in quick mode on the kinds of inputs in ``settings.input_kinds`` that the task has. ``call``
-    is as in ``check``. Returns the number of these kinds. Raises ``CandidateRefused`` if an output is wrong."""
+    """Checks a candidate in quick mode on inputs of the kinds in ``settings.input_kinds``. Skips kinds for which the
+    task has no usable inputs. ``call(entry, when)`` runs the candidate on the inputs of ``entry`` and returns the
+    outputs; ``when`` is the end of a message about a failure. Returns the number of checked kinds. Raises
+    ``CandidateRefused`` if an output is wrong."""
     count = 0
     for kind in settings.input_kinds:
         with prepared.lease.working():
@@ -142,7 +157,7 @@ def _tried(
     prepared: PreparedTask, call: Callable[[Any, str], list[Any]], kind: str, entry: PoolEntry, tolerance: float
 ) -> tuple[list[Any], str]:
     """Runs a candidate on ``entry``, which has inputs of ``kind``. Returns the outputs and the reason why they are
-    wrong. The reason is empty if they are right, or as good as eager's."""
+    wrong. The reason is empty if the outputs are within ``tolerance``, or nearly as exact as those of eager PyTorch."""
     outputs = call(entry, f"on inputs of the kind {kind!r}")
     message, _ = prepared.memory.mismatch(entry.outputs, outputs, prepared.spec.outputs, tolerance, math.inf)
     good = not message or (entry.exact is not None and _as_good_as_eager(prepared, entry, outputs, tolerance))
@@ -179,8 +194,9 @@ def _as_good_as_eager(prepared: PreparedTask, entry: PoolEntry, outputs: Sequenc
 
 
 def excused(prepared: PreparedTask, entry: PoolEntry, outputs: Sequence[Any]) -> bool:
-    """Returns whether ``outputs`` count as right although they exceed the tolerance. They do if their errors are at
-    most a small multiple of eager's. The caller holds the timing lease, and has set the reference worker to fp32."""
+    """Returns whether outputs of a timed call that exceed the tolerance still count as right. They do if their errors
+    are at most a small multiple of the errors of eager PyTorch. Both errors are distances from the model's outputs in
+    float64. The caller holds the timing lease, and has set the reference worker to fp32."""
     prepared.oracle.outputs(entry.inputs)
     exact = prepared.exact(entry.inputs)
     if exact is None:
@@ -220,8 +236,8 @@ def time_pairs(candidate: Callable[[], float], eager: Callable[[], float]) -> tu
 
 
 def interval(mine: Sequence[float], eager: Sequence[float]) -> tuple[float, float]:
-    """Returns the 95 % confidence interval of the speed-up, which is the median of ``eager`` divided by the median of
-    ``mine``. Both arguments hold seconds. The interval comes from a bootstrap of their pairs."""
+    """Returns the 95 % confidence interval of a speed-up, by a bootstrap of pairs of calls. The speed-up is the median
+    of ``eager`` divided by the median of ``mine`` (the solution). Both arguments hold seconds, one per pair."""
     generator = numpy.random.default_rng(0)
     rows = numpy.array([mine, eager])
     picks = generator.integers(0, rows.shape[1], (_RESAMPLES, rows.shape[1]))
@@ -231,9 +247,9 @@ def interval(mine: Sequence[float], eager: Sequence[float]) -> tuple[float, floa
 
 
 def report(verdict: Verdict, anchors: Sequence[float], yard: dict[str, dict[str, Any]]) -> None:
-    """Writes baselines, intervals and precision to the verdict. ``anchors`` are the seconds of eager's calls between
-    the candidate's calls. ``yard`` is the result of ``strict_baselines``. Reports the times in ``yard``
-    multiplied by one factor, with which eager's fp32 time equals the median of ``anchors``."""
+    """Writes baselines, intervals and precision to the verdict. ``anchors`` are the seconds of the calls of eager
+    PyTorch that alternated with the candidate's calls. ``yard`` is the result of ``strict_baselines``. All times in
+    ``yard`` are multiplied by one factor, so that eager's fp32 time becomes the median of ``anchors``."""
     assert verdict.strict is not None
     own = verdict.strict["kinds"].get("normal")
     eager, compiled = baseline("eager", "fp32"), baseline("compile", "fp32")
@@ -252,10 +268,11 @@ def report(verdict: Verdict, anchors: Sequence[float], yard: dict[str, dict[str,
 
 
 def _intervals(over_eager: Sequence[float], yard: dict[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """Returns the interval [lower end, upper end] of the speed-up over each baseline, by the baseline's label.
-    ``over_eager`` is the measured interval of the speed-up over eager in fp32. ``yard`` is the result of
-    ``strict_baselines``. Multiplies ``over_eager`` by each baseline's time divided by that of eager in fp32. Widens the
-    interval of a compiled baseline by the error of its share in ``yard``."""
+    """Returns the interval [lower end, upper end] of the candidate's speed-up over each baseline, by the baseline's
+    label. ``over_eager`` is the measured interval of the speed-up over eager in fp32. ``yard`` is the result of
+    ``strict_baselines``. The speed-up over a baseline is that over eager in fp32, multiplied by the baseline's time
+    divided by eager's fp32 time. For a compiled baseline, the interval is wider, because the measured ratio of its
+    time to eager's has an interval, too."""
     seconds, shares = yard["seconds"], yard["shares"]
     low, high = over_eager
     middle, found = math.sqrt(low * high), {}

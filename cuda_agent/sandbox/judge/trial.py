@@ -1,10 +1,10 @@
 """Runs one trial of a candidate, the solution under judgement: starts its worker, and checks and times its calls.
 
-On the CPU the judge times a call from request to answer, and subtracts the time of a call that computes nothing. On a
-GPU the worker reports times of the device's clock. If the worker runs the solution's host code, ``cross_check`` checks
-these times. Between the candidate's calls, the judge times eager: the task's own model in eager PyTorch. Every call has
-new inputs, and the judge checks its outputs, so no call can skip its work unnoticed. Only ``trial``, ``decisions`` and
-``judge`` decide a verdict's status."""
+A worker is a jailed process that runs the candidate; the judge is the trusted process that starts the worker. On the
+CPU the judge times a call from request to answer, and subtracts the time of a call that computes nothing. On a GPU the
+worker reports times of the device's clock, and ``cross_check`` checks them if the worker runs the solution's host code.
+Between the candidate's calls, the judge times "eager": the task's own model in eager PyTorch. Every timed call has new
+inputs, and the judge checks its outputs, so no timed call can skip its work unnoticed."""
 
 import contextlib
 import math
@@ -98,7 +98,8 @@ class Trial:
             self.eager_alone()
 
     def start(self) -> None:
-        """Starts the candidate's worker, times a call that computes nothing, and loads the solution."""
+        """Starts the candidate's worker and loads the solution. In between, times calls that compute nothing: on the
+        CPU, and on a GPU if it runs the solution's host code."""
         begin = time.perf_counter()
         on_gpu, prepared = self._settings.device == "cuda", self._prepared
         with self._lease.working(), self._judged():
@@ -122,7 +123,7 @@ class Trial:
         self._spent("start", begin)
 
     def _open(self, profiler: bool = False) -> None:
-        """Starts a worker and maps its buffers; ``_load`` loads the solution. ``profiler`` starts torch's profiler."""
+        """Starts a worker (or takes the shared one) and maps the buffers. ``profiler`` starts torch's profiler."""
         buffers, place = self._buffers, self._request["load"].get("place")
         start = partial(self._workers.candidate, place, profiler, self._verdict.mode == "strict")
         self._worker = worker = self._shared.take() if self._shared else start()
@@ -152,7 +153,8 @@ class Trial:
         self._spent("check", begin)
 
     def strict(self) -> None:
-        """Checks the candidate on inputs of many kinds, and measures its errors against the model in float64."""
+        """Checks the candidate on every kind of inputs that the task allows, such as large or sparse ones. Also
+        measures the errors of the candidate and of eager against the task's model in float64."""
         begin = time.perf_counter()
         verdict = self._verdict
         verdict.strict, wrong = strict.check(self._prepared, self._call, self._settings.tolerance)
@@ -162,7 +164,7 @@ class Trial:
         self._spent("check", begin)
 
     def strict_time(self) -> None:
-        """Times the candidate and eager in turn, in fp32, until the confidence interval of the speed-up is narrow."""
+        """Times the candidate and eager (in fp32) in turn, until the speed-up's interval is narrow or time is up."""
         verdict, yard = self._verdict, strict.strict_baselines(self._prepared)
         begin = time.perf_counter()
         with at_precision(self._prepared.oracle, "fp32"), self._alternating() as (candidate, eager, first):
@@ -174,8 +176,8 @@ class Trial:
 
     @contextlib.contextmanager
     def _alternating(self) -> Iterator[tuple[Callable[[], tuple[list[Any], float]], Callable[[list[Any]], float], Any]]:
-        """Yields ``candidate``, ``eager``, and inputs for eager, and holds the timing lease. ``candidate()`` times and
-        checks a call on new inputs, and returns these inputs and its seconds. ``eager(inputs)`` returns its seconds."""
+        """Yields two functions and inputs for the second, and holds the timing lease. ``candidate()`` times and checks
+        a call on new inputs; it returns these inputs and the seconds. ``eager(inputs)`` returns eager's seconds."""
         prepared, oracle, worker = self._prepared, self._prepared.oracle, self._worker
         assert worker
         workers = (worker, oracle.worker) if self._settings.device == "cpu" else ()
@@ -196,9 +198,10 @@ class Trial:
             yield candidate, lambda inputs: net(oracle.seconds(inputs), empty), first
 
     def _believed(self, told: float) -> float:
-        """Returns the seconds per call for the verdict: ``told`` (the samples' median), or the judge's lower bound if
-        ``told`` is clearly below it. Scales the samples to the result. Raises ``CandidateRefused`` if ``told`` is far
-        below it, or if the device cannot write outputs so fast. Does not check plans. The caller holds the lease."""
+        """Returns the seconds per call for the verdict. They are ``told`` (the median of the samples), or the judge's
+        lower bound if ``told`` is clearly below that bound. Scales the samples so that their median is the result.
+        Raises ``CandidateRefused`` if ``told`` is too far below it, or if the device cannot write outputs so fast. Does
+        not check plans (solutions without host code). The caller holds the timing lease."""
         seconds, doubt = told, ""
         if self._cross:
             with self._judged("in a timed call"):
@@ -213,8 +216,8 @@ class Trial:
         return seconds
 
     def _doubt(self, doubt: str) -> None:
-        """Ends the worker and raises ``CandidateRefused``, because the judge's clock contradicts the worker's times.
-        The status is ``infra`` if another process uses the device, else ``cheat``, subject to a second trial."""
+        """Ends the worker and raises ``CandidateRefused``: the judge's clock contradicts the worker's times. The status
+        is ``infra`` if another process uses the device, and otherwise ``cheat`` with a second trial."""
         self.end()
         self._verdict.samples.clear()
         if self._memory.shared(self._prepared.peaks.bytes_per_second):
@@ -222,8 +225,8 @@ class Trial:
         raise CandidateRefused("cheat", doubt, retryable=True)
 
     def observe(self) -> None:
-        """Records in the verdict which kernels run. Makes extra calls after the timed ones; a failure only adds
-        advice. Outside strict mode a plan needs no extra call, and other formats are observed only on request."""
+        """Records in the verdict which kernels run, by extra calls after the timed ones. A failure only adds advice.
+        Outside strict mode a plan needs no extra call, and other formats are observed only on request."""
         request, verdict = self._request, self._verdict
         plan, strict_mode = self._traits.host_is_ours, verdict.mode == "strict"
         nodes = request["load"]["nodes"] if plan else []
@@ -253,8 +256,8 @@ class Trial:
         self._spent("observe", begin)
 
     def _profiled(self) -> tuple[Any, str]:
-        """Returns the kernels of one call and an empty string, or ``None`` and the reason why there are none. Starts a
-        new worker, because the profiler must start before its process enters the jail."""
+        """Returns the kernels of one call and "", or ``None`` and the reason why they are unknown. Starts a new worker,
+        because the profiler must start before the worker enters the jail."""
         self.end()
         try:
             with self._lease.working():
@@ -266,8 +269,8 @@ class Trial:
         return (None, missing) if missing else self._observed(WorkerOperation.OBSERVE_KERNELS)
 
     def _observed(self, operation: WorkerOperation, first: bool = False) -> tuple[Any, str]:
-        """Runs one more call, whose operators or kernels the worker records. Returns the worker's report and an empty
-        string, or ``None`` and the reason why there is none. ``first`` lifts the limit ``_OBSERVE_SECONDS``."""
+        """Runs one more call, of which the worker records operators or kernels. Returns its report and "", or ``None``
+        and the reason why there is none. ``first`` lifts the limit ``_OBSERVE_SECONDS``."""
         worker = self._worker
         if worker is None or not worker.alive:
             return None, "the solution has ended"
@@ -287,14 +290,13 @@ class Trial:
         return (None, f"another answer while it was observed: {wrong}") if wrong else (told, "")
 
     def _spent(self, phase: str, begin: float) -> None:
-        """Adds the seconds since ``begin`` to a phase of the verdict, which may hold seconds of an earlier trial."""
+        """Adds the seconds since ``begin`` to those of ``phase`` in the verdict."""
         phases = self._verdict.phases
         phases[phase] = phases.get(phase, 0.0) + time.perf_counter() - begin
 
     def time(self) -> None:
-        """Times the candidate and eager in turn, usually up to ``timed_calls`` times. Ends early once it is clear
-        whether the candidate is 5 % faster than the baselines. Times more calls while the reward is uncertain. Raises
-        ``CandidateRefused`` with the status ``infra`` if the reward stays uncertain."""
+        """Times calls of the candidate, with calls of eager in between, until it is clear whether the candidate is 5 %
+        faster than eager and ``torch.compile``. Raises ``CandidateRefused`` (``infra``) if that stays unclear."""
         begin = time.perf_counter()
         verdict, base, most = self._verdict, self._prepared.baselines, self._settings.timed_calls
         anchors: list[float] = []
@@ -330,8 +332,8 @@ class Trial:
             verdict.advice.append(_BUSY)
 
     def eager_alone(self) -> None:
-        """Times eager without the candidate. If eager is then clearly faster, scales the baselines down, so a candidate
-        gains nothing by slowing eager. Does nothing if the verdict's baselines were timed without a candidate."""
+        """Times eager again without the candidate. If eager is clearly faster alone, scales the verdict's baselines
+        down, so a candidate gains nothing by slowing eager. Does nothing if they were timed without a candidate."""
         if self._anchor is None:
             return
         if not self._shared:
@@ -347,10 +349,8 @@ class Trial:
         decisions.scale_baselines(verdict, min(1.0, _BESIDE[self._settings.device] * alone / self._anchor))
         self._spent("time", begin)
 
-    # ------------------------------------------------------------------------------------------------------------ calls
-
     def _take(self) -> PoolEntry:
-        """Returns the next pool entry (inputs and expected outputs), which the candidate has not seen."""
+        """Returns the next pool entry: inputs that the candidate has not seen yet, with the expected outputs."""
         entry = self._prepared.entry(self._next)
         self._next += 1
         return entry
@@ -370,7 +370,7 @@ class Trial:
         return seconds_of_call(self._settings.device, wall, told), outputs
 
     def _chain(self, count: int, delay: int) -> tuple[float, float]:
-        """Runs a chain: ``count`` calls on different inputs in one request, after a ``delay`` in units of
+        """Runs a chain, ``count`` calls on different inputs in one request, after a ``delay`` in units of
         ``DELAY_UNIT``. Checks the outputs. Returns the wall seconds, and the host's seconds to enqueue the calls."""
         entries = [self._take() for _ in range(count)]
         assert self._worker
@@ -383,8 +383,8 @@ class Trial:
         return wall, host
 
     def _chained(self, operation: WorkerOperation, count: int, delay: int) -> tuple[float, float, list[list[Any]]]:
-        """Runs a chain of ``count`` calls. Returns the wall seconds until all outputs are copied, the host's seconds to
-        enqueue the chain, and the outputs."""
+        """Runs a chain of ``count`` calls, of the solution or empty ones by ``operation``. Returns the wall seconds
+        until all outputs are copied, the host's seconds to enqueue the calls, and the outputs of each call."""
         assert self._worker
         self._worker.stop()
         self._memory.flush()
@@ -400,7 +400,7 @@ class Trial:
 
     @contextlib.contextmanager
     def _judged(self, when: str = "") -> Iterator[None]:
-        """Converts a worker's death or error to ``CandidateRefused``. ``when`` ends the message."""
+        """Converts a worker's death or error to ``CandidateRefused``. ``when`` ends the message: "in a timed call"."""
         try:
             yield
         except (WorkerDied, WorkerError) as error:
@@ -435,7 +435,7 @@ class Trial:
                 self._worker.kill()
 
     def give_back(self) -> bool:
-        """Gives the worker back to its shared context. Returns whether that context exists and computes correctly."""
+        """Gives the worker back to its shared CUDA context. Returns whether there is one and it computes correctly."""
         if not self._shared or not self._worker:
             return False
         worker, self._worker = self._worker, None

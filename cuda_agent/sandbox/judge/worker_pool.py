@@ -42,8 +42,8 @@ get_inputs, get_init_inputs = lambda: [torch.randn(64, 64)], lambda: []
 
 
 class WorkerPool:
-    """Starts jailed workers. Owns their private folders and their warm parents. A warm parent is a process that has
-    imported torch and forks workers."""
+    """Starts the jailed workers of one judge. Owns the workers' private folders and their warm parents. A warm parent
+    is a process that has imported torch and forks workers."""
 
     def __init__(self, settings: JudgeSettings) -> None:
         self.settings = settings
@@ -64,10 +64,12 @@ class WorkerPool:
     def candidate(
         self, place: dict[str, Any] | None = None, profiler: bool = False, strictly: bool = False
     ) -> JailedProcess:
-        """Starts a worker for one solution. The worker can read its private folder and can write only its output area.
-        If ``place`` is given, the worker can also read the results of the solution's first pass, an earlier run that
-        may start compilers. ``profiler`` starts torch's profiler; such a worker is never timed. With ``strictly``
-        (strict mode) or ``place``, the worker's CUDA context has all hardware queues. Raises ``NotStarted``."""
+        """Starts a worker for one solution, or returns the spare worker. The worker can read its private folder, and
+        can write only to the memory for outputs. ``place`` describes the results of the solution's first pass, an
+        earlier run that may start compilers. If ``place`` is given, the worker can also read these results.
+        ``profiler`` starts torch's profiler; the caller does not time such a worker. With ``strictly`` (strict mode) or
+        ``place``, the worker's CUDA context has the default number of hardware queues, otherwise one. Raises
+        ``NotStarted``."""
         if place:
             return self._locked(place, profiler)
         queues = strictly and self.settings.device == "cuda"
@@ -78,9 +80,9 @@ class WorkerPool:
         return self._start_candidate(profiler=profiler, queues=queues).wait_started()
 
     def start_spare(self) -> None:
-        """Begins to start a worker for the next candidate, unless one exists, and returns at once. Until the worker is
-        ready, it holds the timing lease, so that no other process times a kernel: on a GPU, the start of a worker would
-        disturb the timing."""
+        """Begins to start a spare worker for the next candidate, unless one exists, and returns at once. Until the new
+        worker is ready, it holds the timing lease, so that no process times a kernel. On a GPU, the start of a worker
+        would disturb such a timing."""
         if self._spare is None or not self._spare.alive:
             with self.lease.lent() as lent:
                 self._spare = self._start_candidate(lent=(lent,))
@@ -93,7 +95,8 @@ class WorkerPool:
         return self._start(self._plain, "candidate", policy, home, **more)
 
     def reference(self) -> JailedProcess:
-        """Starts a worker that runs one task's model. Libraries may create their caches in its small private folder."""
+        """Starts a worker that runs one task's model. Libraries may create caches in the worker's small private
+        folder."""
         assert self.torch
         home = self._home()
         policy = jail.JailPolicy(write=(str(home),), file_mb=16)
@@ -101,8 +104,8 @@ class WorkerPool:
         return self._start(self._plain, "reference", policy, home, watch).wait_started()
 
     def compiler(self) -> tuple[JailedProcess, str]:
-        """Starts a reference worker that may run compilers. Returns the worker, and the folder with compilation results
-        of a warm-up, which the worker can reuse."""
+        """Starts a reference worker (a worker that runs a task's model) that may run compilers. Returns the worker, and
+        the folder with results of an earlier compilation. The worker can read this folder and so compiles faster."""
         if self.settings.device == "cuda":
             self._parent_that_compiles()  # its imports take seconds, but not the device: they need no lease
         known = str(self._known())
@@ -110,8 +113,8 @@ class WorkerPool:
             return self._start_compiler(self._home(), (known,)), known
 
     def _locked(self, place: dict[str, Any], profiler: bool) -> JailedProcess:
-        """Starts a candidate worker for a solution that needs compilers. The compilers ran in the first pass, whose
-        results the worker can read. The worker itself may start no program."""
+        """Starts a worker for a solution that needs compilers. The compilers ran in the solution's first pass, an
+        earlier run. The worker can read the results in ``place``, but cannot start programs itself."""
         home = self._home()
         policy = jail.JailPolicy(read=(str(home), place["folder"]), file_mb=0)
         parent, where = self._parent_that_compiles(), {name: place[name] for name in ("folder", "environment")}
@@ -167,7 +170,8 @@ class WorkerPool:
         return JailedProcess(parent, options, policy, settings.memory_mb, home, self._groups, watch, lent)
 
     def _known(self) -> Path:
-        """Returns the folder of compilation results that all workers share. A warm-up fills it once per machine."""
+        """Returns the folder of compilation results that workers with compilers share. If it is missing, makes it: a
+        warm-up compiles a small model."""
         key = hashlib.sha256(f"{_KNOWN}|{self.torch}|{processor()}|{sys.version}".encode()).hexdigest()[:32]
         known = Path(self.settings.cache) / "inductor" / key
         if known.exists():
@@ -200,9 +204,10 @@ class WorkerPool:
 
 
 def _giving_way(lease: Lease, check: Callable[[JailedProcess], str]) -> Callable[[JailedProcess], str]:
-    """Wraps ``check``, a function that the watchdog of ``JailedProcess`` calls regularly. The returned function must be
-    called inside ``lease.working``. If the worker's flag ``gives_way`` is set, the function first pauses the worker
-    while another process times a kernel. It then returns the result of ``check``."""
+    """Wraps ``check``, a function that the watchdog of ``JailedProcess`` calls regularly. If another process waits to
+    time a kernel, and if the worker's flag ``gives_way`` is set, the returned function first pauses the worker until
+    the other process is done. It then calls ``check`` and returns the result. It must be called inside
+    ``lease.working``."""
     ran = time.monotonic()
 
     def checked(worker: JailedProcess) -> str:

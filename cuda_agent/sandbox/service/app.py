@@ -1,8 +1,9 @@
-"""Serves the sandbox over HTTP: routes, token check, size limits, and a server that finishes its work on SIGTERM.
+"""Serves the sandbox over HTTP. Defines the routes, the token check, the size limits, and the server.
 
-Every refusal is JSON, ``{"error": {"kind", "message", "where"}}``; ``where`` may be missing. A refusal has the header
-Retry-After if waiting helps. The health routes need no token. /metrics needs the token, unless ``open_metrics`` is set.
-The module has no TLS and no user accounts: all clients share one token."""
+A refused request is answered with JSON, ``{"error": {"kind", "message", "where"}}``; ``where`` may be missing. The
+answer has the header Retry-After if the same request can succeed later. /healthz and /readyz need no token. /metrics
+needs the token, unless ``ServiceLimits.open_metrics`` is true. There is no TLS. There are no user accounts: all clients
+share one token. On SIGTERM, the server waits a limited time for its running work and then stops."""
 
 import asyncio
 import contextlib
@@ -124,7 +125,8 @@ class Json(JSONResponse):
 
 
 class Lines(Response):
-    """A response that streams the items of ``source`` as JSON lines. It closes ``source`` if the client disconnects."""
+    """A response that streams the items of an async iterator, ``source``, as JSON lines. It closes ``source`` when the
+    stream ends or the client disconnects."""
 
     media_type = "application/x-ndjson"
 
@@ -167,8 +169,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> bool
 
 
 def make_app(service: Service, token: str | None) -> ASGIApp:
-    """Returns the HTTP application for ``service``. If ``token`` is set, every route except the health routes requires
-    it. ``/metrics`` does not require it if ``service.limits.open_metrics`` is true."""
+    """Returns the HTTP application for ``service``. If ``token`` is set, every route requires it, except ``/healthz``
+    and ``/readyz``. If ``service.limits.open_metrics`` is true, ``/metrics`` is also an exception."""
     app = FastAPI(
         title="cuda-agent sandbox", description=_ABOUT, version="1", default_response_class=Json, redoc_url=None,
         swagger_ui_oauth2_redirect_url=None, responses=_REFUSALS,
@@ -198,7 +200,8 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.get("/readyz", response_class=PlainTextResponse, responses={503: unready})
     async def readyz() -> Response:
-        """Answer 200 if the server can take work, otherwise 503 with the reason, such as a missing wall."""
+        """Answer 200 if the server can take work, otherwise 503 with the reason, such as a jail that does not isolate
+        untrusted code."""
         if reason := "draining" if service.draining else service.unready:
             return PlainTextResponse(reason + "\n", 503, {"Retry-After": "5"})
         return PlainTextResponse("ready\n")
@@ -210,7 +213,7 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.get("/v1/about", response_model=None)
     async def about() -> dict[str, Any]:
-        """Return the roles and the load of the server, and the settings of its sandbox."""
+        """Return the roles of the server (the kinds of work that it accepts), its load, and its sandbox's settings."""
         sandbox, queue = service.sandbox, service.queue
         return {
             "roles": service.roles, "sandbox": sandbox.config.model_dump(mode="json", exclude=set(WHERE_JUDGED)),
@@ -229,8 +232,9 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.post("/v1/jobs", status_code=202, response_model=None)
     async def submit(http: HttpRequest, request: protocol.Submission, wait: Poll = 0.0) -> dict[str, Any]:
-        """Queue a job (``evaluate``, ``probe``, ``spec`` or ``build``) and return it.  Requests with the same content
-        share one job.  A client that disconnects before the answer withdraws its submission."""
+        """Queue a job and return it: ``evaluate`` (judge a solution), ``probe`` (run a task without a solution),
+        ``spec`` (find the shapes and dtypes of a task) or ``build`` (compile a solution into the cache).  Requests with
+        the same content share one job.  A client that disconnects while it waits withdraws its submission."""
         job = service.submit(request, http.scope["size"])
         if wait and not await unless_gone(http.receive, service.wait(job, wait)):
             service.cancel(job)
@@ -250,7 +254,9 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.delete("/v1/jobs/{id}", response_model=None)
     async def cancel(id: str) -> dict[str, Any]:
-        """Withdraw one submission of the job.  If no other submission is left, the job is cancelled."""
+        """Withdraw one submission of the job.  Requests with the same content share one job.  If no other submission is
+        left, a queued job is cancelled.  A running job continues, but its result is dropped unless the job is submitted
+        again before it ends."""
         service.cancel(job := found(id))
         return job.to_json()
 
@@ -278,8 +284,8 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.post("/v1/workspaces", status_code=201, response_model=None)
     async def open_workspace(request: protocol.OpenWorkspace) -> dict[str, Any]:
-        """Open a work folder, and return its id and owner.  Later requests for this folder must send the owner in the
-        header X-Workspace-Owner."""
+        """Open a work folder for an agent, and return its id and a secret, ``owner``.  Later requests for this folder
+        must send the secret in the header X-Workspace-Owner."""
         service.admit("workspace")
         try:
             opened = await service.rooms.open(request.files, request.protected)
@@ -296,7 +302,8 @@ def make_app(service: Service, token: str | None) -> ASGIApp:
 
     @app.post("/v1/workspaces/{id}/answers/{number}", response_model=None)
     async def answer(id: str, number: int, request: protocol.Answer, owner: Owner = "") -> dict[str, Any]:
-        """Send the result of a command that the stream of a tool call asked the client to run."""
+        """Send the result of a command.  During a tool call, the stream of lines asks the client to run commands, each
+        with a ``number``."""
         service.rooms.answer(service.rooms.find(id, owner), number, CommandResult(**dict(request)))
         return {}
 
@@ -342,8 +349,8 @@ class Connection(H11Protocol):
 
 
 class _Server(uvicorn.Server):
-    """An HTTP server. At the first signal, it drains ``service`` (see ``Service.drain``) and stops. A second signal
-    stops it at once."""
+    """An HTTP server that drains ``service`` (see ``Service.drain``) before it stops. SIGTERM, SIGINT or the event
+    ``service.needs_recycle`` starts the drain. A signal during the drain stops the server at once."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)
@@ -372,11 +379,14 @@ class _Server(uvicorn.Server):
 async def serve(
     config: SandboxConfig, cache: Path, roles: tuple[Role, ...], limits: ServiceLimits, host: str, port: int
 ) -> None:
-    """Serves the sandbox over HTTP until SIGTERM, or until ``limits`` demand a fresh process (``recycle_after``,
-    ``recycle_on_cheat``). Then drains the service (see ``Service.drain``) and returns. Requests need the access token
-    that ``config`` names. If there is no token, listens on 127.0.0.1 only. Removes the token from the environment,
-    because child processes inherit the environment. Raises ``ConfigError`` if the token is not usable or the address is
-    not available, or ``SandboxUnready`` if the sandbox cannot start."""
+    """Serves the sandbox over HTTP until SIGTERM or SIGINT. Also ends after ``limits.recycle_after`` new verdicts, or
+    after a solution that cheats if ``limits.recycle_on_cheat`` is true, so that a fresh process can replace this one.
+    Drains the service (see ``Service.drain``) before it returns.
+
+    Reads the access token from the file or the environment variable that ``config`` names. Then removes the variable,
+    because child processes inherit the environment. If there is no token, listens on 127.0.0.1 only. Raises
+    ``ConfigError`` if the token is not usable or the address is not available, or ``SandboxUnready`` if the sandbox
+    cannot start."""
     token = protocol.read_token(config, os.environ)
     os.environ.pop(config.token_env, None)
     ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: other processes of this user cannot read the environment

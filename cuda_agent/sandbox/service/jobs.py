@@ -1,8 +1,9 @@
-"""Holds the service's queue of jobs, and estimates when a full queue has room. Equal requests share one job.
+"""Holds the queue of jobs of the sandbox service, and estimates when a full queue has room.
 
-The module reads no clock, starts no asyncio task and does no I/O. Jobs are ordered by priority. Each job needs one
-*place*: one of the judges, or the builder. A place takes only a few jobs at once; the others wait in the queue. An
-urgent job therefore overtakes waiting jobs, but not running ones."""
+Requests with the same content share one job. Each job is assigned to one *place*: a judge (a process that checks and
+times solutions) or the builder (which compiles solutions). A place takes only a few jobs at once; the others wait in
+the queue. Queued jobs start in the order of their priority. An urgent job overtakes queued jobs, but not running ones.
+The module reads no clock, starts no asyncio task and does no I/O."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -19,8 +20,8 @@ _LONGEST_WAIT = 10.0  # seconds: a longer estimate is unreliable, and asking aga
 
 @dataclass(eq=False)
 class Job:
-    """A request to the service and its state. ``place`` identifies the judge or the builder that does the job.
-    ``interest`` counts the submissions of the job that were not withdrawn."""
+    """A request to the service and its state. ``place`` identifies the judge process or the builder to which the job is
+    assigned. Equal requests share one job; ``interest`` counts the requests that were not withdrawn."""
 
     id: str
     kind: Kind
@@ -47,9 +48,10 @@ class Job:
 
 
 class Queue:
-    """Queues jobs and keeps finished jobs. ``places`` maps each judge and the builder to the number of jobs that may
-    run on it at once. ``most_jobs`` and ``most_bytes`` limit the queued jobs. ``kept`` limits the finished jobs.
-    Whenever the state of a job changes, the queue calls ``changed`` with this job."""
+    """Queues jobs and keeps finished jobs. ``places`` maps each judge process, and the builder, to the number of jobs
+    that it may run at once. ``most_jobs`` limits the number of queued jobs, ``most_bytes`` the total size of their
+    requests, and ``kept`` the number of finished jobs that are kept. Whenever the state of a job changes, the queue
+    calls ``changed`` with this job."""
 
     def __init__(
         self,
@@ -91,8 +93,8 @@ class Queue:
         self, id: str, kind: Kind, place: Hashable, priority: int, size: int, request: Any, now: float
     ) -> tuple[Job, bool]:
         """Returns the job with this ``id`` (a digest of the request), and whether the job is new. Reuses a job that is
-        queued or running, or that has a valid verdict. Otherwise queues a new job. Raises ``ServiceError`` if the queue
-        is full."""
+        queued or running, or that ended with a valid verdict (the sandbox itself did not fail). Otherwise queues a new
+        job. Raises ``ServiceError`` if the queue is full."""
         if job := self._alive.get(id):
             job.interest += 1
             if job.state == "queued":
@@ -114,8 +116,8 @@ class Queue:
         return job, True
 
     def take(self, now: float) -> Job | None:
-        """Finds the first queued job whose judge or builder is free, and marks the job as running. Returns this job, or
-        ``None`` if there is none."""
+        """Finds the first queued job whose judge or builder can take another job, and marks the job as running. Returns
+        this job, or ``None`` if there is none."""
         job = next((job for job in self._waiting() if self._free[job.place] > 0), None)
         if job is not None:
             if not self.running:
@@ -177,6 +179,7 @@ class Queue:
 
 
 def _stands(job: Job) -> bool:
-    """Returns whether the result of the finished ``job`` answers later equal requests. Only a valid verdict does. After
-    other results the job runs again: probes and specs are cheap, and load may have caused an error."""
+    """Returns whether a later equal request gets the finished ``job`` instead of a new one. This is true only for a
+    verdict whose status is not ``infra`` (a failure of the sandbox). Errors are not reused, because the load of the
+    machine may have caused them. Probes and specs are not reused, because they are cheap."""
     return job.kind == "evaluate" and job.result is not None and job.result.get("status") != "infra"

@@ -1,4 +1,4 @@
-"""Exports the service's metrics for Prometheus."""
+"""Defines the metrics of the sandbox service, and exports them for Prometheus."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 

@@ -1,8 +1,8 @@
-"""Runs a ``LocalSandbox`` as a service with a queue. The service takes no work until a test of its jail has passed.
+"""Runs a ``LocalSandbox`` as a service with a queue. The HTTP server is in the module ``app``.
 
-``Service`` does not depend on HTTP (``app`` does). It gives the sandbox only as many jobs as the sandbox can run at
-once. The other jobs wait in the queue, where an urgent job can overtake them. Each server has a separate queue. A
-restart of the server empties its queue."""
+The service takes no work until a test of its jail (the isolation of untrusted code) has passed. It gives the sandbox
+only as many jobs as the sandbox can run at once. The other jobs wait in the queue, where an urgent job can overtake
+them. Several servers do not share a queue. A restart of the server empties its queue."""
 
 import asyncio
 import contextlib
@@ -44,8 +44,8 @@ class ServiceLimits:
 
 
 class Service:
-    """Queues requests and runs them in ``sandbox``, whose context must be entered. ``roles`` lists the kinds of work
-    that the service accepts."""
+    """An async context manager that queues requests and runs them in ``sandbox``. The caller must have entered
+    ``sandbox`` (with ``async with``) before. ``roles`` lists the kinds of work that the service accepts."""
 
     def __init__(self, sandbox: LocalSandbox, roles: tuple[Role, ...], limits: ServiceLimits) -> None:
         self.sandbox, self.roles, self.limits = sandbox, roles, limits
@@ -82,7 +82,8 @@ class Service:
             await asyncio.sleep(_AGAIN_SECONDS)
 
     async def prove(self) -> None:
-        """Tests the jail. If the roles need them, also tests the compiler and a workspace. Sets ``unready`` to the
+        """Tests the jail (the isolation of untrusted code). Also tests the compiler for the roles ``evaluate`` and
+        ``build``, the device for ``evaluate``, and a new workspace for ``workspace``. Sets ``self.unready`` to the
         reason why the service cannot take work, or to an empty string if all tests pass."""
         try:
             if "evaluate" in self.roles:

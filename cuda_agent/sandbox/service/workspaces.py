@@ -39,8 +39,9 @@ class Room:
     questions: int = 0  # number of commands that the client was asked to run
 
     async def ask(self, name: str, argv: list[str], files: dict[str, str]) -> CommandResult:
-        """Asks the client to run a command that the agent entered in the workspace's shell. ``name`` is the command,
-        such as verify. The request is a line in the stream of the current tool call. Returns the client's result."""
+        """Asks the client to run a command that the agent entered in the workspace's shell, and returns the client's
+        result. The request is a line in the answer to the current tool call. ``name`` is the command (compile, verify,
+        profile or restore), ``argv`` holds its arguments, and ``files`` the workspace's files (text by path)."""
         self.questions += 1
         number, answer = self.questions, asyncio.get_running_loop().create_future()
         self.asked[number] = answer
@@ -52,7 +53,8 @@ class Room:
 
 
 class Rooms:
-    """Holds a service's open workspaces, at most ``most``. Closes a workspace after ``idle_seconds`` without use."""
+    """Holds the open workspaces of a service. ``most`` limits their number. ``sweep`` closes a workspace that was not
+    used for ``idle_seconds``."""
 
     def __init__(self, sandbox: LocalSandbox, most: int, idle_seconds: float) -> None:
         self._sandbox, self._most, self._idle = sandbox, most, idle_seconds
@@ -62,8 +64,8 @@ class Rooms:
         return len(self._rooms)
 
     async def open(self, files: dict[str, str], protected: list[str]) -> Room:
-        """Opens a workspace with ``files``. Raises ``ServiceError`` if too many workspaces are open, or if the new one
-        cannot be opened."""
+        """Opens a workspace with ``files`` (text by path). The agent cannot change the files in ``protected``. Raises
+        ``ServiceError`` if too many workspaces are open, or if the new one cannot be opened."""
         if len(self._rooms) >= self._most:
             raise ServiceError(429, "full", f"all {self._most} workspaces are taken", retry_after=_LOOK_AGAIN)
         room = Room(secrets.token_hex(12), secrets.token_urlsafe(24), time.monotonic())
@@ -79,8 +81,8 @@ class Rooms:
         return room
 
     def find(self, id: str, owner: str) -> Room:
-        """Returns the workspace ``id``. Raises the same ``ServiceError`` for a missing workspace and for a wrong owner,
-        so that other clients cannot find out which workspaces exist."""
+        """Returns the workspace ``id``. ``owner`` is the workspace's secret. Raises the same ``ServiceError`` for a
+        missing workspace and for a wrong secret, so that other clients cannot find out which workspaces exist."""
         room = self._rooms.get(id)
         mine = hmac.compare_digest((room.owner if room else "").encode(), owner.encode("utf-8", "replace"))
         if room is None or not mine or room.workspace is None:
@@ -117,15 +119,16 @@ class Rooms:
                 await self.close(room)
 
     def answer(self, room: Room, number: int, result: CommandResult) -> None:
-        """Passes the client's ``result`` of command ``number`` to ``Room.ask``, which waits for it. Raises
-        ``ServiceError`` if no such command waits."""
+        """Passes ``result`` to the call of ``Room.ask`` that asked the client to run command ``number``. Raises
+        ``ServiceError`` if no call waits for this result."""
         future = room.asked.get(number)
         if future is None or future.done():
             raise ServiceError(404, "unknown", f"there is no open question {number}")
         future.set_result(result)
 
     async def files(self, room: Room) -> dict[str, str]:
-        """Returns the workspace's text files by path. Raises ``ServiceError`` if the workspace is busy or lost."""
+        """Returns the workspace's text files by path. Raises ``ServiceError`` if another call is running, or if the
+        workspace's process has ended or does not answer."""
         self._take(room)
         assert room.workspace is not None
         try:

@@ -1,8 +1,10 @@
-"""Provides the Python module ``cuda_extension`` in a candidate worker. Its functions call the solution's built library.
+"""Provides the Python module ``cuda_extension`` to a solution in the extension format. Such a solution consists of
+``model_new.py`` and C++ or CUDA files. The functions of ``cuda_extension`` call the library that is built from these
+files.
 
-This file also checks a rule of the extension format: ``ModelNew.forward`` may create and reshape tensors, but must
-compute with the extension. The check runs in the candidate's own interpreter, so a determined cheat can evade it. The
-structure ``_Value`` mirrors ``Value`` of ``binding_registry.h``."""
+This file also checks a rule of the format: ``ModelNew.forward`` may create and reshape tensors with torch, but must
+compute with the extension. The check runs in the same interpreter as the solution, so a deliberate attack can evade it.
+The structure ``_Value`` has the layout of ``Value`` in ``binding_registry.h``."""
 
 import ctypes
 import math
@@ -55,10 +57,11 @@ _Entry._fields_ = [
 
 
 class Outputs:
-    """Lets an extension write its results directly into the judge's output memory, so that no copy is timed. Assumes
-    that every call allocates tensors in the same order. For example, if the third tensor that the previous call
-    allocated became output 0, the third tensor of this call lies in the judge's memory of output 0. ``targets[slot]``
-    lists the output tensors of a slot (the buffers of one call)."""
+    """Allocates the tensors that an extension creates. Places the outputs of a call directly in the judge's output
+    memory, so that no copy is timed. This works if every call allocates tensors in the same order. For example, if the
+    third tensor of the previous call became output 0, the third tensor of this call gets the judge's memory of output
+    0. ``store`` copies all other outputs. ``targets[slot]`` lists the output tensors of a slot (the buffers of one
+    call)."""
 
     def __init__(self, targets: list[list[torch.Tensor]], device: str = "cpu") -> None:
         self._targets = targets
@@ -162,9 +165,10 @@ def _function(entry: _Entry, name: str, outputs: Outputs) -> Callable[..., Any]:
 def _complete(
     name: str, given: tuple[Any, ...], named: dict[str, Any], names: list[str], standard: dict[str, Any], count: int
 ) -> list[Any]:
-    """Returns the ``count`` arguments of a call. The positional arguments ``given`` come first. The remaining ``names``
-    get their values from the keyword arguments ``named`` or the defaults ``standard``. Raises ``TypeError`` if the
-    arguments do not match."""
+    """Returns the arguments of a call of the extension's function ``name``, in the order of its parameters. ``given``
+    and ``named`` are the positional and the keyword arguments. ``names`` holds the names of the parameters, and
+    ``standard`` holds default values. Raises ``TypeError`` if an argument is missing, if a keyword is unknown, or if
+    the number of arguments is not ``count``."""
     arguments = list(given)
     for wanted in names[len(given) :]:
         if wanted not in named and wanted not in standard:

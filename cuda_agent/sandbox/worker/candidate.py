@@ -1,7 +1,8 @@
-"""Runs a candidate worker: a process that runs one solution and then ends. On a GPU, one worker may run several
-solutions in the plan format, one after the other.
+"""Runs a candidate worker: a process in which the judge checks and times one solution. On a GPU, one worker may run
+several solutions in the plan format, one after the other.
 
-``WorkerOperation`` lists the judge's requests. The *reference* is the task's own model."""
+``messages.WorkerOperation`` lists the judge's requests to workers. In this file, the *reference* is the task's own
+model, with which the judge compares the solution."""
 
 import ctypes
 import itertools
@@ -51,9 +52,10 @@ class Candidate(WorkerLoop):
             self._commands[WorkerOperation.RUN_EMPTY] = lambda frame: None
 
     def empty_chain(self, frame: Frame) -> Any:
-        """Runs a chain of empty calls: enqueues ``frame.slot`` calls without waiting between them. An empty call only
-        copies zeros to the outputs. Where the reference returns a view, the zeros have the strides of this view.
-        Returns the device's seconds, and the host's seconds to enqueue."""
+        """Runs a chain of empty calls, which run no model. A chain is a series of calls that the host enqueues without
+        waiting between them. Here ``frame.slot`` is the number of calls. An empty call only copies zeros to the
+        outputs. Where the task's own model returns a view, the zeros have the strides of this view. Returns two times
+        in seconds: the device's time for the chain, and the host's time to enqueue it."""
         slots = [self._slots.output_tensors(slot) for slot in range(frame.slot)]
         views = self._options["views"]
         results = [[zeros(*pair) for pair in zip(targets, views, strict=True)] for targets in slots]
@@ -96,10 +98,11 @@ class Candidate(WorkerLoop):
         gpu.unload_plan(run)
 
     def load_model(self, frame: Frame) -> None:
-        """Builds ``ModelNew`` under the seed with which the reference was built. If the weights have the same names as
-        the reference's weights, they get the reference's values. Formats with a rule for ``ModelNew.forward`` require
-        these names. Under other names, the weights keep the constructor's values, but ``PlainWeights`` are redrawn as
-        in the reference."""
+        """Builds the solution's ``ModelNew`` with the random seed of the reference (the task's own model). If the
+        weights of both models have the same names, ``ModelNew`` gets the reference's values. Formats with a rule for
+        ``ModelNew.forward`` require the same names. If the names differ, the weights keep the constructor's values. In
+        this case, if the judge gave new random values to the reference's plain weights (such as weights of ones, see
+        ``PlainWeights``), the plain weights of ``ModelNew`` are redrawn with the same seed."""
         spec, restricted = self._options["spec"], bool(self._options["rule"])
         os.environ.update(frame.body["environment"])
         numbers = range(len(self._slots.layout))
@@ -131,9 +134,10 @@ class Candidate(WorkerLoop):
             return times
 
         def answer(slot: int) -> Any:
-            """Runs one call and returns its outputs. On a GPU, copies outputs that are views. The copy is part of the
-            timed call, because a call that only makes a view would look too fast. Does not copy an output that is
-            also a view in the reference."""
+            """Runs one call and returns its outputs. On a GPU, copies each output that is not contiguous or that lies
+            in the memory of the inputs and weights. The copy is part of the timed call. Otherwise a call that only
+            makes a view would look too fast. Does not copy an output that is a view in the reference (the task's own
+            model)."""
             results = model(*given[slot])
             if self._options["device"] == "cpu":
                 return results
@@ -187,11 +191,11 @@ class _Node(ctypes.Structure):
 
 
 def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[int], None]:
-    """Loads the libraries of a plan (a solution in the plan format), and resolves the arguments of its kernels for each
-    slot (the buffers of one call). An argument is the address of a buffer, or of an 8-byte cell with a scalar.
-    ``program`` is ``plan.Program`` as JSON. Returns a function that runs the plan in the slot with the given number.
-    The attribute ``steps`` of the returned function has a list for each slot, with one function per node of the plan (a
-    launch of a kernel, a library call or a memset)."""
+    """Loads a plan (a solution in the plan format) on the CPU, and resolves the arguments of its kernels for each slot
+    (the buffers of one call). An argument is the address of a buffer, or of an 8-byte cell with a scalar. ``program``
+    is ``plan.Program`` as JSON. ``threads`` is the number of threads that run a kernel. Returns a function that runs
+    the plan in the slot with the given number. The attribute ``steps`` of the returned function has a list for each
+    slot, with one function per node of the plan (a launch of a kernel, a library call or a memset)."""
     runtime = ctypes.CDLL(program["runtime"])
     library = ctypes.CDLL(program["library"]) if program["library"] else None
     keep: list[Any] = []
@@ -203,8 +207,9 @@ def bind_plan(program: dict[str, Any], slots: Slots, threads: int) -> Callable[[
             ctypes.memmove(workspaces[name], content, len(content))
 
     def bind(slot: int) -> tuple[list[Callable[[], Any]], list[Callable[[], Any]]]:
-        """Returns two lists of functions for one slot: the slot's steps, and one function per node. A step runs one
-        library node, or a series of other nodes."""
+        """Returns two lists of functions for one slot. Calling all functions of either list runs the plan. A function
+        of the first list runs one library node (a matrix product or a convolution), or a series of other nodes. A
+        function of the second list runs one node."""
         address = partial(slots.address, slot, workspaces)
         steps: list[Callable[[], Any]] = []
         each: list[Callable[[], Any]] = []

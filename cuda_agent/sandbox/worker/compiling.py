@@ -1,8 +1,11 @@
-"""Speeds up ``torch.compile`` inside the jail: workers reuse results that a trusted worker stored.
+"""Speeds up ``torch.compile`` in jailed workers, which reuse results that a trusted worker stored.
 
 TorchInductor's first compilation in a process spends most of its time on two things: it tests vector instructions, and
-it precompiles a large header. ``share`` takes both results from a folder, which a trusted worker filled once per
-machine (the warm-up). The warm parent of compiling workers imports this module."""
+it precompiles a large header. A trusted worker, the warm-up, does both once per machine and stores the results in a
+folder. ``share`` makes other workers take them from this folder.
+
+The import of this module also computes digests of the sources of torch and Triton, which the process caches. The
+process that forks compiling workers imports the module before it forks, so that the workers inherit the digests."""
 
 import contextlib
 import hashlib
@@ -26,9 +29,9 @@ if not any(Path("/dev").glob("nvidia*")):  # this import queries a GPU, and then
 
 
 def share(folder: Path, record: bool) -> None:
-    """Makes TorchInductor reuse two things from ``folder``: precompiled headers, and the results of tests of vector
-    instructions. If ``record`` is true, stores new results in ``folder``. Raises ``AttributeError`` if this version of
-    torch has other internals."""
+    """Patches TorchInductor so that it reuses two things from ``folder``: precompiled headers, and the results of tests
+    of vector instructions. If ``record`` is true, also stores new results in ``folder``. Raises ``AttributeError`` if
+    this version of torch lacks the internals that are patched."""
     notes, home = folder / "facts.json", folder if record else Path(os.environ["TMPDIR"])
     home.mkdir(exist_ok=True)
     facts: dict[str, Any] = json.loads(notes.read_text()) if notes.exists() else {}

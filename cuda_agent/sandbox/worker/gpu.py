@@ -31,7 +31,9 @@ _CELLS = {
 
 
 def open_gpu() -> None:
-    """Creates the CUDA context and loads the clock's delay kernel. The process calls this before it enters the jail."""
+    """Creates the CUDA context and loads the clock's delay kernel. Must run before the process enters the jail (the
+    restrictions for untrusted code), because the CUDA driver writes below ``/proc`` when it starts, and the jail
+    forbids this."""
     torch.cuda.init()
     torch.zeros(1, device="cuda")
     torch.cuda._sleep(1)
@@ -75,9 +77,10 @@ class DeviceClock:
 
 def bind_plan(program: dict[str, Any], slots: Slots) -> Callable[[int], None]:
     """Loads the kernels of a plan (a solution in the plan format), and resolves their arguments for each slot (the
-    buffers of one call). ``program`` is ``plan.Program`` as JSON, with the cubin's path (``image``) and the kernels'
-    mangled ``names``. Returns a function that runs the plan in the slot with the given number. Raises ``ValueError`` or
-    ``TypeError`` if the plan gives a kernel wrong arguments or too much shared memory."""
+    buffers of one call). ``program`` is ``plan.Program`` as JSON with two more keys: ``image`` is the path of the
+    cubin, and ``names`` maps the names of kernels and variables to their mangled names. Returns a function that runs
+    the plan in the slot with the given number. Raises ``ValueError`` or ``TypeError`` if the plan gives a kernel wrong
+    arguments or too much shared memory."""
     module = driver.Module(Path(program["image"]).read_bytes()) if program["image"] else None
     try:
         return _bound(program, slots, module)

@@ -6,10 +6,12 @@ A node's ``compute`` chooses the arithmetic:
 
 - fp32: products and sums are in single precision, even for half-precision buffers.
 - tf32: operands are rounded to TF32.
-- fp16 and bf16: operands and results are rounded to this type, as under autocast. Partial sums may also be rounded.
+- fp16 and bf16: operands and results are rounded to this type, as under autocast. Partial sums may also be rounded. On
+  a GPU, the bias of a convolution is not rounded: it is added afterwards in the type of the buffers.
 - fp64: double precision.
 
-``formats.library_nodes`` has checked the shapes. If the library still rejects a node, the error names the node."""
+``formats.library_nodes`` has checked the shapes. If cuBLAS, cuDNN or torch still rejects a node, the error names the
+node."""
 
 from collections.abc import Callable
 from typing import Any

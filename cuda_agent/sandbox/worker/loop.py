@@ -20,8 +20,9 @@ _SOURCES = ("model.py", "model_new.py")  # names under which untrusted Python ru
 
 
 class WorkerLoop:
-    """Answers each message (frame) of the judge. A subclass has one method for each operation that it answers. The
-    method has the name of the operation (see ``WorkerOperation``)."""
+    """Receives requests (frames) over a socket, and answers each. At first, it answers the operations for which the
+    subclass has a method of the same name (see ``WorkerOperation``). A method may change ``self._commands`` (the
+    functions by operation), so that the worker answers other operations."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any]) -> None:
         self._channel = channel
@@ -90,7 +91,8 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _wanted_compiler(error: BaseException) -> bool:
-    """Returns whether the error arose because the jail forbids new programs or new files."""
+    """Returns whether ``error`` probably arose because the jail forbids the worker to start programs or to create
+    files."""
     for cause in causes(error):
         if isinstance(cause, PermissionError) and cause.filename and not os.path.exists(cause.filename):
             return True
@@ -111,8 +113,8 @@ def run_module(name: str, code: str, filename: str) -> types.ModuleType:
 
 
 def build_model(code: str, init: list[Any], options: dict[str, Any]) -> torch.nn.Module:
-    """Runs a solution's ``code`` and returns ``ModelNew(*init)`` on the device and in the mode of ``options``. Raises
-    ``AttributeError`` if ``code`` defines no ``ModelNew``."""
+    """Runs a solution's ``code``, and returns ``ModelNew(*init)``. ``options`` holds the model's ``device``, and
+    ``train_mode``, which is true for training mode. Raises ``AttributeError`` if ``code`` defines no ``ModelNew``."""
     module = run_module("model_new", code, "model_new.py")
     if not hasattr(module, "ModelNew"):
         raise AttributeError("model_new.py defines no ModelNew")

@@ -1,8 +1,13 @@
 """Runs the untrusted side of the sandbox: the warm parent and the workers that it forks.
 
 ``python -m cuda_agent.sandbox.worker.main FD`` is the warm parent: it imports torch, starts no thread, and forks
-workers on request. A worker enters the jail, then answers requests over one socket. A *reference* worker runs the task,
-a *candidate* worker runs a solution, and a *first pass* (``replay``) runs a solution that starts compilers."""
+workers on request. ``FD`` is the descriptor of the socket for these requests. A worker enters the jail, then answers
+requests over its own socket. There are three kinds of workers:
+
+- A *reference* worker runs the task's own model.
+- A *candidate* worker runs a solution.
+- A *first pass* runs a solution that starts compilers, and records their results for the candidate worker (see
+  ``replay``)."""
 
 # ruff: noqa: E402
 import gc
@@ -40,8 +45,9 @@ def main() -> None:
 
 
 def _serve(control: socket.socket, imports: Sequence[str]) -> None:
-    """Runs a warm parent, which forks workers at the request of its client. ``control`` is the socket to the client;
-    the function returns when the client has closed it. The warm parent also imports the modules ``imports``."""
+    """Runs a warm parent: a process that has imported torch, and forks workers and further warm parents at the request
+    of its client. It also imports the modules ``imports``, so that its workers inherit them. ``control`` is the socket
+    to the client. Returns when the client has closed the socket."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopts the orphans of a dead worker
     gc.disable()
     for name in imports:
@@ -82,9 +88,9 @@ def _serve(control: socket.socket, imports: Sequence[str]) -> None:
 
 
 def _kill_orphans(living: set[int]) -> None:
-    """Kills the processes that dead workers left behind: all descendants except the workers in ``living`` and their
-    descendants. Stops all of these processes before it kills them, because a fork bomb would otherwise start new
-    ones."""
+    """Kills the processes that dead workers left behind: all descendants of this process, except the workers in
+    ``living`` and their descendants. Stops all of them before it kills them, because a fork bomb would otherwise start
+    new ones."""
     seen: set[int] = set()
     while found := descendants(os.getpid(), living):
         standing = found <= seen

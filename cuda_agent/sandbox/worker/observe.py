@@ -1,8 +1,11 @@
-"""Observes one call of a model in a worker: torch's operators, kernels on the device, and their shares of the time.
+"""Reports what one call of a model runs: torch's operators, GPU kernels, and their shares of the call's time.
 
-Torch's dispatcher reports operators; CUPTI reports kernels to torch's profiler. The solution runs in the same process
-and may forge the result, so the result is advice only. Operators of other threads are not seen. On the CPU, neither
-NumPy nor native code is seen, except for the functions of a solution in the extension format."""
+This module runs in a worker, the process that runs a solution or a task's own model. Operators are reported by torch's
+dispatcher, kernels by torch's profiler (CUPTI). A solution runs in the same process and may forge the report, so the
+report is advice only. Operators of other threads are not seen. On the CPU, NumPy and native code are not seen, with two
+exceptions: functions of a solution in the extension format (Python with C++ or CUDA files), and kernels of a solution
+in the triton format. Further functions count the floating-point operations of a call, and describe the memory of its
+results."""
 
 import itertools
 import time
@@ -29,13 +32,16 @@ _HIDDEN_PRODUCTS = ("rnn", "lstm", "gru", "linalg", "cdist", "fft", "quantized")
 class _Mode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Returns false: otherwise the first operator imports all of torch's compiler, which takes seconds."""
+        """Returns false. If it returned true, the first operator would import all of torch's compiler, which takes
+        seconds."""
         return False
 
 
 class Operators(_Mode):
-    """Records torch's operators that run, and the seconds of each call. Leaves out views, copies and allocations. The
-    seconds are valid on the CPU only, because a GPU works asynchronously."""
+    """Records which operators of torch run inside this context, and the seconds of each call. Leaves out views, copies
+    and allocations. ``self.ran`` maps (name, kind) to a list of seconds. The kind is ``memset`` for fills, and
+    otherwise ``torch``. ``add`` records a call of another function. The seconds are valid on the CPU only, because a
+    GPU works asynchronously."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,16 +61,18 @@ class Operators(_Mode):
 
 
 def told(ran: dict[tuple[str, str], list[float]], total: float | None) -> list[list[Any]]:
-    """Returns one record ``[name, kind, calls, share]`` per operator or kernel, in descending order of total time.
-    ``ran`` maps (name, kind) to the seconds of each call. ``share`` is the sum of these seconds divided by ``total``.
-    It is ``None`` if ``total`` is unknown."""
+    """Returns a record ``[name, kind, calls, share]`` for each operator or kernel in ``ran``, in descending order of
+    total time. Keeps at most 64 records. ``ran`` maps (name, kind) to the seconds of each call. The kind is ``torch``,
+    ``memset``, ``own`` (the solution's own function) or empty (unknown). ``calls`` is the number of calls. ``share`` is
+    the sum of their seconds divided by ``total``, or ``None`` if ``total`` is unknown."""
     rows = sorted(ran.items(), key=lambda item: -sum(item[1]))[:_MOST]
     return [[name[:_LONGEST], kind, len(calls), sum(calls) / total if total else None] for (name, kind), calls in rows]
 
 
 def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
-    """Runs ``call`` and returns records (see ``told``) of the operators of torch that ran. ``call`` gets the recorder
-    (``Operators``), and may record other functions with the recorder's method ``add``."""
+    """Runs ``call`` and returns records (see ``told``) of the operators of torch that ran. ``call`` gets the recorder,
+    an instance of ``Operators``. It may record other functions with the recorder's method ``add``. On a GPU, the shares
+    of the time in the records are ``None``."""
     with Operators() as seen:
         begin = time.perf_counter()
         call(seen)
@@ -73,8 +81,9 @@ def operators(call: Callable[[Operators], Any], device: str) -> list[list[Any]]:
 
 
 def kernels(call: Callable[[], Any]) -> list[list[Any]]:
-    """Runs ``call`` and returns records (see ``told``) of its GPU kernels. The kind of a record is ``memset``, or empty
-    if the judge must classify the kernel. Raises ``RuntimeError`` if the profiler sees no kernel."""
+    """Runs ``call`` and returns records (see ``told``) of its GPU kernels, and of fills and copies of GPU memory. The
+    kind of a fill or a copy is ``memset``. The kind of a kernel is empty, because the judge (the process that checks
+    solutions) classifies kernels by their names. Raises ``RuntimeError`` if the profiler sees none of these."""
     from torch.autograd import DeviceType
     from torch.autograd.profiler import profile  # torch.profiler would import torch's compiler, which needs a folder
 
@@ -93,7 +102,8 @@ def kernels(call: Callable[[], Any]) -> list[list[Any]]:
 
 
 def seconds_of(steps: Sequence[Callable[[], Any]], device: str) -> list[float]:
-    """Runs the steps one after the other, and returns the seconds of each."""
+    """Runs the functions ``steps`` one after the other. Returns the seconds that each of them takes on ``device``
+    (``cpu`` or ``cuda``)."""
     if device == "cpu":
         times = [time.perf_counter()]
         for step in steps:
@@ -143,10 +153,13 @@ def flops(call: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def views(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[list[int] | None]:
-    """Returns one item per result of a call: ``None`` if the call wrote the result, otherwise the result's strides. Two
-    kinds of results count as not written: views of tensors in ``given``, and results with stride 0, whose elements
-    share memory. Of several results in the same memory, one counts as written: the largest contiguous result, or else
-    the largest."""
+    """Returns one item per result of a call: ``None`` if the call wrote the result, or the strides of the result if it
+    counts as a view. Three kinds of results count as views:
+
+    - A result in the memory of a tensor in ``given``.
+    - A result with stride 0, whose elements share memory.
+    - All but one of several other results in the same memory. The largest contiguous result counts as written, or the
+      largest if none is contiguous."""
     seen = {tensor.untyped_storage().data_ptr() for tensor in given}
     found: dict[int, list[int] | None] = {}
     for index in sorted(range(len(results)), key=lambda i: (not results[i].is_contiguous(), -results[i].numel())):

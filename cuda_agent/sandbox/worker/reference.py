@@ -1,4 +1,5 @@
-"""Runs a reference worker, the process that runs a task's ``Model`` and ``get_inputs``, with seeds from the judge."""
+"""Runs a reference worker: the process that runs the ``Model`` and ``get_inputs`` of a task. The random seeds come from
+the judge, the process that checks and times solutions."""
 
 import contextlib
 import copy
@@ -25,8 +26,9 @@ _MANY_MODULES = 50  # above it, a model has hundreds of kernels
 
 
 class Reference(WorkerLoop):
-    """Serves the judge's requests about one task. Each public method answers the request (``WorkerOperation``) of the
-    same name."""
+    """Answers the judge's requests about one task. Each public method answers the request (a ``WorkerOperation``) of
+    the same name. ``frame.body`` holds the arguments of a request. ``frame.slot`` is the number of a slot, the shared
+    buffers for the inputs and outputs of one call."""
 
     def __init__(self, channel: socket.socket, options: dict[str, Any]) -> None:
         super().__init__(channel, options)
@@ -91,10 +93,12 @@ class Reference(WorkerLoop):
         self.settle()
 
     def draw_weights(self, frame: Frame) -> dict[str, Any]:
-        """Draws new values for the plain weights (see ``PlainWeights``) and writes them to the output area. The seed
-        ``None`` restores the constructor's values. If the new values give more infinite or NaN outputs than the
-        constructor's values give, the draw is undone. Returns the positions of the plain weights in the state dict
-        (``changed``), and whether the draw was undone (``kept``)."""
+        """Draws new values for the model's plain weights, which its constructor does not draw at random, such as a bias
+        of zeros (see ``PlainWeights``). If the request's seed is ``None``, restores the constructor's values instead.
+        Also restores them if the new values give more infinite or NaN outputs for the inputs of ``frame.slot`` than the
+        constructor's values give. Writes the values to the output area (the shared memory that the worker can write).
+        Returns a dictionary: ``changed`` lists the positions of the plain weights in the state dict. ``kept`` is true
+        if the constructor's values were kept because of such outputs."""
         changed = [i for i, t in enumerate(self._state.values()) if t.data_ptr() in self._plain.addresses]
         seed, kept = frame.body["seed"], False
         if changed:
@@ -112,8 +116,10 @@ class Reference(WorkerLoop):
         return sum(int((~torch.isfinite(tensor)).sum()) for tensor in outputs)
 
     def draw_inputs(self, frame: Frame) -> bool:
-        """Draws inputs under the judge's seed and writes them to the output area. Returns false if the task has no
-        inputs of the requested kind (see ``values.input_kinds``). Uses one thread, because idle threads would spin."""
+        """Draws inputs with the request's seed and writes them to the output area (the shared memory that the worker
+        can write). Returns false if the task has no inputs of the requested kind (see ``values.input_kinds``). Uses one
+        CPU thread. With more threads, torch's idle threads would spin, that is, keep their cores busy, for some
+        milliseconds afterwards."""
         with _threads(1):
             found = self._draw_inputs(frame.body["seed"], frame.body["kind"], self._example(0)[0])
         self.settle()
@@ -130,16 +136,18 @@ class Reference(WorkerLoop):
         return True
 
     def _example(self, number: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Returns two lists of tensors that lie in the output area. The first list has room for one set of inputs, and
-        the second list for the model's outputs on these inputs. ``number`` selects the set."""
+        """Returns the tensors of one example (a set of inputs with the model's outputs) in the output area, the shared
+        memory that the worker can write. The first list holds the inputs, the second list the outputs. ``number``
+        selects the example."""
         tensors, count = (*self._spec["inputs"], *self._spec["outputs"]), len(self._spec["inputs"])
         places = zip(self._examples[number], tensors, strict=True)
         made = [self._slots.tensor(self._slots.written + offset, tensor) for offset, tensor in places]
         return made[:count], made[count:]
 
     def draw_and_run(self, frame: Frame) -> None:
-        """Draws inputs of the kind ``normal`` under each of the judge's seeds and runs the model on them. Writes the
-        inputs and the outputs to the output area."""
+        """Draws inputs with each seed in the request and runs the model on them. The inputs have the values that the
+        task's own code draws (kind ``normal``). Writes the inputs and the outputs to the output area (the shared memory
+        that the worker can write)."""
         for number, seed in enumerate(frame.body["seeds"]):
             inputs, outputs = self._example(number)
             self._draw_inputs(seed, "normal", inputs)
@@ -147,9 +155,9 @@ class Reference(WorkerLoop):
         self.settle()
 
     def run(self, frame: Frame) -> Any:
-        """Runs the model on the inputs of ``frame.slot``. The request may give a number of threads. On a GPU, returns
-        two times in seconds: the device's time for the call, and the host's time to enqueue it. On the CPU, returns
-        ``None``."""
+        """Runs the model on the inputs of the slot ``frame.slot`` (the buffers of one call), and writes the outputs to
+        this slot. The request may set the number of CPU threads. On a GPU, returns two times in seconds: the device's
+        time for the call, and the host's time to enqueue it. On the CPU, returns ``None``."""
         with _threads(frame.body["threads"]) if frame.body else contextlib.nullcontext():
             return self._run(frame)
 
@@ -166,19 +174,19 @@ class Reference(WorkerLoop):
         return times
 
     def run_empty(self, frame: Frame) -> None:
-        """Does all that ``run`` does, except the model's call. The judge subtracts the time of this operation from the
-        time of ``run``."""
+        """Does the work of ``run`` except the model's call: builds the arguments and copies outputs. The judge
+        subtracts the time of this request from the time of ``run``."""
         rebuild(self._arguments, self._slots.input_tensors(frame.slot))
         if not self._last:
             self._last = [torch.zeros_like(t) for t in self._slots.output_tensors(frame.slot)]
         store(self._last, self._slots.output_tensors(frame.slot))
 
     def compile_task(self, frame: Frame) -> None:
-        """Compiles the model with ``torch.compile``. Later calls of ``run`` use the compiled model. The request's
-        ``known`` is the folder in which a warm-up process stored results of TorchInductor (see ``compiling``). If
-        ``known`` is empty, this process is the warm-up and stores the results. A large model on a GPU is compiled by
-        several processes. All other models are compiled by this process alone, because TorchInductor's processes start
-        slowly."""
+        """Compiles the model with ``torch.compile`` and runs it once. Later calls of ``run`` use the compiled model.
+        ``known`` in the request is a folder with stored results of TorchInductor, which speed up compilation (see
+        ``compiling``). An earlier process, the warm-up, stored them. If ``known`` is empty, this process is the warm-up
+        and stores the results. A large model on a GPU is compiled by several processes. All other models are compiled
+        by this process alone, because TorchInductor's processes start slowly."""
         from cuda_agent.sandbox.worker import compiling
 
         known = frame.body["known"]
@@ -190,19 +198,20 @@ class Reference(WorkerLoop):
         self._run(frame)
 
     def set_precision(self, frame: Frame) -> None:
-        """Sets the precision of matrix products and convolutions: default (PyTorch's), fp32, tf32 or bf16."""
+        """Sets the precision of matrix products and convolutions in later calls of ``run``: ``default`` (PyTorch's
+        default), ``fp32``, ``tf32`` or ``bf16`` (autocast)."""
         wanted = frame.body["precision"]
         torch.backends.cuda.matmul.allow_tf32 = wanted == "tf32"
         torch.backends.cudnn.allow_tf32 = wanted in ("tf32", "default")
         self._autocast = wanted == "bf16"
 
     def map_exact(self, frame: Frame) -> None:
-        """Maps the shared memory for the model's outputs in double precision."""
+        """Maps the shared memory to which ``run_exact`` writes the model's outputs in double precision."""
         self._exact = Slots(frame.body["spec"], frame.body, frame.fds, self._device)
 
     def run_exact(self, frame: Frame) -> bool:
-        """Runs the model in double precision on the inputs of ``frame.slot``. Returns whether the outputs of this run
-        and of the last ``run`` are all finite."""
+        """Runs the model in double precision on the inputs of ``frame.slot``, and writes the outputs to the memory of
+        ``map_exact``. Returns whether the outputs of this run and of the last ``run`` are all finite."""
         if self._double is None:
             self._double = copy.deepcopy(self._model).double()
         given = [t.double() if t.is_floating_point() else t for t in self._slots.input_tensors(frame.slot)]
@@ -214,8 +223,9 @@ class Reference(WorkerLoop):
         return finite
 
     def run_mutant(self, frame: Frame) -> bool:
-        """Writes the outputs of a mutant (a wrong answer made on purpose) for the inputs of ``frame.slot``. The last
-        ``run`` must have had the same inputs. Returns false if the task has no mutant of the requested kind."""
+        """Writes wrong outputs (a mutant, which is a wrong answer made on purpose) for the inputs of ``frame.slot``.
+        The last ``run`` must have had the same inputs, because some kinds of mutants are made from its outputs. Returns
+        false if the task has no mutant of the requested kind."""
         how, given, model = frame.body, self._slots.input_tensors(frame.slot), None
         match how["kind"]:
             case "weights":
@@ -230,9 +240,10 @@ class Reference(WorkerLoop):
         return True
 
     def account(self, frame: Frame) -> dict[str, Any]:
-        """Returns three facts about one call. ``flops`` is the number of floating-point operations (0 if unknown).
-        ``written`` is the number of bytes that the call must write for its outputs. ``views`` has one item per output:
-        its strides if the output is a view, else ``None``."""
+        """Runs the model once and returns three facts about this call. ``flops`` is the number of floating-point
+        operations (0 if unknown). ``written`` is the number of bytes that the call must write for its outputs.
+        ``views`` has one item per output: its strides if the output counts as a view (see ``observe.views``), else
+        ``None``."""
         given = self._slots.input_tensors(frame.slot)
         flops, answer = observe.flops(lambda: self._model(*rebuild(self._arguments, given)))
         results, memory = flatten(answer), [*given, *self._state.values()]
@@ -240,8 +251,9 @@ class Reference(WorkerLoop):
         return {"flops": flops, "written": written, "views": views}
 
     def count_operators(self, frame: Frame) -> dict[str, int]:
-        """Runs the model once. Counts the operators that return a single tensor which is not a view, and the bytes that
-        these operators read and write. The judge computes simulated times from these numbers."""
+        """Runs the model once. Returns the number of operators that return a single tensor which is not a view
+        (``operators``), and the number of bytes that they read and write (``bytes``). From these numbers, the judge
+        computes simulated times, which replace measured times in tests."""
         total = {"operators": 0, "bytes": 0}
 
         class Counter(TorchFunctionMode):

@@ -3,7 +3,7 @@
 A first pass runs the solution and records each program that the solution starts. The second pass, which is the judged
 run, starts no program: the solution gets the recorded result, and the program's files already exist. For example,
 ``load_inline`` calls ninja, finds that everything is built, and imports the library. The solution's own process writes
-the recording, so the sandbox's security must not depend on it."""
+the recording, so the sandbox's security must not depend on the recording."""
 
 import contextlib
 import errno
@@ -89,7 +89,9 @@ def _key(arguments: Any, folder: Any) -> str:
 
 
 def _note_programs(notes: dict[str, Any]) -> None:
-    """Records in ``notes`` the command, folder, exit code and output of every program that ``subprocess`` runs."""
+    """Patches ``subprocess`` so that it records each program that it runs and waits for. A key in ``notes`` holds the
+    command and the working directory. The value is ``[exit code, standard output, standard error]``, with ``None`` for
+    an output that was not read."""
 
     class Noting(_RealPopen):  # type: ignore[type-arg]
         def __init__(self, args: Any, *more: Any, **options: Any) -> None:
@@ -111,8 +113,9 @@ def _note_programs(notes: dict[str, Any]) -> None:
 
 
 def play_back(place: Path) -> None:
-    """Makes ``subprocess`` replay the programs recorded in ``place``, the first pass's folder, and refuse all other
-    programs. Also makes the files of the first pass available (see ``same_files``)."""
+    """Patches ``subprocess`` so that it returns the recorded results of programs instead of running them, and refuses
+    all programs that are not recorded. ``place`` is the folder of the first pass (the run that recorded them). Also
+    makes the files of the first pass available (see ``same_files``)."""
     _settle()
     notes = json.loads((place / _NOTES).read_text())
 
@@ -151,8 +154,8 @@ def play_back(place: Path) -> None:
 
 
 def _take_no_locks() -> None:
-    """Makes file locks do nothing. Lock files cannot be opened for writing in the second pass, and no other process
-    uses these locks."""
+    """Makes file locks do nothing in the second pass (the judged run). There, lock files cannot be opened for writing,
+    and no other process uses these locks."""
     import filelock
     from torch.utils.file_baton import FileBaton
 

@@ -1,7 +1,9 @@
-"""Makes the second pass of a solution, which is the judged run, find the files of the first pass (see ``replay``).
+"""Makes the second pass of a solution find the files of the first pass. The first pass may start compilers. The second
+pass is the judged run (see ``replay``).
 
 A solution may write its sources when it is imported, or compile in a new temporary folder. In the second pass, the
-first pass's folder is read-only. The sandbox's security does not depend on this code."""
+first pass's folder is read-only. Therefore temporary files get the same names in both passes, and writes to the folder
+do nothing in the second pass. The sandbox's security does not depend on this code."""
 
 import builtins
 import io
@@ -26,10 +28,14 @@ def with_own_tmp(code: str, place: Path) -> str:
 
 
 def keep_files(place: Path, replayed: bool) -> None:
-    """Patches the file functions of this process. In both passes, the n-th temporary file with the same prefix, suffix
-    and folder has the same name, and no file in the folder ``place`` is removed. In the second pass (``replayed``),
-    writes to this folder do nothing, because the files exist already. In its subfolders for compilers, files are
-    removed and written as usual."""
+    """Patches the file functions of this process, so that the second pass of a solution (the judged run) finds the
+    files of the first pass (the run that may start compilers). ``place`` is the folder of the first pass.
+
+    - The n-th temporary file with the same prefix, suffix and folder has the same name in both passes.
+    - ``tempfile`` removes no files, and no file in ``place`` is removed.
+    - If ``replayed`` is true (in the second pass), writes to ``place`` do nothing, because the files exist already.
+
+    The compilers' subfolders of ``place`` are an exception: files in them can be removed and written as usual."""
     counts: Counter[tuple[Any, ...]] = Counter()
     inside = _inside(place)
 

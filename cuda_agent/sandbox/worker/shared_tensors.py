@@ -1,4 +1,5 @@
-"""Maps the judge's shared memory as tensors in a worker, and converts other values to and from JSON."""
+"""Maps the judge's shared memory as tensors in a worker (the process that runs a task or a solution). Also converts the
+arguments of models to and from JSON."""
 
 import ctypes
 import math
@@ -15,16 +16,25 @@ from cuda_agent.sandbox.wire import span
 
 
 class Slots:
-    """The judge's shared memory, mapped in a worker. The worker cannot write to inputs and weights. A slot is the room
-    for the inputs and outputs of one call. ``places`` comes from ``judge.memory.buffers.Buffers.places``. Its
-    ``layout`` has one item per slot, with offsets in bytes: ``{"in": [offsets], "out": [offsets]}``."""
+    """The memory that the judge shares with a worker, mapped in the worker. A slot is the room for the inputs and
+    outputs of one call. All slots share the weights. The worker cannot write to inputs and weights.
+    ``self.inputs[slot]`` and ``self.outputs[slot]`` list the addresses of a slot's tensors. ``self.weights`` lists the
+    addresses of the weights."""
 
     def __init__(
         self, spec: dict[str, Any], places: dict[str, Any], fds: list[int], device: str, before: "Slots | None" = None
     ) -> None:
-        """Maps the input area and the output area, whose descriptors are ``fds``. ``spec`` is the ``TaskSpec`` as JSON.
-        ``before`` holds the slots of an earlier plan in this process. If these slots lie in the same GPU areas, their
-        mappings are used again. Otherwise their mappings are removed."""
+        """Maps the input area, which the worker can only read, and the output area, which it can also write.
+
+        Args:
+            spec: The shapes and dtypes of the tensors, as the JSON of a ``TaskSpec``.
+            places: The sizes of the areas and the offsets of the tensors in bytes
+                (``judge.memory.buffers.Buffers.places``). ``places["layout"]`` has one item per slot:
+                ``{"in": [offsets], "out": [offsets]}``.
+            fds: The descriptors of the two areas. The constructor closes them.
+            device: ``cpu`` or ``cuda``.
+            before: The slots of the previous solution in this process, if any. On a GPU, their mappings are used again
+                if they lie in the same areas, and removed otherwise."""
         layout, sizes = places["layout"], places["sizes"]
         self._numbers = places["areas"]
         self._areas: list[driver.Shared] = []
@@ -51,7 +61,9 @@ class Slots:
         self._spec = spec
 
     def address(self, slot: int, workspaces: Mapping[str, int], buffer: str) -> int:
-        """Returns the address of a plan's buffer (``in:0``, ``out:0``, ``w:0``, or ``ws:name``) in one slot."""
+        """Returns the address of a buffer of a plan (a solution that lists kernel launches). ``buffer`` names an input,
+        an output or a weight by its index (``in:0``, ``out:0``, ``w:0``), or a workspace (``ws:name``). ``slot``
+        selects the inputs and outputs. ``workspaces`` maps the names of workspaces to their addresses."""
         kind, _, rest = buffer.partition(":")
         if kind == "ws":
             return workspaces[rest]
@@ -61,8 +73,9 @@ class Slots:
         return tensor_at(address, tensor, self.device)
 
     def tensor_of(self, address: Callable[[str], int], tensor: dict[str, Any]) -> torch.Tensor:
-        """Returns a tensor of a plan's library node (a matrix product or a convolution). ``tensor`` describes its
-        buffer, shape and dtype. ``address`` is a function from a buffer's name to the address of its memory."""
+        """Returns a tensor over a buffer of a plan (a solution that lists kernel launches). It serves a matrix product
+        or a convolution that a library computes. ``tensor`` holds the buffer's name, the shape and the dtype.
+        ``address`` is a function that returns the address of a buffer from its name."""
         return self.tensor(address(tensor["buffer"]), tensor)
 
     def input_tensors(self, slot: int) -> list[torch.Tensor]:
@@ -77,8 +90,8 @@ class Slots:
 
 
 def map_memory(descriptor: int, size: int, writable: bool) -> int:
-    """Maps ``size`` bytes of shared memory and returns the address. If ``descriptor`` is -1, maps private memory.
-    Raises ``MemoryError`` if the mapping fails."""
+    """Maps ``size`` bytes of the shared memory with the file descriptor ``descriptor``, and returns the address. If
+    ``descriptor`` is -1, maps new memory that no other process shares. Raises ``MemoryError`` if the mapping fails."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     kind = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     kind |= mmap.MAP_POPULATE  # so that no first touch of a page is timed
@@ -145,7 +158,8 @@ def zeros(target: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:
 
 
 def owned(result: torch.Tensor, given: range) -> torch.Tensor:
-    """Returns ``result``, or a contiguous copy if it is not contiguous or lies in ``given`` (inputs and weights)."""
+    """Returns ``result`` if it is contiguous and does not begin in ``given``, the addresses of the inputs and weights.
+    Otherwise returns a contiguous copy."""
     if result.is_contiguous() and result.data_ptr() not in given:
         return result
     return result.clone(memory_format=torch.contiguous_format)

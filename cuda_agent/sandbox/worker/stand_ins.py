@@ -1,10 +1,11 @@
 """Makes ``torch.utils.cpp_extension`` compile in seconds, with short header files (stand-ins) in place of torch's
 headers.
 
-Torch runs its usual build, but with the stand-ins (``cuda_agent/sandbox/formats/stand_ins``). If this first build
+The stand-ins lie in ``cuda_agent/sandbox/formats/stand_ins``. Torch first runs its usual build with them. If this build
 fails, or if its library cannot be imported, torch builds again with its own headers. The second build is omitted if the
-errors of the first build show that the second would fail, too. A build that makes no Python module uses torch's headers
-at once. All builds run in a first pass, which may start compilers. The judged run (``replay``) replays them."""
+errors of the first build show that the second would fail, too. A build that makes no Python module uses only torch's
+headers. All builds run in a first pass (a run that may start compilers). The judged run does not build, but gets the
+recorded results (see ``replay``)."""
 
 import contextlib
 import inspect
@@ -27,8 +28,9 @@ _LIGHT = ("torch/headeronly", "ATen/dlpack.h")  # headers of torch that the stan
 
 
 def write_headers(place: Path, headers: Mapping[str, str]) -> None:
-    """Writes the stand-ins ``headers`` (texts by path) into ``place``, the folder of a first pass (a run that may start
-    compilers). Links the headers of torch that the stand-ins include."""
+    """Writes stand-ins (short headers that replace torch's headers) into ``place``, the folder of a first pass (a run
+    that may start compilers). ``headers`` maps their paths to their texts. Also links the headers of torch that the
+    stand-ins include. Does nothing if ``headers`` is empty."""
     if not headers:
         return
     for name, text in headers.items():
@@ -42,10 +44,13 @@ def write_headers(place: Path, headers: Mapping[str, str]) -> None:
 
 
 def _fails_anyway(said: str, folder: Path) -> bool:
-    """Returns whether a build with torch's own headers would fail as well. ``said`` is the output of the build that
-    failed with the stand-ins. The result is true if the module is defined twice. It is also true if a compiler's first
-    error concerns a function that is bound to Python, although neither the sources nor torch's headers declare it.
-    Files in ``folder`` cache the results of searches in torch's headers."""
+    """Returns whether a build that failed with the stand-ins (short headers) would also fail with torch's own headers.
+    ``said`` is the output of the failed build. Files in ``folder`` cache the results of searches in torch's headers.
+    The result is true in two cases:
+
+    - The Python module is defined twice.
+    - The first error of a compiler says that a function is not declared, the build binds this function to Python, and
+      torch's headers do not contain its name."""
     for output in said.split(_FAILED)[1:]:
         if found := _TWICE.search(output) or _UNBOUND.search(output):
             first = output.find("error: ")
@@ -69,8 +74,9 @@ def _in_headers(name: str, folder: Path) -> bool:
 
 
 def offer(place: Path) -> None:
-    """Makes builds of ``torch.utils.cpp_extension`` try the stand-ins below ``place`` first. ``place`` is the folder of
-    a first pass. Does nothing if this folder holds no stand-ins."""
+    """Makes builds of ``torch.utils.cpp_extension`` try the stand-ins (short headers that replace torch's headers)
+    first. ``place`` is the folder of a first pass (a run that may start compilers), with the stand-ins from
+    ``write_headers``. Does nothing if this folder holds no stand-ins."""
     folder = place / _FOLDER
     if not folder.is_dir():
         return

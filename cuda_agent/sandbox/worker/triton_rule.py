@@ -1,8 +1,9 @@
 """Enforces the rule of the triton format: ``ModelNew.forward`` computes only with kernels of ``triton.jit``.
 
-torch may create, view and inspect tensors, as in the extension format. Each call must launch a kernel. Triton's own
-runtime may call torch: its interpreter copies arguments, and its autotuner resets them. The check runs in the
-candidate's own interpreter, so a determined cheat can evade it."""
+Outside of kernels, ``forward`` may use torch to create, view, convert and inspect tensors (the functions in
+``wire.ALLOWED``), but not to compute. Each call of ``forward`` must launch a kernel. Triton's own interpreter and
+autotuner may call any function of torch. For example, the autotuner resets arguments. The check runs in the same Python
+process as the solution, so a deliberate attack can evade it."""
 
 import os
 import sys
@@ -18,9 +19,10 @@ from cuda_agent.sandbox.worker.binding import Cheat, Outputs
 
 
 def only_triton(outputs: Outputs) -> Callable[[], AbstractContextManager[Any]]:
-    """Patches triton so that kernel launches are counted. Returns a class of context managers that enforce the rule of
-    this module. Each call of the solution needs a new instance. If ``outputs.watch`` is set, it is called for every
-    launch."""
+    """Patches Triton so that it counts kernel launches. Returns a class of context managers that enforce the rule of
+    this module. Each call of the solution needs a new instance. If ``outputs.watch`` is set, each launch calls it with
+    the kernel's name, the kind ``own`` and the seconds of the launch. If ``TRITON_INTERPRET`` is 1, kernels run in
+    Triton's interpreter. The interpreter then copies no arguments, and the autotuner takes its first configuration."""
     from triton.runtime import autotuner, interpreter, jit
 
     launches = [0]

@@ -1,9 +1,11 @@
-"""Runs background commands of a workspace. Each command has a keeper: a child of the workspace's process.
+"""Runs background commands of a workspace, the jailed process that runs an agent's tools. Each command has a keeper: a
+child of the workspace's process.
 
-The keeper starts the command in the shell's jail and collects its output. On request, at a limit, or when the workspace
-has ended, the keeper kills all processes of the command. The keeper adopts the command's orphaned processes. Otherwise
-the workspace's process would adopt them, and would kill them when a foreground command ends. A background command gets
-no input and cannot run the shell's commands, such as verify."""
+The keeper starts the command in a jail like that of a foreground command, and collects the command's output. The keeper
+kills all processes of the command on request, at a limit, when the command's main process ends, or when the workspace
+has ended. The keeper adopts the command's orphaned processes. Otherwise the workspace's process would adopt them, and
+would kill them when a foreground command ends. A background command gets no input. Unlike a foreground command, it does
+not find the sandbox's commands, such as ``verify``, on its PATH."""
 
 import contextlib
 import json
@@ -58,8 +60,9 @@ class Backgrounds:
         return name
 
     def tell(self, name: str, request: bytes) -> str:
-        """Returns the new output and the state of the command ``name``. If ``request`` is ``KILL``, first kills the
-        command. Raises ``ToolRefused`` if there is no such command."""
+        """Returns the state of the command ``name``, and its output since the last call. If ``request`` is ``KILL``,
+        first kills the command. Otherwise ``request`` is ``OUTPUT``. Raises ``ToolRefused`` if there is no such
+        command."""
         if name not in self._channels:
             known = ", ".join(self._channels) or "none"
             raise ToolRefused(f"there is no background command {name[:20]!r} (there are: {known})")
@@ -87,8 +90,9 @@ class Backgrounds:
 
     @staticmethod
     def _ask(channel: tuple[int, int], request: bytes) -> dict[str, Any] | None:
-        """Sends ``request`` to the keeper at ``channel``. Returns the keeper's answer, or ``None`` if there is no
-        answer."""
+        """Sends ``request`` to a keeper (the process that runs one command) and returns its answer. ``channel`` holds
+        two descriptors: the first to read answers, the second to write requests. Returns ``None`` if the keeper does
+        not answer."""
         answers, asks = channel
         said = b""
         try:
@@ -108,8 +112,10 @@ class Backgrounds:
 
 
 def _keep(shell: Shell, requests: int, tells: int, others: list[int], command: str) -> NoReturn:
-    """Makes this process the keeper of ``command``. Never returns. Reads one-byte requests from the descriptor
-    ``requests``, and writes answers as lines of JSON to ``tells``. First closes the parent's descriptors ``others``."""
+    """Runs the keeper of ``command`` (the process that starts the command and collects its output) in this forked child
+    of the workspace's process. Never returns. Reads one-byte requests from the descriptor ``requests``, and writes
+    answers as lines of JSON to the descriptor ``tells``. First closes ``others``, the inherited descriptors that belong
+    to the parent."""
     for descriptor in others:
         os.close(descriptor)
     shell.client.close()

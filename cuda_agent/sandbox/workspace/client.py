@@ -1,7 +1,9 @@
-"""Opens workspaces, calls their tools, and runs the commands that their shells forward, such as verify.
+"""Opens workspaces and calls their tools. A workspace is an agent's work folder, together with a shell and file tools.
 
-A workspace is an agent's folder with its tools. The tools run in a separate jailed process (``worker``). A mistake of
-the agent raises no exception. Instead, the result of the tool call has ``error`` set."""
+The tools of a workspace run in a separate process (module ``worker``), which is in a jail. If a command in the agent's
+shell runs compile, verify, profile or restore, the process sends a request to this module. This module then calls a
+function of the caller, which runs the command outside the jail. A mistake of the agent, such as a wrong argument,
+raises no exception. Instead, the result of the tool call has ``error`` set."""
 
 import asyncio
 import contextlib
@@ -44,9 +46,10 @@ class WorkspaceLost(Exception):
 
 
 class Workspaces:
-    """Owns the warm parent: the process that forks the processes of workspaces. ``async with`` starts the warm parent
-    at once. Otherwise the first call of ``open`` starts it. All work folders lie in one temporary folder. The warm
-    parent removes this folder when it ends, even if this process was killed."""
+    """Opens workspaces. All of them share the warm parent: a process that forks one child process per workspace.
+    ``async with`` starts the warm parent at once. Otherwise the first call of ``open`` starts it. All work folders lie
+    in one temporary folder. The warm parent removes this folder when it ends, even if the process that started it was
+    killed."""
 
     def __init__(self, limits: CommandLimits | None = None) -> None:
         self.limits = limits or CommandLimits()
@@ -67,8 +70,9 @@ class Workspaces:
     async def open(
         self, files: Mapping[str, str], protected: frozenset[str], commands: Commands
     ) -> "AsyncIterator[Workspace]":
-        """Opens a workspace that holds ``files`` (text by path). The agent cannot change the top-level files in
-        ``protected``. ``commands`` runs the commands of the agent's shell. Raises ``WorkspaceLost`` if the workspace
+        """Opens a workspace, and closes it when the context ends. At first the workspace holds ``files`` (text by
+        path). ``protected`` names files at the top of the folder that the agent cannot change. ``commands`` is called
+        when the agent runs compile, verify, profile or restore in the shell. Raises ``WorkspaceLost`` if the workspace
         does not start."""
         await self._start()
         number, control = next(self._numbers), self._control
@@ -138,7 +142,8 @@ class Workspaces:
 
 
 def checked_call(tool: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the message body for a tool call. Raises ``ToolRefused`` if ``arguments`` are too large or not JSON."""
+    """Returns a tool call as the body of a message to a workspace. Raises ``ToolRefused`` if JSON cannot represent
+    ``arguments``, or if the call is larger than ``ARGUMENT_BYTES``."""
     try:
         body = {"tool": tool, "arguments": dict(arguments)}
         size = len(json.dumps(body))
@@ -161,8 +166,8 @@ class Workspace:
         self._broken = False
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Runs a tool and returns its result. If the agent's shell uses a command such as verify, this method calls the
-        constructor's ``commands`` to run it. The caller gets every exception that ``commands`` raises. Raises
+        """Runs a tool and returns its result. If the agent runs compile, verify, profile or restore in the shell, calls
+        the function ``commands`` that the constructor got. An exception of this function reaches the caller. Raises
         ``WorkspaceLost`` if the workspace has ended or does not answer."""
         try:
             body = checked_call(tool, arguments)
@@ -173,8 +178,9 @@ class Workspace:
         return ToolResult(str(result["text"]), bool(result["error"]))
 
     async def files(self) -> dict[str, str]:
-        """Returns the folder's text files by path, within the limits of the module ``files``. Protected files have
-        their original text. Raises ``WorkspaceLost`` if the workspace has ended or does not answer."""
+        """Returns the text files of the work folder by path. The module ``workspace.files`` limits their number and
+        sizes. Protected files have their original text. Raises ``WorkspaceLost`` if the workspace has ended or does not
+        answer."""
         async with self._turn:
             return dict(await self._request(WorkspaceOperation.COLLECT_FILES, None))
 

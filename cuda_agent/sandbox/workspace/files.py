@@ -1,8 +1,8 @@
-"""Implements the file tools of a workspace, and collects the workspace's files. The tools are Read, Write, Edit,
-MultiEdit and Glob. NotebookEdit reads and writes its file with ``Folder.change``.
+"""Implements the file tools of a workspace (an agent's work folder), and collects the files of the folder.
 
-Everything in the folder may be hostile (links, FIFOs, huge or binary files, a million names), so every path is resolved
-and every read is limited. The code runs inside the workspace's jail."""
+The tools are Read, Write, Edit, MultiEdit and Glob. The tool NotebookEdit is in the module ``notebook``; it changes
+files through ``Folder.change``. Everything in the folder may be hostile (links, FIFOs, huge or binary files, a million
+names), so every path is resolved and every read is limited. The code runs inside the workspace's jail."""
 
 import fnmatch
 import hashlib
@@ -27,9 +27,10 @@ class ToolRefused(Exception):
 
 
 class Folder:
-    """The work folder ``root`` and its tools. ``protected`` maps each protected file name to its required text, or to
-    ``None`` if the file must not exist. The agent may change a file only if it has read or written the file's current
-    content with a tool. A tool raises ``ToolRefused`` if it refuses a call."""
+    """An agent's work folder at the path ``root``, with the file tools. ``protected`` maps the name of each protected
+    file to its required text, or to ``None`` if the file must not exist. The agent cannot change protected files. A
+    tool changes another file only if the agent has read or written the file's current content with a tool. A tool
+    raises ``ToolRefused`` if it refuses a call."""
 
     def __init__(self, root: str, protected: dict[str, str | None]) -> None:
         if any("/" in name for name in protected):
@@ -102,15 +103,16 @@ class Folder:
         return "\n".join(found) or "(no matches)"
 
     def fill(self, files: dict[str, str]) -> None:
-        """Writes the initial files. Before the agent can change one of these files with a tool, it must read the
-        file."""
+        """Writes the initial files (text by path). The agent must read such a file before it can change it with a
+        tool."""
         for path, content in files.items():
             self._store(self.resolve(path), content)
         self._seen.clear()
 
     def put(self, files: dict[str, str | None]) -> None:
-        """Writes each text in ``files`` at its path. Removes the file at a path whose text is None. The new texts
-        count as read by the agent. Raises ``ToolRefused`` if a file cannot be written or removed."""
+        """Writes each text in ``files`` to the file at its path. If the text is ``None``, removes the file instead. The
+        agent can change the written files with a tool without reading them first. Raises ``ToolRefused`` if a file
+        cannot be written or removed."""
         for path, content in files.items():
             name = self._writable(path)
             if content is not None:
@@ -122,7 +124,8 @@ class Folder:
                 raise ToolRefused(f"{name}: {error.strerror}") from None
 
     def restore(self) -> list[str]:
-        """Restores the folder's permissions and protected files. Returns the names of the files that had changed."""
+        """Restores the folder's permissions and the protected files. Returns the names of the protected files that had
+        changed."""
         changed = []
         os.chmod(self.root, 0o700)
         for name, content in self.protected.items():
@@ -139,8 +142,10 @@ class Folder:
         return changed
 
     def collect(self) -> dict[str, str]:
-        """Returns the texts of the folder's regular UTF-8 files by path. Files near the top are taken first, until the
-        limits of this module are reached. Protected files have their original text."""
+        """Returns the folder's regular UTF-8 files, as text by path. Protected files come first, with their original
+        text. The other files follow, the ones nearest to the top of the folder first. Skips a file that is larger than
+        ``FILE_BYTES``, or with which all files together would be larger than ``TOTAL_BYTES``. Stops at ``FILES``
+        files."""
         kept = {name: content for name, content in self.protected.items() if content is not None}
         files, total = dict(kept), sum(map(len, kept.values()))
         for name, size in sorted(self._walk("."), key=lambda item: (item[0].count("/"), item[0])):
@@ -156,8 +161,8 @@ class Folder:
         return files
 
     def resolve(self, path: str) -> str:
-        """Returns ``path`` relative to the folder, with links followed. Raises ``ToolRefused`` if the path leads
-        outside."""
+        """Returns ``path`` relative to the work folder, after following links. Raises ``ToolRefused`` if ``path`` is
+        not valid or leads out of the folder."""
         if not isinstance(path, str) or not path or len(path) > 1024 or "\0" in path or not path.isprintable():
             raise ToolRefused("not a path")
         if path == "~" or path.startswith("~/"):
@@ -235,7 +240,8 @@ class Folder:
             os.unlink(path)
 
     def _walk(self, base: str) -> Iterator[tuple[str, int | None]]:
-        """Yields the path and the size of every file below ``base``, level by level. Special files have the size
+        """Yields the path and the size of each file below ``base``, level by level. Goes at most ``DEPTH`` folders
+        deep, and looks at most at ``ENTRIES`` entries. For files that are not regular, such as links, the size is
         ``None``."""
         pending, looked = deque([(base, 0)]), 0
         while pending:

@@ -1,4 +1,5 @@
-"""Edits one cell of a Jupyter notebook (the JSON of nbformat 4), for the tool NotebookEdit. Pure functions on text."""
+"""Edits one cell of a Jupyter notebook (JSON in nbformat 4), for the agent's tool NotebookEdit. Reads and writes no
+files."""
 
 import json
 from typing import Any
@@ -17,13 +18,13 @@ def edited(text: str, new_source: str, cell_id: str | None, cell_type: str | Non
     Args:
         text: The JSON of a notebook.
         new_source: The cell's new text. Ignored if ``edit_mode`` is ``delete``.
-        cell_id: The cell's id; ``cell-3`` also names the fourth cell. A new cell comes after this cell, or first if the
-            id is None.
-        cell_type: ``code`` or ``markdown``. None keeps the type of a replaced cell.
+        cell_id: The id of the cell to replace or delete. If no cell has the id ``cell-3``, this id names the fourth
+            cell. A new cell comes after the cell ``cell_id``, or at the beginning if ``cell_id`` is None.
+        cell_type: ``code`` or ``markdown``. A new cell needs it. For a replaced cell, None keeps the cell's type.
         edit_mode: ``replace``, ``insert`` or ``delete``.
 
     Raises:
-        ToolRefused: The text is no notebook, there is no such cell, or an argument is wrong."""
+        ToolRefused: ``text`` is not a notebook, there is no such cell, or an argument is wrong."""
     if edit_mode not in MODES:
         raise ToolRefused(f"edit_mode must be one of {', '.join(MODES)}")
     if cell_type is not None and cell_type not in TYPES:
@@ -66,7 +67,8 @@ def _notebook(text: str) -> dict[str, Any]:
 
 
 def _written(notebook: dict[str, Any]) -> str:
-    """Returns ``notebook`` as JSON. If a text in it is not valid Unicode, escapes all characters that are not ASCII."""
+    """Returns ``notebook`` as JSON text. Escapes non-ASCII characters only if UTF-8 cannot encode the notebook, because
+    a string in it has a lone surrogate."""
     text = json.dumps(notebook, indent=1, ensure_ascii=False)
     try:
         text.encode()
@@ -91,8 +93,8 @@ def _new_id(cells: list[dict[str, Any]]) -> str:
 
 
 def _changed(cell: dict[str, Any], cell_type: str, source: str) -> dict[str, Any]:
-    """Sets the type and the text of ``cell``, and returns ``cell``. Removes its outputs, which belong to the old text,
-    and the fields that a cell of the new type cannot have. Keeps all other fields."""
+    """Sets the type and the source text of ``cell`` in place, and returns ``cell``. Removes the outputs of the previous
+    source, and the fields that a cell of the new type cannot have. Keeps all other fields."""
     cell |= {"cell_type": cell_type, "source": source.splitlines(keepends=True)}
     if cell_type == "code":
         cell |= {"execution_count": None, "outputs": []}

@@ -1,10 +1,13 @@
-"""Runs a workspace's shell commands one after the other, within limits.
+"""Runs the shell commands of a workspace (an agent's work folder) one after the other, within limits.
 
-The worker is the workspace's process. Each command runs in a jail inside the worker's jail. The current folder and the
-exported variables persist between commands. ``compile``, ``verify``, ``profile`` and ``restore`` are scripts on the
-shell's PATH. A script sends its request through a FIFO to the worker. The worker forwards the request to the client.
-When the client has answered, the worker changes the files that the answer names, and sends the answer's text to the
-script through another FIFO. Data from a shell may be forged, so the worker checks it."""
+This code runs in the worker, the jailed process of one workspace. Each command runs in a second jail inside the
+worker's jail. The current folder and the exported variables persist between commands.
+
+``compile``, ``verify``, ``profile`` and ``restore`` are scripts on the shell's PATH. A script sends a request to the
+worker through a FIFO. The worker forwards the request to its client (module ``client``), which runs the command outside
+the jail. The client's answer is a text and new contents of some files. The worker changes these files and sends the
+text to the script through another FIFO. The agent's programs can forge all data that comes from a shell, so the worker
+checks it."""
 
 import contextlib
 import ctypes
@@ -52,7 +55,8 @@ exit "$status"
 
 @dataclass(frozen=True)
 class CommandLimits:
-    """The limits of a workspace. ``shell_seconds`` excludes the time spent waiting for one of ``COMMANDS``."""
+    """The limits of the commands in one workspace. ``shell_seconds`` limits the run time of a foreground command. Time
+    in which the command waits for compile, verify, profile or restore does not count."""
 
     shell_seconds: float = 30.0
     output_chars: int = 30_000  # of one tool's text; the middle is cut
@@ -71,7 +75,8 @@ class CommandOutcome:
 
 @dataclass
 class Output:
-    """The first and the last bytes of a stream, at most ``limit`` in all; ``dropped`` counts the bytes between them."""
+    """The output of a command, cut to its first and last bytes: at most ``limit`` bytes in all. ``dropped`` is the
+    number of bytes cut out between them."""
 
     limit: int
     head: bytearray = field(default_factory=bytearray)
@@ -92,7 +97,8 @@ class Output:
 
 
 class Shell:
-    """Runs programs one after the other. Each program and its children run in a jail inside this process's jail."""
+    """Runs foreground programs of the agent one after the other. This process is in a jail. Each program and its
+    children run in a second jail inside this one."""
 
     def __init__(self, folder: str, limits: CommandLimits, files: Folder, client: socket.socket) -> None:
         self.folder, self.limits, self.files, self.client = folder, limits, files, client
@@ -120,7 +126,7 @@ class Shell:
 
     def run(self, program: list[str], seconds: float) -> CommandOutcome:
         """Runs a program until it ends or exceeds a limit, then kills its remaining processes. ``seconds`` limits the
-        run; the time in which the program waits for one of ``COMMANDS`` does not count."""
+        run time. Time in which the program waits for compile, verify, profile or restore does not count."""
         requests = self._requests()
         out_read, out_write = os.pipe()
         state_read, state_write = os.pipe()
@@ -182,8 +188,9 @@ class Shell:
         return CommandOutcome(code if code is not None else -signal.SIGKILL, output.text(), killed)
 
     def become(self, program: list[str], out: int, state: int, environment: dict[str, str]) -> None:
-        """Turns this forked child into the jailed ``program``. The program's output goes to the descriptor ``out``. A
-        shell that exits writes its current folder and exported variables to the descriptor ``state``."""
+        """Replaces this process, a forked child, by the jailed ``program``. The program's output and errors go to the
+        descriptor ``out``. When a shell exits, it writes its current folder and exported variables to the descriptor
+        ``state``."""
         os.setsid()
         null = os.open("/dev/null", os.O_RDONLY)
         for descriptor, number in ((null, 0), (out, 1), (out, 2), (state, _STATE_FD)):
@@ -203,8 +210,9 @@ class Shell:
             os._exit(126)
 
     def overuse(self, used: float, seconds: float, disk: bool) -> str:
-        """Returns a text that names the limit that a command exceeds, or an empty string. The command has run for
-        ``used`` seconds; its limit is ``seconds``. Checks the use of the disk only if ``disk`` is true."""
+        """Returns the reason to kill the running command, such as "killed after 30 s", or an empty string if no limit
+        is exceeded. The command has run for ``used`` seconds, and at most ``seconds`` are allowed. Checks the disk use
+        only if ``disk`` is true."""
         if used > seconds:
             return f"killed after {seconds:g} s"
         pids = descendants(os.getpid())
@@ -217,7 +225,8 @@ class Shell:
         return ""
 
     def end(self, pid: int) -> None:
-        """Kills all remaining processes of the command whose process id is ``pid``."""
+        """Kills all remaining processes of the command with the process id ``pid``. Background commands survive, unless
+        some of these processes are still alive after many attempts."""
         kill([-pid])
         for attempt in range(1000):
             if self.alone and (not self.keepers or attempt > _PATIENCE):
@@ -230,8 +239,8 @@ class Shell:
             time.sleep(0.001)
 
     def _requests(self) -> int:
-        """Makes a new FIFO for requests, because the previous command may have replaced the old one. Returns the
-        descriptor of the new FIFO."""
+        """Makes the FIFO through which scripts such as verify send requests, and returns its descriptor. Each program
+        gets a new FIFO, because the previous program may have replaced the old one."""
         path = f"{self.pipes}/requests"
         for folder in (self.files.root, f"{self.folder}/tmp", self.pipes):
             os.chmod(folder, 0o700)
@@ -249,8 +258,9 @@ class Shell:
             send_frame(self.client, WorkspaceOperation.RUN_COMMAND, body, slot=self.asked % 256)
 
     def _answer(self, pid: str, result: CommandResult) -> None:
-        """Changes the files that ``result`` names. Then sends the result to the script with the process id ``pid``, if
-        the script still runs."""
+        """Changes the files that ``result`` names. Then sends the result to the script (such as verify) with the
+        process id ``pid``, if this script still waits. If a file cannot be changed, sends an error instead of the
+        result."""
         try:
             self.files.put(result.files)
         except ToolRefused as refused:
@@ -268,8 +278,9 @@ class Shell:
 
 
 def _records(pending: bytearray, data: bytes) -> Iterable[list[str]]:
-    """Yields complete requests as [process id, command, *arguments]. Skips malformed requests. ``pending`` keeps the
-    start of an incomplete request."""
+    """Adds ``data`` to ``pending``, a buffer for the bytes of requests from scripts such as verify. Yields each
+    complete request as [process id, command, *arguments]. Skips malformed requests. An incomplete last request stays in
+    ``pending``."""
     pending += data
     *records, rest = bytes(pending).split(b"\x1e")
     pending[:] = rest[-_REQUEST_BYTES:]

@@ -1,9 +1,11 @@
-"""Runs the processes of workspaces. A workspace is a work folder of one agent, with a shell and file tools.
+"""Runs the processes of workspaces. A workspace is the work folder of one agent, with a shell and file tools.
 
-``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` is the warm parent. It has one thread and does not import
-torch. A message on the socket ``FD`` asks it to open a workspace. The warm parent then makes a folder below ``FOLDER``
-and forks a worker. When the workspace has ended, the warm parent kills the remaining processes and removes the folder.
-A worker enters a jail. Then it serves its client over one socket, one tool call after the other."""
+``python -m cuda_agent.sandbox.workspace.worker FD FOLDER`` starts the warm parent: a process that forks one child,
+called the worker, for each workspace. The warm parent has one thread and does not import torch. ``FD`` is the
+descriptor of a socket to the client (module ``client``). When the client asks for a workspace, the warm parent makes a
+folder below ``FOLDER`` and forks the worker. When the client closes the workspace, the warm parent kills the remaining
+processes and removes the folder. A worker first enters a jail. Then it serves the client over a second socket, one tool
+call after the other."""
 
 import gc
 import os
@@ -26,8 +28,8 @@ from cuda_agent.sandbox.workspace.shell import BASH, WRAPPER, CommandLimits, She
 
 
 def main() -> None:
-    """Runs the warm parent, the process that forks the processes of workspaces. Opens and closes workspaces at the
-    client's request, until the client disconnects."""
+    """Runs the warm parent, the process that forks a worker for each workspace. Opens and closes workspaces at the
+    client's request. When the client disconnects, kills all workers, removes all folders and returns."""
     control, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     processes.prctl(processes.PR_SET_DUMPABLE, 0)
     processes.prctl(processes.PR_SET_CHILD_SUBREAPER, 1)
@@ -189,8 +191,8 @@ class Session:
         return self.files.change(path, lambda text: notebook.edited(text, new_source, cell_id, cell_type, edit_mode))
 
     def _presented(self, text: str) -> str:
-        """Returns ``text`` for the agent, with short names in place of the folder's real path. The real path is
-        private, and it changes with every run."""
+        """Returns ``text`` as the agent may see it: ``~``, ``$TMPDIR`` and ``~/..`` replace the real paths of the
+        workspace's folders. These paths are private, and they differ between runs."""
         return text.replace(self.files.root, "~").replace(f"{self.folder}/tmp", "$TMPDIR").replace(self.folder, "~/..")
 
 
@@ -216,9 +218,10 @@ _PARAMETERS: dict[str, dict[str, str]] = {  # a name that ends in "?" may be lef
 
 
 def checked(tool: str, arguments: Any, parameters: dict[str, str] | None = None) -> dict[str, Any]:
-    """Returns the arguments of a call of ``tool``, converted to the types in ``parameters``. By default these are the
-    parameters of ``tool``. Text such as "3" or "true" counts as a number or a truth value. Raises ``ToolRefused`` with
-    a message that names the wrong argument."""
+    """Returns the arguments of a call of ``tool``, converted to the types in ``parameters`` (type by parameter name).
+    By default these are the parameters of ``tool``. A text such as "3" or "true" is accepted for a number or a boolean.
+    Omits arguments that are None, and the argument "description". Raises ``ToolRefused`` with a message that names the
+    wrong argument."""
     parameters = parameters or _PARAMETERS.get(tool)
     if parameters is None:
         raise ToolRefused(f"there is no tool {tool[:40]!r}")

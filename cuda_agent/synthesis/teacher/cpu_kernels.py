@@ -1,8 +1,8 @@
-"""Writes C++ kernels for the tasks of ``family``: one source and one plan (list of launches) for each design.
+"""Writes C++ kernels for the tasks of the module ``family``: a source file and a plan (list of launches) per design.
 
 A design is a set of choices, such as the number of blocks. Each choice is drawn uniformly, without regard to the task's
-shape. Some kernels leave elements out. Some take ten times as long as eager, and others are several times as fast as
-``torch.compile``."""
+shape. Some kernels are therefore wrong, because they leave elements out. Some take ten times as long as eager PyTorch,
+and others are several times as fast as ``torch.compile``."""
 
 import json
 import random
@@ -27,18 +27,24 @@ DESIGNS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Design:
-    """The design of a kernel. Numbers in brackets say how many times as long the kernel takes with the choice before
-    the bracket (first to third quartile, measured on two idle cores).
+    """The design of a kernel: one value for each choice. A task is a chain of element-wise operators. It may have an
+    ending: a last operator along the rows, such as a sum.
+
+    The numbers in parentheses are slowdowns. For example, (1.5-2) after a value means that a kernel with this value
+    takes 1.5 to 2 times as long (first to third quartile, measured on two idle cores).
 
     ``number``  arithmetic type; "double" is slow (1.5-2; up to 4.5 in transcendental functions)
-    ``order``   which elements (or rows) block b computes. "part": n / grid neighbours; if ``grid`` does not divide n,
-                some elements are left out. "stride": b, b + grid, and so on; it cannot be vectorised, and threads share
-                cache lines (3-10; 1.3 with a ``width`` of 8; 1.0-1.6 if a block takes whole rows)
-    ``grid``    number of blocks; 1: only one thread works (1.1-2.8); one block per row: one call per row (1.0-3)
-    ``width``   neighbours that one step of a loop computes; 8: elements after the last whole step are left out (1.4-2;
-                5 in rows). Always 1 for an ending that returns one value per row
-    ``passes``  "fused": one loop over the elements; "split": one loop per operator, through memory (1.0-1.4)
-    ``moments`` how a variance is computed; "one": from sums of v and v * v; "two": the mean first (1.05-1.15)"""
+    ``order``   which of n elements (or rows) block b computes. "part": n / grid adjacent ones; if ``grid`` does not
+                divide n, some are left out. "stride": numbers b, b + grid, and so on; the loop cannot be vectorised,
+                and threads share cache lines (3-10; 1.3 with a ``width`` of 8; 1.0-1.6 if a block computes whole rows)
+    ``grid``    number of blocks. 1: only one thread works (1.1-2.8). "in0.shape[0]": one block, and thus one function
+                call, per row (1.0-3)
+    ``width``   number of adjacent elements that one step of a loop computes. 8: elements after the last whole step are
+                left out (1.4-2; 5 in rows). Always 1 if the ending returns one value per row
+    ``passes``  "fused": one loop applies the chain and accumulates the sums of an ending. "split": one loop per
+                operator, or, with an ending, one for the chain and one for the sums; values go through memory between
+                the loops (1.0-1.4)
+    ``moments`` how a variance is computed. "one": from sums of v and v * v. "two": the mean first (1.05-1.15)"""
 
     number: Literal["float", "double"]
     order: Literal["part", "stride"]
@@ -49,14 +55,15 @@ class Design:
 
 
 def draw_design(spec: FamilySpec, rng: random.Random) -> Design:
-    """Returns a design with each choice drawn uniformly. If an ending returns one value per row, ``width`` is 1."""
+    """Returns a design with each choice drawn uniformly. If the task's last operator returns one value per row,
+    ``width`` is 1."""
     design = Design(**{choice: rng.choice(values) for choice, values in DESIGNS.items()})
     return design if _steps_matter(spec) else replace(design, width=1)
 
 
 def redraw(spec: FamilySpec, design: Design, rng: random.Random) -> Design:
-    """Returns ``design`` with one choice drawn again, so that a file of the solution changes. Never draws ``moments``
-    again."""
+    """Returns a copy of ``design`` in which one choice other than ``moments`` has a new value. The files of the
+    solution differ from those of ``design``."""
     while True:
         field = rng.choice(("number", "order", "grid", "width", "passes"))
         other = replace(design, **{field: getattr(draw_design(spec, rng), field)})
@@ -65,8 +72,8 @@ def redraw(spec: FamilySpec, design: Design, rng: random.Random) -> Design:
 
 
 def fault(spec: FamilySpec, design: Design) -> tuple[Status, str]:
-    """Predicts the judge's status and message for ``design``. The status is "wrong" if the kernel leaves out elements,
-    else "ok"."""
+    """Predicts the status and message that the judge (which tests solutions in the sandbox) returns for ``design``. The
+    status is "wrong" if the kernel leaves out elements, else "ok". The message is empty."""
     grid = spec.rows if design.grid == ROWS else int(design.grid)
     elements = spec.columns if spec.ending else spec.rows * spec.columns  # of one loop
     shared = spec.rows if spec.ending else elements // design.width  # rows or steps, among the blocks
@@ -75,8 +82,8 @@ def fault(spec: FamilySpec, design: Design) -> tuple[Status, str]:
 
 
 def _steps_matter(spec: FamilySpec) -> bool:
-    """Returns whether the output has one value for each input element. If so, the judge notices each element that a
-    loop leaves out."""
+    """Returns whether the output has one value for each input element. If so, each element that a loop leaves out makes
+    the output wrong."""
     return spec.ending is None or ENDINGS[spec.ending].maps
 
 
@@ -95,7 +102,8 @@ def _plan(spec: FamilySpec, design: Design) -> str:
 
 
 def _workspace(spec: FamilySpec, design: Design) -> bool:
-    """Returns whether the kernel keeps the chain's values in a workspace, because a reduction loops over them again."""
+    """Returns whether the kernel needs a workspace: a temporary buffer for values over which it loops again. If the
+    output has the shape of the input, the kernel uses the output as this buffer and needs no workspace."""
     if spec.ending is None or ENDINGS[spec.ending].maps:
         return False
     return design.passes == "split" or (spec.ending == "var" and design.moments == "two")
@@ -109,8 +117,8 @@ def _signature(spec: FamilySpec, design: Design) -> str:
 
 
 def _share(variable: str, count: str, design: Design) -> str:
-    """Returns the C++ header (``for (...)``) of the loop over the elements or rows of one block. ``count`` is the C++
-    expression for their number in all blocks together, ``variable`` the name of the index."""
+    """Returns the C++ header (``for (...)``) of the loop over the elements or rows of one block. ``variable`` is the
+    name of the index. ``count`` is the C++ expression for the number of elements or rows of all blocks together."""
     if design.order == "part":
         part = f"{count} / grid"
         return f"for (long {variable} = {part} * block; {variable} < {part} * (block + 1); {variable}++)"

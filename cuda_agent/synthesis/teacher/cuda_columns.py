@@ -1,7 +1,8 @@
-"""Writes CUDA kernels for the endings that only tasks for a GPU have: reductions over columns, and transposes.
+"""Writes CUDA kernels for tasks whose last operator works along the columns (such as a sum) or transposes the input.
 
-A design is a set of choices for such a kernel. ``cuda_kernels`` draws the designs and calls the functions of this
-module."""
+Only tasks for a GPU have these last operators (endings). The operators before the ending are element-wise: the chain.
+A design is a set of choices for a kernel, such as the number of threads. ``cuda_kernels`` draws the designs and calls
+the functions of this module."""
 
 import re
 from collections.abc import Sequence
@@ -45,15 +46,18 @@ _JOINING = 256  # threads of a block of the second kernel
 
 @dataclass(frozen=True)
 class ColumnDesign:
-    """The design of a kernel for an ending over columns.
+    """The design of a kernel for a chain of element-wise operators and a last operator along the columns.
 
-    ``threads``  threads of a block
-    ``deep``     threads that share a column; they combine their results in shared memory
-    ``vector``   adjacent columns of a thread (1: float, 4: float4); columns after the last whole vector are left out
-    ``guard``    whether threads beyond the last column do nothing; without it, only whole blocks are launched
-    ``split``    parts of a column that different blocks reduce; a second kernel joins them
-    ``cache``    where the chain's values stay between the passes over a column; "none": each pass computes them again
-    ``moments``  how a variance is computed; "one": from sums of v and v * v; "two": the mean first"""
+    ``threads``  number of threads of a block
+    ``deep``     number of threads that share a column; they combine their results in shared memory
+    ``vector``   adjacent columns that a thread computes (1: float, 4: float4); columns after the last whole vector are
+                 left out
+    ``guard``    true: the last block may be partly used; its threads beyond the last column do nothing. False: columns
+                 after the last whole block are left out
+    ``split``    number of parts of a column; different blocks reduce them, and a second kernel joins the results
+    ``cache``    where the chain's results stay between the passes over a column. "shared": in shared memory. "none":
+                 each pass computes them again
+    ``moments``  how a variance is computed. "one": from sums of v and v * v. "two": the mean first"""
 
     threads: int
     deep: int
@@ -65,26 +69,29 @@ class ColumnDesign:
 
     @property
     def wide(self) -> int:
-        """The number of threads of a block that lie side by side, on different columns or vectors."""
+        """The number of columns, or vectors of columns, that the threads of a block compute at the same time."""
         return self.threads // self.deep
 
     @property
     def columns(self) -> int:
-        """The number of columns of one block."""
+        """The number of columns that one block computes."""
         return self.wide * self.vector
 
 
 @dataclass(frozen=True)
 class TransposeDesign:
-    """The design of a kernel that writes the chain's values transposed.
+    """The design of a kernel that applies element-wise operators and transposes the result. Each block moves a square
+    of elements from the input to the output.
 
-    ``tile``     how a block's square of values gets from input to output; "none": directly; "plain": through shared
-                 memory; "padded": the same, but with rows that are one element longer, to avoid bank conflicts
-    ``along``    without a tile: whether adjacent threads have adjacent elements of the input or of the output
-    ``side``     rows and columns of a block's square
-    ``threads``  threads of a block
-    ``vector``   with a tile: elements of a vector (1: float, 4: float4) of the input and of the output
-    ``guard``    whether elements beyond the edges are skipped; without it, only whole squares are launched"""
+    ``tile``     how a block moves its square. "none": directly. "plain": through shared memory. "padded": the same, but
+                 rows in shared memory are one element longer, to avoid bank conflicts
+    ``along``    for the tile "none". "input": adjacent threads read adjacent elements of the input. "output": adjacent
+                 threads write adjacent elements of the output
+    ``side``     number of rows of the square, and of columns
+    ``threads``  number of threads of a block
+    ``vector``   for the other tiles: number of elements that are read or written at once (1: float, 4: float4)
+    ``guard``    true: squares may extend beyond the matrix; the elements outside are skipped. False: elements after the
+                 last whole square are left out"""
 
     tile: Literal["none", "plain", "padded"]
     along: Literal["input", "output"]
@@ -110,8 +117,9 @@ def plain_columns(spec: FamilySpec, design: ColumnDesign) -> ColumnDesign:
 
 
 def columns_fault(spec: FamilySpec, design: ColumnDesign) -> Fault:
-    """Predicts the judge's status and message. The status is ``wrong`` if the kernel leaves out columns,
-    ``build_error`` if the kernel cannot be launched, and otherwise ``ok``."""
+    """Predicts the status and message that the judge (which tests solutions in the sandbox) returns for ``design``. The
+    status is ``wrong`` if the kernel leaves out columns, ``build_error`` if the kernel cannot be launched, and
+    otherwise ``ok``."""
     shared = 4 * spec.rows * design.columns if design.cache == "shared" else 0
     whole, rest = divmod(spec.columns, design.columns)
     if found := launch_fault(shared, [1 if design.guard else whole, *[design.split] * (design.split > 1)]):
@@ -141,8 +149,9 @@ def columns_files(spec: FamilySpec, design: ColumnDesign) -> tuple[str, str]:
 
 
 def _columns(spec: FamilySpec, design: ColumnDesign) -> list[str]:
-    """Returns the source of the kernel that reduces ``m`` rows of ``n`` columns or vectors. A thread keeps its partial
-    results in the variables ``s`` and ``t``."""
+    """Returns the CUDA source of the kernel that reduces the columns of the input (parts of columns, if ``split`` > 1).
+    In this source, ``m`` is the number of rows, and ``n`` is the number of columns, or of float4 vectors in a row. Each
+    thread keeps its partial results in ``s`` and ``t``."""
     assert spec.ending is not None
     reduced, maps, split = reduction(spec, design.moments), ENDINGS[spec.ending].maps, design.split
     lines = head(spec, design.vector)
@@ -186,8 +195,8 @@ def _columns(spec: FamilySpec, design: ColumnDesign) -> list[str]:
 
 
 def _join(spec: FamilySpec, design: ColumnDesign) -> list[str]:
-    """Returns the source of the second kernel. For each of ``n`` columns of ``m`` elements, it joins the partial
-    results ``w`` of the blocks that share the column."""
+    """Returns the CUDA source of the second kernel. It joins the partial results of the blocks that share a column. In
+    this source, ``w`` holds the partial results. ``m`` and ``n`` are the numbers of rows and columns of the input."""
     reduced = reduction(spec, design.moments)
     ((sums, then),) = reduced.passes
     places = "k * n + c", f"({design.split} + k) * n + c"
@@ -227,8 +236,8 @@ def _across(kind: str, design: ColumnDesign) -> list[str]:
 
 
 def _started(design: ColumnDesign, values: Sequence[tuple[str, str]]) -> str:
-    """Returns the declaration of variables. ``values`` has (name, initial value) of each. With vectors, a variable is
-    an array with one value per column of the vector."""
+    """Returns the CUDA declaration of float variables. ``values`` holds (name, initial value) of each variable. With
+    float4 vectors, each variable is an array with one value per column of the vector."""
     if design.vector == 1:
         return "float " + ", ".join(f"{variable} = {value}" for variable, value in values) + ";"
     filled = (f"{variable}[4] = {{{', '.join([value] * 4)}}}" for variable, value in values)
@@ -236,7 +245,8 @@ def _started(design: ColumnDesign, values: Sequence[tuple[str, str]]) -> str:
 
 
 def _each(design: ColumnDesign, statement: str) -> str:
-    """Returns ``statement`` with ``s[j]`` and ``t[j]`` for ``s`` and ``t``. Without vectors, returns it unchanged."""
+    """Returns ``statement`` for one column of a vector: the variables ``s`` and ``t`` become the array elements
+    ``s[j]`` and ``t[j]``. Without vectors, returns ``statement`` unchanged."""
     return statement if design.vector == 1 else re.sub(r"\b([st])\b", r"\1[j]", statement)
 
 
@@ -246,8 +256,8 @@ def _looped(design: ColumnDesign, statement: str) -> str:
 
 
 def _scaled(design: ColumnDesign, place: str) -> str:
-    """Returns the index of an element. Without vectors, this is ``place``. With vectors, ``place`` is the index of a
-    float4, and the result is the index of its float ``j``."""
+    """Returns the CUDA expression for the index of a float. Without vectors, this is ``place``. With vectors, ``place``
+    is the index of a float4, and the result is the index of float ``j`` in it."""
     return place if design.vector == 1 else f"({place}) * 4 + j" if " " in place else f"{place} * 4 + j"
 
 
@@ -260,8 +270,9 @@ def plain_transpose(spec: FamilySpec, design: TransposeDesign) -> TransposeDesig
 
 
 def transpose_fault(spec: FamilySpec, design: TransposeDesign) -> Fault:
-    """Predicts the judge's status and message. The status is ``wrong`` if the kernel leaves out elements at the edges,
-    ``build_error`` if the launch has no blocks, and otherwise ``ok``."""
+    """Predicts the status and message that the judge (which tests solutions in the sandbox) returns for ``design``. The
+    status is ``wrong`` if the kernel leaves out elements at the edges, ``build_error`` if the launch has no blocks, and
+    otherwise ``ok``."""
     sizes = spec.columns, spec.rows
     if found := launch_fault(0, [1 if design.guard else size // design.side for size in sizes]):
         return found
@@ -305,7 +316,9 @@ def _tiled(spec: FamilySpec, design: TransposeDesign) -> list[str]:
     last = " + 3" if vector == 4 else ""
 
     def row(a: str, b: str, most: tuple[str, str], inner: str) -> tuple[str, str]:
-        """Returns the test that (``a``, ``b``) is inside the matrix, and the index of this element or vector."""
+        """Returns two pieces of CUDA code for the element or vector at row ``a`` and column ``b``: the ``if`` that
+        skips it outside the matrix (empty without ``guard``), and its index. ``most`` holds the numbers of rows and
+        columns. ``inner`` is the number of columns."""
         guard = f"if ({a} < {most[0]} && {b}{last} < {most[1]}) " if design.guard else ""
         index = f"(long)({a}) * {inner} + {b}"
         return guard, index if vector == 1 else f"({index}) / 4"

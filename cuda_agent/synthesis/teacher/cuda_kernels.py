@@ -1,9 +1,13 @@
-"""Writes CUDA kernels for the tasks of ``family``: one source and one plan (list of launches) for each design.
+"""Writes CUDA kernels for the tasks of the module ``family``: a source file and a plan (list of launches) per design.
 
-A design is a choice of mapping, sizes and caches. The task's shape decides which designs are fast, and also which
-designs are right: vectors must divide the lengths, registers must hold a whole row, and shared memory has a limit.
-``fault`` predicts the judge's verdict from the shape and the design alone. This module holds the designs for chains of
-element-wise operators, alone or with a row-wise operator as the ending. ``cuda_columns`` has the other endings."""
+A design is a set of choices: which threads compute which elements, the sizes of blocks and vectors, and where values
+are cached. The task's shape decides which designs are fast, and also which designs are right. For example, a row must
+consist of whole vectors, a row that is cached in registers must fit there, and shared memory has a limit. From the
+shape and the design alone, ``fault`` predicts the result of the judge (which tests solutions in the sandbox).
+
+A task is a chain of element-wise operators. It may have an ending: a last operator that is not element-wise. This
+module holds the designs for tasks without an ending, and with an ending along the rows, such as a softmax.
+``cuda_columns`` holds the designs for the other endings."""
 
 import random
 from collections.abc import Callable, Mapping
@@ -47,12 +51,13 @@ ROW_DESIGNS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class ChainDesign:
-    """The design of a kernel for an element-wise chain.
+    """The design of a kernel for a chain of element-wise operators.
 
-    ``threads``  threads of a block
-    ``items``    vectors that a thread computes
+    ``threads``  number of threads of a block
+    ``items``    number of vectors that a thread computes
     ``vector``   elements of a vector (1: float, 4: float4); elements after the last whole vector are left out
-    ``guard``    whether threads beyond the end do nothing; without it, only whole blocks are launched"""
+    ``guard``    true: the last block may be partly used; its threads skip indices beyond the last element. False:
+                 elements after the last whole block are left out"""
 
     threads: int
     items: int
@@ -62,14 +67,15 @@ class ChainDesign:
 
 @dataclass(frozen=True)
 class RowDesign:
-    """The design of a kernel for a chain of operators that ends with a row-wise one, such as a softmax.
+    """The design of a kernel for a chain of element-wise operators and a last operator along the rows.
 
     ``lanes``    what computes one row: a thread, a warp or a block
-    ``threads``  threads of a block
-    ``items``    vectors of a row that a thread keeps, if ``cache`` is "registers"
+    ``threads``  number of threads of a block
+    ``items``    number of vectors of a row that a thread keeps, if ``cache`` is "registers"
     ``vector``   elements of a vector (1: float, 4: float4); columns after the last whole vector are left out
-    ``cache``    where the chain's values stay between the passes over a row; "none": each pass computes them again
-    ``moments``  how a variance is computed; "one": from sums of v and v * v; "two": the mean first"""
+    ``cache``    where the chain's results stay between the passes over a row: in "registers" or in "shared" memory.
+                 "none": each pass computes them again
+    ``moments``  how a variance is computed. "one": from sums of v and v * v. "two": the mean first"""
 
     lanes: Literal["thread", "warp", "block"]
     threads: int
@@ -85,7 +91,7 @@ class RowDesign:
 
     @property
     def rows(self) -> int:
-        """The number of rows of one block."""
+        """The number of rows that one block computes."""
         return self.threads // self.width
 
 
@@ -93,14 +99,15 @@ Design = ChainDesign | RowDesign | ColumnDesign | TransposeDesign
 
 
 def draw_design(spec: FamilySpec, rng: random.Random) -> Design:
-    """Returns a design with each choice drawn uniformly, without regard to the shape. Choices without effect have their
-    first possible value (``plain``)."""
+    """Returns a design with each choice drawn uniformly, without regard to the task's shape. Choices without effect are
+    then set to their first possible value."""
     kind = _KINDS[spec.kind]
     return plain(spec, kind.design(**{name: rng.choice(values) for name, values in kind.choices.items()}))
 
 
 def redraw(spec: FamilySpec, design: Design, rng: random.Random) -> Design:
-    """Returns ``design`` with one choice drawn again until the kernel or its launch changes."""
+    """Returns a copy of ``design`` in which one choice is drawn again. The new design differs in the kernel or its
+    launch."""
     kind = _KINDS[spec.kind]
     while True:
         name = rng.choice(tuple(kind.choices))
@@ -116,8 +123,9 @@ def plain(spec: FamilySpec, design: Design) -> Design:
 
 
 def fault(spec: FamilySpec, design: Design) -> Fault:
-    """Predicts the judge's status and message for ``design``. The status is "wrong" if the kernel leaves out elements.
-    It is "build_error" if the kernel needs too much shared memory or has a grid without blocks. Else it is "ok"."""
+    """Predicts the status and message that the judge (which tests solutions in the sandbox) returns for ``design``. The
+    status is "wrong" if the kernel leaves out elements. It is "build_error" if the kernel needs too much shared memory,
+    or if its launch has no blocks. Else it is "ok"."""
     return _KINDS[spec.kind].fault(spec, design)
 
 
@@ -231,8 +239,9 @@ def _rows(spec: FamilySpec, design: RowDesign) -> str:
 
 
 def _place(spec: FamilySpec, design: RowDesign, maps: bool) -> list[str]:
-    """Returns the statements that compute a thread's row ``r`` and lane, and move the pointers of the inputs (and of
-    the output if ``maps``) to the row."""
+    """Returns the CUDA statements that compute a thread's row ``r`` and its number ``lane`` among the threads of the
+    row, and move the pointers of the inputs to the row. If ``maps`` is true (the output has the shape of the input),
+    they also move the pointer of the output."""
     width = design.width
     if design.lanes == "block":
         lines = ["int r = blockIdx.x, lane = threadIdx.x;"]
@@ -246,8 +255,9 @@ def _place(spec: FamilySpec, design: RowDesign, maps: bool) -> list[str]:
 
 
 def _loop(spec: FamilySpec, design: RowDesign, first: bool, body: list[str], target: str) -> list[str]:
-    """Returns a thread's loop over its part of the row. ``body`` uses or changes the element ``v``. If ``target`` is
-    given, the loop stores the changed values there. The ``first`` loop over the row fills the cache, if any."""
+    """Returns a thread's loop over its part of the row, as CUDA source. ``body`` uses or changes the element ``v``. If
+    ``target`` is not empty, the loop stores the changed elements there. If ``first`` is true and the design has a
+    cache, the loop fills the cache. Later loops read it."""
     end, width = ("m" if design.vector == 1 else "m / 4"), design.width
     kept = {"none": "", "registers": "q[k]", "shared": "q[c]"}[design.cache]
     value = f"{kept} = {loaded(spec, 'c')}" if first and kept else kept or loaded(spec, "c")
@@ -264,8 +274,9 @@ def _loop(spec: FamilySpec, design: RowDesign, first: bool, body: list[str], tar
 
 
 class _Kind(NamedTuple):
-    """The designs for one kind of tasks: their class, the values of each choice, and the functions that this module's
-    ``plain``, ``fault`` and ``files`` call for this kind."""
+    """The designs for one kind of tasks, such as tasks with a last operator along the rows. ``design`` is the class of
+    the designs. ``choices`` holds the possible values of each choice. The functions ``plain``, ``fault`` and ``files``
+    of this module call the fields of the same name."""
 
     design: type[Any]
     choices: Mapping[str, tuple[Any, ...]]

@@ -1,7 +1,8 @@
-"""Holds the parts that the teacher's CUDA kernels share.
+"""Holds the shared parts of the CUDA kernels of the scripted teacher, a program that solves the tasks of ``family``.
 
-These are the source of the element-wise chain and of the reductions, the text of ``plan.json`` (the list of kernel
-launches), and a check of each launch against the limits of the GPU."""
+A task is a chain of element-wise operators. It may have an ending: a last operator that is not element-wise. The parts
+are the source of the chain and of the reductions of endings, the text of ``plan.json`` (the list of kernel launches),
+and a check of a launch against the limits of the GPU."""
 
 import json
 from collections.abc import Sequence
@@ -17,8 +18,8 @@ Fault = tuple[Status, str]  # the judge's status and message
 
 
 def head(spec: FamilySpec, vector: int) -> list[str]:
-    """Returns the lines of the CUDA function ``step``, which applies the chain to one element. If ``vector`` is 4, adds
-    a second ``step`` for a float4."""
+    """Returns the lines of the CUDA function ``step``, which applies the task's element-wise operators to one element.
+    If ``vector`` is 4, adds an overload of ``step`` for a float4."""
     second = ", float w" if spec.binary else ""
     lines = [f"__device__ float step(float v{second}) {{", *(f"  {step}" for step in steps(spec)), "  return v;", "}"]
     if vector == 4:
@@ -30,8 +31,8 @@ def head(spec: FamilySpec, vector: int) -> list[str]:
 
 def signature(spec: FamilySpec, vector: int, result: str, sizes: str, threads: int = 0) -> str:
     """Returns the first line of the kernel. ``result`` is the type of the output's elements. ``sizes`` declares the
-    parameters after the buffers. With ``threads``, the compiler limits the registers so that a block of this many
-    threads can be launched."""
+    parameters after the pointers to the inputs and the output. If ``threads`` is not 0, the compiler limits the number
+    of registers so that a block of this many threads can be launched."""
     kind = "float4" if vector == 4 else "float"
     buffers = [f"const {kind}* x", *([f"const {kind}* y"] if spec.binary else [])]
     bound = f"__launch_bounds__({threads}) " if threads else ""
@@ -39,7 +40,7 @@ def signature(spec: FamilySpec, vector: int, result: str, sizes: str, threads: i
 
 
 def loaded(spec: FamilySpec, index: str) -> str:
-    """Returns the CUDA expression for the chain's value at ``index``."""
+    """Returns the CUDA expression that loads the inputs at ``index`` and applies the task's element-wise operators."""
     return f"step(x[{index}]{f', y[{index}]' if spec.binary else ''})"
 
 
@@ -56,7 +57,8 @@ def element(vector: int, value: str, body: Sequence[str], target: str) -> list[s
 
 
 def plan(nodes: Sequence[dict[str, Any]], workspaces: dict[str, Any] | None = None) -> str:
-    """Returns the text of ``plan.json``. Each node is a launch of a function of the file ``KERNEL``."""
+    """Returns the text of ``plan.json``. Each of ``nodes`` is a kernel launch, without the path of the source file,
+    which this function adds. ``workspaces`` holds the temporary buffers by name."""
     made = ({"workspaces": workspaces} if workspaces else {}) | {"nodes": [{"kernel": KERNEL} | node for node in nodes]}
     return json.dumps(made) + "\n"
 
@@ -67,8 +69,9 @@ def inputs(spec: FamilySpec) -> list[str]:
 
 
 def launch_fault(shared: int, grid: Sequence[int] = (1,)) -> Fault | None:
-    """Predicts the judge's status and message for a launch with ``shared`` bytes of shared memory per block and the
-    extents ``grid``. Returns None if the launch is possible."""
+    """Predicts the status and message that the judge (which tests solutions in the sandbox) returns if the launch
+    is impossible. Returns None if it is possible. The launch uses ``shared`` bytes of shared memory per block. ``grid``
+    holds the number of blocks in each dimension."""
     if shared > MOST_SHARED:
         return "build_error", f"nodes[0].shared: {shared} bytes of shared memory are not possible"
     if 0 in grid:
@@ -84,9 +87,10 @@ Sum = tuple[str, str, str]  # variable, its reduction ("sum", "max" or "min"), a
 
 @dataclass(frozen=True)
 class Reduction:
-    """The reduction of an ending (such as a sum along rows) over ``m`` values ``v``, as CUDA source. A pass over the
-    values accumulates one or two variables (``Sum``), and then runs a statement, which may be empty. ``output`` is the
-    expression of the result: one for all values, or one for each ``v``."""
+    """The CUDA source, in parts, of an operator that reduces the ``m`` values ``v`` of a row or column, such as a sum
+    or a softmax. Each of ``passes`` describes a loop over the values, and a statement (or an empty text) that runs
+    after the loop. The loop accumulates one or two variables (``Sum``). ``output`` is the expression of the result. A
+    sum has one result for all values, and a softmax has one for each ``v``."""
 
     passes: tuple[tuple[tuple[Sum, ...], str], ...]
     output: str
@@ -124,6 +128,6 @@ JOIN = {"sum": "{0} += {1};", "max": "{0} = fmax({0}, {1});", "min": "{0} = fmin
 
 
 def reduction(spec: FamilySpec, moments: str) -> Reduction:
-    """Returns the reduction of the ending of ``spec``. ``moments`` is the design's way to compute a variance: "one" or
-    "two"."""
+    """Returns the source of the reduction in the last operator of ``spec``. ``moments`` says how to compute a variance:
+    in "one" or "two" passes."""
     return _REDUCTIONS.get(f"{spec.operation} {moments}") or _REDUCTIONS[spec.operation]

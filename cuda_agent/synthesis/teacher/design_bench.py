@@ -1,13 +1,19 @@
 """Times the designs of a task on a GPU. ``design_sweep`` runs this module as a child process.
 
-The process reads requests and prints answers, as lines of JSON. First it prints ``{"ready": true}``. For each request,
-it prints ``{"held": true}`` when it holds the timing lease, the lock that keeps other processes off the device. Then it
-prints eager's time as ``{"seconds": time}``, and ``{"seconds": time}`` or ``{"wrong": why}`` for each design. A design
-that is right for inputs of the kind ``normal``, but wrong for another kind, gets ``{"wrong": why, "kind": kind}``.
-After an error the process prints ``{"error": why}`` and ends.
+A design is one way to write the task's kernel. The process reads requests from standard input: each has the task's
+source and some built designs. The process writes answers to standard output. Requests and answers are lines of JSON. At
+its start the process writes ``{"ready": true}``. It answers each request with these lines, in this order:
 
-The process compares outputs as the judge does, for one input of each kind. It does not notice a kernel that writes
-beyond its outputs."""
+- ``{"held": true}``: the process holds the timing lease, the lock that keeps other processes off the device.
+- ``{"seconds": time}``: the time of the task's model in eager PyTorch.
+- For each design ``{"seconds": time}``, or ``{"wrong": reason}`` if its outputs are wrong. The answer is
+  ``{"wrong": reason, "kind": kind}`` if the outputs are right for inputs of the kind ``normal`` (the values that the
+  task draws), but wrong for another kind.
+
+After an error the process writes ``{"error": reason}`` and ends.
+
+A design's outputs must agree with the model's by the rule of the sandbox's judge. They are compared for one set of
+inputs of each kind. A kernel that writes beyond its outputs is not noticed."""
 
 import contextlib
 import json
@@ -34,8 +40,9 @@ _SLOWER, _LONGEST = 1.5, 0.1  # how much slower; seconds after which a slow desi
 
 
 class _Memory(Slots):
-    """The buffers that a design's kernels read and write, in the form that ``bind_plan`` takes: the addresses of
-    tensors of this process. There is one slot (set of buffers) for each of ``inputs``; all slots share ``outputs``."""
+    """The buffers that a design's kernels read and write, as addresses of tensors of this process. ``bind_plan`` takes
+    them in this form. A slot is the set of buffers of one call. There is one slot for each item of ``inputs``, which
+    holds the input tensors of one call. All slots share the tensors ``outputs``."""
 
     def __init__(self, inputs: Sequence[Sequence[torch.Tensor]], outputs: Sequence[torch.Tensor]) -> None:
         self.layout, self.device, self.weights = [{} for _ in inputs], "cuda", []
@@ -52,8 +59,8 @@ class _Bench:
         self._flushed = torch.zeros(2 * driver.l2_bytes(), dtype=torch.uint8, device="cuda")
 
     def seconds(self, call: Callable[[], Any], best: float = math.inf) -> float:
-        """Returns the median seconds of ``call``. ``best`` is the least median of the designs so far; a clearly slower
-        design is called fewer times."""
+        """Returns the median time of ``call`` on the device, in seconds. ``best`` is the shortest median of the designs
+        timed so far. If the first few calls are clearly slower than ``best``, no more calls follow."""
         times: list[float] = []
         while len(times) < _CALLS and sum(times) < _LONGEST:
             if len(times) == _FEW and statistics.median(times) > _SLOWER * best:
@@ -65,8 +72,9 @@ class _Bench:
 
 
 def values_off(want: torch.Tensor, have: torch.Tensor, tolerance: float, cap: float = 1.0) -> int:
-    """Returns how many values of ``have`` differ from ``want`` by more than the judge's rule allows
-    (``judge.memory.check``). The rule's limit grows with the root mean square of ``want``, but not beyond ``cap``."""
+    """Returns how many values of the output ``have`` are wrong by the judge's rule (``judge.memory.check.mismatch``). A
+    value may differ from the expected value in ``want`` by ``tolerance * (scale + magnitude)``. ``magnitude`` is the
+    absolute expected value. ``scale`` is the root mean square of ``want``, at most ``cap``."""
     scale = want.double().square().mean().sqrt().clamp(max=cap).to(want.dtype)
     return int((~((want - have).abs() <= tolerance * (scale + want.abs()))).sum())
 
@@ -75,8 +83,9 @@ _Case = tuple[str, Sequence[torch.Tensor], Sequence[torch.Tensor]]  # kind, inpu
 
 
 def cases(model: Callable[..., Any], inputs: list[torch.Tensor], kinds: Sequence[str]) -> Iterator[_Case]:
-    """Yields a case for the kind ``normal``, and for each of ``kinds`` that fits the task: inputs of this kind exist,
-    and the model's outputs for them are finite."""
+    """Yields test cases: a kind of inputs, the inputs, and the outputs of ``model`` for them. The first case has the
+    kind ``normal`` and the unchanged ``inputs``. Then each of ``kinds`` has a case, unless no inputs of this kind can
+    be made from ``inputs`` or the model's outputs for them are not finite."""
     for kind in ("normal", *kinds):
         varied = vary(inputs, kind)
         if varied is not None:
@@ -88,7 +97,8 @@ def cases(model: Callable[..., Any], inputs: list[torch.Tensor], kinds: Sequence
 def _fault(
     run: Callable[[int], None], known: Sequence[_Case], outputs: Sequence[Any], tolerance: float
 ) -> dict[str, Any] | None:
-    """Runs a design on each case in ``known``. Returns the answer to send if an output is wrong, and None otherwise."""
+    """Runs a design on each test case in ``known``. ``run`` takes the index of a case, and the design then writes to
+    ``outputs``. Returns the answer to send if an output is wrong, and None otherwise."""
     for slot, (kind, _, wanted) in enumerate(known):
         for output in outputs:
             output.fill_(math.nan)
@@ -100,9 +110,10 @@ def _fault(
 
 
 def _answers(request: Mapping[str, Any], open_bench: Callable[[], _Bench]) -> Iterator[dict[str, Any]]:
-    """Yields the answers to ``request``. The first says that this process holds the timing lease. The second has the
-    time of eager. Then each program (a built design) has one answer, with its time or its fault. Holds the lease for
-    the whole request (about a second), because even untimed work on the device would disturb the judge's times."""
+    """Yields the answers to ``request``, which has a task's source and its programs (built designs). The first answer
+    says that this process holds the timing lease, a lock on the device. The second has the time of the task's model in
+    eager PyTorch. Then each program has one answer: its time, or the reason why it is wrong. The lease is held for the
+    whole request (about a second), because even untimed work on the device would disturb the judge's times."""
     names: dict[str, Any] = {}
     exec(request["code"], names)
     torch.manual_seed(0)

@@ -1,9 +1,12 @@
 """Finds a task's best design on a GPU: draws designs, builds them and times them.
 
-The tasks are those of ``family``: this project generates them, and the scripted teacher can solve them. A design is one
-way to write a task's kernel (``cuda_kernels``). It is built from source files and a plan, the list of kernel launches.
-``Sweep`` builds all designs of a task at once and asks a child process (``design_bench``) for their times. The child
-needs no jail, because it runs only code that this project has made: ``family.parse`` refuses any other task."""
+A design is one way to write the task's kernel (``cuda_kernels``). A solution with this design consists of a source file
+and a plan, the list of kernel launches. The task must be of the teacher's family: this project generates these tasks
+(``family``), and the scripted teacher, a program, can solve them.
+
+``Sweep`` builds all drawn designs of a task at once. A child process (``design_bench``) times them. The child runs
+outside the sandbox's jail. This is safe, because it runs only code that this project generated: ``family.parse``
+refuses all other tasks."""
 
 import asyncio
 import contextlib
@@ -39,8 +42,9 @@ COMMAND = [sys.executable, "-P", "-m", "cuda_agent.synthesis.teacher.design_benc
 
 
 class Sweep:
-    """Finds the best design of each task that it is called with. One child process times the designs of all tasks. The
-    object is an async context manager, which ends the child."""
+    """Finds the best design of a task. A call of the object times many designs of the task. ``judged`` then lets the
+    judge time the fastest of them. One child process times the designs of all tasks. The object is an async context
+    manager: its exit ends the child."""
 
     def __init__(self, sandbox: LocalSandbox, designs: int = DESIGNS) -> None:
         self._sandbox, self._designs = sandbox, designs
@@ -54,8 +58,8 @@ class Sweep:
         await self._end()
 
     async def judged(self, task: Task, swept: Swept) -> Optimum:
-        """Lets the judge time the fastest designs in ``swept``, the result of the sweep of ``task``. Returns the best
-        of them."""
+        """Lets the judge time the fastest designs in ``swept``, the result of a call for ``task``. Returns the fastest
+        design that the judge accepts. If it accepts none, the result has no times."""
         files = {str(worked.design): worked.files for worked in draw_designs(task, self._designs)[1]}
         best, surprises = Optimum(), []
         for design in swept.fastest:
@@ -70,8 +74,8 @@ class Sweep:
         """Times designs of ``task`` and returns the result. For equal tasks, draws the same designs.
 
         Raises:
-            ValueError: The task is not of the teacher's family.
-            SandboxUnready: The child process failed twice before it gave eager's time."""
+            ValueError: The task is not of the teacher's family (``family.make_task`` did not make it).
+            SandboxUnready: The child process failed twice before it had timed the task's model in eager PyTorch."""
         drawn, right = draw_designs(task, self._designs)
         built = await self._built(right, task_spec(parse(task)))
         async with self._turn:
@@ -84,8 +88,9 @@ class Sweep:
         return summary(eager, drawn, {design: result for design, result in found.items() if result is not None})
 
     async def _built(self, designs: Sequence[Worked], spec: TaskSpec) -> list[dict[str, Any] | str]:
-        """Returns the program (the built plan) of each design, or the reason why the design does not build. Builds all
-        designs together (``unit``). If that fails, builds each one alone."""
+        """Returns the program (the built plan) of each design, or the reason why the design does not build. First
+        builds all designs as one solution, which the function ``unit`` makes. If that fails, builds each design
+        alone."""
         try:
             whole = await self._sandbox.prepare(Solution("plan", unit([worked.files for worked in designs])), spec)
         except (SolutionError, BuildError):
@@ -99,9 +104,13 @@ class Sweep:
             return f"does not build: {error}"
 
     async def _times(self, task: Task, programs: Sequence[dict[str, Any]]) -> tuple[float, list[float | str | None]]:
-        """Returns eager's seconds and, for each program, its seconds or the reason why it failed. The result of a
-        program is None if it is wrong only for the additional kinds of inputs in ``sandbox.input_kinds``: the teacher
-        does not predict such failures. If a program kills the child process, a new child continues with the next."""
+        """Times the task's model in eager PyTorch and each program (a built design). Returns the model's seconds, and
+        for each program its seconds or the reason why it failed. If a program kills the child process, a new child
+        continues with the next program.
+
+        A program's result is None if its outputs are right for normal inputs and wrong for another kind of inputs
+        (setting ``sandbox.input_kinds``). The teacher does not predict such failures, so they are not reported as
+        surprises."""
         eager: float | None = None
         found: list[float | str | None] = []
         failures = 0
@@ -123,8 +132,8 @@ class Sweep:
         return eager, found
 
     async def _ask(self, request: Mapping[str, Any]) -> float | str:
-        """Sends a request to the child process; first starts the child if none is running. Returns eager's seconds, or
-        the reason why the child did not time eager."""
+        """Sends a request to the child process; first starts the child if none is running. Returns the seconds of the
+        task's model in eager PyTorch, or the reason why the child did not time the model."""
         if self._child is None:
             folders = [str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
             environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)}
@@ -165,9 +174,10 @@ class Sweep:
 
 
 def unit(solutions: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Returns the files of one solution that joins all ``solutions``. It has the kernels of all, each in a separate
-    namespace. Its plan (``plan.json``, the ordered list of kernel launches) has the launches of all plans, one solution
-    after the other. For 48 solutions, this one build takes a tenth of the time of separate builds."""
+    """Joins ``solutions`` into one solution and returns its files. The kernels of each solution get a separate
+    namespace. The joint plan (``plan.json``, the ordered list of kernel launches) has the launches of the first
+    solution, then those of the second, and so on. To build 48 joined solutions takes a tenth of the time of 48 separate
+    builds."""
     sources, nodes = [], []
     workspaces: dict[str, Any] = {}
     for number, files in enumerate(solutions):
@@ -182,8 +192,9 @@ def unit(solutions: Sequence[Mapping[str, str]]) -> dict[str, str]:
 
 
 def programs(whole: Mapping[str, Any], solutions: Sequence[Mapping[str, str]]) -> Iterator[dict[str, Any]]:
-    """Yields the program (the built plan) of each of ``solutions``. ``whole`` is the program that was built from their
-    ``unit``. Each solution's program has that solution's part of the launches (nodes) and workspaces in ``whole``."""
+    """Yields the program (the built plan) of each of ``solutions``. ``whole`` is the program of ``unit(solutions)``,
+    which joins them. A solution's program is a copy of ``whole`` with only this solution's launches (``nodes``) and
+    workspaces."""
     nodes = iter(whole["nodes"])
     for number, files in enumerate(solutions):
         own = {name: made for name, made in whole["workspaces"].items() if name.startswith(f"d{number}_")}
@@ -195,11 +206,12 @@ def _result(line: Mapping[str, Any]) -> float | str:
 
 
 def draw_designs(task: Task, designs: int = DESIGNS) -> tuple[Counter[Any], list[Worked]]:
-    """Draws designs of ``task``. Returns how often each design was drawn, and the solutions that the teacher expects to
-    be right. There are at most ``designs`` of these solutions, all with different designs.
+    """Draws random designs of ``task``. Stops when the teacher expects ``designs`` different ones to be right, or after
+    ``_DRAWS * designs`` draws. Returns how often each design was drawn, and one solution for each design that the
+    teacher expects to be right. The counts include designs that it expects to be wrong.
 
     Raises:
-        ValueError: The task is not of the teacher's family."""
+        ValueError: The task is not of the teacher's family (``family.make_task`` did not make it)."""
     rng = Random(f"sweep/{task.digest}")
     drawn: Counter[Any] = Counter()
     right: dict[Any, Worked] = {}
@@ -212,9 +224,9 @@ def draw_designs(task: Task, designs: int = DESIGNS) -> tuple[Counter[Any], list
 
 
 def summary(eager: float, drawn: Counter[Any], found: Mapping[Any, float | str]) -> Swept:
-    """Returns the result of a sweep. ``eager`` is eager's time in seconds. ``drawn`` counts the draws of each design.
-    ``found`` maps a design to its seconds, or to the reason why it failed. A design that is not in ``found`` counts as
-    wrong."""
+    """Returns the result of a sweep. ``eager`` is the time of the task's model in eager PyTorch, in seconds. ``drawn``
+    counts the draws of each design. ``found`` maps a design to its seconds, or to the reason why it failed. A design
+    that is not in ``found`` counts as wrong."""
     times = {design: seconds for design, seconds in found.items() if not isinstance(seconds, str)}
     surprises = tuple(f"{design}: {reason}" for design, reason in found.items() if isinstance(reason, str))
     if not times:

@@ -1,12 +1,13 @@
-"""Defines the tasks of the scripted teacher: one to three element-wise operators and, in some tasks, an ending.
+"""Defines the teacher's family: the generated tasks that the scripted teacher (a program) can solve.
 
-An ending is a last operator that is not element-wise. It works along the rows of the input. In tasks for a GPU, it may
-also work along the columns or transpose the input.
+A task is a chain of one to three element-wise operators and, in some tasks, an ending. An ending is a last operator
+that is not element-wise. It works along the rows of the input. In tasks for a GPU, it may also work along the columns
+or transpose the input.
 
 A table gives the name, the PyTorch code and the C++ code of each operator. ``sample_task`` draws a task, and ``parse``
 reads a task's specification from its code. Training tasks and held-out tasks never share a ``combination``: the names
-of a task's operators, in order. Shapes for the CPU are drawn so that eager takes roughly 0.05-5 ms on two cores. Later,
-the filters of synthesis enforce exact limits."""
+of a task's operators, in order. Shapes for the CPU are drawn so that eager PyTorch takes roughly 0.05-5 ms on two
+cores. Exact limits are enforced later, by the filters of synthesis."""
 
 import hashlib
 import math
@@ -104,8 +105,8 @@ CONSTANTS = ("2", "3", "4", "5", "6", "7", "8", "9")
 
 @dataclass(frozen=True)
 class Ending:
-    """An operator after an element-wise chain. ``length`` and ``spread`` ensure that different inputs give outputs that
-    differ by more than the judge's tolerance of 1e-2. The outputs of a softmax over 1,024 values, for example, would
+    """An operator after an element-wise chain. ``length`` and ``spread`` are chosen so that outputs for different
+    inputs differ by more than the judge's tolerance of 1e-2. The means of rows of 10,000 values, for example, often
     differ by less."""
 
     torch: str  # its form in PyTorch
@@ -159,7 +160,7 @@ ENDED = {"cpu": 0.5, "cuda": 0.95}  # share of drawn tasks with an ending, befor
 
 @dataclass(frozen=True)
 class FamilySpec:
-    """The specification of a task of the teacher's family."""
+    """What defines a task of the teacher's family: its operators with their constants, and the shape of its inputs."""
 
     chain: tuple[tuple[str, str | None], ...]  # operators with their constants (None: the operator has none)
     ending: str | None  # name of the operator after the chain, if there is one
@@ -193,14 +194,15 @@ class FamilySpec:
 
 
 def steps(spec: FamilySpec) -> list[str]:
-    """Returns the chain as statements that are valid in C++ and in CUDA, one for each operator. Each statement changes
-    the variable ``v``."""
+    """Returns the C++ statements, valid also in CUDA, that compute the chain of ``spec`` for one element: one statement
+    for each operator. Each statement changes the variable ``v``. For an operator of two inputs, it also reads the
+    second input's element ``w``."""
     return [f"v = {_fill(OPERATORS[name].cpp, constant)};" for name, constant in spec.chain]
 
 
 def sample_task(rng: random.Random, device: str = "cpu") -> Task:
-    """Draws a task of the family, with a shape for ``device`` (cpu or cuda) and at most five torch operators. Equal
-    states of ``rng`` give equal tasks."""
+    """Draws a task of the teacher's family, with a shape for ``device`` (cpu or cuda). An operator of the family may
+    consist of several torch operators; the task has at most five of these. Equal states of ``rng`` give equal tasks."""
     while len((task := make_task(sample_spec(rng, device))).ops) > 5:
         pass
     return task
@@ -224,7 +226,8 @@ def sample_spec(rng: random.Random, device: str = "cpu") -> FamilySpec:
 
 
 def make_task(spec: FamilySpec) -> Task:
-    """Returns the task with the specification ``spec``. Its name consists of its operators and its code's digest."""
+    """Returns the task with the specification ``spec``. The task's name has its operators and the first 8 hex digits of
+    the digest of its code."""
     arguments = "x, y" if spec.binary else "x"
     steps = "".join(f"        x = {_fill(OPERATORS[name].torch, constant)}\n" for name, constant in spec.chain)
     shape = f"torch.randn({spec.rows}, {spec.columns})"
@@ -241,7 +244,8 @@ def make_task(spec: FamilySpec) -> Task:
 
 
 def task_spec(spec: FamilySpec) -> TaskSpec:
-    """Returns the shapes, dtypes and arguments that the judge reports for the task with the specification ``spec``."""
+    """Returns the ``TaskSpec`` that the judge reports for the task with the specification ``spec``: the shapes and
+    dtypes of its tensors, and the arguments of ``forward``."""
     shape = Tensor((spec.rows, spec.columns), "float32")
     inputs = (shape,) * (1 + spec.binary)
     arguments = tuple({"tensor": index} for index in range(len(inputs)))
@@ -262,12 +266,13 @@ def is_heldout(combination: str, seed: int, share: float) -> bool:
 
 
 def heldout_combinations(tasks: Iterable[Task], combination: Callable[[Task], str]) -> frozenset[str]:
-    """Returns the combinations of the held-out tasks, which a training corpus must not contain."""
+    """Returns the combinations of the held-out tasks in ``tasks``. A training corpus must not contain them. The
+    function ``combination`` returns the combination of a task."""
     return frozenset(combination(task) for task in tasks if task.split == "heldout")
 
 
 def ops_combination(task: Task) -> str:
-    """Returns the combination of a catalogue task: its operators, sorted and joined by "+"."""
+    """Returns the combination of a task from the operator catalogue: its torch operators, sorted and joined by "+"."""
     return "+".join(sorted(task.ops))
 
 

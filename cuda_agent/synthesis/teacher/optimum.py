@@ -1,8 +1,9 @@
-"""Defines ``Swept`` and ``Optimum``, the results of a search for a task's best design, and a file of optima.
+"""Defines the results of a search for a task's best design, ``Swept`` and ``Optimum``, and stores optima in a file.
 
 A design is one way to write the task's kernel. A sweep (``design_sweep``) times many designs of a task, and the judge
 then times the fastest of them. On an H200 the judge's times are 1 to 3 us longer than the sweep's, probably because the
-device runs other processes before each call. Only the judge's times are comparable with those of a solution.
+device runs other processes before each call. So only the judge's time of a design can be compared with the time of an
+agent's solution, which the judge measures as well.
 
 The file lies in the folder of the tasks. The filters of synthesis and the scores of an evaluation use the optima.
 Episodes, rewards and training do not."""
@@ -20,8 +21,8 @@ FILE = "optimum.json"
 
 @dataclass(frozen=True)
 class Swept:
-    """The result of a sweep: many timed designs of one task. Times are the sweep's: median seconds of a call with a
-    cold L2 cache."""
+    """The result of a sweep, which times many designs of one task. Times come from the sweep, not from the judge. Each
+    is the median of several calls with a cold L2 cache, in seconds."""
 
     eager_seconds: float
     seconds: float | None  # time of the fastest design; None if no design is right (gives correct outputs)
@@ -38,8 +39,8 @@ class Swept:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The best design of one task, with the judge's times in quick mode. If the judge accepts none of the sweep's
-    fastest designs, ``speedup`` is None."""
+    """The best design of one task, with times that the judge measured in quick mode, its usual mode. If the judge
+    accepts none of the sweep's fastest designs, ``seconds`` and ``speedup`` are None."""
 
     design: str = ""
     seconds: float | None = None
@@ -48,20 +49,20 @@ class Optimum:
 
     @property
     def speedup(self) -> float | None:
-        """The speed-up of the design over eager."""
+        """The speed-up of the design over eager PyTorch; None if the judge accepted no design."""
         return self.eager_seconds / self.seconds if self.seconds and self.eager_seconds else None
 
 
 class DesignSearch(Protocol):
-    """Finds the best design of a task of the teacher's family (``design_sweep.Sweep``). The call times many designs;
-    ``judged`` lets the judge time the fastest of them."""
+    """A search for the best design of a task of the teacher's family (``design_sweep.Sweep`` is one). A call of the
+    object times many designs of the task. ``judged`` then lets the judge time the fastest of them."""
 
     async def __call__(self, task: Task) -> Swept: ...
     async def judged(self, task: Task, swept: Swept) -> Optimum: ...
 
 
 def write_optima(folder: Path, optima: Mapping[str, Optimum]) -> None:
-    """Writes ``optima`` (by the task's name) to ``folder/optimum.json``."""
+    """Writes ``optima``, a mapping from a task's name to its optimum, to ``folder/optimum.json``."""
     rows = {name: asdict(optimum) for name, optimum in optima.items()}
     (folder / FILE).write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
 
@@ -74,7 +75,8 @@ def read_optima(folder: Path) -> dict[str, Optimum]:
 
 
 def optimum_from_json(row: Mapping[str, Any]) -> Optimum:
-    """Returns the optimum in ``row``. Earlier versions wrote more keys, and the sweep's times, not the judge's."""
+    """Returns the optimum in ``row``. A row of an earlier version has more keys, which are ignored. Its times come from
+    the sweep, not from the judge."""
     return Optimum(row["design"], row["seconds"], row["eager_seconds"], tuple(row["surprises"]))
 
 

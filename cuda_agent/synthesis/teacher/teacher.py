@@ -28,8 +28,8 @@ _KERNELS: dict[str, ModuleType] = {"cpu": cpu_kernels, "cuda": cuda_kernels}
 
 @dataclass(frozen=True)
 class Worked:
-    """A solution of the teacher, with the status and message that the judge is expected to give. It has the format
-    ``plan``: the kernel's source, and ``plan.json``, the list of kernel launches."""
+    """A solution of the teacher, with the status and message that the judge is expected to give. The solution's format
+    is ``plan``: it consists of a kernel's source and of ``plan.json``, the list of kernel launches."""
 
     files: dict[str, str]  # path -> text
     device: str  # "cpu" or "cuda"
@@ -58,17 +58,20 @@ class Mistake:
 
 
 def solve(task: Task, rng: random.Random, device: str = "cpu") -> Worked:
-    """Returns a solution of ``task`` with a random design, which does not always fit the task's shape.
+    """Returns a solution of ``task`` with a random design. If the design does not fit the task's shape, the solution is
+    wrong or does not build. The result's ``status`` is the judge's status that the teacher predicts.
 
     Raises:
-        ValueError: The task is not of the teacher's family."""
+        ValueError: The task is not of the teacher's family (``family.make_task`` did not make it)."""
     spec = parse(task)
     return _worked(spec, device, _KERNELS[device].draw_design(spec, rng))
 
 
 def solve_right(task: Task, rng: random.Random, device: str = "cpu") -> Worked:
-    """Returns a solution of ``task`` with a random design that fits the task's shape. Raises ValueError as ``solve``
-    does."""
+    """Returns a solution of ``task`` that the teacher expects to be right: its random design fits the task's shape.
+
+    Raises:
+        ValueError: The task is not of the teacher's family (``family.make_task`` did not make it)."""
     while (worked := solve(task, rng, device)).status != "ok":
         pass
     return worked

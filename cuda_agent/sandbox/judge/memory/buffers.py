@@ -1,10 +1,12 @@
-"""Manages the memory that the judge shares with its workers.
+"""Manages the memory that the judge shares with its workers, the processes that run a candidate or a reference task.
 
-Each worker shares two memory areas with the judge. It can only read the input area, which holds inputs and a
-candidate's weights. It writes to the output area, and the judge copies the outputs from there. A slot is the room for
-the inputs and outputs of one call. Before every call the judge fills the outputs, and the gaps beside them, with poison
-(large numbers). So the judge detects an output that the worker did not write, and a write to a gap. It does not detect
-writes beyond a gap. ``Area`` is CPU memory, read as NumPy arrays (bfloat16 as its 16 raw bits). ``device.Area`` is GPU
+Each worker shares two memory areas with the judge. The worker can only read the input area, which holds inputs and a
+candidate's weights. The worker writes to the output area, and the judge copies the outputs from there. A slot is the
+room for the inputs and outputs of one call. Before every call the judge fills the slot's outputs, and the gaps beside
+them, with poison (large numbers). After the call, poison in an output shows that the worker did not write it. A gap
+without its poison shows that the worker wrote outside of its outputs. Writes beyond a gap are not detected.
+
+``Area`` lies in CPU memory, and its tensors are NumPy arrays (bfloat16 as its 16 raw bits). ``device.Area`` lies in GPU
 memory."""
 
 import contextlib
@@ -44,9 +46,10 @@ def call_bytes(spec: TaskSpec) -> int:
 
 
 class Area:
-    """An area of shared CPU memory, with ``size`` bytes but at least one page. A worker maps it through ``descriptor``,
-    and can write to it unless ``read_only``. If ``touched``, all pages are allocated at once, and the caller must call
-    ``fit`` before use."""
+    """An area of shared CPU memory, with ``size`` bytes but at least one page. A worker maps it through the file
+    descriptor ``self.descriptor``. If ``read_only`` is true, the worker cannot write to the area. If ``touched`` is
+    true, the constructor allocates all pages at once but does not seal the size. The caller must then call ``fit``
+    before it uses the area."""
 
     number = 0  # areas of a GPU have numbers
 
@@ -61,8 +64,8 @@ class Area:
             self.fit(size)
 
     def fit(self, size: int) -> None:
-        """Shrinks the area to ``size`` bytes (at least one page) and seals its size. A write past its last page then
-        faults."""
+        """Shrinks the area to ``size`` bytes (at least one page) and seals its size, so that no process can resize it.
+        A write past its last page then faults."""
         size = max(size, mmap.PAGESIZE)
         if size < self.size:
             self._map.resize(size)
@@ -89,7 +92,8 @@ class Area:
         self.bytes[offset : offset + size].view(numpy.uint32)[...] = numpy.frombuffer(pattern, numpy.uint32)[0]
 
     def settle(self) -> None:
-        """Does nothing: on the CPU, a copy is finished when the method that makes it returns."""
+        """Does nothing. ``device.Area.settle`` waits until copies on a GPU are finished. On the CPU, ``read`` and
+        ``write`` return only after the copy."""
 
     def close(self) -> None:
         del self.bytes
@@ -99,8 +103,9 @@ class Area:
 
 
 class Spare:
-    """Allocates the next candidate's input area and output area while the judge is idle, because allocation takes
-    longer than the checks of a small task. The areas are large enough for each of the last eight candidates."""
+    """A spare pair of areas (input and output) for the next candidate. ``make`` allocates the pair while the judge is
+    idle, because allocation takes longer than the checks of a small task. Each area is at least as large as the largest
+    that the last eight candidates needed. ``make`` allocates no pair above 256 MB."""
 
     def __init__(self) -> None:
         self._asked: deque[tuple[int, int]] = deque(maxlen=8)
@@ -133,11 +138,16 @@ class Buffers:
     """The input area and the output area of one worker, and the byte offsets of the tensors in them.
 
     Args:
+        spec: The shapes and dtypes of the task's inputs, outputs and weights.
         slots: The number of slots. Each slot holds the inputs and outputs of one call.
-        examples: The number of sets of inputs and outputs that a reference worker can draw in one request. If positive,
-            the output area holds these sets and the weights. The outputs of the first set lie in the first slot.
-        fixed: Whether the gaps between tensors have a fixed width, so that offsets are the same in every run.
-        areas: A function from two sizes in bytes to the two areas. By default the areas lie in CPU memory."""
+        examples: The number of examples that a reference worker (which runs the task's own model) can make in one
+            request. An example is a set of inputs with the model's outputs. If positive, the output area also has room
+            for the examples and the weights, which the worker writes. The outputs of the first example lie in the first
+            slot. Zero for a candidate's worker.
+        fixed: Whether the gaps between tensors have a fixed width, so that offsets are the same in every run. Otherwise
+            the widths are random.
+        areas: A function that returns the two areas for their two sizes in bytes. By default the areas lie in CPU
+            memory."""
 
     def __init__(
         self,
@@ -179,8 +189,8 @@ class Buffers:
         return start
 
     def fill(self, slot: int, inputs: Sequence[Any]) -> None:
-        """Copies ``inputs`` into a slot, and fills the slot's outputs and the gaps between them with poison: large
-        numbers in a new random pattern."""
+        """Copies ``inputs`` into a slot. Then fills the slot's outputs, and the gaps before, between and after them,
+        with poison: large numbers in a new random pattern."""
         for offset, tensor, values in zip(self.slots[slot]["in"], self.spec.inputs, inputs, strict=True):
             self.input_area.write(offset, tensor, values)
         room = self._rooms[slot]
@@ -194,7 +204,7 @@ class Buffers:
 
     def written(self, slot: int) -> list[Any]:
         """Returns copies of the outputs that the worker wrote to a slot. Raises ``WorkerError`` if the worker also
-        wrote to a gap between them."""
+        wrote to a gap beside an output."""
         room, pattern = self._rooms[slot], self._patterns.get(slot)
         begin = room.start
         for offset, tensor in zip([*self.slots[slot]["out"], room.stop], [*self.spec.outputs, _NOTHING], strict=True):

@@ -1,8 +1,9 @@
 """Compares a candidate's outputs with the reference's outputs, in pure functions on NumPy arrays.
 
-The tolerance has an absolute and a relative part, as in ``torch.allclose``. Here the absolute part shrinks with the
-magnitude of the expected values: zeros must not pass where values of about 1e-6 are expected. Integers and booleans
-must be equal. Shapes and dtypes need no check, because the task's spec determines them."""
+The tolerance has an absolute and a relative part, as in ``torch.allclose``. In ``torch.allclose`` the absolute part is
+a constant. Here it shrinks with the typical magnitude of the expected values, so that zeros do not pass where values of
+about 1e-6 are expected. Integers and booleans must be equal. Shapes and dtypes need no check, because the task's spec
+determines them."""
 
 from collections.abc import Sequence
 
@@ -17,10 +18,15 @@ _CHUNK = 1 << 16  # values compared at a time: they fit into a CPU's cache
 def mismatch(
     expected: Sequence[Array], actual: Sequence[Array], tensors: Sequence[Tensor], tolerance: float, cap: float = 1.0
 ) -> tuple[str, float]:
-    """Compares the outputs ``actual`` with ``expected``. Returns a message about the first output that differs (empty
-    if they agree), and the largest absolute difference of finite values. ``tensors`` holds shapes and dtypes. A value
-    may differ by ``tolerance * (magnitude + scale)``. ``magnitude`` is the absolute expected value; ``scale`` is the
-    root mean square of the output's expected values, at most ``cap``. Integers must be equal."""
+    """Compares the outputs ``actual`` with ``expected``. ``tensors`` holds their shapes and dtypes.
+
+    A floating value may differ by ``tolerance * (magnitude + scale)``. ``magnitude`` is the absolute expected value.
+    ``scale`` is the root mean square of the output's expected values, at most ``cap``. Integers and booleans must be
+    equal. Infinite and NaN values must be the same in both.
+
+    Returns:
+        A message about the first output that differs (empty if all agree), and the largest absolute difference of
+        finite values. The comparison ends with the first output that differs."""
     largest = 0.0
     for index, (want, have, tensor) in enumerate(zip(expected, actual, tensors, strict=True)):
         wanted, given = (real(values, tensor.dtype).ravel() for values in (want, have))
@@ -61,8 +67,10 @@ def real(values: Array, dtype: str) -> Array:
 
 
 def _compare(want: Array, have: Array, tolerance: float, cap: float, whole: bool = True) -> tuple[str, float, int]:
-    """Compares one output by the rule of ``mismatch``. Returns a message (empty if they agree), the largest absolute
-    difference, and the number of wrong values. Unless ``whole``, stops soon after the first wrong value."""
+    """Compares one output, as flat arrays of real numbers, by the rule of ``mismatch``. Returns a message (empty if
+    they agree), the largest absolute difference of finite values, and the number of wrong values. If ``whole`` is
+    false, stops soon after the first wrong floating value. The difference and number then cover only the values so
+    far."""
     if want.dtype.kind in "iu":
         wrong = numpy.flatnonzero(want != have)
         if not wrong.size:

@@ -1,8 +1,9 @@
 """Provides buffers and comparisons on the GPU, in the judge's CUDA context; ``host`` provides the same on the CPU.
 
-The judge allocates the areas that it shares with a worker, and exports them by file descriptor. A worker maps inputs
-and weights read-only: a write crashes the worker, but not the judge's context. The judge copies outputs to private
-memory and compares them on the device (``check.cu``), by the rules of ``check``. Call ``open_judge`` first."""
+The judge allocates the areas (memory regions) that it shares with a worker, and exports them as file descriptors. A
+worker maps inputs and weights read-only. If the worker writes to them, the worker crashes, and the judge's context
+remains intact. The judge copies outputs to memory that is not shared. It compares them on the device with the kernels
+in ``check.cu``, by the rules of the module ``check``. Call ``open_judge`` before the other functions."""
 
 import contextlib
 import ctypes
@@ -51,8 +52,9 @@ class Array:
 
 
 class Area(driver.Shared):
-    """An area of GPU memory that the judge shares with a worker. Copies to and from it are finished only after
-    ``settle``. Closed areas are kept for later workers, because the driver needs much time to make an area."""
+    """An area of GPU memory that the judge shares with a worker. Copies to and from the area are asynchronous;
+    ``settle`` waits for them. ``close`` usually keeps the area for later workers, because the driver needs much time to
+    make a new one."""
 
     _idle: ClassVar[dict[int, list["Area"]]] = {}  # closed areas by size; no process but this one maps them
     _numbers: ClassVar[Iterator[int]] = itertools.count(1)
@@ -63,8 +65,8 @@ class Area(driver.Shared):
 
     @classmethod
     def of(cls, size: int) -> "Area":
-        """Returns an area of at least ``size`` bytes. Above 16 MB, the area is larger than ``size`` by at most an
-        eighth."""
+        """Returns an area of at least ``size`` bytes: a closed one if possible, else a new one. Rounds ``size`` up to a
+        multiple of 2 MB, or above 32 MB to a larger step of at most an eighth of ``size``."""
         step = max(_LEAST_AREA, 1 << max(0, size.bit_length() - 4))
         size = -(-max(size, 1) // step) * step
         idle = cls._idle.get(size)
@@ -154,8 +156,8 @@ def pool_bytes() -> int:
 
 
 def prepared_bytes() -> int:
-    """Returns the most bytes of the device that prepared tasks (the tasks that the judge keeps ready) may hold
-    together. Candidates need the rest."""
+    """Returns the most bytes of device memory that all prepared tasks (the tasks that the judge keeps ready) may hold
+    together. The rest is for candidates."""
     return driver.memory_bytes()[1] // 2
 
 
@@ -171,9 +173,9 @@ def free_bytes() -> int:
 
 
 def chained_slots(size: int) -> int:
-    """Returns the number of slots in the memory of a candidate that runs several calls in one request (a chain). A slot
-    holds the inputs and outputs of one call, which take ``size`` bytes. The largest tasks get one slot, because the
-    device also holds the judge's copies of inputs and outputs."""
+    """Returns the number of slots in the memory that a candidate shares with the judge, if the candidate runs chains
+    (several calls in one request). A slot holds the inputs and outputs of one call, which take ``size`` bytes. The
+    largest tasks get one slot, because the device also holds the judge's copies of inputs and outputs."""
     if size > driver.memory_bytes()[1] // 12:
         return 1
     return min(max(2, 3 * SLOTS_BYTES // max(1, size)), LONGEST_CHAIN)
@@ -196,8 +198,9 @@ def flush() -> None:
 
 def shared(peak: float | None) -> bool:
     """Returns whether another process uses the device now. Processes that share a device take turns of some
-    milliseconds each. Work in one long piece then takes longer than the same work in short pieces, so the function
-    times both. ``peak`` is the memory's peak rate in bytes/s, or ``None`` if unknown."""
+    milliseconds each. A short piece of work may fit into one turn, but a long piece spans several turns and includes
+    the turns of the other processes. The function therefore times both, and passes the times to ``takes_turns``.
+    ``peak`` is the memory's peak rate in bytes/s, or ``None`` if unknown."""
 
     def wall(fills: int) -> float:
         begin = time.perf_counter()
@@ -213,12 +216,15 @@ def shared(peak: float | None) -> bool:
 
 
 def takes_turns(part: float, of_whole: float, floor: float) -> bool:
-    """Returns whether the device seems to divide its time between this process and others.
+    """Returns whether the device seems to divide its time between this process and others. This is so if fills in a
+    row take longer per fill than a single fill, or if a single fill takes far longer than ``floor``.
 
     Args:
-        part: Shortest time to fill one buffer, in seconds (H100: 45 us; with another process 45 to 1,000 us).
-        of_whole: Shortest time per buffer when many are filled in a row (35 us; with another process 58 to 230 us).
-        floor: Seconds that one buffer takes at the memory's peak rate (31 us)."""
+        part: Shortest time of a single fill of a buffer, in seconds. On an H100 it is 45 us, or 45 to 1,000 us while
+            another process uses the device.
+        of_whole: Shortest time per fill when many fills run in a row, in seconds. On an H100 it is 35 us, or 58 to
+            230 us while another process uses the device.
+        floor: Time of one fill at the memory's peak rate, in seconds (31 us on an H100)."""
     return of_whole > part or part > _FAR_ABOVE * floor
 
 

@@ -36,29 +36,30 @@ def pool_bytes() -> int:
 
 
 def prepared_bytes() -> int:
-    """Returns the most bytes that prepared tasks (the tasks that the judge keeps ready) may hold together. It is a
-    number that they never reach, because the CPU's memory is limited per worker."""
+    """Returns the most bytes that all prepared tasks (the tasks that the judge keeps ready) may hold together. On the
+    CPU there is no common limit, because each worker has its own limit. The result is 2**62, which is never reached."""
     return 1 << 62
 
 
 def policy_bytes() -> int:
-    """Returns the bytes that the judge leaves free for a policy (a language model): 0, because the CPU's memory is
-    limited per worker."""
+    """Returns the bytes that the judge leaves free for a policy (a language model) on the same device. On the CPU it
+    reserves nothing and returns 0."""
     return 0
 
 
 def free_bytes() -> int:
-    """Returns the free bytes of the device. On the CPU it is a number that no task reaches, because the CPU's memory is
-    limited per worker."""
+    """Returns 2**62, which is more than any task needs. ``device.free_bytes`` returns the free bytes of a GPU. On the
+    CPU each worker has its own memory limit, so the free memory is not measured."""
     return 1 << 62
 
 
 def trim() -> None:
-    """Does nothing: NumPy frees memory that no array uses."""
+    """Does nothing. ``device.trim`` releases unused memory; NumPy already frees memory that no array uses."""
 
 
 def flush() -> None:
-    """Does nothing, because filling and comparing buffers already evicts older data from the CPU's caches."""
+    """Does nothing. ``device.flush`` flushes a GPU's L2 cache before a call. On the CPU, filling and comparing buffers
+    already evicts older data from the caches."""
 
 
 def distance(have: Array, exact: Array, tensor: Tensor) -> tuple[float, float]:

@@ -1,8 +1,8 @@
-"""Computes simulated times, which replace measured times in tests and drills (``sandbox.clock=model``).
+"""Computes simulated times. They replace measured times if the setting ``sandbox.clock`` is ``model``, as in tests.
 
-A simulated time is a pure function of task and solution. It does not predict real time. A policy can learn from it,
-because the usual optimizations shorten it: fewer passes over memory, fewer operators, at least one block for each of
-the processor's threads, and vector hints."""
+A simulated time is a pure function of the task, the solution and the number of CPU threads. It does not predict real
+time. It still rewards the usual optimizations, so a language model can be trained with it. These shorten the time:
+fewer passes over memory, fewer operators, at least one block per thread, and hints for vectorization."""
 
 import re
 from typing import Any
@@ -21,15 +21,16 @@ def eager(operators: int, touched: int, threads: int) -> float:
 
 
 def compiled(spec: TaskSpec, operators: int, touched: int, threads: int) -> float:
-    """Returns the simulated seconds of one call of a compiled model. In eager PyTorch the call runs ``operators``
-    operators, which read and write ``touched`` bytes. A compiled call counts as 1 + ``operators`` / 4 operators, which
-    touch the inputs, the outputs and a quarter of the other bytes."""
+    """Returns the simulated seconds of one call of a model with ``torch.compile``, on ``threads`` threads. The same
+    call in eager PyTorch runs ``operators`` operators, which read and write ``touched`` bytes. The simulated compiler
+    fuses them into 1 + ``operators`` / 4 operators. The fused operators touch all bytes of the inputs and outputs of
+    ``spec``, and a quarter of the other bytes."""
     least = call_bytes(spec)
     return _CALL * (1 + operators / 4) + (least + max(0, touched - least) / 4) / (_BYTES_PER_SECOND * threads)
 
 
 def candidate(request: EvaluateRequest, spec: TaskSpec, threads: int) -> float:
-    """Returns the simulated seconds of a call of the solution in ``request``."""
+    """Returns the simulated seconds of one call of the solution in ``request``, on ``threads`` threads."""
     if request["traits"]["host_is_ours"]:
         return plan(request["load"], spec, request["files"], threads)
     return extension(spec, request["files"], threads)
@@ -37,9 +38,10 @@ def candidate(request: EvaluateRequest, spec: TaskSpec, threads: int) -> float:
 
 def plan(program: dict[str, Any], spec: TaskSpec, files: dict[str, str], threads: int) -> float:
     """Returns the simulated seconds of one call of a plan, a solution whose kernels the sandbox launches. ``program``
-    is the compiled plan (``plan.Program``) as JSON. ``threads`` is the number of the processor's threads that run
-    blocks. The time also depends on the plan's nodes, the bytes of their buffers, the number of blocks of each kernel,
-    and vector hints (such as ``restrict``) in ``files``."""
+    is the compiled plan (``plan.Program``) as JSON. At most ``threads`` blocks run at the same time. The time depends
+    on the plan's nodes (kernels, library calls and memsets), the bytes of their buffers, and the number of blocks of
+    each kernel. Kernels take 10 % longer per byte if ``files`` contain no hint for vectorization, such as
+    ``restrict``."""
     sizes = {f"in:{i}": byte_count(t) for i, t in enumerate(spec.inputs)}
     sizes |= {f"out:{i}": byte_count(t) for i, t in enumerate(spec.outputs)}
     sizes |= {f"w:{i}": byte_count(t) for i, t in enumerate(spec.weights.values())}

@@ -1,9 +1,12 @@
-"""Determines a device's peak rates, and the lower bound of a call's time that follows from them.
+"""Determines a device's peak rates, and a lower bound of a call's time that follows from them.
 
-The driver reports a GPU's rates. A CPU's rate of memory copies is measured, because virtual machines do not report it.
-The bound counts the bytes of the outputs: a call must write them, because the judge overwrites them before each call.
-It does not count inputs, because a call need not read them entirely. It subtracts the size of the last-level cache,
-because outputs may still be there."""
+A GPU's rates are computed from values that the driver reports. A CPU's rate of memory copies is measured, because
+virtual machines do not report it.
+
+The lower bound is the time to write the call's outputs to memory. A call must write its outputs, because the judge
+(the process that times calls) overwrites them before each call. Inputs do not count, because a call need not read them
+entirely. The size of the last-level cache is subtracted, because that part of the outputs may still be in the cache
+when the call ends."""
 
 import json
 import os
@@ -43,9 +46,9 @@ _FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Peaks:
-    """The peak rates of a device: ``bytes_per_second`` of its memory, and ``operations`` per second by type, such as
-    ``tf32``. ``cache_bytes`` is the size of the last-level cache. ``None`` means unknown. A measured peak of the memory
-    may be too low: the true rate is at most ``slack`` times ``bytes_per_second``."""
+    """The peak rates of a device. ``bytes_per_second`` is the rate of its memory. ``operations`` maps a type, such as
+    ``tf32``, to operations per second. ``cache_bytes`` is the size of the last-level cache. ``None`` means unknown.
+    ``bytes_per_second`` may be too low: the true rate is at most ``slack`` times as high."""
 
     bytes_per_second: float | None = None
     cache_bytes: int | None = None
@@ -59,8 +62,9 @@ class Peaks:
         return max(0, written - self.cache_bytes) / (self.bytes_per_second * self.slack)
 
     def operations_for(self, spec: TaskSpec, precision: str = "") -> float | None:
-        """Returns the peak operations per second for a task's first floating dtype; ``None`` if unknown. For float32,
-        ``precision`` may name a lower precision, which strict mode infers from a solution's error."""
+        """Returns the peak operations per second for the first floating dtype in ``spec``, or ``None`` if unknown.
+        Inputs come first, then weights, then outputs. If the dtype is float32, ``precision`` may name the precision at
+        which the solution really computes, such as ``tf32``. The caller infers it from the solution's error."""
         types = [t.dtype for t in (*spec.inputs, *spec.weights.values(), *spec.outputs) if t.dtype in _FLOATING]
         kind = types[0] if types else ""
         if kind == "float32":
@@ -69,8 +73,9 @@ class Peaks:
 
 
 def below_physical_floor(seconds: float, eager: float, written: int, peaks: Peaks) -> str:
-    """Returns why a call cannot write ``written`` bytes of outputs in ``seconds``, or an empty string if it can.
-    Ignores a bound above ``eager``, the seconds of eager's own call, because such a bound must be wrong."""
+    """Returns why a call cannot write ``written`` bytes of outputs in ``seconds``, or an empty string if it can. The
+    reason is a lower bound that follows from ``peaks``. A bound above ``eager`` is ignored. ``eager`` is the measured
+    seconds of a call in eager PyTorch that writes the same outputs, so a higher bound must be wrong."""
     floor = peaks.floor(written)
     if not seconds < floor <= eager:
         return ""
@@ -81,7 +86,8 @@ def below_physical_floor(seconds: float, eager: float, written: int, peaks: Peak
 
 
 def of_gpu() -> Peaks:
-    """Returns the peaks of the GPU that is open in this process, as far as the driver reports them."""
+    """Returns the peaks of the GPU that this process has opened. A rate is unknown if the driver does not report
+    the values for it, or if ``_OPERATIONS`` does not contain the GPU's compute capability."""
     major, minor, processors = (driver.attribute(which) for which in (_MAJOR, _MINOR, _PROCESSORS))
     clock = driver.attribute(_CLOCK_RATE) * 1e3
     memory = _PER_CYCLE * driver.attribute(_MEMORY_CLOCK) * 1e3 * driver.attribute(_BUS_WIDTH) / 8
@@ -91,9 +97,10 @@ def of_gpu() -> Peaks:
 
 
 def of_cpu(threads: int, file: Path, quiet: Callable[[], AbstractContextManager[None]], again: bool = False) -> Peaks:
-    """Returns the CPU's peaks from ``file``. If the file is missing, or if ``again``, measures the peaks in the context
-    ``quiet()`` and writes the file. The higher of the old and the new copy rate counts, because other programs only
-    slow copies down."""
+    """Returns the CPU's peaks from the cache ``file``. Measures them if the file is missing or unreadable, or if
+    ``again`` is true, and writes the file. The measurement uses ``threads`` threads and runs in the context
+    ``quiet()``, which keeps other processes from disturbing it. If ``again``, the result is the higher of the old and
+    the new copy rate, because other programs can only slow copies down."""
     known = 0.0
     with suppress(OSError, ValueError, TypeError):
         kept = Peaks(**json.loads(file.read_text()))
@@ -117,8 +124,9 @@ def keep(file: Path, measured: dict[str, Any]) -> None:
 
 
 def copy_bytes_per_second(threads: int, cache: int = 0) -> float:
-    """Returns the bytes per second that ``threads`` threads together read and write when they copy arrays. Together,
-    the arrays that they read are four times as large as ``cache`` (in bytes), but at least 64 MB and at most 256 MB."""
+    """Returns the bytes per second that ``threads`` threads together read and write when they copy arrays. Each thread
+    copies one array. All source arrays together take four times ``cache`` bytes, but at least 64 MiB and at most
+    256 MiB."""
     least, most = _COPY_BYTES
     count = min(max(4 * cache, least), most) // threads
     areas = [(numpy.ones(count, numpy.uint8), numpy.zeros(count, numpy.uint8)) for _ in range(threads)]

@@ -1,6 +1,6 @@
 """Varies the inputs that a task draws, to catch kernels that are correct only for typical values.
 
-Each kind of variation stays in the domain of the drawn values. Non-negative values remain non-negative, because the
+Each kind of variation keeps some properties of the drawn values. Non-negative values remain non-negative, because the
 task may take their logarithm or root. Values in [0, 1] remain there, because they may be probabilities. Integers
 (indices, labels) and booleans do not change."""
 
@@ -8,8 +8,9 @@ import torch
 
 
 def vary(tensors: list[torch.Tensor], kind: str) -> list[torch.Tensor] | None:
-    """Returns ``tensors`` with values of ``kind`` (one of ``wire.KINDS``), in the same shapes and dtypes. Tensors to
-    which the kind does not apply stay as they are. Returns ``None`` if the kind applies to no tensor."""
+    """Varies the values of ``tensors``. Returns tensors with the same shapes and dtypes. ``kind`` is one of
+    ``wire.KINDS``, such as ``negative`` or ``sparse``. The kind ``normal`` changes nothing. Tensors to which the kind
+    does not apply stay as they are. Returns ``None`` if the kind applies to no tensor."""
     if kind == "normal":
         return tensors
     varied = [_vary(tensor, kind) for tensor in tensors]

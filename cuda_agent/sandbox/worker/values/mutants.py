@@ -1,5 +1,6 @@
-"""Makes mutants: wrong answers to a task, made on purpose. ``judge.mutants`` chooses them. This module runs in the
-reference worker, because no other process has the task's model."""
+"""Makes mutants, which are wrong answers to a task, made on purpose. ``judge.mutants`` chooses them, and tests whether
+the judge's comparison rejects them. This module runs in the reference worker, the only process that has the task's
+model."""
 
 import copy
 from collections.abc import Callable
@@ -11,7 +12,8 @@ from cuda_agent.sandbox.worker.values.weights import PlainWeights
 
 
 def spoil(how: dict[str, Any], right: list[torch.Tensor], given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns wrong outputs in place of ``right``. ``how["kind"]`` says how:
+    """Returns wrong outputs, made from the right outputs ``right`` and the inputs ``given``. ``how["kind"]`` selects
+    one of these changes:
 
     - ``zeros`` replaces all values by zeros.
     - ``constant`` fills each output with its mean.
@@ -41,9 +43,9 @@ def _mean(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def redraw(model: torch.nn.Module, build: Callable[[], torch.nn.Module], how: dict[str, Any]) -> torch.nn.Module | None:
-    """Returns a second model, built under the seed ``how["seed"]``. If ``how["plain"]``, also redraws the second
-    model's ``PlainWeights``. Returns ``None`` if the model has no parameters, and all buffers are equal in both
-    models."""
+    """Returns a second model, which ``build`` makes under the random seed ``how["seed"]``. If ``how["plain"]`` is true,
+    also redraws the second model's plain weights, which its constructor does not draw at random (see ``PlainWeights``).
+    Returns ``None`` if the model has no parameters and its buffers equal those of the second model."""
     torch.manual_seed(how["seed"])
     other = build()
     if how["plain"]:
@@ -54,5 +56,6 @@ def redraw(model: torch.nn.Module, build: Callable[[], torch.nn.Module], how: di
 
 
 def in_bfloat16(model: torch.nn.Module, given: list[torch.Tensor]) -> tuple[torch.nn.Module, list[torch.Tensor]]:
-    """Returns a copy of the model in bfloat16, and the inputs in bfloat16."""
+    """Returns a copy of the model and the inputs ``given``, both in bfloat16. Integer and boolean inputs do not
+    change."""
     return copy.deepcopy(model).bfloat16(), [t.bfloat16() if t.is_floating_point() else t for t in given]

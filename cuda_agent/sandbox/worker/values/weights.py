@@ -1,9 +1,10 @@
-"""Draws new values for weights that a model's constructor sets to one value, so that a solution cannot ignore them.
+"""Draws new values for a model's plain weights, so that a solution cannot ignore them. The model's constructor does not
+draw plain weights at random but fills them with a constant, or with zeros and a constant.
 
 LayerNorm's weight, for example, starts with 1 and its bias with 0. With these values, a solution that ignores both
-gives right outputs. Weights that the constructor draws at random keep their values, which follow from a secret seed.
-The reference worker uses this module. A candidate worker uses it if the solution's weights and the reference's weights
-have different names."""
+gives right outputs. Weights that the constructor draws at random keep their values, because these follow from a secret
+seed. The reference worker (the process that runs the task's model) uses this module. A candidate worker (the process
+that runs a solution) uses it if the solution's weights and the weights of the task's model have different names."""
 
 import hashlib
 from collections import Counter
