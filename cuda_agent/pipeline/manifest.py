@@ -46,6 +46,7 @@ class Manifest:
     seconds: float  # of all attempts; of an interrupted attempt, up to its last checkpoint
     finished: str  # ISO 8601, UTC
     resumed: list[int] = field(default_factory=list)  # steps of the checkpoints from which the stage resumed
+    lost: int = 0  # episodes that faults ended; if there are any, only this run uses the result
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
@@ -184,16 +185,19 @@ def serve_from_cache(
 def publish(store: Store, run: str, manifest: Manifest) -> Manifest:
     """Writes ``manifest`` to the store: first as the manifest of ``run``, then as a cache entry.  If the cache already
     has a different, complete result with the same key, keeps that cache entry and makes it the manifest of ``run``.
-    Returns the manifest that ``run`` has in the end."""
+    Writes no cache entry if the stage lost episodes (``Manifest.lost``).  Returns the manifest that ``run`` has in the
+    end."""
     entry = cache_entry(manifest.stage, manifest.key)
     store.put(manifest_entry(run, manifest.stage), manifest.to_bytes())
-    if not store.create(entry, manifest.to_bytes()):
+    made = not store.exists(entry) if manifest.lost else store.create(entry, manifest.to_bytes())
+    if not made:
         theirs = Manifest.from_bytes(store.get(entry))
         if theirs != manifest:
             if is_whole(store, theirs):
                 store.put(manifest_entry(run, manifest.stage), theirs.to_bytes())
                 return theirs
-            store.put(entry, manifest.to_bytes())
+            if not manifest.lost:
+                store.put(entry, manifest.to_bytes())
     return manifest
 
 

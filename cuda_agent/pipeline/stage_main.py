@@ -40,7 +40,7 @@ from cuda_agent.pipeline.manifest import (
 )
 from cuda_agent.pipeline.runs import read_config, try_lock
 from cuda_agent.storage import Store, open_store
-from cuda_agent.tracking import FileTracker
+from cuda_agent.tracking import FileTracker, read_metrics
 
 Stop = Callable[[], bool]
 
@@ -163,6 +163,7 @@ def _make(
         seconds=round(checkpoints.seconds, 3),
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
         resumed=checkpoints.resumed,
+        lost=round(sum(values.get("lost", 0.0) for values in read_metrics(work / "said" / "metrics.jsonl").values())),
     )
     manifest = publish(store, order.run, manifest)
     checkpoints.clear()

@@ -66,8 +66,8 @@ async def train_ppo(
 
         async def learn(step: int, played: RolloutBatch, began: float) -> None:
             episodes = [episode for episode in played.episodes if oldest(episode) >= step - max_off_policy_steps]
-            check_losses(ctx, episodes, f"step {step + 1}")
-            metrics = await runtime.learn(step, episodes) | played.metrics
+            losses = check_losses(ctx, episodes, f"step {step + 1}")
+            metrics = await runtime.learn(step, episodes) | played.metrics | losses
             for name, value in metrics.items():  # of this process's first step with the metric
                 first.setdefault(name, value)
             for alarm in alarms(metrics, first):

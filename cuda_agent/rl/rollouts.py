@@ -85,9 +85,11 @@ def episodes_of(tasks: Sequence[Task], samples: int, label: str) -> list[Job]:
     return jobs
 
 
-def check_losses(ctx: StageContext, episodes: Sequence[Episode], where: str) -> None:
+def check_losses(ctx: StageContext, episodes: Sequence[Episode], where: str) -> dict[str, float]:
     """Checks how many of ``episodes`` were lost. A lost episode has no reward, because an infrastructure fault or the
-    deadline ended it. If some episodes are lost, adds a note to ``ctx.tracker``.
+    deadline ended it. If some episodes are lost, adds a note to ``ctx.tracker``. Returns the metric ``lost``: the
+    number of episodes that faults ended. Other runs do not reuse the result of a stage with such episodes
+    (``Manifest.lost``).
 
     Raises:
         TryAgain: No episode has a reward. The message begins with ``where``, the name of the step or the round."""
@@ -96,6 +98,10 @@ def check_losses(ctx: StageContext, episodes: Sequence[Episode], where: str) -> 
         raise TryAgain(f"{where}: no episode has a reward; {len(lost)} were lost ({', '.join(sorted(set(lost)))})")
     if lost:
         ctx.tracker.note(f"{ctx.name} lost episodes to faults or to the deadline; its metric dropped counts them")
+    faults = lost.count("infra")
+    if faults:
+        ctx.tracker.note(f"{ctx.name} lost episodes to faults: other runs will not take its result from the cache")
+    return {"lost": float(faults)}
 
 
 @asynccontextmanager

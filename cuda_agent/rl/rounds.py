@@ -58,10 +58,10 @@ async def play_rounds(
         for number in range(start, rounds):
             began = time.monotonic()
             played = await players.play(episodes_of(tasks, 1, f"{split}/{number}"), kind, show)
-            check_losses(ctx, played, f"round {number + 1}")
+            losses = check_losses(ctx, played, f"round {number + 1}")
             episodes += played
             rate = len(played) / (time.monotonic() - began)
-            ctx.tracker.log(number, episode_metrics(played) | {"episodes_per_second": rate})
+            ctx.tracker.log(number, episode_metrics(played) | losses | {"episodes_per_second": rate})
             ctx.checkpoints.save(number + 1, save)
             if ctx.should_stop() and number + 1 < rounds:
                 raise TryAgain(f"stopped after round {number + 1} of {rounds}")

@@ -18,7 +18,7 @@ from cuda_agent.pipeline import local, recorder, runs
 from cuda_agent.pipeline.closure import environment_digest
 from cuda_agent.pipeline.graph import STAGES, Stage
 from cuda_agent.pipeline.local import StageView, run_pipeline
-from cuda_agent.pipeline.manifest import cache_entry, identify
+from cuda_agent.pipeline.manifest import cache_entry, find_result, identify, publish
 from cuda_agent.storage import open_store
 from cuda_agent.tracking import read_metrics
 
@@ -259,6 +259,23 @@ def test_a_run_that_died_between_manifest_and_cache_entry_repeats_nothing(tmp_pa
     again = execute(settings(tmp_path, run={"retries": 0}))
     assert again.run == outcome.run and again.code == 0 and len(steps(cache)) == before
     assert store.exists(cache_entry("train", outcome.manifests["train"].key))
+
+
+def test_a_result_that_lost_episodes_stays_with_its_run(tmp_path, cache):
+    journal.misbehave(cache, "train", "lose")
+    first = execute(settings(tmp_path))
+    lossy = first.manifests["train"]
+    assert first.code == 0 and lossy.lost == 2
+    store = open_store(tmp_path / "store")
+    identity = identify(table.STAGES[1], settings(tmp_path), lossy.inputs)
+    assert identity.key == lossy.key
+    assert find_result(store, first.run, identity) == lossy, "the run itself goes on with it"
+    assert find_result(store, "another", identity) is None
+    second = execute(settings(tmp_path))
+    assert second.manifests["train"].lost == 0 and journal.read(cache).count("train") == 2
+    third = execute(settings(tmp_path))
+    assert third.manifests["train"] == second.manifests["train"] and journal.read(cache).count("train") == 2
+    assert publish(store, first.run, lossy) == second.manifests["train"], "a whole result is preferred"
 
 
 def test_a_full_disk_is_one_clear_message_and_nothing_is_lost(tmp_path, cache):

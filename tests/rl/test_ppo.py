@@ -84,8 +84,12 @@ def test_a_step_without_any_episode_is_no_step_and_is_tried_again(tmp_path, monk
 @pytest.mark.parametrize("lost", [True, False])
 def test_a_stage_that_lost_episodes_says_so_once(tmp_path, monkeypatch, inputs, lost):
     ctx = train(monkeypatch, tmp_path, inputs, lambda step: [1.0, None if lost else 2.0])
-    said = ["warmup lost episodes to faults or to the deadline; its metric dropped counts them"]
+    said = [
+        "warmup lost episodes to faults or to the deadline; its metric dropped counts them",
+        "warmup lost episodes to faults: other runs will not take its result from the cache",
+    ]
     assert ctx.tracker.notes() == said * lost
+    assert [metrics["lost"] for metrics in ctx.metrics.values()] == [float(lost)] * 2
     assert [metrics["dropped"] for metrics in ctx.metrics.values()] == [float(lost)] * 2
     assert ("learn", 1) in ctx.done
 

@@ -9,6 +9,7 @@ from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import Episode
 from cuda_agent.rl import rounds
 from cuda_agent.tasks.io import read_tasks
+from cuda_agent.tracking import read_metrics
 from tests.rl.ray.ray_cases import config, context
 
 
@@ -35,7 +36,12 @@ def play(monkeypatch, folder, inputs, lost):
 
 def test_a_stage_that_lost_episodes_says_so_once(tmp_path, monkeypatch, inputs):
     ctx, episodes = play(monkeypatch, tmp_path, inputs, 1)
-    assert ctx.tracker.notes() == ["collect lost episodes to faults or to the deadline; its metric dropped counts them"]
+    assert ctx.tracker.notes() == [
+        "collect lost episodes to faults or to the deadline; its metric dropped counts them",
+        "collect lost episodes to faults: other runs will not take its result from the cache",
+    ]
+    metrics = read_metrics(tmp_path / "said" / "metrics.jsonl")
+    assert [values["lost"] for values in metrics.values()] == [1.0, 1.0]
     assert [episode.reward for episode in episodes] == [1.0, None] * 2
 
 

@@ -28,6 +28,8 @@ def run(ctx: StageContext) -> None:
         state = hashlib.sha256(f"{state} {step}".encode()).hexdigest()
         time.sleep(0.03)
         ctx.tracker.log(step, {"loss": 1 / (step + 1), "tokens": 10, "tokens_per_second": time.monotonic()})
+        if how == "lose" and step == 3:
+            ctx.tracker.log(step, {"lost": 2.0})
         ctx.tracker.progress(step + 1, total, tokens_per_second=100.0)
         journal.write(ctx.cache, f"step {step}")
         if how == "die-before-save" and step == 3:
