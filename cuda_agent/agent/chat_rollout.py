@@ -12,9 +12,10 @@ from cuda_agent.agent.compaction import cut
 from cuda_agent.agent.environment import Sandbox
 from cuda_agent.agent.loop import Calls, Ended, EpisodePlayer, EpisodeSettings
 from cuda_agent.agent.tools import TOOLS
+from cuda_agent.policy.chat_stream import CHARACTERS
 from cuda_agent.policy.engines.engine import Completion
 from cuda_agent.policy.episode import Episode
-from cuda_agent.policy.served import CHARACTERS, ContextTooLong, ServedModel
+from cuda_agent.policy.served import ContextTooLong, ServedModel
 from cuda_agent.tasks.task import Task
 
 
@@ -47,7 +48,8 @@ class ChatPlayer(EpisodePlayer):
         self.add([0] * reply.tokens, turn, Completion([], [0.0] * reply.tokens, 0, "stop"))
         self._sent.append(reply.message())
         self._calls = reply.calls
-        more = {"thought": reply.thought} if reply.thought else {}
+        told = {"thought": reply.thought, "refused": reply.refused}
+        more = {name: text for name, text in told.items() if text}
         return self.said(reply.content, reply.calls, reply.cut, reply.malformed, **more)
 
     def _heard(self, texts: list[str], turn: int) -> None:

@@ -18,7 +18,8 @@ from cuda_agent.agent.loop import MALFORMED, Calls, play, within
 from cuda_agent.agent.progress import Findings, SearchBudget, State, Tell, difference, factor
 from cuda_agent.agent.prompt import agent_messages
 from cuda_agent.agent.tools import TOOLS, Style, describe, failed, merit, solution_of, standing
-from cuda_agent.policy.served import CHARACTERS, ContextTooLong, Reply, ServedModel, ServedModelError
+from cuda_agent.policy.chat_stream import CHARACTERS, Reply
+from cuda_agent.policy.served import ContextTooLong, ServedModel, ServedModelError
 from cuda_agent.sandbox.wire import CommandResult, Format, Mode, Solution, ToolResult, Verdict
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from cuda_agent.tasks.task import Task
@@ -181,6 +182,7 @@ class Attempt:
         self.ratio = float(CHARACTERS)  # characters per token
         self.nudges = 0
         self._calls: Calls = ()
+        self._was_cut = False  # whether the turn of ``_calls`` was cut after them
         self._said = ("", 0)  # the last turn, and its repetitions in a row
         self.environment = SearchEnvironment(self.task, self.sandbox, terms, self.findings, self.number, self.tell)
         self.environment.files = dict(self.state.files)
@@ -236,19 +238,21 @@ class Attempt:
                 return "tokens"
             raise
         self._say(reply.message(), **({"thought": reply.thought} if reply.thought else {}))
-        self._calls = ()
+        self._calls, self._was_cut = (), False
         if reply.cut:
             self.tell("void", text=f"the answer was cut after {reply.tokens:,} tokens")
+        if reply.refused:
+            self.tell("note", text=reply.refused)
         if last:
             ended = "turns" if turn + 1 == terms.turns else short
         elif self._repeats(reply):
             ended = "stuck"
-        elif reply.cut:
+        elif reply.cut and (terms.style == "compact" or all(call["arguments"] is None for call in reply.calls)):
             said = f"[Your answer was cut after {reply.tokens} tokens; its calls do not count. Say less at a time.]"
             self._refuse(reply, said)
             ended = "tokens" if terms.style == "compact" else ""
         elif reply.calls:
-            self.nudges, self._calls = 0, reply.calls
+            self.nudges, self._calls, self._was_cut = 0, reply.calls, reply.cut
             return reply.calls[:_CALLS]
         elif reply.malformed:
             self.nudges = 0
@@ -257,6 +261,7 @@ class Attempt:
             ended = ""
         else:
             ended = self._without_calls(turn)
+            ended = "refused" if ended == "answer" and reply.refused else ended
         if ended:
             if reply.calls and (last or ended == "stuck"):
                 self._refuse(reply, "[not run: the attempt ended]")  # servers refuse a call without an answer
@@ -271,6 +276,8 @@ class Attempt:
             texts += [f"error: at most {_CALLS} calls a turn"] * over
         for message in answers(self._calls, texts):
             self._say(message)
+        if self._was_cut:
+            self._say({"role": "user", "content": "[Your answer was cut. Only the calls above count.]"})
         self._finish_turn()
         if self.findings.reached:
             return "target" if self.findings.reached.attempt == self.number else "stopped"

@@ -325,6 +325,7 @@ def _native(message: Mapping[str, Any]) -> dict[str, Any]:
         # servers parse arguments again, so arguments that are not JSON become {}
         sent["tool_calls"] = [
             function_call(call["id"], call["name"], json.dumps(call["arguments"] or {}))
+            | ({"extra_content": call["extra_content"]} if "extra_content" in call else {})
             for call in message["tool_calls"]
         ]
     return sent

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from cuda_agent.agent.progress import Findings, SearchBudget, State
+from cuda_agent.agent.progress import ENDS, Findings, SearchBudget, State
 from cuda_agent.optimize.attempt import Attempt, SearchEnvironment, Terms
-from cuda_agent.policy.served import Reply
+from cuda_agent.policy.chat_stream import Reply
 from cuda_agent.sandbox.wire import Solution, ToolResult, Verdict
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from cuda_agent.tasks.task import Task
@@ -165,9 +165,23 @@ def test_the_last_turn_runs_no_tool():
     assert results(attempt) == ["ok", "ok", "[not run: the attempt ended]"]
 
 
-def test_a_cut_answer_runs_nothing_and_is_said_so():
-    ended, attempt, _ = run(Model(said(WRITE, cut=True), said()), Sandbox(verdict()))
+def test_a_call_that_was_cut_is_not_run_and_the_model_is_told():
+    broken = WRITE | {"arguments": None}
+    ended, attempt, _ = run(Model(said(broken, cut=True), said()), Sandbox(verdict()))
     assert ended == "answer" and "was cut after 1 tokens" in results(attempt)[0] and not attempt.state.files
+
+
+def test_complete_calls_of_a_cut_answer_are_run_and_the_model_is_told():
+    ended, attempt, _ = run(Model(said(WRITE, cut=True), said()), Sandbox(verdict()))
+    assert ended == "answer" and attempt.state.files == {"plan.json": "{}"}
+    told = [message["content"] for message in attempt.state.messages if message["role"] == "user"]
+    assert "[Your answer was cut. Only the calls above count.]" in told
+
+
+def test_a_model_that_refuses_is_not_said_to_be_done():
+    ended, attempt, events = run(Model(Reply("No.", tokens=1, refused="the model refuses: No.")), Sandbox(verdict()))
+    assert ended == "refused" and "refuses" in ENDS[ended]
+    assert {event["text"] for event in events if event["kind"] == "note"} == {"the model refuses: No."}
 
 
 def test_tokens_without_room_end_the_attempt_and_what_is_left_is_judged():

@@ -105,7 +105,7 @@ def test_endless_text_is_left_and_told_so(run):
         [{"status": 500, "headers": {"Retry-After": "0"}}],
         [{"status": 503, "headers": {"Retry-After": "Fri, 01 Jan 2021 00:00:00 GMT"}}],
         [{"text": "I begin"}, {"cut": True}],
-        [{"calls": [call("Write", path="a", content="b")]}, {"cut": True}],
+        [{"calls": [("Write", '{"path": "a", "cont')]}, {"cut": True}],
         [{"raw": b"data: {not json}\n\n"}],
         [{"raw": b'data: {"error": {"message": "out of memory"}}\n\n'}],
         [{"raw": b'data: {"choices": [{"delta": {"tool_calls": [7]}}]}\n\n'}],

@@ -7,7 +7,8 @@ import httpx
 import pytest
 
 from cuda_agent.policy.chat import on_the_wire
-from cuda_agent.policy.served import Reply, ServedModel, ServedModelError, check_address
+from cuda_agent.policy.chat_stream import Reply
+from cuda_agent.policy.served import ServedModel, ServedModelError, check_address
 
 TOOLS = [{"type": "function", "function": {"name": "Bash", "description": "Runs.", "parameters": {"properties": {}}}}]
 KEY = "sk-0123456789abcdef"
@@ -141,3 +142,26 @@ def test_a_server_that_refuses_tool_choice_gets_no_tools_in_a_turn_without_calls
     refusal = httpx.Response(400, json={"error": {"message": "unknown field tool_choice"}})
     _, (first, second), _, _ = chat(refusal, stream(text("hi", "stop")), tools=TOOLS, call=False)
     assert first["tool_choice"] == "none" and "tools" not in second and "tool_choice" not in second
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "System role not supported",
+        "Developer instruction is not enabled for models/gemma-3-27b-it",
+        "Conversation roles must alternate user/assistant/user/assistant/...",
+        "This model does not support messages with role 'system'",
+        'messages: Unexpected role "system". The Messages API accepts a top-level `system` parameter',
+    ],
+)
+def test_a_model_without_system_messages_gets_the_text_with_the_first_question(said):
+    refusal = httpx.Response(400, json={"error": {"message": said}})
+    _, (_, second), _, _ = chat(refusal, stream(text("hi", "stop")))
+    assert second["messages"] == [{"role": "user", "content": "be brief\n\ngo"}]
+
+
+def test_a_thought_signature_goes_back_with_its_call():
+    call = {"id": "a", "name": "Bash", "arguments": {}, "extra_content": {"google": {"thought_signature": "EjQ"}}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    (sent,) = on_the_wire([said], TOOLS, "native")
+    assert sent["tool_calls"][0]["extra_content"] == call["extra_content"]
