@@ -277,8 +277,8 @@ def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageVie
     pod = re.compile(rf"{re.escape(workflow['metadata']['name'])}-(.+)-\d+")
     for event in cluster.all("Event"):
         of = pod.fullmatch(event["involvedObject"].get("name", ""))
-        if of and of[1] in waiting and event.get("type") == "Warning" and event.get("reason", "").startswith("Failed"):
-            view = waiting[of[1]]
+        view = waiting.get(rayjobs.stage_name(of[1])) if of else None
+        if view and event.get("type") == "Warning" and event.get("reason", "").startswith("Failed"):
             view.notes = [view.message, event.get("message", "")]
 
 

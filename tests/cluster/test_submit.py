@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,9 +26,6 @@ from tests.cluster.control_plane import MISSING, NAMESPACE, ControlPlane
 from tests.deploy.charts import ALONE, HELM, ROOT, merged, objects, of_kind
 from tests.deploy.test_chart import engines as rendered
 
-pytestmark = pytest.mark.skipif(
-    MISSING or HELM is None, reason="no kube-apiserver: tests/cluster builds it, and .ci/tools helm and argocheck"
-)
 VALUES = merged(
     ALONE,
     {
@@ -46,6 +44,8 @@ def plane() -> Iterator[ControlPlane]:
     """A control plane with the chart's objects."""
     from tests.deploy.charts import template
 
+    if MISSING or HELM is None:
+        pytest.skip("no kube-apiserver: tests/cluster builds it, and .ci/tools helm and argocheck")
     with ControlPlane() as plane:
         items = [item for item in template(VALUES, namespace=NAMESPACE) if item["kind"] not in ("Job", "Pod")]
         plane.apply(items)
@@ -477,6 +477,19 @@ def test_watch_says_why_a_pod_does_not_start(as_user):
     cluster.explain(as_user("eve"), workflow, list(shown.values()))
     assert shown["prepare"].notes[-1] == 'secret "s3" of hindered-prepare-12 not found'
     assert not shown["synthesis"].notes
+
+
+def test_watch_says_why_the_pod_of_a_stage_on_ray_does_not_start():
+    workflow = {
+        "metadata": {"name": "w"},
+        "status": {"nodes": nodes(prepare="Succeeded", agentic="Skipped", **{"agentic-ray": "Pending"})},
+    }
+    about = {"kind": "Pod", "name": "w-agentic-ray-12"}
+    event = {"involvedObject": about, "type": "Warning", "reason": "FailedScheduling", "message": "no room"}
+    place: Any = SimpleNamespace(all=lambda kind: [event])
+    shown = {view.name: view for view in cluster.views(workflow)}
+    cluster.explain(place, workflow, list(shown.values()))
+    assert shown["agentic"].state == "waiting" and shown["agentic"].notes[-1:] == ["no room"]
 
 
 def test_logs_of_a_pod_that_is_gone_are_asked_of_mlflow(plane, as_user):
