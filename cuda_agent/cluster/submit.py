@@ -100,7 +100,7 @@ def submit(cluster: Cluster, *all_of_them: Submission) -> None:
             made.append(owner["name"])
             metadata = what.config_map["metadata"] | {"ownerReferences": [owned_by(owner["name"], owner["uid"])]}
             cluster.create(what.config_map | {"metadata": metadata})
-    except ClusterError:
+    except BaseException:  # also an interrupt
         for name in made:
             cluster.delete("Workflow", name)
         raise

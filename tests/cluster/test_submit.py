@@ -154,6 +154,37 @@ def test_a_config_map_that_is_refused_takes_its_workflow_along(plane, as_user):
         plane.kubectl("delete", "resourcequota", "full", "-n", NAMESPACE)
 
 
+def test_an_interrupt_takes_along_what_was_made():
+    class Place:
+        name = namespace = "n"
+
+        def __init__(self) -> None:
+            self.there: list[str] = []
+
+        def find(self, kind: str, name: str) -> dict[str, Any]:
+            return {"kind": kind, "metadata": {"name": name}}
+
+        def create(self, item: dict[str, Any], dry_run: bool = False) -> dict[str, Any]:
+            name = item["metadata"]["name"]
+            if dry_run:
+                return item
+            if (item["kind"], name) == ("ConfigMap", "two"):
+                raise KeyboardInterrupt
+            self.there.append(name)
+            return {"metadata": {"name": name, "uid": name}}
+
+        def delete(self, kind: str, name: str) -> bool:
+            self.there = [other for other in self.there if other != name]
+            return True
+
+    place: Any = Place()
+    with pytest.raises(KeyboardInterrupt):
+        cluster.submit(
+            place, *(cluster.submission(smoke(f"run.name={name}"), "cpu", "cuda-agent") for name in ("one", "two"))
+        )
+    assert place.there == []
+
+
 def test_a_cluster_without_argo_and_one_that_is_away_are_said_so(plane, tmp_path):
     kubeconfig = tmp_path / "kubeconfig"
     kubeconfig.write_text(plane.kubeconfig.read_text().replace(str(plane.port), "1"))
