@@ -206,6 +206,7 @@ def _nodes(cluster: Cluster) -> list[dict[str, Any]]:
 
 
 def _inside(cluster: Cluster, release: str) -> Iterator[Check]:
+    mend = "use the same version of chart, image and command"
     try:
         found = maintenance.ask(cluster, release, "doctor")
     except ClusterError as error:
@@ -213,9 +214,12 @@ def _inside(cluster: Cluster, release: str) -> Iterator[Check]:
         yield Check("inside", False, first, more[-1].strip() if more else "see `kubectl get pods,events`")
         return
     except json.JSONDecodeError:
-        yield Check(
-            "inside", False, "the answer of the pod cannot be read", "use the same version of chart, image and command"
-        )
+        yield Check("inside", False, "the answer of the pod cannot be read", mend)
         return
     yield Check("argo works", True, "a pod ran, and its answer came back")
-    yield from (Check(**item) for item in found)
+    try:
+        checks = [Check(**item) for item in found]
+    except TypeError:
+        yield Check("inside", False, "the pod's image has another version than this command: its checks differ", mend)
+        return
+    yield from checks
