@@ -396,6 +396,17 @@ def test_the_time_of_a_base_needs_its_size_and_falls_with_more_machines():
         assert (other < stages[stage]["seconds"]) == (stage != "rft"), change  # rft has one machine of 8 GPUs
 
 
+def test_rays_workers_share_the_running_engines_of_a_schedule():
+    def seconds(*overrides):
+        given = ["experiment=paper", "policy.engine=vllm", "ray.workers=2", *overrides]
+        return derived(compose(given))["stages"]["agentic"]["seconds"]
+
+    four = "policy.vllm.servers=[http://a:1,http://b:1,http://c:1,http://d:1]"
+    assert seconds(four) == seconds("policy.vllm.replicas=2"), "four engines, whoever starts them"
+    assert seconds(four) == seconds(four, "ray.workers=4")
+    assert seconds(four, "policy.engine=local") == seconds("policy.engine=local"), "nobody asks the servers"
+
+
 def test_the_schedule_shows_the_memory_of_bootstrap_only_where_it_trains():
     bases: list[str | None] = [None, "some/model"]
     rows = [derived(Config.model_validate({"policy": {"base": base}}))["stages"]["bootstrap"] for base in bases]

@@ -166,10 +166,11 @@ def _small(config: Config, device: str) -> tuple[float, float]:
 
 
 def _engines(config: Config) -> int:
-    """Returns the number of inference engines that sample from the policy at the same time.  With Ray, this is the
-    number per rollout worker, multiplied by the number of workers."""
-    here = max(1, len(config.policy.vllm.servers) or _vllm_servers(config))
-    return here * (config.ray.workers if config.runtime == "ray" else 1)
+    """Returns the number of inference engines that sample from the policy at the same time.  With Ray, the workers
+    share the servers of ``policy.vllm.servers``.  If there are none, each worker starts engines of its own."""
+    if config.policy.engine == "vllm" and config.policy.vllm.servers:
+        return len(config.policy.vllm.servers)
+    return max(1, _vllm_servers(config)) * (config.ray.workers if config.runtime == "ray" else 1)
 
 
 def base_parameters(policy: PolicyConfig) -> tuple[float, float] | None:
