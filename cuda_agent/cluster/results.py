@@ -16,7 +16,7 @@ import httpx
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.cluster.forward import forwarded, pod_of
 from cuda_agent.cluster.submit import PROFILE_LABEL
-from cuda_agent.compose import flat, validate
+from cuda_agent.compose import validate
 from cuda_agent.errors import ConfigError
 from cuda_agent.mlflow_api import MlflowEntry, Rest
 from cuda_agent.pipeline.episodes import FILE, PACKED, TOKENIZER, Left
@@ -144,7 +144,7 @@ def facts(address: str, run: str) -> Facts:
     config = validate(json.loads(api.read(entries[""].run_id, "config.json")))
     texts = [entry.tags[MANIFEST_TAG] for entry in entries.values() if MANIFEST_TAG in entry.tags]
     manifests = [Manifest.from_bytes(text.encode()) for text in texts]
-    return Facts(run, flat(config), {manifest.stage: manifest for manifest in manifests})
+    return Facts(run, config, {manifest.stage: manifest for manifest in manifests})
 
 
 def _open(address: str, run: str) -> tuple[Rest, dict[str, MlflowEntry]]:
