@@ -3,13 +3,19 @@
 The store is the object storage that holds the records, artifacts and checkpoints of all runs."""
 
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from cuda_agent.diagnostics.doctor import Check
 from cuda_agent.storage import StoreError, StoreUnavailable, open_store
+
+if TYPE_CHECKING:
+    from minio import Minio
+    from minio.lifecycleconfig import Rule
 
 PATIENCE = 120.0  # longest wait for a server to start, in seconds
 
@@ -18,7 +24,7 @@ def make(store: str, expire_logs_days: int) -> str:
     """Creates the bucket of the store if it is missing, and sets the bucket's expiry rule for Argo's logs.
 
     The environment variable AWS_ENDPOINT_URL gives the address of MinIO.  If MinIO does not answer, tries again for
-    ``PATIENCE`` seconds.
+    ``PATIENCE`` seconds.  Other rules of the bucket stay.  If the client would change one of them, sets no rule.
 
     Args:
         store: URI of the store: s3://bucket/prefix.
@@ -33,7 +39,7 @@ def make(store: str, expire_logs_days: int) -> str:
     from minio import Minio
     from minio.commonconfig import ENABLED, Filter
     from minio.error import MinioException, S3Error
-    from minio.lifecycleconfig import Expiration, LifecycleConfig, Rule
+    from minio.lifecycleconfig import Expiration, Rule
     from urllib3.exceptions import HTTPError
 
     parts, endpoint = urlsplit(store), urlsplit(os.environ.get("AWS_ENDPOINT_URL", ""))
@@ -49,8 +55,10 @@ def make(store: str, expire_logs_days: int) -> str:
         try:
             if not client.bucket_exists(parts.netloc):
                 client.make_bucket(parts.netloc)
-            client.set_bucket_lifecycle(parts.netloc, LifecycleConfig([rule]))
-            return f"bucket {parts.netloc} at {endpoint.geturl()}; {logs} expires after {expire_logs_days} days"
+            expires = f"{logs} expires after {expire_logs_days} days"
+            if not _set_rule(client, parts.netloc, rule):
+                expires = f"it has rules that cannot be kept as they are; add one yourself: {expires}"
+            return f"bucket {parts.netloc} at {endpoint.geturl()}; {expires}"
         except (MinioException, HTTPError, OSError) as error:
             # 409: another process has just made the bucket; the next attempt finds it.
             refused = isinstance(error, S3Error) and error.response.status < 500 and error.response.status != 409
@@ -58,6 +66,32 @@ def make(store: str, expire_logs_days: int) -> str:
                 text = f"could not make bucket {parts.netloc} ({str(error).splitlines()[0][:200]})."
                 raise StoreUnavailable(f"{endpoint.geturl()}: {text}") from None
             time.sleep(2)
+
+
+def _set_rule(client: "Minio", bucket: str, rule: "Rule") -> bool:
+    """Adds a lifecycle rule to a bucket, or replaces the rule with the same id.  The bucket's other rules stay.  Writes
+    nothing if the bucket has this rule.  Returns False, and writes nothing, if another rule has a part that the client
+    does not know and would drop: without its prefix, for example, that rule would delete too much."""
+    from minio.lifecycleconfig import LifecycleConfig
+    from minio.xml import marshal
+
+    try:
+        found = client.get_bucket_lifecycle(bucket) or LifecycleConfig([])
+    except ValueError:  # a rule without any part that the client knows
+        return False
+    if rule in found.rules:
+        return True
+    others = [other for other in found.rules if other.rule_id != rule.rule_id]
+    if others:
+        answer = client._execute("GET", bucket, query_params={"lifecycle": ""})  # the only way to see all parts
+        if _tags(answer.data.decode()) != _tags(marshal(found).decode()):
+            return False
+    client.set_bucket_lifecycle(bucket, LifecycleConfig([*others, rule]))
+    return True
+
+
+def _tags(xml: str) -> list[str]:
+    return sorted(re.findall(r"<(\w+)", xml))
 
 
 def probe(store: str, mlflow: str) -> Iterator[Check]:
