@@ -10,7 +10,7 @@ from typer import Option
 
 from cuda_agent.cli.options import command_group
 from cuda_agent.cluster.api import Cluster
-from cuda_agent.errors import EXIT_RETRY, ConfigError
+from cuda_agent.errors import EXIT_RETRY
 
 pod_app = command_group("What the chart's pods run.")
 Run = Annotated[str, Option(help="name of the run; empty: that of its Workflow")]
@@ -31,8 +31,8 @@ def prepare(config: ConfigSha, workflow: Workflow, run: Run = "") -> None:
         cluster = Cluster.of_pod if base else None
         replicas = json.loads(os.environ.get("CUDA_AGENT_ENGINE", "[]"))
         outputs = pod.prepare(here, run or workflow, config, workflow, cluster, base, spread=spread, replicas=replicas)
-    except ConfigError as error:
-        pod.termination_message(here, str(error))
+    except Exception as error:
+        pod.prepare_failed(here, run or workflow, config, error)
         raise
     print(json.dumps(outputs, indent=1))
 

@@ -24,11 +24,18 @@ from typing import Any
 from cuda_agent.cluster import engines, rayjobs, run_pools
 from cuda_agent.cluster.api import Cluster
 from cuda_agent.compose import load
-from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError, TryAgain
+from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError, TryAgain, UserError
 from cuda_agent.pipeline import episodes, gc, runs
 from cuda_agent.pipeline.graph import ABSENT, ROWS, Stage, needs, stages_of
 from cuda_agent.pipeline.local import outcome_message
-from cuda_agent.pipeline.manifest import Manifest, config_entry, outcome_entry, read_manifest, serve_from_cache
+from cuda_agent.pipeline.manifest import (
+    Manifest,
+    config_entry,
+    outcome_entry,
+    prepare_entry,
+    read_manifest,
+    serve_from_cache,
+)
 from cuda_agent.pipeline.recorder import Recorder
 from cuda_agent.pipeline.spawn import Spawner
 from cuda_agent.pipeline.stage_main import StageOrder, graph_of
@@ -36,6 +43,7 @@ from cuda_agent.storage import Store, StoreError, open_store
 from cuda_agent.tracking import read_progress
 
 COLLECTION_SECONDS = 900.0  # longest wait for a garbage collection
+_FINAL = (EXIT_CONFIG, EXIT_GATE, EXIT_BUG)  # exit codes after which Argo does not retry a step
 RECORD_SECONDS = 20.0  # longest wait for MLflow at the end of a pod
 LAST_RECORD_SECONDS = 60.0  # the same for finish, which records everything again: MLflow may be restarting
 
@@ -110,6 +118,7 @@ def prepare(
         ClusterError: The API server refuses a request or does not answer, or the sandbox servers do not become
             ready."""
     store = open_store(here.store)
+    store.delete(prepare_entry(run, sha256))
     if not gc.await_end(store, COLLECTION_SECONDS):
         raise TryAgain("`cuda-agent gc` is under way on this store.")
     if not here.config.exists() and not store.exists(config_entry(sha256)):
@@ -154,6 +163,16 @@ def prepare(
     for name, value in outputs.items():
         (here.plan / name).write_text(value)
     return outputs
+
+
+def prepare_failed(here: PodEnvironment, run: str, sha256: str, error: Exception) -> None:
+    """Stores why ``prepare`` failed, for ``finish``.  Also writes it to the pod's status if Argo does not retry."""
+    code = getattr(error, "exit_code", EXIT_BUG)
+    message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    with contextlib.suppress(StoreError):
+        open_store(here.store).put(prepare_entry(run, sha256), _outcome(code, message))
+    if code in _FINAL:
+        termination_message(here, message)
 
 
 # a stage --------------------------------------------------------------------------------------------------------------
@@ -285,7 +304,7 @@ def _leave_manifest(here: PodEnvironment, store: Store, run: str, stage: str) ->
 
 def _explain(here: PodEnvironment, code: int, message: str) -> None:
     print(message, file=sys.stderr, flush=True)
-    if code in (EXIT_CONFIG, EXIT_GATE, EXIT_BUG):
+    if code in _FINAL:
         termination_message(here, message)
 
 
@@ -346,7 +365,9 @@ def finish(
     store = open_store(here.store)
     failed = status not in ("Running", "Succeeded")
     record = runs.read_run(store, run) if store.exists(f"runs/{run}/run.json") else None
-    code, stage, message = _how_it_ended(store, run, stages) if failed else (EXIT_DONE, "", "")
+    if record is not None and record.config != sha256:
+        record = None  # another run has the name, so prepare refused it
+    code, stage, message = _how_it_ended(store, run, sha256, stages) if failed else (EXIT_DONE, "", "")
     facts = {"run": run, "workflow": workflow, "code": code, "stage": stage, "message": message}
     if record is not None:
         runs.end_run(store, record, code, stage, message)
@@ -373,13 +394,16 @@ def finish(
     return facts
 
 
-def _how_it_ended(store: Store, run: str, stages: Sequence[Stage]) -> tuple[int, str, str]:
-    """Returns exit code, name and error message of the first failed stage of an unsuccessful run.  If the store has no
-    failed stage, returns the code 75 (try again), an empty name, and a message that the run was stopped."""
-    for stage in stages:
-        if read_manifest(store, run, stage.name) is None and store.exists(entry := outcome_entry(run, stage.name)):
+def _how_it_ended(store: Store, run: str, sha256: str, stages: Sequence[Stage]) -> tuple[int, str, str]:
+    """Returns exit code, name and error message of the first failed step of an unsuccessful run: ``prepare`` or a
+    stage.  If the store has no failed step, returns the code 75 (try again), an empty name, and a message that the run
+    was stopped."""
+    entries = {"prepare": prepare_entry(run, sha256)}
+    entries |= {row.name: outcome_entry(run, row.name) for row in stages if not read_manifest(store, run, row.name)}
+    for name, entry in entries.items():
+        if store.exists(entry):
             said = json.loads(store.get(entry))
-            return said["code"], stage.name, said["message"]
+            return said["code"], name, said["message"]
     return EXIT_RETRY, "", "Stopped. `cuda-agent resume` goes on from here."
 
 

@@ -10,6 +10,7 @@ runs/<run>/<stage>/manifest.json  the manifest of the result that the run uses f
 runs/<run>/<stage>/key            the cache key with which the stage's last attempt began
 runs/<run>/<stage>/log.txt        the output of the stage's last attempt
 runs/<run>/<stage>/outcome.json   how the stage's last attempt on a cluster ended, if it failed
+runs/<run>/prepare/<sha256>.json  the same of the step ``prepare``, for a configuration with this hash
 sweeps/<sweep>/mlflow             the id of the MLflow run that is the parent of the sweep's runs"""
 
 import hashlib
@@ -143,6 +144,12 @@ def key_entry(run: str, stage: str) -> str:
 def outcome_entry(run: str, stage: str) -> str:
     """Returns the key in the store of ``outcome.json``, which says how a stage's last attempt on a cluster failed."""
     return f"runs/{run}/{stage}/outcome.json"
+
+
+def prepare_entry(run: str, sha256: str) -> str:
+    """Returns the key in the store that says how the step ``prepare`` failed.  The key has the hash of the
+    configuration, because the name ``run`` may belong to a run of another one."""
+    return f"runs/{run}/prepare/{sha256}.json"
 
 
 def config_entry(sha256: str) -> str:

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 from drill import journal, table
+from typer.testing import CliRunner
 
+from cuda_agent.cli import main
 from cuda_agent.cluster import pod, pod_maintenance
 from cuda_agent.cluster.pod import PodEnvironment
 from cuda_agent.compose import compose, freeze, section_values
@@ -235,6 +237,57 @@ def test_a_run_that_was_stopped_is_interrupted_and_not_failed(tmp_path, here):
     prepare(here, sha256)
     assert finish(here, sha256, status="Failed")["code"] == 75
     assert runs.read_run(open_store(here.store), "a").status == "interrupted"
+
+
+def refused(here: PodEnvironment, sha256: str, monkeypatch, run: str = "a") -> BaseException | None:
+    """What ends the command that a pod runs for ``prepare``."""
+    monkeypatch.setattr(PodEnvironment, "from_environment", lambda: here)
+    command = ["pod", "prepare", "--config", sha256, "--workflow", run]
+    return CliRunner().invoke(main.app, command, standalone_mode=False).exception
+
+
+def test_finish_says_why_prepare_failed(tmp_path, here, monkeypatch):
+    sha256 = submitted(here, settings(tmp_path))
+    text = here.config.read_text()
+    here.config.write_text(text.replace('"seed":0', '"seed":1'))
+    here.termination_message.touch()
+    error = refused(here, sha256, monkeypatch)
+    assert isinstance(error, ConfigError) and here.termination_message.read_text() == str(error)
+    for _ in range(2):  # finish may be started again
+        facts = finish(here, sha256, status="Failed")
+        assert (facts["code"], facts["stage"], facts["message"]) == (78, "prepare", str(error))
+    here.config.write_text(text)
+    prepare(here, sha256)
+    assert finish(here, sha256, status="Failed")["message"].startswith("Stopped.")
+
+
+def test_what_prepare_tries_again_is_known_to_finish_and_leaves_no_last_words(tmp_path, here, monkeypatch):
+    here.termination_message.touch()
+    error = refused(here, "ab" * 32, monkeypatch)
+    assert isinstance(error, TryAgain) and here.termination_message.read_text() == ""
+    facts = finish(here, "ab" * 32, status="Failed")
+    assert (facts["code"], facts["message"]) == (75, str(error))
+
+
+def test_a_bug_of_prepare_is_no_interruption(tmp_path, here, monkeypatch):
+    sha256 = submitted(here, settings(tmp_path))
+    monkeypatch.setattr(pod, "prepare", lambda *_, **__: 1 / 0)
+    assert isinstance(refused(here, sha256, monkeypatch), ZeroDivisionError)
+    facts = finish(here, sha256, status="Failed")
+    assert (facts["code"], facts["message"]) == (1, "ZeroDivisionError: division by zero")
+
+
+def test_a_run_of_another_configuration_keeps_its_end(tmp_path, here, monkeypatch):
+    """A second Workflow took its name."""
+    first = submitted(here, settings(tmp_path))
+    prepare(here, first)
+    finish(here, first)
+    second = submitted(here, settings(tmp_path, epochs=9))
+    assert "another configuration" in str(refused(here, second, monkeypatch))
+    facts = finish(here, second, status="Failed")
+    assert facts["code"] == 78 and "another configuration" in facts["message"]
+    assert runs.read_run(open_store(here.store), "a").status == "done"
+    assert finish(here, first, status="Failed")["code"] == 75, "the other one's failure is not the first one's"
 
 
 def test_a_stages_log_is_printed_and_kept(tmp_path, here):
