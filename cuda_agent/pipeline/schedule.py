@@ -167,7 +167,7 @@ def _small(config: Config, device: str) -> tuple[float, float]:
 
 def _engines(config: Config) -> int:
     """Returns the number of inference engines that sample from the policy at the same time.  With Ray, the workers
-    share the servers of ``policy.vllm.servers``.  If there are none, each worker starts engines of its own."""
+    share the servers of ``policy.vllm.servers``.  If there are none, each worker starts its own engines."""
     if config.policy.engine == "vllm" and config.policy.vllm.servers:
         return len(config.policy.vllm.servers)
     return max(1, _vllm_servers(config)) * (config.ray.workers if config.runtime == "ray" else 1)

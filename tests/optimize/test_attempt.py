@@ -179,7 +179,7 @@ def test_complete_calls_of_a_cut_answer_are_run_and_the_model_is_told():
 
 
 def test_a_model_that_refuses_is_not_said_to_be_done():
-    ended, attempt, events = run(Model(Reply("No.", tokens=1, refused="the model refuses: No.")), Sandbox(verdict()))
+    ended, _, events = run(Model(Reply("No.", tokens=1, refused="the model refuses: No.")), Sandbox(verdict()))
     assert ended == "refused" and "refuses" in ENDS[ended]
     assert {event["text"] for event in events if event["kind"] == "note"} == {"the model refuses: No."}
 
