@@ -113,16 +113,19 @@ class Profile(ValuesGroup):
     ray: RayPods = value(RayPods(), "Ray pods of a stage with `runtime=ray`")
 
 
-def _resources(cpu: str, memory: str, most_cpu: str, most_memory: str, disk: str, **more: int) -> Resources:
-    limits = {"cpu": most_cpu, "memory": most_memory, "ephemeral-storage": disk} | more
-    return Resources(requests={"cpu": cpu, "memory": memory}, limits=limits)
+def _resources(least: tuple[str, str, str], most: tuple[str, str, str], **more: int) -> Resources:
+    """Returns requests (``least``) and limits (``most``), each as (processors, memory, disk).  The disk is requested,
+    too, because Kubernetes otherwise requests its whole limit."""
+    names = ("cpu", "memory", "ephemeral-storage")
+    requests, limits = (dict(zip(names, amounts, strict=True)) for amounts in (least, most))
+    return Resources(requests=requests, limits=limits | more)
 
 
-SMALL = _resources("100m", "512Mi", "1", "1Gi", "2Gi")
-WORK = _resources("500m", "2Gi", "2", "8Gi", "20Gi")
-_JUDGE = _resources("500m", "1Gi", "2", "6Gi", "10Gi")
+SMALL = _resources(("100m", "512Mi", "64Mi"), ("1", "1Gi", "2Gi"))
+WORK = _resources(("500m", "2Gi", "1Gi"), ("2", "8Gi", "20Gi"))
+_JUDGE = _resources(("500m", "1Gi", "512Mi"), ("2", "6Gi", "10Gi"))
 _GPU = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
-_WITH_GPU = _resources("8", "64Gi", "16", "128Gi", "500Gi", **{"nvidia.com/gpu": 1})
+_WITH_GPU = _resources(("8", "64Gi", "10Gi"), ("16", "128Gi", "500Gi"), **{"nvidia.com/gpu": 1})
 PROFILES = {
     "cpu": Profile(
         defaults=Placement(resources=WORK),

@@ -83,6 +83,21 @@ def test_the_defaults_keep_their_own_schema():
     assert Values.model_validate(values).model_dump(exclude={"profiles"}) == Values().model_dump(exclude={"profiles"})
 
 
+def test_a_limit_on_disk_never_becomes_a_request():
+    """Kubernetes requests the whole limit of a resource that is not requested."""
+
+    def resources(value):
+        if isinstance(value, dict):
+            if "limits" in value:
+                yield value
+            for part in value.values():
+                yield from resources(part)
+
+    found = [one for one in resources(Values().model_dump(mode="json")) if "ephemeral-storage" in one["limits"]]
+    assert len(found) >= 20
+    assert {one["requests"].get("ephemeral-storage") for one in found} == {"64Mi", "512Mi", "1Gi", "10Gi"}
+
+
 def test_the_schema_is_closed_wherever_a_name_is_ours():
     schema = chart.schema()
     for name, group in {"Values": schema, **schema["$defs"]}.items():
