@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import obstore
 from obstore import exceptions as obstore_errors
 
-from cuda_agent.errors import EXIT_RETRY, UserError
+from cuda_agent.errors import EXIT_CONFIG, EXIT_RETRY, UserError
 
 CHUNK = 4 << 20  # bytes
 
@@ -39,8 +39,15 @@ class StoreError(UserError):
 
 
 class StoreUnavailable(StoreError):
-    """The store has a wrong address, cannot be reached, or denies access.  If the address is right, the failed
-    operation can be repeated once the store works again."""
+    """The store has a wrong address or cannot be reached.  If the address is right, the failed operation can be
+    repeated once the store works again."""
+
+
+class StoreDenied(StoreUnavailable):
+    """The store denies access: the credentials are missing, wrong, or not for this operation.  To repeat the operation
+    is no use."""
+
+    exit_code = EXIT_CONFIG
 
 
 class StoreFull(StoreError):
@@ -224,17 +231,26 @@ class Store:
         try:
             yield
         except FileNotFoundError as error:
+            if "NoSuchBucket" in str(error):
+                raise StoreUnavailable(f"The store {self.uri} has no such bucket: could not {doing}.") from error
             raise StoreDamaged(f"The store {self.uri} has no such object: could not {doing}.") from error
         except (OSError, obstore_errors.BaseError) as error:
-            reason = _first_line(error)
+            reason, s3 = _first_line(error), self.uri.startswith("s3:")
             full = r"(os error|Errno) (28|27|122)\b|No space left"  # ENOSPC, EFBIG, EDQUOT
+            full += r"|\b507\b|StorageFull|InsufficientStorage|QuotaExceeded" if s3 else ""
             if re.search(full, str(error)):
                 raise StoreFull(
                     f"The store {self.uri} is full: could not {doing} ({reason}).\n"
                     "Nothing half-written is visible. Free some space (`cuda-agent gc` removes what no run needs),\n"
                     "then type the same command: it goes on where it stopped."
                 ) from error
-            s3 = self.uri.startswith("s3:")
+            if isinstance(error, (obstore_errors.PermissionDeniedError, obstore_errors.UnauthenticatedError)):
+                code = re.search(r"<Code>(\w+)</Code>", str(error))
+                why = code[1] if code else reason
+                raise StoreDenied(
+                    f"The store {self.uri} denies access: could not {doing} ({why}). Check the credentials, such as"
+                    f" AWS_ACCESS_KEY_ID, and what they may do."
+                ) from error
             hint = " Is it running, and do AWS_ENDPOINT_URL and the credentials fit?" if s3 else ""
             said = f"The store {self.uri} does not answer: could not {doing} ({reason}).{hint}"
             raise StoreUnavailable(said) from error

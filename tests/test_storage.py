@@ -13,7 +13,15 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
-from cuda_agent.storage import StoreDamaged, StoreFull, StoreUnavailable, absolute_uri, open_store
+from cuda_agent.storage import (
+    StoreDamaged,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+    absolute_uri,
+    open_store,
+)
 
 
 class _S3(BaseHTTPRequestHandler):
@@ -277,6 +285,35 @@ def test_a_store_that_cannot_be_reached_is_one_clear_message(monkeypatch):
     with pytest.raises(StoreUnavailable) as error:
         open_store("s3://bucket").get("x")
     assert "s3://bucket" in str(error.value) and len(str(error.value).splitlines()) < 5
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "error", "exit_code", "words"),
+    [
+        (403, "AccessDenied", StoreDenied, 78, r"denies access: could not write a \(AccessDenied\)"),
+        (403, "SignatureDoesNotMatch", StoreDenied, 78, "denies access"),
+        (401, "Unauthorized", StoreDenied, 78, "denies access"),
+        (403, "QuotaExceeded", StoreFull, 75, "is full"),
+        (507, "XMinioStorageFull", StoreFull, 75, "is full"),
+        (404, "NoSuchBucket", StoreUnavailable, 75, "no such bucket"),
+        (400, "RequestTimeout", StoreUnavailable, 75, "does not answer"),
+    ],
+)
+def test_a_refusal_of_the_store_is_told_by_its_kind(monkeypatch, status, code, error, exit_code, words):
+    class Refusing(_S3):
+        def do_PUT(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self._answer(status, f"<Error><Code>{code}</Code></Error>".encode())
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        for name, value in {"ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "REGION": "us-east-1"}.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        with pytest.raises(StoreError, match=words) as raised:
+            open_store("s3://bucket/x").put("a", b"1")
+        server.shutdown()
+    assert type(raised.value) is error and raised.value.exit_code == exit_code
 
 
 def test_credentials_in_an_address_are_refused():

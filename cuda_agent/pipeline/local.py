@@ -22,7 +22,7 @@ from typing import Any
 
 from cuda_agent.compose import freeze
 from cuda_agent.config import Config
-from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_RETRY, ConfigError
+from cuda_agent.errors import EXIT_BUG, EXIT_DONE, EXIT_RETRY, ConfigError
 from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.graph import Stage, check, needs, stages_of
 from cuda_agent.pipeline.manifest import Manifest, config_entry, is_whole, read_manifest, serve_from_cache
@@ -93,10 +93,8 @@ def run_pipeline(
         with _prepare(config, new) as (store, home, run, outcome.resumed):
             outcome.run = run.name
             _Execution(config, store, home, run, stages, table, watch, pause, outcome).run(preload)
-    except StoreError as error:
-        outcome.code, outcome.message = EXIT_RETRY, str(error)
-    except ConfigError as error:
-        outcome.code, outcome.message = EXIT_CONFIG, str(error)
+    except (StoreError, ConfigError) as error:
+        outcome.code, outcome.message = error.exit_code, str(error)
     return outcome
 
 
@@ -157,7 +155,8 @@ class _Execution:
                 self.outcome.report = fetch_report(self.store, self.home, self.run_record.name, report)
             runs.end_run(self.store, self.run_record, self.outcome.code, self.outcome.stage, self.outcome.message)
         except BaseException as error:
-            self.outcome.code = EXIT_RETRY if isinstance(error, (StoreError, KeyboardInterrupt)) else EXIT_BUG
+            interrupted = isinstance(error, KeyboardInterrupt)
+            self.outcome.code = EXIT_RETRY if interrupted else getattr(error, "exit_code", EXIT_BUG)
             raise
         finally:
             spawner.close()
