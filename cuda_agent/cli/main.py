@@ -19,12 +19,24 @@ from typer import Argument, Option
 from cuda_agent.cli.cluster import commands as cluster_commands
 from cuda_agent.cli.episodes import commands as episodes_commands
 from cuda_agent.cli.optimize import commands as optimize_commands
-from cuda_agent.cli.options import AsJson, Overrides, TrainMode, command, command_group, composed, print_json, show
+from cuda_agent.cli.options import (
+    AsJson,
+    Device,
+    Overrides,
+    TrainMode,
+    command,
+    command_group,
+    composed,
+    device_of,
+    print_json,
+    show,
+)
 from cuda_agent.cli.pod import pod_app
 from cuda_agent.cli.runs import commands as runs_commands
 from cuda_agent.cli.sandbox import sandbox_app
 from cuda_agent.cli.upkeep import commands as upkeep_commands
-from cuda_agent.errors import ConfigError, TaskError
+from cuda_agent.errors import EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError, TaskError
+from cuda_agent.format_names import Format
 
 app = typer.Typer(
     name="cuda-agent",
@@ -52,6 +64,17 @@ def main() -> None:
             raise
         print(f"cuda-agent: {error}", file=sys.stderr)
         sys.exit(code)
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    show_version: Annotated[bool, Option("--version", help="print the version", is_eager=True)] = False,
+) -> None:
+    if show_version:
+        from importlib.metadata import version
+
+        print(f"cuda-agent {version('cuda-agent')}")
+        raise typer.Exit
 
 
 @command(app, "cuda-agent run experiment=demo", "cuda-agent run experiment=smoke critic.lr=1e-4 --new")
@@ -136,10 +159,12 @@ def config(overrides: Overrides = None, as_json: AsJson = False) -> None:
 )
 def evaluate(
     task: Annotated[Path, Argument(help="a model.py with Model, get_inputs and get_init_inputs")],
-    solution: Annotated[
-        Path, Argument(help="a folder with plan.json and kernels/; in other formats (sandbox.format) with model_new.py")
-    ],
+    solution: Annotated[Path, Argument(help="a folder with plan.json and kernels/, or with model_new.py")],
     overrides: Overrides = None,
+    format: Annotated[
+        Format | None, Option(help="format of the solution [default: that of the folder's files]")
+    ] = None,
+    device: Device = None,
     mode: Annotated[
         Literal["quick", "strict", "check"],
         Option(help="quick: fast, as in training; strict: careful numbers to report; check: no times"),
@@ -162,17 +187,22 @@ def evaluate(
     With --shapes, a correct solution is also checked at other shapes. --shapes auto takes them from SHAPES in
     model.py, a list of dicts of constants. Without SHAPES, two shapes are tried: the first dimension of the inputs
     with one row more, and with half of its rows. A solution that is wrong at another shape is called specialised.
-    Exit code 0: the solution is correct at the task's own shape; 1: it is not; 75: the sandbox failed."""
+    Exit code 0: the solution is correct at the task's own shape; 79: it is not; 75: the sandbox failed."""
     from cuda_agent.optimize import evaluation
     from cuda_agent.optimize.shapes import shape_lines
     from cuda_agent.optimize.verdict_text import verdict_lines
 
-    settings, cache = composed(overrides, train_mode)
+    words = list(overrides or [])
+    if format or not any(word.startswith("sandbox.format=") for word in words):
+        words += [f"sandbox.format={format or evaluation.format_of(solution)}"]
+    if device or not any(word.startswith(("sandbox.device=", "sandbox.servers=", "experiment=")) for word in words):
+        words += [f"sandbox.device={device or device_of(words)}"]
+    settings, cache = composed(words, train_mode)
     work = evaluation.evaluate(settings.sandbox, cache, task, solution, mode, again, shapes or ())
     verdict, others = evaluation.run_to_end(work)
     facts = verdict.to_json() | ({"shapes": [asdict(result) for result in others]} if shapes else {})
     show(as_json, facts, [*verdict_lines(verdict), *(shape_lines(others) if others else [])])
-    sys.exit(0 if verdict.status == "ok" else 75 if verdict.status == "infra" else 1)
+    sys.exit(EXIT_DONE if verdict.status == "ok" else EXIT_RETRY if verdict.status == "infra" else EXIT_GATE)
 
 
 @command(

@@ -1,14 +1,13 @@
 """The command `cuda-agent optimize`: parses the arguments, runs the search and prints the outcome."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from typer import Argument, Context, Option
 
-from cuda_agent.cli.options import TrainMode, command, command_group, composed
+from cuda_agent.cli.options import Device, TrainMode, command, command_group, composed, device_of
 from cuda_agent.errors import ConfigError
 from cuda_agent.format_names import Format
 
@@ -71,10 +70,7 @@ def optimize(
     format: Annotated[
         Format | None, Option(help="format of the solution; verdicts on plan are trusted most [default: plan]")
     ] = None,
-    device: Annotated[
-        Literal["cpu", "cuda"] | None,
-        Option(help="device that runs the solution [default: cuda if there is a GPU, else cpu]"),
-    ] = None,
+    device: Device = None,
     context: Annotated[
         int | None, Option(min=512, help="limit of tokens in a conversation, answer included [default: 65536]")
     ] = None,
@@ -125,7 +121,7 @@ def optimize(
         source = Path(sources[0])
         folder = output or Path(f"{source.stem}-optimized")
         order = folders.SearchOrder(base_url, model)
-        changes.setdefault("device", _device(overrides))
+        changes.setdefault("device", device_of(overrides))
     order = folders.with_changes(order, changes)
     if why := FORMATS[order.terms.format].untimed.get(order.terms.device):
         raise ConfigError(f"--format {order.terms.format} --device {order.terms.device}: {why}")
@@ -156,15 +152,6 @@ def _run(order: Any, overrides: list[str], source: Path, folder: Path, resume: b
             return await search.optimize(order, settings.sandbox, cache, source, folder, resume, watch, stop)
 
     return asyncio.run(work())
-
-
-def _device(overrides: list[str]) -> str:
-    """Returns the device that the overrides name, else ``cuda`` on a machine with a GPU and ``cpu`` on others."""
-    for word in overrides:
-        if word.startswith("sandbox.device="):
-            return word.partition("=")[2]
-    found = subprocess.run([sys.executable, "-P", "-m", "cuda_agent.sandbox.driver"], capture_output=True, text=True)
-    return "cuda" if '"architecture"' in found.stdout else "cpu"
 
 
 def _as_overrides(sandbox: dict[str, Any]) -> list[str]:

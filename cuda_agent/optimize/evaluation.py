@@ -1,6 +1,7 @@
 """Implements the commands `evaluate` (judges one solution) and `benchmark` (scores a model on a task set)."""
 
 import asyncio
+import re
 import shutil
 import signal
 from collections.abc import Callable, Coroutine, Sequence
@@ -108,6 +109,16 @@ def policy_folder(text: str, store_uri: str) -> Path:
     shutil.rmtree(target, ignore_errors=True)
     store.get_folder(manifest.outputs["policy"], target)
     return target
+
+
+def format_of(folder: Path) -> Format:
+    """Returns the format of the solution in ``folder``, by its files: ``plan`` if it has a plan.json or no file that is
+    known, ``extension`` if its model_new.py imports the module ``cuda_extension``, and else ``python``."""
+    entry = folder / FORMATS["python"].entry
+    if (folder / FORMATS["plan"].entry).exists() or not entry.is_file():
+        return "plan"
+    uses = re.search(r"^\s*(import|from)\s+cuda_extension\b", entry.read_text(errors="replace"), re.M)
+    return "extension" if uses else "python"
 
 
 def read_solution(folder: Path, format: Format) -> Solution:

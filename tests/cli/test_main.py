@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from cuda_agent.cli import main
 from cuda_agent.config import Config
 from cuda_agent.diagnostics.doctor import examine
 from cuda_agent.errors import ConfigError
+from cuda_agent.optimize.evaluation import format_of
 from cuda_agent.pipeline import gc, runs, screen
 from cuda_agent.pipeline.local import StageView, run_pipeline
 from cuda_agent.storage import open_store
@@ -201,7 +203,6 @@ def test_doctor_has_a_line_a_check_and_a_mend_for_what_is_missing(tmp_path):
     ("files", "said"),
     [
         ({}, "plan.json"),
-        ({"model_new.py": "x"}, "sandbox.format=extension"),
         ({"kernels/a.cpp": "x"}, "no plan.json"),
     ],
 )
@@ -215,6 +216,40 @@ def test_a_solution_without_the_named_files_is_refused_clearly(tmp_path, files, 
         (folder / path).write_text(text)
     ended = call("evaluate", task, folder)
     assert ended.returncode == 78 and said in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("files", "format"),
+    [
+        ({"plan.json": "{}"}, "plan"),
+        ({"plan.json": "{}", "model_new.py": "x"}, "plan"),
+        ({"model_new.py": "import torch\n\nclass ModelNew: ..."}, "python"),
+        ({"model_new.py": "import torch\nimport cuda_extension\n", "kernels/k.cu": "x"}, "extension"),
+        ({"notes.md": "x"}, "plan"),
+    ],
+)
+def test_the_format_of_a_solution_is_that_of_its_files(tmp_path, files, format):
+    for path, text in files.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert format_of(tmp_path) == format
+
+
+def test_a_wrong_solution_has_an_exit_code_that_is_not_that_of_a_bug(tmp_path):
+    task, folder = tmp_path / "model.py", tmp_path / "solution"
+    task.write_text(agent_cases.CODE)
+    folder.mkdir()
+    wrong = agent_cases.CODE.replace("class Model(", "class ModelNew(").replace("x + 0.5", "x + 7")
+    (folder / "model_new.py").write_text(wrong)
+    ended = call(
+        "evaluate", task, folder, "--mode", "check", "--device", "cpu", f"run.store={tmp_path}/store", "--json"
+    )
+    verdict = json.loads(ended.stdout)
+    assert (ended.returncode, verdict["status"], verdict["format"]) == (79, "wrong", "python"), ended.stderr
+
+
+def test_the_version_is_that_of_the_package():
+    assert call("--version").stdout == f"cuda-agent {version('cuda-agent')}\n"
 
 
 @pytest.mark.parametrize("code", ["import (", "x = 1"])
