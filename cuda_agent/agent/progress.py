@@ -27,8 +27,14 @@ ENDS = {
 }  # fmt: skip
 """Maps the reason why an attempt or an episode ended to a message for people."""
 
+NO_TARGET = 1e6  # a target that no solution reaches; JSON has no infinity
 _DIFF_LINES = 400
 _COMPARED_LINES = 2000  # most lines compared per file: repeated lines take cubic time
+
+
+def target_text(target: float) -> str:
+    """Returns the target of a search in words: "target 1.05×", or "no target"."""
+    return "no target" if target >= NO_TARGET else f"target {target:g}×"
 
 
 def difference(path: str, old: str, new: str) -> Event:

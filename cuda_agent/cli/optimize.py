@@ -49,7 +49,9 @@ def optimize(
             "[default: 1.05]"
         ),
     ] = None,
-    turns: Annotated[int | None, Option(min=1, help="limit of turns for each attempt [default: 60]")] = None,
+    turns: Annotated[
+        int | None, Option(min=2, help="limit of turns for each attempt; the last one only sums up [default: 60]")
+    ] = None,
     minutes: Annotated[
         float | None, Option(min=0.01, help="time limit in minutes for all attempts together [default: 60]")
     ] = None,
@@ -95,6 +97,7 @@ def optimize(
 
     The API key is read from the environment and written nowhere. Exit code 0: a correct solution was found; 79: none
     was found; 130: Ctrl-C came before one was found; 75: the language model's server could not be used."""
+    from cuda_agent.agent.progress import NO_TARGET
     from cuda_agent.optimize import folder as folders
     from cuda_agent.policy.served import ServedModelError
     from cuda_agent.sandbox.formats.table import FORMATS
@@ -104,7 +107,7 @@ def optimize(
     not_searched = ("arguments", "output", "resume", "train_mode", "as_json")  # the others are fields of the order
     changes = {name: value for name, value in ctx.params.items() if value is not None and name not in not_searched}
     if target is not None:
-        changes["target"] = min(target, 1e6)  # JSON has no infinity
+        changes["target"] = min(target, NO_TARGET)
     if resume is not None:
         if sources or output is not None:
             raise ConfigError("--resume takes MODEL.py and --output from the folder: leave them out")
@@ -163,7 +166,7 @@ def _as_overrides(sandbox: dict[str, Any]) -> list[str]:
 
 
 def _lines(outcome: Any) -> list[str]:
-    from cuda_agent.agent.progress import ENDS
+    from cuda_agent.agent.progress import ENDS, NO_TARGET
     from cuda_agent.optimize.verdict_text import verdict_lines
 
     lines = ["", ENDS.get(outcome.why, outcome.why)]
@@ -173,7 +176,7 @@ def _lines(outcome: Any) -> list[str]:
     return [
         *lines,
         *verdict_lines(outcome.best.strict or outcome.best.quick),
-        f"the target of {outcome.target:g} times is {reached}",
+        *([] if outcome.target >= NO_TARGET else [f"the target of {outcome.target:g} times is {reached}"]),
         "",
         f"{outcome.folder}/model_new.py   from model_new import ModelNew",
         f"{outcome.folder}/report.html",

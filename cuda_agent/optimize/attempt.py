@@ -15,7 +15,7 @@ from cuda_agent.agent.chat_rollout import answers
 from cuda_agent.agent.compaction import compacted, cut, size
 from cuda_agent.agent.environment import LOOP, KernelEnvironment, Sandbox, SandboxFault
 from cuda_agent.agent.loop import MALFORMED, Calls, play, within
-from cuda_agent.agent.progress import Findings, SearchBudget, State, Tell, difference, factor
+from cuda_agent.agent.progress import NO_TARGET, Findings, SearchBudget, State, Tell, difference, factor
 from cuda_agent.agent.prompt import agent_messages
 from cuda_agent.agent.tools import TOOLS, Style, describe, failed, merit, solution_of, standing
 from cuda_agent.policy.chat_stream import CHARACTERS, Reply
@@ -35,7 +35,7 @@ _CHANGING = ("Write", "Edit", "MultiEdit", "NotebookEdit", "Bash", "KillBash")
 
 _LAST = """This is the last turn: no tool can be called any more, and the fastest correct solution so far is kept. Say
 in a few sentences what makes it fast, what did not work, and what you would try next."""
-_GO_ON = """The target is not reached yet: {state}. You have {turns} more turns. Go on with the tools; if you are sure
+_GO_ON = """{lead}: {state}. You have {turns} more turns. Go on with the tools; if you are sure
 that nothing more can be gained, say so without calling a tool."""
 _REOPENED = {
     "role": "user",
@@ -61,7 +61,9 @@ class Terms:
 def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, Any]]:
     messages = agent_messages(task, terms.style, terms.format, terms.device)
     if terms.style == "full":
-        goal = f"The target is {terms.target:g} times as fast as the faster of the two. You have {terms.turns} turns."
+        goal = f"The target is {terms.target:g} times as fast as the faster of the two."
+        goal = "There is no target: make it as fast as you can." if terms.target >= NO_TARGET else goal
+        goal += f" You have {terms.turns} turns."
         messages[-1]["content"] += "\n\n" + " ".join(filter(None, [baselines, goal]))
     return messages
 
@@ -339,7 +341,9 @@ class Attempt:
         best = self.findings.best
         found = factor(best.strict or best.quick) if best else None
         state = f"the best so far is {found:.2f} times as fast" if found else "no correct solution so far"
-        self._say({"role": "user", "content": _GO_ON.format(state=state, turns=self.terms.turns - turn - 1)})
+        endless = self.terms.target >= NO_TARGET
+        lead = "There may be more to gain" if endless else "The target is not reached yet"
+        self._say({"role": "user", "content": _GO_ON.format(lead=lead, state=state, turns=self.terms.turns - turn - 1)})
         return ""
 
     def _refuse(self, reply: Reply, why: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from cuda_agent.agent.progress import ENDS, Event
+from cuda_agent.agent.progress import ENDS, Event, target_text
 from cuda_agent.optimize.search import Watch
 from cuda_agent.pages.charts import duration as kernel_time
 from cuda_agent.pipeline.screen import duration
@@ -191,7 +191,7 @@ def plain(write: Callable[[str], None], width: int = 0) -> Watch:
             write(line)
         (judged.add if kind == "verdict" else judged.discard)(number)
         if kind == "begin":
-            write(f"{view.task} with {view.model}, target {view.target:g}×")
+            write(f"{view.task} with {view.model}, {target_text(view.target)}")
         elif kind == "baselines":
             write(f"baselines: {view.baselines}")
         elif kind == "tool":
@@ -251,7 +251,7 @@ def drawing(view: View, width: int, height: int) -> Any:
     lines = [
         line((view.task, "bold"), (f"  {view.model}  ", "cyan"), (view.baselines, "dim")),
         line(
-            ("best ", "dim"), (times(view.best), good), (f" of {view.target:g}×  ", "dim"),
+            ("best ", "dim"), (times(view.best), good), (f", {target_text(view.target)}  ", "dim"),
             (sparkline(view.track), "green"), (f"  {view.judged} judged  {spent(view)}", "dim"),
         ),
     ]  # fmt: skip

@@ -41,7 +41,8 @@ def verdict_lines(verdict: Verdict) -> list[str]:
         lines.append(beside + ("" if strict["repeatable"] else "; two runs on the same inputs differ"))
     if verdict.checks:
         error = f", largest difference from eager {verdict.max_error:.2g}" if verdict.max_error is not None else ""
-        lines.append(f"{verdict.checks} checks passed{error}; reward {verdict.reward}")
+        passed = f"{verdict.checks} checks passed{error}"
+        lines.append(f"{passed}; reward {verdict.reward}" if verdict.status == "ok" else f"before that, {passed}")
     lines += shares_of_peak(verdict) + _ran(verdict)
     return lines + [f"advice: {line}" for line in verdict.advice]
 

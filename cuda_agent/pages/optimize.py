@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from cuda_agent.agent.progress import ENDS, Event, Find
+from cuda_agent.agent.progress import ENDS, Event, Find, target_text
 from cuda_agent.agent.progress import factor as faster_of_both
 from cuda_agent.agent.tools import standing
 from cuda_agent.pages.charts import Drawing, amount, clock_time, duration, factor, interval_chart, number, ticks
@@ -49,7 +49,7 @@ def render(
         strict=(verdict.strict if verdict else None) or {},
         ratio=faster_of_both(verdict) if verdict else None,
         judged=plural(sum(event["kind"] == "verdict" for event in events), "solution" if best is None else "judgement"),
-        target=target,
+        target=target_text(target),
         ended=ENDS.get(why, why),
         where=where,
         spent=next((event for event in reversed(events) if event["kind"] == "spent"), None),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cuda_agent.agent.progress import ENDS, Findings, SearchBudget, State
+from cuda_agent.agent.progress import ENDS, NO_TARGET, Findings, SearchBudget, State, target_text
 from cuda_agent.optimize.attempt import Attempt, SearchEnvironment, Terms
 from cuda_agent.policy.chat_stream import Reply
 from cuda_agent.sandbox.wire import Solution, ToolResult, Verdict
@@ -176,6 +176,15 @@ def test_complete_calls_of_a_cut_answer_are_run_and_the_model_is_told():
     assert ended == "answer" and attempt.state.files == {"plan.json": "{}"}
     told = [message["content"] for message in attempt.state.messages if message["role"] == "user"]
     assert "[Your answer was cut. Only the calls above count.]" in told
+
+
+def test_a_search_without_a_target_names_none():
+    endless = replace(TERMS, target=NO_TARGET)
+    ended, attempt, _ = run(Model(said(WRITE, PROFILE), said()), Sandbox(verdict(ratio=3.0)), terms=endless)
+    told = " ".join(message["content"] for message in attempt.state.messages)
+    assert (
+        ended == "answer" and "1e+06" not in told and "target is" not in told and target_text(NO_TARGET) == "no target"
+    )
 
 
 def test_a_model_that_refuses_is_not_said_to_be_done():

@@ -81,7 +81,7 @@ def drawn(events, width=100, height=40):
 
 def test_the_terminal_shows_who_does_what_and_how_far_it_is():
     shown = drawn(EVENTS[:-1])
-    for part in ("relu", "some-model", "1.67× of 1.05×", "3 judged", "about 1,500 tokens", "0.02", "turn 3/60",
+    for part in ("relu", "some-model", "1.67×, target 1.05×", "3 judged", "about 1,500 tokens", "0.02", "turn 3/60",
                  "Now the rest.", "kernels/fused.cpp +1 −1", "+int <x>;", "429"):  # fmt: skip
         assert part in shown, shown
     assert "the model said that it is done" in drawn(EVENTS, height=0)
