@@ -117,13 +117,16 @@ def strict(file: Path, seed: dict[str, Any], found: dict[str, Result], optima: d
             if result is None and outcome.final.status == "no_answer":
                 result = outcome.final
             if result is not None:
-                optimum = optima.get(outcome.task)
-                best = optimum.speedup if optimum else None
-                if best and result.speedup_eager:
-                    result = replace(result, gap=best / result.speedup_eager)
-                outcomes.append(replace(outcome, final=result))
+                outcomes.append(replace(outcome, final=with_gap(result, optima.get(outcome.task))))
         values[policy] = task_values(replace(scores, outcomes=outcomes))
     return seed | {"values": values}
+
+
+def with_gap(result: Result, optimum: Optimum | None) -> Result:
+    """Returns ``result`` with its gap to the best known design, if there is one and ``result`` has a time."""
+    if optimum is None or not optimum.speedup or not result.speedup_eager:
+        return result
+    return replace(result, gap=optimum.speedup / result.speedup_eager)
 
 
 if __name__ == "__main__":
