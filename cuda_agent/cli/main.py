@@ -27,7 +27,6 @@ from cuda_agent.cli.options import (
     command,
     command_group,
     composed,
-    device_of,
     print_json,
     show,
 )
@@ -191,14 +190,13 @@ def evaluate(
     from cuda_agent.optimize import evaluation
     from cuda_agent.optimize.shapes import shape_lines
     from cuda_agent.optimize.verdict_text import verdict_lines
+    from cuda_agent.tasks.io import task_from_file
 
-    words = list(overrides or [])
-    if format or not any(word.startswith("sandbox.format=") for word in words):
-        words += [f"sandbox.format={format or evaluation.format_of(solution)}"]
-    if device or not any(word.startswith(("sandbox.device=", "sandbox.servers=", "experiment=")) for word in words):
-        words += [f"sandbox.device={device or device_of(words)}"]
-    settings, cache = composed(words, train_mode)
-    work = evaluation.evaluate(settings.sandbox, cache, task, solution, mode, again, shapes or ())
+    given, files = task_from_file(task), evaluation.solution_files(solution)
+    words = [*(overrides or []), *(["sandbox.train_mode=true"] if train_mode else [])]
+    settings, cache = evaluation.settings_for(files, words, format, device)
+    judged = evaluation.checked_solution(files, settings.sandbox.format, str(solution))
+    work = evaluation.evaluate(settings.sandbox, cache, given, judged, mode, again, shapes or ())
     verdict, others = evaluation.run_to_end(work)
     facts = verdict.to_json() | ({"shapes": [asdict(result) for result in others]} if shapes else {})
     show(as_json, facts, [*verdict_lines(verdict), *(shape_lines(others) if others else [])])

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from typer import Argument, Context, Option
 
-from cuda_agent.cli.options import Device, TrainMode, command, command_group, composed, device_of
+from cuda_agent.cli.options import Device, TrainMode, command, command_group, composed
 from cuda_agent.errors import ConfigError
 from cuda_agent.format_names import Format
 
@@ -99,6 +99,7 @@ def optimize(
     was found; 130: Ctrl-C came before one was found; 75: the language model's server could not be used."""
     from cuda_agent.agent.progress import NO_TARGET
     from cuda_agent.optimize import folder as folders
+    from cuda_agent.optimize.evaluation import device_of
     from cuda_agent.policy.served import ServedModelError
     from cuda_agent.sandbox.formats.table import FORMATS
 

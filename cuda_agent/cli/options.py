@@ -1,8 +1,6 @@
 """Options that several groups of commands share, and helpers to declare commands and print JSON."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -66,15 +64,6 @@ def composed(overrides: Sequence[str] | None, train_mode: bool = False) -> "tupl
 
     config = compose([*(overrides or []), *(["sandbox.train_mode=true"] if train_mode else [])])
     return config, local_home(config.run.store) / "cache"
-
-
-def device_of(overrides: Sequence[str]) -> str:
-    """Returns the device that the overrides name, else ``cuda`` on a machine with a GPU and ``cpu`` on others."""
-    for word in overrides:
-        if word.startswith("sandbox.device="):
-            return word.partition("=")[2]
-    found = subprocess.run([sys.executable, "-P", "-m", "cuda_agent.sandbox.driver"], capture_output=True, text=True)
-    return "cuda" if '"architecture"' in found.stdout else "cpu"
 
 
 def print_json(value: Any) -> None:

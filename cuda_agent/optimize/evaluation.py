@@ -4,13 +4,16 @@ import asyncio
 import re
 import shutil
 import signal
-from collections.abc import Callable, Coroutine, Sequence
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from cuda_agent.compose import compose
 from cuda_agent.config import Config, SandboxConfig
 from cuda_agent.errors import ConfigError, TaskError, UserError
 from cuda_agent.format_names import Format
@@ -20,7 +23,8 @@ from cuda_agent.pipeline.manifest import read_manifest
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.wire import Mode, Solution, Verdict
 from cuda_agent.storage import local_folder, open_store
-from cuda_agent.tasks.io import read_any, task_from_file
+from cuda_agent.tasks.io import read_any
+from cuda_agent.tasks.task import Task
 
 T = TypeVar("T")
 
@@ -111,25 +115,14 @@ def policy_folder(text: str, store_uri: str) -> Path:
     return target
 
 
-def format_of(folder: Path) -> Format:
-    """Returns the format of the solution in ``folder``, by its files: ``plan`` if it has a plan.json or no file that is
-    known, ``extension`` if its model_new.py imports the module ``cuda_extension``, and else ``python``."""
-    entry = folder / FORMATS["python"].entry
-    if (folder / FORMATS["plan"].entry).exists() or not entry.is_file():
-        return "plan"
-    uses = re.search(r"^\s*(import|from)\s+cuda_extension\b", entry.read_text(errors="replace"), re.M)
-    return "extension" if uses else "python"
-
-
-def read_solution(folder: Path, format: Format) -> Solution:
-    """Returns the solution in ``folder``.  Reads plan.json, model_new.py and the files in kernels/, as far as they
-    exist, and ignores other files.  The entry file of ``format`` (plan.json or model_new.py) is required.
+def solution_files(folder: Path) -> dict[str, str]:
+    """Returns the files of the solution in ``folder``, text by path.  Reads plan.json, model_new.py and the files in
+    kernels/, as far as they exist, and ignores other files.
 
     Raises:
-        TaskError: The entry file is missing, or a file is too large or not text; the message names the file."""
-    wanted = f"{FORMATS[format].entry} and kernels/"
+        TaskError: ``folder`` is no folder, or a file is too large or not text; the message names the file."""
     if not folder.is_dir():
-        raise TaskError(f"{folder}: expected a folder with {wanted}")
+        raise TaskError(f"{folder}: expected a folder with plan.json and kernels/, or with model_new.py")
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
@@ -141,20 +134,66 @@ def read_solution(folder: Path, format: Format) -> Solution:
             files[name] = path.read_text()
         except UnicodeDecodeError:
             raise TaskError(f"{path}: is no text") from None
+    return files
+
+
+def format_of(files: Mapping[str, str]) -> Format:
+    """Returns the format of a solution with ``files`` (text by path): ``plan`` if it has a plan.json or no file that is
+    known, ``extension`` if its model_new.py imports the module ``cuda_extension``, and else ``python``."""
+    entry = files.get(FORMATS["python"].entry)
+    if FORMATS["plan"].entry in files or entry is None:
+        return "plan"
+    return "extension" if re.search(r"^\s*(import|from)\s+cuda_extension\b", entry, re.M) else "python"
+
+
+def device_of(overrides: Sequence[str]) -> str:
+    """Returns the device that the overrides name, else ``cuda`` on a machine with a GPU and ``cpu`` on others."""
+    for word in overrides:
+        if word.startswith("sandbox.device="):
+            return word.partition("=")[2]
+    found = subprocess.run([sys.executable, "-P", "-m", "cuda_agent.sandbox.driver"], capture_output=True, text=True)
+    return "cuda" if '"architecture"' in found.stdout else "cpu"
+
+
+def settings_for(
+    files: Mapping[str, str], overrides: Sequence[str], format: Format | None, device: str | None
+) -> tuple[Config, Path]:
+    """Returns the configuration in which a solution with ``files`` is judged, and its cache folder on this machine.
+    Without ``format`` or ``device``, and without an override of them, the format is that of the files, and the device
+    is a GPU if there is one."""
+    words = list(overrides)
+    if format or not any(word.startswith("sandbox.format=") for word in words):
+        words.append(f"sandbox.format={format or format_of(files)}")
+    if device or not any(word.startswith(("sandbox.device=", "sandbox.servers=", "experiment=")) for word in words):
+        words.append(f"sandbox.device={device or device_of(words)}")
+    config = compose(words)
+    return config, runs.local_home(config.run.store) / "cache"
+
+
+def checked_solution(files: Mapping[str, str], format: Format, where: str) -> Solution:
+    """Returns the solution with ``files``, which come from ``where``.
+
+    Raises:
+        TaskError: The entry file of ``format`` (plan.json or model_new.py) is missing."""
     entry = FORMATS[format].entry
     if entry not in files:
         other = next((known.name for known in FORMATS.values() if known.entry in files), "")
         hint = f". It looks like format {other}: add sandbox.format={other}" if other else ""
-        raise TaskError(f"{folder}: no {entry}; format {format} needs {wanted}{hint}")
-    return Solution(format, files)
+        raise TaskError(f"{where}: no {entry}; format {format} needs {entry} and kernels/{hint}")
+    return Solution(format, dict(files))
+
+
+def read_solution(folder: Path, format: Format) -> Solution:
+    """Returns the solution of ``format`` in ``folder``.  Raises the errors of ``solution_files`` and
+    ``checked_solution``."""
+    return checked_solution(solution_files(folder), format, str(folder))
 
 
 async def evaluate(
-    settings: SandboxConfig, cache: Path, task: Path, solution: Path, mode: Mode, again: bool, shapes: Sequence[str]
+    settings: SandboxConfig, cache: Path, task: Task, solution: Solution, mode: Mode, again: bool, shapes: Sequence[str]
 ) -> tuple[Verdict, list[ShapeResult]]:
-    """Judges the solution in the folder ``solution`` for the task in the file ``task``.  If the solution is correct,
-    also checks it at other shapes.  Returns the verdict and one result for each of these shapes.  The results are empty
-    if the verdict's status is not ``ok``.
+    """Judges ``solution`` for ``task``.  If the solution is correct, also checks it at other shapes.  Returns the
+    verdict and one result for each of these shapes.  The results are empty if the verdict's status is not ``ok``.
 
     Args:
         mode: "quick", "strict" (more checks, more careful times) or "check" (no times).
@@ -162,22 +201,21 @@ async def evaluate(
         shapes: The other shapes, in the form that ``optimize.shapes.variants`` takes.
 
     Raises:
-        TaskError: The task or the solution folder cannot be read, or the task cannot be run.
+        TaskError: The task cannot be run.
         ConfigError: ``shapes`` is invalid, or ``again`` is set with remote servers."""
     from cuda_agent.sandbox.client import open_sandbox
     from cuda_agent.sandbox.remote import RemoteSandbox
 
-    read, files = task_from_file(task), read_solution(solution, settings.format)
-    chosen = variants(read, shapes)
+    chosen = variants(task, shapes)
     async with open_sandbox(settings, cache) as sandbox:
         if not isinstance(sandbox, RemoteSandbox):
-            verdict = await sandbox.evaluate(read, files, mode, again)
+            verdict = await sandbox.evaluate(task, solution, mode, again)
         elif again:
             why = "servers (sandbox.servers) keep what they said; only this machine measures anew."
             raise ConfigError(f"--again: {why}")
         else:
-            verdict = await sandbox.evaluate(read, files, mode)
-        return verdict, await judge_shapes(sandbox, files, chosen) if verdict.status == "ok" else []
+            verdict = await sandbox.evaluate(task, solution, mode)
+        return verdict, await judge_shapes(sandbox, solution, chosen) if verdict.status == "ok" else []
 
 
 async def benchmark(

@@ -17,7 +17,7 @@ from cuda_agent.cli import main
 from cuda_agent.config import Config
 from cuda_agent.diagnostics.doctor import examine
 from cuda_agent.errors import ConfigError
-from cuda_agent.optimize.evaluation import format_of
+from cuda_agent.optimize.evaluation import format_of, solution_files
 from cuda_agent.pipeline import gc, runs, screen
 from cuda_agent.pipeline.local import StageView, run_pipeline
 from cuda_agent.storage import open_store
@@ -232,7 +232,7 @@ def test_the_format_of_a_solution_is_that_of_its_files(tmp_path, files, format):
     for path, text in files.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
-    assert format_of(tmp_path) == format
+    assert format_of(solution_files(tmp_path)) == format
 
 
 def test_a_wrong_solution_has_an_exit_code_that_is_not_that_of_a_bug(tmp_path):
