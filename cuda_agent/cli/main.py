@@ -197,7 +197,8 @@ def evaluate(
     settings, cache = evaluation.settings_for(files, words, format, device)
     judged = evaluation.checked_solution(files, settings.sandbox.format, str(solution))
     work = evaluation.evaluate(settings.sandbox, cache, given, judged, mode, again, shapes or ())
-    verdict, others = evaluation.run_to_end(work)
+    what = "judging; the first verdict on a task also times eager and torch.compile"
+    verdict, others = evaluation.run_to_end(evaluation.with_clock(work, what, sys.stderr))
     facts = verdict.to_json() | ({"shapes": [asdict(result) for result in others]} if shapes else {})
     show(as_json, facts, [*verdict_lines(verdict), *(shape_lines(others) if others else [])])
     sys.exit(EXIT_DONE if verdict.status == "ok" else EXIT_RETRY if verdict.status == "infra" else EXIT_GATE)

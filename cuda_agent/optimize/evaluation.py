@@ -6,12 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TextIO, TypeVar
 
 from cuda_agent.compose import compose
 from cuda_agent.config import Config, SandboxConfig
@@ -82,6 +83,28 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     finally:
         if stopped:
             raise SystemExit(128 + signal.SIGTERM)
+
+
+async def with_clock(work: Coroutine[Any, Any, T], what: str, screen: TextIO, pause: float = 1.0) -> T:
+    """Awaits ``work`` and returns its result.  If it takes longer than some ``pause`` seconds, writes ``what`` to
+    ``screen``: on a terminal with the seconds so far, and elsewhere once."""
+    task, began, shown = asyncio.ensure_future(work), time.monotonic(), False
+    live = screen.isatty()
+    try:
+        while not (await asyncio.wait({task}, timeout=pause if live else 5 * pause))[0]:
+            if live:
+                screen.write(f"\r{what}: {time.monotonic() - began:.0f} s ")
+            elif not shown:
+                screen.write(f"{what}\n")
+            screen.flush()
+            shown = True
+    finally:
+        if live and shown:
+            screen.write("\r\x1b[K")
+            screen.flush()
+        task.cancel()
+        await asyncio.wait({task})  # after a cancellation it cleans up
+    return task.result()
 
 
 def policy_folder(text: str, store_uri: str) -> Path:
