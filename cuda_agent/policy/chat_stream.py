@@ -34,8 +34,9 @@ _PARAMETERS = {
 
 @dataclass
 class Reply:
-    """One assistant turn. Each of ``calls`` is {"id", "name", "arguments"}; the arguments are a dict, or None if they
-    are not a JSON object. If ``estimated``, ``tokens`` is an estimate from the length of the text."""
+    """One assistant turn. ``calls`` lists the tool calls as {"id", "name", "arguments"}; the arguments are a dict, or
+    None if they are not a JSON object. If ``estimated`` is true, ``tokens`` is an estimate from the length of the
+    text."""
 
     content: str
     calls: list[dict[str, Any]] = field(default_factory=list)
