@@ -3,9 +3,8 @@
 Answers are streamed. A user can therefore read along, and the client stops reading an answer that grows too long. If
 the server refuses a feature, such as tool calls or a parameter, later requests leave the feature out. If the server is
 busy, breaks a stream or answers 5xx, the client sends the request again after a pause. The API key comes from the
-environment. The client sends the key to this address alone, and removes it from all
-text that the server sends. The stages of
-a run do not use this module: they sample from the models of ``engines``."""
+environment. The client sends the key to this address alone, and removes it from all text that the server sends. The
+stages of a run do not use this module: they sample from the models of ``engines``."""
 
 import asyncio
 import contextlib
