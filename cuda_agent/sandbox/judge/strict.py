@@ -20,6 +20,7 @@ from cuda_agent.errors import TaskError
 from cuda_agent.sandbox.jail.processes import WorkerDied, WorkerError
 from cuda_agent.sandbox.judge.decisions import CandidateRefused, quotient, share_of
 from cuda_agent.sandbox.judge.prepared import PoolEntry, PreparedTask
+from cuda_agent.sandbox.judge.reference_client import at_precision
 from cuda_agent.sandbox.messages import JudgeSettings
 from cuda_agent.sandbox.wire import KINDS, Verdict, baseline, baseline_parts
 
@@ -44,45 +45,49 @@ def strict_baselines(prepared: PreparedTask) -> dict[str, dict[str, Any]]:
     - ``failed``: the error message by label, for baselines that could not be measured."""
     if prepared.baselines.strict:
         return prepared.baselines.strict
-    oracle, device = prepared.oracle, prepared.settings.device
     found: dict[str, dict[str, Any]] = {"seconds": {}, "shares": {}, "errors": {}, "failed": {}}
     entry = prepared.fresh("normal")
     assert entry
-    for precision in _PRECISIONS[device]:
-        oracle.precision(precision)
-        if entry.exact is not None:
-            with prepared.lease.working():
-                found["errors"][precision] = error(prepared, oracle.outputs(entry.inputs), entry.exact)
-            if precision != "fp32" and found["errors"][precision] == found["errors"]["fp32"]:
-                del found["errors"][precision]  # the task does not depend on the precision
-                continue
-        eager = baseline("eager", precision)
-        eagers = prepared.samples(oracle, careful=True)
-        for name, mode in _MODES.items() if precision in _TIMED else ():
-            label = baseline(name, precision)
-            try:
-                compiled = prepared.compiled(mode, precision)
-            except (WorkerError, WorkerDied, TaskError) as failure:
-                found["failed"][label] = str(failure)[:300]
-                continue
-            try:
-                beside, own = prepared.samples(oracle, compiled, careful=True)
-                eagers.append(beside)
-                found["shares"][label] = share_of(own, beside)
-            except TaskError as failure:
-                if not oracle.alive:
-                    raise
-                found["failed"][label] = str(failure)[:300]
-            finally:
-                prepared.close(compiled)
-        found["seconds"][eager] = min(map(statistics.median, eagers))
-        for label in found["shares"]:
-            if baseline_parts(label)[1] == precision:
-                found["seconds"][label] = found["shares"][label][1] * found["seconds"][eager]
-    oracle.precision("default")
+    for precision in _PRECISIONS[prepared.settings.device]:
+        with at_precision(prepared.oracle, precision):  # also restores the default after an error
+            _measure_at(precision, prepared, entry, found)
     prepared.baselines.strict = found
     prepared.save()
     return found
+
+
+def _measure_at(precision: str, prepared: PreparedTask, entry: PoolEntry, found: dict[str, dict[str, Any]]) -> None:
+    """Adds the baselines at ``precision`` to ``found``, the result of ``strict_baselines``. The task's model must
+    compute at this precision already. ``entry`` has inputs for eager's error."""
+    if entry.exact is not None:
+        with prepared.lease.working():
+            found["errors"][precision] = error(prepared, prepared.oracle.outputs(entry.inputs), entry.exact)
+        if precision != "fp32" and found["errors"][precision] == found["errors"]["fp32"]:
+            del found["errors"][precision]  # the task does not depend on the precision
+            return
+    eager = baseline("eager", precision)
+    eagers = prepared.samples(prepared.oracle, careful=True)
+    for name, mode in _MODES.items() if precision in _TIMED else ():
+        label = baseline(name, precision)
+        try:
+            compiled = prepared.compiled(mode, precision)
+        except (WorkerError, WorkerDied, TaskError) as failure:
+            found["failed"][label] = str(failure)[:300]
+            continue
+        try:
+            beside, own = prepared.samples(prepared.oracle, compiled, careful=True)
+            eagers.append(beside)
+            found["shares"][label] = share_of(own, beside)
+        except TaskError as failure:
+            if not prepared.oracle.alive:
+                raise
+            found["failed"][label] = str(failure)[:300]
+        finally:
+            prepared.close(compiled)
+    found["seconds"][eager] = min(map(statistics.median, eagers))
+    for label in found["shares"]:
+        if baseline_parts(label)[1] == precision:
+            found["seconds"][label] = found["shares"][label][1] * found["seconds"][eager]
 
 
 def error(prepared: PreparedTask, have: Sequence[Any], exact: Sequence[Any]) -> float:

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from cuda_agent.config import InputKind, SandboxConfig
-from cuda_agent.sandbox.judge import strict
+from cuda_agent.errors import TaskError
+from cuda_agent.sandbox.judge import prepared, strict
 from cuda_agent.sandbox.judge.memory import host
 from cuda_agent.sandbox.judge.prepared import PoolEntry
 from cuda_agent.sandbox.wire import KINDS, Solution, Tensor, Verdict
 from cuda_agent.sandbox.worker.values import input_kinds
 from tests.sandbox.conftest import KERNEL, Running, plan_solution, task
+from tests.sandbox.judge.fakes import Pool, Reference, settings_in
 
 CLAMPED = KERNEL.replace("std::max(x[i], 0.0f)", "std::min(std::max(x[i], 0.0f), 6.0f)")
 LOG = """
@@ -28,6 +30,20 @@ def get_inputs():
 def get_init_inputs():
     return []
 """
+
+
+def test_a_failure_at_one_precision_leaves_the_model_at_its_default(tmp_path: Any, monkeypatch: Any) -> None:
+    """The prepared task is kept, and judges later solutions."""
+    monkeypatch.setattr(prepared, "ReferenceClient", Reference)
+    made = prepared.PreparedTask("", "d", Pool(settings_in(tmp_path, clock="real")))  # type: ignore[arg-type]
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise TaskError("out of memory")
+
+    monkeypatch.setattr(made, "samples", fails)
+    with pytest.raises(TaskError):
+        strict.strict_baselines(made)
+    assert made.oracle.precisions == ["fp32", "default"]  # type: ignore[attr-defined]
 
 
 def judged(running: Running, code: str, solution: Solution) -> Verdict:
