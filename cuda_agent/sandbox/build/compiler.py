@@ -77,9 +77,13 @@ def _ends(process: "subprocess.Popen[bytes]", seconds: float) -> bool:
     try:
         descriptor = os.pidfd_open(process.pid)
     except OSError:  # some kernels lack this call
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
-        return process.returncode is not None
+        deadline = time.monotonic() + seconds
+        # WNOWAIT: the ended process keeps its id, which is that of its group, until ``Compiler.end`` has used it.
+        while (ended := os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return ended is not None
     try:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN)

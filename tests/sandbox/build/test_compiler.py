@@ -13,10 +13,12 @@ import pytest
 
 from cuda_agent.sandbox.build import builder as build
 from cuda_agent.sandbox.build import toolchain
-from cuda_agent.sandbox.build.compiler import Waiting
+from cuda_agent.sandbox.build.compiler import Compiler, Waiting
+from cuda_agent.sandbox.jail import jail
 from cuda_agent.sandbox.jail.scratch import make_folder
 from tests.sandbox.conftest import KERNEL, Running, plan_solution, task
 from tests.sandbox.drill import _descendants
+from tests.waiting import wait_for
 
 PLAIN = 'extern "C" int thrice(int x) { return 3 * std::max(x, x); }'
 WITH_LIBRARY = (
@@ -30,6 +32,23 @@ def builder(tmp_path: Path) -> Iterator[build.Builder]:
     builder = build.Builder(tmp_path / "builds", make_folder("build"), tmp_path / "lease", 20, 2048)
     yield builder
     builder.close()
+
+
+@pytest.mark.parametrize("pidfd", [True, False])
+def test_no_process_of_an_ended_compiler_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pidfd: bool) -> None:
+    """``pidfd_open`` is missing on some kernels."""
+    if not pidfd:
+
+        def missing(pid: int) -> int:
+            raise OSError(38, "Function not implemented")
+
+        monkeypatch.setattr(os, "pidfd_open", missing)
+    work = make_folder("compiler")
+    policy = jail.JailPolicy(write=(str(work),), execute=jail.SYSTEM_EXECUTE, own_user=False)
+    compiler = Compiler(policy, ["/bin/sh", "-c", "sleep 60 & echo $! > child; exit 3"], work)
+    assert compiler.finish(20) == (3, "")
+    child = int((work / "child").read_text())
+    wait_for("the child's end", 10, lambda: not Path(f"/proc/{child}").exists())
 
 
 def built(builder: build.Builder, source: str, **more: str) -> Path:
