@@ -1,5 +1,6 @@
 """The examples do what their README says."""
 
+import importlib.util
 import json
 import threading
 from pathlib import Path
@@ -8,7 +9,6 @@ import pytest
 import torch
 
 from cuda_agent import api
-from examples.scripted_server import serve
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -41,7 +41,9 @@ def test_the_notebook_runs(settings, monkeypatch, capsys):
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     whole = api.evaluation.settings_for
     monkeypatch.setattr(
-        api.evaluation, "settings_for", lambda files, words, *rest: whole(files, [*words, *settings], *rest)
+        api.evaluation,
+        "settings_for",
+        lambda files, words, *rest: whole(files, [*words, *settings, "sandbox.clock=model"], *rest),
     )
     monkeypatch.chdir(EXAMPLES)
     names: dict[str, object] = {}
@@ -52,7 +54,10 @@ def test_the_notebook_runs(settings, monkeypatch, capsys):
 
 
 def test_a_search_with_the_scripted_server_ends_well(settings, tmp_path):
-    with serve(0) as server:
+    spec = importlib.util.spec_from_file_location("scripted_server", EXAMPLES / "scripted_server.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with module.serve(0) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         outcome = api.optimize(
             EXAMPLES / "model.py", base_url=f"http://127.0.0.1:{server.server_port}/v1", model="scripted",
