@@ -9,10 +9,11 @@
 loop, as in a notebook."""
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from cuda_agent.errors import TaskError
 from cuda_agent.format_names import Format
@@ -23,6 +24,7 @@ from cuda_agent.tasks.io import read_any
 from cuda_agent.tasks.task import Task
 
 Device = Literal["cpu", "cuda"]
+P = ParamSpec("P")
 Result = TypeVar("Result")
 
 
@@ -82,22 +84,6 @@ async def evaluate_async(
     return verdict
 
 
-def evaluate(
-    task: Task | str | Path,
-    solution: Mapping[str, str] | str | Path,
-    *,
-    mode: Mode = "quick",
-    format: Format | None = None,
-    device: Device | None = None,
-    again: bool = False,
-    overrides: Sequence[str] = (),
-) -> Verdict:
-    """Checks and times a solution in the sandbox, and returns the verdict. Arguments and errors are those of
-    ``evaluate_async``."""
-    options: dict[str, Any] = {"mode": mode, "format": format, "device": device, "again": again}
-    return _result(evaluate_async(task, solution, **options, overrides=overrides))
-
-
 async def optimize_async(
     model_file: str | Path,
     *,
@@ -137,17 +123,23 @@ async def optimize_async(
     return await search.optimize(order, config.sandbox, cache, source, folder, False, watch, stop or asyncio.Event())
 
 
-def optimize(model_file: str | Path, *, base_url: str, model: str, **options: Any) -> search.SearchOutcome:
-    """Makes a model faster with the help of a language model, and returns the outcome. Arguments and errors are those
-    of ``optimize_async``."""
-    return _result(optimize_async(model_file, base_url=base_url, model=model, **options))
+def _plain(work: Callable[P, Coroutine[Any, Any, Result]]) -> Callable[P, Result]:
+    """Returns ``work`` as a plain function. It runs in the caller's thread or, if an event loop runs there already, in
+    another one."""
+
+    @functools.wraps(work)
+    def plain(*arguments: P.args, **options: P.kwargs) -> Result:
+        begun = work(*arguments, **options)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return asyncio.run(begun)
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(asyncio.run, begun).result()
+
+    plain.__name__ = plain.__qualname__ = work.__name__.removesuffix("_async")
+    return plain
 
 
-def _result(work: Coroutine[Any, Any, Result]) -> Result:
-    """Runs ``work`` to its end: in this thread or, if an event loop runs here already, in another one."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()
+evaluate = _plain(evaluate_async)
+optimize = _plain(optimize_async)

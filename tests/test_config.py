@@ -402,9 +402,9 @@ def test_rays_workers_share_the_running_engines_of_a_schedule():
         return derived(compose(given))["stages"]["agentic"]["seconds"]
 
     four = "policy.vllm.servers=[http://a:1,http://b:1,http://c:1,http://d:1]"
-    assert seconds(four) == seconds("policy.vllm.replicas=2"), "four engines, whoever starts them"
+    assert seconds(four) == seconds("policy.vllm.replicas=2"), "four engines, started here or elsewhere"
     assert seconds(four) == seconds(four, "ray.workers=4")
-    assert seconds(four, "policy.engine=local") == seconds("policy.engine=local"), "nobody asks the servers"
+    assert seconds(four, "policy.engine=local") == seconds("policy.engine=local"), "the servers are not used"
 
 
 def test_the_schedule_shows_the_memory_of_bootstrap_only_where_it_trains():

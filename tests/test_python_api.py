@@ -8,6 +8,7 @@ import pytest
 
 from cuda_agent import api
 from cuda_agent.errors import ConfigError, TaskError
+from cuda_agent.optimize.folder import OptimizeError
 from cuda_agent.tasks.io import read_any
 from tests.agent import agent_cases
 from tests.optimize.chat_server import call, said, serve
@@ -91,6 +92,15 @@ def test_a_search_gives_its_outcome(tmp_path, model, settings):
         )  # fmt: skip
     assert outcome.best is not None and (tmp_path / "out" / "model_new.py").exists()
     assert {"begin", "verdict", "ended"} <= {event["kind"] for event in events}
+
+
+def test_a_search_whose_solutions_could_not_be_timed_is_refused(tmp_path, model, settings):
+    with pytest.raises(OptimizeError, match="--format triton --device cpu"):
+        api.optimize(
+            model, base_url="http://127.0.0.1:9/v1", model="m", output=tmp_path / "out", device="cpu", format="triton",
+            overrides=settings, target=float("inf"),
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists() and api.optimize.__name__ == "optimize"
 
 
 def test_the_package_is_typed():

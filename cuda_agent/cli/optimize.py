@@ -97,18 +97,14 @@ def optimize(
 
     The API key is read from the environment and written nowhere. Exit code 0: a correct solution was found; 79: none
     was found; 130: Ctrl-C came before one was found; 75: the language model's server could not be used."""
-    from cuda_agent.agent.progress import NO_TARGET
     from cuda_agent.optimize import folder as folders
     from cuda_agent.optimize.evaluation import device_of
     from cuda_agent.policy.served import ServedModelError
-    from cuda_agent.sandbox.formats.table import FORMATS
 
     words = arguments or []
     overrides, sources = [w for w in words if "=" in w], [w for w in words if "=" not in w]
     not_searched = ("arguments", "output", "resume", "train_mode", "as_json")  # the others are fields of the order
     changes = {name: value for name, value in ctx.params.items() if value is not None and name not in not_searched}
-    if target is not None:
-        changes["target"] = min(target, NO_TARGET)
     if resume is not None:
         if sources or output is not None:
             raise ConfigError("--resume takes MODEL.py and --output from the folder: leave them out")
@@ -127,8 +123,6 @@ def optimize(
         order = folders.SearchOrder(base_url, model)
         changes.setdefault("device", device_of(overrides))
     order = folders.with_changes(order, changes)
-    if why := FORMATS[order.terms.format].untimed.get(order.terms.device):
-        raise ConfigError(f"--format {order.terms.format} --device {order.terms.device}: {why}")
     overrides = [w for w in overrides if not w.startswith(("sandbox.format=", "sandbox.device="))]
     overrides += ["sandbox.train_mode=true"] if train_mode else []
     overrides += [f"sandbox.format={order.terms.format}", f"sandbox.device={order.terms.device}"]

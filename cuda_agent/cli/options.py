@@ -60,10 +60,10 @@ def composed(overrides: Sequence[str] | None, train_mode: bool = False) -> "tupl
     """Returns the configuration with ``overrides``, and the cache folder on this machine for the configured store
     (``run.store``).  With ``train_mode``, adds the override ``sandbox.train_mode=true``."""
     from cuda_agent.compose import compose
-    from cuda_agent.pipeline.runs import local_home
+    from cuda_agent.pipeline.runs import cache_of
 
     config = compose([*(overrides or []), *(["sandbox.train_mode=true"] if train_mode else [])])
-    return config, local_home(config.run.store) / "cache"
+    return config, cache_of(config)
 
 
 def print_json(value: Any) -> None:

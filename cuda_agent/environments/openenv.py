@@ -176,7 +176,7 @@ def application(tasks: Sequence[Task], settings: SandboxConfig, cache: Path, ste
 def main() -> None:
     import uvicorn
 
-    from cuda_agent.pipeline.runs import local_home
+    from cuda_agent.pipeline.runs import cache_of
 
     parser = argparse.ArgumentParser(description="Serve tasks as an OpenEnv environment.")
     parser.add_argument("tasks", type=Path, help="a task set, a KernelBench folder, one model.py")
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=8, help="most episodes at once")
     options = parser.parse_args()
     config = compose(options.overrides)
-    tasks, cache = read_any(options.tasks), local_home(config.run.store) / "cache"
+    tasks, cache = read_any(options.tasks), cache_of(config)
     app = application(tasks, config.sandbox, cache, options.steps, options.sessions)
     uvicorn.run(app, host=options.host, port=options.port)
 

@@ -19,7 +19,7 @@ from pydantic import Field, WithJsonSchema
 from cuda_agent.agent.environment import KernelEnvironment
 from cuda_agent.agent.tools import TOOLS, solution_of
 from cuda_agent.compose import compose
-from cuda_agent.pipeline.runs import local_home
+from cuda_agent.pipeline.runs import cache_of
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.tasks.io import read_any
 from cuda_agent.tasks.task import Task
@@ -142,7 +142,7 @@ async def opened(task: Task, config: KernelToolsConfig) -> Any:
     """Opens a sandbox and yields a ``KernelEnvironment`` for ``task``, without opening the work folder. Entering the
     environment with ``async with`` opens the folder."""
     composed = compose(config.overrides)
-    async with open_sandbox(composed.sandbox, local_home(composed.run.store) / "cache") as sandbox:
+    async with open_sandbox(composed.sandbox, cache_of(composed)) as sandbox:
         yield KernelEnvironment(task, sandbox, composed.sandbox.format, composed.sandbox.device)
 
 

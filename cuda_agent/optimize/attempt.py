@@ -61,10 +61,11 @@ class Terms:
 def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, Any]]:
     messages = agent_messages(task, terms.style, terms.format, terms.device)
     if terms.style == "full":
-        goal = f"The target is {terms.target:g} times as fast as the faster of the two."
-        goal = "There is no target: make it as fast as you can." if terms.target >= NO_TARGET else goal
-        goal += f" You have {terms.turns} turns."
-        messages[-1]["content"] += "\n\n" + " ".join(filter(None, [baselines, goal]))
+        goal = "There is no target: make it as fast as you can."
+        if terms.target < NO_TARGET:
+            goal = f"The target is {terms.target:g} times as fast as the faster of the two."
+        said = [baselines, goal, f"You have {terms.turns} turns."]
+        messages[-1]["content"] += "\n\n" + " ".join(filter(None, said))
     return messages
 
 

@@ -190,7 +190,12 @@ def settings_for(
     if device or not any(word.startswith(("sandbox.device=", "sandbox.servers=", "experiment=")) for word in words):
         words.append(f"sandbox.device={device or device_of(words)}")
     config = compose(words)
-    return config, runs.local_home(config.run.store) / "cache"
+    return config, runs.cache_of(config)
+
+
+def other_format(files: Mapping[str, str]) -> Format | None:
+    """Returns the first format whose entry file is among ``files``, for the message about a missing entry file."""
+    return next((name for name, known in FORMATS.items() if known.entry in files), None)
 
 
 def checked_solution(files: Mapping[str, str], format: Format, where: str) -> Solution:
@@ -200,7 +205,7 @@ def checked_solution(files: Mapping[str, str], format: Format, where: str) -> So
         TaskError: The entry file of ``format`` (plan.json or model_new.py) is missing."""
     entry = FORMATS[format].entry
     if entry not in files:
-        other = next((known.name for known in FORMATS.values() if known.entry in files), "")
+        other = other_format(files)
         hint = f". It looks like format {other}: add sandbox.format={other}" if other else ""
         raise TaskError(f"{where}: no {entry}; format {format} needs {entry} and kernels/{hint}")
     return Solution(format, dict(files))

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.agent.progress import Event, Findings, State, read_events, replayed
+from cuda_agent.agent.progress import NO_TARGET, Event, Findings, State, read_events, replayed
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import UserError
 from cuda_agent.optimize.attempt import Terms
@@ -58,7 +58,10 @@ class SearchOrder:
 
 def with_changes(order: SearchOrder, changes: dict[str, Any]) -> SearchOrder:
     """Returns a copy of ``order`` with new values for some fields.  ``changes`` maps the name of a field to its new
-    value.  The field is one of ``order`` or of ``order.terms``, the settings of each attempt."""
+    value.  The field is one of ``order`` or of ``order.terms``, the settings of each attempt.  An infinite target
+    becomes ``NO_TARGET``."""
+    if "target" in changes:
+        changes = changes | {"target": min(changes["target"], NO_TARGET)}
     terms = {name: value for name, value in changes.items() if name in Terms.__dataclass_fields__}
     rest = {name: value for name, value in changes.items() if name not in terms}
     return replace(order, terms=replace(order.terms, **terms), **rest)

@@ -85,6 +85,8 @@ async def optimize(
         check_address(order.base_url, order.key_env)
     except ServedModelError as error:
         raise OptimizeError(f"--base-url: {error}") from None
+    if why := FORMATS[order.terms.format].untimed.get(order.terms.device):
+        raise OptimizeError(f"--format {order.terms.format} --device {order.terms.device}: {why}")
     task = task_from_file(source)
     if len(task.code) > _LONGEST_FILE:
         raise TaskError(f"{source}: larger than {_LONGEST_FILE >> 20} MiB")

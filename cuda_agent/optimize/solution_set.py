@@ -15,7 +15,7 @@ from typing import Any
 
 from cuda_agent.errors import TaskError
 from cuda_agent.format_names import Format
-from cuda_agent.optimize.evaluation import LARGEST, read_solution
+from cuda_agent.optimize.evaluation import LARGEST, other_format, read_solution
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.wire import Solution
 from cuda_agent.tasks.inspect import problems, recompute_ops
@@ -183,7 +183,7 @@ def _with_files(record: SolutionRecord, files: Any, format: Format) -> SolutionR
     if not isinstance(files, dict) or not all(isinstance(text, str) for item in files.items() for text in item):
         return replace(record, why="unreadable", message="the files are no texts by path")
     if FORMATS[format].entry not in files:
-        fitting = next((name for name, other in FORMATS.items() if other.entry in files), None)
+        fitting = other_format(files)
         hint = f"; sandbox.format={fitting} judges {FORMATS[fitting].entry}" if fitting else ""
         message = f"no {FORMATS[format].entry}, as format {format} needs it{hint}"
         return replace(record, why="unreadable", message=message)

@@ -73,6 +73,11 @@ def local_home(store_uri: str) -> Path:
     return folder.parent if folder.name == "store" else folder.parent / f"{folder.name}.local"
 
 
+def cache_of(config: Config) -> Path:
+    """Returns the folder on this machine for verdicts, baselines and builds, which all runs of the store share."""
+    return local_home(config.run.store) / "cache"
+
+
 def create_run(store: Store, config: Config, sha256: str) -> Run:
     """Creates the record of a new run in the store.  The run's name is the setting ``run.name`` of ``config``.  If it
     is not set, the name is made from the date and ``sha256``, the hash of ``config``.

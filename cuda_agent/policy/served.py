@@ -209,7 +209,7 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
     def _clean(self, text: str) -> str:
         """Returns ``text`` without the API key, which some servers repeat in their answers. A key of fewer than
         ``_SHORTEST_KEY`` characters is not removed."""
-        return text.replace(self._key, "[key]") if len(self._key) >= _SHORTEST_KEY else text
+        return _without(self._key, text)
 
 
 def _folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -227,6 +227,10 @@ class _Refused(Exception):
     """The server refuses a request, but may accept it without some feature."""
 
 
+def _without(key: str, text: str) -> str:
+    return text.replace(key, "[key]") if len(key) >= _SHORTEST_KEY else text
+
+
 class _Redacted:
     """Passes pieces of a turn on to the listener ``hear``, with ``key``, the API key, replaced. The key may be spread
     over several pieces, so a piece that ends with the beginning of the key is kept until the next one. ``end`` passes
@@ -238,7 +242,7 @@ class _Redacted:
     def __call__(self, what: str, piece: str) -> None:
         text = self._kept.pop(what, "") + piece
         if len(self._key) >= _SHORTEST_KEY:
-            text = text.replace(self._key, "[key]")
+            text = _without(self._key, text)
             ends = (length for length in range(len(self._key) - 1, 0, -1) if text.endswith(self._key[:length]))
             if length := next(ends, 0):
                 text, self._kept[what] = text[:-length], text[-length:]

@@ -265,7 +265,7 @@ class LocalSandbox:
         return load, time.monotonic() - begin
 
     async def _measure(self, task: Task, wanted: bool) -> None:
-        """Measures the baselines of ``task`` (the times of its own model) early, while the task's judge is busy with
+        """Measures the baselines of ``task`` (the times of the task's model) early, while the task's judge is busy with
         another request. A prober (a judge that runs only tasks, without solutions) measures them. Does nothing if the
         judge is idle, ``wanted`` is false, the baselines are known, the task is large (see ``MOST_BESIDE``), or there
         are no probers (on a CPU). The task's judge then measures missing baselines when it needs them."""

@@ -1,5 +1,5 @@
 """Computes causal attention in packed rows. A packed row holds several sequences side by side, and each token attends
-only to tokens of its own sequence.
+only to tokens of the same sequence.
 
 ``register`` adds this attention to the library transformers under ``NAME``; ``supports`` says which models can use it.
 The model's forward call gets the lengths of the row's sequences in the argument ``segments``. On a CPU, if all

@@ -3,7 +3,7 @@
 The judge owns seeds, buffers, clock and verdict. It runs no code of tasks or solutions itself: jailed workers do.
 ``python -m cuda_agent.sandbox.judge.judge FD`` answers a client's requests one at a time, over the socket with the file
 descriptor ``FD``. There are four requests: for a task's spec (shapes and dtypes), for a measurement of a task's
-baselines (the times of its own model), for a probe (a run without a solution), and for the verdict on a solution."""
+baselines (the times of the task's model), for a probe (a run without a solution), and for the verdict on a solution."""
 
 import ctypes
 import functools
