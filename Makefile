@@ -60,6 +60,8 @@ DRILLS := tests/exploits/test_exploits.py tests/pipeline/test_smoke.py tests/rl/
 	tests/sandbox/service/test_load.py tests/sandbox/test_remote.py tests/sandbox/judge/test_verdicts.py \
 	tests/sandbox/formats/test_first_pass.py tests/sandbox/formats/test_stand_ins.py tests/stages/test_agentic.py \
 	tests/optimize/test_benchmark.py tests/optimize/test_evaluate_set.py tests/cluster/test_pod.py tests/test_packaging.py \
+	tests/test_examples.py tests/test_benchmarks.py tests/test_python_api.py tests/optimize/test_export.py tests/stages/test_stages.py \
+	tests/sandbox/service/test_service.py \
 	tests/sandbox/test_drill.py::test_a_small_drill_loses_nothing_and_leaves_nothing \
 	tests/diagnostics/test_sandbox_bench.py::test_every_format_is_measured_on_solutions_that_are_right
 

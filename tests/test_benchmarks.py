@@ -5,9 +5,11 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 
+@pytest.mark.nightly
 def test_the_trainers_benchmark_measures_every_recipe(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     monkeypatch.delitem(sys.modules, "trainer", raising=False)

@@ -36,6 +36,7 @@ def test_the_solution_for_a_gpu_is_correct(settings):
     assert verdict.status == "ok" and verdict.speedup_eager > 1
 
 
+@pytest.mark.nightly
 def test_the_notebook_runs(settings, monkeypatch, capsys):
     cells = json.loads((EXAMPLES / "judge.ipynb").read_text())["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
@@ -53,6 +54,7 @@ def test_the_notebook_runs(settings, monkeypatch, capsys):
     assert names["verdict"].status == "ok" and "x torch.compile" in said and "wrong check 1" in said
 
 
+@pytest.mark.nightly
 def test_a_search_with_the_scripted_server_ends_well(settings, tmp_path):
     spec = importlib.util.spec_from_file_location("scripted_server", EXAMPLES / "scripted_server.py")
     module = importlib.util.module_from_spec(spec)

@@ -66,6 +66,7 @@ def test_a_task_of_a_set_is_chosen_by_name(tmp_path):
     assert api.load_task(tmp_path, names[0]).name == names[0]
 
 
+@pytest.mark.nightly
 def test_the_page_about_the_api_can_be_typed(tmp_path, model, settings, monkeypatch, capsys):
     page = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.S)

@@ -90,8 +90,8 @@ class LocalSandbox:
             config.memory_mb, parallel,
         )  # fmt: skip
         self._first_pass = FirstPass(
-            self.cache / "passes", self._scratch, self.lease_folder, config.first_pass_seconds, config.device,
-            config.threads, config.train_mode, 2 if on_cpu else max(2, cores() // 2),
+            self.cache / "passes", self._scratch, self.lease_folder, config.first_pass_seconds, config.memory_mb,
+            config.device, config.threads, config.train_mode, 2 if on_cpu else max(2, cores() // 2),
         )  # fmt: skip
         settings = JudgeSettings(
             threads=config.threads, checks=config.checks, tolerance=config.tolerance, timed_calls=config.timed_calls,

@@ -233,6 +233,7 @@ def test_a_python_solution_stays_as_it_is(exported):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.nightly
 def test_a_second_process_builds_nothing(exported, tmp_path):
     assert exported(CHAIN, plan(CHAIN_PLAN, chain=CHAIN_KERNEL)).returncode == 0
     kept = sorted((tmp_path / "home" / ".cache" / "model_new").iterdir())

@@ -300,6 +300,7 @@ def test_supervised_training_goes_on_from_its_checkpoint_to_the_same_weights(tmp
     assert json.loads((cut.outputs["policy"] / "config.json").read_text())["model_type"] == "qwen3"
 
 
+@pytest.mark.nightly
 def test_a_stage_goes_on_over_ranks_to_the_same_policy_and_is_tried_again_when_one_dies(tmp_path, policy, monkeypatch):
     episodes = collected(tmp_path / "episodes", policy, [(f"t{n}", 0, 3.0) for n in range(6)])
     inputs = {"episodes": episodes, "policy": policy}

@@ -24,7 +24,7 @@ from typing import Any
 
 from cuda_agent.machine import processor
 from cuda_agent.sandbox.build import builder, toolchain
-from cuda_agent.sandbox.formats.first_pass_watchdog import MEMORY_MB, too_much, watchdog
+from cuda_agent.sandbox.formats.first_pass_watchdog import LEAST_MEMORY_MB, too_much, watchdog
 from cuda_agent.sandbox.formats.solution_format import FirstPassTime
 from cuda_agent.sandbox.jail import cgroups, jail, scratch
 from cuda_agent.sandbox.jail.processes import JailedProcess, NotStarted, WorkerDied, WorkerError
@@ -81,15 +81,16 @@ def _used_stand_ins(folder: Path) -> bool:
 
 class FirstPass:
     """Runs first passes (runs of solutions that may start compilers) and keeps their results in ``folder``. Each first
-    pass takes at most ``seconds``, and at most ``parallel`` first passes run at the same time. ``scratch`` is a folder
-    that jailed processes can reach. ``lease`` is the folder of the timing lease, a lock that a process must hold
-    exclusively to time a kernel."""
+    pass takes at most ``seconds``. It may use ``memory_mb`` MiB, and always as much as compilers usually need. At most
+    ``parallel`` first passes run at the same time. ``scratch`` is a folder that jailed processes can reach. ``lease``
+    is the folder of the timing lease, a lock that a process must hold exclusively to time a kernel."""
 
     def __init__(
-        self, folder: Path, scratch: Path, lease: Path, seconds: float, device: str, threads: int, train_mode: bool,
-        parallel: int,
+        self, folder: Path, scratch: Path, lease: Path, seconds: float, memory_mb: int, device: str, threads: int,
+        train_mode: bool, parallel: int,
     ) -> None:  # fmt: skip
         self._folder, self._scratch, self._lease, self._seconds = folder, scratch, lease, seconds
+        self._memory_mb = max(LEAST_MEMORY_MB[device], memory_mb)
         self._device, self._threads, self._train_mode = device, threads, train_mode
         self._slots = asyncio.Semaphore(parallel)
         self._parent: WarmParent | None = None
@@ -160,7 +161,7 @@ class FirstPass:
         python = sys.prefix, sys.base_prefix
         policy = jail.JailPolicy(
             read=(*jail.SYSTEM_READ, *python), write=(str(folder), str(home)), execute=(*jail.SYSTEM_EXECUTE, *python),
-            memory_mb=2 * MEMORY_MB["cpu"] if self._device == "cpu" else 0,  # virtual memory of one process
+            memory_mb=2 * self._memory_mb if self._device == "cpu" else 0,  # virtual memory of one process
             processes=256, file_mb=_FILE_MB, cpu_seconds=int(self._seconds * self._threads) + 60, one_group=True,
             shared_memory=self._device == "cuda", read_any=True,
         )  # fmt: skip
@@ -171,10 +172,9 @@ class FirstPass:
             "environment": environment | {"TMPDIR": str(home)},
         }  # fmt: skip
         worker: JailedProcess | None = None
-        with watchdog((folder, home), self._lease, self._device) as overrun:
+        with watchdog((folder, home), self._lease, self._device, self._memory_mb) as overrun:
             try:
-                memory = MEMORY_MB[self._device]
-                worker = JailedProcess(self._warm(), options, policy, memory, home, cgroups.find(), overrun)
+                worker = JailedProcess(self._warm(), options, policy, self._memory_mb, home, cgroups.find(), overrun)
                 worker.wait_started()
                 worker.seconds = self._seconds
                 answer = worker.call(WorkerOperation.RUN_FIRST_PASS, request)

@@ -17,24 +17,27 @@ from cuda_agent.sandbox.jail import scratch
 from cuda_agent.sandbox.jail.descendants import deleted_bytes, descendants, memory_bytes, state
 from cuda_agent.sandbox.jail.processes import JailedProcess
 
-# Limits for all its processes together. With torch's headers one compiler takes 2 GB, and a GPU's process as much.
-MEMORY_MB = {"cpu": 4096, "cuda": 8192}
+# The limit is the larger one of this and the sandbox's: one compiler takes 2 GB with torch's headers, and a GPU's
+# process as much. torch.compile may copy tensors to the host while it tunes a kernel for a GPU.
+LEAST_MEMORY_MB = {"cpu": 4096, "cuda": 8192}
 _FOLDER = {"cpu": (512, 4096), "cuda": (2048, 32_768)}  # MB and files; Triton writes ten files for each kernel
 _LOOK = 0.3  # least seconds between checks of memory and folders; a check takes at most a twentieth of them
 _LEAST_RUN = {"cpu": 1.0, "cuda": 0.2}  # seconds between two stops
 
 
 @contextmanager
-def watchdog(folders: Sequence[Path], lease: Path, device: str) -> Iterator[Callable[[JailedProcess], str]]:
+def watchdog(
+    folders: Sequence[Path], lease: Path, device: str, memory_mb: int
+) -> Iterator[Callable[[JailedProcess], str]]:
     """Holds the timing lease (a lock) in shared mode during the ``with`` block, and yields a function that checks a
     worker. ``lease`` is the folder of the lease. ``folders`` are the folders to which the worker writes.
 
     The worker's ``JailedProcess`` (its handle in this process) calls the function regularly. The function returns
-    ``memory`` if the programs that the worker started use too much memory, ``disk`` if the worker's files are too large
-    or too many, and otherwise an empty string. If another process waits to time a kernel, the function stops the
-    worker, releases the lease until the kernel has been timed, and lets the worker continue. Before each such stop, the
-    worker runs for at least ``_LEAST_RUN`` seconds. On a GPU, the function also releases the lease while the worker's
-    compilers run."""
+    ``memory`` if the programs that the worker started use more than ``memory_mb`` MiB together, ``disk`` if the
+    worker's files are too large or too many, and otherwise an empty string. If another process waits to time a kernel,
+    the function stops the worker, releases the lease until the kernel has been timed, and lets the worker continue.
+    Before each such stop, the worker runs for at least ``_LEAST_RUN`` seconds. On a GPU, the function also releases the
+    lease while the worker's compilers run."""
     look = ran = time.monotonic()
     look += _LOOK
     devices = {folder.stat().st_dev for folder in folders}
@@ -58,7 +61,7 @@ def watchdog(folders: Sequence[Path], lease: Path, device: str) -> Iterator[Call
                 ran, works = time.monotonic(), True
             if now > look:
                 begin = time.monotonic()
-                if sum(memory_bytes(pid)[1] for pid in descendants(worker.pid)) > MEMORY_MB[device] << 20:
+                if sum(memory_bytes(pid)[1] for pid in descendants(worker.pid)) > memory_mb << 20:
                     return "memory"
                 if any(too_much(one, device) for one in folders):
                     return "disk"

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from cuda_agent.config import SandboxConfig
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.formats import first_pass, first_pass_watchdog
@@ -212,12 +213,22 @@ def test_a_first_pass_that_fails_costs_its_solution_only(
     running: Running, monkeypatch: pytest.MonkeyPatch, prepare: str, forward: str, status: str, said: str
 ) -> None:
     monkeypatch.setattr(running.sandbox._first_pass, "_seconds", 2.0 if status == "timeout" else 20.0)
-    monkeypatch.setitem(first_pass_watchdog.MEMORY_MB, "cpu", 1000 if said == "processes" else 300)
+    monkeypatch.setattr(running.sandbox._first_pass, "_memory_mb", 1000 if said == "processes" else 300)
     before = kept(running)
     verdict = running.evaluate(task(), solution(ASKS + prepare, forward))
     assert verdict.status == status and said in verdict.message, verdict
     assert kept(running) == before
     assert not list(running.sandbox._scratch.glob("worker-*"))  # type: ignore[union-attr]
+
+
+def test_a_first_pass_gets_the_memory_that_the_sandbox_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(first_pass_watchdog.LEAST_MEMORY_MB, "cpu", 300)
+    running = Running(SandboxConfig(memory_mb=900, clock="model"), tmp_path)
+    try:
+        verdict = running.evaluate(task(), solution(ASKS + "keep = bytearray(450 << 20)\ntime.sleep(1)"))
+        assert verdict.status == "ok", verdict
+    finally:
+        running.close()
 
 
 SPY = """
@@ -412,7 +423,7 @@ def timing(folder: Path, still: Callable[[], bool] = lambda: True) -> Iterator[t
 def test_a_gpus_kernels_are_timed_while_a_first_pass_compiles(tmp_path: Path) -> None:
     with (
         contextlib.closing(OwnProcesses(COMPILING)) as worker,
-        first_pass_watchdog.watchdog((tmp_path,), tmp_path, "cuda") as overrun,
+        first_pass_watchdog.watchdog((tmp_path,), tmp_path, "cuda", 8192) as overrun,
     ):
         look_until(overrun, worker, lambda: not is_held(tmp_path))
         with timing(tmp_path) as timed:
@@ -435,7 +446,7 @@ def test_a_first_pass_stops_only_while_another_process_times(
     monkeypatch.setitem(first_pass_watchdog._LEAST_RUN, device, 0.0)
     with (
         contextlib.closing(OwnProcesses("while True: pass")) as worker,
-        first_pass_watchdog.watchdog((tmp_path,), tmp_path, device) as overrun,
+        first_pass_watchdog.watchdog((tmp_path,), tmp_path, device, 8192) as overrun,
     ):
         looks = iter(range(20))
         look_until(overrun, worker, lambda: next(looks, None) is None)

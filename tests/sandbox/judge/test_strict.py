@@ -68,7 +68,7 @@ def test_what_is_right_for_normal_inputs_only_is_found(running: Running) -> None
 
 
 def test_quick_mode_checks_the_kinds_of_the_settings_too(start: Callable[..., Running]) -> None:
-    careful = start(input_kinds=["ramp", "large"])
+    careful = start(clock="model", input_kinds=["ramp", "large"])
     verdict = careful.evaluate(task(), plan_solution(CLAMPED))
     assert verdict.status == "wrong" and verdict.message.startswith("inputs of the kind 'large': ")
     for _ in range(2):  # the second candidate gets the same inputs
@@ -77,7 +77,7 @@ def test_quick_mode_checks_the_kinds_of_the_settings_too(start: Callable[..., Ru
 
 
 def test_quick_mode_leaves_out_a_kind_that_the_task_does_not_have(start: Callable[..., Running]) -> None:
-    careful = start(input_kinds=["negative"])
+    careful = start(clock="model", input_kinds=["negative"])
     code = LOG.replace("class Model(", "class ModelNew(").partition("def get_inputs")[0]
     verdict = careful.evaluate(task(LOG), Solution("python", {"model_new.py": code}))
     assert (verdict.status, verdict.message, verdict.checks) == ("ok", "", SandboxConfig().checks)

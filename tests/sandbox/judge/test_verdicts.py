@@ -171,6 +171,7 @@ void scale(long, long, const float* sum, float* y, const float* one, long n, dou
     assert (verdict.status, verdict.message) == ("ok", "")
 
 
+@pytest.mark.nightly
 def test_a_real_time_is_measured_and_the_verdict_cached(timed: Running) -> None:
     solution = plan_solution(KERNEL + "// nobody else's\n")  # tests run in any order, and share the cache
     verdict = timed.evaluate(task(), solution)

@@ -541,6 +541,7 @@ def _command_line(pid: int) -> bytes:
         return b""
 
 
+@pytest.mark.nightly
 def test_sigterm_finishes_what_runs_hands_back_what_waits_and_leaves_nothing(tmp_path):
     served = Served(tmp_path, *QUICK).ready()
     room = Room(served)
