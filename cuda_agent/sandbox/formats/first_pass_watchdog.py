@@ -17,8 +17,8 @@ from cuda_agent.sandbox.jail import scratch
 from cuda_agent.sandbox.jail.descendants import deleted_bytes, descendants, memory_bytes, state
 from cuda_agent.sandbox.jail.processes import JailedProcess
 
-# The limit is the larger one of this and the sandbox's: one compiler takes 2 GB with torch's headers, and a GPU's
-# process as much. torch.compile may copy tensors to the host while it tunes a kernel for a GPU.
+# MiB that a first pass may use even if the sandbox allows less: one compiler takes 2 GB with torch's headers, and a
+# GPU's process as much.
 LEAST_MEMORY_MB = {"cpu": 4096, "cuda": 8192}
 _FOLDER = {"cpu": (512, 4096), "cuda": (2048, 32_768)}  # MB and files; Triton writes ten files for each kernel
 _LOOK = 0.3  # least seconds between checks of memory and folders; a check takes at most a twentieth of them

@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from cuda_agent.config import SandboxConfig
 from cuda_agent.lease import Lease
 from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.formats import first_pass, first_pass_watchdog
@@ -221,14 +220,13 @@ def test_a_first_pass_that_fails_costs_its_solution_only(
     assert not list(running.sandbox._scratch.glob("worker-*"))  # type: ignore[union-attr]
 
 
-def test_a_first_pass_gets_the_memory_that_the_sandbox_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_first_pass_gets_the_memory_that_the_sandbox_allows(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(first_pass_watchdog.LEAST_MEMORY_MB, "cpu", 300)
-    running = Running(SandboxConfig(memory_mb=900, clock="model"), tmp_path)
-    try:
-        verdict = running.evaluate(task(), solution(ASKS + "keep = bytearray(450 << 20)\ntime.sleep(1)"))
-        assert verdict.status == "ok", verdict
-    finally:
-        running.close()
+    running = start(memory_mb=900, clock="model")
+    verdict = running.evaluate(task(), solution(ASKS + "keep = bytearray(450 << 20)\ntime.sleep(1)"))
+    assert verdict.status == "ok", verdict
 
 
 SPY = """
@@ -420,10 +418,15 @@ def timing(folder: Path, still: Callable[[], bool] = lambda: True) -> Iterator[t
     thread.join()
 
 
+def watching(folder: Path, device: str) -> contextlib.AbstractContextManager[Callable[..., str]]:
+    """Watches as a first pass does with the default memory limit. The lease lies in the watched folder."""
+    return first_pass_watchdog.watchdog((folder,), folder, device, first_pass_watchdog.LEAST_MEMORY_MB[device])
+
+
 def test_a_gpus_kernels_are_timed_while_a_first_pass_compiles(tmp_path: Path) -> None:
     with (
         contextlib.closing(OwnProcesses(COMPILING)) as worker,
-        first_pass_watchdog.watchdog((tmp_path,), tmp_path, "cuda", 8192) as overrun,
+        watching(tmp_path, "cuda") as overrun,
     ):
         look_until(overrun, worker, lambda: not is_held(tmp_path))
         with timing(tmp_path) as timed:
@@ -446,7 +449,7 @@ def test_a_first_pass_stops_only_while_another_process_times(
     monkeypatch.setitem(first_pass_watchdog._LEAST_RUN, device, 0.0)
     with (
         contextlib.closing(OwnProcesses("while True: pass")) as worker,
-        first_pass_watchdog.watchdog((tmp_path,), tmp_path, device, 8192) as overrun,
+        watching(tmp_path, device) as overrun,
     ):
         looks = iter(range(20))
         look_until(overrun, worker, lambda: next(looks, None) is None)
