@@ -149,12 +149,14 @@ def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
 
 def _definitions(source: str, names: list[str]) -> str:
     """Returns a part of ``source``: the definitions of ``names`` and, recursively, the top-level definitions that they
-    use.  Names in annotations of parameters and results do not count as used."""
+    use.  Names in annotations do not count as used."""
     tree, lines = syntax.parse(source), source.splitlines()
     named: dict[str, list[ast.stmt]] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
             node.annotation = None
+        elif isinstance(node, ast.AnnAssign):
+            node.annotation = ast.Constant(None)
         elif isinstance(node, ast.FunctionDef):
             node.returns = None
     for statement in tree.body:
@@ -179,7 +181,11 @@ def _named(statement: ast.stmt) -> list[str]:
         return [(alias.asname or alias.name).partition(".")[0] for alias in statement.names]
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return [statement.name]
-    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    targets: list[ast.expr] = []
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets
+    elif isinstance(statement, ast.AnnAssign):
+        targets = [statement.target]
     return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
 
 

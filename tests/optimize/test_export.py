@@ -9,7 +9,7 @@ import pytest
 import torch
 from fresh import only_torch, run
 
-from cuda_agent.optimize import standalone_plan
+from cuda_agent.optimize import export, standalone_plan
 from cuda_agent.optimize.export import model_new
 from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.formats.expressions import PlanError
@@ -276,6 +276,15 @@ def test_kernels_of_an_exported_plan_for_a_gpu_compile_with_what_is_in_the_file(
     )
     assert done.returncode == 0, done.stderr
     assert set(json.loads((tmp_path / "names.json").read_text())) == {"twice<2>", "&plan_codes_0"}
+
+
+def test_definitions_take_along_constants_with_an_annotation():
+    constants = "TABLE: dict[str, Any] = {'a': 1}\nOTHER: int = 2\n"
+    source = f"from typing import Any\n{constants}\n\ndef look(x):\n    return TABLE[x]\n"
+    text = export._definitions(source, ["look"])
+    scope: dict = {}
+    exec(text, scope)
+    assert scope["look"]("a") == 1 and "OTHER" not in text and "typing" not in text
 
 
 def test_what_is_no_solution_is_refused_when_it_is_exported():
