@@ -1,9 +1,10 @@
-"""Synthesizes tasks: proposes candidates and filters them until there are enough tasks of each kind.
+"""Synthesizes tasks: proposes candidates and filters them until there are enough tasks of each group.
 
 There are two families of tasks. Tasks of the family "teacher" can be solved by the scripted teacher, a program that
 writes kernels. Tasks of the family "catalogue" stack operators of a larger list (``CATALOGUE``), or use one layer of
-``transformers``. The kinds are training tasks (of both families), held-out tasks of "teacher" and held-out tasks of
-"catalogue". In a family, no training task has the same combination of operators as a held-out task.
+``transformers``. The groups are training tasks (of both families), held-out tasks of "teacher" and held-out tasks of
+"catalogue". In a family, no training task has the same combination of operators as a held-out task. In the family
+"teacher", each ending (last operator) of a held-out task is the ending of a training task too, if candidates suffice.
 
 The random generator of candidate number i of a family is seeded with (seed, family, i). Equal configurations, seeds
 and results of the sandbox therefore give equal tasks, unless a language model writes the candidates.
@@ -13,7 +14,7 @@ To save time, several later candidates are probed in advance, at the same time."
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -39,7 +40,7 @@ from cuda_agent.synthesis.filters import (
 )
 from cuda_agent.synthesis.layers import LAYERS
 from cuda_agent.synthesis.similarity import duplicate_key, shingles
-from cuda_agent.synthesis.teacher.family import combination, is_heldout, ops_combination, sample_task
+from cuda_agent.synthesis.teacher.family import combination, ending, is_heldout, ops_combination, sample_task
 from cuda_agent.synthesis.teacher.optimum import DesignSearch, Optimum, Swept, optimum_from_json, swept_from_json
 from cuda_agent.tasks.inspect import problems
 from cuda_agent.tasks.io import read_any
@@ -47,7 +48,9 @@ from cuda_agent.tasks.task import Task
 
 ATTEMPTS_A_TASK = 60  # most proposals per wanted task of a stream
 PROBES_A_COMPILE = 6  # eager probes per allowed compilation
+MOST_FAILED = 16  # refused candidates of a kind: then a set may have it in held-out tasks only
 MOST_LOST = 5  # candidates in a row on which the sandbox fails: then the sandbox is at fault, not a task
+WINDOW = 600  # candidates that ``look_ahead`` searches for those to probe
 AHEAD = {"cpu": 3, "cuda": 24}  # candidates probed before their turn; with 12, the probers of a GPU were half idle
 
 
@@ -60,10 +63,13 @@ class Stream:
     composer: Composer  # makes the candidates
     combination: Callable[[Task], str]  # returns a task's combination of operators
     wanted: dict[str, int]  # split -> number of tasks
+    kind: Callable[[Task], str] = lambda task: ""  # returns a task's kind; training tasks shall have every kind
     tasks: list[Task] = field(default_factory=list)  # accepted so far
     heldout: set[str] = field(default_factory=set)  # combinations of the held-out tasks
     refused: Counter[str] = field(default_factory=Counter)  # filter -> number of candidates that it refused
     reasons: Counter[str] = field(default_factory=Counter)  # reason -> number of refused candidates
+    kinds: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))  # split -> kind -> tasks
+    failed: Counter[str] = field(default_factory=Counter)  # kind -> number of refused candidates
 
     def made(self, split: str) -> int:
         return sum(task.split == split for task in self.tasks)
@@ -71,14 +77,39 @@ class Stream:
     def wants(self, split: str) -> bool:
         return self.made(split) < self.wanted[split]
 
+    def accept(self, task: Task, split: str) -> None:
+        self.tasks.append(replace(task, family=self.family, split=split))
+        self.kinds[split][self.kind(task)] += 1
+        if split == "heldout":
+            self.heldout.add(self.combination(task))
+
+    def untrained(self) -> set[str]:
+        """Returns the kinds of held-out tasks that no training task has."""
+        return self.kinds["heldout"].keys() - self.kinds["train"].keys()
+
+    def leaves_room(self, task: Task, split: str) -> bool:
+        """Returns whether ``task`` for ``split`` leaves an open training place for each untrained kind."""
+        kind, places = self.kind(task), self.wanted["train"] - self.made("train")
+        untrained = {one for one in self.untrained() if self.failed[one] < MOST_FAILED}
+        if split == "train":
+            untrained, places = untrained - {kind}, places - 1
+        elif kind not in self.kinds["train"]:
+            untrained = untrained | {kind}
+        return not self.wanted["train"] or len(untrained) <= places
+
+    @property
+    def attempts(self) -> int:
+        """The most candidates that are proposed."""
+        return ATTEMPTS_A_TASK * sum(self.wanted.values())
+
     @property
     def done(self) -> bool:
         return not any(self.wants(split) for split in self.wanted)
 
-    @property
-    def rate(self) -> float:
-        """The estimated share of candidates that pass all filters. Before the first candidate, it is 1."""
-        return (len(self.tasks) + 1) / (len(self.tasks) + self.refused.total() + 1)
+    def rate(self, kind: str) -> float:
+        """The estimated share of the candidates of ``kind`` that pass all filters. Before the first one, it is 1."""
+        passed = sum(counts[kind] for counts in self.kinds.values())
+        return (passed + 1) / (passed + self.failed[kind] + 1)
 
 
 class FamilyWriter:
@@ -106,7 +137,7 @@ async def synthesize(
 ) -> tuple[list[Task], dict[str, Any]]:
     """Makes ``config.train`` + ``config.heldout`` + ``config.catalogue`` tasks. Returns the tasks (training tasks
     first) and the data card, a summary as JSON. If a limit of candidates or probes is reached, makes fewer tasks.
-    The card's entry "short" then says how many tasks of each kind are missing.
+    The card's entry "short" then says how many tasks of each group are missing.
 
     Args:
         threads: Number of CPU threads of the sandbox. The writer of catalogue tasks uses it to predict eager times.
@@ -132,7 +163,7 @@ async def synthesize(
     whole = {"train": from_catalogue, "heldout": config.catalogue}
     composer = composer or make_composer(config, window, device, threads)
     streams = [
-        Stream("teacher", FamilyWriter(device), combination, family),
+        Stream("teacher", FamilyWriter(device), combination, family, ending),
         Stream("catalogue", composer, ops_combination, whole),
     ]
     work = _Work(config, seed, sandbox, window, source, dict(known or {}), report or (lambda key, value: None))
@@ -141,7 +172,7 @@ async def synthesize(
 
     try:
         for stream in streams:
-            for index in range(ATTEMPTS_A_TASK * sum(stream.wanted.values())):
+            for index in range(stream.attempts):
                 if stream.done or work.spent:
                     break
                 await work.look_ahead(stream, index)
@@ -167,6 +198,7 @@ async def synthesize(
             for split, count in stream.wanted.items()
             if (missing := count - stream.made(split)) > 0
         },
+        "untrained": {stream.family: sorted(stream.untrained()) for stream in streams},
         "heldout_combinations": {stream.family: sorted(stream.heldout) for stream in streams},
         "probes": {"eager": work.eager, "compiled": work.compiled},
         "surprises": work.surprises,
@@ -230,7 +262,7 @@ class _Work:
     async def consider(self, stream: Stream, index: int) -> None:
         try:
             task = await self._compose(stream, index)
-            split = self._side(stream, task)
+            split = self._side(stream, index, task)
             if split is None:
                 return
             self.source.check(task)
@@ -259,13 +291,12 @@ class _Work:
                 if self.lost == MOST_LOST:
                     raise TryAgain(f"the sandbox failed on {MOST_LOST} candidates in a row: {refused}") from None
             stream.refused[refused.filter] += 1
+            stream.failed[stream.kind(task)] += 1
             stream.reasons[str(refused)] += 1
         else:
             assert eager.eager_seconds is not None  # else check_eager refused the task
             self.times[task.name] = (eager.eager_seconds, compiled.compile_seconds)
-            stream.tasks.append(replace(task, family=stream.family, split=split))
-            if split == "heldout":
-                stream.heldout.add(stream.combination(task))
+            stream.accept(task, split)
 
     async def look_ahead(self, stream: Stream, index: int) -> None:
         """Starts probes (runs in the sandbox) of those candidates after number ``index`` that will most likely be
@@ -273,24 +304,25 @@ class _Work:
         if not stream.composer.repeatable:
             return
         self.early = {place: probing for place, probing in self.early.items() if place >= (stream.family, index)}
-        pending: Counter[str] = Counter()
+        pending, expected = 0, {"train": 0.0, "heldout": 0.0}
         combinations, keys = set(stream.heldout), set(self.source.keys)
-        for number in range(index, index + ATTEMPTS_A_TASK):
+        for number in range(index, min(index + WINDOW, stream.attempts)):
             with contextlib.suppress(ComposeError):
                 task = await self._compose(stream, number)
-                split, drawn = self._side(stream, task), stream.combination(task)
+                split, drawn = self._side(stream, number, task), stream.combination(task)
                 if split is None or drawn in combinations or (key := _key(task.code)) is None or key in keys:
                     continue
-                pending[split] += 1
-                if pending[split] * stream.rate > stream.wanted[split] - stream.made(split):
+                pending += 1
+                expected[split] += stream.rate(stream.kind(task))
+                if expected[split] > stream.wanted[split] - stream.made(split):
                     continue
                 keys.add(key)
                 if split == "heldout":
                     combinations.add(drawn)
                 place = (stream.family, number)
                 if number > index and place not in self.early:
-                    self.early[place] = asyncio.create_task(self._early(task, self.compiled + pending.total()))
-            if pending.total() > self.ahead:
+                    self.early[place] = asyncio.create_task(self._early(task, self.compiled + pending))
+            if pending > self.ahead:
                 return
 
     async def _early(self, task: Task, compilations: int) -> None:
@@ -310,12 +342,17 @@ class _Work:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
-    def _side(self, stream: Stream, task: Task) -> str | None:
-        """Returns the split of ``task``: "train" or "heldout". Returns None if the split is full, or if a held-out task
-        has the same combination of operators."""
+    def _side(self, stream: Stream, index: int, task: Task) -> str | None:
+        """Returns the split of ``task``, candidate number ``index``: "train" or "heldout". Returns None if the split is
+        full, or if a held-out task has the same combination of operators. Also returns None if the training tasks then
+        could not have every kind of held-out task. The last rule ends when candidates or probes become scarce."""
         drawn, share = stream.combination(task), stream.wanted["heldout"] / sum(stream.wanted.values())
         split = "heldout" if is_heldout(drawn, self.seed, share) else "train"
-        return split if stream.wants(split) and drawn not in stream.heldout else None
+        if not stream.wants(split) or drawn in stream.heldout:
+            return None
+        missing = sum(stream.wanted.values()) - len(stream.tasks)
+        scarce = index > stream.attempts / 2 or self.config.max_candidates - self.compiled <= missing
+        return split if scarce or stream.leaves_room(task, split) else None
 
     async def _compose(self, stream: Stream, index: int) -> Task:
         rng = Random(f"{self.seed}/{stream.family}/{index}")

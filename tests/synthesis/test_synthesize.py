@@ -32,6 +32,7 @@ from cuda_agent.synthesis.filters import (
 from cuda_agent.synthesis.synthesize import AHEAD, optima, synthesize
 from cuda_agent.synthesis.teacher.family import (
     combination,
+    ending,
     heldout_combinations,
     is_heldout,
     ops_combination,
@@ -101,6 +102,30 @@ def test_heldout_combinations_are_their_own_and_never_trained_on():
     assert len(set(heldout)) == len(heldout) == 20
     assert not train & set(heldout)
     assert heldout_combinations(family, combination) == set(heldout)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_ending_of_a_held_out_task_has_a_training_task(seed):
+    config = Synthesis(train=20, heldout=16, catalogue=0, max_candidates=80)
+    tasks, card = make(config, seed, device="cuda")
+    trained, heldout = ({ending(task) for task in tasks if task.split == split} for split in ("train", "heldout"))
+    assert len(tasks) == 36 and len(heldout) > 8 and heldout <= trained
+    assert card["untrained"] == {"teacher": [], "catalogue": []}
+
+
+def test_an_ending_that_no_training_task_can_have_costs_no_task():
+    class Refusing(InProcess):
+        async def probe(self, task, compile=True):
+            trained = not is_heldout(combination(task), 0, 16 / 36)
+            if compile and trained and ending(task).endswith("norm"):
+                return Probe(deterministic=True, eager_seconds=1e-3, error="refused")
+            return await super().probe(task, compile)
+
+    config = Synthesis(train=20, heldout=16, catalogue=0, max_candidates=200)
+    tasks, card = make(config, prober=Refusing(), device="cuda")
+    missing = {ending(task) for task in tasks if task.split == "heldout" and ending(task).endswith("norm")}
+    assert missing and card["untrained"]["teacher"] == sorted(missing)
+    assert card["probes"]["compiled"] < 120 and len(tasks) == 36
 
 
 def test_training_tasks_of_the_catalogue_keep_away_from_held_out_combinations():

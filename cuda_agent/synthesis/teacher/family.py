@@ -257,6 +257,11 @@ def combination(task: Task) -> str:
     return ">".join(parse(task).names)
 
 
+def ending(task: Task) -> str:
+    """Returns the name of a task's ending, or "" if the task has none."""
+    return parse(task).ending or ""
+
+
 def is_heldout(combination: str, seed: int, share: float) -> bool:
     """Returns whether tasks with this ``combination`` of operators are held out. A hash of ``combination`` and ``seed``
     selects ``share`` (0 to 1) of all combinations, so a resumed run decides in the same way. The split is by
@@ -276,7 +281,7 @@ def ops_combination(task: Task) -> str:
     return "+".join(sorted(task.ops))
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def parse(task: Task) -> FamilySpec:
     """Returns the specification of ``task``, read from its code. This is the inverse of ``make_task``.
 
