@@ -48,7 +48,7 @@ from cuda_agent.tasks.task import Task
 
 ATTEMPTS_A_TASK = 60  # most proposals per wanted task of a stream
 PROBES_A_COMPILE = 6  # eager probes per allowed compilation
-MOST_FAILED = 16  # refused candidates of a kind: then a set may have it in held-out tasks only
+MOST_FAILED = 24  # refused candidates of a kind: then a set may have it in held-out tasks only
 MOST_LOST = 5  # candidates in a row on which the sandbox fails: then the sandbox is at fault, not a task
 WINDOW = 600  # candidates that ``look_ahead`` searches for those to probe
 AHEAD = {"cpu": 3, "cuda": 24}  # candidates probed before their turn; with 12, the probers of a GPU were half idle
