@@ -252,6 +252,9 @@ class Ppo(Section):
         "train no critic, and read neither its keys nor gamma and lambda",
     )
     steps: Positive = key(6, "number of steps; each plays a batch of episodes and learns from it")
+    max_seconds: float | None = key(
+        None, "limit of the steps' time, in seconds, counted anew when the stage is resumed; none: no limit", gt=0
+    )
     episodes_per_step: Positive = key(64, "number of episodes in the batch of one step")
     samples_per_prompt: Positive = key(
         4, "number of episodes per task in one step; a step has episodes_per_step / samples_per_prompt tasks"

@@ -9,33 +9,53 @@ This prints the figures from the quick verdicts of the runs. To judge the answer
         sandbox.format=plan sandbox.device=cuda
     python benchmarks/claims/records.py cuda-2026-11-27 --seeds 0 2 --judged strict
 
+``--endings trained`` counts only held-out tasks with the ending of a training task, and ``--endings untrained`` the
+others. A new record comes from the stores of finished runs, folders called seed-<seed> or control-<seed>:
+
+    python benchmarks/claims/records.py new --make runs/seed-0 runs/seed-1 runs/control-0
+
 A record holds ``answers.jsonl`` (a line for each episode), ``set`` (the tasks and their optima), ``tasks`` (a store
-with the stage ``synthesis``, from which runs can begin) and ``tasks.local`` (the baselines).
+with the stage ``synthesis``, from which runs can begin) and ``tasks.local`` (the baselines). ``--make`` writes
+the first two.
 """
 
 import argparse
 import json
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from learning import report, task_values
-from strict_answers import with_gap
+from learning import POLICIES, report, task_values
+from strict_answers import artifact, with_gap
 
+from cuda_agent.policy.episode import EPISODES, read_episodes
 from cuda_agent.rl.scores import EpisodeScore, Result, read_scores
+from cuda_agent.synthesis.teacher.family import ending
 from cuda_agent.synthesis.teacher.optimum import read_optima
+from cuda_agent.tasks.io import read_any
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("record", type=Path, help="the unpacked folder")
-    parser.add_argument("--seeds", type=int, nargs="+", required=True, help="policies that not all have are left out")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="policies that not all have are left out")
+    parser.add_argument("--endings", choices=("trained", "untrained"), help="of the held-out tasks that count")
+    parser.add_argument("--make", type=Path, nargs="+", metavar="STORE", help="make the record from these runs")
     parser.add_argument("--judged", type=Path, nargs="*", default=[], help="folders that evaluate-set has written")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.make:
+        make(options.record, options.make)
     found = values(options.record, options.judged)
+    if options.endings:
+        trained = tasks_with_trained_endings(options.record)
+        for of_task in (of_task for policies in found.values() for of_task in policies.values()):
+            for task in [task for task in of_task if (task in trained) != (options.endings == "trained")]:
+                del of_task[task]
     report([{"seed": seed, "values": found[seed]} for seed in options.seeds], options.json)
 
 
@@ -68,6 +88,35 @@ def results(record: Path, judged: Sequence[Path]) -> Iterator[tuple[str, str, Re
             result = Result("no_answer")
         if result is not None:
             yield row["sample"], row["name"], result
+
+
+def tasks_with_trained_endings(record: Path) -> set[str]:
+    tasks = read_any(record / "set")
+    trained = {ending(task) for task in tasks if task.split == "train"}
+    return {task.name for task in tasks if ending(task) in trained}
+
+
+def make(record: Path, stores: Sequence[Path]) -> None:
+    rows: list[dict[str, Any]] = []
+    for store in stores:
+        kind, _, seed = store.name.rpartition("-")
+        for policy in ("control",) if kind == "control" else POLICIES:
+            stage = "evaluate-base" if kind == "control" else f"evaluate-{policy}"
+            with tempfile.TemporaryDirectory() as folder:
+                scores = artifact(store, newest(store, stage), stage, "scores", Path(folder) / "scores")
+                finals = {outcome.episode: outcome.final for outcome in read_scores(scores / "scores.json").outcomes}
+                for episode in read_episodes(scores / EPISODES):
+                    if episode.id in finals:
+                        quick = {name: value for name, value in asdict(finals[episode.id]).items() if name != "gap"}
+                        answer = {"sample": f"{seed} {policy} {episode.id}", "files": episode.files, "quick": quick}
+                        rows.append({"name": episode.task, **answer})
+    artifact(stores[0], newest(stores[0], "synthesis"), "synthesis", "tasks", record / "set")
+    (record / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def newest(store: Path, stage: str) -> str:
+    """Returns the name of the latest run in ``store`` that has finished ``stage``."""
+    return max(run.name for run in (store / "runs").iterdir() if (run / stage / "manifest.json").exists())
 
 
 if __name__ == "__main__":

@@ -76,6 +76,7 @@ def ppo(config: Config, ppo: Ppo, answer_tokens: int) -> Work:
         decoded=tokens // 2,
         trained=trained * longest * ppo.epochs,  # half of the bound, twice: policy and critic
         overhead=_verdicts(config, episodes, 0.05),
+        most_seconds=ppo.max_seconds,
         models=2,
         longest=ppo.context,
     )

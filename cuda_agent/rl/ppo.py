@@ -33,8 +33,9 @@ async def train_ppo(
     ctx: StageContext, settings: Ppo, kind: Kind, make_critic: MakeCritic
 ) -> tuple[Any, Any, Critic | None]:
     """Trains the policy in ``ctx.inputs`` until step ``settings.steps``, on episodes of ``kind``: "single" (one
-    answer) or "agent" (turns with tools). Begins at the newest checkpoint, if there is one. Returns (model, tokenizer,
-    critic). If ``settings.advantage`` needs a critic, ``make_critic`` makes it; otherwise the critic is None.
+    answer) or "agent" (turns with tools). Begins at the newest checkpoint, if there is one. Ends earlier, with a note,
+    if another step of mean length would exceed ``settings.max_seconds``. Returns (model, tokenizer, critic). If
+    ``settings.advantage`` needs a critic, ``make_critic`` makes it; otherwise the critic is None.
 
     Raises:
         TryAgain: The stage was told to stop, the trainer was lost too often, or a step has no episode to learn from."""
@@ -85,16 +86,21 @@ async def train_ppo(
             ctx.tracker.progress(step + 1, settings.steps, reward=metrics.get("reward", 0.0))
             await runtime.save(step + 1)
 
-        start = await runtime.restore()
+        done = start = await runtime.restore()
         await runtime.serve(start)
-        began = time.monotonic()
+        began = opening = time.monotonic()
         async with aclosing(prefetch(play, range(start, settings.steps), max_off_policy_steps)) as batches:
             async for step, played in batches:
                 await _retried_after_losses(ctx, runtime, step, partial(learn, step, played, began))
-                began = time.monotonic()
-                if ctx.should_stop() and step + 1 < settings.steps:
-                    raise TryAgain(f"stopped after step {step + 1} of {settings.steps}")
-        return await _retried_after_losses(ctx, runtime, settings.steps, runtime.result)
+                began, done = time.monotonic(), step + 1
+                if done == settings.steps:
+                    break
+                if ctx.should_stop():
+                    raise TryAgain(f"stopped after step {done} of {settings.steps}")
+                if settings.max_seconds and (began - opening) * (1 + 1 / (done - start)) > settings.max_seconds:
+                    ctx.tracker.note(f"{ctx.name}: max_seconds ends it after step {done} of {settings.steps}")
+                    break
+        return await _retried_after_losses(ctx, runtime, done, runtime.result)
 
 
 async def prefetch(

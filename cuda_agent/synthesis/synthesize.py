@@ -63,7 +63,7 @@ class Stream:
     composer: Composer  # makes the candidates
     combination: Callable[[Task], str]  # returns a task's combination of operators
     wanted: dict[str, int]  # split -> number of tasks
-    kind: Callable[[Task], str] = lambda task: ""  # returns a task's kind; training tasks shall have every kind
+    kind: Callable[[Task], str] = lambda task: ""  # returns a task's kind; each of held-out tasks is trained
     tasks: list[Task] = field(default_factory=list)  # accepted so far
     heldout: set[str] = field(default_factory=set)  # combinations of the held-out tasks
     refused: Counter[str] = field(default_factory=Counter)  # filter -> number of candidates that it refused

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -98,6 +99,21 @@ def test_each_alarm_is_noted_once_a_stage(tmp_path, monkeypatch, inputs):
     ctx = train(monkeypatch, tmp_path, inputs, lambda step: [1.0, 2.0], {"entropy": 1e-4, "ratio_mean": 2.0})
     entropy, ratio = ctx.tracker.notes()
     assert entropy.startswith("warmup: entropy left its limits") and ratio.startswith("warmup: ratio_mean left")
+
+
+@pytest.mark.parametrize(("limit", "taken"), [(None, 4), (45, 4), (35, 3), (5, 1)])
+def test_the_limit_of_time_ends_a_stage_before_a_step_that_would_exceed_it(tmp_path, monkeypatch, inputs, limit, taken):
+    clock = [0.0]
+
+    def rewards(step):  # a step takes 10 s
+        clock[0] += 10
+        return [1.0, 2.0]
+
+    monkeypatch.setattr(ppo, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    ctx = train(monkeypatch, tmp_path, inputs, rewards, steps=4, max_seconds=limit)
+    assert [step for what, step in ctx.done if what == "save"] == list(range(1, taken + 1))
+    ended = [f"warmup: max_seconds ends it after step {taken} of 4"] if taken < 4 else []
+    assert ctx.tracker.notes() == ended
 
 
 @pytest.mark.parametrize(("every", "shown"), [(0, []), (1, [0, 1, 2]), (2, [0, 2])])
