@@ -63,7 +63,7 @@ class Stream:
     composer: Composer  # makes the candidates
     combination: Callable[[Task], str]  # returns a task's combination of operators
     wanted: dict[str, int]  # split -> number of tasks
-    kind: Callable[[Task], str] = lambda task: ""  # returns a task's kind; each of held-out tasks is trained
+    kind: Callable[[Task], str] = lambda task: ""  # returns a task's kind; those of held-out tasks are trained
     tasks: list[Task] = field(default_factory=list)  # accepted so far
     heldout: set[str] = field(default_factory=set)  # combinations of the held-out tasks
     refused: Counter[str] = field(default_factory=Counter)  # filter -> number of candidates that it refused
@@ -198,7 +198,7 @@ async def synthesize(
             for split, count in stream.wanted.items()
             if (missing := count - stream.made(split)) > 0
         },
-        "untrained": {stream.family: sorted(stream.untrained()) for stream in streams},
+        "untrained_endings": sorted(streams[0].untrained()),
         "heldout_combinations": {stream.family: sorted(stream.heldout) for stream in streams},
         "probes": {"eager": work.eager, "compiled": work.compiled},
         "surprises": work.surprises,

@@ -110,7 +110,7 @@ def test_each_ending_of_a_held_out_task_has_a_training_task(seed):
     tasks, card = make(config, seed, device="cuda")
     trained, heldout = ({ending(task) for task in tasks if task.split == split} for split in ("train", "heldout"))
     assert len(tasks) == 36 and len(heldout) > 8 and heldout <= trained
-    assert card["untrained"] == {"teacher": [], "catalogue": []}
+    assert card["untrained_endings"] == []
 
 
 def test_an_ending_that_no_training_task_can_have_costs_no_task():
@@ -124,7 +124,7 @@ def test_an_ending_that_no_training_task_can_have_costs_no_task():
     config = Synthesis(train=20, heldout=16, catalogue=0, max_candidates=200)
     tasks, card = make(config, prober=Refusing(), device="cuda")
     missing = {ending(task) for task in tasks if task.split == "heldout" and ending(task).endswith("norm")}
-    assert missing and card["untrained"]["teacher"] == sorted(missing)
+    assert missing and card["untrained_endings"] == sorted(missing)
     assert card["probes"]["compiled"] < 120 and len(tasks) == 36
 
 
