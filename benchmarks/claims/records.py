@@ -50,21 +50,20 @@ def main() -> None:
     options = parser.parse_args()
     if options.make:
         make(options.record, options.make)
-    found = values(options.record, options.judged)
-    if options.endings:
-        trained = tasks_with_trained_endings(options.record)
-        for of_task in (of_task for policies in found.values() for of_task in policies.values()):
-            for task in [task for task in of_task if (task in trained) != (options.endings == "trained")]:
-                del of_task[task]
+    found = values(options.record, options.judged, options.endings)
     report([{"seed": seed, "values": found[seed]} for seed in options.seeds], options.json)
 
 
-def values(record: Path, judged: Sequence[Path]) -> dict[int, dict[str, Any]]:
+def values(record: Path, judged: Sequence[Path], endings: str | None = None) -> dict[int, dict[str, Any]]:
     """Returns seed -> policy -> task -> metric -> value. Without ``judged``, the values come from the quick verdicts in
-    the record. An answer without a verdict, because its sandbox failed, does not count."""
+    the record. An answer without a verdict, because its sandbox failed, does not count. ``endings`` is the value of the
+    option of this name."""
+    trained = tasks_with_trained_endings(record)
     optima = read_optima(record / "set")
     outcomes: dict[int, dict[str, list[EpisodeScore]]] = defaultdict(lambda: defaultdict(list))
     for sample, task, result in results(record, judged):
+        if endings and (task in trained) != (endings == "trained"):
+            continue
         seed, policy, episode = sample.split(" ", 2)
         final = with_gap(result, optima.get(task))
         outcomes[int(seed)][policy].append(EpisodeScore(episode, task, "teacher", [], final, final, 0, 0))

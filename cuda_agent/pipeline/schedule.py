@@ -46,7 +46,7 @@ def derived(config: Config) -> dict[str, Any]:
         if rates:
             seconds = round(work.decoded * rates[0] + work.trained * rates[1] + work.overhead, 1)
             if work.most_seconds:
-                seconds = min(seconds, work.most_seconds + work.overhead)
+                seconds = min(seconds, work.most_seconds)
         rows[stage.name] = {
             "samples": work.samples,
             "tokens": work.tokens,

@@ -19,7 +19,7 @@ class Work:
     decoded: int = 0  # tokens that an engine samples
     trained: int = 0  # tokens that trainers process, in all passes
     overhead: float = 0.0  # seconds spent on anything but decoding and training
-    most_seconds: float | None = None  # time limit of the training
+    most_seconds: float | None = None  # time limit, with the overhead
     models: int = 0  # number of models that the stage trains
     longest: int = 0  # most tokens of one training sequence
     from_scratch: bool = False  # all weights are trained, in one process
@@ -49,13 +49,14 @@ def bootstrap(config: Config) -> Work:
         return Work(overhead=10)
     settings = config.bootstrap
     tokens = settings.steps * settings.tokens_per_step
+    overhead = 10 + COMPILATION * config.training.compile  # which ``max_seconds`` does not count
     return Work(
         samples=settings.examples,
         tokens=tokens,
         optimizer_steps=settings.steps,
         trained=tokens,
-        overhead=10 + COMPILATION * config.training.compile,  # which ``max_seconds`` does not count
-        most_seconds=settings.max_seconds,
+        overhead=overhead,
+        most_seconds=settings.max_seconds and settings.max_seconds + overhead,
         models=1,
         longest=config.policy.context,
         from_scratch=True,

@@ -72,7 +72,7 @@ class Stream:
     failed: Counter[str] = field(default_factory=Counter)  # kind -> number of refused candidates
 
     def made(self, split: str) -> int:
-        return sum(task.split == split for task in self.tasks)
+        return self.kinds[split].total()
 
     def wants(self, split: str) -> bool:
         return self.made(split) < self.wanted[split]
@@ -300,7 +300,8 @@ class _Work:
 
     async def look_ahead(self, stream: Stream, index: int) -> None:
         """Starts probes (runs in the sandbox) of those candidates after number ``index`` that will most likely be
-        needed. Does nothing if the composer of ``stream`` cannot write the same candidate again (``repeatable``)."""
+        needed. Does nothing if candidate ``index`` itself is passed over, or if the composer of ``stream`` cannot write
+        the same candidate again (``repeatable``)."""
         if not stream.composer.repeatable:
             return
         self.early = {place: probing for place, probing in self.early.items() if place >= (stream.family, index)}
@@ -311,6 +312,8 @@ class _Work:
                 task = await self._compose(stream, number)
                 split, drawn = self._side(stream, number, task), stream.combination(task)
                 if split is None or drawn in combinations or (key := _key(task.code)) is None or key in keys:
+                    if number == index:
+                        return
                     continue
                 pending += 1
                 expected[split] += stream.rate(stream.kind(task))
