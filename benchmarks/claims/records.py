@@ -9,6 +9,8 @@ This prints the figures from the quick verdicts of the runs. To judge the answer
         sandbox.format=plan sandbox.device=cuda
     python benchmarks/claims/records.py cuda-2026-11-27 --seeds 0 2 --judged strict
 
+An archive ``…-strict.tar.xz`` beside a record holds such verdicts: ``--judged`` takes its folders.
+
 ``--endings trained`` counts only held-out tasks with the ending of a training task, and ``--endings untrained`` the
 others. A new record comes from the stores of finished runs, folders called seed-<seed> or control-<seed>:
 
