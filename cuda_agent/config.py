@@ -319,6 +319,9 @@ class Collect(Section):
 
 
 class Sft(Section):
+    fastest: Positive | None = key(
+        None, "of each task, imitate only this number of good episodes, the fastest; null: all"
+    )
     epochs: Positive = key(2, "number of passes over the episodes")
     lr: Rate = key(3e-4, "learning rate")
     tokens_per_step: Positive = key(8192, "limit of tokens in one optimizer step")

@@ -180,6 +180,18 @@ def test_rejection_keeps_what_was_rewarded_and_shows_no_bad_pattern(tmp_path, po
     assert weights(ctx.outputs["policy"]) != weights(policy)
 
 
+def test_rejection_can_keep_the_fastest_answers_of_each_task(tmp_path, policy):
+    seconds = {"x": (3e-5, None, 1e-5, 2e-5), "y": (4e-5,), "z": (None, None, None)}
+    episodes = []
+    for task, times in seconds.items():
+        for sample, time in enumerate(times):
+            episode = played(Chat(load_policy(policy)[1], "compact"), task, sample, 1.0)
+            episode.verdict = {"seconds": time}
+            episodes.append(episode)
+    kept = [(episode.task, episode.id.rpartition("/")[2]) for episode in rft.fastest(episodes, 2)]
+    assert kept == [("x", "2"), ("x", "3"), ("y", "0"), ("z", "0"), ("z", "1")]
+
+
 def test_a_turn_that_was_cut_off_is_not_imitated_and_the_turns_before_it_are(tmp_path, policy, monkeypatch):
     chat = Chat(load_policy(policy)[1], "compact")
     whole, cut, two = (played(chat, task, 0, 1.0) for task in "xyz")
