@@ -27,6 +27,7 @@ from cuda_agent.training import attention, checkpoint, losses, sharding
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.losses import Metrics
 from cuda_agent.training.memory import LOGITS, SMALL
+from cuda_agent.training.muon import FloatMuon
 from cuda_agent.training.packing import Batch, PackedRow, batch_of, before_sampled, tokens_of
 
 COMPILATIONS = 64  # most of one layer; with torch's limit of 8, actor, critic and engine would end up running eagerly
@@ -323,7 +324,8 @@ def _optimizers(model: Any, name: Literal["adamw", "muon"], weight_decay: float)
     ]
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)]
     if inner:
-        optimizers.append(torch.optim.Muon(inner, lr=0.0, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
+        muon = torch.optim.Muon if fast_precision(inner[0].device) == "bf16" else FloatMuon
+        optimizers.append(muon(inner, lr=0.0, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"))
     return optimizers
 
 
