@@ -6,7 +6,7 @@ a call of a tool that does not exist, or a loop of equal calls. Training uses th
 these episodes, but not a last turn that was cut off. If no tokens remain, the policy stays unchanged.
 
 With ``rft.fastest`` the stage imitates only some of the chosen episodes: for each task those whose final solutions take
-the least time. The policy so learns which of its designs suits which task. This selection is not part of the paper."""
+the least time. So the policy learns which of its designs suits which task. This selection is not part of the paper."""
 
 import math
 from collections import defaultdict
