@@ -226,6 +226,9 @@ class Bootstrap(Section):
     careless_share: Share = key(
         0.6, "share of the episodes with tools that end after the first solution, even if it is wrong or not verified"
     )
+    mistake_share: Share = key(
+        0, "share of the careless episodes and single answers in which a correct solution gets a mistake, which stays"
+    )
     designs: Positive = key(2, "most designs that the teacher profiles in one of the other episodes with tools")
     verify: int = key(24, "number of the teacher's solutions that the sandbox verifies", ge=0)
     steps: Positive = key(600, "number of optimizer steps")

@@ -6,9 +6,9 @@ speed-ups are drawn at random. The corpus therefore needs no compiler. Tests and
 teacher's solutions in the sandbox, and compare the statuses.
 
 A design is a set of choices for a kernel, such as the number of blocks. The teacher draws designs at random and ignores
-the shapes of the task's tensors. Some episodes end after the first solution, even if it is wrong or not verified. A
-model that imitates the corpus thus learns neither to choose a design by the shapes nor to verify every solution. It
-learns both later, by reinforcement learning."""
+the shapes of the task's tensors. Some episodes end after the first solution, even if it is wrong or not verified, and
+some solutions contain a mistake that the agent does not repair. A model that imitates the corpus thus learns neither to
+choose a design by the shapes nor to verify every solution. It learns both later, by reinforcement learning."""
 
 import random
 from collections.abc import Collection
@@ -41,9 +41,9 @@ def corpus(settings: Bootstrap, seed: int, excluded: Collection[str], device: st
         if combination(task) in excluded:
             continue
         if rng.random() >= settings.agent_share:
-            dialogues.append(one_shot(task, rng, device))
+            dialogues.append(one_shot(task, rng, device, settings.mistake_share))
         elif rng.random() < settings.careless_share:
-            dialogues.append(careless(task, rng, device))
+            dialogues.append(careless(task, rng, device, settings.mistake_share))
         else:
             dialogues.append(episode(task, rng, rng.random() < settings.repair_share, device, settings.designs))
     return dialogues
@@ -71,17 +71,28 @@ def encode(dialogue: Dialogue, chat: Chat) -> tuple[list[int], list[int]]:
     return ids, mask
 
 
-def one_shot(task: Task, rng: random.Random, device: str = "cpu") -> Dialogue:
-    return [*one_shot_messages(task, "compact"), _says(write_answer(_stripped(solve(task, rng, device).files)))]
+def one_shot(task: Task, rng: random.Random, device: str = "cpu", mistake_share: float = 0) -> Dialogue:
+    """Returns a single answer. In ``mistake_share`` of the answers a correct solution gets a mistake."""
+    files, _ = _first_draft(task, rng, device, mistake_share)
+    return [*one_shot_messages(task, "compact"), _says(write_answer(files))]
 
 
-def careless(task: Task, rng: random.Random, device: str = "cpu") -> Dialogue:
+def careless(task: Task, rng: random.Random, device: str = "cpu", mistake_share: float = 0) -> Dialogue:
     """Returns an episode with tools in which the agent writes one solution and stops, even if the solution is wrong. In
-    about half of these episodes, the agent verifies the solution before it stops."""
+    ``mistake_share`` of these episodes a correct solution gets a mistake. In about half of the episodes, the agent
+    verifies the solution before it stops."""
+    files, verdict = _first_draft(task, rng, device, mistake_share)
+    shown = verdict if rng.random() < 0.5 else None
+    return [*agent_messages(task, "compact"), *_turn(_writes(files), "verify", shown), _says("done")]
+
+
+def _first_draft(task: Task, rng: random.Random, device: str, mistake_share: float) -> tuple[dict[str, str], Verdict]:
+    """Returns the files of a solution with a random design, and its predicted verdict."""
     worked = solve(task, rng, device)
-    calls = _writes(_stripped(worked.files))
-    verdict = _judged(worked) if rng.random() < 0.5 else None
-    return [*agent_messages(task, "compact"), *_turn(calls, "verify", verdict), _says("done")]
+    if mistake_share and worked.status == "ok" and rng.random() < mistake_share:
+        mistake = spoil(task, worked, rng)
+        return _stripped(mistake.files), _verdict(device, mistake.status, mistake.message)
+    return _stripped(worked.files), _judged(worked)
 
 
 def episode(task: Task, rng: random.Random, repair: bool, device: str = "cpu", designs: int = 2) -> Dialogue:

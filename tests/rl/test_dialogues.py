@@ -164,6 +164,25 @@ def test_a_careless_agent_ends_after_its_first_solution_right_or_wrong_verified_
     assert {"ok", "verify: ok", "verify: wrong"} <= ends
 
 
+def test_a_mistake_share_spoils_right_first_solutions_that_then_stay_and_are_imitated(chat):
+    rng = random.Random(13)
+    for device in ("cpu", "cuda"):
+        ends, answers = [], []
+        for _ in range(60):
+            task = sample_task(rng, device)
+            dialogue = careless(task, rng, device, 1)
+            assert len(_assistant(dialogue)) == 2 and not any(turn.get("spoilt") for turn in dialogue)
+            assert sum(encode(dialogue, chat)[1]) > 0
+            ends.append(dialogue[-2]["content"].splitlines()[0])
+            state = rng.getstate()
+            right = parse_answer(one_shot(task, rng, device)[-1]["content"])
+            rng.setstate(state)
+            answers.append(parse_answer(one_shot(task, rng, device, 1)[-1]["content"]) != right)
+        assert "verify: ok" not in ends and "verify: wrong" in ends
+        assert any(end.startswith("build error") for end in ends)
+        assert 0.4 < sum(answers) / len(answers) < 1  # a design that does not fit is wrong already
+
+
 def _profiles(dialogue):
     """Each profile of a dialogue: the files that it finds, and what it says."""
     return [
