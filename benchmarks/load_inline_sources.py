@@ -29,6 +29,7 @@ import torch
 
 from cuda_agent.sandbox.formats import first_pass
 from cuda_agent.sandbox.worker import stand_ins
+from cuda_agent.sandbox.worker.replay import link_libraries
 
 KINDS = ("stand-ins", "torch")
 
@@ -67,9 +68,11 @@ def apart(row: dict[str, str], kind: str, timeout: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as place:
         for name in ("task", "code"):
             (Path(place) / f"{name}.py").write_text(row[name])
-        environment = os.environ | first_pass._toolchain(architecture()) | {
+        toolchain = first_pass._toolchain(architecture())
+        link_libraries(Path(place, "links"), toolchain["CUDA_HOME"])
+        environment = os.environ | toolchain | {
             "TORCH_EXTENSIONS_DIR": f"{place}/extensions",
-            "LIBRARY_PATH": str(links(Path(place))),
+            "LIBRARY_PATH": f"{place}/links",
             "MAX_JOBS": "1",
         }  # fmt: skip
         command = [sys.executable, __file__, place, "--output", "-", "--one", kind]
@@ -88,16 +91,6 @@ def apart(row: dict[str, str], kind: str, timeout: float) -> dict[str, Any]:
 def architecture() -> str:
     major, minor = torch.cuda.get_device_capability()
     return f"sm_{major}{minor}"
-
-
-def links(place: Path) -> Path:
-    """Makes links to CUDA's libraries under the names that linkers need, as a first pass does."""
-    folder = place / "links"
-    folder.mkdir()
-    for library in Path(first_pass._toolchain("")["CUDA_HOME"], "lib").glob("lib*.so.*"):
-        with contextlib.suppress(FileExistsError):
-            (folder / f"{library.name.partition('.so.')[0]}.so").symlink_to(library)
-    return folder
 
 
 def one(place: Path, kind: str) -> dict[str, Any]:

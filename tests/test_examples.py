@@ -19,7 +19,13 @@ def settings(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "format"), [("plan", "plan"), ("extension", "extension"), ("python", "python"), ("triton", None)]
+    ("name", "format"),
+    [
+        ("plan", "plan"),
+        pytest.param("extension", "extension", marks=pytest.mark.nightly),
+        ("python", "python"),
+        pytest.param("triton", None, marks=pytest.mark.nightly),
+    ],
 )
 def test_each_solution_is_correct(settings, name, format):
     given = {"format": "triton"} if format is None else {}

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -127,11 +128,15 @@ class Chat:
         """Returns the token ids of an assistant message given as text, with its stop token, as a policy would sample
         them. Raises ``ValueError`` if the chat template's generation prompt differs from the header that the template
         writes before an assistant message."""
-        before = self._render([_user("?")], header=True)
         whole = self._render([_user("?"), message])
-        if not whole.startswith(before):
+        if not whole.startswith(self._opening):
             raise ValueError("the chat template opens a turn otherwise than it writes one: cannot encode written turns")
-        return [*self._encode(whole[len(before) : whole.rindex(self._end)]), self.end_id]
+        return [*self._encode(whole[len(self._opening) : whole.rindex(self._end)]), self.end_id]
+
+    @cached_property
+    def _opening(self) -> str:
+        """The text before an assistant turn that follows one short message of the user."""
+        return self._render([_user("?")], header=True)
 
     def parse(self, ids: Sequence[int], tools: Tools | None = None) -> tuple[str, list[ToolCall], bool]:
         """Returns one sampled turn's text without tool calls, its tool calls, and whether the turn is malformed. A turn

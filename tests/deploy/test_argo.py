@@ -238,6 +238,7 @@ def test_argo_refuses_what_is_wrong(change, said):
     assert any(said in line for line in argocheck([wrong]))
 
 
+@pytest.mark.nightly
 @needs_argo
 @pytest.mark.parametrize("kind", ["workflowtemplates", "cronworkflows"])
 def test_the_full_definitions_know_every_field(kind):

@@ -17,6 +17,7 @@ from cuda_agent.deploy.argo import maintenance_jobs
 from cuda_agent.deploy.chart_values import CHART_VERSION, Values
 from cuda_agent.pipeline.graph import ROWS
 from cuda_agent.sandbox.service.metrics import Metrics
+from tests import by_day
 from tests.deploy.charts import (
     ALONE,
     CHART,
@@ -229,7 +230,7 @@ ONLY_ALONE = {"mlflow.enabled", "minio.enabled"}
 
 
 @needs_helm
-@pytest.mark.parametrize("path", LEAVES)
+@pytest.mark.parametrize("path", by_day.every(8, LEAVES))
 def test_changing_a_value_changes_the_field_that_it_is_for(path):
     value: Any = changed_value(path)
     for part in reversed(path.split(".")):

@@ -75,6 +75,7 @@ def address():
     server.server_close()
 
 
+@pytest.mark.nightly
 def test_a_served_model_is_measured_on_a_kernelbench_folder(address, tmp_path, monkeypatch):
     url, handler = address
     monkeypatch.setenv("SOME_KEY", "sesame")

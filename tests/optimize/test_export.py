@@ -180,6 +180,7 @@ def plan(nodes, **kernels):
     return Solution("plan", {"plan.json": json.dumps(nodes), **files})
 
 
+@pytest.mark.nightly
 def test_a_plan_computes_what_the_model_computes_nested_as_the_model_nests_it(exported):
     refusals = """
 rest = given[1:]

@@ -114,6 +114,7 @@ def test_a_faulty_plan_builds(builder: build.Builder, name: str, solution: Solut
 BY_DAY = ("extension: null pointer", "extension: abort() on the host", "honest extension")  # nvcc takes its time
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "solution"),
     [

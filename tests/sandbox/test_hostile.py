@@ -104,6 +104,7 @@ def test_a_task_that_describes_itself_wrongly_is_a_task_error_and_the_judge_live
     assert running.sandbox._judges[0]._process is judge
 
 
+@pytest.mark.nightly
 def test_files_too_large_for_a_message_are_the_solutions_fault_and_the_judge_lives(running: Running) -> None:
     files = {f"{number}.h": "\x01" * (1 << 20) for number in range(3)}
     running.probe(task())

@@ -30,6 +30,7 @@ def run(folder, inputs, outputs, **changes):
     return read_metrics(folder / "said" / "metrics.jsonl")[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("advantage", ["gae", "group"])
 def test_without_an_input_critic_and_a_declared_output_it_runs_and_writes_none(tmp_path, inputs, advantage):
     metrics = run(tmp_path, inputs, ["policy"], advantage=advantage)

@@ -93,6 +93,7 @@ def test_short_sequences_on_a_cpu_keep_their_probabilities(monkeypatch):
     assert worked_out.total > 1.3 * peak(SMALL, 4096, precision="fp32", checkpointing=False, device="cpu").total
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "twice"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_adapters_take_what_was_worked_out(precision, checkpointing, monkeypatch):

@@ -80,6 +80,7 @@ def without_times(metrics):
     return {name: value for name, value in metrics.items() if "second" not in name}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("count", [1, 2])
 def test_ppo_gives_the_metrics_and_weights_of_one_process(groups, count):
     results = []

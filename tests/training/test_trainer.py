@@ -497,6 +497,7 @@ def graphs(monkeypatch) -> list[int]:
     return limits
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("twice", [False, True])
 def test_layers_are_compiled_in_steps_only_and_in_any_thread_with_room_for_those_beside_them(graphs, twice):
     """Above the limit, which a policy, a critic and an engine's check reach together, torch computes eagerly."""
@@ -519,6 +520,7 @@ def test_a_time_limit_does_not_count_the_steps_that_compile(graphs, monkeypatch)
     assert 0 < compiling < 10 and trainer.seconds == 10 - compiling
 
 
+@pytest.mark.nightly
 def test_compiled_layers_give_the_same_steps_and_are_compiled_a_few_times_for_all_lengths():
     from torch._dynamo.utils import counters
 
@@ -541,6 +543,7 @@ def unregistered(monkeypatch) -> None:
     monkeypatch.delitem(type(ALL_ATTENTION_FUNCTIONS)._global_mapping, attention.NAME, raising=False)
 
 
+@pytest.mark.nightly
 def test_compiled_layers_whose_activations_are_computed_twice_give_the_same_steps(graphs, unregistered, monkeypatch):
     calls = []
 

@@ -39,7 +39,7 @@ class RecordingPass(WorkerLoop):
         with contextlib.suppress(OSError):  # compilers may use every processor
             os.sched_setaffinity(0, range(os.cpu_count() or 1))
         _settle()
-        _link_libraries(place / "links")
+        link_libraries(place / "links", os.environ.get("CUDA_HOME", ""))
         keep_files(place, replayed=False)
         with contextlib.suppress(FileExistsError):  # the solution may bring files in it
             (place / "tmp").mkdir()
@@ -74,9 +74,9 @@ def _settle() -> None:
     config.cpp_cache_precompile_headers = False  # precompiling takes longer than one graph, and uses a random folder
 
 
-def _link_libraries(links: Path) -> None:
-    """Links CUDA's libraries into the folder ``links`` under names without versions, which linkers need."""
-    home = os.environ.get("CUDA_HOME", "")
+def link_libraries(links: Path, home: str) -> None:
+    """Links the libraries of the CUDA installation ``home`` into the folder ``links`` under names without versions,
+    which linkers need. Links nothing if ``home`` is empty."""
     links.mkdir(exist_ok=True)
     for library in sorted(Path(home, "lib").glob("lib*.so.*")) if home else []:
         with contextlib.suppress(FileExistsError):

@@ -228,19 +228,23 @@ def sample_spec(rng: random.Random, device: str = "cpu") -> FamilySpec:
 def make_task(spec: FamilySpec) -> Task:
     """Returns the task with the specification ``spec``. The task's name has its operators and the first 8 hex digits of
     the digest of its code."""
+    code = _code(spec)
+    ops = recompute_ops(code)
+    task = Task("", code, ops, f"torch#{len(ops)}", family="teacher")
+    return replace(task, name=f"{'_'.join(spec.names)}-{task.digest[:8]}")
+
+
+def _code(spec: FamilySpec) -> str:
     arguments = "x, y" if spec.binary else "x"
     steps = "".join(f"        x = {_fill(OPERATORS[name].torch, constant)}\n" for name, constant in spec.chain)
     shape = f"torch.randn({spec.rows}, {spec.columns})"
-    code = (
+    return (
         "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n\n\n"
         f"class Model(nn.Module):\n    def forward(self, {arguments}):\n{steps}"
         f"        return {ENDINGS[spec.ending].torch if spec.ending else 'x'}\n\n\n"
         f"def get_inputs():\n    return [{shape}{', ' + shape if spec.binary else ''}]\n\n\n"
         "def get_init_inputs():\n    return []\n"
     )
-    ops = recompute_ops(code)
-    task = Task("", code, ops, f"torch#{len(ops)}", family="teacher")
-    return replace(task, name=f"{'_'.join(spec.names)}-{task.digest[:8]}")
 
 
 def task_spec(spec: FamilySpec) -> TaskSpec:
@@ -295,7 +299,7 @@ def parse(task: Task) -> FamilySpec:
     if not steps or not ending or not shape or not _STEPS.keys() >= set(steps):
         raise ValueError(f"task {task.name} is not of the teacher's family")
     spec = FamilySpec(tuple(_STEPS[step] for step in steps), ending[0], int(shape[1]), int(shape[2]))
-    if make_task(spec).code != task.code:
+    if _code(spec) != task.code:
         raise ValueError(f"task {task.name} is not of the teacher's family")
     return spec
 

@@ -151,6 +151,7 @@ subprocess.run({COMMAND}, check=True)""",
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("prepare", ELSEWHERE.values(), ids=ELSEWHERE)
 def test_a_solution_may_compile_where_it_wants_and_write_its_sources_each_time(running: Running, prepare: str) -> None:
     code = solution(f"{SOURCE}{prepare}\nfound = loaded(target)", CALL.replace("library()", "found"))
@@ -220,6 +221,7 @@ def test_a_first_pass_that_fails_costs_its_solution_only(
     assert not list(running.sandbox._scratch.glob("worker-*"))  # type: ignore[union-attr]
 
 
+@pytest.mark.nightly
 def test_a_first_pass_gets_the_memory_that_the_sandbox_allows(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,5 @@
 """load_inline against the stand-ins for torch's headers: the same answers as torch's own build, in seconds."""
 
-import contextlib
 import json
 import os
 import subprocess
@@ -13,26 +12,24 @@ import pytest
 from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.formats import first_pass
 from cuda_agent.sandbox.worker import stand_ins
+from cuda_agent.sandbox.worker.replay import link_libraries
 from tests.sandbox.conftest import Running, task
 from tests.sandbox.formats.test_first_pass import kept, needs_ninja, solution
 
 PROGRAM = "tests.sandbox.formats.inline_sources"
 
 
-def links(place: Path) -> Path:
-    """Links to CUDA's libraries under the names that linkers need, as in a first pass."""
-    folder = place / "links"
-    folder.mkdir()
-    for library in Path(first_pass._toolchain("sm_90a").get("CUDA_HOME", "/nowhere"), "lib").glob("lib*.so.*"):
-        with contextlib.suppress(FileExistsError):
-            (folder / f"{library.name.partition('.so.')[0]}.so").symlink_to(library)
-    return folder
+def toolchain_of(place: Path) -> dict[str, str]:
+    """The environment of a first pass for an H100, with links to CUDA's libraries in ``place``."""
+    found = first_pass._toolchain("sm_90a")
+    link_libraries(place / "links", found.get("CUDA_HOME", ""))
+    return found | {"LIBRARY_PATH": f"{place}/links"}
 
 
 def built(place: Path, device: str, kind: str) -> dict[str, Any]:
     """What the calls of ``inline_sources`` give in a build with ``kind`` (``stand-ins`` or ``torch``) of headers."""
     place.mkdir()
-    environment = os.environ | first_pass._toolchain("sm_90a") | {"LIBRARY_PATH": str(links(place))}
+    environment = os.environ | toolchain_of(place)
     command = [sys.executable, "-X", "faulthandler", "-m", PROGRAM, str(place), device, kind]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{kind}: status {done.returncode}\n{done.stderr[-3000:]}"
@@ -94,7 +91,7 @@ def test_the_styles_of_models_compile_for_a_gpu(tmp_path: Path) -> None:
     except toolchain.CompilerMissing:
         pytest.skip("no nvcc")
     code = f"from pathlib import Path; from {PROGRAM} import build; build(Path({str(tmp_path)!r}), 'cuda', 'stand-ins')"
-    environment = os.environ | first_pass._toolchain("sm_90a") | {"LIBRARY_PATH": str(links(tmp_path))}
+    environment = os.environ | toolchain_of(tmp_path)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path / "extensions" / "styles_cuda" / "stand-ins" / "styles_cuda.so").is_file()
@@ -119,6 +116,7 @@ def plain(include: str = "", scale: str = "* 1.0", more: str = "") -> Any:
     return solution(PLAIN.replace("INCLUDE", include).replace("SCALE", scale) + more, FORWARD)
 
 
+@pytest.mark.nightly
 @needs_ninja
 def test_a_source_that_the_stand_ins_do_not_cover_is_built_with_torchs_headers(running: Running) -> None:
     verdict = running.evaluate(task(), plain("#include <torch/version.h>", "* (TORCH_VERSION_MAJOR > 1)"))

@@ -210,6 +210,7 @@ def test_a_plan_that_names_no_output_is_refused(running: Running) -> None:
     assert (verdict.status, verdict.message) == ("build_error", "no node uses out0")
 
 
+@pytest.mark.nightly
 def test_inputs_that_cannot_be_shuffled_are_drawn_anew_for_every_timed_call(timed: Running) -> None:
     """Indices have an order that may matter, so each call gets its own: remembering contents is no help."""
     code = CHAIN.replace("torch.randn(32, 128)", "torch.randint(0, 9, (64,))").replace("torch.relu(x)", "x")

@@ -573,6 +573,7 @@ def test_sigterm_finishes_what_runs_hands_back_what_waits_and_leaves_nothing(tmp
     served.http.close()
 
 
+@pytest.mark.nightly
 def test_work_that_does_not_end_is_cut_off_at_the_limit(tmp_path):
     settings = ("--drain-seconds", "0.5", *QUICK, "sandbox.run_seconds=600")
     served = Served(tmp_path, *settings, wrapper=ONE_JUDGE).ready()
@@ -594,6 +595,7 @@ def test_metrics_are_open_only_when_asked_for(tmp_path):
         assert stranger.get("/v1/about").status_code == 401
 
 
+@pytest.mark.nightly
 def test_a_server_that_has_judged_enough_ends_in_order(tmp_path):
     with Served(tmp_path, *QUICK, "--recycle-after", "1", wrapper=ONE_JUDGE) as served:
         served.ready()

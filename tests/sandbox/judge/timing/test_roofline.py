@@ -211,6 +211,7 @@ def test_a_model_clock_knows_no_peak(running: Running) -> None:
 LARGE = CHAIN.replace("torch.randn(32, 128)", "torch.randn(4096, 1024)")
 
 
+@pytest.mark.nightly
 def test_a_forged_clock_meets_the_floor_in_the_lanes_that_could_forge_it(
     start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
 ) -> None:
