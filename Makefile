@@ -64,6 +64,8 @@ DRILLS := tests/exploits/test_exploits.py tests/pipeline/test_smoke.py tests/rl/
 	tests/test_examples.py tests/test_benchmarks.py tests/test_python_api.py tests/optimize/test_export.py tests/stages/test_stages.py \
 	tests/sandbox/service/test_service.py \
 	tests/exploits/test_honest.py tests/exploits/test_walls.py tests/exploits/test_selftest.py tests/sandbox/test_hostile.py \
+	tests/sandbox/jail/test_warm_parent.py tests/sandbox/judge/test_legality.py tests/optimize/test_injection.py \
+	tests/pipeline/test_closure.py tests/pipeline/test_executor.py tests/cluster/test_results.py \
 	tests/sandbox/judge/timing/test_roofline.py tests/deploy/test_chart.py tests/deploy/test_argo.py \
 	tests/synthesis/teacher/test_cuda_kernels.py tests/training/test_trainer.py tests/training/test_ranks.py \
 	tests/training/test_memory.py::test_adapters_take_what_was_worked_out \

@@ -23,7 +23,7 @@ def settings(tmp_path):
     [
         ("plan", "plan"),
         pytest.param("extension", "extension", marks=pytest.mark.nightly),
-        ("python", "python"),
+        pytest.param("python", "python", marks=pytest.mark.nightly),
         pytest.param("triton", None, marks=pytest.mark.nightly),
     ],
 )

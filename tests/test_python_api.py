@@ -81,6 +81,7 @@ def test_the_page_about_the_api_can_be_typed(tmp_path, model, settings, monkeypa
     assert len(blocks) == 2 and capsys.readouterr().out.startswith("ok ")
 
 
+@pytest.mark.nightly
 def test_a_search_gives_its_outcome(tmp_path, model, settings):
     events = []
     files = {"kernels/fused.cpp": agent_cases.KERNEL, "plan.json": agent_cases.PLAN}.items()

@@ -53,12 +53,19 @@ def closure_files(module: str) -> dict[str, Path]:
         files[path.relative_to(root.parent).as_posix()] = path
         if path.parent == root:
             continue
-        for data in path.parent.rglob("*"):  # a folder's data files belong to every module in the folder
-            if not data.is_file() or data.suffix in _NO_DATA or "__pycache__" in data.parts:
-                continue
-            if data.with_suffix(".py") == path or not data.with_suffix(".py").exists():
+        for data, module_file in _data_files(path.parent):  # they belong to every module in the folder
+            if module_file in (None, path):
                 files[data.relative_to(root.parent).as_posix()] = data
     return files
+
+
+@functools.cache
+def _data_files(folder: Path) -> list[tuple[Path, Path | None]]:
+    """Returns the data files in ``folder`` and below, each with the module of the same name beside it, if there is
+    one."""
+    found = (path for path in folder.rglob("*") if path.suffix not in _NO_DATA and "__pycache__" not in path.parts)
+    modules = ((path, path.with_suffix(".py")) for path in found if path.is_file())
+    return [(path, module if module.exists() else None) for path, module in modules]
 
 
 def closure_modules(module: str) -> set[str]:
@@ -118,6 +125,7 @@ def _root(top: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
+@functools.cache
 def _source(module: str) -> Path | None:
     top, *rest = module.split(".")
     path = _root(top).joinpath(*rest)

@@ -91,6 +91,7 @@ def in_pods(server: str, folder: Path, run: str, epochs: int, monkeypatch: pytes
     return config, code
 
 
+@pytest.mark.nightly
 def test_two_runs_are_compared_by_what_they_left_and_as_their_store_compares_them(server, tmp_path, monkeypatch):
     for run, epochs in (("cmp-a", 2), ("cmp-b", 3)):
         assert in_pods(server, tmp_path, run, epochs, monkeypatch)[1] == 0
@@ -129,6 +130,7 @@ def test_what_mlflow_missed_is_told_by_finish(server, tmp_path, monkeypatch):
     assert results.log(server, "deaf", "make") == ["what it said"]
 
 
+@pytest.mark.nightly
 def test_the_log_of_a_stage_from_the_cache_is_with_the_run_that_made_it(server, tmp_path, monkeypatch):
     in_pods(server, tmp_path, "maker", 2, monkeypatch)
     in_pods(server, tmp_path, "served", 2, monkeypatch)

@@ -230,7 +230,7 @@ ONLY_ALONE = {"mlflow.enabled", "minio.enabled"}
 
 
 @needs_helm
-@pytest.mark.parametrize("path", by_day.every(8, LEAVES))
+@pytest.mark.parametrize("path", by_day.every(12, LEAVES))
 def test_changing_a_value_changes_the_field_that_it_is_for(path):
     value: Any = changed_value(path)
     for part in reversed(path.split(".")):
@@ -261,7 +261,7 @@ def test_helm_lints_strictly():
 
 
 @needs_helm
-@pytest.mark.parametrize("version", ["1.33", "1.34", "1.35", "1.36"])
+@pytest.mark.parametrize("version", by_day.every(3, ["1.33", "1.34", "1.35", "1.36"]))
 @pytest.mark.parametrize("values", [ALONE, WITH_OTHERS], ids=["alone", "with others"])
 def test_every_object_is_one_of_this_kubernetes(version, values):
     items = objects(values)

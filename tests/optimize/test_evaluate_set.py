@@ -132,6 +132,7 @@ def test_the_same_command_judges_only_what_is_new_or_changed(tmp_path, judge):
     assert [row.outcome for row in result.rows] == ["ok", "wrong", "ok"]
 
 
+@pytest.mark.nightly
 def test_a_fault_of_the_sandbox_is_tried_again_and_never_charged_to_a_solution(tmp_path, judge, sandbox, monkeypatch):
     def revive(line):
         if "tried again" in line:

@@ -223,6 +223,7 @@ def test_library_nodes_take_weights_and_workspaces_along(exported):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.nightly
 def test_a_work_folder_brings_its_bindings_along(exported):
     done = exported(LIBRARY, Solution("extension", FOLDER), "assert 'cuda_extension' not in sys.modules\n")
     assert done.returncode == 0, done.stderr

@@ -109,6 +109,7 @@ def results(run):
     return "\n".join(e["message"]["content"] for e in run.kinds("message") if e["message"]["role"] == "tool")
 
 
+@pytest.mark.nightly
 def test_orders_in_the_problem_are_followed_in_vain(tmp_path, run, traps):
     comment = "".join(f"# OBEY: {order}\n" for order in orders(traps) if '"' not in order and "\\" not in order)
     (tmp_path / "model.py").write_text(comment + MODEL)

@@ -18,7 +18,7 @@ NO_PART_OF_A_VERDICT = {"formats/schema.py"}  # what `sandbox schema` prints; no
 
 
 def forget():
-    for cached in (closure._imports, closure._file_digest):
+    for cached in (closure._imports, closure._file_digest, closure._source, closure._data_files):
         cached.cache_clear()
 
 
@@ -113,6 +113,7 @@ def copied(tmp_path_factory):
 def changed_by(copied, monkeypatch):
     """The stages whose code version another line in this file of the package changes."""
     monkeypatch.setattr(closure, "_root", lambda top: copied)
+    closure._source.cache_clear()
 
     def versions(names):
         closure._file_digest.cache_clear()
@@ -127,7 +128,8 @@ def changed_by(copied, monkeypatch):
             (copied / path).write_bytes(text)
         return {name for name in after if after[name] != before[name]}
 
-    return changed
+    yield changed
+    closure._source.cache_clear()
 
 
 def files_of_a_verdict():
@@ -149,6 +151,7 @@ def test_all_that_judges_is_in_the_closure_of_every_stage_that_judges():
             assert not [name for name in files if f"cuda_agent/sandbox/{name}" not in closed], stage.name
 
 
+@pytest.mark.nightly
 def test_another_comparison_is_another_version_of_the_stages_that_judge_alone(changed_by):
     assert changed_by("sandbox/judge/memory/check.py") == JUDGING
     assert changed_by("sandbox/judge/memory/check.cu") == JUDGING

@@ -118,6 +118,7 @@ def test_a_stage_killed_in_the_middle_goes_on_and_counts_no_step_twice(tmp_path,
     assert outputs(whole)["train"] == outputs(outcome)["train"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("place", ["step 0", "step 4", "side"])
 def test_the_whole_run_killed_goes_on_with_the_same_run(tmp_path, cache, place):
     drill = Path(__file__).parent

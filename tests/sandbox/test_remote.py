@@ -412,6 +412,7 @@ def three(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Serve
         server.__exit__(None, None, None)
 
 
+@pytest.mark.nightly
 def test_tasks_stay_with_a_server_and_one_that_is_killed_takes_nothing_with_it(three):
     """Twelve tasks with eight solutions each; in the middle the server that holds most of them is killed."""
     codes = [CHAIN + f"# {number}\n" for number in range(12)]

@@ -38,6 +38,7 @@ def test_without_an_input_critic_and_a_declared_output_it_runs_and_writes_none(t
     assert not any((tmp_path / "critic").iterdir())
 
 
+@pytest.mark.nightly
 def test_a_declared_critic_that_nothing_trained_is_passed_on(tmp_path, inputs):
     pretrained = critic_from_policy(inputs["policy"], 0.75)
     (tmp_path / "pretrained").mkdir()

@@ -3,8 +3,8 @@
 import importlib.util
 import json
 import math
+import shutil
 import sys
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +30,7 @@ def records():
 @pytest.fixture(scope="module")
 def record(tmp_path_factory):
     folder = tmp_path_factory.mktemp("record")
-    with tarfile.open(FOLDER / "records" / "cuda-2026-11-27.tar.xz") as archive:
-        archive.extractall(folder, filter="data")
+    shutil.unpack_archive(FOLDER / "records" / "cuda-2026-11-27.tar.xz", folder)
     return folder / "cuda-2026-11-27"
 
 

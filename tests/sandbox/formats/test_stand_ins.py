@@ -140,6 +140,7 @@ static int died = raise(SIGSEGV);
 JUDGED = "if 'stand-ins' in plain.__file__ and not os.access('.', os.W_OK): "  # the second pass may not write there
 
 
+@pytest.mark.nightly
 @needs_ninja
 @pytest.mark.parametrize(
     "faulty",
@@ -193,6 +194,7 @@ except RuntimeError as error:
 DECLARED = "torch::Tensor scaled(torch::Tensor x) { return x; }"
 
 
+@pytest.mark.nightly
 @needs_ninja
 @pytest.mark.parametrize(
     ("source", "function"),

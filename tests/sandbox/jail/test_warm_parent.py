@@ -25,6 +25,7 @@ for name in {imports!r}:
 """
 
 
+@pytest.mark.nightly
 def test_what_compiling_workers_find_imported_asks_no_gpu() -> None:
     """A fork of a process that asked could not use the GPU."""
     program = ASKS_NOTHING.format(imports=warm_parent._COMPILING[1:])

@@ -140,6 +140,7 @@ def test_the_nodes_of_a_plan_are_in_every_verdict(running: Running, timed: Runni
     assert verdict.advice == []
 
 
+@pytest.mark.nightly
 def test_the_functions_of_an_extension_are_its_own(timed: Running) -> None:
     timed.know_compile_time(task(LINEAR))
     verdict = strict(timed, LINEAR, folder())

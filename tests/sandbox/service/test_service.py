@@ -448,6 +448,7 @@ def test_a_call_that_is_broken_off_ends_the_workspace(served):
         raise AssertionError("it is still there")
 
 
+@pytest.mark.nightly
 def test_a_workspace_that_nobody_uses_is_closed(tmp_path):
     with Served(tmp_path, "--roles", "workspace", "--idle-seconds", "1", *QUICK) as served:
         room = Room(served.ready())
@@ -473,6 +474,7 @@ jail._libc_call("prctl", 22, 2, ctypes.byref(jail._Filter(4, code)), 0, 0)
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("roles", ["evaluate", "workspace"])
 def test_a_kernel_without_a_wall_keeps_the_service_unready_and_the_wall_is_named(tmp_path, roles):
     """A kernel that knows no Landlock, as far as the server and its children can tell."""
@@ -496,6 +498,7 @@ def test_a_machine_without_a_compiler_keeps_the_service_unready(tmp_path):
         assert answer.status_code == 503 and "no C++ compiler" in answer.text
 
 
+@pytest.mark.nightly
 def test_without_a_token_it_listens_on_this_machine_only_and_says_so(tmp_path):
     arguments = ("--roles", "workspace", "--host", "0.0.0.0")
     with Served(tmp_path, *arguments, *QUICK, token=None) as served:
