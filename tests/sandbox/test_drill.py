@@ -111,18 +111,8 @@ def test_a_faulty_plan_builds(builder: build.Builder, name: str, solution: Solut
     assert image.exists()
 
 
-BY_DAY = ("extension: null pointer", "extension: abort() on the host", "honest extension")  # nvcc takes its time
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "solution"),
-    [
-        pytest.param(*case, marks=[] if case[0] in BY_DAY else pytest.mark.nightly)
-        for case in cuda_solutions("extension")
-    ],
-    ids=lambda value: str(value)[:40],
-)
+@pytest.mark.nightly  # nvcc takes its time
+@pytest.mark.parametrize(("name", "solution"), cuda_solutions("extension"), ids=lambda value: str(value)[:40])
 def test_a_faulty_work_folder_builds(builder: build.Builder, name: str, solution: Solution) -> None:  # noqa: F811
     try:
         toolchain.find_nvcc()
