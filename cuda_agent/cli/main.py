@@ -33,6 +33,7 @@ from cuda_agent.cli.options import (
 from cuda_agent.cli.pod import pod_app
 from cuda_agent.cli.runs import commands as runs_commands
 from cuda_agent.cli.sandbox import sandbox_app
+from cuda_agent.cli.tune import tune_commands
 from cuda_agent.cli.upkeep import commands as upkeep_commands
 from cuda_agent.errors import EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError, TaskError
 from cuda_agent.format_names import Format
@@ -375,7 +376,7 @@ def benchmark(
     show(as_json, scores.to_json(), evaluation.score_lines(scores))
 
 
-for group in (runs_commands, episodes_commands, cluster_commands, upkeep_commands, optimize_commands):
+for group in (runs_commands, episodes_commands, cluster_commands, upkeep_commands, optimize_commands, tune_commands):
     app.add_typer(group)
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(sandbox_app, name="sandbox")

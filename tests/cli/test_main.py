@@ -67,6 +67,7 @@ def test_help_loads_nothing_heavy_and_names_every_command():
         "diff",
         "evaluate",
         "evaluate-set",
+        "tune",
         "tasks",
         "gc",
         "doctor",
@@ -78,7 +79,7 @@ def test_help_loads_nothing_heavy_and_names_every_command():
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "config", "report", "diff", "evaluate", "evaluate-set", "gc", "doctor", "benchmark"]
+    "command", ["run", "config", "report", "diff", "evaluate", "evaluate-set", "tune", "gc", "doctor", "benchmark"]
 )
 def test_every_command_has_an_example(command):
     assert "cuda-agent " + command in ask(command, "--help").split("Example")[1]
