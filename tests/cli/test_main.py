@@ -203,9 +203,11 @@ def test_a_check_that_breaks_says_why_in_one_line(tmp_path, monkeypatch):
 
 
 def test_doctor_has_a_line_a_check_and_a_mend_for_what_is_missing(tmp_path):
-    checks = list(examine(str(tmp_path / "store"), "http://127.0.0.1:9"))
+    checks = list(examine(str(tmp_path / "none" / "store"), "http://127.0.0.1:9"))
     by_name = {check.name: check for check in checks}
-    assert by_name["store"].ok and by_name["python"].ok and by_name["headers"].ok
+    assert not any(tmp_path.iterdir()), "it leaves no folder"
+    assert by_name["store"].ok and by_name["disk"].text.endswith("GiB free")
+    assert by_name["python"].ok and by_name["headers"].ok
     assert not by_name["mlflow"].ok and "run.mlflow=off" in by_name["mlflow"].mend
     assert all(check.mend for check in checks if not check.ok)
 
