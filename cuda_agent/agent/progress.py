@@ -22,7 +22,7 @@ ENDS = {
     "target": "the target is reached", "answer": "the model said that it is done", "turns": "all turns are used",
     "tokens": "the token budget is used up", "minutes": "the time is up", "money": "the money is spent",
     "stuck": "the model said the same over and over", "infra": "the sandbox failed", "deadline": "cut by the deadline",
-    "server": "the model's address was lost", "stopped": "stopped",
+    "server": "the model's server failed or refused", "stopped": "stopped",
     "refused": "the model or its server refuses to answer",
 }  # fmt: skip
 """Maps the reason why an attempt or an episode ended to a message for people."""

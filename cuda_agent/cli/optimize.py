@@ -50,7 +50,8 @@ def optimize(
         ),
     ] = None,
     turns: Annotated[
-        int | None, Option(min=2, help="limit of turns for each attempt; the last one only sums up [default: 60]")
+        int | None,
+        Option(min=1, help="limit of turns for each attempt, at least 2: the last one only sums up [default: 60]"),
     ] = None,
     minutes: Annotated[
         float | None, Option(min=0.01, help="time limit in minutes for all attempts together [default: 60]")

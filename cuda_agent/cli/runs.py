@@ -4,6 +4,7 @@
 context of the kubeconfig (``.``: the current one).  Without ``--on`` a command looks for the run in the store first,
 then on the cluster of the current context.  With ``--store`` it looks in that store only."""
 
+import contextlib
 import json
 import time
 from collections import Counter
@@ -30,6 +31,7 @@ from cuda_agent.errors import ConfigError
 
 if TYPE_CHECKING:
     from cuda_agent.pipeline.runs import Facts, Run
+    from cuda_agent.pipeline.sweep import Reports
     from cuda_agent.storage import Store
 
 commands = command_group()
@@ -121,22 +123,35 @@ def _sweep_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"sweep {sweep}: {found.total()} runs ({counts})"
 
 
-@command(commands, "cuda-agent report last", "cuda-agent report first --on my-cluster --json")
+@command(
+    commands,
+    "cuda-agent report last",
+    "cuda-agent report first --on my-cluster --json",
+    "cuda-agent report my-sweep",
+)
 def report(
     run: RunName, store: StoreOption = STORE, on: Where = None, namespace: Namespace = None, as_json: AsJson = False
 ) -> None:
     """Fetch the report of a run, and print the path of its HTML page.
 
-    With --json, print the data of the report instead."""
+    With --json, print the data of the report instead. For the name of a sweep, print a table: for each of its runs
+    the swept values, the scores of the last policy, and the page."""
     from cuda_agent.cluster import results
-    from cuda_agent.pipeline import runs
+    from cuda_agent.pipeline import runs, sweep
     from cuda_agent.pipeline.local import fetch_report
     from cuda_agent.pipeline.manifest import read_manifest
 
-    where, name = find(run, store, on, namespace)
+    try:
+        where, name = find(run, store, on, namespace)
+    except ConfigError:  # several runs match: those of a sweep
+        if not (reports := _sweep_reports(run, store, on, namespace)):
+            raise
+        rows = sweep.table(reports)
+        print_json(rows) if as_json else print("\n".join(sweep.table_lines(rows)))
+        return
     if not isinstance(where, tuple):
         with results.mlflow(where) as address:
-            folder = results.download(address, name, Path(".cuda-agent") / "reports" / name)
+            folder = results.download(address, name, runs.user_home() / "reports" / name)
     else:
         opened, record = where
         manifest = read_manifest(opened, record.name, "report")
@@ -144,6 +159,51 @@ def report(
             raise ConfigError(f"Run {record.name} has no report yet ({record.status}).")
         folder = fetch_report(opened, runs.local_home(store), record.name, manifest)
     print((folder / "report.json").read_text() if as_json else folder / "index.html")
+
+
+def _sweep_reports(name: str, store: str, on: str | None, namespace: str | None) -> "Reports":
+    """Returns the runs of the sweep ``name``, from where ``find`` would look; none if there is no such sweep."""
+    from cuda_agent.storage import StoreUnavailable
+
+    found: Reports = {}
+    if on in (None, "local"):
+        with contextlib.suppress(StoreUnavailable):
+            found = _local_reports(name, store)
+    if found or on == "local":
+        return found
+    place = _current(store, namespace) if on is None else cluster_of(on, namespace)
+    return _cluster_reports(name, place) if place else {}
+
+
+def _local_reports(name: str, store: str) -> "Reports":
+    from cuda_agent.pipeline import runs
+    from cuda_agent.pipeline.graph import ROWS
+    from cuda_agent.pipeline.local import fetch_report
+
+    opened, home = open_existing(store), runs.local_home(store)
+    found: Reports = {}
+    for record in (record for record in runs.list_runs(opened) if record.sweep == name):
+        facts = runs.facts(opened, record, ROWS)
+        done = facts.manifests.get("report")
+        found[record.name] = facts.settings, fetch_report(opened, home, record.name, done) if done else record.status
+    return found
+
+
+def _cluster_reports(name: str, place: Cluster) -> "Reports":
+    from cuda_agent.cluster import results
+    from cuda_agent.cluster import submit as cluster
+    from cuda_agent.pipeline import runs
+
+    there = [item for item in cluster.workflows(place) if item["metadata"]["labels"].get(cluster.SWEEP_LABEL) == name]
+    found: Reports = {cluster.run_of(item): ({}, cluster.phase(item).lower()) for item in there}
+    if found:
+        with results.mlflow(place) as address:
+            for run in found:
+                with contextlib.suppress(ConfigError):  # MLflow does not know the run, or has no report of it
+                    found[run] = results.facts(address, run).settings, found[run][1]
+                    folder = results.download(address, run, runs.user_home() / "reports" / run)
+                    found[run] = found[run][0], folder
+    return found
 
 
 @command(commands, "cuda-agent diff 20260801-101500-1f2e last", "cuda-agent diff sweep-1-1 sweep-1-2 --on .")
@@ -190,10 +250,11 @@ def _facts(run: str, store: str, on: str | None, namespace: str | None) -> "Fact
         return results.facts(address, name)
 
 
-@command(commands, "cuda-agent logs last agentic -f", "cuda-agent logs first synthesis --on my-cluster")
+@command(commands, "cuda-agent logs last agentic -f", "cuda-agent logs first --stage synthesis --on my-cluster")
 def logs(
     run: RunName,
     stage: Annotated[str, Argument(help="a stage; on a cluster also prepare or finish [default: all]")] = "",
+    named: Annotated[str, Option("--stage", metavar="STAGE", help="the stage, as an option")] = "",
     follow: Annotated[
         bool, Option("--follow", "-f", help="print new lines until the stage ends; needs a stage")
     ] = False,
@@ -208,6 +269,9 @@ def logs(
     from cuda_agent.pipeline.graph import ROWS
 
     names = ["prepare", *(row.name for row in ROWS), "finish"]
+    if stage and named and stage != named:
+        raise ConfigError(f"logs: expected one stage, got {stage} and {named}.")
+    stage = stage or named
     if stage and stage not in names:
         raise ConfigError(f"{stage}: there is no such stage. There are {', '.join(names)}.")
     if follow and not stage:

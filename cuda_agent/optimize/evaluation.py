@@ -22,8 +22,9 @@ from cuda_agent.optimize.shapes import ShapeResult, judge_shapes, variants
 from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.manifest import read_manifest
 from cuda_agent.sandbox.formats.table import FORMATS
-from cuda_agent.sandbox.wire import Mode, Solution, Verdict
+from cuda_agent.sandbox.wire import Mode, Solution, Verdict, printable
 from cuda_agent.storage import local_folder, open_store
+from cuda_agent.tasks.inspect import with_advice
 from cuda_agent.tasks.io import read_any
 from cuda_agent.tasks.task import Task
 
@@ -160,13 +161,17 @@ def solution_files(folder: Path) -> dict[str, str]:
     return files
 
 
-def format_of(files: Mapping[str, str]) -> Format:
-    """Returns the format of a solution with ``files`` (text by path): ``plan`` if it has a plan.json or no file that is
-    known, ``extension`` if its model_new.py imports the module ``cuda_extension``, and else ``python``."""
+def format_of(files: Mapping[str, str], device: str) -> Format:
+    """Returns the format of a solution for ``device`` with ``files`` (text by path): ``plan`` if it has a plan.json or
+    no file that is known, ``extension`` if its model_new.py imports the module ``cuda_extension``, ``triton`` if it
+    imports ``triton`` and there is no GPU (only that format's interpreter can run it), and else ``python``."""
     entry = files.get(FORMATS["python"].entry)
     if FORMATS["plan"].entry in files or entry is None:
         return "plan"
-    return "extension" if re.search(r"^\s*(import|from)\s+cuda_extension\b", entry, re.M) else "python"
+    if re.search(r"^\s*(import|from)\s+cuda_extension\b", entry, re.M):
+        return "extension"
+    triton = re.search(r"^\s*(import|from)\b.*\btriton\b", entry, re.M)
+    return "triton" if triton and device == "cpu" else "python"
 
 
 def device_of(overrides: Sequence[str]) -> str:
@@ -185,11 +190,14 @@ def settings_for(
     Without ``format`` or ``device``, and without an override of them, the format is that of the files, and the device
     is a GPU if there is one."""
     words = list(overrides)
-    if format or not any(word.startswith("sandbox.format=") for word in words):
-        words.append(f"sandbox.format={format or format_of(files)}")
     if device or not any(word.startswith(("sandbox.device=", "sandbox.servers=", "experiment=")) for word in words):
         words.append(f"sandbox.device={device or device_of(words)}")
+    if format:
+        words.append(f"sandbox.format={format}")
     config = compose(words)
+    if not any(word.startswith("sandbox.format=") for word in words):
+        found = format_of(files, config.sandbox.device)
+        config = config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"format": found})})
     return config, runs.cache_of(config)
 
 
@@ -206,7 +214,7 @@ def checked_solution(files: Mapping[str, str], format: Format, where: str) -> So
     entry = FORMATS[format].entry
     if entry not in files:
         other = other_format(files)
-        hint = f". It looks like format {other}: add sandbox.format={other}" if other else ""
+        hint = f". It looks like format {other}" if other else ""
         raise TaskError(f"{where}: no {entry}; format {format} needs {entry} and kernels/{hint}")
     return Solution(format, dict(files))
 
@@ -236,13 +244,16 @@ async def evaluate(
 
     chosen = variants(task, shapes)
     async with open_sandbox(settings, cache) as sandbox:
-        if not isinstance(sandbox, RemoteSandbox):
-            verdict = await sandbox.evaluate(task, solution, mode, again)
-        elif again:
-            why = "servers (sandbox.servers) keep what they said; only this machine measures anew."
-            raise ConfigError(f"--again: {why}")
-        else:
-            verdict = await sandbox.evaluate(task, solution, mode)
+        try:
+            if not isinstance(sandbox, RemoteSandbox):
+                verdict = await sandbox.evaluate(task, solution, mode, again)
+            elif again:
+                why = "servers (sandbox.servers) keep what they said; only this machine measures anew."
+                raise ConfigError(f"--again: {why}")
+            else:
+                verdict = await sandbox.evaluate(task, solution, mode)
+        except TaskError as error:
+            raise TaskError(with_advice(printable(str(error)))) from None
         return verdict, await judge_shapes(sandbox, solution, chosen) if verdict.status == "ok" else []
 
 
@@ -260,6 +271,7 @@ async def benchmark(
 
     Raises:
         BenchmarkError: ``output`` cannot be made.
+        ServedModelError: The model's address does not answer, or does not have the model.
         TaskError: ``tasks`` cannot be read."""
     from cuda_agent.agent.loop import run_many, seed_of
     from cuda_agent.policy.episode import write_episodes
@@ -315,6 +327,7 @@ async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) ->
 
     if player.base_url and player.model:
         async with ServedModel(player.base_url, player.model, player.key_env) as served:
+            await served.check()
             yield lambda task, seed, name: run_chat_rollout(task, served, sandbox, settings("full"), seed, name)
         return
     from cuda_agent.policy.chat import Chat

@@ -28,6 +28,7 @@ from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.wire import Probe, TaskSpec, Verdict, printable
+from cuda_agent.tasks.inspect import with_advice
 from cuda_agent.tasks.io import task_from_file
 from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import write_whole
@@ -80,6 +81,7 @@ async def optimize(
         TaskError: The problem cannot be read or run, or its outputs cannot be checked.
         SandboxUnready: The sandbox cannot start, for example because an isolation feature or the compiler is missing.
         OptimizeError: The model's address, the token limit or the folder cannot be used.
+        ServedModelError: The model's server does not answer, or does not have the model.
         KeyboardInterrupt: ``stop`` was set before the baselines were measured."""
     try:
         check_address(order.base_url, order.key_env)
@@ -102,35 +104,39 @@ async def optimize(
             budget.before = spent["seconds"]
         transcript = Transcript(folder / "transcript.jsonl", lambda: budget.elapsed, watch)
         try:
-            async with open_sandbox(settings, cache) as sandbox:
-                transcript.tell("begin", task=task.name, order=asdict(order), device=settings.device, resumed=resume)
-                looked = await _unless(stop, _look_at(task, sandbox, transcript), sandbox)
-                if looked is None:
+            transcript.tell("begin", task=task.name, order=asdict(order), device=settings.device, resumed=resume)
+            async with _served(order, states) as model:
+                transcript.tell("note", text=f"asking {order.base_url} for {order.model}", passing=True)
+                await _unless(stop, model.check())
+                if stop.is_set():
                     raise KeyboardInterrupt
-                probe, spec = looked
-                async with _served(order, states) as model:
+                async with open_sandbox(settings, cache) as sandbox:
+                    looked = await _unless(stop, _look_at(task, sandbox, transcript), sandbox)
+                    if looked is None:
+                        raise KeyboardInterrupt
+                    probe, spec = looked
                     said = _baselines(probe, settings)
                     facts = task, model, sandbox, order.terms, budget, findings, transcript.tell, said
                     numbers = range(1, order.attempts + 1)
                     attempts = [Attempt(number, *facts, states.get(number, State())) for number in numbers]
                     why = await _run_attempts(attempts, transcript, stop)
-                best = await _confirm(task, sandbox, findings, transcript, stop)
-                strict = best.strict if best else None
-                reached = strict is not None and (factor(strict) or 0.0) >= order.terms.target
-                outcome = SearchOutcome(folder, why, best, order.terms.target, reached, budget.facts(), transcript.note)
-                shown = {key: value for key, value in outcome.to_json().items() if key not in ("kind", "verdict")}
-                transcript.tell("outcome", **shown)
-                write_result(outcome, task, spec, probe, order, settings)
+                    best = await _confirm(task, sandbox, findings, transcript, stop)
+            strict = best.strict if best else None
+            reached = strict is not None and (factor(strict) or 0.0) >= order.terms.target
+            outcome = SearchOutcome(folder, why, best, order.terms.target, reached, budget.facts(), transcript.note)
+            shown = {key: value for key, value in outcome.to_json().items() if key not in ("kind", "verdict")}
+            transcript.tell("outcome", **shown)
+            write_result(outcome, task, spec, probe, order, settings)
         finally:
             transcript.close()
         return outcome
 
 
 async def _look_at(task: Task, sandbox: Any, transcript: Transcript) -> tuple[Probe, TaskSpec]:
-    transcript.tell("note", text="checking the problem and measuring its baselines", passing=True)
+    transcript.tell("note", text="checking the problem, then timing eager PyTorch and torch.compile", passing=True)
     probe = await sandbox.probe(task)
     if probe.error:
-        raise TaskError(f"the problem does not run: {printable(probe.error)}")
+        raise TaskError(f"the problem does not run: {with_advice(printable(probe.error))}")
     if not probe.deterministic:
         raise TaskError("the same inputs give other outputs each time: nothing can be checked against this problem")
     if found := ", ".join(probe.lets_through):
@@ -179,7 +185,7 @@ async def _run_attempts(attempts: list[Attempt], transcript: Transcript, stop: a
         await asyncio.gather(*running, stopped, return_exceptions=True)
 
 
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: Any) -> Any:
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: Any = None) -> Any:
     """Returns the result of ``work``.  If ``stop`` is set first, cancels ``work``, kills a local ``sandbox``, and
     returns None."""
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())

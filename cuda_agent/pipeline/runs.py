@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.compose import flat, load, section_values
-from cuda_agent.config import Config
+from cuda_agent.config import Config, RunConfig
 from cuda_agent.errors import EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError
 from cuda_agent.pipeline.graph import ROWS, Stage
 from cuda_agent.pipeline.manifest import Manifest, config_entry, read_manifest
@@ -57,25 +57,37 @@ class Run:
         return _STATUSES.get(self.code, "failed")
 
 
+def user_home() -> Path:
+    """Returns this user's folder on this machine for what belongs to no store: the environment variable CUDA_AGENT_HOME
+    or, if it is not set, ``cuda-agent`` in the user's cache folder (XDG_CACHE_HOME, else ``~/.cache``)."""
+    if home := os.environ.get("CUDA_AGENT_HOME"):
+        return Path(home).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "cuda-agent"
+
+
 def local_home(store_uri: str) -> Path:
-    """Returns the folder on this machine for caches, locks, scratch files and MLflow's database.
+    """Returns the folder on this machine for caches, locks, scratch files and MLflow's database of a store.
 
     The environment variable CUDA_AGENT_HOME names this folder.  If it is not set, the folder depends on the store:
 
     - a local store whose folder is called ``store``, such as ``x/store``: the parent folder ``x``;
     - another local store, such as ``x/y``: the folder ``x/y.local`` beside it;
-    - a store in S3 or in memory: ``~/.cache/cuda-agent``."""
-    if home := os.environ.get("CUDA_AGENT_HOME"):
-        return Path(home).absolute()
+    - a store in S3 or in memory: the user's folder (``user_home``)."""
     folder = local_folder(store_uri)
-    if folder is None:
-        return Path.home() / ".cache" / "cuda-agent"
+    if folder is None or "CUDA_AGENT_HOME" in os.environ:
+        return user_home()
     return folder.parent if folder.name == "store" else folder.parent / f"{folder.name}.local"
 
 
 def cache_of(config: Config) -> Path:
-    """Returns the folder on this machine for verdicts, baselines and builds, which all runs of the store share."""
-    return local_home(config.run.store) / "cache"
+    """Returns the folder on this machine for verdicts, baselines and builds, and for the timing lease.
+
+    It lies beside the store, so that a store's runs share it with the commands that judge.  If no store is named and
+    the usual one does not exist, it is the user's, so that nothing is measured again in the next folder."""
+    store = config.run.store
+    folder = local_folder(store)
+    unused = store == RunConfig().store and folder is not None and not folder.is_dir()
+    return (user_home() if unused else local_home(store)) / "cache"
 
 
 def create_run(store: Store, config: Config, sha256: str) -> Run:

@@ -24,6 +24,13 @@ CHARACTERS = 4  # assumed characters per token, if the server does not count tok
 LONGEST = 2 << 20  # most characters of one answer, independent of max_tokens
 _CUT = ("length", "max_tokens")  # reasons for the end of a turn that was cut
 _FILTERED = ("content_filter", "safety", "refusal", "prohibited_content", "blocklist")
+_FINAL = (400, 401, 402, 403, 404, 413, 422)  # status codes of refusals that come inside an answer
+_SPENT = re.compile(
+    r"insufficient[_ ](quota|balance|credit|funds)|exceeded.{0,20}quota|credit balance|(out of|not enough) credit"
+    r"|billing[_ ](hard[_ ]limit|not[_ ]active)",
+    re.I,
+)
+_LATER = re.compile(r"(retry|try again) (in|after)|retry-?delay|per.?(minute|second)", re.I)
 _SENT_BACK = ("extra_content",)  # fields of a tool call that a server wants back, such as Gemini's thought signatures
 # Names that models know from other tools -> the names of this project's parameters.
 _PARAMETERS = {
@@ -62,6 +69,14 @@ class Again(Exception):
         self.after = after
 
 
+class Refused(Exception):
+    """The server refuses a request, and would refuse it again. ``spent`` says that the key has no quota or credit."""
+
+    def __init__(self, message: str, spent: bool = False) -> None:
+        super().__init__(message)
+        self.spent = spent
+
+
 class NoTurn(ValueError):
     """A whole answer holds no turn."""
 
@@ -81,7 +96,7 @@ class Turn:
 
     async def stream(self, answer: httpx.Response, room: int) -> None:
         """Reads a streamed answer to its end, or until it has more than ``room`` characters. Raises ``Again`` if it
-        holds an error or something else than chunks, or breaks off."""
+        holds an error or something else than chunks, or breaks off, and ``Refused`` if the error is a refusal."""
         async for data in _events(answer):
             if self._ends(data):
                 return
@@ -98,7 +113,7 @@ class Turn:
         try:
             chunk = json.loads(data)
             if chunk.get("error") or chunk.get("object") == "error":
-                raise Again(f"in the stream: {message_of(self._clean(data))[:300]}")
+                raise _failure(chunk, self._clean(data))
             self._take(chunk)
         except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
             raise Again(f"the stream holds something else ({type(error).__name__})") from None
@@ -111,7 +126,7 @@ class Turn:
 
     def whole(self, content: bytes) -> None:
         """Reads ``content``, the whole answer of a server that does not stream, or a stream with another content type.
-        Raises ``NoTurn`` if it is something else, and ``Again`` if it is an error."""
+        Raises ``NoTurn`` if it is something else, and ``Again`` or ``Refused`` if it is an error."""
         if content.lstrip().startswith(b"data:"):
             lines = (line.strip() for line in content.decode(errors="replace").splitlines())
             if not any(self._ends(line[5:].strip()) for line in lines if line.startswith("data:")):
@@ -120,7 +135,7 @@ class Turn:
         try:
             data = json.loads(content)
             if data.get("error") and not data.get("choices"):
-                raise Again(message_of(self._clean(content.decode(errors="replace")))[:300])
+                raise _failure(data, self._clean(content.decode(errors="replace")))
             choice = data["choices"][0]
             for index, call in enumerate(_listed(choice["message"].get("tool_calls"))):
                 call.setdefault("index", index)
@@ -315,6 +330,20 @@ def message_of(text: str) -> str:
         return str(error.get("message", error) if isinstance(error, dict) else error)
     except (ValueError, AttributeError, RecursionError):
         return " ".join(text.split())
+
+
+def is_spent(text: str) -> bool:
+    """Returns whether the error in ``text`` says that the key has no quota or credit left. A limit that ends within
+    minutes, which such a message can describe too, asks for another try."""
+    return bool(_SPENT.search(text)) and not _LATER.search(text)
+
+
+def _failure(answer: Mapping[str, Any], said: str) -> Again | Refused:
+    """Returns the exception for ``answer``, which has an error although its status is 200. ``said`` is its text."""
+    error = answer.get("error")
+    code = error.get("code") if isinstance(error, dict) else answer.get("code")
+    message, spent = f"in the answer: {message_of(said)[:300]}", is_spent(said)
+    return Refused(message, spent) if spent or code in _FINAL else Again(message)
 
 
 def _arguments(value: str) -> dict[str, Any] | None:

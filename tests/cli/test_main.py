@@ -24,10 +24,12 @@ from cuda_agent.storage import open_store
 from tests.agent import agent_cases
 from tests.waiting import wait_for
 
+ROOT = Path(__file__).parents[2]
 
-def call(*arguments, **environment):
+
+def call(*arguments, folder=None, **environment):
     command = [sys.executable, "-m", "cuda_agent.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, cwd=folder)
 
 
 def ask(*arguments):
@@ -137,6 +139,15 @@ def test_an_unknown_run_is_answered_with_those_there_are(store):
     assert runs.list_runs(open_store(store))[0].name in ended.stderr
 
 
+def test_a_stage_of_a_log_may_be_named_as_an_option(store):
+    name = runs.list_runs(open_store(store))[-1].name
+    open_store(store).put(f"runs/{name}/critic/log.txt", b"one\ntwo\n")
+    for named in (["critic"], ["--stage", "critic"], ["critic", "--stage", "critic"]):
+        assert ask("logs", "last", *named, "--store", store) == "one\ntwo\n"
+    two = CliRunner().invoke(main.app, ["logs", "last", "rft", "--stage", "critic", "--store", str(store)])
+    assert str(two.exception) == "logs: expected one stage, got rft and critic."
+
+
 def test_diff_names_the_setting_and_what_followed_from_it(store):
     one, other = (run.name for run in runs.list_runs(open_store(store)))
     found = json.loads(ask("diff", one, other, "--store", store, "--json"))
@@ -193,9 +204,11 @@ def test_a_check_that_breaks_says_why_in_one_line(tmp_path, monkeypatch):
 
 
 def test_doctor_has_a_line_a_check_and_a_mend_for_what_is_missing(tmp_path):
-    checks = list(examine(str(tmp_path / "store"), "http://127.0.0.1:9"))
+    checks = list(examine(str(tmp_path / "none" / "store"), "http://127.0.0.1:9"))
     by_name = {check.name: check for check in checks}
-    assert by_name["store"].ok and by_name["python"].ok and by_name["headers"].ok
+    assert not any(tmp_path.iterdir()), "it leaves no folder"
+    assert by_name["store"].ok and by_name["disk"].text.endswith("GiB free")
+    assert by_name["python"].ok and by_name["headers"].ok
     assert not by_name["mlflow"].ok and "run.mlflow=off" in by_name["mlflow"].mend
     assert all(check.mend for check in checks if not check.ok)
 
@@ -226,6 +239,7 @@ def test_a_solution_without_the_named_files_is_refused_clearly(tmp_path, files, 
         ({"plan.json": "{}", "model_new.py": "x"}, "plan"),
         ({"model_new.py": "import torch\n\nclass ModelNew: ..."}, "python"),
         ({"model_new.py": "import torch\nimport cuda_extension\n", "kernels/k.cu": "x"}, "extension"),
+        ({"model_new.py": "import torch, triton\nimport triton.language as tl\n"}, "triton"),
         ({"notes.md": "x"}, "plan"),
     ],
 )
@@ -233,20 +247,25 @@ def test_the_format_of_a_solution_is_that_of_its_files(tmp_path, files, format):
     for path, text in files.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
-    assert format_of(solution_files(tmp_path)) == format
+    assert format_of(solution_files(tmp_path), "cpu") == format
+    assert format_of(solution_files(tmp_path), "cuda") == format.replace("triton", "python")
 
 
-def test_a_wrong_solution_has_an_exit_code_that_is_not_that_of_a_bug(tmp_path):
+def test_a_wrong_solution_has_an_exit_code_of_its_own_and_the_folder_stays_as_it_is(tmp_path):
     task, folder = tmp_path / "model.py", tmp_path / "solution"
     task.write_text(agent_cases.CODE)
     folder.mkdir()
     wrong = agent_cases.CODE.replace("class Model(", "class ModelNew(").replace("x + 0.5", "x + 7")
     (folder / "model_new.py").write_text(wrong)
+    here = tmp_path / "here"
+    here.mkdir()
     ended = call(
-        "evaluate", task, folder, "--mode", "check", "--device", "cpu", f"run.store={tmp_path}/store", "--json"
-    )
+        "evaluate", task, folder, "--mode", "check", "--device", "cpu", "--json",
+        folder=here, XDG_CACHE_HOME=str(tmp_path / "cache"), PYTHONPATH=str(ROOT),
+    )  # fmt: skip
     verdict = json.loads(ended.stdout)
     assert (ended.returncode, verdict["status"], verdict["format"]) == (79, "wrong", "python"), ended.stderr
+    assert not any(here.iterdir()) and (tmp_path / "cache" / "cuda-agent" / "cache").is_dir()
 
 
 def test_the_version_is_that_of_the_package():

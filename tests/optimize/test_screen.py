@@ -2,17 +2,20 @@
 
 import io
 import json
+import re
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from rich.console import Console
 
 from cuda_agent.agent.progress import Find, factor
-from cuda_agent.optimize.screen import View, drawing, json_lines, plain, sparkline
+from cuda_agent.optimize.screen import View, drawing, json_lines, live, plain, sparkline
 from cuda_agent.pages.optimize import render
 from cuda_agent.sandbox.wire import Probe, Ran, Solution, Tensor, Verdict
+from tests.waiting import wait_for
 
 FILES = {"plan.json": "{}", "kernels/fused.cpp": "// <b>\nvoid fused() {}\n"}
 PROBE = Probe(
@@ -94,6 +97,20 @@ def test_what_goes_on_beside_the_attempts_is_shown_while_it_lasts(over):
     facts = {"baselines": EVENTS[1], "verdict": judged(WRONG, 4.0, None), "outcome": event("outcome", 0, why="target")}
     after = drawn([EVENTS[0], *passing, facts[over], *EVENTS[2:]])
     assert "measuring now" not in after
+
+
+def test_clocks_go_on_while_nothing_happens(monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr("rich.console.Console", partial(Console, file=written, force_terminal=True, width=100))
+
+    def seconds():
+        return {float(found) for found in re.findall(r"timing eager: (\d\.\d) s", written.getvalue())}
+
+    with live() as watch:
+        watch(EVENTS[0])
+        watch(event("note", 0, text="timing eager", passing=True))
+        wait_for("three times on the clock", 60, lambda: len(seconds()) > 2)
+    assert "timing eager" in written.getvalue()[-400:]
 
 
 @pytest.mark.parametrize("width, height", [(20, 6), (60, 12), (200, 60)])

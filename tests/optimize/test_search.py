@@ -20,7 +20,9 @@ from cuda_agent.agent.tools import TOOLS
 from cuda_agent.errors import TaskError
 from cuda_agent.errors import TaskError as NoTask
 from cuda_agent.optimize import search
+from cuda_agent.optimize.attempt import Terms
 from cuda_agent.optimize.folder import OptimizeError, SearchOrder, opened, read_order
+from cuda_agent.policy.served import ServedModelRefused
 from cuda_agent.sandbox.wire import Solution, Verdict
 from cuda_agent.tasks.task import Task
 from tests import made_once
@@ -342,6 +344,20 @@ def test_a_malformed_address_is_refused_before_anything_is_made(run, address):
     assert not (run.folder / "out").exists() and not run.events
 
 
+def test_an_address_without_the_model_is_found_before_the_baselines_are_measured(run):
+    lost = [{"status": 404, "body": b'{"error": {"message": "no such model"}}'}]
+    with pytest.raises(ServedModelRefused, match="no such model; it has scripted, m, other"):
+        run(lambda request: lost, model="scripte")
+    assert [event["text"] for event in run.kinds("note")] == [f"asking {run.served.url} for scripte"]
+    assert run.served.turns() == 1 and not (run.folder / "out").exists()
+
+
+def test_a_search_needs_a_turn_for_tools_beside_the_last_one():
+    with pytest.raises(OptimizeError, match="--turns must be at least 2"):
+        SearchOrder("http://127.0.0.1:1/v1", "m", terms=Terms(turns=1))
+    SearchOrder("http://127.0.0.1:1/v1", "m", terms=Terms(turns=1, style="compact"))
+
+
 def test_tokens_without_room_for_a_turn_are_refused_at_once_and_a_few_more_play_one(run):
     with pytest.raises(OptimizeError, match=r"--tokens 3000 .* --answer-tokens 2000: .* about (\d+)") as refused:
         run(said([DONE]), tokens=3000)
@@ -447,7 +463,7 @@ def test_control_c_ends_at_once_while_baselines_are_measured(tmp_path):
             tmp_path, fresh, "model.py", "--base-url", served.url, "--model", "m", "--device", "cpu",
         )  # fmt: skip
         for line in process.stdout:
-            if "measuring its baselines" in line:
+            if "timing eager" in line:
                 break
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=120)

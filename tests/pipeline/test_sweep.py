@@ -1,6 +1,7 @@
 """Sweeps: which runs overrides amount to, what is refused, and how they go one after the other on one machine."""
 
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -8,13 +9,16 @@ from pathlib import Path
 
 import pytest
 from drill import journal, table
+from typer.testing import CliRunner
 
-from cuda_agent.compose import compose, section_values
+from cuda_agent.cli import main
+from cuda_agent.compose import compose, freeze, section_values
 from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
 from cuda_agent.pipeline import gc, runs, sweep
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.pipeline.local import RunOutcome, run_pipeline
+from cuda_agent.pipeline.manifest import config_entry
 from cuda_agent.storage import open_store
 
 
@@ -166,6 +170,34 @@ def test_the_runs_share_what_is_the_same_and_stand_below_one_parent(tmp_path):
     assert {run.data.tags["mlflow.parentRunId"] for run in stages} == {
         run.info.run_id for run in found if run is not parent
     }
+
+
+def test_the_report_of_a_sweep_is_a_table_of_its_runs(tmp_path):
+    points = drill_points(tmp_path)
+    execute(points[0])
+    store = open_store(tmp_path / "store")
+    text, sha256 = freeze(points[1].config)
+    store.put(config_entry(sha256), text.encode())
+    runs.create_run(store, points[1].config, sha256)
+    where = ["--store", str(tmp_path / "store"), "--on", "local"]
+    shown = CliRunner().invoke(main.app, ["report", "s", *where], catch_exceptions=False)
+    head, one, two = [re.split("  +", line) for line in shown.output.splitlines()]
+    page = str(tmp_path / "reports" / "s-1" / "index.html")
+    assert head == ["run", "critic.epochs", "pass", "> compile", "x compile", "report"]
+    assert (one, two) == (["s-1", "4", "–", "–", "–", page], ["s-2", "5", "–", "–", "–", "unfinished"])
+    rows = json.loads(CliRunner().invoke(main.app, ["report", "s", *where, "--json"]).output)
+    assert [row["critic.epochs"] for row in rows] == [4, 5]
+    unknown = CliRunner().invoke(main.app, ["report", "t", *where])
+    assert isinstance(unknown.exception, ConfigError) and "no such run" in str(unknown.exception)
+
+
+def test_a_row_of_a_sweep_has_the_scores_of_the_last_policy(tmp_path):
+    overall = {"passed": 0.75, "faster_compile": 0.5, "speedup_compile": None}
+    policies = [{"final": {"overall": {}}}, {"final": {"overall": overall}}]
+    (tmp_path / "report.json").write_text(json.dumps({"policies": policies}))
+    rows = sweep.table({"s-1": ({"seed": 1, "run.name": "s-1"}, tmp_path), "s-2": ({"seed": 2}, "failed")})
+    assert [row["seed"] for row in rows] == [1, 2] and "run.name" not in rows[0]
+    assert re.split("  +", sweep.table_lines(rows)[1])[2:5] == ["75.0%", "50.0%", "–"]
 
 
 def test_a_sweep_goes_on_where_it_was_stopped(tmp_path):
