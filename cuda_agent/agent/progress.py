@@ -150,6 +150,7 @@ class State:
     messages: list[Event] = field(default_factory=list)  # the conversation
     files: dict[str, str] = field(default_factory=dict)  # files in the work folder: path -> content
     turn: int = 0  # number of the next turn
+    parent: str = ""  # digest of the solution from which the attempt started; empty: it started from nothing
 
 
 class Transcript:
@@ -211,7 +212,10 @@ def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Fin
         number, kind = int(event["attempt"]), event["kind"]
         if number:
             state = states.setdefault(number, State())
-        if kind == "turn":
+        if kind == "parent":
+            state.files, state.turn = dict(event["files"]), event["turn"]
+            state.parent = event["digest"]
+        elif kind == "turn":
             turns[number] = event["turn"]
             pending[number] = []  # events of an unfinished turn do not count
         elif kind == "message":

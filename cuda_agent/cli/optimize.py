@@ -41,7 +41,15 @@ def optimize(
     resume: Annotated[
         Path | None, Option(help="continue the search in this folder, with its options; options given now replace them")
     ] = None,
-    attempts: Annotated[int | None, Option(min=1, max=64, help="attempts side by side [default: 1]")] = None,
+    attempts: Annotated[int | None, Option(min=1, max=64, help="number of attempts [default: 1]")] = None,
+    search: Annotated[
+        bool | None,
+        Option(
+            "--search/--no-search",
+            help="let later attempts start from solutions of earlier ones, at most four attempts at a time; or begin "
+            "all at once and from nothing [default: --search]",
+        ),
+    ] = None,
     target: Annotated[
         float | None,
         Option(

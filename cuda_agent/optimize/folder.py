@@ -43,6 +43,7 @@ class SearchOrder:
     model: str  # name of the model at the address
     key_env: str = "OPENAI_API_KEY"  # environment variable that holds the API key
     attempts: int = 1  # number of attempts
+    search: bool = True  # whether later attempts start from solutions of earlier ones
     terms: Terms = field(default_factory=Terms)  # settings of each attempt
     tokens: int | None = None
     minutes: float | None = 60.0

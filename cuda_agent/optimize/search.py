@@ -11,7 +11,8 @@ import json
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from cuda_agent.agent.progress import Event, Find, Findings, SearchBudget, State, Transcript, factor, read_events
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import TaskError
+from cuda_agent.optimize.archive import choose, islands
 from cuda_agent.optimize.attempt import Attempt, least_tokens
 from cuda_agent.optimize.export import model_new
 from cuda_agent.optimize.folder import OptimizeError, SearchOrder, opened, so_far
@@ -119,7 +121,7 @@ async def optimize(
                     facts = task, model, sandbox, order.terms, budget, findings, transcript.tell, said
                     numbers = range(1, order.attempts + 1)
                     attempts = [Attempt(number, *facts, states.get(number, State())) for number in numbers]
-                    why = await _run_attempts(attempts, transcript, stop)
+                    why = await _run_attempts(attempts, order, findings, transcript, stop)
                     best = await _confirm(task, sandbox, findings, transcript, stop)
             strict = best.strict if best else None
             reached = strict is not None and (factor(strict) or 0.0) >= order.terms.target
@@ -162,27 +164,54 @@ def _served(order: SearchOrder, states: dict[int, State]) -> ServedModel:
     return ServedModel(order.base_url, order.model, order.key_env, form=form)
 
 
-async def _run_attempts(attempts: list[Attempt], transcript: Transcript, stop: asyncio.Event) -> str:
-    """Runs ``attempts`` side by side.  Returns "target" as soon as one reaches the target, "stopped" if ``stop`` is
-    set, else the reason why the last attempt ended."""
-    running = {asyncio.create_task(attempt.run()): attempt.number for attempt in attempts}
+async def _run_attempts(
+    attempts: Sequence[Attempt], order: SearchOrder, findings: Findings, transcript: Transcript, stop: asyncio.Event
+) -> str:
+    """Runs ``attempts``, which share one budget.  With ``order.search``, runs as many at a time as there are islands,
+    and later attempts start from solutions of earlier ones.  Without it, runs all side by side.  Returns "target" as
+    soon as one reaches the target, "stopped" if ``stop`` is set, else the reason why the last attempt ended."""
+    count = islands(len(attempts)) if order.search else len(attempts)
+    waiting = deque(attempts)
+    running: dict[asyncio.Task[str], Attempt] = {}
     stopped = asyncio.create_task(stop.wait())
     why = ""
     try:
-        while running and not stop.is_set():
+        while not stop.is_set():
+            while waiting and len(running) < count:
+                attempt = waiting.popleft()
+                if order.search and not attempt.state.messages:
+                    if why and (lacking := attempt.lacking):  # the first attempt tells what it lacks
+                        why = lacking
+                        waiting.clear()
+                        break
+                    _choose_parent(attempt, attempts, findings, count)
+                running[asyncio.create_task(attempt.run())] = attempt
+            if not running:
+                return why
             done, _ = await asyncio.wait([*running, stopped], return_when=asyncio.FIRST_COMPLETED)
             for task in [task for task in running if task in done]:
                 del running[task]
                 why = task.result()
                 if why == "target":
                     return why
-        return "stopped" if stop.is_set() else why
+                if why == "server":
+                    waiting.clear()
+        return "stopped"
     finally:
         stopped.cancel()
-        for task, number in running.items():
+        for task, attempt in running.items():
             task.cancel()
-            transcript.tell("ended", attempt=number, why="stopped", summary="")
+            transcript.tell("ended", attempt=attempt.number, why="stopped", summary="")
         await asyncio.gather(*running, stopped, return_exceptions=True)
+
+
+def _choose_parent(attempt: Attempt, attempts: Sequence[Attempt], findings: Findings, count: int) -> None:
+    """Lets ``attempt`` start from a solution of an earlier attempt, if there is a fitting one.  ``count`` is the number
+    of islands."""
+    parents = {one.number: one.state.parent for one in attempts if one.state.parent}
+    finds = [*findings.by_digest.values()]
+    if parent := choose(finds, parents, attempt.number, count, attempt.terms.seed):
+        attempt.start_from(parent, attempts[parent.attempt - 1].state.messages)
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: Any = None) -> Any:

@@ -180,9 +180,40 @@ def test_attempts_work_side_by_side_and_the_first_that_reaches_the_target_ends_a
             return [[WRITE], [PROFILE]][min(turn_of(request), 1)]
         return [{"calls": [call("Bash", command=f"echo {turn_of(request)}")]}]
 
-    outcome = run(script, attempts=3, turns=1000)
+    outcome = run(script, attempts=3, turns=1000, search=False)
     assert outcome.why == "target" and outcome.best.attempt == 2
     assert {event["attempt"]: event["why"] for event in run.kinds("ended")} == {1: "stopped", 2: "target", 3: "stopped"}
+
+
+def test_later_attempts_start_from_solutions_of_earlier_ones_and_a_resumed_search_goes_on_so(run):
+    faster = KERNEL.replace("+ 1.0f", "+ 1.0f + 0.0f")
+    change = {
+        "calls": [call("Read", path="kernels/fused.cpp"), call("Write", path="kernels/fused.cpp", content=faster)]
+    }
+    begun = []
+
+    def script(request):
+        number, turn = request.get("seed", 0) // 100_000, turn_of(request)
+        begun.extend([number] * (turn == 0))
+        return [[WRITE] if number <= 2 else [change], [PROFILE], DONE][min(turn, 2)]
+
+    outcome = run(script, attempts=4, target=1000.0, stop_at=lambda event: len(begun) == 4 and event["kind"] == "turn")
+    assert outcome.why == "stopped" and sorted(begun) == [1, 2, 3, 4] and set(begun[:2]) == {1, 2}
+    parents = {event["attempt"]: event["of"] for event in run.kinds("parent")}
+    assert set(parents) == {3, 4} and set(parents.values()) <= {1, 2}
+    asked = [request["messages"] for request in run.served.requests if turn_of(request) == 0]
+    assert sum("an earlier attempt has written" in messages[-1]["content"] for messages in asked) == 2
+
+    resumed = run(script, attempts=4, target=1000.0, resume=True)
+    assert not run.kinds("parent"), "no attempt starts twice"
+    assert resumed.why == "answer" and {event["attempt"] for event in run.kinds("ended")} == {1, 2, 3, 4}
+    assert any("+ 0.0f" in text for event in run.kinds("verdict") for text in event["files"].values())
+
+
+def test_a_search_whose_budget_is_spent_begins_no_more_attempts(run):
+    outcome = run(said([[WRITE, {"usage": (3000, 500)}], [PROFILE], DONE]), attempts=8, target=1000.0, tokens=9000)
+    assert outcome.why in ("tokens", "answer") and outcome.best
+    assert {event["attempt"] for event in run.kinds("ended")} < set(range(1, 9))
 
 
 def test_a_stopped_run_keeps_the_best_and_is_gone_on_with(run):
