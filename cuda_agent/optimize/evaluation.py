@@ -18,6 +18,7 @@ from cuda_agent.compose import compose
 from cuda_agent.config import Config, SandboxConfig
 from cuda_agent.errors import ConfigError, TaskError, UserError
 from cuda_agent.format_names import Format
+from cuda_agent.optimize.score_text import table_lines
 from cuda_agent.optimize.shapes import ShapeResult, judge_shapes, variants
 from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.manifest import read_manifest
@@ -348,21 +349,4 @@ def score_lines(scores: Any) -> list[str]:
         passed = [outcome.final.correct for outcome in scores.outcomes if outcome.task == task]
         share = format(sum(passed) / len(passed), ".1%") if passed else "–"
         lines.append(f"{task[:28]:28} {share:>7}  {', '.join(mutants)}")
-    return lines
-
-
-def table_lines(title: str, table: Any) -> list[str]:
-    """Returns one table of ``Scores`` as lines: a row for all tasks and, if there are several families of tasks, a row
-    for each family."""
-
-    def said(value: float | None, form: str) -> str:
-        return "–" if value is None else format(value, form)
-
-    lines = ["", title, f"{'':28} {'pass':>7} {'> eager':>8} {'> compile':>10} {'x eager':>8} {'x compile':>10}"]
-    for row in [table.overall, *(table.families if len(table.families) > 1 else [])]:
-        lines.append(
-            f"{row.group[:28]:28} {said(row.passed, '.1%'):>7} {said(row.faster_eager, '.1%'):>8} "
-            f"{said(row.faster_compile, '.1%'):>10} {said(row.speedup_eager, '.2f'):>8} "
-            f"{said(row.speedup_compile, '.2f'):>10}"
-        )
     return lines
