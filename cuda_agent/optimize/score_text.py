@@ -39,6 +39,42 @@ def diff_lines(runs: Sequence[str], scores: Mapping[str, Sequence[Mapping[str, f
     return [f"  {'':{first}}  {'':{second}} {HEAD}", *lines]
 
 
+def benchmark_lines(scores: Any, answers: Mapping[str, int], fast: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the result of a benchmark (``BenchmarkResult``): a summary; tables for the final answers, for the best
+    solutions and for fast_p; and, if there are any, the tasks whose check accepts deliberately wrong answers."""
+    played = f"{scores.episodes} episodes of {scores.tasks} tasks, format {scores.format}"
+    lines = [f"{scores.policy}: {played}: " + ", ".join(f"{count} {what}" for what, count in answers.items())]
+    if scores.infra:
+        lines.append(f"{scores.infra} lost to faults of ours; they are not scored")
+    if scores.clock == "model":
+        lines.append("sandbox.clock=model: times are a deterministic cost, not measured")
+    if scores.mode == "strict":
+        lines.append("the final answer was judged in strict mode, the best of the trajectory in quick mode")
+    lines += table_lines(f"final answer, format {scores.format}", scores.final)
+    lines += table_lines(f"best of trajectory, format {scores.format}", scores.best)
+    lines += fast_lines(scores.format, fast)
+    if scores.lets_through:
+        lines += ["", f"{'tasks with a weak check':28} {'pass':>7}  lets through (from which tolerance)"]
+    for task, mutants in scores.lets_through.items():
+        passed = [outcome.final.correct for outcome in scores.outcomes if outcome.task == task]
+        share = format(sum(passed) / len(passed), ".1%") if passed else "–"
+        lines.append(f"{task[:28]:28} {share:>7}  {', '.join(mutants)}")
+    return lines
+
+
+def fast_lines(solution_format: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a table of fast_p.  ``rows`` come from ``benchmark.fast_rows``."""
+    columns = " ".join(f"{f'p={p}':>7}" for p in rows[0]["fast_p"])
+    lines = ["", f"fast_p, format {solution_format}", f"{'':42} {'tasks':>5} {columns}"]
+    for row in rows:
+        samples = {"first": "first sample", "all": "all samples"}[row["samples"]]
+        label = f"{row['group'][:14]:14} {samples:12} over {row['baseline']}"
+        shares = " ".join(f"{'–' if share is None else format(share, '.1%'):>7}" for share in row["fast_p"].values())
+        lines.append(f"{label:42} {row['tasks']:5} {shares}")
+    lines.append("first sample: as KernelBench counts, where a task without a verdict is failed")
+    return [*lines, "all samples: the mean over those of the tasks with a verdict"]
+
+
 def table_lines(title: str, table: Any) -> list[str]:
     """Returns one table of ``Scores`` as lines: a row for all tasks and, if there are several families of tasks, a row
     for each family."""

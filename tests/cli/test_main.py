@@ -337,6 +337,19 @@ def test_benchmark_wants_a_policy_or_an_address(tmp_path):
         assert ended.returncode == 78 and "benchmark:" in ended.stderr and "Traceback" not in ended.stderr
 
 
+def test_benchmark_names_what_was_chosen_and_is_not_there(tmp_path):
+    (tmp_path / "KernelBench" / "level1").mkdir(parents=True)
+    (tmp_path / "KernelBench" / "level1" / "19_ReLU.py").write_text(agent_cases.TASK.code)
+    server = ["--base-url", "http://127.0.0.1:9/v1", "--model", "m", "--tasks", tmp_path]
+    for more, said in (
+        (["--levels", "2"], "there is no task of level 2, only of 1"),
+        (["--levels", "x"], "benchmark: --levels: expected numbers"),
+        (["--only", "19_Relu"], "there is no task 19_Relu; did you mean 19_ReLU?"),
+    ):
+        ended = call("benchmark", *server, *more)
+        assert ended.returncode == 78 and said in ended.stderr and "Traceback" not in ended.stderr
+
+
 def test_tasks_are_imported_and_shown(tmp_path):
     code = (
         "import torch\nclass Model(torch.nn.Module):\n    def forward(self, x):\n        return torch.relu(x)\n"
