@@ -26,6 +26,7 @@ class MlflowEntry:
     tags: dict[str, str] = field(default_factory=dict)
     unread: set[str] = field(default_factory=set)  # metrics whose points were not read into ``points`` yet
     points: set[tuple[str, int]] = field(default_factory=set)  # (key, step)
+    latest: dict[str, float] = field(default_factory=dict)  # metric -> value at its last step, when MLflow was asked
     status: str = "RUNNING"  # RUNNING, FINISHED, FAILED, KILLED
     artifacts: set[Path] = field(default_factory=set)  # local files and folders that were uploaded
 
@@ -140,6 +141,7 @@ class Rest:
             {item["key"]: item["value"] for item in data.get("tags", [])},
             {item["key"] for item in data.get("metrics", [])},
             status=info["status"],
+            latest={item["key"]: item["value"] for item in data.get("metrics", [])},
         )
 
 
@@ -193,7 +195,8 @@ class Library:
 
     def _entry(self, run: Any) -> MlflowEntry:
         data, info = run.data, run.info
-        return MlflowEntry(info.run_id, set(data.params), dict(data.tags), set(data.metrics), status=info.status)
+        params, tags, metrics = set(data.params), dict(data.tags), dict(data.metrics)
+        return MlflowEntry(info.run_id, params, tags, set(metrics), status=info.status, latest=metrics)
 
 
 Api = Rest | Library

@@ -26,11 +26,13 @@ from cuda_agent.cluster.api import Cluster
 from cuda_agent.compose import load
 from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError, TryAgain, UserError
 from cuda_agent.pipeline import episodes, gc, runs
+from cuda_agent.pipeline.compare import newest_results, why_missed
 from cuda_agent.pipeline.graph import ABSENT, ROWS, Stage, needs, stages_of
 from cuda_agent.pipeline.local import outcome_message
 from cuda_agent.pipeline.manifest import (
     Manifest,
     config_entry,
+    identity_of,
     outcome_entry,
     prepare_entry,
     read_manifest,
@@ -133,10 +135,14 @@ def prepare(
         raise ConfigError(f"There is a run {run} of another configuration ({record.config[:8]}). Choose another name.")
     graph = stages_of(config) if stages is None else stages
     done: dict[str, Manifest] = {}
+    earlier = newest_results(store)
     for stage in graph:
-        ready = all(above in done for above in needs(graph, stage))
-        if ready and (result := serve_from_cache(store, run, graph, stage, config, done)):
-            done[stage.name] = result
+        if all(above in done for above in needs(graph, stage)):
+            identity = identity_of(store, graph, stage, config, done)
+            if result := serve_from_cache(store, run, identity):
+                done[stage.name] = result
+            elif why := why_missed(store, earlier.get(stage.name), stage, identity):
+                print(f"{stage.name} is not in the cache; {why}", flush=True)
     left = [stage for stage in graph if stage.name not in done]
     spread = spread and config.runtime == "ray"
     for stage in left:  # how an earlier attempt ended says nothing about this one; a RayJob may still be running

@@ -24,9 +24,10 @@ from typing import Any
 
 from cuda_agent.compose import restricted
 from cuda_agent.config import Config
-from cuda_agent.context import StageContext
+from cuda_agent.context import SCORE, StageContext
 from cuda_agent.errors import EXIT_BUG, EXIT_DONE, EXIT_RETRY, BadConfiguration, TryAgain
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
+from cuda_agent.pipeline.closure import code_digests, environment_versions
 from cuda_agent.pipeline.graph import Stage, ancestors, stages_of
 from cuda_agent.pipeline.manifest import (
     Identity,
@@ -152,7 +153,10 @@ def _make(
     empty = [name for name, digest in made.items() if not store.tree(digest)]
     if empty:
         raise RuntimeError(f"stage {stage.name} returned without writing {', '.join(empty)}")
+    store.put_json(code_digests(stage.module))  # the facts behind two hashes of the key, for ``compare.why_missed``
+    store.put_json(environment_versions())
     tracker.save(work / "said")
+    metrics = read_metrics(work / "said" / "metrics.jsonl")
     shared = ("stage", "key", "code", "environment", "device", "inputs")
     manifest = Manifest(
         **{fact: getattr(identity, fact) for fact in shared},
@@ -163,7 +167,13 @@ def _make(
         seconds=round(checkpoints.seconds, 3),
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
         resumed=checkpoints.resumed,
-        lost=round(sum(values.get("lost", 0.0) for values in read_metrics(work / "said" / "metrics.jsonl").values())),
+        lost=round(sum(values.get("lost", 0.0) for values in metrics.values())),
+        scores={
+            name.removeprefix(SCORE): value
+            for values in metrics.values()
+            for name, value in values.items()
+            if name.startswith(SCORE)
+        },
     )
     manifest = publish(store, order.run, manifest)
     checkpoints.clear()

@@ -6,13 +6,10 @@ fastest.  The runs of the sweep NAME are called NAME-1, NAME-2, and so on.  In a
 have the same width, as in NAME-01."""
 
 import itertools
-import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any
 
 from cuda_agent.compose import compose, freeze, parse_override
 from cuda_agent.config import Config
@@ -22,11 +19,6 @@ from cuda_agent.pipeline.runs import read_run
 from cuda_agent.storage import local_folder, open_store
 
 MOST = 256  # most runs of one sweep
-_SCORES = {"passed": ".1%", "faster_compile": ".1%", "speedup_compile": ".2f"}  # metric -> its format
-_HEADS = {"passed": "pass", "faster_compile": "> compile", "speedup_compile": "x compile"}
-
-Reports = dict[str, tuple[dict[str, Any], Path | str]]
-"""For each run of a sweep by name: its settings (dotted key -> value), and the folder of its report or its state."""
 
 
 @dataclass(frozen=True)
@@ -94,35 +86,6 @@ def _is_done(point: Point) -> bool:
     if record.config != freeze(point.config)[1]:
         raise ConfigError(f"run.name: there is a run {point.name} of another configuration. Choose another name.")
     return record.code == 0
-
-
-def table(reports: Reports) -> list[dict[str, Any]]:
-    """Returns a row for each run of a sweep: the run's name, the settings in which the runs differ, the scores of the
-    last policy's final answers over all tasks, and the page of the report or, without a report, the run's state."""
-    settings = [given for given, _ in reports.values()]
-    keys = {key: None for given in settings for key in given if not key.startswith("run.")}
-    keys = {key: None for key in keys if len({str(given.get(key)) for given in settings}) > 1}
-    rows = []
-    for name, (given, report) in reports.items():
-        found: dict[str, Any] = {}
-        if isinstance(report, Path):
-            policies = json.loads((report / "report.json").read_text()).get("policies")
-            found = policies[-1]["final"]["overall"] if policies else {}
-        scores = {score: found.get(score) for score in _SCORES}
-        page = str(report / "index.html") if isinstance(report, Path) else report
-        rows.append({"run": name} | {key: given.get(key) for key in keys} | scores | {"report": page})
-    return rows
-
-
-def table_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the rows of ``table`` as lines of text with a head."""
-
-    def said(key: str, value: Any) -> str:
-        return "–" if value is None else format(value, _SCORES[key]) if key in _SCORES else str(value)
-
-    cells = [[_HEADS.get(key, key) for key in rows[0]], *([said(*item) for item in row.items()] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
 
 
 def _read(overrides: Sequence[str]) -> tuple[str, list[str], dict[str, list[str]]]:

@@ -3,7 +3,6 @@
 import contextlib
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from typer.testing import CliRunner
 from cuda_agent.cli import cluster as cli_cluster
 from cuda_agent.cli import main
 from cuda_agent.cli import runs as cli_runs
-from cuda_agent.cluster import submit as cluster
 from cuda_agent.cluster.api import ClusterError
 from cuda_agent.errors import ConfigError
 
@@ -89,33 +87,6 @@ def test_without_mlflow_the_logs_of_a_run_are_those_of_its_pods(monkeypatch):
     assert logs_of(monkeypatch, {"critic": "c"}, off) == [("critic", "pod c")]
     with pytest.raises(ConfigError, match="no MLflow"):
         logs_of(monkeypatch, {}, off)
-
-
-def test_the_report_of_a_sweep_on_a_cluster_is_a_table_of_its_runs(monkeypatch, tmp_path):
-    def item(run, sweep, phase):
-        labels = {cluster.RUN_LABEL: run, cluster.SWEEP_LABEL: sweep}
-        return {"metadata": {"labels": labels}, "status": {"phase": phase}}
-
-    def facts(address, run):
-        if run == "s-3":
-            raise ConfigError("MLflow knows no run s-3.")
-        return SimpleNamespace(settings={"seed": int(run[-1])})
-
-    def download(address, run, folder):
-        if run == "s-2":
-            raise ConfigError("no report yet")
-        return folder
-
-    monkeypatch.setenv("CUDA_AGENT_HOME", str(tmp_path))
-    runs = ("s-1", "s", "Succeeded"), ("s-2", "s", "Running"), ("s-3", "s", "Pending"), ("t", "", "Failed")
-    monkeypatch.setattr(cluster, "workflows", lambda place: [item(*run) for run in runs])
-    monkeypatch.setattr("cuda_agent.cluster.results.mlflow", lambda place: contextlib.nullcontext(""))
-    monkeypatch.setattr("cuda_agent.cluster.results.facts", facts)
-    monkeypatch.setattr("cuda_agent.cluster.results.download", download)
-    found = cli_runs._cluster_reports("s", Logging())  # type: ignore[arg-type]
-    assert found == {
-        "s-1": ({"seed": 1}, tmp_path / "reports" / "s-1"), "s-2": ({"seed": 2}, "running"), "s-3": ({}, "pending"),
-    }  # fmt: skip
 
 
 def test_a_pods_command_outside_of_a_pod_says_so(monkeypatch):

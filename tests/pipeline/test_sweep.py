@@ -1,24 +1,23 @@
 """Sweeps: which runs overrides amount to, what is refused, and how they go one after the other on one machine."""
 
 import json
-import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from drill import journal, table
-from typer.testing import CliRunner
 
-from cuda_agent.cli import main
-from cuda_agent.compose import compose, freeze, section_values
+from cuda_agent.compose import compose, section_values
 from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
-from cuda_agent.pipeline import gc, runs, sweep
+from cuda_agent.pipeline import gc, local, runs, sweep
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.pipeline.local import RunOutcome, run_pipeline
-from cuda_agent.pipeline.manifest import config_entry
+from cuda_agent.pipeline.manifest import manifest_entry
 from cuda_agent.storage import open_store
 
 
@@ -172,32 +171,29 @@ def test_the_runs_share_what_is_the_same_and_stand_below_one_parent(tmp_path):
     }
 
 
-def test_the_report_of_a_sweep_is_a_table_of_its_runs(tmp_path):
-    points = drill_points(tmp_path)
-    execute(points[0])
-    store = open_store(tmp_path / "store")
-    text, sha256 = freeze(points[1].config)
-    store.put(config_entry(sha256), text.encode())
-    runs.create_run(store, points[1].config, sha256)
-    where = ["--store", str(tmp_path / "store"), "--on", "local"]
-    shown = CliRunner().invoke(main.app, ["report", "s", *where], catch_exceptions=False)
-    head, one, two = [re.split("  +", line) for line in shown.output.splitlines()]
-    page = str(tmp_path / "reports" / "s-1" / "index.html")
-    assert head == ["run", "critic.epochs", "pass", "> compile", "x compile", "report"]
-    assert (one, two) == (["s-1", "4", "–", "–", "–", page], ["s-2", "5", "–", "–", "–", "unfinished"])
-    rows = json.loads(CliRunner().invoke(main.app, ["report", "s", *where, "--json"]).output)
-    assert [row["critic.epochs"] for row in rows] == [4, 5]
-    unknown = CliRunner().invoke(main.app, ["report", "t", *where])
-    assert isinstance(unknown.exception, ConfigError) and "no such run" in str(unknown.exception)
+def test_a_sweep_ends_with_a_table_of_its_runs(tmp_path, monkeypatch, capsys):
+    from cuda_agent.cli import cluster
 
+    def scoring(config: Config, **options: Any) -> RunOutcome:
+        """The drill's graph; then scores as an evaluation leaves them."""
+        outcome = execute(sweep.Point([], config))
+        made = replace(outcome.manifests["make"], stage="evaluate-base", scores={"passed": config.critic.epochs / 10})
+        open_store(tmp_path / "store").put(manifest_entry(outcome.run, made.stage), made.to_bytes())
+        return outcome
 
-def test_a_row_of_a_sweep_has_the_scores_of_the_last_policy(tmp_path):
-    overall = {"passed": 0.75, "faster_compile": 0.5, "speedup_compile": None}
-    policies = [{"final": {"overall": {}}}, {"final": {"overall": overall}}]
-    (tmp_path / "report.json").write_text(json.dumps({"policies": policies}))
-    rows = sweep.table({"s-1": ({"seed": 1, "run.name": "s-1"}, tmp_path), "s-2": ({"seed": 2}, "failed")})
-    assert [row["seed"] for row in rows] == [1, 2] and "run.name" not in rows[0]
-    assert re.split("  +", sweep.table_lines(rows)[1])[2:5] == ["75.0%", "50.0%", "–"]
+    monkeypatch.setattr(local, "run_pipeline", scoring)
+    assert cluster._sweep_here("s", drill_points(tmp_path), as_json=False) == 0
+    said = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert said[0][:4] == ["sweep", "s", "policy", "pass"]
+    assert [row[:4] for row in said[1:]] == [
+        ["s-1", "critic.epochs=4", "base", "40.0%"],
+        ["s-2", "critic.epochs=5", "base", "50.0%"],
+    ]
+    assert cluster._sweep_here("s", drill_points(tmp_path), as_json=True) == 0
+    rows = json.loads(capsys.readouterr().out)["runs"]
+    assert [(row["run"], row["code"], row["scores"]) for row in rows] == [
+        ("s-1", 0, {"passed": 0.4}), ("s-2", 0, {"passed": 0.5}),
+    ]  # fmt: skip
 
 
 def test_a_sweep_goes_on_where_it_was_stopped(tmp_path):
