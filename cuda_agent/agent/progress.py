@@ -17,7 +17,7 @@ from cuda_agent.sandbox.wire import Solution, Verdict
 Event = dict[str, Any]
 Tell = Callable[..., None]
 """Records an event. Takes (kind, attempt=, **facts)."""
-SHOWN_ONLY = frozenset({"text", "thought", "again", "wait", "form", "tool", "result", "void"})
+SHOWN_ONLY = frozenset({"text", "thought", "again", "wait", "form", "tool", "void"})
 ENDS = {
     "target": "the target is reached", "answer": "the model said that it is done", "turns": "all turns are used",
     "tokens": "the token budget is used up", "minutes": "the time is up", "money": "the money is spent",

@@ -283,7 +283,7 @@ def write_result(
         fresh.rename(folder / "solution")
         write_whole(folder / "verdict.json", json.dumps(verdict.to_json(), indent=1))
         about = _about(verdict, settings.device)
-        write_whole(folder / "model_new.py", model_new(task.code, best.solution, spec, settings.device, about))
+        write_whole(folder / "model_new.py", model_new(task.code, best.solution, spec, settings, about))
     else:
         shutil.rmtree(folder / "solution", ignore_errors=True)
         for name in ("verdict.json", "model_new.py"):
@@ -301,6 +301,7 @@ def _about(verdict: Verdict, device: str) -> str:
     return (
         f"`from model_new import ModelNew`: {measured or 'correct'} in {verdict.mode} mode{clock}.\n"
         f"Needs {FORMATS[verdict.format].needs[device]}; kernels are built once and kept. For inference.\n"
+        "`python model_new.py` compares it with the original and prints the times.\n"
     )
 
 
