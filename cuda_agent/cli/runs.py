@@ -63,12 +63,12 @@ def list_all(
         print(f"no runs in {open_existing(store).uri}; start one with: cuda-agent run experiment=demo")
     for row in rows:
         if place:
-            where, name, message = row["profile"], row["workflow"], row["message"]
+            where, name, message, done = row["profile"], row["workflow"], row["message"], ""
         else:
             where, name = row["pipeline"], row["name"]
             message = f"{row['stage']}: {row['message'].splitlines()[0]}" if row["message"] and row["code"] else ""
-        done = f"{len(row['stages']):>2}/{row['of']} stages"
-        facts = f"{row['status']:12} {done}  {row['created'][:16]}  config {row['config'][:8]}"
+            done = f" {len(row['stages']):>2}/{row['of']} stages"
+        facts = f"{row['status']:12}{done}  {row['created'][:16]}  config {row['config'][:8]}"
         print(f"{name:28} {where:12} {facts}  {message[:70]}".rstrip())
     for line in _sweep_lines(rows):
         print(line)
@@ -91,23 +91,23 @@ def _local_rows(store: str) -> list[dict[str, Any]]:
 
 def _cluster_rows(place: Cluster) -> list[dict[str, Any]]:
     from cuda_agent.cluster import submit as cluster
+    from cuda_agent.cluster import templates
 
     rows = []
     for item in cluster.workflows(place):
-        views = [view for view in cluster.views(item) if view.name not in ("prepare", "finish")]
         about = item["metadata"]
         rows.append({
             "name": cluster.run_of(item),
             "workflow": about["name"],
-            "profile": about["labels"].get(cluster.PROFILE_LABEL, ""),
+            "profile": about["labels"].get(templates.PROFILE_LABEL, ""),
             "sweep": about["labels"].get(cluster.SWEEP_LABEL, ""),
             "config": about.get("annotations", {}).get(cluster.CONFIG_ANNOTATION, ""),
             "status": cluster.phase(item).lower(),
-            "stages": [view.name for view in views if view.state in ("done", "cached")],
-            "of": len(views),
             "created": about["creationTimestamp"],
-            "message": item.get("status", {}).get("message", ""),
+            "message": item["status"]["message"],
         })  # fmt: skip
+    if not rows:
+        templates.require_namespace(place)
     return rows
 
 

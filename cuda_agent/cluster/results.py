@@ -15,7 +15,7 @@ import httpx
 
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.cluster.forward import forwarded, pod_of
-from cuda_agent.cluster.submit import PROFILE_LABEL
+from cuda_agent.cluster.templates import templates
 from cuda_agent.compose import validate
 from cuda_agent.errors import ConfigError
 from cuda_agent.mlflow_api import MlflowEntry, Rest
@@ -52,10 +52,7 @@ def _elsewhere(cluster: Cluster) -> str:
 
     Raises:
         ConfigError: The release has no MLflow."""
-    profiles = cluster.all("WorkflowTemplate", PROFILE_LABEL)
-    templates = [item for profile in profiles for item in profile["spec"]["templates"]]
-    variables = [variable for item in templates for variable in item.get("container", {}).get("env", [])]
-    uri = next((str(it["value"]) for it in variables if it["name"] == "CUDA_AGENT_MLFLOW"), "")
+    uri = next((one.mlflow for one in templates(cluster)), "")
     if uri == "off":
         raise ConfigError(
             f"The release in namespace {cluster.namespace} of {cluster.name} has no MLflow, which keeps "

@@ -32,6 +32,7 @@ from tests.deploy.charts import (
     objects,
     of_kind,
     refusal,
+    steps,
     template,
 )
 from tests.deploy.value_fields import field_of
@@ -44,15 +45,14 @@ LEAVES = {path: (default, info) for path, default, info in chart.leaves()}
 def pools(items: list[dict[str, Any]], profile: str = "cpu") -> list[dict[str, Any]]:
     """The objects that prepare would make with this profile."""
     (made,) = of_kind(items, "WorkflowTemplate", f"-{profile}-")
-    prepare = next(item for item in made["spec"]["templates"] if item["name"] == "prepare")
-    return json.loads(next(item["value"] for item in prepare["container"]["env"] if item["name"] == "CUDA_AGENT_POOLS"))
+    env = steps(made)["prepare"]["container"]["env"]
+    return json.loads(next(item["value"] for item in env if item["name"] == "CUDA_AGENT_POOLS"))
 
 
 def engines(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The objects that prepare would make for a run with vLLM with the profile `cpu`, where the values have any."""
     (made,) = of_kind(items, "WorkflowTemplate", "-cpu-")
-    prepare = next(item for item in made["spec"]["templates"] if item["name"] == "prepare")
-    env = {item["name"]: item.get("value") for item in prepare["container"]["env"]}
+    env = {item["name"]: item.get("value") for item in steps(made)["prepare"]["container"]["env"]}
     return json.loads(env.get("CUDA_AGENT_ENGINE", "[]"))
 
 
@@ -300,7 +300,7 @@ def test_maintenance_jobs_have_the_environment_of_a_run_and_no_webhook():
     made = {name: of_kind(items, "WorkflowTemplate", f"-{name}-[0-9]")[0] for name in maintenance_jobs()}
     env = {}
     for name, item in made.items():
-        (pod,) = item["spec"]["templates"]
+        (pod,) = steps(item).values()
         env[name] = {entry["name"]: entry.get("value") for entry in pod["container"]["env"]}
         assert env[name]["CUDA_AGENT_STORE"] == "s3://cuda-agent" and "CUDA_AGENT_WEBHOOK" not in env[name]
         assert item["metadata"]["labels"]["cuda-agent.io/maintenance"] == name
@@ -323,7 +323,7 @@ def test_with_an_iam_role_the_store_needs_no_keys_and_takes_those_that_are_named
     s3 = json.loads(logs["data"]["store"])["s3"]
     assert s3.get("useSDKCreds", False) is not bool(secret) and ("accessKeySecret" in s3) is bool(secret)
     for item in of_kind(items, "WorkflowTemplate"):
-        for pod in item["spec"]["templates"]:
+        for pod in steps(item).values():
             if "container" in pod:
                 names = {entry["name"] for entry in pod["container"]["env"]}
                 assert {"CUDA_AGENT_STORE", "AWS_REGION"} <= names
@@ -354,7 +354,7 @@ def test_a_value_stays_a_value():
     values = merged(ALONE, {"environment": {"EVIL": evil}, "sandbox": {"environment": {"EVIL": evil}}})
     items = template(values)
     for item in of_kind(items, "WorkflowTemplate"):
-        for pod in item["spec"]["templates"]:
+        for pod in steps(item).values():
             if "container" in pod:
                 assert {"name": "EVIL", "value": evil} in pod["container"]["env"]
         assert "hostNetwork" not in item["spec"]

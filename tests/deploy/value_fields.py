@@ -7,7 +7,7 @@ that changes this field. None means that the test derives such a value from the 
 from fnmatch import fnmatchcase
 from typing import Any
 
-ENV = "WorkflowTemplate:container.env"
+ENV = "WorkflowTemplate:container.env"  # of a step, or of all by templateDefaults
 
 # The first pattern that matches counts.
 FIELDS: dict[str, tuple[str, Any]] = {
