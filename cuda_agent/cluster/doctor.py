@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from cuda_agent.cluster import maintenance, templates
+from cuda_agent import mlflow_api
+from cuda_agent.cluster import maintenance, results, templates
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.diagnostics.doctor import Check, not_checked
 
@@ -41,6 +42,7 @@ def examine(cluster: Cluster, release: str | None) -> Iterator[Check]:
         ("controller", lambda: _controller(cluster), ("you may not list the Deployments of all namespaces", "")),
         ("rights", lambda: _rights(cluster), None),
         ("chart", lambda: _chart(cluster, release), None),
+        ("results", lambda: _results(cluster, release), None),
         ("pod security", lambda: _pod_security(cluster), no_namespace),
         ("policies", lambda: _policies(cluster), None),
         ("gpus", lambda: _gpus(cluster), ("you may not list nodes", "")),
@@ -157,6 +159,20 @@ def _chart(cluster: Cluster, release: str | None) -> Finding:
         if absent
         else (text, "")
     )
+
+
+def _results(cluster: Cluster, release: str | None) -> Finding:
+    """Checks whether this machine can read reports and logs from an MLflow outside of the release, with the user's
+    login.  Pods have another one, and the checks inside the cluster try it."""
+    uri = templates.of_release(cluster, release)[0].mlflow
+    if uri == "off" or results.is_of_chart(uri):
+        return "the release has no MLflow" if uri == "off" else "in the chart's MLflow, through a forwarded port", ""
+    try:
+        mlflow_api.Rest(uri).experiments()
+    except Exception as error:
+        refused, _, login = mlflow_api.refusal(error).partition(". ")
+        return f"{uri}: {refused or error}", login or "let this machine connect to it, for report and logs"
+    return f"this machine reads them from {uri}", ""
 
 
 def _pod_security(cluster: Cluster) -> Finding:

@@ -18,7 +18,7 @@ from cuda_agent.cluster.forward import forwarded, pod_of
 from cuda_agent.cluster.templates import templates
 from cuda_agent.compose import validate
 from cuda_agent.errors import ConfigError
-from cuda_agent.mlflow_api import MlflowEntry, Rest
+from cuda_agent.mlflow_api import MlflowEntry, Rest, refusal
 from cuda_agent.pipeline.episodes import FILE, PACKED, TOKENIZER, Left
 from cuda_agent.pipeline.graph import ROWS
 from cuda_agent.pipeline.manifest import Manifest
@@ -35,7 +35,7 @@ def mlflow(cluster: Cluster) -> Iterator[str]:
 
     Raises:
         ClusterError: MLflow does not answer.
-        ConfigError: The release has no MLflow."""
+        ConfigError: The release has no MLflow, or it refuses this user."""
     try:
         if elsewhere := _elsewhere(cluster):
             yield elsewhere
@@ -43,6 +43,8 @@ def mlflow(cluster: Cluster) -> Iterator[str]:
         with forwarded(cluster, pod_of(cluster, "mlflow"), MLFLOW_PORT) as port:
             yield f"http://127.0.0.1:{port}"
     except httpx.HTTPError as error:
+        if refused := refusal(error):
+            raise ConfigError(refused) from None
         raise ClusterError(f"MLflow in {cluster.namespace} of {cluster.name} does not answer: {error}") from None
 
 
@@ -58,7 +60,13 @@ def _elsewhere(cluster: Cluster) -> str:
             f"The release in namespace {cluster.namespace} of {cluster.name} has no MLflow, which keeps "
             "logs and reports for people: see mlflow.enabled and tracking.uri of the chart."
         )
-    return uri if "." in uri.split("//", 1)[-1] else ""  # a host without a dot is the chart's own service
+    return "" if is_of_chart(uri) else uri
+
+
+def is_of_chart(uri: str) -> bool:
+    """Returns whether the chart installed the MLflow server at ``uri``: the host is then a service's name, without a
+    dot."""
+    return "." not in uri.split("//", 1)[-1]
 
 
 def download(address: str, run: str, folder: Path) -> Path:
