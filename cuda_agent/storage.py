@@ -11,7 +11,8 @@ Every write of an object is atomic.  A folder's tree is written after its files,
 complete.  Reading a folder or a file (``get_folder``, ``tree``, ``get_file``) verifies digests and removes damaged
 objects; ``get`` verifies nothing.  Empty folders and permissions are not stored.  A link to a file is stored as a copy
 of the file; links to folders are not stored.  A store in a local folder does not call fsync.  S3 credentials come only
-from AWS's environment variables, which hold a pair of keys or name a pod's IAM role."""
+from AWS's environment variables, which hold a pair of keys or name a pod's IAM role.  The environment variable
+CUDA_AGENT_CA_FILE names a file of certificates (PEM) that are trusted beside the public ones."""
 
 import contextlib
 import hashlib
@@ -290,15 +291,18 @@ def _s3(uri: str) -> Any:
         raise StoreUnavailable("Credentials do not belong into the store's address: set AWS_ACCESS_KEY_ID and so on.")
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     there: dict[str, Any] = {"endpoint": endpoint, "virtual_hosted_style_request": False} if endpoint else {}
+    options: Any = {"allow_http": endpoint.startswith("http://"), "timeout": "60s"}
     try:
+        if authority := os.environ.get("CUDA_AGENT_CA_FILE"):
+            options["root_certificate"] = Path(authority).read_bytes()
         return obstore.store.S3Store(
             parts.netloc,
             prefix=parts.path.strip("/") or None,
-            client_options={"allow_http": endpoint.startswith("http://"), "timeout": "60s"},
+            client_options=options,
             retry_config={"max_retries": 4, "retry_timeout": timedelta(seconds=20)},
             **there,
         )
-    except obstore_errors.BaseError as error:
+    except (OSError, obstore_errors.BaseError) as error:
         raise StoreUnavailable(f"The store {uri} cannot be opened: {_first_line(error)}") from error
 
 

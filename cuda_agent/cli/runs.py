@@ -46,9 +46,9 @@ def list_all(
     """List the runs of a store or a cluster, oldest first.
 
     Each line has the last scores of the run: the policy that was scored, its pass rate, the shares of tasks on which
-    it is faster than eager and than torch.compile, and its speed-ups. After the runs, print a line for each sweep,
-    with the number of its runs in each state. Without --on, list the runs of the store, or those of the current
-    cluster if there is no store."""
+    it is faster than eager and than torch.compile, and its speed-ups; on a cluster, the 20 newest runs have them.
+    After the runs, print a line for each sweep, with the number of its runs in each state. Without --on, list the
+    runs of the store, or those of the current cluster if there is no store."""
     from cuda_agent.optimize.score_text import HEAD, cells
     from cuda_agent.storage import StoreUnavailable
 
@@ -70,14 +70,14 @@ def list_all(
     key, kind = ("workflow", "profile") if place else ("name", "pipeline")
     first, second, third = (max(8, *(len(row[of]) for row in rows), 0) for of in (key, kind, "policy"))
     if rows:
-        heads = f"{'state':12} stages {'begun':16} {'config':8} {'policy':{third}}"
+        heads = f"{'state':12} {'' if place else 'stages '}{'begun':16} {'config':8} {'policy':{third}}"
         print(f"{'run':{first}} {kind:{second}} {heads} {HEAD}")
     for row in rows:
         message = row["message"]
         if not place:
             message = f"{row['stage']}: {message.splitlines()[0]}" if message and row["code"] else ""
-        done = f"{len(row['stages'])}/{row['of']}"
-        facts = f"{row['status']:12} {done:>6} {row['created'][:16]} {row['config'][:8]}"
+        done = "" if place else f"{len(row['stages'])}/{row['of']}".rjust(6) + " "
+        facts = f"{row['status']:12} {done}{row['created'][:16]} {row['config'][:8]}"
         scores = f"{row['policy']:{third}} {cells(row['scores'])}"
         print(f"{row[key]:{first}} {row[kind]:{second}} {facts} {scores}  {message[:70]}".rstrip())
     for line in _sweep_lines(rows):
@@ -103,7 +103,7 @@ def _local_rows(store: str) -> list[dict[str, Any]]:
 
 
 def _cluster_rows(place: Cluster) -> list[dict[str, Any]]:
-    from cuda_agent.cluster import results
+    from cuda_agent.cluster import results, templates
     from cuda_agent.cluster import submit as cluster
 
     scored: dict[str, tuple[str, dict[str, float]]] = {}
@@ -111,23 +111,22 @@ def _cluster_rows(place: Cluster) -> list[dict[str, Any]]:
         scored = results.scores(address)
     rows = []
     for item in cluster.workflows(place):
-        views = [view for view in cluster.views(item) if view.name not in ("prepare", "finish")]
         about = item["metadata"]
         policy, scores = scored.get(cluster.run_of(item), ("", {}))
         rows.append({
             "name": cluster.run_of(item),
             "workflow": about["name"],
-            "profile": about["labels"].get(cluster.PROFILE_LABEL, ""),
+            "profile": about["labels"].get(templates.PROFILE_LABEL, ""),
             "sweep": about["labels"].get(cluster.SWEEP_LABEL, ""),
             "config": about.get("annotations", {}).get(cluster.CONFIG_ANNOTATION, ""),
             "status": cluster.phase(item).lower(),
-            "stages": [view.name for view in views if view.state in ("done", "cached")],
-            "of": len(views),
             "created": about["creationTimestamp"],
-            "message": item.get("status", {}).get("message", ""),
+            "message": item["status"]["message"],
             "policy": policy,
             "scores": scores,
         })  # fmt: skip
+    if not rows:
+        templates.require_namespace(place)
     return rows
 
 

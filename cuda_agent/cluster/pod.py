@@ -418,9 +418,11 @@ def tell_webhook(url: str, facts: dict[str, Any]) -> None:
     stderr, and neither raises an exception nor tries again."""
     import httpx
 
+    from cuda_agent.mlflow_api import trusted
+
     text = f"cuda-agent run {facts['run']}: " + ("done" if not facts["code"] else f"ended with {facts['code']}")
     try:
-        httpx.post(url, json={"text": text} | facts, timeout=10).raise_for_status()
+        httpx.post(url, json={"text": text} | facts, timeout=10, verify=trusted()).raise_for_status()
     except httpx.HTTPError as error:
         print(f"the webhook did not take it: {type(error).__name__}", file=sys.stderr)  # the address is a secret
 

@@ -167,10 +167,11 @@ def _mlflow(uri: str) -> Check:
         return package
     if not uri.startswith("http"):
         return Check("mlflow", True, f"{package.text}; mlflow ui --backend-store-uri {uri}")
-    import httpx
+    from cuda_agent import mlflow_api
 
     try:
-        httpx.get(uri.rstrip("/") + "/health", timeout=5).raise_for_status()
-    except httpx.HTTPError as error:
-        return Check("mlflow", False, f"{uri} does not answer ({error})", "start it, or run with run.mlflow=off")
-    return Check("mlflow", True, uri)
+        return Check("mlflow", True, f"{uri}: {mlflow_api.try_out(uri)}")
+    except Exception as error:
+        refused, _, login = mlflow_api.refusal(error).partition(". ")
+        text = f"{uri}: {refused}" if refused else f"{uri} does not answer ({error})"
+        return Check("mlflow", False, text, login or "start it, or run with run.mlflow=off")

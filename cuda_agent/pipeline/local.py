@@ -55,6 +55,7 @@ class StageView:
     unit: str = ""  # of ``done`` and ``total``, such as episodes
     rates: dict[str, float] = field(default_factory=dict)  # by name, such as tokens_per_second
     notes: list[str] = field(default_factory=list)
+    waits: str = ""  # on a cluster: why its pods do not start
     attempt: int = 0  # number of the attempt
     began: float = 0.0  # start of the attempt, by ``time.monotonic``
     seconds: float = 0.0  # duration of the finished stage
