@@ -17,7 +17,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.agent.progress import Event, Find, Findings, SearchBudget, State, Transcript, factor, read_events
+from cuda_agent.agent.progress import (
+    NO_TARGET,
+    Event,
+    Find,
+    Findings,
+    SearchBudget,
+    State,
+    Transcript,
+    factor,
+    read_events,
+)
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import TaskError
 from cuda_agent.optimize.archive import choose, islands
@@ -55,7 +65,8 @@ class SearchOutcome:
     def to_json(self) -> dict[str, Any]:
         verdict = self.best.strict if self.best else None
         return {
-            "kind": "outcome", "folder": str(self.folder), "why": self.why, "target": self.target,
+            "kind": "outcome", "folder": str(self.folder), "why": self.why,
+            "target": None if self.target >= NO_TARGET else self.target,
             "reached": self.reached, "factor": factor(verdict) if verdict else None, "spent": self.spent,
             "message": self.message, "verdict": verdict.to_json() if verdict else None,
         }  # fmt: skip

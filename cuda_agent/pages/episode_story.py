@@ -208,6 +208,8 @@ def _spoken(message: Mapping[str, Any], thought: str = "") -> list[StoryPart]:
     parts = [StoryPart("thought", _short(thought))] if thought.strip() else []
     if said.strip():
         parts.append(StoryPart("said", _short(said)))
+    if refused := message.get("refused"):
+        parts.append(StoryPart("note", _short(refused)))
     return parts
 
 

@@ -202,8 +202,8 @@ class Turn:
     def reply(self, tools: Tools, form: Form, prompt: int) -> Reply:
         """Returns the turn that has been read. If the server did not count tokens, estimates them from characters;
         ``prompt`` is the number of characters in the request's messages."""
-        raw = _valid(self._clean("".join(self._text)))
-        thought = _valid(self._clean("".join(self._thought)))
+        raw = valid(self._clean("".join(self._text)))
+        thought = valid(self._clean("".join(self._thought)))
         if not thought and "</think>" in raw:
             thought, _, raw = raw.rpartition("</think>")
             thought, raw = thought.replace("<think>", "").strip(), raw.lstrip()
@@ -211,11 +211,11 @@ class Turn:
         cut = finish in _CUT
         calls: list[dict[str, Any]] = [
             {
-                "id": self._clean(call["id"]) or f"call-{index}",
-                "name": self._clean(call["name"]),
+                "id": valid(self._clean(call["id"])) or f"call-{index}",
+                "name": valid(self._clean(call["name"])),
                 "arguments": _arguments(self._clean(call["arguments"])),
             }
-            | {key: call[key] for key in _SENT_BACK if key in call}
+            | {key: _valid_values(call[key]) for key in _SENT_BACK if key in call}
             for index, call in enumerate(sorted(self._calls, key=lambda call: call["place"]))
         ]
         for index, call in enumerate(calls):
@@ -230,7 +230,7 @@ class Turn:
             calls = [{"id": f"call-{i}"} | asdict(call) for i, call in enumerate(found)]
         for call in calls:
             _conform(call, tools)
-        refusal = _valid(self._clean("".join(self._refusal)))
+        refusal = valid(self._clean("".join(self._refusal)))
         filtered = f"the server's filter ended the answer ({self._finish})" if finish in _FILTERED else ""
         counted = self._usage.get("completion_tokens")
         return Reply(
@@ -327,7 +327,7 @@ def message_of(text: str) -> str:
     try:
         error = json.loads(text)
         error = error.get("error") or error
-        return str(error.get("message", error) if isinstance(error, dict) else error)
+        return valid(str(error.get("message", error) if isinstance(error, dict) else error))
     except (ValueError, AttributeError, RecursionError):
         return " ".join(text.split())
 
@@ -351,12 +351,17 @@ def _arguments(value: str) -> dict[str, Any] | None:
     try:
         parsed = json.loads(value) if value.strip() else {}
         parsed = json.loads(parsed) if isinstance(parsed, str) else parsed
-        parsed = json.loads(_valid(json.dumps(parsed, ensure_ascii=False)))
+        parsed = _valid_values(parsed)
     except (ValueError, RecursionError):
         return None
     return parsed if isinstance(parsed, dict) else None
 
 
-def _valid(text: str) -> str:
+def _valid_values(value: Any) -> Any:
+    """Returns ``value``, which JSON can hold, with all its texts made valid."""
+    return json.loads(valid(json.dumps(value, ensure_ascii=False)))
+
+
+def valid(text: str) -> str:
     """Returns ``text`` as valid Unicode: a lone surrogate, which JSON can hold and UTF-8 cannot, is replaced."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -35,6 +35,7 @@ from cuda_agent.policy.chat_stream import (
     bounded,
     is_spent,
     message_of,
+    valid,
 )
 
 Messages = Sequence[Mapping[str, Any]]
@@ -144,7 +145,7 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
                 if answer.status_code == 401:
                     await self._fail(answer)
                 data = json.loads(await bounded(answer))
-                return [self._clean(str(model["id"])) for model in data["data"]]
+                return [valid(self._clean(str(model["id"]))) for model in data["data"]]
         except Refused as refused:
             raise ServedModelRefused(await self._named(refused)) from None
         except (httpx.HTTPError, Again) as error:

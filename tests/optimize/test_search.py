@@ -15,7 +15,7 @@ import pytest
 from chat_server import call, said, serve, turn_of
 from optimizing import DONE, KERNEL, MODEL, PROFILE, WRITE, Run, SharedSandbox, plan
 
-from cuda_agent.agent.progress import Findings, Transcript, factor, read_events, replayed
+from cuda_agent.agent.progress import NO_TARGET, Findings, Transcript, factor, read_events, replayed
 from cuda_agent.agent.tools import TOOLS
 from cuda_agent.errors import TaskError
 from cuda_agent.errors import TaskError as NoTask
@@ -381,6 +381,12 @@ def test_an_address_without_the_model_is_found_before_the_baselines_are_measured
         run(lambda request: lost, model="scripte")
     assert [event["text"] for event in run.kinds("note")] == [f"asking {run.served.url} for scripte"]
     assert run.served.turns() == 1 and not (run.folder / "out").exists()
+
+
+@pytest.mark.parametrize(("target", "told"), [(1.5, 1.5), (NO_TARGET, None)])
+def test_programs_are_not_told_a_number_that_stands_for_no_target(tmp_path, target, told):
+    outcome = search.SearchOutcome(tmp_path, "turns", None, target, False, {})
+    assert outcome.to_json()["target"] == told
 
 
 def test_a_search_needs_a_turn_for_tools_beside_the_last_one():
