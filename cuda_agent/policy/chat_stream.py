@@ -115,8 +115,8 @@ class Turn:
             if chunk.get("error") or chunk.get("object") == "error":
                 raise _failure(chunk, self._clean(data))
             self._take(chunk)
-        except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
-            raise Again(f"the stream holds something else ({type(error).__name__})") from None
+        except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError):
+            raise Again(f"the stream holds something else: {self._clean(data)[:300]}") from None
         return False
 
     def _check_end(self) -> None:
