@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.policy import test_chat_stream
+from tests.optimize import quirks
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -30,10 +30,10 @@ def test_every_page_is_on_the_site():
 
 
 def test_the_page_of_servers_names_every_imitated_deviation():
-    text = (DOCS / "servers.md").read_text()
-    cases = re.findall(r"^\| [^|]+ \| ([^|]+) \|$", text, re.M)  # tables of two columns
+    cases = re.findall(r"^\| [^|]+ \| ([^|]+) \|$", (DOCS / "servers.md").read_text(), re.M)  # tables of two columns
     named = re.findall(r"`([\w-]+)`", " ".join(cases))
-    assert sorted(named) == sorted([*test_chat_stream.CALLS, *test_chat_stream.TEXTS, *test_chat_stream.BROKEN])
+    servers = re.findall(r'^    "([\w-]+)": ', (ROOT / "tests/optimize/test_quirks.py").read_text(), re.M)
+    assert sorted(named) == sorted([*servers, *quirks.WAYS, *quirks.ALONE])
 
 
 @pytest.fixture(scope="module")
