@@ -73,8 +73,11 @@ def submit(
             print("---\n".join(yaml.safe_dump(item, sort_keys=False, width=120) for item in objects), end="")
         return
     place = cluster_of(on, namespace)
-    what = cluster.submission(config, profile, cluster.template_for(place, profile, release, [config]))
+    template = cluster.template_for(place, profile, release, [config])
+    what = cluster.submission(config, profile, template)
     cluster.submit(place, what)
+    if not as_json:
+        _say_room(place, profile, template)
     _submitted(place, what, watching, as_json)
 
 
@@ -144,6 +147,7 @@ def sweep(
         print(f"sweep {name}: {len(points)} runs, all valid; nothing was started")
     else:
         print(f"sweep {name}: {len(points)} runs in namespace {place.namespace} of {place.name}")
+        _say_room(place, profile, template)
         print(f"follow one with: cuda-agent watch {points[0].name} --namespace {place.namespace}")
         print(f"stop all with: cuda-agent cancel {name} --sweep --namespace {place.namespace}")
 
@@ -289,6 +293,13 @@ def render(
     if check and changed:
         print("not up to date: cuda-agent render", file=sys.stderr)
         sys.exit(1)
+
+
+def _say_room(place: Cluster, profile: str, template: str) -> None:
+    """Prints what a run of the profile requests of the cluster, and how many such runs fit."""
+    from cuda_agent.cluster import room
+
+    print(f"profile {profile}: {room.sentence(room.of_profile(place, template))}", flush=True)
 
 
 def _submitted(place: Cluster, what: "Submission", watching: bool, as_json: bool) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from cuda_agent.errors import UserError
 
 API_VERSIONS = {
-    **dict.fromkeys(("ConfigMap", "Event", "Pod", "Secret", "Service"), "v1"),
+    **dict.fromkeys(("ConfigMap", "Event", "Node", "Pod", "Secret", "Service"), "v1"),
     "StatefulSet": "apps/v1",
     "NetworkPolicy": "networking.k8s.io/v1",
     "RayJob": "ray.io/v1",
@@ -121,6 +121,10 @@ class Cluster:
         """Returns all objects of this kind, or those with the labels ``selector`` and the fields ``fields``."""
         return [item for page in self._pages(kind, selector, fields) for item in page["items"]]
 
+    def everywhere(self, kind: str, fields: str = "") -> list[dict[str, Any]]:
+        """Returns the objects of this kind in all namespaces, or those with the fields ``fields``."""
+        return [item for page in self._pages(kind, "", fields, everywhere=True) for item in page["items"]]
+
     def metadata(self, kind: str, selector: str = "") -> list[dict[str, Any]]:
         """Returns the metadata of the objects of this kind with the labels ``selector``."""
         return [item["metadata"] for page in self._pages(kind, selector, "", _METADATA) for item in page["items"] or ()]
@@ -136,14 +140,17 @@ class Cluster:
                 found[cells["Name"]] = cells
         return found
 
-    def _pages(self, kind: str, selector: str, fields: str, accept: str = "") -> Iterator[dict[str, Any]]:
+    def _pages(
+        self, kind: str, selector: str, fields: str, accept: str = "", everywhere: bool = False
+    ) -> Iterator[dict[str, Any]]:
         asked = {"limit": _PAGE, "labelSelector": selector, "fieldSelector": fields}
         if accept == _TABLE:  # cells alone: who set each field of 200 Workflows has 8 MB
             asked["includeObject"] = "None"
         more = None
         while more != "":
             query = [(key, value) for key, value in (asked | {"continue": more}).items() if value]
-            page = self._ask("GET", self._path(kind), f"list {kind}s", query=query, accept=accept)
+            where = " of all namespaces" if everywhere else ""
+            page = self._ask("GET", self._path(kind, everywhere), f"list {kind}s{where}", query=query, accept=accept)
             yield page
             more = page["metadata"].get("continue", "")
 
@@ -183,9 +190,10 @@ class Cluster:
         if rest:
             yield rest.decode(errors="replace")
 
-    def _path(self, kind: str) -> str:
+    def _path(self, kind: str, everywhere: bool = False) -> str:
         version, plural = API_VERSIONS[kind], f"{kind.lower()}s".replace("ys", "ies")
-        return f"/api{'s' if '/' in version else ''}/{version}/namespaces/{self.namespace}/{plural}"
+        space = "" if everywhere else f"namespaces/{self.namespace}/"
+        return f"/api{'s' if '/' in version else ''}/{version}/{space}{plural}"
 
     def _ask(self, *request: Any, **more: Any) -> dict[str, Any]:
         return json.loads(self._request(*request, **more).data)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from cuda_agent import mlflow_api
-from cuda_agent.cluster import maintenance, results, templates
+from cuda_agent.cluster import maintenance, results, room, templates
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.diagnostics.doctor import Check, not_checked
 
@@ -46,6 +46,7 @@ def examine(cluster: Cluster, release: str | None) -> Iterator[Check]:
         ("pod security", lambda: _pod_security(cluster), no_namespace),
         ("policies", lambda: _policies(cluster), None),
         ("gpus", lambda: _gpus(cluster), ("you may not list nodes", "")),
+        ("room", lambda: _room(cluster, release), None),
         ("pid limits", lambda: _pid_limits(cluster), ("you may not read the kubelets' settings", "")),
     ]
     done = {}
@@ -204,6 +205,21 @@ def _gpus(cluster: Cluster) -> Finding:
     return f"{sum(counts)} on {sum(map(bool, counts))} of {len(counts)} nodes", ""
 
 
+def _room(cluster: Cluster, release: str | None) -> Finding:
+    """Counts the runs of each profile that fit on the cluster.  The check fails if none fits, or if more of them work
+    at once than fit: each may then hold servers that the other needs."""
+    rooms = {one.job: room.of_profile(cluster, one.name) for one in templates.of_release(cluster, release)}
+    text = "; ".join(f"{name}: {room.sentence(one)}" for name, one in sorted(rooms.items()))
+    counted = {name: one for name, one in rooms.items() if one.fit is not None}
+    too_many = [name for name, one in counted.items() if one.fit and not 0 < one.at_once <= one.fit]
+    mends = [f"--set profiles.{name}.runs={counted[name].fit}" for name in sorted(too_many)]
+    if mends:
+        return text, f"helm upgrade {' '.join(mends)}"
+    if counted and not any(one.fit for one in counted.values()):
+        return text, "add nodes, or lower the requests in the chart's profiles"
+    return text, ""
+
+
 def _pid_limits(cluster: Cluster) -> Finding:
     limits = []
     for item in _nodes(cluster):
@@ -215,7 +231,7 @@ def _pid_limits(cluster: Cluster) -> Finding:
 
 
 def _nodes(cluster: Cluster) -> list[dict[str, Any]]:
-    return cluster.ask("/api/v1/nodes", "list nodes")["items"]
+    return cluster.everywhere("Node")
 
 
 def _inside(cluster: Cluster, release: str | None) -> Iterator[Check]:

@@ -26,7 +26,7 @@ def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, 
     Raises:
         TryAgain: The run was stopped during the wait; its servers are removed.
         BadConfiguration: No server of a role can start without a person's help.
-        ClusterError: No server of a role became ready."""
+        ClusterError: No server of a role became ready; all servers are removed."""
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
     made = pools.objects(base, workflow, uid, secrets.token_hex(24), config.sandbox)
     for item in made:
@@ -56,6 +56,7 @@ def _await_server(cluster: Cluster, workflow: str, role: str, deadline: float) -
             if hopeless_since and now - hopeless_since >= HOPELESS_SECONDS:
                 raise BadConfiguration(f"No server of {name} can start: {reason}")
             if now > deadline:
+                remove_pools(cluster, workflow)  # other runs may wait for the room that the ready ones take
                 raise ClusterError(f"No server of {name} became ready in {POOL_SECONDS:.0f} s: {reason}")
         time.sleep(1.0)
 

@@ -312,9 +312,12 @@ def _absent(nodes: Sequence[dict[str, Any]]) -> set[str]:
 def delays(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> dict[str, tuple[str, bool]]:
     """Returns why steps wait for pods: step -> (reason, whether only a person can help).
 
-    Looks at the pods of waiting steps, and for ``prepare``, while it runs, at the run's sandbox servers.  Looks only at
+    A Workflow that has not begun may wait for its turn.  Otherwise looks at the pods of waiting steps, and for
+    ``prepare``, while it runs, at the run's sandbox servers.  Looks only at
     steps in ``shown`` that have taken more than ``PATIENCE`` seconds."""
     name, found = workflow["metadata"]["name"], {}
+    if turn := _turn(workflow):
+        return {"prepare": (turn, False)}
     slow = {view.name for view in shown if view.state == "waiting" and view.seconds > PATIENCE}
     if slow:
         pods = cluster.all("Pod", f"{WORKFLOW_LABEL}={name}", "status.phase=Pending")
@@ -333,6 +336,17 @@ def delays(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView
             texts, hopeless = zip(*reasons, strict=True)
             found["prepare"] = "; ".join(texts), any(hopeless)
     return found
+
+
+def _turn(workflow: dict[str, Any]) -> str:
+    """Returns for which other Workflows this one waits before its first pod; empty: for none."""
+    locks = workflow.get("status", {}).get("synchronization") or {}
+    for kind, what in (("semaphore", "runs of its profile"), ("mutex", "run of its sweep")):
+        for lock in (locks.get(kind) or {}).get("waiting") or ():
+            holders = lock.get("holders") or [lock.get("holder", "")]
+            names = ", ".join(sorted(one.rsplit("/", 1)[-1] for one in holders))
+            return f"waits for its turn behind the {what}: {names}"
+    return ""
 
 
 def _stage_of(pod: dict[str, Any]) -> str:

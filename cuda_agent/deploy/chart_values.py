@@ -103,6 +103,9 @@ class Profile(ValuesGroup):
     device: str = value(
         "", "name of the hardware that times are measured on; a part of cache keys; empty: the profile's name"
     )
+    runs: Annotated[int, Field(ge=0)] = value(
+        1, "maximum number of runs of this profile that work at once; the others wait for their turn; 0: no maximum"
+    )
     parallelism: int = value(
         1, "maximum number of stages that run at once; must be 1 with `engine.replicas` or `ray.enabled`"
     )

@@ -35,6 +35,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "profiles.cpu.base": ("WorkflowTemplate:nodeSelector", "gpu"),
     "profiles.gpu.base": ("WorkflowTemplate:nodeSelector", "cpu"),
     "profiles.*.device": (ENV, "h1"),
+    "profiles.*.runs": ("ConfigMap:data", 3),
     "profiles.*.parallelism": ("WorkflowTemplate:spec.parallelism", 3),
     "profiles.*.queue": ("WorkflowTemplate:metadata.labels", "gpus"),
     "profiles.*.priorityClass": ("WorkflowTemplate:podPriorityClassName", "high"),

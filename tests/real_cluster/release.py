@@ -34,16 +34,22 @@ def _size(memory: str) -> dict[str, Any]:
 
 
 def values() -> dict[str, Any]:
-    """Returns the chart's values for a release that brings MinIO and MLflow."""
+    """Returns the chart's values for a release that brings MinIO and MLflow.  Runs of the profile ``cpu`` may all work
+    at once.  Of the profile ``tight``, one and a half fit on a node of two CPUs, and one works at once."""
     mounted = {"extraVolumes": [_VOLUME], "extraVolumeMounts": [_MOUNT]}
     pools = {role: {"resources": _size("4Gi")} for role in ("workspace", "build", "evaluate")}
+    tight = {"resources": {"requests": {"cpu": "300m"}}}
+    profiles = {
+        "cpu": {"runs": 0, "defaults": {"resources": _size("4Gi")}, "pools": pools},
+        "tight": {"runs": 1, "device": "cpu", "defaults": tight, "pools": dict.fromkeys(pools, tight)},
+    }
     server = {"enabled": True, "persistence": {"size": "2Gi"}, "resources": _size("2Gi")}
     return {
         "images": {"registry": "localhost"},
         "minio": server,
         "mlflow": server,
         "networkPolicy": {"apiServerCidrs": [f"{setting('NODE_IP')}/32"]},
-        "profiles": {"cpu": {"defaults": {"resources": _size("4Gi")}, "pools": pools}},
+        "profiles": profiles,
         "workflow": {"smallResources": _size("1Gi"), "retryAfter": "2s"},
         "sandbox": mounted,
         **mounted,
