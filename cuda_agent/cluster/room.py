@@ -5,6 +5,7 @@ its largest stage.  The profile's WorkflowTemplate has their requests.  Pods of 
 because their number is a setting of the run."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -15,6 +16,7 @@ from cuda_agent.cluster.pools import COMPONENT_LABEL, NAME_LABEL
 
 Amounts = dict[str, Decimal]  # resource, such as cpu or nvidia.com/gpu -> amount in its base unit (CPUs, bytes, GPUs)
 MOST = 100  # runs that are counted at most
+CLAIMED = "claimed GPUs"  # by ResourceClaims for the pod alone
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,8 @@ class Room:
 
     requests: Amounts  # of one run
     at_once: int  # runs of the profile that Argo lets work at once; 0: no limit
-    fit: int | None  # runs that fit beside the pods of others, at most ``MOST``; None: the nodes may not be listed
+    fit: int | None  # runs that fit beside the pods of others, at most ``MOST``; None: the user may not list nodes, or
+    # pods claim their GPUs
 
 
 def pods_of_run(template: Mapping[str, Any]) -> list[Pod]:
@@ -41,7 +44,8 @@ def pods_of_run(template: Mapping[str, Any]) -> list[Pod]:
     executor = json.loads(template["spec"].get("podSpecPatch") or "{}").get("containers", [])
     for one in template["spec"]["templates"]:
         if one.get("metadata", {}).get("labels", {}).get(COMPONENT_LABEL) == "stage":
-            stages.append(_pod(one | {"containers": [one["container"], *executor]}))
+            patch = json.loads(one.get("podSpecPatch") or "{}")
+            stages.append(_pod(one | patch | {"containers": [one["container"], *executor]}))
         for variable in one.get("container", {}).get("env", []):
             if one["name"] == "prepare" and variable["name"] in ("CUDA_AGENT_POOLS", "CUDA_AGENT_ENGINE"):
                 for item in json.loads(variable["value"]):
@@ -101,6 +105,8 @@ def of_profile(cluster: Cluster, template: str) -> Room:
 
 
 def _fit(cluster: Cluster, run: Sequence[Pod]) -> int | None:
+    if any(CLAIMED in pod.requests for pod in run):
+        return None
     try:
         nodes = cluster.everywhere("Node")
         pods = cluster.everywhere("Pod", "status.phase!=Succeeded,status.phase!=Failed")
@@ -134,6 +140,9 @@ def _pod(spec: Mapping[str, Any]) -> Pod:
         resources = container.get("resources", {})
         for name, amount in _amounts(resources.get("limits", {}) | resources.get("requests", {})).items():
             requests[name] = requests.get(name, Decimal(0)) + amount
+    for claim in spec.get("resourceClaims") or ():
+        count = re.search(r"-gpus-(\d+)$", claim.get("resourceClaimTemplateName", ""))
+        requests[CLAIMED] = requests.get(CLAIMED, Decimal(0)) + (Decimal(count[1]) if count else 0)
     return Pod(requests, spec.get("nodeSelector") or {}, spec.get("tolerations") or ())
 
 

@@ -353,6 +353,23 @@ class Webhook(ValuesGroup):
     )
 
 
+class Gpu(ValuesGroup):
+    """How pods get the GPUs that ``nvidia.com/gpu`` in their limits counts.  A device plugin counts GPUs of any kind.
+    Dynamic resource allocation (DRA) chooses them by their properties."""
+
+    allocation: Literal["plugin", "dra"] = value(
+        "plugin", "`plugin`: by a device plugin; `dra`: by ResourceClaims, which needs Kubernetes 1.34 and a DRA driver"
+    )
+    deviceClass: str = value("gpu.nvidia.com", "with `dra`: name of the DeviceClass of the GPUs")
+    selectors: list[str] = value(
+        [], "with `dra`: CEL expressions that each GPU must fulfil, for example by memory or compute capability"
+    )
+    sharedClaim: Name = value(
+        "",
+        "with `dra`: name of a ResourceClaim that all pods share except servers that judge; empty: nothing is shared",
+    )
+
+
 class Values(ValuesGroup):
     nameOverride: Name = value("", "replaces the chart's name in labels and in the names of objects")
     fullnameOverride: Name = value(
@@ -368,6 +385,7 @@ class Values(ValuesGroup):
     profiles: dict[str, Profile] = value(
         PROFILES, "resources and placement of a run's pods; one WorkflowTemplate per profile"
     )
+    gpu: Gpu = value(Gpu(), "how pods get their GPUs")
     workflow: Workflow = value(Workflow(), "deadlines, retries and retention of runs")
     sandbox: SandboxValues = value(SandboxValues(), "settings of the sandbox servers of all profiles")
     environment: dict[str, str] = value({}, "environment variables of stages, `prepare` and `finish`; not for secrets")
@@ -377,6 +395,10 @@ class Values(ValuesGroup):
     extraVolumes: list[Object] = value([], "additional volumes of stages, `prepare`, `finish` and MLflow")
     extraVolumeMounts: list[Object] = value([], "mounts of the additional volumes")
     extraObjects: list[Object] = value([], "additional Kubernetes objects of this release")
+    podAnnotations: dict[str, str] = value(
+        {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false", "karpenter.sh/do-not-disrupt": "true"},
+        "annotations of all pods of a run; by default, autoscalers do not remove their nodes",
+    )
     podSecurityContext: Object = value(POD_SECURITY, "security context of all pods")
     dnsPolicy: Literal["ClusterFirst", "Default", "None"] = value("ClusterFirst", "DNS policy of all pods of a run")
     access: Access = value(Access(), "rights of users and service accounts")

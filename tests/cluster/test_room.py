@@ -60,6 +60,17 @@ def test_a_run_has_its_servers_and_the_largest_stage(profile: str, cpus: str, gp
 
 
 @needs_helm
+@pytest.mark.parametrize(("shared", "claimed"), [("", 3), ("one", 2)])
+def test_claims_count_as_gpus_of_a_run_and_their_room_is_unknown(shared: str, claimed: int) -> None:
+    values = ALONE | {"gpu": {"allocation": "dra", "sharedClaim": shared}}
+    (template,) = of_kind(objects(values), "WorkflowTemplate", "-gpu-")
+    summed = room.total(room.pods_of_run(template))
+    assert summed[room.CLAIMED] == claimed and "nvidia.com/gpu" not in summed
+    place: Any = None  # no request is sent
+    assert room._fit(place, room.pods_of_run(template)) is None
+
+
+@needs_helm
 def test_the_profile_says_how_many_runs_work_at_once() -> None:
     values = ALONE | {"profiles": {"cpu": {"runs": 2}, "gpu": {"runs": 0}}}
     items = objects(values)

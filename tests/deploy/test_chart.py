@@ -234,6 +234,7 @@ BESIDE: dict[str, dict[str, Any]] = {
         f"profiles.{one}.base": {"profiles": {other: {"defaults": {"nodeSelector": {"pool": "of-the-base"}}}}}
         for one, other in (("cpu", "gpu"), ("gpu", "cpu"))
     },
+    **{f"gpu.{name}": {"gpu": {"allocation": "dra"}} for name in ("deviceClass", "selectors", "sharedClaim")},
     "store.roleArn": {"store": {"existingSecret": "", "podIdentity": True}},
     "store.podIdentity": {
         "store": {"existingSecret": ""},
@@ -506,6 +507,46 @@ def test_stages_with_a_gpu_and_pools_with_a_gpu_tolerate_its_nodes():
     by_role = {item["metadata"]["name"]: item["spec"]["template"]["spec"] for item in pools(items, "gpu")[3:]}
     assert by_role["RUN-evaluate"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 1
     assert "nvidia.com/gpu" not in json.dumps(by_role["RUN-build"])
+
+
+@needs_helm
+def test_every_pod_of_a_run_has_the_annotations_that_keep_its_node():
+    items = objects(WITH_OTHERS)
+    patterns: list[Any] = [
+        pod["spec"]["template"]
+        for pod in [*pools(items), *pools(items, "gpu"), *engines(items)]
+        if pod["kind"] == "StatefulSet"
+    ]
+    for made in of_kind(items, "WorkflowTemplate"):
+        patterns += [one for one in made["spec"]["templates"] if "container" in one]
+    assert len(patterns) > 40
+    for pattern in patterns:
+        assert pattern["metadata"]["annotations"]["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
+
+
+@needs_helm
+def test_claims_take_the_place_of_counted_gpus():
+    profile = {"pools": {"evaluate": {"resources": {"limits": {"nvidia.com/gpu": 2}}}}}
+    gpu = {"allocation": "dra", "sharedClaim": "one", "selectors": ["device.driver == 'a'"]}
+    items = objects(merged(ALONE, {"gpu": gpu, "profiles": {"gpu": profile}}))
+    (made,) = of_kind(items, "WorkflowTemplate", "-gpu-")
+    stages = {item["name"]: item for item in made["spec"]["templates"]}
+    servers = {item["metadata"]["name"]: item["spec"]["template"]["spec"] for item in pools(items, "gpu")[3:]}
+    templates = {item["metadata"]["name"]: item["spec"]["spec"] for item in of_kind(items, "ResourceClaimTemplate")}
+    (judge,) = servers["RUN-evaluate"]["resourceClaims"]
+    (asked,) = templates[judge["resourceClaimTemplateName"]]["devices"]["requests"]
+    wanted = {"deviceClassName": "gpu.nvidia.com", "allocationMode": "ExactCount", "count": 2}
+    assert asked["exactly"] == wanted | {"selectors": [{"cel": {"expression": "device.driver == 'a'"}}]}
+    (container,) = servers["RUN-evaluate"]["containers"]
+    assert container["resources"]["claims"] == [{"name": "gpus"}], "the claim of the pod"
+    patch = json.loads(stages["agentic"]["podSpecPatch"])
+    assert patch["resourceClaims"] == [{"name": "gpus", "resourceClaimName": "one"}]
+    assert patch["terminationGracePeriodSeconds"] and stages["agentic"]["container"]["resources"]["claims"]
+    for small in (stages["report"]["container"], servers["RUN-build"]["containers"][0]):
+        assert "claims" not in small["resources"]
+    assert not any(
+        "nvidia.com/gpu" in json.dumps(one["resources"]) for one in [container, stages["agentic"]["container"]]
+    )
 
 
 @needs_helm

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # build.sh [NAME...]: builds the cluster's programs (those that every cluster needs, or those named: kubernetes etcd coredns
-# argo helm minio fake-gpu kuberay) from their Go modules. Each lands in $CACHE/NAME-VERSION, complete or not at all, and is built once.
+# argo helm minio fake-gpu fake-dra kuberay) from their Go modules. Each lands in $CACHE/NAME-VERSION, complete or not at all, and is built once.
 # Go's own caches are used and kept.
 set -euo pipefail
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
@@ -82,6 +82,13 @@ kuberay() { # asked for by the tests of a stage in several pods alone
   gobuild -p 1 -ldflags "-s -w" -o "$1/manager" "$module"
   cp -r "$(go list -m -f '{{.Dir}}' $module)/config/crd/bases" "$1/crds"
   chmod -R u+w "$1/crds"
+}
+
+fake-dra() { # asked for by its tests alone
+  cp "$HERE/fake_dra.go" main.go
+  goget "k8s.io/dynamic-resource-allocation@v0.${KUBERNETES#1.}"
+  nice -n 19 go mod tidy -e
+  gobuild -ldflags "-s -w" -o "$1/fake-dra" .
 }
 
 fake-gpu() {

@@ -17,11 +17,11 @@ SERVER=https://$NODE_IP:6443
 say() { printf '%4ds  %s\n' $SECONDS "$*"; }
 die() { echo "$*" >&2; exit 1; }
 
-# at NAME: the folder of a built program. The fake device plugin is ours: its source is its version.
+# at NAME: the folder of a built program. The fake drivers are ours: the source of one is its version.
 at() {
   local version
   case $1 in
-    fake-gpu) version=$KUBERNETES-$(sha256sum "$HERE/fake_gpu.go" | cut -c1-12) ;;
+    fake-*) version=$KUBERNETES-$(sha256sum "$HERE/${1/-/_}.go" | cut -c1-12) ;;
     *) version=${1^^} && version=${!version} ;;
   esac
   echo "$CACHE/$1-$version"

@@ -128,7 +128,7 @@ def test_the_report_is_fetched_and_nothing_in_it_is_empty(run: Run, local: dict[
         assert all(kernel[name] for name in ("task", "code", "policy", "files", "verdict", "messages"))
     for stage in report["stages"]:
         assert stage["code"] and (stage["metrics"] or stage["name"] == "synthesis"), stage["name"]
-    episodes = {stage["name"]: stage["metrics"][-1]["values"].get("episodes") for stage in report["stages"][1:]}
+    episodes = {stage["name"]: stage["metrics"][0]["values"].get("episodes") for stage in report["stages"][1:]}
     assert all(episodes[name] > 0 for name in NAMES if name.startswith("evaluate-") or name == "collect")
 
 

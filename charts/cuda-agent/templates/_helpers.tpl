@@ -179,6 +179,23 @@ off
 {{- $mounts | toJson -}}
 {{- end -}}
 
+{{/* A container's resources, and what its pod needs for its GPUs, as JSON. With gpu.allocation=dra, a claim takes the
+place of nvidia.com/gpu: gpu.sharedClaim, if there is one and the pod may share it, else a claim of the pod alone. */}}
+{{- define "cuda-agent.gpus" -}}
+{{- $root := index . 0 -}}{{- $resources := deepCopy (index . 1) -}}{{- $mayShare := index . 2 -}}
+{{- $gpu := $root.Values.gpu -}}
+{{- $pod := dict -}}
+{{- $count := int (get ($resources.limits | default dict) "nvidia.com/gpu" | default 0) -}}
+{{- if and $count (eq $gpu.allocation "dra") -}}
+{{- range $part := values $resources -}}{{- $_ := unset $part "nvidia.com/gpu" -}}{{- end -}}
+{{- $_ := set $resources "claims" (list (dict "name" "gpus")) -}}
+{{- $claim := dict "name" "gpus" "resourceClaimTemplateName" (printf "%s-gpus-%d" (include "cuda-agent.fullname" $root) $count) -}}
+{{- if and $mayShare $gpu.sharedClaim -}}{{- $claim = dict "name" "gpus" "resourceClaimName" $gpu.sharedClaim -}}{{- end -}}
+{{- $_ := set $pod "resourceClaims" (list $claim) -}}
+{{- end -}}
+{{- dict "resources" $resources "pod" $pod | toJson -}}
+{{- end -}}
+
 {{/* What a container of ours may do, as JSON. */}}
 {{- define "cuda-agent.container-security" -}}
 {{- dict "runAsNonRoot" true "readOnlyRootFilesystem" true "allowPrivilegeEscalation" false
