@@ -5,6 +5,7 @@ context of the kubeconfig (``.``: the current one).  Without ``--on`` a command 
 then on the cluster of the current context.  With ``--store`` it looks in that store only."""
 
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ from cuda_agent.cli.options import (
     command,
     command_group,
     print_json,
+    show,
 )
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.errors import ConfigError
@@ -188,6 +190,40 @@ def _facts(run: str, store: str, on: str | None, namespace: str | None) -> "Fact
         return runs.facts(*where, ROWS)
     with results.mlflow(where) as address:
         return results.facts(address, name)
+
+
+@command(commands, "cuda-agent trace last", "cuda-agent trace first --on my-cluster --send")
+def trace(
+    run: RunName,
+    send: Annotated[
+        bool, Option("--send", help="send all spans to the collector at OTEL_EXPORTER_OTLP_ENDPOINT (OTLP over HTTP)")
+    ] = False,
+    store: StoreOption = STORE,
+    on: Where = None,
+    namespace: Namespace = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a run spent its time on.
+
+    Print the critical path: the spans that the run waited for, from its start through stages, steps and the turns of
+    episodes to an evaluation. With --json, also print all spans."""
+    from cuda_agent.cluster import results
+    from cuda_agent.pipeline import otlp, runs
+    from cuda_agent.pipeline import trace as traces
+
+    where, name = find(run, store, on, namespace)
+    if isinstance(where, tuple):
+        id = traces.trace_id(where[0], name)
+        spans = traces.of_run(where[0], name, runs.spans_folder(runs.local_home(store), name))
+    else:
+        id, spans = results.trace(where, name)
+    if not spans:
+        raise ConfigError(f"Run {name} has no spans.")
+    if send:
+        count = otlp.send_all(name, id, [asdict(span) for span in spans])
+        print(f"sent {count} spans of trace {id} to {otlp.address()}", file=sys.stderr)
+    path = traces.critical_path(spans, name)
+    show(as_json, traces.to_json(path, id, spans), traces.lines(path, len(spans)))
 
 
 @command(commands, "cuda-agent logs last agentic -f", "cuda-agent logs first synthesis --on my-cluster")

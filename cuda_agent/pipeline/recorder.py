@@ -86,10 +86,11 @@ class Recorder:
         """Copies ``files`` of a stage, such as its log, to MLflow.  The files must exist until ``close``."""
         self._update(stage, artifacts=[file for file in files if file.exists()])
 
-    def report(self, folder: Path) -> None:
-        """Copies the run's report to MLflow.  The folder must exist until ``close``."""
+    def attach(self, path: Path) -> None:
+        """Copies a file, or all files of a folder such as the report, to MLflow, beside the run.  It must exist until
+        ``close``."""
         if self._mirror:
-            self._mirror.update(None, artifacts=[folder])
+            self._mirror.update(None, artifacts=[path])
 
     def ended(self, code: int) -> None:
         if self._mirror:

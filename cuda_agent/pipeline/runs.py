@@ -73,6 +73,11 @@ def local_home(store_uri: str) -> Path:
     return folder.parent if folder.name == "store" else folder.parent / f"{folder.name}.local"
 
 
+def spans_folder(home: Path, run: str) -> Path:
+    """Returns the folder on this machine for the spans of a run's processes.  ``home`` is the store's local home."""
+    return home / "work" / run / "spans"
+
+
 def cache_of(config: Config) -> Path:
     """Returns the folder on this machine for verdicts, baselines and builds, which all runs of the store share."""
     return local_home(config.run.store) / "cache"

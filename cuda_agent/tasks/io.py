@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.errors import TaskError
+from cuda_agent.spans import span
 from cuda_agent.tasks.inspect import problems, recompute_ops
 from cuda_agent.tasks.task import Task
 
@@ -21,6 +22,7 @@ PUBLISHED = ("ops", "data_source", "code")  # the columns of CUDA-Agent-Ops-6K, 
 OWN = ("name", "family", "split")
 
 
+@span("write tasks")
 def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
     """Writes ``tasks`` to ``folder/tasks.parquet``.
 
@@ -43,6 +45,7 @@ def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
         raise TaskError(f"{folder}: cannot be written: {error.strerror or error}") from None
 
 
+@span("read tasks")
 def read_tasks(folder: Path) -> list[Task]:
     """Returns the tasks that ``write_tasks`` wrote to ``folder``, in the same order. ``folder`` may be the path of the
     parquet file itself.
