@@ -70,7 +70,7 @@ def list_all(
             where, name = row["pipeline"], row["name"]
             message = f"{row['stage']}: {row['message'].splitlines()[0]}" if row["message"] and row["code"] else ""
         done = f"{len(row['stages']):>2}/{row['of']} stages"
-        facts = f"{row['status']:12} {done}  {row['created'][:16]}  config {row['config'][:8]}"
+        facts = f"{row['status']:12} {done}  {row['created'][:16]}  config {row['config'][:8]}  {row['submitter']:10}"
         print(f"{name:28} {where:12} {facts}  {message[:70]}".rstrip())
     for line in _sweep_lines(rows):
         print(line)
@@ -108,6 +108,7 @@ def _cluster_rows(place: Cluster) -> list[dict[str, Any]]:
             "stages": [view.name for view in views if view.state in ("done", "cached")],
             "of": len(views),
             "created": about["creationTimestamp"],
+            "submitter": cluster.submitter_of(item),
             "message": item.get("status", {}).get("message", ""),
         })  # fmt: skip
     return rows

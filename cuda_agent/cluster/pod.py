@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent import machine
-from cuda_agent.cluster import engines, rayjobs, run_pools, traces
+from cuda_agent.cluster import engines, rayjobs, run_pools, stage_metrics, traces
 from cuda_agent.cluster.api import Cluster
+from cuda_agent.cluster.submit import submitter_of
 from cuda_agent.compose import load
 from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError, TryAgain, UserError
 from cuda_agent.pipeline import episodes, gc, runs, trace
@@ -128,7 +129,8 @@ def prepare(
     text = here.config.read_text() if here.config.exists() else store.get(config_entry(sha256)).decode()
     config = load(text, sha256)
     store.create(config_entry(sha256), text.encode())
-    record = runs.Run.begun(run, config, sha256)
+    submitter = submitter_of(cluster().get("Workflow", workflow)) if cluster else ""
+    record = runs.Run.begun(run, config, sha256, submitter)
     if not store.create(f"runs/{run}/run.json", record.facts()):
         record = runs.read_run(store, run)
     if record.config != sha256:
@@ -147,7 +149,7 @@ def prepare(
     with (
         tempfile.TemporaryDirectory() as folder,
         traces.session(here.work, store, run, "prepare"),
-        _recording(here, store, config, sha256, run, graph) as recorder,
+        _recording(here, store, config, sha256, run, graph, submitter=submitter) as recorder,
     ):
         for name, manifest in done.items():
             recorder.finished(name, manifest)
@@ -218,6 +220,7 @@ def run_stage(
         config = runs.read_config(store, sha256)
         with (
             traces.session(here.work, store, run, name, trace.STAGE, own) as facts,
+            stage_metrics.serving(scratch, store, run, name),
             _recording(here, store, config, sha256, run, graph_of(config, table)) as recorder,
         ):
             code = facts["code"] = _follow(spawner, name, scratch, log, recorder)
@@ -425,11 +428,13 @@ def tell_webhook(url: str, facts: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _recording(here: PodEnvironment, *of: Any, seconds: float = RECORD_SECONDS) -> Iterator[Recorder]:
+def _recording(
+    here: PodEnvironment, *of: Any, seconds: float = RECORD_SECONDS, submitter: str = ""
+) -> Iterator[Recorder]:
     """Yields a ``Recorder``, which records the run in MLflow.  After the ``with`` block, waits at most ``seconds``
     seconds until MLflow has all records.  ``of`` are arguments for ``Recorder``: the store, the configuration, its
-    hash, the name of the run, and the stages."""
-    facts = [here.mlflow, *of, lambda text: print(text, file=sys.stderr)]
+    hash, the name of the run, and the stages.  ``submitter`` is the user who started the run, if it is known."""
+    facts = [here.mlflow, *of, lambda text: print(text, file=sys.stderr), None, submitter]
     recorder = Recorder(*facts)
     try:
         yield recorder

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent import machine
+from cuda_agent.cluster.submit import submitter_of
 from cuda_agent.pipeline import trace
 from cuda_agent.pipeline.trace import Span
 from cuda_agent.spans import add
@@ -45,6 +46,7 @@ def node_spans(workflow: dict[str, Any]) -> list[Span]:
     root, created = _id(about["uid"]), _time(about["creationTimestamp"])
     nodes = [node for node in status.get("nodes", {}).values() if node.get("type") == "Pod" and node.get("startedAt")]
     facts = {"kind": trace.RUN, "workflow": about["name"], "phase": status.get("phase", "")}
+    facts |= {"submitter": submitter_of(workflow)}
     spans = [Span(root, "", "run", created, _time(status.get("finishedAt")), facts)]
     first = min((_time(node["startedAt"]) for node in nodes), default=_time(None))
     spans.append(Span(_id(f"{about['uid']} wait"), root, "wait for the first pod", created, first))

@@ -150,7 +150,8 @@ class _Execution:
         uri = self.config.run.mlflow or f"sqlite:///{self.home / 'mlflow.db'}"
         artifacts = self.home / "mlflow-artifacts" if uri.startswith("sqlite:") else None
         run = self.run_record
-        self.recorder = Recorder(uri, self.store, self.config, run.config, run.name, self.stages, self._note, artifacts)
+        facts = self.store, self.config, run.config, run.name, self.stages, self._note, artifacts, run.submitter
+        self.recorder = Recorder(uri, *facts)
 
     def run(self, preload: tuple[str, ...]) -> None:
         run = self.run_record.name

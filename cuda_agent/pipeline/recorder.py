@@ -30,7 +30,8 @@ class Recorder:
         run: Name of the run.
         stages: The stages of the run's graph.
         trouble: Function that is called with a message, from another thread, when MLflow first fails.
-        artifacts: Folder for artifacts if ``uri`` is a local database, or None if MLflow's server stores them."""
+        artifacts: Folder for artifacts if ``uri`` is a local database, or None if MLflow's server stores them.
+        submitter: User who started the run; empty: unknown."""
 
     def __init__(
         self,
@@ -42,6 +43,7 @@ class Recorder:
         stages: Sequence[Stage],
         trouble: Callable[[str], None],
         artifacts: Path | None = None,
+        submitter: str = "",
     ) -> None:
         self._store, self._config = store, config
         self._sections = {stage.name: stage.config for stage in stages}
@@ -54,7 +56,7 @@ class Recorder:
         self._folder = tempfile.TemporaryDirectory()
         resolved = Path(self._folder.name) / "config.json"
         resolved.write_text(config.model_dump_json(indent=1))
-        tags = {"config": sha256, "store": store.uri}
+        tags = {"config": sha256, "store": store.uri} | ({"mlflow.user": submitter} if submitter else {})
         self._mirror.update(None, params=flat(config), tags=tags, artifacts=[resolved])
 
     def running(self, stage: str, scratch: Path) -> None:
