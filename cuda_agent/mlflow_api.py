@@ -6,6 +6,7 @@ databases, and uploads artifacts to storage that ``Rest`` cannot write."""
 
 import logging
 import os
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ class MlflowEntry:
     tags: dict[str, str] = field(default_factory=dict)
     unread: set[str] = field(default_factory=set)  # metrics whose points were not read into ``points`` yet
     points: set[tuple[str, int]] = field(default_factory=set)  # (key, step)
+    latest: dict[str, float] = field(default_factory=dict)  # metric -> value at its last step, when MLflow was asked
     status: str = "RUNNING"  # RUNNING, FINISHED, FAILED, KILLED
     artifacts: set[Path] = field(default_factory=set)  # local files and folders that were uploaded
 
@@ -48,7 +50,7 @@ class Rest:
             base_url=f"{self._uri}/api/2.0/",
             auth=(user, given("MLFLOW_TRACKING_PASSWORD", "")) if user else None,
             headers={"Authorization": f"Bearer {token}"} if token and not user else {},
-            verify=_trusted(),
+            verify=trusted(),
             timeout=seconds,
             trust_env="//127.0.0.1:" not in uri,  # a port of this machine is reached without a proxy
         )
@@ -67,10 +69,10 @@ class Rest:
         found = self._post("experiments/search", {"max_results": 1000}).get("experiments", [])
         return [item["experiment_id"] for item in found]
 
-    def find(self, experiments: Sequence[str], tag: str, value: str) -> list[MlflowEntry]:
-        """Returns the runs whose tag ``tag`` is ``value``, newest first.  Does not read the points of their
-        metrics: each entry lists all its metrics in ``unread``."""
-        query = {"experiment_ids": experiments, "filter": f"tags.`{tag}` = '{value}'", "max_results": 1000}
+    def find(self, experiments: Sequence[str], tag: str, value: str, most: int = 1000) -> list[MlflowEntry]:
+        """Returns at most ``most`` runs whose tag ``tag`` is ``value``, newest first.  Does not read the points of
+        their metrics: each entry lists all its metrics in ``unread``."""
+        query = {"experiment_ids": experiments, "filter": f"tags.`{tag}` = '{value}'", "max_results": most}
         return [self._entry(run) for run in self._post("runs/search", query).get("runs", [])]
 
     def create(self, experiment: str, tags: dict[str, str]) -> MlflowEntry:
@@ -140,6 +142,7 @@ class Rest:
             {item["key"]: item["value"] for item in data.get("tags", [])},
             {item["key"] for item in data.get("metrics", [])},
             status=info["status"],
+            latest={item["key"]: item["value"] for item in data.get("metrics", [])},
         )
 
 
@@ -193,7 +196,8 @@ class Library:
 
     def _entry(self, run: Any) -> MlflowEntry:
         data, info = run.data, run.info
-        return MlflowEntry(info.run_id, set(data.params), dict(data.tags), set(data.metrics), status=info.status)
+        params, tags, metrics = set(data.params), dict(data.tags), dict(data.metrics)
+        return MlflowEntry(info.run_id, params, tags, set(metrics), status=info.status, latest=metrics)
 
 
 Api = Rest | Library
@@ -203,13 +207,56 @@ def _pairs(values: dict[str, str]) -> list[dict[str, str]]:
     return [{"key": key, "value": value} for key, value in values.items()]
 
 
-def _trusted() -> Any:
+def trusted() -> Any:
+    """Returns the certificates that httpx trusts (``verify``): the public ones, or those that MLflow's environment
+    variable names, and those in the file that CUDA_AGENT_CA_FILE names."""
     if os.environ.get("MLFLOW_TRACKING_INSECURE_TLS", "").lower() == "true":
         return False
+    bundle, more = os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH"), os.environ.get("CUDA_AGENT_CA_FILE")
+    if not bundle and not more:
+        return True
     import ssl
 
-    bundle = os.environ.get("MLFLOW_TRACKING_SERVER_CERT_PATH")
-    return ssl.create_default_context(cafile=bundle) if bundle else True
+    import httpx
+
+    context = ssl.create_default_context(cafile=bundle) if bundle else httpx.create_ssl_context()
+    if more:
+        context.load_verify_locations(more)
+    return context
+
+
+def refusal(error: Exception) -> str:
+    """Returns a sentence if ``error`` says that MLflow refuses this user, else an empty text."""
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    if status not in (401, 403):
+        return ""
+    helps = "Log in with MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or with MLFLOW_TRACKING_TOKEN."
+    return f"MLflow refuses this user ({status}). {helps}"
+
+
+def try_out(uri: str) -> str:
+    """Does on an MLflow server what a run does: creates a row, logs to it, uploads a file, reads it, deletes the row.
+
+    Returns:
+        A sentence about what was tried.
+
+    Raises:
+        httpx.HTTPError: The server does not answer, or refuses.
+        RuntimeError: The file that was read differs from the one that was uploaded."""
+    api = Rest(uri)
+    row = api.create(api.experiment("cuda-agent-doctor", None), {"mlflow.runName": "doctor"}).run_id
+    try:
+        api.log(row, {"tried": "yes"}, {"tried": "yes"}, [("tried", 1.0, 0)])
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "tried.txt"
+            file.write_text("yes")
+            api.upload(row, file)
+        if api.read(row, "tried.txt") != b"yes":
+            raise RuntimeError("MLflow returned another file than the one that was uploaded")
+        api.end(row, "FINISHED")
+    finally:
+        api.delete(row)
+    return "a row and a file were written, read and deleted"
 
 
 def _now() -> int:

@@ -11,7 +11,8 @@ Every write of an object is atomic.  A folder's tree is written after its files,
 complete.  Reading a folder or a file (``get_folder``, ``tree``, ``get_file``) verifies digests and removes damaged
 objects; ``get`` verifies nothing.  Empty folders and permissions are not stored.  A link to a file is stored as a copy
 of the file; links to folders are not stored.  A store in a local folder does not call fsync.  S3 credentials come only
-from AWS's environment variables, which hold a pair of keys or name a pod's IAM role."""
+from AWS's environment variables, which hold a pair of keys or name a pod's IAM role.  The environment variable
+CUDA_AGENT_CA_FILE names a file of certificates (PEM) that are trusted beside the public ones."""
 
 import contextlib
 import hashlib
@@ -173,6 +174,22 @@ class Store:
             path.unlink()
             self._remove_damaged(key)
 
+    def put_json(self, value: Any) -> str:
+        """Stores ``value`` as canonical JSON and returns its digest (see ``json_sha256``)."""
+        digest = json_sha256(value)
+        self.create(f"cas/{digest}", canonical_json(value).encode())
+        return digest
+
+    def get_json(self, digest: str) -> Any:
+        """Returns the value that ``put_json`` stored.
+
+        Raises:
+            StoreDamaged: The object is missing or damaged."""
+        data = self.get(f"cas/{digest}")
+        if hashlib.sha256(data).hexdigest() != digest:
+            self._remove_damaged(f"cas/{digest}")
+        return json.loads(data)
+
     # Folders ---------------------------------------------------------------------------------------------------------
 
     def put_folder(self, path: Path) -> str:
@@ -184,20 +201,14 @@ class Store:
             if self.size(f"cas/{digest}") != size:
                 self.put(f"cas/{digest}", file)
             files[file.relative_to(path).as_posix()] = {"sha256": digest, "size": size}
-        tree = canonical_json({"files": files}).encode()
-        digest = hashlib.sha256(tree).hexdigest()
-        self.create(f"cas/{digest}", tree)
-        return digest
+        return self.put_json({"files": files})
 
     def tree(self, digest: str) -> dict[str, dict[str, Any]]:
         """Returns the list of files of the stored folder ``digest``, as path -> {"sha256", "size"}.
 
         Raises:
             StoreDamaged: The list is missing or damaged."""
-        data = self.get(f"cas/{digest}")
-        if hashlib.sha256(data).hexdigest() != digest:
-            self._remove_damaged(f"cas/{digest}")
-        return json.loads(data)["files"]
+        return self.get_json(digest)["files"]
 
     def get_folder(self, digest: str, path: Path) -> None:
         """Copies the stored folder ``digest`` to the folder ``path``.  Verifies all files.  The copies are read-only.
@@ -261,6 +272,10 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def json_sha256(value: Any) -> str:
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
+
+
 def canonical_json(value: Any) -> str:
     """Returns a value as JSON with sorted keys and without spaces, so that equal values give the same string."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
@@ -276,15 +291,18 @@ def _s3(uri: str) -> Any:
         raise StoreUnavailable("Credentials do not belong into the store's address: set AWS_ACCESS_KEY_ID and so on.")
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
     there: dict[str, Any] = {"endpoint": endpoint, "virtual_hosted_style_request": False} if endpoint else {}
+    options: Any = {"allow_http": endpoint.startswith("http://"), "timeout": "60s"}
     try:
+        if authority := os.environ.get("CUDA_AGENT_CA_FILE"):
+            options["root_certificate"] = Path(authority).read_bytes()
         return obstore.store.S3Store(
             parts.netloc,
             prefix=parts.path.strip("/") or None,
-            client_options={"allow_http": endpoint.startswith("http://"), "timeout": "60s"},
+            client_options=options,
             retry_config={"max_retries": 4, "retry_timeout": timedelta(seconds=20)},
             **there,
         )
-    except obstore_errors.BaseError as error:
+    except (OSError, obstore_errors.BaseError) as error:
         raise StoreUnavailable(f"The store {uri} cannot be opened: {_first_line(error)}") from error
 
 

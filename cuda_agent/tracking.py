@@ -116,6 +116,7 @@ def write_whole(path: Path, text: str) -> None:
 RUN_TAG, STAGE_TAG = "cuda_agent.run", "cuda_agent.stage"
 SWEEP_TAG, PARENT_TAG = "cuda_agent.sweep", "mlflow.parentRunId"
 MANIFEST_TAG = "manifest"  # the manifest of a finished stage
+POLICY_TAG = "policy"  # of the workflow's run: the policy with the last scores
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,8 @@ class Mirror:
     ``update`` says what the child run of ``stage`` should contain, or the parent run if ``stage`` is None.  It adds
     params, tags and artifacts, replaces metrics and status, and returns at once.  The thread then sends the changes.
     ``close`` waits at most ``timeout`` seconds until all changes are sent, and returns whether they are.  When MLflow
-    fails for the first time, the thread calls ``trouble`` with one line for the user."""
+    fails for the first time, the thread calls ``trouble`` with one line for the user.  If MLflow refuses the user, the
+    thread ends: to ask again is no use."""
 
     def __init__(
         self, uri: str, experiment: str, run: str, artifacts: Path | None, trouble: Trouble, sweep: Sweep | None = None
@@ -159,7 +161,8 @@ class Mirror:
         self._lock = threading.Lock()
         self._changed = threading.Event()
         self._closing = threading.Event()
-        self._arrived = threading.Event()
+        self._arrived = threading.Event()  # also if MLflow refuses
+        self._refused = False
         self._thread = threading.Thread(target=self._work, name="mlflow", daemon=True)
         self._thread.start()
 
@@ -185,7 +188,7 @@ class Mirror:
     def close(self, timeout: float) -> bool:
         self._closing.set()
         self._changed.set()
-        return self._arrived.wait(timeout)
+        return self._arrived.wait(timeout) and not self._refused
 
     def _work(self) -> None:
         api, warned, pause = None, False, 1.0
@@ -201,6 +204,11 @@ class Mirror:
                     self._arrived.set()
                     return
             except Exception as error:  # a failure of MLflow must not stop the run
+                if refused := mlflow_api.refusal(error):
+                    self._trouble(f"{refused} Metrics are kept in the store.")
+                    self._refused = True
+                    self._arrived.set()
+                    return
                 if not warned:
                     reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
                     self._trouble(f"MLflow at {self._uri} is away ({reason}); metrics are kept in the store.")

@@ -1,6 +1,8 @@
 """The store: atomic, content-addressed, and clear about what is wrong, for a folder, memory and S3."""
 
+import contextlib
 import hashlib
+import json
 import os
 import re
 import ssl
@@ -126,27 +128,79 @@ def test_a_pod_with_an_iam_role_needs_no_keys(tmp_path, monkeypatch):
             signed.append(self.headers["Authorization"])
             super().do_PUT()
 
-    key, certificate, token = tmp_path / "key.pem", tmp_path / "certificate.pem", tmp_path / "token"
+    token = tmp_path / "token"
     token.write_text("of-the-service-account")
-    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate]
-    made += ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1", "-addext", "basicConstraints=CA:FALSE"]
-    subprocess.run(made, check=True, capture_output=True)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    with ThreadingHTTPServer(("127.0.0.1", 0), Identity) as server:
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        address = f"https://127.0.0.1:{server.server_port}"
-        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
-            monkeypatch.delenv(name, raising=False)
-        environment = {"AWS_ENDPOINT_URL": address, "AWS_ENDPOINT_URL_STS": address, "AWS_REGION": "eu-west-1"}
-        environment |= {"AWS_ROLE_ARN": ROLE, "AWS_WEB_IDENTITY_TOKEN_FILE": str(token)}
-        for name, value in (environment | {"SSL_CERT_FILE": str(certificate)}).items():
-            monkeypatch.setenv(name, value)
+    with serving(Identity, tmp_path) as (address, certificate):
+        environment = {"AWS_ENDPOINT_URL_STS": address, "AWS_ROLE_ARN": ROLE, "AWS_WEB_IDENTITY_TOKEN_FILE": str(token)}
+        use(monkeypatch, AWS_ENDPOINT_URL=address, SSL_CERT_FILE=str(certificate), **environment)
         open_store("s3://bucket/x").put("a", b"1")
-        server.shutdown()
     assert (asked[0]["WebIdentityToken"], asked[0]["RoleArn"]) == (["of-the-service-account"], [ROLE])
     assert "Credential=TEMPORARY/" in signed[0]
+
+
+def test_pod_identity_of_eks_gives_keys(tmp_path, monkeypatch):
+    """The environment is as EKS Pod Identity sets it: an address of the node's agent, and a file with a token."""
+    asked, signed = [], []
+
+    class Agent(_S3):
+        objects: ClassVar[dict[str, bytes]] = {}
+
+        def do_GET(self):
+            asked.append((self.path, self.headers["Authorization"]))
+            keys = {"AccessKeyId": "TEMPORARY", "SecretAccessKey": "s", "Token": "t"}
+            self._answer(200, json.dumps(keys | {"Expiration": "2099-01-01T00:00:00Z"}).encode())
+
+        def do_PUT(self):
+            signed.append(self.headers["Authorization"])
+            super().do_PUT()
+
+    token = tmp_path / "token"
+    token.write_text("of-the-pod")
+    with serving(Agent) as (address, _):
+        environment = {"AWS_CONTAINER_CREDENTIALS_FULL_URI": f"{address}/v1/credentials"}
+        use(monkeypatch, AWS_ENDPOINT_URL=address, AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE=str(token), **environment)
+        open_store("s3://bucket/x").put("a", b"1")
+    assert asked == [("/v1/credentials", "of-the-pod")] and "Credential=TEMPORARY/" in signed[0]
+
+
+def test_a_private_authority_is_trusted_where_it_is_named(tmp_path, monkeypatch):
+    handler = type("Handler", (_S3,), {"objects": {}})
+    with serving(handler, tmp_path) as (address, certificate):
+        use(monkeypatch, AWS_ENDPOINT_URL=address, AWS_ACCESS_KEY_ID="a", AWS_SECRET_ACCESS_KEY="b")
+        monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+        with pytest.raises(StoreUnavailable, match="does not answer"):
+            open_store("s3://bucket").put("a", b"1")
+        monkeypatch.setenv("CUDA_AGENT_CA_FILE", str(certificate))
+        open_store("s3://bucket").put("a", b"1")
+    monkeypatch.setenv("CUDA_AGENT_CA_FILE", str(tmp_path / "none"))
+    with pytest.raises(StoreUnavailable, match=r"cannot be opened: .*No such file"):
+        open_store("s3://bucket")
+
+
+@contextlib.contextmanager
+def serving(handler, folder=None):
+    """Serves ``handler``, over TLS if there is a folder for a certificate.  Yields the address and the certificate."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        certificate = folder / "certificate.pem" if folder else None
+        if folder:
+            key = folder / "key.pem"
+            made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", certificate]
+            made += ["-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1"]
+            subprocess.run([*made, "-addext", "basicConstraints=CA:FALSE"], check=True, capture_output=True)
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate, key)
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http{'s' * bool(folder)}://127.0.0.1:{server.server_port}", certificate
+        server.shutdown()
+
+
+def use(monkeypatch, **environment):
+    """Sets AWS's variables to those of ``environment`` alone."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ROLE_ARN"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ({"AWS_REGION": "eu-west-1"} | environment).items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

@@ -10,10 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from cuda_agent.cli.options import AsJson, Namespace, Overrides, Release, RunName, command, command_group, print_json
+from cuda_agent.cli.options import (
+    AsJson,
+    Namespace,
+    Overrides,
+    Release,
+    RunName,
+    command,
+    command_group,
+    print_json,
+)
 from cuda_agent.cli.runs import cluster_of
 from cuda_agent.cluster.api import AWAY, Cluster, ClusterError
-from cuda_agent.errors import ConfigError
+from cuda_agent.errors import EXIT_RETRY, ConfigError
 
 if TYPE_CHECKING:
     from cuda_agent.cluster.submit import Submission
@@ -26,6 +35,7 @@ On = Annotated[
 ]
 Watching = Annotated[bool, Option("--watch", help="follow the run until it ends")]
 Profile = Annotated[str, Option(help="profile of the chart, which sets the resources of the run's pods")]
+Whole = Annotated[bool, Option("--sweep", help="RUN is the name of a sweep, and all its runs are meant")]
 EVERY = 1.0  # seconds between two queries of a run
 
 
@@ -37,7 +47,7 @@ EVERY = 1.0  # seconds between two queries of a run
 def submit(
     overrides: Overrides = None,
     profile: Profile = "cpu",
-    release: Release = "cuda-agent",
+    release: Release = None,
     on: On = None,
     namespace: Namespace = None,
     watching: Watching = False,
@@ -48,10 +58,12 @@ def submit(
 
     The Helm chart of cuda-agent must be installed there. This machine needs a kubeconfig, but no GPU."""
     from cuda_agent.cluster import submit as cluster
+    from cuda_agent.cluster.templates import template_name
     from cuda_agent.compose import compose
 
-    what = cluster.submission(compose(overrides or []), profile, release)
+    config = compose(overrides or [])
     if dry_run:
+        what = cluster.submission(config, profile, template_name(release or "cuda-agent", profile))
         objects = [what.workflow, what.config_map]
         if as_json:
             print_json(objects)
@@ -61,6 +73,7 @@ def submit(
             print("---\n".join(yaml.safe_dump(item, sort_keys=False, width=120) for item in objects), end="")
         return
     place = cluster_of(on, namespace)
+    what = cluster.submission(config, profile, cluster.template_for(place, profile, release, [config]))
     cluster.submit(place, what)
     _submitted(place, what, watching, as_json)
 
@@ -75,7 +88,7 @@ def sweep(
         list[str], Argument(metavar="OVERRIDE", help="as in `submit`; a key may have several values, as in seed=1,2")
     ],
     profile: Profile = "cpu",
-    release: Release = "cuda-agent",
+    release: Release = None,
     on: Annotated[
         str | None,
         Option(
@@ -95,8 +108,8 @@ def sweep(
 
     Values are written in Hydra's grammar: a=1,2  a=range(3)  a=choice(x,y). All runs are validated before the first
     one starts. On a cluster, the command submits the runs and ends. On this machine (--on local), it executes them
-    one after the other. To continue a stopped sweep on this machine, repeat the command with run.name=NAME, the
-    sweep's name."""
+    one after the other, and ends with a table of their scores, which `report SWEEP` prints again. To continue a
+    stopped sweep on this machine, repeat the command with run.name=NAME, the sweep's name."""
     from cuda_agent.pipeline import sweep as sweeps
 
     if on == "local" and parallel is not None:
@@ -113,9 +126,12 @@ def sweep(
     else:
         from cuda_agent.cluster import submit as cluster
 
-        submissions = cluster.sweep_submissions([point.config for point in points], profile, release, parallel)
+        configs, template = [point.config for point in points], ""
         if not dry_run:
             place = cluster_of(on, namespace)
+            template = cluster.template_for(place, profile, release, configs)
+        submissions = cluster.sweep_submissions(configs, profile, template, parallel)
+        if place:
             cluster.submit(place, *submissions)
     if as_json:
         rows = [{"run": point.name, "overrides": point.overrides} for point in points]
@@ -129,13 +145,16 @@ def sweep(
     else:
         print(f"sweep {name}: {len(points)} runs in namespace {place.namespace} of {place.name}")
         print(f"follow one with: cuda-agent watch {points[0].name} --namespace {place.namespace}")
+        print(f"stop all with: cuda-agent cancel {name} --sweep --namespace {place.namespace}")
 
 
 def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
-    """Executes ``points``, the runs of the sweep ``name``, one by one on this machine.  Prints their outcomes.
-    Returns the first nonzero exit code of a run, or 0 if there is none."""
-    from cuda_agent.pipeline import screen, sweep
+    """Executes ``points``, the runs of the sweep ``name``, one by one on this machine.  Prints their outcomes, and at
+    the end a table of their scores.  Returns the first nonzero exit code of a run, or 0 if there is none."""
+    from cuda_agent.optimize.score_text import sweep_lines
+    from cuda_agent.pipeline import compare, screen, sweep
     from cuda_agent.pipeline.local import RunOutcome, run_pipeline
+    from cuda_agent.storage import open_store
 
     def execute(point: "Point") -> RunOutcome:
         if not as_json:
@@ -151,6 +170,12 @@ def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
             where = f" in {outcome.stage}" if outcome.stage else ""
             how = f"exit code {outcome.code}{where}: {outcome.message.splitlines()[0]}" if outcome.code else "done"
             print(f"run {point.name}: {how}", flush=True)
+    if any(not row["code"] for row in rows):
+        table = compare.sweep_rows(compare.of_sweep(open_store(points[0].config.run.store), name))
+        scored = {row["run"]: row for row in table}
+        rows = [row | scored[row["run"]] if row["run"] in scored else row for row in rows]
+        if not as_json:
+            print("\n".join(["", *sweep_lines(name, table)]))
     if as_json:
         print_json({"sweep": name, "runs": rows})
     if len(rows) < len(points):
@@ -162,26 +187,36 @@ def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
 def watch(run: RunName, on: On = None, namespace: Namespace = None, as_json: AsJson = False) -> None:
     """Follow a run on a cluster until it ends.
 
-    Show the stages, their progress, and what they wait for. Ctrl-C ends this command, and the run continues. With
-    --json, print a line each time something has changed."""
+    Show the stages, their progress, and every ten seconds why pods do not start. Ctrl-C ends this command, and the run
+    continues. With --json, print a line each time something has changed. The exit code is that of the run. It is 78
+    if pods cannot start for two minutes and only a person can help."""
     sys.exit(_follow(cluster_of(on, namespace), run, as_json))
 
 
-@command(commands, "cuda-agent cancel last", "cuda-agent cancel last --now")
+@command(commands, "cuda-agent cancel last", "cuda-agent cancel last --now", "cuda-agent cancel grid --sweep")
 def cancel(
     run: RunName,
     now: Annotated[bool, Option("--now", help="stop at once, without waiting for checkpoints")] = False,
+    whole: Whole = False,
     on: On = None,
     namespace: Namespace = None,
     as_json: AsJson = False,
 ) -> None:
-    """Stop a run on a cluster.
+    """Stop a run, or all runs of a sweep, on a cluster.
 
     Unless --now is given, the running stages first write a checkpoint. `resume` continues from the last
     checkpoint."""
     from cuda_agent.cluster import submit as cluster
 
-    name, running = cluster.cancel(cluster_of(on, namespace), run, now)
+    place = cluster_of(on, namespace)
+    if whole:
+        live = [last for last in cluster.newest_of(place, run) if cluster.phase(last) not in cluster.ENDED]
+        for last in live:
+            cluster.cancel(place, last, now)
+        _all_of(run, [cluster.run_of(last) for last in live], "stopping", as_json)
+        return
+    last = cluster.find(place, run)
+    name, running = cluster.run_of(last), cluster.cancel(place, last, now)
     if as_json:
         print(json.dumps({"run": name, "stopping": running, "now": now}))
         return
@@ -195,15 +230,28 @@ def cancel(
     print(f"go on with: cuda-agent resume {name}")
 
 
-@command(commands, "cuda-agent resume last")
+@command(commands, "cuda-agent resume last", "cuda-agent resume grid --sweep")
 def resume(
-    run: RunName, on: On = None, namespace: Namespace = None, watching: Watching = False, as_json: AsJson = False
+    run: RunName,
+    whole: Whole = False,
+    on: On = None,
+    namespace: Namespace = None,
+    watching: Watching = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Continue a cancelled or failed run on a cluster. Finished stages keep their results and do not run again."""
+    """Continue a cancelled or failed run, or all such runs of a sweep, on a cluster.
+
+    Finished stages keep their results and do not run again."""
     from cuda_agent.cluster import submit as cluster
 
+    if whole and watching:
+        raise ConfigError("resume --watch: follows one run, so it does not go with --sweep.")
     place = cluster_of(on, namespace)
-    _submitted(place, cluster.resume(place, run), watching, as_json)
+    if whole:
+        failed = [last for last in cluster.newest_of(place, run) if cluster.phase(last) in cluster.ENDED[1:]]
+        _all_of(run, [cluster.resume(place, last).run for last in failed], "submitted again", as_json)
+        return
+    _submitted(place, cluster.resume(place, cluster.find(place, run)), watching, as_json)
 
 
 @command(commands, "cuda-agent mlflow")
@@ -254,45 +302,68 @@ def _submitted(place: Cluster, what: "Submission", watching: bool, as_json: bool
         sys.exit(_follow(place, run, as_json))
 
 
+def _all_of(sweep: str, runs: list[str], what: str, as_json: bool) -> None:
+    if as_json:
+        print_json({"sweep": sweep, "runs": runs})
+    else:
+        print("".join(f"{run}\n" for run in runs) + f"sweep {sweep}: {len(runs)} runs {what}")
+
+
 def _follow(place: Cluster, run: str, as_json: bool) -> int:
-    """Shows a run on a cluster until it ends.  Returns 0 if it succeeded, 75 if it was stopped, else 1."""
+    """Shows a run on a cluster until it ends, or until only a person can help it.  Returns its exit code."""
     from cuda_agent.cluster import submit as cluster
+    from cuda_agent.cluster.waiting import HOPELESS_SECONDS, TELL_SECONDS
     from cuda_agent.pipeline import screen
 
     workflow = cluster.find(place, run)
-    name = cluster.run_of(workflow)
-    heard = time.monotonic()
+    name, attempt = cluster.run_of(workflow), workflow["metadata"]["name"]
+    heard, looked, stuck_since = time.monotonic(), -TELL_SECONDS, 0.0
+    delays: dict[str, tuple[str, bool]] = {}
     with contextlib.nullcontext(_json_lines()) if as_json else screen.watching() as show:
         while True:
             try:
+                workflow = place.get("Workflow", attempt)
+                heard = time.monotonic()
                 shown = cluster.views(workflow)
-                cluster.explain(place, workflow, shown)
+                if look := heard - looked >= TELL_SECONDS:
+                    delays, looked = cluster.delays(place, workflow, shown), heard
+                late = [
+                    view
+                    for view in shown
+                    if view.name in delays and (view.state == "waiting" or view.name == "prepare")
+                ]
+                for view in late:
+                    view.waits = delays[view.name][0]
+                # The servers that a running `prepare` waits for end it themselves, if they cannot start.
+                stuck = [view for view in late if view.state == "waiting" and delays[view.name][1]]
+                if look:
+                    stuck_since = (stuck_since or heard) if stuck else 0.0
                 show(name, shown)
                 if cluster.phase(workflow) in cluster.ENDED:
                     break
-                time.sleep(EVERY)
-                workflow = place.get("Workflow", workflow["metadata"]["name"])
-                heard = time.monotonic()
+                if stuck and heard - stuck_since >= HOPELESS_SECONDS:
+                    why = f"{stuck[0].name} cannot start: {stuck[0].waits}"
+                    raise ConfigError(f"run {name}: {why}\nMend this, or stop the run with: cuda-agent cancel {name}")
             except ClusterError as error:  # the run itself continues while the API server restarts
-                if error.exit_code != 75 or time.monotonic() - heard > AWAY:
+                if error.exit_code != EXIT_RETRY or time.monotonic() - heard > AWAY:
                     raise
-                time.sleep(EVERY)
-    now = cluster.phase(workflow)
-    stopped = bool(workflow["spec"].get("shutdown"))
+            time.sleep(EVERY)
+    now, stopped = cluster.phase(workflow), bool(workflow["spec"].get("shutdown"))
     message = workflow.get("status", {}).get("message", "")
     if as_json:
         print(json.dumps({"run": name, "status": now.lower(), "stopped": stopped, "message": message}), flush=True)
     else:
         print(f"run {name}: {now.lower()}" + (" (stopped)" if stopped and now != "Succeeded" else ""))
         print(message, end="\n" if message else "")
-    return 0 if now == "Succeeded" else 75 if stopped else 1
+    return cluster.exit_code(workflow)
 
 
 def _json_lines() -> "Callable[[str, list[StageView]], None]":
     shown: list[Any] = []
 
     def show(run: str, views: "list[StageView]") -> None:
-        now = [{"stage": v.name, "state": v.state, "done": v.done, "total": v.total, "notes": v.notes} for v in views]
+        facts = ("state", "done", "total", "notes", "waits")
+        now = [{"stage": view.name} | {fact: getattr(view, fact) for fact in facts} for view in views]
         if now != shown:
             shown[:] = now
             print(json.dumps({"run": run, "stages": now}), flush=True)

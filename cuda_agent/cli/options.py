@@ -35,7 +35,10 @@ Device = Annotated[
     Literal["cpu", "cuda"] | None,
     Option("--device", help="device that runs the solution [default: cuda if there is a GPU, else cpu]"),
 ]
-Release = Annotated[str, Option(help="full name of the Helm release: the prefix of its objects' names")]
+Release = Annotated[
+    str | None,
+    Option(help="full name of the Helm release: the prefix of its objects' names [default: the namespace's only one]"),
+]
 AsJson = Annotated[bool, Option("--json", help="print JSON, for programs")]
 StoreOption = Annotated[
     str, Option("--store", envvar="CUDA_AGENT_STORE", help="store of the runs: a folder or s3://bucket/prefix")

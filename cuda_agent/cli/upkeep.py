@@ -26,7 +26,7 @@ def doctor(
         str | None, Option(help="tracking URI of this machine, as in run.mlflow [default: SQLite beside the store]")
     ] = None,
     namespace: Namespace = None,
-    release: Release = "cuda-agent",
+    release: Release = None,
     as_json: AsJson = False,
 ) -> None:
     """Check this machine or a cluster. Print one line per check, and a remedy for each failed one (✗).
@@ -73,7 +73,7 @@ def gc(
         ),
     ] = "local",
     namespace: Namespace = None,
-    release: Release = "cuda-agent",
+    release: Release = None,
     as_json: AsJson = False,
 ) -> None:
     """Remove old runs, and the data that only they need.
@@ -110,7 +110,9 @@ def _collect_here(keep: int | None, dry_run: bool, store: str) -> dict[str, Any]
     return what.to_json() | {"removed": not dry_run}
 
 
-def _collect_there(keep: int | None, dry_run: bool, on: str, namespace: str | None, release: str) -> dict[str, Any]:
+def _collect_there(
+    keep: int | None, dry_run: bool, on: str, namespace: str | None, release: str | None
+) -> dict[str, Any]:
     from cuda_agent.cluster import maintenance
 
     if keep is not None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from cuda_agent import mlflow_api
 from cuda_agent.diagnostics.doctor import Check
 from cuda_agent.storage import StoreError, StoreUnavailable, open_store
 
@@ -95,12 +96,11 @@ def _tags(xml: str) -> list[str]:
 
 
 def probe(store: str, mlflow: str) -> Iterator[Check]:
-    """Writes, reads and deletes an object in the store, and sends a request to MLflow.  Yields one ``Check`` for each
-    result.  ``store`` is the store's URI.  ``mlflow`` is MLflow's URI, or ``off`` for a cluster without MLflow."""
+    """Does in the store and in MLflow what a run does there.  Yields one ``Check`` for each result.  ``store`` is the
+    store's URI.  ``mlflow`` is MLflow's URI, or ``off`` for a cluster without MLflow."""
 
     def check(name: str, ok: bool, text: str) -> Check:
-        values = "tracking" if name == "mlflow" else name
-        return Check(name, ok, text, "" if ok else f"look at the chart's values {values} and networkPolicy")
+        return Check(name, ok, text, "" if ok else f"look at the chart's values {name} and networkPolicy")
 
     key = f"doctor/{secrets.token_hex(8)}"
     try:
@@ -115,13 +115,17 @@ def probe(store: str, mlflow: str) -> Iterator[Check]:
         yield check("store", not opened.exists(key), f"{store}: deleted")
     except StoreError as error:
         yield check("store", False, str(error).splitlines()[0])
-    if mlflow == "off":
-        yield check("mlflow", True, "MLflow: none")
-        return
-    import httpx
+    yield Check("mlflow", True, "MLflow: none") if mlflow == "off" else check_mlflow(mlflow)
 
+
+def check_mlflow(uri: str) -> Check:
+    """Does in MLflow what a run does there, and returns how it went."""
     try:
-        answer = httpx.get(f"{mlflow}/health", timeout=10, trust_env=False)
-        yield check("mlflow", answer.status_code == 200, f"{mlflow}: {answer.status_code} {answer.text[:60]}")
-    except httpx.HTTPError as error:
-        yield check("mlflow", False, f"{mlflow}: {error}")
+        return Check("mlflow", True, f"{uri}: {mlflow_api.try_out(uri)}")
+    except Exception as error:  # a check that breaks is a finding
+        refused, _, login = mlflow_api.refusal(error).partition(". ")
+        text = refused or (str(error).splitlines() or [type(error).__name__])[0]
+        helps = login + " In the chart, secretEnvironment takes them from a secret." if refused else ""
+        return Check(
+            "mlflow", False, f"{uri}: {text}", helps or "look at the chart's values tracking and networkPolicy"
+        )

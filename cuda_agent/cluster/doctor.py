@@ -8,10 +8,9 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from cuda_agent.cluster import maintenance
+from cuda_agent import mlflow_api
+from cuda_agent.cluster import maintenance, results, templates
 from cuda_agent.cluster.api import Cluster, ClusterError
-from cuda_agent.cluster.pools import version_name
-from cuda_agent.cluster.submit import PROFILE_LABEL, template_name
 from cuda_agent.diagnostics.doctor import Check, not_checked
 
 Finding = tuple[str, str]  # what was found, and the remedy; an empty remedy means that all is well
@@ -29,9 +28,10 @@ _RIGHTS = (
 )
 
 
-def examine(cluster: Cluster, release: str) -> Iterator[Check]:
-    """Checks a cluster and its Helm release ``release``, and yields the result of each check.  If a check raises a
-    ``ClusterError``, its result is "failed".  If the first check (of the API server) fails, no other check follows."""
+def examine(cluster: Cluster, release: str | None) -> Iterator[Check]:
+    """Checks a cluster and its Helm release ``release`` (None: the only one of the namespace), and yields the result of
+    each check.  If a check raises a ``ClusterError``, its result is "failed".  If the first check (of the API server)
+    fails, no other check follows."""
     first = _checked("api server", lambda: _api_server(cluster))
     yield first
     if not first.ok:
@@ -42,6 +42,7 @@ def examine(cluster: Cluster, release: str) -> Iterator[Check]:
         ("controller", lambda: _controller(cluster), ("you may not list the Deployments of all namespaces", "")),
         ("rights", lambda: _rights(cluster), None),
         ("chart", lambda: _chart(cluster, release), None),
+        ("results", lambda: _results(cluster, release), None),
         ("pod security", lambda: _pod_security(cluster), no_namespace),
         ("policies", lambda: _policies(cluster), None),
         ("gpus", lambda: _gpus(cluster), ("you may not list nodes", "")),
@@ -140,26 +141,38 @@ def _rights(cluster: Cluster) -> Finding:
     return f"you may not {', '.join(missing)}", mend
 
 
-def _chart(cluster: Cluster, release: str) -> Finding:
-    found = {item["metadata"]["name"]: item["metadata"]["labels"] for item in cluster.all("WorkflowTemplate")}
-    there = {name: labels for name, labels in found.items() if PROFILE_LABEL in labels}
-    if not there:
-        mend = f"helm install {release} charts/cuda-agent --namespace {cluster.namespace}"
-        return f"namespace {cluster.namespace} has no release of the chart", mend
-    ours = [item for name, item in there.items() if name == template_name(release, item[PROFILE_LABEL])]
-    if not ours:
-        names = ", ".join(sorted(there))
-        mend = "give the right --release, or use the same version of the chart and of this command"
-        return f"no template of {release} in version {version_name()}; there are {names}", mend
-    profiles = ", ".join(sorted(item[PROFILE_LABEL] for item in ours))
-    instance = ours[0].get("app.kubernetes.io/instance", "?")
-    text = f"{ours[0].get('helm.sh/chart', 'no chart')} as {instance}, profiles {profiles}"
-    absent = [job for job in ("doctor", "gc", "gc-plan") if template_name(release, job) not in found]
+def _chart(cluster: Cluster, release: str | None) -> Finding:
+    try:
+        ours = templates.of_release(cluster, release)
+    except ClusterError as error:
+        if error.status != 404:
+            raise
+        text, _, mend = str(error).partition(". ")
+        return text, mend
+    name = ours[0].release
+    profiles = ", ".join(f"{one.job} ({one.gpus} GPUs)" if one.gpus not in ("", "0") else one.job for one in ours)
+    text = f"version {ours[0].version} as {name}, profiles {profiles}"
+    there = {one.job for one in templates.templates(cluster, templates.JOB_LABEL) if one.release == name}
+    absent = [job for job in ("doctor", "gc", "gc-plan") if job not in there]
     return (
         (f"{text}; it lacks {', '.join(absent)}", "run helm upgrade with this version's chart")
         if absent
         else (text, "")
     )
+
+
+def _results(cluster: Cluster, release: str | None) -> Finding:
+    """Checks whether this machine can read reports and logs from an MLflow outside of the release, with the user's
+    login.  Pods have another one, and the checks inside the cluster try it."""
+    uri = templates.of_release(cluster, release)[0].mlflow
+    if uri == "off" or results.is_of_chart(uri):
+        return "the release has no MLflow" if uri == "off" else "in the chart's MLflow, through a forwarded port", ""
+    try:
+        mlflow_api.Rest(uri).experiments()
+    except Exception as error:
+        refused, _, login = mlflow_api.refusal(error).partition(". ")
+        return f"{uri}: {refused or error}", login or "let this machine connect to it, for report and logs"
+    return f"this machine reads them from {uri}", ""
 
 
 def _pod_security(cluster: Cluster) -> Finding:
@@ -205,7 +218,7 @@ def _nodes(cluster: Cluster) -> list[dict[str, Any]]:
     return cluster.ask("/api/v1/nodes", "list nodes")["items"]
 
 
-def _inside(cluster: Cluster, release: str) -> Iterator[Check]:
+def _inside(cluster: Cluster, release: str | None) -> Iterator[Check]:
     mend = "use the same version of chart, image and command"
     try:
         found = maintenance.ask(cluster, release, "doctor")

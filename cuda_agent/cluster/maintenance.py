@@ -13,21 +13,21 @@ import time
 from typing import Any
 
 from cuda_agent.cluster.api import AWAY, Cluster, ClusterError, new_object
-from cuda_agent.cluster.submit import ENDED, phase, require_template, template_name
+from cuda_agent.cluster.submit import ENDED, phase
+from cuda_agent.cluster.templates import JOB_LABEL, choose
 from cuda_agent.errors import EXIT_RETRY
 
-JOB_LABEL = "cuda-agent.io/maintenance"
 START_SECONDS = 180.0  # longest wait for the job's pod to start
 EVERY = 0.5  # seconds between two queries
 
 
-def ask(cluster: Cluster, release: str, job: str) -> Any:
-    """Runs the maintenance job ``job`` of the Helm release ``release``, and returns its answer, parsed from JSON.
+def ask(cluster: Cluster, release: str | None, job: str) -> Any:
+    """Runs the maintenance job ``job`` of the Helm release ``release`` (None: the only one of the namespace), and
+    returns its answer, parsed from JSON.
 
     Raises:
         ClusterError: The job could not start, failed, or gave no answer."""
-    template = template_name(release, job)
-    require_template(cluster, template)
+    template = choose(cluster, job, release, JOB_LABEL).name
     name = f"{job}-{secrets.token_hex(4)}"
     cluster.create(new_object("Workflow", name, {JOB_LABEL: job}, spec={"workflowTemplateRef": {"name": template}}))
     try:

@@ -28,11 +28,13 @@ from cuda_agent.cluster.submit import submitter_of
 from cuda_agent.compose import load
 from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError, TryAgain, UserError
 from cuda_agent.pipeline import episodes, gc, runs, trace
+from cuda_agent.pipeline.compare import newest_results, why_missed
 from cuda_agent.pipeline.graph import ABSENT, ROWS, Stage, needs, stages_of
 from cuda_agent.pipeline.local import outcome_message
 from cuda_agent.pipeline.manifest import (
     Manifest,
     config_entry,
+    identity_of,
     outcome_entry,
     prepare_entry,
     read_manifest,
@@ -137,10 +139,14 @@ def prepare(
         raise ConfigError(f"There is a run {run} of another configuration ({record.config[:8]}). Choose another name.")
     graph = stages_of(config) if stages is None else stages
     done: dict[str, Manifest] = {}
+    earlier = newest_results(store)
     for stage in graph:
-        ready = all(above in done for above in needs(graph, stage))
-        if ready and (result := serve_from_cache(store, run, graph, stage, config, done)):
-            done[stage.name] = result
+        if all(above in done for above in needs(graph, stage)):
+            identity = identity_of(store, graph, stage, config, done)
+            if result := serve_from_cache(store, run, identity):
+                done[stage.name] = result
+            elif why := why_missed(store, earlier.get(stage.name), stage, identity):
+                print(f"{stage.name} is not in the cache; {why}", flush=True)
     left = [stage for stage in graph if stage.name not in done]
     spread = spread and config.runtime == "ray"
     for stage in left:  # how an earlier attempt ended says nothing about this one; a RayJob may still be running
@@ -420,9 +426,11 @@ def tell_webhook(url: str, facts: dict[str, Any]) -> None:
     stderr, and neither raises an exception nor tries again."""
     import httpx
 
+    from cuda_agent.mlflow_api import trusted
+
     text = f"cuda-agent run {facts['run']}: " + ("done" if not facts["code"] else f"ended with {facts['code']}")
     try:
-        httpx.post(url, json={"text": text} | facts, timeout=10).raise_for_status()
+        httpx.post(url, json={"text": text} | facts, timeout=10, verify=trusted()).raise_for_status()
     except httpx.HTTPError as error:
         print(f"the webhook did not take it: {type(error).__name__}", file=sys.stderr)  # the address is a secret
 

@@ -18,10 +18,11 @@ from urllib.parse import urlsplit
 
 from cuda_agent.cluster import bucket, pools, rayjobs
 from cuda_agent.cluster.api import Cluster, ClusterError
-from cuda_agent.cluster.maintenance import JOB_LABEL
 from cuda_agent.cluster.pod import PodEnvironment
-from cuda_agent.cluster.run_pools import remove_pools, why_not_ready
+from cuda_agent.cluster.run_pools import remove_pools
 from cuda_agent.cluster.submit import ENDED, RUN_LABEL, phase
+from cuda_agent.cluster.templates import JOB_LABEL
+from cuda_agent.cluster.waiting import why
 from cuda_agent.config import SandboxConfig
 from cuda_agent.diagnostics.doctor import Check
 from cuda_agent.pipeline import gc
@@ -230,7 +231,8 @@ def _said(cluster: Cluster, workflow: str) -> dict[str, Any]:
                     if ended.get("message") and ended.get("exitCode") == 0:
                         return json.loads(ended["message"])
         if time.monotonic() > deadline:
-            raise ClusterError(f"A sandbox did not come to try in {WALL_SECONDS:.0f} s: {why_not_ready(pods)[:300]}")
+            reason = why(cluster, pods, f"{workflow}-workspace")
+            raise ClusterError(f"A sandbox did not come to try in {WALL_SECONDS:.0f} s: {reason[:300]}")
         time.sleep(0.5)
 
 

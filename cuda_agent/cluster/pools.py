@@ -151,6 +151,7 @@ def servers(component: str, name: str, own: dict[str, str], port: int, pod: dict
     labels = labels_of(component) | own
     (container,) = pod["containers"]
     container |= {"name": component, "ports": [{"name": "http", "containerPort": port, "protocol": "TCP"}]}
+    container["terminationMessagePolicy"] = "FallbackToLogsOnError"  # `watch` shows why a server ended
     spec = {
         "replicas": 1,
         "podManagementPolicy": "Parallel",

@@ -15,20 +15,24 @@ import httpx
 
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.cluster.forward import forwarded, pod_of
-from cuda_agent.cluster.submit import PROFILE_LABEL, workflows
+from cuda_agent.cluster.submit import workflows
+from cuda_agent.cluster.templates import templates
 from cuda_agent.cluster.traces import PACKED as PACKED_TRACE
 from cuda_agent.cluster.traces import node_spans, unpacked
 from cuda_agent.compose import validate
+from cuda_agent.context import SCORE
 from cuda_agent.errors import ConfigError
-from cuda_agent.mlflow_api import MlflowEntry, Rest
+from cuda_agent.mlflow_api import MlflowEntry, Rest, refusal
+from cuda_agent.pipeline.compare import Facts
 from cuda_agent.pipeline.episodes import FILE, PACKED, TOKENIZER, Left
 from cuda_agent.pipeline.graph import ROWS
 from cuda_agent.pipeline.manifest import Manifest
-from cuda_agent.pipeline.runs import Facts
 from cuda_agent.pipeline.trace import Span
-from cuda_agent.tracking import MANIFEST_TAG, RUN_TAG, STAGE_TAG
+from cuda_agent.tracking import MANIFEST_TAG, POLICY_TAG, RUN_TAG, STAGE_TAG, SWEEP_TAG
 
 MLFLOW_PORT = 5000
+SCORED = 20  # runs whose scores are read for a list of runs
+_NAME = re.compile(r"[A-Za-z0-9._-]+")  # a name that may stand in a filter expression
 
 
 @contextlib.contextmanager
@@ -38,7 +42,7 @@ def mlflow(cluster: Cluster) -> Iterator[str]:
 
     Raises:
         ClusterError: MLflow does not answer.
-        ConfigError: The release has no MLflow."""
+        ConfigError: The release has no MLflow, or it refuses this user."""
     try:
         if elsewhere := _elsewhere(cluster):
             yield elsewhere
@@ -46,6 +50,8 @@ def mlflow(cluster: Cluster) -> Iterator[str]:
         with forwarded(cluster, pod_of(cluster, "mlflow"), MLFLOW_PORT) as port:
             yield f"http://127.0.0.1:{port}"
     except httpx.HTTPError as error:
+        if refused := refusal(error):
+            raise ConfigError(refused) from None
         raise ClusterError(f"MLflow in {cluster.namespace} of {cluster.name} does not answer: {error}") from None
 
 
@@ -55,16 +61,19 @@ def _elsewhere(cluster: Cluster) -> str:
 
     Raises:
         ConfigError: The release has no MLflow."""
-    profiles = cluster.all("WorkflowTemplate", PROFILE_LABEL)
-    templates = [item for profile in profiles for item in profile["spec"]["templates"]]
-    variables = [variable for item in templates for variable in item.get("container", {}).get("env", [])]
-    uri = next((str(it["value"]) for it in variables if it["name"] == "CUDA_AGENT_MLFLOW"), "")
+    uri = next((one.mlflow for one in templates(cluster)), "")
     if uri == "off":
         raise ConfigError(
             f"The release in namespace {cluster.namespace} of {cluster.name} has no MLflow, which keeps "
             "logs and reports for people: see mlflow.enabled and tracking.uri of the chart."
         )
-    return uri if "." in uri.split("//", 1)[-1] else ""  # a host without a dot is the chart's own service
+    return "" if is_of_chart(uri) else uri
+
+
+def is_of_chart(uri: str) -> bool:
+    """Returns whether the chart installed the MLflow server at ``uri``: the host is then a service's name, without a
+    dot."""
+    return "." not in uri.split("//", 1)[-1]
 
 
 def download(address: str, run: str, folder: Path) -> Path:
@@ -96,7 +105,8 @@ def trace(cluster: Cluster, run: str) -> tuple[str, list[Span]]:
 
     Raises:
         ConfigError, ClusterError: The run has no Workflow, and MLflow cannot be read or does not know the run."""
-    spans = {span.id: span for workflow in workflows(cluster, run) for span in node_spans(workflow)}
+    attempts = [cluster.find("Workflow", item["metadata"]["name"]) for item in workflows(cluster, run)]
+    spans = {span.id: span for workflow in attempts if workflow for span in node_spans(workflow)}
     try:
         with mlflow(cluster) as address:
             api, entries = _open(address, run)
@@ -172,6 +182,30 @@ def facts(address: str, run: str) -> Facts:
     return Facts(run, config, {manifest.stage: manifest for manifest in manifests})
 
 
+def sweep(address: str, name: str) -> list[Facts]:
+    """Returns the runs of the sweep ``name`` that the MLflow at ``address`` knows, oldest first.  The list is empty if
+    there is no such sweep."""
+    if not _NAME.fullmatch(name):
+        return []
+    api = Rest(address, seconds=60.0)
+    found = api.find(api.experiments(), SWEEP_TAG, name)
+    return [facts(address, run) for entry in reversed(found) if (run := entry.tags[RUN_TAG])]
+
+
+def scores(address: str) -> dict[str, tuple[str, dict[str, float]]]:
+    """Returns run -> (policy, metric -> value): the last scores of the newest runs that the MLflow at ``address``
+    knows.  They are at most ``SCORED``, because MLflow returns all settings of a run with its scores."""
+    api = Rest(address, seconds=60.0)
+    return {
+        entry.tags[RUN_TAG]: (
+            entry.tags[POLICY_TAG],
+            {name.removeprefix(SCORE): value for name, value in entry.latest.items() if name.startswith(SCORE)},
+        )
+        for entry in api.find(api.experiments(), STAGE_TAG, "", SCORED)
+        if POLICY_TAG in entry.tags
+    }
+
+
 def _open(address: str, run: str) -> tuple[Rest, dict[str, MlflowEntry]]:
     """Returns (a client of MLflow, MLflow's runs for ``run``).  MLflow has one run for ``run`` as a whole, and one for
     each stage.  The second item maps the name of the stage to the stage's run in MLflow, and "" to the run for ``run``
@@ -187,6 +221,6 @@ def _open(address: str, run: str) -> tuple[Rest, dict[str, MlflowEntry]]:
 
 
 def _search(api: Rest, run: str) -> dict[str, MlflowEntry]:
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", run):  # used in a filter expression
+    if not _NAME.fullmatch(run):
         return {}
     return {entry.tags[STAGE_TAG]: entry for entry in reversed(api.find(api.experiments(), RUN_TAG, run))}

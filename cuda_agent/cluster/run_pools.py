@@ -3,14 +3,16 @@
 Sandbox servers build and judge solutions.  Engine replicas are vLLM servers, which generate text."""
 
 import secrets
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from cuda_agent.cluster import engines, pools, rayjobs
 from cuda_agent.cluster.api import Cluster, ClusterError
+from cuda_agent.cluster.waiting import HOPELESS_SECONDS, TELL_SECONDS, is_hopeless, why
 from cuda_agent.config import Config
-from cuda_agent.errors import TryAgain
+from cuda_agent.errors import BadConfiguration, TryAgain
 
 SERVERS, SHARED = ("StatefulSet", "RayJob"), ("Service", "Secret", "NetworkPolicy")  # kinds of a run's objects
 POOL_SECONDS = 900.0  # longest wait until every pool has a ready server
@@ -23,6 +25,7 @@ def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, 
 
     Raises:
         TryAgain: The run was stopped during the wait; its servers are removed.
+        BadConfiguration: No server of a role can start without a person's help.
         ClusterError: No server of a role became ready."""
     uid = cluster.get("Workflow", workflow)["metadata"]["uid"]
     made = pools.objects(base, workflow, uid, secrets.token_hex(24), config.sandbox)
@@ -30,22 +33,31 @@ def make_pools(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, 
         cluster.create_if_absent(item)
     deadline = time.monotonic() + POOL_SECONDS
     for item in made:
-        if item["kind"] != "StatefulSet":
-            continue
-        name = item["metadata"]["name"]
-        while True:
-            if cluster.get("Workflow", workflow)["spec"].get("shutdown"):
-                # `cancel --now` removed the pools of that time; no exit hook removes pools that were made later.
-                remove_pools(cluster, workflow)
-                raise TryAgain("The run was stopped while its servers were starting.")
-            if cluster.get("StatefulSet", name).get("status", {}).get("readyReplicas"):
-                break
-            if time.monotonic() > deadline:
-                pods = [pod for pod in cluster.all("Pod") if pod["metadata"]["name"].startswith(f"{name}-")]
-                why = why_not_ready(pods)
-                raise ClusterError(f"No server of {name} became ready in {POOL_SECONDS:.0f} s: {why}")
-            time.sleep(0.5)
+        if item["kind"] == "StatefulSet":
+            _await_server(cluster, workflow, item["metadata"]["labels"][pools.ROLE_LABEL], deadline)
     return pools.addresses(made, pools.PORT)
+
+
+def _await_server(cluster: Cluster, workflow: str, role: str, deadline: float) -> None:
+    """Waits until the role has a ready server, and prints every ``TELL_SECONDS`` why it has none.  ``deadline`` is a
+    time by ``time.monotonic``."""
+    name, looked, hopeless_since = f"{workflow}-{role}", time.monotonic(), 0.0
+    while not cluster.get("StatefulSet", name).get("status", {}).get("readyReplicas"):
+        if cluster.get("Workflow", workflow)["spec"].get("shutdown"):
+            # `cancel --now` removed the pools of that time; no exit hook removes pools that were made later.
+            remove_pools(cluster, workflow)
+            raise TryAgain("The run was stopped while its servers were starting.")
+        now = time.monotonic()
+        if now - looked >= TELL_SECONDS or now > deadline:
+            pods = cluster.all("Pod", f"{pools.POOL_LABEL}={workflow},{pools.ROLE_LABEL}={role}")
+            looked, reason = now, why(cluster, pods, name)
+            hopeless_since = (hopeless_since or now) if is_hopeless(pods) else 0.0
+            print(f"waiting for {name}: {reason}", file=sys.stderr, flush=True)
+            if hopeless_since and now - hopeless_since >= HOPELESS_SECONDS:
+                raise BadConfiguration(f"No server of {name} can start: {reason}")
+            if now > deadline:
+                raise ClusterError(f"No server of {name} became ready in {POOL_SECONDS:.0f} s: {reason}")
+        time.sleep(1.0)
 
 
 def make_engines(cluster: Cluster, base: Sequence[dict[str, Any]], workflow: str, config: Config) -> list[str]:
@@ -68,18 +80,3 @@ def remove_pools(cluster: Cluster, workflow: str, kinds: Sequence[str] = (*SERVE
     for kind in kinds:
         for name in (name for of, name in names if of == kind):
             cluster.delete(kind, name)
-
-
-def why_not_ready(pods: Sequence[dict[str, Any]]) -> str:
-    """Returns the reasons that Kubernetes reports for pods that do not become ready."""
-    if not pods:
-        return "it has no pods (a quota, or admission?)"
-    reasons = []
-    for status in (pod.get("status", {}) for pod in pods):
-        for container in status.get("containerStatuses", []):
-            for state in container.get("state", {}).values():
-                reasons.append(" ".join(filter(None, [state.get("reason"), state.get("message")])))
-        for condition in status.get("conditions", []):
-            if condition.get("status") != "True" and condition.get("message"):
-                reasons.append(condition["message"])
-    return "; ".join(dict.fromkeys(filter(None, reasons)))[:600] or "its pods give no reason"

@@ -3,7 +3,7 @@
 A run has one or more attempts.  An attempt is an Argo Workflow, with a ConfigMap that holds the run's configuration.
 All attempts carry the run's name as a label.  ``submit`` starts the first attempt.  When the last attempt has ended
 without success, ``resume`` starts another one, which takes the results of finished stages from the store of
-artifacts."""
+artifacts.  A Workflow has 170 KB, so lists of runs are lists of summaries: metadata, phase and message."""
 
 import re
 import time
@@ -12,21 +12,22 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from cuda_agent.cluster import rayjobs, run_pools
-from cuda_agent.cluster.api import Cluster, ClusterError, new_object
-from cuda_agent.cluster.pools import WORKFLOW_LABEL, owned_by, version_name
+from cuda_agent.cluster import rayjobs, run_pools, templates, waiting
+from cuda_agent.cluster.api import Cluster, new_object
+from cuda_agent.cluster.pools import POOL_LABEL, ROLE_LABEL, WORKFLOW_LABEL, owned_by
+from cuda_agent.cluster.templates import PROFILE_LABEL
 from cuda_agent.compose import freeze
 from cuda_agent.config import Config
-from cuda_agent.errors import ConfigError
+from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError
 from cuda_agent.pipeline.graph import ABSENT, ROWS, Stage
 from cuda_agent.pipeline.local import StageView
 from cuda_agent.pipeline.runs import choose, matching
 
-RUN_LABEL, PROFILE_LABEL, SWEEP_LABEL = "cuda-agent.io/run", "cuda-agent.io/profile", "cuda-agent.io/sweep"
+RUN_LABEL, SWEEP_LABEL = "cuda-agent.io/run", "cuda-agent.io/sweep"
 CONFIG_ANNOTATION, SUBMITTER_ANNOTATION = "cuda-agent.io/config", "cuda-agent.io/submitter"
 RUN_NAME = re.compile(r"[a-z]([a-z0-9-]{0,34}[a-z0-9])?")  # also the name of a Service
 ENDED = ("Succeeded", "Failed", "Error")
-PATIENCE = 5.0  # seconds a pod may wait before its events are shown
+PATIENCE = 5.0  # seconds a step may wait for pods before the reason is looked up
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,13 @@ class Submission:
     config_map: dict[str, Any]
 
 
-def submission(config: Config, profile: str, release: str, group: str = "") -> Submission:
+def submission(config: Config, profile: str, template: str, group: str = "") -> Submission:
     """Returns the Kubernetes objects of the first attempt of a new run.
 
     Args:
         config: The run's configuration; without ``run.name``, the run is named by time and the configuration's hash.
         profile: Name of a profile of the chart (settings for resources and node placement).
-        release: Name of the Helm release.
+        template: Name of the profile's WorkflowTemplate (see ``template_for``).
         group: Argo runs one Workflow of this group at a time; empty: no group.
 
     Raises:
@@ -55,22 +56,38 @@ def submission(config: Config, profile: str, release: str, group: str = "") -> S
         expected = "expected a letter and at most 35 more, digits or dashes, lower case"
         raise ConfigError(f"run.name: on a cluster, {expected}, got {run!r}.")
     labels = {RUN_LABEL: run, PROFILE_LABEL: profile} | ({SWEEP_LABEL: config.run.sweep} if config.run.sweep else {})
-    return _submission(run, labels, text, sha256, template_name(release, profile), group)
+    return _submission(run, labels, text, sha256, template, group)
 
 
 def sweep_submissions(
-    configs: Sequence[Config], profile: str, release: str, parallel: int | None = None
+    configs: Sequence[Config], profile: str, template: str, parallel: int | None = None
 ) -> list[Submission]:
     """Returns one submission for each configuration of a sweep.  Argo executes at most ``parallel`` of the sweep's runs
     at a time (None: no limit)."""
     return [
-        submission(config, profile, release, f"{config.run.sweep}-group-{number % parallel + 1}" if parallel else "")
+        submission(config, profile, template, f"{config.run.sweep}-group-{number % parallel + 1}" if parallel else "")
         for number, config in enumerate(configs)
     ]
 
 
-def template_name(release: str, profile: str) -> str:
-    return f"{release}-{profile}-{version_name()}"
+def template_for(cluster: Cluster, profile: str, release: str | None, configs: Sequence[Config]) -> str:
+    """Returns the name of the WorkflowTemplate with which runs of ``configs`` are submitted to ``profile``.
+
+    Args:
+        cluster: The cluster.
+        profile: Name of a profile of the chart.
+        release: Name of the Helm release; None: the only one of the namespace.
+        configs: The runs' configurations.
+
+    Raises:
+        ClusterError: The namespace has no such template.
+        ConfigError: A configuration judges on GPUs, and the profile's sandboxes have none."""
+    chosen = templates.choose(cluster, profile, release)
+    if chosen.gpus == "0" and any(config.sandbox.device == "cuda" for config in configs):
+        others = sorted(one.job for one in templates.of_release(cluster, chosen.release) if one.gpus not in ("", "0"))
+        helps = f"Use --profile {' or '.join(others)}" if others else "Add one to the chart"
+        raise ConfigError(f"sandbox.device=cuda: the sandboxes of profile {profile} have no GPUs. {helps}.")
+    return chosen.name
 
 
 def _submission(name: str, labels: dict[str, str], text: str, sha256: str, template: str, group: str) -> Submission:
@@ -80,6 +97,7 @@ def _submission(name: str, labels: dict[str, str], text: str, sha256: str, templ
     workflow = new_object("Workflow", name, labels, spec=spec)
     workflow["metadata"]["annotations"] = {CONFIG_ANNOTATION: sha256}
     config_map = new_object("ConfigMap", name, labels, immutable=True, data={"config.json": text})
+    config_map["metadata"]["annotations"] = {CONFIG_ANNOTATION: sha256}
     return Submission(labels[RUN_LABEL], workflow, config_map)
 
 
@@ -88,17 +106,15 @@ def submit(cluster: Cluster, *all_of_them: Submission) -> None:
     created, deletes those created before it.
 
     Raises:
-        ClusterError: The cluster lacks the chart, or the profile in the package's version.  Or the user lacks a right,
-            or a name is taken."""
-    for template in {what.workflow["spec"]["workflowTemplateRef"]["name"] for what in all_of_them}:
-        require_template(cluster, template)
-    for what in all_of_them:
-        cluster.create(what.workflow, dry_run=True)  # admission policies decide before any object exists
+        ClusterError: The user lacks a right, or a name is taken."""
     submitter = cluster.user()
+    for what in all_of_them:
+        for item in (what.workflow, what.config_map):
+            item["metadata"]["annotations"] |= {SUBMITTER_ANNOTATION: submitter} if submitter else {}
+        cluster.create(what.workflow, dry_run=True)  # admission policies decide before any object exists
     made: list[str] = []
     try:
         for what in all_of_them:
-            what.workflow["metadata"]["annotations"] |= {SUBMITTER_ANNOTATION: submitter} if submitter else {}
             owner = cluster.create(what.workflow)["metadata"]
             made.append(owner["name"])
             metadata = what.config_map["metadata"] | {"ownerReferences": [owned_by(owner["name"], owner["uid"])]}
@@ -109,45 +125,54 @@ def submit(cluster: Cluster, *all_of_them: Submission) -> None:
         raise
 
 
-def require_template(cluster: Cluster, wanted: str) -> None:
-    """Raises a ``ClusterError`` if the cluster has no WorkflowTemplate ``wanted``.  The message lists the existing
-    templates."""
-    if cluster.find("WorkflowTemplate", wanted) is not None:
-        return
-    try:
-        there = sorted(item["metadata"]["name"] for item in cluster.all("WorkflowTemplate", PROFILE_LABEL))
-    except ClusterError as error:
-        if error.status != 404:
-            raise
-        text = f"{cluster.name} has no Argo Workflows (its kind WorkflowTemplate is unknown). Install it first."
-        raise ClusterError(text, 404) from None
-    where = f"namespace {cluster.namespace} of {cluster.name}"
-    if not there:
-        text = f"There is no chart of cuda-agent in {where}. helm install it there, or name another --namespace."
-    else:
-        text = (
-            f"There is no template {wanted} in {where}; there are: {', '.join(there)}. A name is made of --release, "
-            f"--profile and the chart's version, which must be that of this command ({version_name()})."
-        )
-    raise ClusterError(text, 404)
-
-
-def workflows(cluster: Cluster, run: str | None = None) -> list[dict[str, Any]]:
-    """Returns the Workflows of all runs, or only of ``run``, oldest first.  A run has a Workflow per attempt."""
-    found = cluster.all("Workflow", f"{RUN_LABEL}={run}" if run else RUN_LABEL)
+def workflows(cluster: Cluster, run: str = "", sweep: str = "") -> list[dict[str, Any]]:
+    """Returns summaries of the Workflows of all runs, oldest first, or only of ``run`` or of ``sweep``.  A run has a
+    Workflow per attempt.  A summary has the metadata of the Workflow's ConfigMap, which has the same name and labels
+    and is a hundredth as large, and of the Workflow's status ``phase`` and ``message``."""
+    selector = f"{RUN_LABEL}={run}" if run else f"{SWEEP_LABEL}={sweep}" if sweep else RUN_LABEL
+    printed = cluster.table("Workflow", selector)
+    found = [
+        {"metadata": about, "status": {key: printed[about["name"]].get(name) or "" for key, name in _PRINTED}}
+        for about in cluster.metadata("ConfigMap", selector)
+        if about["name"] in printed
+    ]
     return sorted(found, key=lambda item: (item["metadata"]["creationTimestamp"], item["metadata"]["name"]))
 
 
+_PRINTED = (("phase", "Status"), ("message", "Message"))  # columns of `kubectl get workflows`
+
+
 def find(cluster: Cluster, run: str) -> dict[str, Any]:
-    """Returns the newest Workflow of a run.  ``run`` is the run's name, the start of its name, or the text ``last``,
-    which means the newest run.
+    """Returns the summary of the newest Workflow of a run.  ``run`` is the run's name, the start of its name, or the
+    text ``last``, which means the newest run.
 
     Raises:
-        ConfigError: No run or several runs match."""
-    there = workflows(cluster)
+        ConfigError: No run or several runs match.
+        ClusterError: There is no such namespace."""
+    if (there := _attempts(cluster, run)) == []:
+        there = workflows(cluster)
+    if not there:
+        templates.require_namespace(cluster)
     names = list(dict.fromkeys(run_of(item) for item in there))
     name = choose(names, run, f"namespace {cluster.namespace} of {cluster.name}")
     return next(item for item in reversed(there) if run_of(item) == name)
+
+
+def _attempts(cluster: Cluster, run: str) -> list[dict[str, Any]]:
+    """Returns the Workflows of the run with exactly this name."""
+    return workflows(cluster, run) if run != "last" and RUN_NAME.fullmatch(run) else []
+
+
+def newest_of(cluster: Cluster, sweep: str) -> list[dict[str, Any]]:
+    """Returns the summary of the newest Workflow of each run of a sweep.
+
+    Raises:
+        ConfigError: There is no such sweep."""
+    found = {run_of(item): item for item in workflows(cluster, sweep=sweep)} if RUN_NAME.fullmatch(sweep) else {}
+    if not found:
+        templates.require_namespace(cluster)
+        raise ConfigError(f"sweep {sweep}: there is none in namespace {cluster.namespace} of {cluster.name}.")
+    return list(found.values())
 
 
 def known_name(cluster: Cluster, run: str) -> str:
@@ -155,8 +180,13 @@ def known_name(cluster: Cluster, run: str) -> str:
     means the newest run.  If no Workflow matches a name, returns it unchanged, because MLflow may still have the run.
 
     Raises:
-        ConfigError: Several runs match, or ``run`` is ``last`` and there is no run."""
+        ConfigError: Several runs match, or ``run`` is ``last`` and there is no run.
+        ClusterError: There is no such namespace."""
+    if _attempts(cluster, run):
+        return run
     names = list(dict.fromkeys(run_of(item) for item in workflows(cluster)))
+    if not names:
+        templates.require_namespace(cluster)
     if run != "last" and not matching(names, run):
         return run
     return choose(names, run, f"namespace {cluster.namespace} of {cluster.name}")
@@ -167,7 +197,7 @@ def run_of(workflow: dict[str, Any]) -> str:
 
 
 def submitter_of(workflow: dict[str, Any]) -> str:
-    """Returns the user who submitted this attempt of a run, or "" if that is unknown."""
+    """Returns the user who submitted this attempt of a run, or "" if that is unknown.  A summary suffices."""
     return str(workflow["metadata"].get("annotations", {}).get(SUBMITTER_ANNOTATION, ""))
 
 
@@ -175,18 +205,32 @@ def phase(workflow: dict[str, Any]) -> str:
     return workflow.get("status", {}).get("phase") or "Pending"
 
 
-def resume(cluster: Cluster, run: str) -> Submission:
-    """Submits and returns the next attempt of a run that has ended.
+def exit_code(workflow: dict[str, Any]) -> int:
+    """Returns the exit code of a run that has ended: 0, 75 if it was stopped, otherwise that of the step that failed.
+    A step that was killed, or left no exit code, counts as a bug."""
+    if phase(workflow) == "Succeeded":
+        return EXIT_DONE
+    if workflow["spec"].get("shutdown"):
+        return EXIT_RETRY
+    nodes = workflow.get("status", {}).get("nodes", {}).values()
+    failed = [node for node in nodes if node.get("type") == "Pod" and node.get("phase") == "Failed"]
+    codes = [(node.get("outputs") or {}).get("exitCode") for node in failed]
+    return next((code for code in (EXIT_CONFIG, EXIT_GATE) if str(code) in codes), EXIT_BUG)
+
+
+def resume(cluster: Cluster, last: dict[str, Any]) -> Submission:
+    """Submits and returns the next attempt of a run.  ``last`` is its newest Workflow, of which a summary suffices.
 
     Raises:
-        ConfigError: The run has not ended yet, or it succeeded."""
-    last = find(cluster, run)
+        ConfigError: The run has not ended yet, or it succeeded.
+        ClusterError: The chart has no template for the run any more."""
     name, now = run_of(last), phase(last)
     if now not in ENDED:
         raise ConfigError(f"Run {name} is {now.lower()}. Cancel it first, or watch it.")
     if now == "Succeeded":
         raise ConfigError(f"Run {name} is done; there is nothing to go on with.")
-    metadata, spec = last["metadata"], last["spec"]
+    metadata = last["metadata"]
+    spec = cluster.get("Workflow", metadata["name"])["spec"]
     text = cluster.get("ConfigMap", metadata["name"])["data"]["config.json"]
     ours = (RUN_LABEL, PROFILE_LABEL, SWEEP_LABEL)
     labels = {key: value for key, value in metadata["labels"].items() if key in ours}
@@ -194,8 +238,8 @@ def resume(cluster: Cluster, run: str) -> Submission:
     release = re.sub(rf"-{re.escape(profile)}-[0-9]+-.*$", "", spec["workflowTemplateRef"]["name"])
     given = {item["name"]: item["value"] for item in spec["arguments"]["parameters"]}
     attempt = next_attempt(name, [flow["metadata"]["name"] for flow in workflows(cluster, name)])
-    template = template_name(release, profile)
-    sha256 = metadata["annotations"][CONFIG_ANNOTATION]
+    template = templates.choose(cluster, profile, release).name
+    sha256 = given["config"]
     what = _submission(attempt, labels, text, sha256, template, given.get("group", ""))
     submit(cluster, what)
     return what
@@ -209,23 +253,22 @@ def next_attempt(run: str, taken: Iterable[str]) -> str:
     return f"{run}-r{max((int(number) for number in numbers if number.isdigit()), default=1) + 1}"
 
 
-def cancel(cluster: Cluster, run: str, now: bool) -> tuple[str, list[str]]:
-    """Stops a run.  Returns the run's full name and the names of its running stages.
+def cancel(cluster: Cluster, last: dict[str, Any], now: bool) -> list[str]:
+    """Stops a run, and returns the names of its running stages.  ``last`` is the run's newest Workflow, of which a
+    summary suffices.
 
     If ``now`` is False, the stages first write a checkpoint, and then a step of the Workflow removes the run's servers.
     If ``now`` is True, the stages write no checkpoint, and this function removes the servers in place of that step.
 
     Raises:
-        ConfigError: The run has ended, or no run or several runs match."""
-    last = find(cluster, run)
+        ConfigError: The run has ended."""
     name = last["metadata"]["name"]
     if phase(last) in ENDED:
         raise ConfigError(f"Run {run_of(last)} has ended ({phase(last)}).")
-    running = [view.name for view in views(last) if view.state == "running"]
-    cluster.patch("Workflow", name, {"spec": {"shutdown": "Terminate" if now else "Stop"}})
+    stopped = cluster.patch("Workflow", name, {"spec": {"shutdown": "Terminate" if now else "Stop"}})
     if now:
         run_pools.remove_pools(cluster, name, run_pools.SERVERS)
-    return run_of(last), running
+    return [view.name for view in views(stopped) if view.state == "running"]
 
 
 _STATES = {
@@ -275,19 +318,36 @@ def _absent(nodes: Sequence[dict[str, Any]]) -> set[str]:
     return {item["name"] for item in parameters if item.get("value") == ABSENT}
 
 
-def explain(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> None:
-    """Writes into the notes of waiting stages why they wait.  Looks only at stages in ``shown`` that have waited for
-    more than ``PATIENCE`` seconds.  The reason is the message of a Kubernetes event that reports a failure of the
-    stage's pod; without such an event, the notes stay unchanged."""
-    waiting = {view.name: view for view in shown if view.state == "waiting" and view.seconds > PATIENCE}
-    if not waiting:
-        return
-    pod = re.compile(rf"{re.escape(workflow['metadata']['name'])}-(.+)-\d+")
-    for event in cluster.all("Event"):
-        of = pod.fullmatch(event["involvedObject"].get("name", ""))
-        view = waiting.get(rayjobs.stage_name(of[1])) if of else None
-        if view and event.get("type") == "Warning" and event.get("reason", "").startswith("Failed"):
-            view.notes = [view.message, event.get("message", "")]
+def delays(cluster: Cluster, workflow: dict[str, Any], shown: Sequence[StageView]) -> dict[str, tuple[str, bool]]:
+    """Returns why steps wait for pods: step -> (reason, whether only a person can help).
+
+    Looks at the pods of waiting steps, and for ``prepare``, while it runs, at the run's sandbox servers.  Looks only at
+    steps in ``shown`` that have taken more than ``PATIENCE`` seconds."""
+    name, found = workflow["metadata"]["name"], {}
+    slow = {view.name for view in shown if view.state == "waiting" and view.seconds > PATIENCE}
+    if slow:
+        pods = cluster.all("Pod", f"{WORKFLOW_LABEL}={name}", "status.phase=Pending")
+        for stage, pod in ((_stage_of(pod["metadata"]), pod) for pod in pods):
+            if stage in slow:
+                found[stage] = waiting.why(cluster, [pod], ""), waiting.is_hopeless([pod])
+    if any(view.name == "prepare" and view.state == "running" and view.seconds > PATIENCE for view in shown):
+        reasons = []
+        for server in cluster.all("StatefulSet", f"{POOL_LABEL}={name},{ROLE_LABEL}"):
+            if not server.get("status", {}).get("readyReplicas"):
+                about = server["metadata"]
+                pods = cluster.all("Pod", f"{POOL_LABEL}={name},{ROLE_LABEL}={about['labels'][ROLE_LABEL]}")
+                why = waiting.why(cluster, pods, about["name"])
+                reasons.append((f"{about['name']}: {why}", waiting.is_hopeless(pods)))
+        if reasons:
+            texts, hopeless = zip(*reasons, strict=True)
+            found["prepare"] = "; ".join(texts), any(hopeless)
+    return found
+
+
+def _stage_of(pod: dict[str, Any]) -> str:
+    """Returns the name of the step to which a pod of a Workflow belongs.  ``pod`` is the pod's metadata."""
+    node = pod.get("annotations", {}).get("workflows.argoproj.io/node-name", "")
+    return rayjobs.stage_name(re.sub(r"\(\d+\)$", "", node.rsplit(".", 1)[-1]))
 
 
 def _seconds(node: dict[str, Any]) -> float:
@@ -300,11 +360,6 @@ def _seconds(node: dict[str, Any]) -> float:
 
 def pods_of(cluster: Cluster, run: str) -> dict[str, str]:
     """Returns stage -> name of the stage's newest pod, for all stages with a pod in the run's newest Workflow."""
-    found = {}
     newest = [item["metadata"]["name"] for item in workflows(cluster, run)][-1:]
-    pods = [pod["metadata"] for name in newest for pod in cluster.all("Pod", f"{WORKFLOW_LABEL}={name}")]
-    for pod in sorted(pods, key=lambda pod: pod["creationTimestamp"]):
-        node = pod.get("annotations", {}).get("workflows.argoproj.io/node-name", "")
-        task = re.sub(r"\(\d+\)$", "", node.rsplit(".", 1)[-1])
-        found[rayjobs.stage_name(task)] = pod["name"]
-    return found
+    pods = [pod for name in newest for pod in cluster.metadata("Pod", f"{WORKFLOW_LABEL}={name}")]
+    return {_stage_of(pod): pod["name"] for pod in sorted(pods, key=lambda pod: pod["creationTimestamp"])}

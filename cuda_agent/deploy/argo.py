@@ -84,7 +84,7 @@ def maintenance_jobs() -> dict[str, dict[str, Any]]:
     made = {}
     for name, account, seconds, more in jobs:
         arguments = ["pod", name.removesuffix("-plan"), "--workflow", WORKFLOW, *more]
-        pod = _pod(name, "setup", arguments, seconds, account, 30, outputs=_answers(["answer"]))
+        pod = _pod(name, "setup", arguments, seconds, account, outputs=_answers(["answer"]))
         del pod["retryStrategy"]
         made[name] = _template(f"{NAME}-{name}-{version_name()}", [pod])
     return made
@@ -108,6 +108,15 @@ def cron_workflow() -> dict[str, Any]:
 
 
 def _template(name: str, templates: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    # The patch sets what a template has no fields for: the grace period, and the security context and limits of the
+    # executor's containers, which do not depend on the controller's settings then.
+    executor = {"securityContext": pools.CONTAINER_SECURITY, "resources": EXECUTOR_RESOURCES}
+    patch = {
+        "terminationGracePeriodSeconds": 60,
+        "enableServiceLinks": False,
+        "initContainers": [{"name": "init", **executor}],
+        "containers": [{"name": "wait", **executor}],
+    }
     spec = {
         "entrypoint": templates[0]["name"],
         "activeDeadlineSeconds": 14 * DAY,
@@ -120,6 +129,9 @@ def _template(name: str, templates: list[dict[str, Any]], **more: Any) -> dict[s
         "executor": {"serviceAccountName": f"{NAME}-executor"},
         "securityContext": pools.POD_SECURITY,
         "volumes": pools.pod_volumes(),
+        # What all pods have in common stands once: Argo copies the templates into each Workflow, twice.
+        "podSpecPatch": json.dumps(patch, sort_keys=True),
+        "templateDefaults": {"container": pools.container(NAME, pools.HOME, command=pools.COMMAND)},
         "templates": templates,
     }
     return _typed(models.WorkflowTemplate, "WorkflowTemplate", name, spec | more)
@@ -212,30 +224,22 @@ def _pod(
     arguments: list[str],
     seconds: int,
     account: str = "",
-    grace: int = 60,
+    grace: int = 0,
     env: Mapping[str, Any] = {},
     mounts: Sequence[Mapping[str, Any]] = (),
     **more: Any,
 ) -> dict[str, Any]:
     """Returns the template of a step that runs in one pod, for at most ``seconds``.  With ``account``, the pod has the
-    token of the service account ``cuda-agent-<account>``.  ``grace`` is the number of seconds from SIGTERM to SIGKILL.
-    ``more`` has further fields of the template."""
-    # The patch sets what a template has no fields for: the grace period, and the security context and limits of the
-    # executor's containers, which do not depend on the controller's settings then.
+    token of the service account ``cuda-agent-<account>``.  ``grace`` is the number of seconds from SIGTERM to SIGKILL;
+    0: that of the Workflow.  ``more`` has further fields of the template."""
     token = {"serviceAccountName": f"{NAME}-{account}", "automountServiceAccountToken": True} if account else {}
-    executor = {"securityContext": pools.CONTAINER_SECURITY, "resources": EXECUTOR_RESOURCES}
-    patch = {
-        "terminationGracePeriodSeconds": grace,
-        "enableServiceLinks": False,
-        "initContainers": [{"name": "init", **executor}],
-        "containers": [{"name": "wait", **executor}],
-    }
+    patch = {"podSpecPatch": json.dumps({"terminationGracePeriodSeconds": grace})} if grace else {}
     return {
         "name": name,
         "metadata": {"labels": {pools.NAME_LABEL: NAME, pools.COMPONENT_LABEL: component}},
         **token,
         "activeDeadlineSeconds": seconds,
         "retryStrategy": {"limit": "4", "retryPolicy": "Always", "expression": RETRY, "backoff": BACKOFF},
-        "podSpecPatch": json.dumps(patch, sort_keys=True),
-        "container": pools.container(NAME, {**pools.HOME, **env}, mounts, command=pools.COMMAND, args=arguments),
+        **patch,
+        "container": {"args": arguments, "env": pools.variables(env), "volumeMounts": [*mounts]},
     } | more

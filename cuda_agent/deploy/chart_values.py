@@ -18,6 +18,7 @@ Digest = Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64})?$")]
 Name = Annotated[str, Field(pattern=r"^([a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?)?$")]
 Cidr = Annotated[str, Field(pattern=r"^[0-9a-fA-F.:]+/[0-9]{1,3}$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
+PortOrUrls = Annotated[int, Field(ge=0, le=65535)]  # 0: the port of an address in other values
 StageName = Annotated[str, Field(pattern=f"^({'|'.join(stage.name for stage in ROWS)})$")]
 
 
@@ -96,6 +97,9 @@ class RayPods(ValuesGroup):
 class Profile(ValuesGroup):
     """Resources and placement of a run's pods.  A user selects a profile: ``cuda-agent submit --profile NAME``."""
 
+    base: str = value(
+        "", "profile from which unset fields come; empty: none; a profile of yours without `base` is based on `cpu`"
+    )
     device: str = value(
         "", "name of the hardware that times are measured on; a part of cache keys; empty: the profile's name"
     )
@@ -183,14 +187,30 @@ class StoreValues(ValuesGroup):
     region: str = value("us-east-1", "region of the S3 server")
     existingSecret: Name = value(
         "",
-        "name of a secret with keys `accesskey` and `secretkey`; required unless `minio.enabled`, or "
-        "`access.serviceAccountAnnotations` names an IAM role (`eks.amazonaws.com/role-arn`)",
+        "name of a secret with keys `accesskey` and `secretkey`; required unless `minio.enabled`, or pods have an "
+        "identity of the cloud: `roleArn`, `podIdentity`, or `eks.amazonaws.com/role-arn` in "
+        "`access.serviceAccountAnnotations`",
     )
+    roleArn: str = value(
+        "",
+        "AWS role that pods take with a token of their service account (web identity); the role must trust the "
+        "cluster's issuer, on EKS or elsewhere",
+    )
+    tokenAudience: str = value("sts.amazonaws.com", "audience of that token")
+    podIdentity: bool = value(False, "whether EKS Pod Identity gives pods their keys for the store")
 
 
 class Tracking(ValuesGroup):
     uri: str = value("", "URL of an MLflow server; empty: the chart's MLflow if enabled, otherwise no MLflow")
-    allowedPort: Port = value(5000, "port of `uri`, which NetworkPolicies open for a run's pods")
+    allowedPort: PortOrUrls = value(
+        0, "port of MLflow that NetworkPolicies open for a run's pods; 0: that of `uri`, by default 443 for https"
+    )
+
+
+class PrivateCa(ValuesGroup):
+    existingSecret: Name = value(
+        "", "name of a secret with key `ca.crt`: certificates (PEM) that runs trust beside the public ones"
+    )
 
 
 class Workflow(ValuesGroup):
@@ -248,7 +268,7 @@ class Network(ValuesGroup):
     )
     apiServerPort: Port = value(6443, "port of the API server's endpoints")
     storeCidrs: list[Cidr] = value(["0.0.0.0/0"], "addresses (CIDR) of an external S3 server")
-    storePort: Port = value(443, "port of an external S3 server")
+    storePort: PortOrUrls = value(0, "port of an external S3 server; 0: that of `store.endpoint`, 443 for AWS")
     trackingCidrs: list[Cidr] = value([], "addresses (CIDR) of an external MLflow server; required with `tracking.uri`")
     dnsCidrs: list[Cidr] = value([], "addresses (CIDR) of DNS servers outside `kube-system`")
     stageEgress: list[Object] = value([], "additional egress rules for stages, such as for a model's server")
@@ -359,6 +379,9 @@ class Values(ValuesGroup):
     images: Images = value(Images(), "container images")
     store: StoreValues = value(StoreValues(), "S3 store of all runs")
     tracking: Tracking = value(Tracking(), "MLflow server for the metrics, logs and reports of runs")
+    privateCa: PrivateCa = value(
+        PrivateCa(), "certificate authority of your own, for the store, MLflow and the webhook"
+    )
     profiles: dict[str, Profile] = value(
         PROFILES, "resources and placement of a run's pods; one WorkflowTemplate per profile"
     )

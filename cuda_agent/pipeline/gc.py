@@ -58,6 +58,7 @@ def plan(store: Store, keep: int = KEEP) -> Plan:
             if key.endswith("/manifest.json"):
                 manifest = Manifest.from_bytes(store.get(key))
                 finished.add(f"{manifest.stage}/{manifest.key}")
+                needed |= {f"cas/{manifest.code}", f"cas/{manifest.environment}"}
                 for digest in [*manifest.inputs.values(), *manifest.outputs.values(), manifest.metrics]:
                     needed |= _folder_keys(store, digest)
             elif key.endswith("/key"):

@@ -24,8 +24,16 @@ from cuda_agent.compose import freeze
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_BUG, EXIT_DONE, EXIT_RETRY, ConfigError
 from cuda_agent.pipeline import runs, trace
+from cuda_agent.pipeline.compare import newest_results, why_missed
 from cuda_agent.pipeline.graph import Stage, check, needs, stages_of
-from cuda_agent.pipeline.manifest import Manifest, config_entry, is_whole, read_manifest, serve_from_cache
+from cuda_agent.pipeline.manifest import (
+    Manifest,
+    config_entry,
+    identity_of,
+    is_whole,
+    read_manifest,
+    serve_from_cache,
+)
 from cuda_agent.pipeline.recorder import Recorder
 from cuda_agent.pipeline.spawn import PRELOAD, Spawner
 from cuda_agent.pipeline.stage_main import StageOrder
@@ -48,6 +56,7 @@ class StageView:
     unit: str = ""  # of ``done`` and ``total``, such as episodes
     rates: dict[str, float] = field(default_factory=dict)  # by name, such as tokens_per_second
     notes: list[str] = field(default_factory=list)
+    waits: str = ""  # on a cluster: why its pods do not start
     attempt: int = 0  # number of the attempt
     began: float = 0.0  # start of the attempt, by ``time.monotonic``
     seconds: float = 0.0  # duration of the finished stage
@@ -146,6 +155,7 @@ class _Execution:
     def __post_init__(self) -> None:
         self.scratch = self.home / "work" / self.run_record.name
         self.done = self.outcome.manifests
+        self.earlier = newest_results(self.store)  # stage -> the run whose result a message compares with
         self.views = {stage.name: StageView(stage.name, stage.weight) for stage in self.stages}
         uri = self.config.run.mlflow or f"sqlite:///{self.home / 'mlflow.db'}"
         artifacts = self.home / "mlflow-artifacts" if uri.startswith("sqlite:") else None
@@ -225,12 +235,15 @@ class _Execution:
         view = self.views[stage.name]
         sha256, run = self.run_record.config, self.run_record.name
         with span("look up", stage=stage.name):
-            result = serve_from_cache(self.store, run, self.stages, stage, self.config, self.done)
+            identity = identity_of(self.store, self.stages, stage, self.config, self.done)
+            result = serve_from_cache(self.store, run, identity)
             if result is not None:
                 self._finish(stage, result, "cached")
                 return
         if self.stopping:  # a signal arrived meanwhile
             return
+        if view.attempt == 0 and (why := why_missed(self.store, self.earlier.get(stage.name), stage, identity)):
+            self._note(f"not in the cache; {why}", stage.name)
         folder = self.scratch / stage.name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -289,7 +302,7 @@ class _Execution:
 
     def _read(self, view: StageView) -> None:
         folder = self.scratch / view.name
-        view.notes = read_notes(folder / "notes.jsonl") + self.notes.get(view.name, [])
+        view.notes = self.notes.get(view.name, []) + read_notes(folder / "notes.jsonl")
         if progress := read_progress(folder / "progress.json"):
             vars(view).update(progress)  # done, total, unit, rates
 

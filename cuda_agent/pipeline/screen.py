@@ -33,11 +33,11 @@ def watching(as_json: bool = False) -> Iterator[Watch]:
         yield plain(print)
 
 
-def plain(write: Callable[[str], None], every: float = 15.0) -> Watch:
+def plain(write: Callable[[str], None], every: float = 10.0) -> Watch:
     """Returns a function that reports a run's progress as lines of text.  It passes each line to ``write``.
 
     A line tells a change of a stage's state, or a new note (a message that a stage or the executor adds for the user).
-    About every ``every`` seconds, further lines tell the progress of the running stages."""
+    About every ``every`` seconds, further lines tell the progress of the running stages, and why pods do not start."""
     known: dict[str, tuple[str, int]] = {}  # stage -> state and number of notes
     shown = time.monotonic()
 
@@ -55,7 +55,9 @@ def plain(write: Callable[[str], None], every: float = 15.0) -> Watch:
         if time.monotonic() - shown > every:
             shown = time.monotonic()
             for view in views:
-                if view.state == "running" and view.total:
+                if view.waits:
+                    write(f"{view.name}: waits: {view.waits}")
+                elif view.state == "running" and view.total:
                     write("  ".join(filter(None, [f"{view.name}: {progress(view)}", _rates(view), _left(view)])))
 
     return watch
@@ -101,7 +103,7 @@ def _table(run: str, views: list[StageView], width: int) -> Any:
             _left(view) if running else "",
             Text(_rates(view)[: max(10, width - 70)], style="dim") if running else "",
         )
-        for note in view.notes[-2:]:
+        for note in [*view.notes[-2:], *filter(None, [view.waits])]:
             table.add_row("", Text(f"  {note}"[: max(20, width - 4)], style="yellow"))
     return table
 

@@ -25,9 +25,10 @@ from typing import Any
 from cuda_agent import spans
 from cuda_agent.compose import restricted
 from cuda_agent.config import Config
-from cuda_agent.context import StageContext
+from cuda_agent.context import SCORE, StageContext
 from cuda_agent.errors import EXIT_BUG, EXIT_DONE, EXIT_RETRY, BadConfiguration, TryAgain
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
+from cuda_agent.pipeline.closure import code_digests, environment_versions
 from cuda_agent.pipeline.graph import Stage, ancestors, stages_of
 from cuda_agent.pipeline.manifest import (
     Identity,
@@ -157,38 +158,35 @@ def _make(
     )
     run(context)
     _say(f"{stage.name}: ends")
-    return _store(order, store, identity, outputs, tracker, checkpoints, work / "said")
-
-
-@spans.span("store outputs")
-def _store(
-    order: StageOrder,
-    store: Store,
-    identity: Identity,
-    outputs: dict[str, Path],
-    tracker: FileTracker,
-    checkpoints: StageCheckpoints,
-    said: Path,
-) -> Manifest:
-    made = {name: store.put_folder(folder) for name, folder in outputs.items()}
-    empty = [name for name, digest in made.items() if not store.tree(digest)]
-    if empty:
-        raise RuntimeError(f"stage {order.stage} returned without writing {', '.join(empty)}")
-    tracker.save(said)
-    shared = ("stage", "key", "code", "environment", "device", "inputs")
-    manifest = Manifest(
-        **{fact: getattr(identity, fact) for fact in shared},
-        run=order.run,
-        config=order.config,
-        outputs=made,
-        metrics=store.put_folder(said),
-        seconds=round(checkpoints.seconds, 3),
-        finished=datetime.now(UTC).isoformat(timespec="seconds"),
-        resumed=checkpoints.resumed,
-        lost=round(sum(values.get("lost", 0.0) for values in read_metrics(said / "metrics.jsonl").values())),
-    )
-    manifest = publish(store, order.run, manifest)
-    checkpoints.clear()
+    with spans.span("store outputs"):
+        made = {name: store.put_folder(folder) for name, folder in outputs.items()}
+        empty = [name for name, digest in made.items() if not store.tree(digest)]
+        if empty:
+            raise RuntimeError(f"stage {stage.name} returned without writing {', '.join(empty)}")
+        store.put_json(code_digests(stage.module))  # the facts behind two hashes of the key, for ``compare.why_missed``
+        store.put_json(environment_versions())
+        tracker.save(work / "said")
+        metrics = read_metrics(work / "said" / "metrics.jsonl")
+        shared = ("stage", "key", "code", "environment", "device", "inputs")
+        manifest = Manifest(
+            **{fact: getattr(identity, fact) for fact in shared},
+            run=order.run,
+            config=order.config,
+            outputs=made,
+            metrics=store.put_folder(work / "said"),
+            seconds=round(checkpoints.seconds, 3),
+            finished=datetime.now(UTC).isoformat(timespec="seconds"),
+            resumed=checkpoints.resumed,
+            lost=round(sum(values.get("lost", 0.0) for values in metrics.values())),
+            scores={
+                name.removeprefix(SCORE): value
+                for values in metrics.values()
+                for name, value in values.items()
+                if name.startswith(SCORE)
+            },
+        )
+        manifest = publish(store, order.run, manifest)
+        checkpoints.clear()
     return manifest
 
 

@@ -121,7 +121,7 @@ def test_watching_outlives_an_api_server_that_is_away_for_a_while(monkeypatch, c
     monkeypatch.setattr("cuda_agent.cluster.submit.find", lambda place, run: place.all("Workflow")[0])
     monkeypatch.setattr("cuda_agent.cluster.submit.run_of", lambda workflow: "r")
     monkeypatch.setattr("cuda_agent.cluster.submit.views", lambda workflow: [])
-    monkeypatch.setattr("cuda_agent.cluster.submit.explain", lambda place, workflow, shown: None)
+    monkeypatch.setattr("cuda_agent.cluster.submit.delays", lambda place, workflow, shown: {})
     for status in (0, 503):
         assert cli_cluster._follow(Faulty(status, 3), "r", False) == 0  # type: ignore[arg-type]
     with pytest.raises(ClusterError):

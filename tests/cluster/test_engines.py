@@ -9,7 +9,7 @@ from cuda_agent.cluster import engines, pod, pools, rayjobs
 from cuda_agent.compose import compose, freeze
 from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
-from tests.deploy.charts import ALONE, merged, needs_helm, objects, of_kind, template
+from tests.deploy.charts import ALONE, merged, needs_helm, objects, of_kind, steps, template
 from tests.deploy.test_chart import engines as rendered
 from tests.deploy.test_chart import selects
 
@@ -127,7 +127,7 @@ def test_stages_and_the_pods_of_their_ray_write_into_the_runs_folder():
     (made,) = of_kind(objects(ALONE), "WorkflowTemplate", "-cpu-")
     folder = {"name": "CUDA_AGENT_ENGINE_FOLDER", "value": "/engine/{{workflow.name}}"}
     mounted = {"name": "weights", "mountPath": "/engine"}
-    containers = {item["name"]: item["container"] for item in made["spec"]["templates"] if "container" in item}
+    containers = {name: item["container"] for name, item in steps(made).items() if "container" in item}
     with_folder = {name for name, item in containers.items() if folder in item["env"]}
     assert with_folder == {name for name, item in containers.items() if mounted in item["volumeMounts"]}
     assert {"collect", "agentic", "finish"} <= with_folder and "prepare" not in with_folder
@@ -150,7 +150,7 @@ def test_a_profile_without_replicas_says_nothing_of_them():
 @needs_helm
 def test_a_stages_ray_is_told_where_the_replicas_are():
     (made,) = of_kind(objects(ALONE), "WorkflowTemplate", "-cpu-")
-    step = next(item for item in made["spec"]["templates"] if item["name"] == "agentic-ray")
+    step = steps(made)["agentic-ray"]
     base = json.loads(next(entry["value"] for entry in step["container"]["env"] if entry["name"] == "CUDA_AGENT_RAY"))
     told = rayjobs.objects(base, "night", "u", "agentic", [], "http://a:1", with_vllm("runtime=ray"), "http://e:8000")
     job = next(item for item in told if item["kind"] == "RayJob")["spec"]["rayClusterSpec"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cuda_agent.cluster import pod, rayjobs, run_pools
+from cuda_agent.cluster import pod, rayjobs, run_pools, templates
 from cuda_agent.cluster import submit as cluster
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.compose import compose
@@ -19,7 +19,7 @@ from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.pipeline.manifest import Manifest, manifest_entry, outcome_entry
 from cuda_agent.storage import open_store
 from tests.cluster.control_plane import MISSING, NAMESPACE, ControlPlane
-from tests.deploy.charts import ALONE, KUBERAY, ROOT, merged, needs_helm, objects, of_kind, template
+from tests.deploy.charts import ALONE, KUBERAY, ROOT, merged, needs_helm, objects, of_kind, steps, template
 
 pytestmark = needs_helm
 needs_plane = pytest.mark.skipif(
@@ -35,7 +35,7 @@ def spread(*overrides: str) -> Config:
 
 def container(items: list[dict[str, Any]], template_name: str, profile: str = "cpu") -> dict[str, Any]:
     (made,) = of_kind(items, "WorkflowTemplate", f"-{profile}-")
-    return next(item for item in made["spec"]["templates"] if item["name"] == template_name)["container"]
+    return steps(made)[template_name]["container"]
 
 
 def base(profile: str = "cpu") -> list[dict[str, Any]]:
@@ -169,7 +169,9 @@ def connect(plane, monkeypatch):
 
 
 def begin(admin: Cluster, name: str) -> str:
-    cluster.submit(admin, cluster.submission(spread(f"run.name={name}"), "cpu", "cuda-agent"))
+    cluster.submit(
+        admin, cluster.submission(spread(f"run.name={name}"), "cpu", templates.template_name("cuda-agent", "cpu"))
+    )
     return admin.get("Workflow", name)["metadata"]["uid"]
 
 

@@ -9,13 +9,12 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cuda_agent.cluster import doctor as cluster_doctor
-from cuda_agent.cluster import engines, maintenance, pod, pod_maintenance, pools, run_pools
+from cuda_agent.cluster import engines, maintenance, pod, pod_maintenance, pools, run_pools, templates
 from cuda_agent.cluster import submit as cluster
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.compose import compose, freeze
@@ -23,7 +22,7 @@ from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError, TryAgain
 from cuda_agent.pipeline.graph import ROWS
 from tests.cluster.control_plane import MISSING, NAMESPACE, ControlPlane
-from tests.deploy.charts import ALONE, HELM, ROOT, merged, objects, of_kind
+from tests.deploy.charts import ALONE, HELM, ROOT, merged, objects, of_kind, steps
 from tests.deploy.test_chart import engines as rendered
 
 VALUES = merged(
@@ -67,8 +66,12 @@ def smoke(*overrides: str) -> Config:
     return compose(["experiment=smoke", *overrides])
 
 
-def send(place: Cluster, name: str, profile: str = "cpu") -> cluster.Submission:
-    what = cluster.submission(smoke(f"run.name={name}"), profile, "cuda-agent")
+def submission(name: str) -> cluster.Submission:
+    return cluster.submission(smoke(f"run.name={name}"), "cpu", templates.template_name("cuda-agent", "cpu"))
+
+
+def send(place: Cluster, name: str) -> cluster.Submission:
+    what = submission(name)
     cluster.submit(place, what)
     return what
 
@@ -130,8 +133,10 @@ def test_a_name_that_is_taken_changes_nothing(as_user):
 @pytest.mark.parametrize(
     ("arguments", "user", "said"),
     [
-        (["--profile", "tpu"], "ada", "There is no template cuda-agent-tpu"),
-        (["--release", "other"], "ada", "which must be that of this command"),
+        (["--profile", "tpu"], "ada", "Release cuda-agent has no profile tpu. It has cpu, gpu."),
+        (["sandbox.device=cuda"], "ada", "sandboxes of profile cpu have no GPUs. Use --profile gpu."),
+        (["--release", "other"], "ada", "There is no release other in namespace kernels"),
+        (["--namespace", "nowhere"], "admin", "There is no namespace nowhere in admin"),
         (["--namespace", "default"], "admin", "There is no chart of cuda-agent in namespace default"),
         ([], "mallory", "Ask for the chart's role of submitters"),
         ([], "eve", "refused to create Workflow"),
@@ -200,9 +205,7 @@ def test_an_interrupt_takes_along_what_was_made():
 
     place: Any = Place()
     with pytest.raises(KeyboardInterrupt):
-        cluster.submit(
-            place, *(cluster.submission(smoke(f"run.name={name}"), "cpu", "cuda-agent") for name in ("one", "two"))
-        )
+        cluster.submit(place, *(submission(name) for name in ("one", "two")))
     assert place.there == []
 
 
@@ -241,7 +244,7 @@ def test_dry_run_prints_both_objects_and_needs_no_cluster(tmp_path):
 
 
 def plain(name: str, template: str = "") -> dict[str, Any]:
-    what = cluster.submission(smoke(f"run.name={name}"), "cpu", "cuda-agent").workflow
+    what = submission(name).workflow
     if template:
         what["spec"]["workflowTemplateRef"]["name"] = template
     return what
@@ -379,8 +382,8 @@ def test_every_verb_that_a_role_does_not_list_is_refused(plane, as_user, who):
 
 def base_pools() -> list[dict[str, Any]]:
     (made,) = of_kind(objects(VALUES), "WorkflowTemplate", "-cpu-")
-    prepare = next(item for item in made["spec"]["templates"] if item["name"] == "prepare")
-    return json.loads(next(item["value"] for item in prepare["container"]["env"] if item["name"] == "CUDA_AGENT_POOLS"))
+    env = steps(made)["prepare"]["container"]["env"]
+    return json.loads(next(item["value"] for item in env if item["name"] == "CUDA_AGENT_POOLS"))
 
 
 def test_prepares_account_can_make_and_remove_a_runs_pools_and_they_belong_to_the_workflow(plane, as_user):
@@ -430,7 +433,7 @@ def test_a_pool_that_does_not_become_ready_says_why(plane, as_user, monkeypatch)
 def test_a_run_that_is_ended_at_once_while_its_pools_are_made_leaves_none(as_user):
     place, admin = as_user(), as_user("admin")
     send(place, "hasty")
-    cluster.cancel(place, "hasty", now=True)  # nothing is there to be removed yet
+    cluster.cancel(place, cluster.find(place, "hasty"), now=True)  # nothing is there to be removed yet
     with pytest.raises(TryAgain, match="stopped while its servers"):
         run_pools.make_pools(admin, base_pools(), "hasty", smoke())
     for kind in ("StatefulSet", "Service", "Secret", "NetworkPolicy"):
@@ -469,14 +472,14 @@ def test_a_run_is_found_listed_cancelled_and_resumed(plane, as_user):
     with pytest.raises(ConfigError, match="there is no such run"):
         cluster.find(place, "nothing")
     with pytest.raises(ConfigError, match="Cancel it first"):
-        cluster.resume(place, "train-1")
+        cluster.resume(place, cluster.find(place, "train-1"))
     set_status(admin, "train-1", "Running", prepare="Succeeded", synthesis="Running")
     done = command(plane, "cancel", "train-1")
     assert done.returncode == 0 and "synthesis" in done.stdout and "resume train-1" in done.stdout
     assert place.get("Workflow", "train-1")["spec"]["shutdown"] == "Stop"
     set_status(admin, "train-1", "Failed", prepare="Succeeded", synthesis="Failed")
     with pytest.raises(ConfigError, match="has ended"):
-        cluster.cancel(place, "train-1", now=False)
+        cluster.cancel(place, cluster.find(place, "train-1"), now=False)
     done = command(plane, "resume", "train-1", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["workflow"] == "train-1-r2"
@@ -487,7 +490,7 @@ def test_a_run_is_found_listed_cancelled_and_resumed(plane, as_user):
     assert [row["workflow"] for row in rows if row["name"] == "train-1"] == ["train-1", "train-1-r2"]
     set_status(admin, "train-1-r2", "Succeeded", prepare="Succeeded")
     with pytest.raises(ConfigError, match="nothing to go on with"):
-        cluster.resume(place, "train-1")
+        cluster.resume(place, cluster.find(place, "train-1"))
 
 
 def test_cancel_now_removes_the_pools_that_no_exit_hook_will(as_user):
@@ -496,7 +499,7 @@ def test_cancel_now_removes_the_pools_that_no_exit_hook_will(as_user):
     uid = admin.get("Workflow", "at-once")["metadata"]["uid"]
     for item in pools.objects(base_pools(), "at-once", uid, "t" * 20, smoke().sandbox):
         admin.create(item)
-    cluster.cancel(place, "at-once", now=True)
+    cluster.cancel(place, cluster.find(place, "at-once"), now=True)
     assert place.get("Workflow", "at-once")["spec"]["shutdown"] == "Terminate"
     assert not [item for item in place.all("StatefulSet") if item["metadata"]["name"].startswith("at-once")]
 
@@ -514,34 +517,24 @@ def test_watch_shows_the_stages_and_ends_with_the_run(plane, as_user):
     assert command(plane, "watch", "watched-2").returncode == 1
 
 
-def test_watch_says_why_a_pod_does_not_start(as_user):
+def test_a_viewer_sees_why_a_pod_does_not_start(as_user):
+    """A secret that is missing is told by an event only."""
     admin = as_user("admin")
     send(as_user(), "hindered")
     set_status(admin, "hindered", "Running", prepare="Pending", synthesis="Pending")
-    for name in ("hindered-prepare-12", "hindered-2-synthesis-12"):
-        about = {"kind": "Pod", "namespace": NAMESPACE, "name": name}
-        message = f'secret "s3" of {name} not found'
-        metadata = {"name": f"{name}.1", "namespace": NAMESPACE}
-        facts = {"involvedObject": about, "type": "Warning", "reason": "FailedMount", "message": message}
-        admin.create({"apiVersion": "v1", "kind": "Event", "metadata": metadata} | facts)
+    name = "hindered-prepare-12"
+    about = {"name": name, "labels": {"workflows.argoproj.io/workflow": "hindered"}}
+    about["annotations"] = {"workflows.argoproj.io/node-name": "hindered.prepare(0)"}
+    spec = {"containers": [{"name": "main", "image": "i"}]}
+    admin.create({"apiVersion": "v1", "kind": "Pod", "metadata": about, "spec": spec})
+    facts = {"type": "Warning", "reason": "FailedMount", "message": 'secret "s3" not found'}
+    facts["involvedObject"] = {"kind": "Pod", "namespace": NAMESPACE, "name": name}
+    admin.create(
+        {"apiVersion": "v1", "kind": "Event", "metadata": {"name": f"{name}.1", "namespace": NAMESPACE}} | facts
+    )
     workflow = as_user("eve").get("Workflow", "hindered")
-    shown = {view.name: view for view in cluster.views(workflow)}
-    cluster.explain(as_user("eve"), workflow, list(shown.values()))
-    assert shown["prepare"].notes[-1] == 'secret "s3" of hindered-prepare-12 not found'
-    assert not shown["synthesis"].notes
-
-
-def test_watch_says_why_the_pod_of_a_stage_on_ray_does_not_start():
-    workflow = {
-        "metadata": {"name": "w"},
-        "status": {"nodes": nodes(prepare="Succeeded", agentic="Skipped", **{"agentic-ray": "Pending"})},
-    }
-    about = {"kind": "Pod", "name": "w-agentic-ray-12"}
-    event = {"involvedObject": about, "type": "Warning", "reason": "FailedScheduling", "message": "no room"}
-    place: Any = SimpleNamespace(all=lambda kind: [event])
-    shown = {view.name: view for view in cluster.views(workflow)}
-    cluster.explain(place, workflow, list(shown.values()))
-    assert shown["agentic"].state == "waiting" and shown["agentic"].notes[-1:] == ["no room"]
+    found = cluster.delays(as_user("eve"), workflow, cluster.views(workflow))
+    assert found == {"prepare": ('secret "s3" not found', False)}
 
 
 def test_logs_of_a_pod_that_is_gone_are_asked_of_mlflow(plane, as_user):
@@ -555,20 +548,20 @@ def test_logs_of_a_pod_that_is_gone_are_asked_of_mlflow(plane, as_user):
 
 def test_a_release_without_mlflow_says_so(as_user, plane):
     place = as_user("admin")
-    (template,) = [item for item in place.all("WorkflowTemplate") if "-cpu-" in item["metadata"]["name"]]
-    without = json.loads(json.dumps(template["spec"]["templates"]).replace("http://cuda-agent-mlflow:5000", "off"))
-    for uri, said in (("off", "has no MLflow"), ("http://mlflow.test.invalid:5000", "does not answer")):
-        changed = json.loads(json.dumps(without).replace('"off"', json.dumps(uri)))
-        for item in place.all("WorkflowTemplate", cluster.PROFILE_LABEL):
-            place.patch("WorkflowTemplate", item["metadata"]["name"], {"spec": {"templates": changed}})
-        try:
+    names = [about["name"] for about in place.metadata("WorkflowTemplate", templates.PROFILE_LABEL)]
+
+    def tracked_by(uri: str) -> None:
+        for name in names:
+            change = {"metadata": {"annotations": {"cuda-agent.io/mlflow": uri}}}
+            place.patch("WorkflowTemplate", name, change)
+
+    try:
+        for uri, said in (("off", "has no MLflow"), ("http://mlflow.test.invalid:5000", "does not answer")):
+            tracked_by(uri)
             done = command(plane, "report", "nobody", "--on", "ada")
             assert done.returncode in (75, 78) and said in done.stderr and "Traceback" not in done.stderr
-        finally:
-            for item in place.all("WorkflowTemplate", cluster.PROFILE_LABEL):
-                place.patch(
-                    "WorkflowTemplate", item["metadata"]["name"], {"spec": {"templates": template["spec"]["templates"]}}
-                )
+    finally:
+        tracked_by("http://cuda-agent-mlflow:5000")
 
 
 def test_every_stage_of_the_graph_is_on_the_screen():
@@ -642,8 +635,9 @@ def test_a_sweep_with_a_limit_has_so_many_lanes_and_a_resumed_run_stays_in_its_o
     ("arguments", "user", "said"),
     [
         (["seed=1,x"], "ada", "seed: expected a whole number"),
-        (["seed=1,2", "--profile", "tpu"], "ada", "There is no template cuda-agent-tpu"),
-        (["seed=1,2", "--release", "other"], "ada", "which must be that of this command"),
+        (["seed=1,2", "--profile", "tpu"], "ada", "has no profile tpu"),
+        (["seed=1,2", "--release", "other"], "ada", "There is no release other"),
+        (["seed=1,2", "sandbox.device=cuda"], "ada", "have no GPUs"),
         (["seed=1,2"], "eve", "refused to create Workflow"),
         (["seed=1,2"], "mallory", "Ask for the chart's role of submitters"),
         (["seed=1,2", "run.name=Not_A_Name"], "ada", "run.name: on a cluster, expected"),
@@ -806,7 +800,7 @@ def test_a_job_that_does_not_start_is_given_up(as_user, monkeypatch):
     [
         (["--keep", "3"], "ada", "its value gc.keep"),
         ([], "eve", "refused to create Workflow"),
-        (["--release", "other"], "ada", "There is no template other-gc-"),
+        (["--release", "other"], "ada", "There is no release other"),
         (["--namespace", "default"], "admin", "There is no chart of cuda-agent"),
         (["--on", "nobody"], "ada", "There is no context nobody"),
     ],
@@ -823,7 +817,7 @@ def job(name):
         "apiVersion": "argoproj.io/v1alpha1",
         "kind": "Workflow",
         "metadata": {"name": name, "labels": {maintenance.JOB_LABEL: "gc-plan"}},
-        "spec": {"workflowTemplateRef": {"name": cluster.template_name("cuda-agent", "gc-plan")}},
+        "spec": {"workflowTemplateRef": {"name": templates.template_name("cuda-agent", "gc-plan")}},
     }
 
 
@@ -963,7 +957,7 @@ def test_doctor_sees_what_a_submitter_sees_and_believes_the_inside(plane, as_use
         pod_of_doctor.join()
         assert code == 0, [item for item in found.values() if not item["ok"]]
         assert "full definitions of version 3.6 or 3.7" in found["argo"]["text"]
-        assert "profiles cpu, gpu" in found["chart"]["text"] and found["store"]["text"] == "written"
+        assert "profiles cpu, gpu (1 GPUs)" in found["chart"]["text"] and found["store"]["text"] == "written"
         assert found["pod security"]["text"] == "restricted" and "default-deny" in found["policies"]["text"]
         assert found["gpus"]["text"] == "you may not list nodes" and job_workflows(as_user()) == []
         inside[0]["ok"] = False
@@ -983,16 +977,15 @@ def test_doctor_says_what_is_missing_and_what_mends_it(plane, as_user):
     code, found = doctor(plane, "mallory")
     assert code == 1 and not found["chart"]["ok"] and not found["rights"]["ok"]
     code, found = doctor(plane, "admin", "--namespace", "default")
-    assert code == 1 and "helm install cuda-agent" in found["chart"]["mend"] and not found["policies"]["ok"]
+    assert code == 1 and "helm install" in found["chart"]["mend"] and not found["policies"]["ok"]
     code, found = doctor(plane, "ada", "--release", "other")
-    assert code == 1 and "no template of other" in found["chart"]["text"]
+    assert code == 1 and "There is no release other" in found["chart"]["text"]
 
 
 def test_doctor_finds_a_chart_of_another_version_and_one_without_argo(as_user, plane, monkeypatch):
-    for module in (cluster_doctor, cluster):
-        monkeypatch.setattr(module, "version_name", lambda: "9-9-9")
+    monkeypatch.setattr(templates, "own_version", lambda: "9.9.9")
     found = {check.name: check for check in cluster_doctor.examine(as_user(), "cuda-agent")}
-    assert not found["chart"].ok and "in version 9-9-9; there are cuda-agent-cpu-" in found["chart"].text
+    assert not found["chart"].ok and "and this command 9.9.9" in found["chart"].text
     monkeypatch.setattr(cluster_doctor, "_ARGO", "argoproj.example/v1")
     found = {check.name: check for check in cluster_doctor.examine(as_user(), "cuda-agent")}
     assert not found["argo"].ok and "install Argo Workflows" in found["argo"].mend

@@ -30,7 +30,8 @@ def workflow(**nodes) -> dict:
     made["a-0"] = {"id": "a-0", "type": "Retry", "displayName": "make", "startedAt": "2026-08-01T10:00:05Z"}
     made["a-9"] = {"id": "a-9", "type": "Skipped", "displayName": "twin", "startedAt": "2026-08-01T10:00:05Z"}
     return {
-        "metadata": {"name": "a", "uid": "u-1", "creationTimestamp": "2026-08-01T10:00:00Z", "labels": {}},
+        "metadata": {"name": "a", "uid": "u-1", "creationTimestamp": "2026-08-01T10:00:00Z", "labels": {}}
+        | {"annotations": {"cuda-agent.io/submitter": "ada"}},
         "status": {"phase": "Running", "nodes": made},
     }
 
@@ -46,7 +47,10 @@ def test_the_nodes_of_a_workflow_are_spans_below_it():
     before = datetime.now(UTC).timestamp() * 1e9
     root, wait, first, second = traces.node_spans(flow)
     assert (root.name, root.parent, root.start) == ("run", "", seconds("2026-08-01T10:00:00Z"))
-    assert root.attributes == {"kind": "run", "workflow": "a", "phase": "Running"} and root.end >= before
+    assert (
+        root.attributes == {"kind": "run", "workflow": "a", "phase": "Running", "submitter": "ada"}
+        and root.end >= before
+    )
     assert (wait.name, wait.start, wait.end) == ("wait for the first pod", root.start, root.start + 5 * S)
     assert (first.name, first.start, first.end) == ("pod of prepare", root.start + 5 * S, root.start + 15 * S)
     assert first.attributes == {"node": "prepare(0)", "phase": "Succeeded", "host": "node-1"}
@@ -82,15 +86,15 @@ def test_the_spans_of_a_pod_are_below_its_node(tmp_path, here, monkeypatch):  # 
 
 def test_a_trace_is_read_from_mlflow_and_the_workflows(tmp_path, here, monkeypatch):  # noqa: F811
     flow = workflow(**{"prepare(0)": ("a-1", "2026-08-01T10:00:05Z", "2026-08-01T10:00:15Z")})
-    nowhere = SimpleNamespace()
+    cluster = SimpleNamespace(find=lambda kind, name: flow if (kind, name) == ("Workflow", "a") else None)
 
     def refuse(cluster):
         raise ConfigError("the release has no MLflow")
 
-    monkeypatch.setattr(results, "workflows", lambda cluster, run: [flow])
+    monkeypatch.setattr(results, "workflows", lambda cluster, run: [{"metadata": flow["metadata"]}])
     monkeypatch.setattr(results, "mlflow", refuse)
-    id, spans = results.trace(nowhere, "a")
+    id, spans = results.trace(cluster, "a")
     assert id == "" and [span.name for span in spans] == ["run", "wait for the first pod", "pod of prepare"]
     monkeypatch.setattr(results, "workflows", lambda cluster, run: [])
     with pytest.raises(ConfigError, match="no MLflow"):
-        results.trace(nowhere, "a")
+        results.trace(cluster, "a")

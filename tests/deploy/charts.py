@@ -92,6 +92,18 @@ def of_kind(items: list[dict[str, Any]], kind: str, name: str = "") -> list[dict
     return [item for item in items if item["kind"] == kind and re.search(name, item["metadata"]["name"])]
 
 
+def steps(made: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the templates of a WorkflowTemplate by name.  Those of pods have what ``templateDefaults`` adds to their
+    containers, as Argo merges it."""
+    common = made["spec"]["templateDefaults"]["container"]
+    found = {one["name"]: one for one in json.loads(json.dumps(made["spec"]["templates"]))}
+    for one in found.values():
+        if own := one.get("container"):
+            lists = {key: [*common[key], *own.get(key, [])] for key in ("env", "volumeMounts")}
+            one["container"] = common | own | lists
+    return found
+
+
 def argocheck(items: list[dict[str, Any]]) -> list[str]:
     """Returns the errors that Argo's own validation finds in Argo's objects."""
     done = subprocess.run([str(ARGO)], input=json.dumps(items), capture_output=True, text=True, timeout=60)

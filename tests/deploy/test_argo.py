@@ -11,12 +11,14 @@ from cuda_agent.cluster.rayjobs import can_be_spread
 from cuda_agent.deploy import argo, chart
 from cuda_agent.deploy.argo import CONCURRENCY_GROUP, RETRY, cron_workflow, maintenance_jobs, workflow_template
 from cuda_agent.pipeline.graph import ROWS, Stage
-from tests.deploy.charts import ARGO, ROOT, argocheck, needs_argo
+from tests.deploy.charts import ARGO, ROOT, argocheck, needs_argo, steps
 
 TEMPLATE = workflow_template()
 SPEC = TEMPLATE["spec"]
-TEMPLATES = {item["name"]: item for item in SPEC["templates"]}
+TEMPLATES = steps(TEMPLATE)
 TASKS = {task["name"]: task for task in TEMPLATES["run"]["dag"]["tasks"]}
+PATCH = json.loads(SPEC["podSpecPatch"])  # of all pods; Argo applies a template's own after it
+EXECUTORS = [*PATCH["containers"], *PATCH["initContainers"]]
 PODS = {name: item for name, item in TEMPLATES.items() if "container" in item}
 
 
@@ -130,23 +132,22 @@ def test_every_pod_is_restricted_and_only_prepare_and_finish_have_a_token():
     for name, pod in PODS.items():
         told = ("prepare", "finish", *(f"{name}-ray" for name in SPREAD))
         assert bool(pod.get("automountServiceAccountToken")) == (name in told)
-        patch = json.loads(pod["podSpecPatch"])
-        for container in [pod["container"], *patch["containers"], *patch["initContainers"]]:
+        for container in [pod["container"], *EXECUTORS]:
             security = container["securityContext"]
             assert security["readOnlyRootFilesystem"] and not security["allowPrivilegeEscalation"]
             assert security["capabilities"] == {"drop": ["ALL"]} and security["runAsNonRoot"]
             assert security["seccompProfile"] == {"type": "RuntimeDefault"}
-        for container in [*patch["containers"], *patch["initContainers"]]:
-            assert {"cpu", "memory", "ephemeral-storage"} <= set(container["resources"]["limits"])
+    assert [container["name"] for container in EXECUTORS] == ["wait", "init"]
+    for container in EXECUTORS:
+        assert {"cpu", "memory", "ephemeral-storage"} <= set(container["resources"]["limits"])
 
 
 def test_every_pod_has_a_deadline_and_time_for_its_checkpoint():
     assert SPEC["activeDeadlineSeconds"] > 0
     for name, pod in PODS.items():
         assert 0 < pod["activeDeadlineSeconds"] <= SPEC["activeDeadlineSeconds"]
-        assert json.loads(pod["podSpecPatch"])["terminationGracePeriodSeconds"] >= (
-            120 if name in {stage.name for stage in ROWS} else 60
-        )
+        patch = PATCH | json.loads(pod.get("podSpecPatch", "{}"))
+        assert patch["terminationGracePeriodSeconds"] >= (120 if name in {stage.name for stage in ROWS} else 60)
 
 
 def evaluate_retry(exit_code: str, status: str, message: str, retries: int) -> bool:

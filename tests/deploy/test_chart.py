@@ -33,6 +33,7 @@ from tests.deploy.charts import (
     objects,
     of_kind,
     refusal,
+    steps,
     template,
 )
 from tests.deploy.value_fields import field_of
@@ -45,15 +46,14 @@ LEAVES = {path: (default, info) for path, default, info in chart.leaves()}
 def pools(items: list[dict[str, Any]], profile: str = "cpu") -> list[dict[str, Any]]:
     """The objects that prepare would make with this profile."""
     (made,) = of_kind(items, "WorkflowTemplate", f"-{profile}-")
-    prepare = next(item for item in made["spec"]["templates"] if item["name"] == "prepare")
-    return json.loads(next(item["value"] for item in prepare["container"]["env"] if item["name"] == "CUDA_AGENT_POOLS"))
+    env = steps(made)["prepare"]["container"]["env"]
+    return json.loads(next(item["value"] for item in env if item["name"] == "CUDA_AGENT_POOLS"))
 
 
 def engines(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The objects that prepare would make for a run with vLLM with the profile `cpu`, where the values have any."""
     (made,) = of_kind(items, "WorkflowTemplate", "-cpu-")
-    prepare = next(item for item in made["spec"]["templates"] if item["name"] == "prepare")
-    env = {item["name"]: item.get("value") for item in prepare["container"]["env"]}
+    env = {item["name"]: item.get("value") for item in steps(made)["prepare"]["container"]["env"]}
     return json.loads(env.get("CUDA_AGENT_ENGINE", "[]"))
 
 
@@ -153,6 +153,12 @@ def test_the_schema_refuses_unknown_names_and_wrong_types(values, where):
         (merged(ALONE, {"cron": {"profile": "tpu"}}), "there is no profile tpu"),
         (merged(ALONE, {"profiles": {"Big One": {}}}), "a profile's name has at most"),
         (merged(ALONE, {"profiles": {"doctor": {}}}), "a template of that name"),
+        (merged(ALONE, {"profiles": {"own": {"base": "tpu"}}}), "profiles.own.base: there is no profile tpu"),
+        (
+            merged(ALONE, {"profiles": {"own": {"base": "gpu"}, "other": {"base": "own"}}}),
+            "profiles.other.base: profile own has a base itself",
+        ),
+        ({"store": {"roleArn": "arn:a", "existingSecret": "s"}}, "no identity is used"),
         (
             merged(ALONE, {"profiles": {"cpu": {"pools": {"evaluate": {"resources": {"limits": {"cpu": None}}}}}}}),
             "untrusted code needs a limit",
@@ -227,8 +233,21 @@ BESIDE: dict[str, dict[str, Any]] = {
         if path.startswith("profiles.") and ".engine." in path
     },
     "mlflow.backendSecret": {"mlflow": {"backendUri": "postgresql://a@b/c", "backendSecret": "t"}},
+    **{
+        f"profiles.{one}.base": {"profiles": {other: {"defaults": {"nodeSelector": {"pool": "of-the-base"}}}}}
+        for one, other in (("cpu", "gpu"), ("gpu", "cpu"))
+    },
+    "store.roleArn": {"store": {"existingSecret": "", "podIdentity": True}},
+    "store.podIdentity": {
+        "store": {"existingSecret": ""},
+        "access": {"serviceAccountAnnotations": {"eks.amazonaws.com/role-arn": "arn:aws:iam::1:role/store"}},
+    },
+    "store.tokenAudience": {"store": {"existingSecret": "", "roleArn": "arn:aws:iam::1:role/store"}},
 }
-NOT_ALONE = {"store.existingSecret", "store.endpoint", "tracking.uri"}
+NOT_ALONE = {
+    *("store.existingSecret", "store.endpoint", "store.roleArn", "store.podIdentity", "store.tokenAudience"),
+    "tracking.uri",
+}
 ONLY_ALONE = {"mlflow.enabled", "minio.enabled"}
 
 
@@ -303,7 +322,7 @@ def test_maintenance_jobs_have_the_environment_of_a_run_and_no_webhook():
     made = {name: of_kind(items, "WorkflowTemplate", f"-{name}-[0-9]")[0] for name in maintenance_jobs()}
     env = {}
     for name, item in made.items():
-        (pod,) = item["spec"]["templates"]
+        (pod,) = steps(item).values()
         env[name] = {entry["name"]: entry.get("value") for entry in pod["container"]["env"]}
         assert env[name]["CUDA_AGENT_STORE"] == "s3://cuda-agent" and "CUDA_AGENT_WEBHOOK" not in env[name]
         assert item["metadata"]["labels"]["cuda-agent.io/maintenance"] == name
@@ -326,7 +345,7 @@ def test_with_an_iam_role_the_store_needs_no_keys_and_takes_those_that_are_named
     s3 = json.loads(logs["data"]["store"])["s3"]
     assert s3.get("useSDKCreds", False) is not bool(secret) and ("accessKeySecret" in s3) is bool(secret)
     for item in of_kind(items, "WorkflowTemplate"):
-        for pod in item["spec"]["templates"]:
+        for pod in steps(item).values():
             if "container" in pod:
                 names = {entry["name"] for entry in pod["container"]["env"]}
                 assert {"CUDA_AGENT_STORE", "AWS_REGION"} <= names
@@ -341,7 +360,108 @@ def test_with_an_iam_role_the_store_needs_no_keys_and_takes_those_that_are_named
 @needs_helm
 def test_another_annotation_is_no_identity():
     values = {"access": {"serviceAccountAnnotations": {"team": "a"}}}
-    assert "on EKS name an IAM role in access.serviceAccountAnnotations" in refusal(values)
+    assert "or give pods an identity of the cloud" in refusal(values)
+
+
+def names_of(env: list[dict[str, Any]]) -> set[str]:
+    return {entry["name"] for entry in env}
+
+
+@needs_helm
+def test_a_role_by_web_identity_is_taken_by_all_that_use_the_store_and_by_nothing_else():
+    """Argo's containers write logs and manifests; sandboxes and the workers of a stage's Ray use no store."""
+    arn = "arn:aws:iam::1:role/store"
+    items = template({"store": {"roleArn": arn}, "profiles": {"cpu": {"ray": {"enabled": True}}}})
+    (made,) = of_kind(items, "WorkflowTemplate", "-cpu-")
+    executors = json.loads(made["spec"]["podSpecPatch"])
+    ray = json.loads(
+        next(
+            entry["value"] for entry in steps(made)["prepare"]["container"]["env"] if entry["name"] == "CUDA_AGENT_RAY"
+        )
+    )
+    groups = next(item for item in ray if item["kind"] == "RayJob")["spec"]["rayClusterSpec"]
+    head, actors = groups["headGroupSpec"]["template"]["spec"], groups["workerGroupSpecs"][0]["template"]["spec"]
+    (test,) = of_kind(items, "Pod")
+    stages = [step["container"] for step in steps(made).values() if "container" in step]
+    for container in (*stages, *executors["containers"], *executors["initContainers"], *head["containers"],
+                      *test["spec"]["containers"]):  # fmt: skip
+        assert {"name": "AWS_ROLE_ARN", "value": arn} in container["env"]
+        assert not {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"} & names_of(container["env"])
+        assert "/var/run/secrets/store" in {mount["mountPath"] for mount in container["volumeMounts"]}
+    for volumes in (made["spec"]["volumes"], head["volumes"], test["spec"]["volumes"]):
+        (token,) = [volume["projected"]["sources"] for volume in volumes if volume["name"] == "store-token"]
+        assert token[0]["serviceAccountToken"]["audience"] == "sts.amazonaws.com"
+    assert test["spec"]["serviceAccountName"] == made["spec"]["serviceAccountName"]
+    for other in (actors, *of_kind(pools(items), "StatefulSet")):
+        assert "store-token" not in json.dumps(other) and "AWS_ROLE_ARN" not in json.dumps(other)
+
+
+@needs_helm
+def test_the_agent_of_pod_identity_is_the_only_address_more():
+    items = template({"store": {"podIdentity": True}})
+    (made,) = of_kind(items, "WorkflowTemplate", "-cpu-")
+    assert not {"AWS_ACCESS_KEY_ID", "AWS_ROLE_ARN"} & names_of(steps(made)["rft"]["container"]["env"])
+    keyed, own = (
+        of_kind(made_of, "NetworkPolicy", "-runs$")[0]["spec"]["egress"]
+        for made_of in (template({"store": {"existingSecret": "s"}}), items)
+    )
+    (more,) = [rule for rule in own if rule not in keyed]
+    assert [peer["ipBlock"]["cidr"] for peer in more["to"]] == ["169.254.170.23/32", "fd00:ec2::23/128"]
+    assert more["ports"] == [{"port": 80, "protocol": "TCP"}]
+
+
+@needs_helm
+def test_an_authority_of_ones_own_is_trusted_by_stages_and_by_argo():
+    items = template(merged(WITH_OTHERS, {"privateCa": {"existingSecret": "ca"}}))
+    (made,) = of_kind(items, "WorkflowTemplate", "-cpu-")
+    container = steps(made)["rft"]["container"]
+    (mount,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "private-ca"]
+    assert {"name": "CUDA_AGENT_CA_FILE", "value": f"{mount}/ca.crt"} in container["env"]
+    assert {"name": "private-ca", "secret": {"secretName": "ca"}} in made["spec"]["volumes"]
+    (logs,) = of_kind(items, "ConfigMap", "-artifacts$")
+    assert json.loads(logs["data"]["store"])["s3"]["caSecret"] == {"name": "ca", "key": "ca.crt"}
+    assert argocheck(of_kind(items, "WorkflowTemplate")) == []
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("values", "port"),
+    [
+        ({"tracking": {"uri": "https://mlflow.test"}}, 443),
+        ({"tracking": {"uri": "https://mlflow.test:8443/api"}}, 8443),
+        ({"tracking": {"uri": "http://mlflow.test"}}, 80),
+        ({"tracking": {"uri": "http://[fd00::1]:5000"}}, 5000),
+        ({"tracking": {"uri": "https://mlflow.test", "allowedPort": 5000}}, 5000),
+        ({"store": {"endpoint": "http://minio.storage:9000"}}, 9000),
+        ({"store": {"endpoint": "https://s3.test"}}, 443),
+        ({"store": {"endpoint": "https://s3.test"}, "networkPolicy": {"storePort": 9000}}, 9000),
+    ],
+)
+def test_runs_may_connect_to_the_port_of_an_address(values, port):
+    items = template(merged(WITH_OTHERS, values))
+    (policy,) = of_kind(items, "NetworkPolicy", "-runs$")
+    cidr = "10.1.0.0/16" if "tracking" in values else "0.0.0.0/0"
+    *_, rule = [rule for rule in policy["spec"]["egress"] if {"ipBlock": {"cidr": cidr}} in rule["to"]]
+    assert rule["ports"] == [{"port": port, "protocol": "TCP"}]
+
+
+@needs_helm
+def test_a_profile_takes_what_it_does_not_set_from_its_base():
+    own = {"base": "gpu", "device": "H200", "parallelism": 1, "pools": {"evaluate": {"replicas": 8}}}
+    own |= {"stages": {"agentic": {"nodeSelector": {"gpu": "h200"}}}}
+    items = template(merged(ALONE, {"profiles": {"h200": own, "small": {"defaults": {"nodeSelector": {"a": "b"}}}}}))
+    (h200,), (gpu,) = (of_kind(items, "WorkflowTemplate", f"-{name}-[0-9]") for name in ("h200", "gpu"))
+    mine, its = steps(h200), steps(gpu)
+    assert mine["rft"]["container"]["resources"] == its["rft"]["container"]["resources"]
+    assert mine["report"]["container"]["resources"] == its["report"]["container"]["resources"]
+    assert mine["agentic"]["nodeSelector"] == {"gpu": "h200"} and "nodeSelector" not in its["agentic"]
+    assert h200["spec"]["parallelism"] == 1 and h200["metadata"]["annotations"]["cuda-agent.io/gpus"] == "1"
+    replicas = {item["metadata"]["name"]: item["spec"]["replicas"] for item in pools(items, "h200")[3:]}
+    assert replicas == {"RUN-workspace": 2, "RUN-build": 2, "RUN-evaluate": 8}
+    (small,) = of_kind(items, "WorkflowTemplate", "-small-")  # the base is cpu
+    assert steps(small)["rft"]["nodeSelector"] == {"a": "b"}
+    assert small["metadata"]["annotations"]["cuda-agent.io/gpus"] == "0"
+    assert argocheck([h200, small]) == []
 
 
 @needs_helm
@@ -357,7 +477,7 @@ def test_a_value_stays_a_value():
     values = merged(ALONE, {"environment": {"EVIL": evil}, "sandbox": {"environment": {"EVIL": evil}}})
     items = template(values)
     for item in of_kind(items, "WorkflowTemplate"):
-        for pod in item["spec"]["templates"]:
+        for pod in steps(item).values():
             if "container" in pod:
                 assert {"name": "EVIL", "value": evil} in pod["container"]["env"]
         assert "hostNetwork" not in item["spec"]
@@ -512,8 +632,8 @@ def test_every_reference_to_a_secret_an_account_or_a_claim_names_something_that_
 
 @needs_helm
 def test_the_policy_admits_only_this_releases_templates():
-    (policy,) = of_kind(objects(ALONE), "ValidatingAdmissionPolicy")
-    (binding,) = of_kind(objects(ALONE), "ValidatingAdmissionPolicyBinding")
+    (policy,) = of_kind(objects(ALONE), "ValidatingAdmissionPolicy", "-workflows$")
+    (binding,) = of_kind(objects(ALONE), "ValidatingAdmissionPolicyBinding", "-workflows$")
     assert policy["spec"]["failurePolicy"] == "Fail" and binding["spec"]["validationActions"] == ["Deny"]
     assert binding["spec"]["matchResources"]["namespaceSelector"]["matchLabels"] == {
         "kubernetes.io/metadata.name": "ns"
@@ -631,7 +751,7 @@ def test_prometheus_finds_and_reaches_the_port_of_every_stage():
     (port,) = policy["spec"]["ingress"][0]["ports"]
     for made in of_kind(items, "WorkflowTemplate", "-(cpu|gpu)-"):
         stages = {stage.name for stage in ROWS}
-        for pod in (item for item in made["spec"]["templates"] if "container" in item):
+        for pod in (item for item in steps(made).values() if "container" in item):
             assert (pod["metadata"]["labels"].items() >= wanted.items()) is (pod["name"] in stages)
             named = {one["name"]: one["containerPort"] for one in pod["container"].get("ports", [])}
             if pod["name"] in stages:
@@ -654,8 +774,11 @@ def test_a_runs_pods_may_send_traces_to_the_collector_alone(address, port):
     assert rule["ports"] == [{"port": port, "protocol": "TCP"}]
     assert rule["to"][0]["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "monitoring"}
     (made,) = of_kind(items, "WorkflowTemplate", "-cpu-")
-    for pod in (item for item in made["spec"]["templates"] if "container" in item):
-        assert {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": address} in pod["container"]["env"]
+    pods = {name: item["container"] for name, item in steps(made).items() if "container" in item}
+    for container in pods.values():
+        assert {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": address} in container["env"]
+    for values in (entry["value"] for entry in pods["prepare"]["env"] if entry["name"] == "CUDA_AGENT_POOLS"):
+        assert "OTEL_" not in values, "sandboxes run candidates, and send nothing"
     silent = objects(merged(ALONE, {"tracing": {"endpoint": ""}}))
     assert "OTEL_" not in json.dumps(silent)
     (policy,) = of_kind(silent, "NetworkPolicy", "-runs$")

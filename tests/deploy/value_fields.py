@@ -7,7 +7,7 @@ that changes this field. None means that the test derives such a value from the 
 from fnmatch import fnmatchcase
 from typing import Any
 
-ENV = "WorkflowTemplate:container.env"
+ENV = "WorkflowTemplate:container.env"  # of a step, or of all by templateDefaults
 
 # The first pattern that matches counts.
 FIELDS: dict[str, tuple[str, Any]] = {
@@ -27,7 +27,13 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "store.region": ("ConfigMap:data.store", "eu-west-1"),
     "store.existingSecret": ("ConfigMap:data.store", "other-s3"),
     "tracking.uri": (ENV, "http://mlflow.test:5001"),
+    "store.roleArn": (r"WorkflowTemplate:container.env\[AWS_ROLE_ARN", "arn:aws:iam::1:role/store"),
+    "store.tokenAudience": ("WorkflowTemplate:spec.volumes", "minio"),
+    "store.podIdentity": ("NetworkPolicy:egress", None),
     "tracking.allowedPort": ("NetworkPolicy:egress", 5001),
+    "privateCa.existingSecret": ("WorkflowTemplate:spec.volumes", "ca"),
+    "profiles.cpu.base": ("WorkflowTemplate:nodeSelector", "gpu"),
+    "profiles.gpu.base": ("WorkflowTemplate:nodeSelector", "cpu"),
     "profiles.*.device": (ENV, "h1"),
     "profiles.*.parallelism": ("WorkflowTemplate:spec.parallelism", 3),
     "profiles.*.queue": ("WorkflowTemplate:metadata.labels", "gpus"),

@@ -11,7 +11,7 @@ import pytest
 
 from cuda_agent.pipeline import gc
 from cuda_agent.pipeline.manifest import Manifest, cache_entry, config_entry, key_entry, manifest_entry
-from cuda_agent.storage import Store, open_store
+from cuda_agent.storage import Store, json_sha256, open_store
 
 MADE = Manifest("warmup", "old", "k", "c", "e", None, "s", {}, {}, "", 1.0, "2026-01-01T00:00:00+00:00")
 
@@ -68,6 +68,17 @@ def test_the_newest_runs_of_each_pipeline_stay_with_all_that_they_name(store: St
         assert (tmp_path / f"back-{name}" / "file").read_text() == f"out-{name}"
     assert not store.has_folder(old)
     assert gc.plan(store, keep=1).keys == {}, "nothing is left to collect"
+
+
+def test_what_a_kept_result_says_of_its_code_and_software_stays(store: Store, tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        run(store, tmp_path, name, 1 + (name == "new"))
+        facts = {"code": store.put_json({"a.py": name}), "environment": store.put_json({"torch": name})}
+        made = replace(Manifest.from_bytes(store.get(manifest_entry(name, "warmup"))), **facts)
+        store.put(manifest_entry(name, "warmup"), made.to_bytes())
+    lists = {name: {f"cas/{json_sha256(one)}" for one in ({"a.py": name}, {"torch": name})} for name in ("old", "new")}
+    what = gc.plan(store, keep=1)
+    assert lists["old"] <= what.keys.keys() and not lists["new"] & what.keys.keys()
 
 
 def test_a_checkpoint_stays_only_where_its_stage_began_and_is_not_done(store: Store, tmp_path: Path) -> None:

@@ -61,10 +61,36 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 {{- end -}}
 
-{{/* The annotation of EKS by which a pod's service account takes an IAM role: pods then need no keys for the store. */}}
-{{- define "cuda-agent.store-by-role" -}}
-{{- if not (or .Values.minio.enabled .Values.store.existingSecret) -}}
-{{- index .Values.access.serviceAccountAnnotations "eks.amazonaws.com/role-arn" | default "" -}}
+{{/* The port that a URL names, or else that of its scheme. */}}
+{{- define "cuda-agent.port-of" -}}
+{{- $url := urlParse . -}}
+{{- regexFind ":[0-9]+$" $url.host | trimPrefix ":" | default (ternary "443" "80" (eq $url.scheme "https")) -}}
+{{- end -}}
+
+{{/* The identity of the cloud with which pods use the store, without keys: roleArn, podIdentity, annotation (of EKS) or nothing. */}}
+{{- define "cuda-agent.store-identity" -}}
+{{- if or .Values.minio.enabled .Values.store.existingSecret -}}
+{{- else if .Values.store.roleArn -}}roleArn
+{{- else if .Values.store.podIdentity -}}podIdentity
+{{- else if index .Values.access.serviceAccountAnnotations "eks.amazonaws.com/role-arn" -}}annotation
+{{- end -}}
+{{- end -}}
+
+{{/* A profile's values, with those of its base: call with a list of root and profile name. */}}
+{{- define "cuda-agent.profile" -}}
+{{- $profiles := (index . 0).Values.profiles -}}{{- $name := index . 1 -}}
+{{- $own := get $profiles $name -}}
+{{- $base := dig "base" "cpu" $own -}}
+{{- if $base -}}
+{{- if not (hasKey $profiles $base) -}}
+{{- fail (printf "profiles.%s.base: there is no profile %s." $name $base) -}}
+{{- end -}}
+{{- if dig "base" "cpu" (get $profiles $base) -}}
+{{- fail (printf "profiles.%s.base: profile %s has a base itself; name one without." $name $base) -}}
+{{- end -}}
+{{- mergeOverwrite (get $profiles $base | deepCopy) (deepCopy $own) | toJson -}}
+{{- else -}}
+{{- $own | toJson -}}
 {{- end -}}
 {{- end -}}
 
@@ -88,24 +114,69 @@ off
 {{- end -}}
 {{- end -}}
 
-{{/* Environment that every pod of ours needs for the store, as JSON. */}}
-{{- define "cuda-agent.store-environment" -}}
+{{/* Environment of every pod of ours: the store, MLflow, and what the values add. A JSON list. */}}
+{{- define "cuda-agent.environment" -}}
 {{- $secret := include "cuda-agent.store-secret" . -}}
 {{- $prefix := .Values.store.prefix | trimAll "/" -}}
+{{- $identity := include "cuda-agent.store-identity" . -}}
 {{- $uri := printf "s3://%s%s" .Values.store.bucket (ternary "" (printf "/%s" $prefix) (empty $prefix)) -}}
 {{- $environment := list
   (dict "name" "CUDA_AGENT_STORE" "value" $uri)
   (dict "name" "CUDA_AGENT_MLFLOW" "value" (include "cuda-agent.tracking-uri" .))
   (dict "name" "AWS_REGION" "value" .Values.store.region) -}}
-{{- if not (include "cuda-agent.store-by-role" .) -}}
+{{- if not $identity -}}
 {{- $environment = concat $environment (list
   (dict "name" "AWS_ACCESS_KEY_ID" "valueFrom" (dict "secretKeyRef" (dict "name" $secret "key" "accesskey")))
   (dict "name" "AWS_SECRET_ACCESS_KEY" "valueFrom" (dict "secretKeyRef" (dict "name" $secret "key" "secretkey")))) -}}
 {{- end -}}
+{{- $environment = concat $environment (include "cuda-agent.role-environment" . | fromJsonArray) -}}
 {{- with include "cuda-agent.store-endpoint" . -}}
 {{- $environment = append $environment (dict "name" "AWS_ENDPOINT_URL" "value" .) -}}
 {{- end -}}
+{{- if .Values.privateCa.existingSecret -}}
+{{- $environment = append $environment (dict "name" "CUDA_AGENT_CA_FILE" "value" "/etc/cuda-agent/ca/ca.crt") -}}
+{{- end -}}
+{{- range $key, $value := .Values.environment -}}
+{{- $environment = append $environment (dict "name" $key "value" $value) -}}
+{{- end -}}
+{{- range $key, $place := .Values.secretEnvironment -}}
+{{- $parts := splitList "/" $place -}}
+{{- $environment = append $environment (dict "name" $key "valueFrom" (dict "secretKeyRef" (dict "name" (first $parts) "key" (last $parts)))) -}}
+{{- end -}}
 {{- $environment | toJson -}}
+{{- end -}}
+
+{{/* What a container needs to take the role store.roleArn, also Argo's own: JSON lists of variables and of mounts. */}}
+{{- define "cuda-agent.role-environment" -}}
+{{- if eq (include "cuda-agent.store-identity" .) "roleArn" -}}
+{{- list (dict "name" "AWS_ROLE_ARN" "value" .Values.store.roleArn)
+  (dict "name" "AWS_WEB_IDENTITY_TOKEN_FILE" "value" "/var/run/secrets/store/token") | toJson -}}
+{{- else -}}[]{{- end -}}
+{{- end -}}
+{{- define "cuda-agent.role-mounts" -}}
+{{- if eq (include "cuda-agent.store-identity" .) "roleArn" -}}
+{{- list (dict "name" "store-token" "mountPath" "/var/run/secrets/store" "readOnly" true) | toJson -}}
+{{- else -}}[]{{- end -}}
+{{- end -}}
+
+{{/* Volumes of every pod of ours and their mounts: JSON lists. */}}
+{{- define "cuda-agent.volumes" -}}
+{{- $volumes := .Values.extraVolumes -}}
+{{- if eq (include "cuda-agent.store-identity" .) "roleArn" -}}
+{{- $token := dict "serviceAccountToken" (dict "path" "token" "audience" .Values.store.tokenAudience "expirationSeconds" 3600) -}}
+{{- $volumes = append $volumes (dict "name" "store-token" "projected" (dict "sources" (list $token))) -}}
+{{- end -}}
+{{- with .Values.privateCa.existingSecret -}}
+{{- $volumes = append $volumes (dict "name" "private-ca" "secret" (dict "secretName" .)) -}}
+{{- end -}}
+{{- $volumes | toJson -}}
+{{- end -}}
+{{- define "cuda-agent.mounts" -}}
+{{- $mounts := concat .Values.extraVolumeMounts (include "cuda-agent.role-mounts" . | fromJsonArray) -}}
+{{- if .Values.privateCa.existingSecret -}}
+{{- $mounts = append $mounts (dict "name" "private-ca" "mountPath" "/etc/cuda-agent/ca" "readOnly" true) -}}
+{{- end -}}
+{{- $mounts | toJson -}}
 {{- end -}}
 
 {{/* What a container of ours may do, as JSON. */}}

@@ -1,8 +1,11 @@
 {{/* Combinations that no schema can refuse; each ends with a sentence for a person. */}}
 {{- define "cuda-agent.validate" -}}
 {{- $v := .Values -}}
-{{- if not (or $v.minio.enabled $v.store.existingSecret (include "cuda-agent.store-by-role" .)) -}}
-{{- fail "store.existingSecret: name a secret with the keys accesskey and secretkey. Without one, install MinIO with minio.enabled=true, or on EKS name an IAM role in access.serviceAccountAnnotations (eks.amazonaws.com/role-arn)." -}}
+{{- if not (or $v.minio.enabled $v.store.existingSecret (include "cuda-agent.store-identity" .)) -}}
+{{- fail "store.existingSecret: name a secret with the keys accesskey and secretkey. Without one, install MinIO with minio.enabled=true, or give pods an identity of the cloud: store.roleArn, store.podIdentity, or on EKS eks.amazonaws.com/role-arn in access.serviceAccountAnnotations." -}}
+{{- end -}}
+{{- if and (or $v.store.roleArn $v.store.podIdentity) (or $v.minio.enabled $v.store.existingSecret) -}}
+{{- fail "store.roleArn and store.podIdentity: with keys (store.existingSecret or minio.enabled) no identity is used; leave one of them out." -}}
 {{- end -}}
 {{- if and $v.minio.enabled $v.store.endpoint -}}
 {{- fail "minio.enabled and store.endpoint: one store is enough; leave one of them out." -}}
@@ -22,7 +25,8 @@
 {{- if not $v.profiles -}}
 {{- fail "profiles: at least one is needed." -}}
 {{- end -}}
-{{- range $name, $profile := $v.profiles -}}
+{{- range $name := keys $v.profiles | sortAlpha -}}
+{{- $profile := include "cuda-agent.profile" (list $ $name) | fromJson -}}
 {{- if not (regexMatch "^[a-z0-9]([a-z0-9-]{0,14}[a-z0-9])?$" $name) -}}
 {{- fail (printf "profiles.%s: a profile's name has at most 16 lower-case letters, digits and dashes." $name) -}}
 {{- end -}}
@@ -88,6 +92,7 @@ them). A missing one would be noticed by a pod that cannot start, long after the
 {{- $wanted := list
   (list "store.existingSecret" $v.store.existingSecret "accesskey" "secretkey")
   (list "minio.existingSecret" $v.minio.existingSecret "accesskey" "secretkey")
+  (list "privateCa.existingSecret" $v.privateCa.existingSecret "ca.crt")
   (list "mlflow.backendSecret" $v.mlflow.backendSecret "password")
   (list "webhook.existingSecret" $v.webhook.existingSecret "url") -}}
 {{- range $name, $place := $v.secretEnvironment -}}
