@@ -107,14 +107,14 @@ def submit(cluster: Cluster, *all_of_them: Submission) -> None:
 
     Raises:
         ClusterError: The user lacks a right, or a name is taken."""
-    submitter = cluster.user()
     for what in all_of_them:
-        for item in (what.workflow, what.config_map):
-            item["metadata"]["annotations"] |= {SUBMITTER_ANNOTATION: submitter} if submitter else {}
         cluster.create(what.workflow, dry_run=True)  # admission policies decide before any object exists
+    named = {SUBMITTER_ANNOTATION: user} if (user := cluster.user()) else {}
     made: list[str] = []
     try:
         for what in all_of_them:
+            for item in (what.workflow, what.config_map):
+                item["metadata"]["annotations"] |= named
             owner = cluster.create(what.workflow)["metadata"]
             made.append(owner["name"])
             metadata = what.config_map["metadata"] | {"ownerReferences": [owned_by(owner["name"], owner["uid"])]}
