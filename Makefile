@@ -58,7 +58,7 @@ test: environment
 	@$(BIN)/python -m compileall -q cuda_agent # for hundreds of short processes, most of which may not write it
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder # see tests/conftest.py
 
-DRILLS := tests/exploits/test_exploits.py tests/pipeline/test_smoke.py tests/rl/ray/test_ray.py tests/sandbox/test_faults.py \
+DRILLS := tests/exploits/test_exploits.py tests/pipeline/test_smoke.py tests/pipeline/test_trace.py tests/rl/ray/test_ray.py tests/sandbox/test_faults.py \
 	tests/sandbox/service/test_load.py tests/sandbox/test_remote.py tests/sandbox/judge/test_verdicts.py \
 	tests/sandbox/formats/test_first_pass.py tests/sandbox/formats/test_stand_ins.py tests/stages/test_agentic.py \
 	tests/optimize/test_benchmark.py tests/optimize/test_evaluate_set.py tests/optimize/test_quirks.py tests/cluster/test_pod.py \

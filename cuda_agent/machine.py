@@ -6,6 +6,7 @@ import hashlib
 import os
 import platform
 import signal
+import time
 from pathlib import Path
 
 from cuda_agent.errors import EXIT_RETRY
@@ -53,6 +54,27 @@ def memory_bytes(device: str) -> int:
     with contextlib.suppress(OSError, ValueError):  # no control groups, or no limit ("max")
         return min(whole, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return whole
+
+
+def oom_kills() -> int:
+    """Returns how often Linux has killed a process of this container for lack of memory; 0 if that is unknown."""
+    for file in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
+        with contextlib.suppress(OSError, ValueError):
+            for line in Path(file).read_text().splitlines():
+                name, _, number = line.partition(" ")
+                if name == "oom_kill":
+                    return int(number)
+    return 0
+
+
+def began() -> int:
+    """Returns when this process began, in nanoseconds since 1970.  Where Linux does not report it, returns the time of
+    the call."""
+    with contextlib.suppress(OSError, IndexError):
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # since the machine started
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+        return time.time_ns() - round(age * 1e9)
+    return time.time_ns()
 
 
 def die_with_parent(parent: int | None = None) -> None:

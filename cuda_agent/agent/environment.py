@@ -18,6 +18,7 @@ from cuda_agent.agent.skill import skill_text
 from cuda_agent.agent.tools import TOOLS, Style, describe, describe_restored, failed, merit, solution_of
 from cuda_agent.sandbox.client import Sandbox, WorkFolder
 from cuda_agent.sandbox.wire import CommandResult, Format, Mode, Solution, ToolResult, Verdict
+from cuda_agent.spans import add_phases, span
 from cuda_agent.tasks.task import Task
 
 _CHANGING = ("Write", "Edit", "MultiEdit", "NotebookEdit")  # after these, a repeated verify is not a loop
@@ -112,7 +113,8 @@ class KernelEnvironment:
             self.flags.add("malformed_call")
             return ToolResult("error: the arguments are no JSON object", error=True)
         key = f"{name} {_canonical(arguments)}"
-        result = await self._folder.call(name, arguments)
+        with span(f"tool {name}"):
+            result = await self._folder.call(name, arguments)
         if name == "BashOutput":
             key += result.text  # to ask again is no loop if there is an answer
         self._seen[key] += 1  # after the call, in which ``command`` may reset the counts
@@ -143,8 +145,11 @@ class KernelEnvironment:
             SandboxFault: The sandbox failed twice.
             TaskError: The task cannot be run."""
         for _ in range(2):
-            with self.waiting():
+            with self.waiting(), span("evaluate", mode=mode) as facts:
                 verdict = await self.sandbox.evaluate(self.task, solution, mode)
+                facts["status"] = verdict.status
+                if not verdict.cached:
+                    add_phases(verdict.phases)
             if verdict.status != "infra":
                 break
         else:

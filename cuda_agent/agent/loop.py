@@ -31,6 +31,7 @@ from cuda_agent.policy.episode import Episode
 from cuda_agent.policy.reward import REWARDS
 from cuda_agent.sandbox.wire import Format, Mode, ToolResult
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
+from cuda_agent.spans import opened, span
 from cuda_agent.tasks.task import Task
 
 T = TypeVar("T")
@@ -71,12 +72,13 @@ class Player(Protocol):
 async def play(player: Player, environment: KernelEnvironment, turns: Iterable[int]) -> str:
     """Plays the turns with the numbers ``turns``. Returns why the player stopped, or "turns" after the last turn."""
     for turn in turns:
-        calls = await player.speak(turn)
-        if isinstance(calls, str):
-            return calls
-        results = [await environment.call(call["name"], call["arguments"]) for call in calls]
-        if ended := player.hear(results, turn):
-            return ended
+        with span("turn", turn=turn):
+            calls = await player.speak(turn)
+            if isinstance(calls, str):
+                return calls
+            results = [await environment.call(call["name"], call["arguments"]) for call in calls]
+            if ended := player.hear(results, turn):
+                return ended
     return "turns"
 
 
@@ -192,7 +194,7 @@ class EpisodePlayer(ABC):
         return episode
 
     async def _play_in_folder(self) -> str:
-        async with self.environment:
+        async with opened("workspace", self.environment):
             ended = await play(self, self.environment, range(self.settings.turns))
             await self.environment.collect()
         return ended
@@ -276,8 +278,10 @@ class TokenPlayer(EpisodePlayer):
             return known
         params = SamplingParams(room, seed_of(self.seed, turn), self.settings.temperature, chat.stop_ids, self.id)
         if current := _ROUND.get():
-            await current[0].turn(current[1])
-        completion = await self.engine.generate(tuple(self.episode.ids), params)
+            with span("wait for the others' turns"):
+                await current[0].turn(current[1])
+        with span("sample"):
+            completion = await self.engine.generate(tuple(self.episode.ids), params)
         if not 0 < len(completion.ids) <= room or len(completion.logprobs) != len(completion.ids):
             got = f"{len(completion.ids)} tokens and {len(completion.logprobs)} log-probabilities"
             raise ValueError(f"the engine gave {got}")

@@ -88,6 +88,7 @@ def run(
 
     Continue the newest unfinished run of the same configuration, unless --new is given. Take results that exist
     already from the cache. After Ctrl-C the stages write a checkpoint, from which the same command continues."""
+    from cuda_agent import machine
     from cuda_agent.compose import compose
     from cuda_agent.diagnostics.doctor import unsupported
     from cuda_agent.pipeline import screen
@@ -102,7 +103,7 @@ def run(
     if sys.platform != "linux":
         print(unsupported(), file=sys.stderr)
     with screen.watching(as_json) as watch:
-        outcome = run_pipeline(config, new=new, stages=rows, watch=watch)
+        outcome = run_pipeline(config, new=new, stages=rows, watch=watch, began=machine.began())
     report = str(outcome.report / "index.html") if outcome.report else None
     if as_json:
         facts = {name: getattr(outcome, name) for name in ("run", "code", "stage", "message", "resumed")}

@@ -6,6 +6,7 @@ then on the cluster of the current context.  With ``--store`` it looks in that s
 
 import contextlib
 import json
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -45,10 +46,10 @@ def list_all(
 ) -> None:
     """List the runs of a store or a cluster, oldest first.
 
-    Each line has the last scores of the run: the policy that was scored, its pass rate, the shares of tasks on which
-    it is faster than eager and than torch.compile, and its speed-ups; on a cluster, the 20 newest runs have them.
-    After the runs, print a line for each sweep, with the number of its runs in each state. Without --on, list the
-    runs of the store, or those of the current cluster if there is no store."""
+    Each line has the user who started the run, and its last scores: the policy that was scored, its pass rate, the
+    shares of tasks on which it is faster than eager and than torch.compile, and its speed-ups; on a cluster, the 20
+    newest runs have them. After the runs, print a line for each sweep, with the number of its runs in each state.
+    Without --on, list the runs of the store, or those of the current cluster if there is no store."""
     from cuda_agent.optimize.score_text import HEAD, cells
     from cuda_agent.storage import StoreUnavailable
 
@@ -68,16 +69,17 @@ def list_all(
     elif not rows:
         print(f"no runs in {open_existing(store).uri}; start one with: cuda-agent run experiment=demo")
     key, kind = ("workflow", "profile") if place else ("name", "pipeline")
-    first, second, third = (max(8, *(len(row[of]) for row in rows), 0) for of in (key, kind, "policy"))
+    columns = (key, kind, "policy", "submitter")
+    first, second, third, fourth = (max(8, *(len(row[of]) for row in rows), 0) for of in columns)
     if rows:
-        heads = f"{'state':12} {'' if place else 'stages '}{'begun':16} {'config':8} {'policy':{third}}"
+        heads = f"{'state':12} {'' if place else 'stages '}{'begun':16} {'by':{fourth}} {'config':8} {'policy':{third}}"
         print(f"{'run':{first}} {kind:{second}} {heads} {HEAD}")
     for row in rows:
         message = row["message"]
         if not place:
             message = f"{row['stage']}: {message.splitlines()[0]}" if message and row["code"] else ""
         done = "" if place else f"{len(row['stages'])}/{row['of']}".rjust(6) + " "
-        facts = f"{row['status']:12} {done}{row['created'][:16]} {row['config'][:8]}"
+        facts = f"{row['status']:12} {done}{row['created'][:16]} {row['submitter']:{fourth}} {row['config'][:8]}"
         scores = f"{row['policy']:{third}} {cells(row['scores'])}"
         print(f"{row[key]:{first}} {row[kind]:{second}} {facts} {scores}  {message[:70]}".rstrip())
     for line in _sweep_lines(rows):
@@ -121,6 +123,7 @@ def _cluster_rows(place: Cluster) -> list[dict[str, Any]]:
             "config": about.get("annotations", {}).get(cluster.CONFIG_ANNOTATION, ""),
             "status": cluster.phase(item).lower(),
             "created": about["creationTimestamp"],
+            "submitter": cluster.submitter_of(item),
             "message": item["status"]["message"],
             "policy": policy,
             "scores": scores,
@@ -251,6 +254,40 @@ def _facts(run: str, store: str, on: str | None, namespace: str | None) -> "Fact
         return compare.facts(*where, ROWS)
     with results.mlflow(where) as address:
         return results.facts(address, name)
+
+
+@command(commands, "cuda-agent trace last", "cuda-agent trace first --on my-cluster --send")
+def trace(
+    run: RunName,
+    send: Annotated[
+        bool, Option("--send", help="send all spans to the collector at OTEL_EXPORTER_OTLP_ENDPOINT (OTLP over HTTP)")
+    ] = False,
+    store: StoreOption = STORE,
+    on: Where = None,
+    namespace: Namespace = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a run spent its time on.
+
+    Print the critical path: the spans that the run waited for, from its start through stages, steps and the turns of
+    episodes to an evaluation. With --json, also print all spans."""
+    from cuda_agent.cluster import results
+    from cuda_agent.pipeline import otlp, runs
+    from cuda_agent.pipeline import trace as traces
+
+    where, name = find(run, store, on, namespace)
+    if isinstance(where, tuple):
+        id = traces.trace_id(where[0], name)
+        spans = traces.of_run(where[0], name, runs.spans_folder(runs.local_home(store), name))
+    else:
+        id, spans = results.trace(where, name)
+    if not spans:
+        raise ConfigError(f"Run {name} has no spans.")
+    if send:
+        count = otlp.send_all(name, id, [asdict(span) for span in spans])
+        print(f"sent {count} spans of trace {id} to {otlp.address()}", file=sys.stderr)
+    path = traces.critical_path(spans, name)
+    show(as_json, traces.to_json(path, id, spans), traces.lines(path, len(spans)))
 
 
 @command(commands, "cuda-agent logs last agentic -f", "cuda-agent logs first --stage synthesis --on my-cluster")

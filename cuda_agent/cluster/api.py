@@ -104,6 +104,15 @@ class Cluster:
             raise ClusterError(f"This is no pod with an account: {error}", 404) from None
         return cls(client.ApiClient(settings), namespace, "this cluster")
 
+    def user(self) -> str:
+        """Returns the user's name on this cluster, or "" if the API server does not tell it."""
+        kind = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
+        try:
+            answer = self.ask("/apis/authentication.k8s.io/v1/selfsubjectreviews", "ask for your name", kind)
+        except ClusterError:
+            return ""
+        return str(answer["status"]["userInfo"]["username"])
+
     def ask(self, path: str, doing: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Sends a request to the API server, and returns the parsed JSON response.  ``path`` is the path of the URL.
         The request is a POST with ``body``, or a GET if ``body`` is None.  ``doing`` names the operation in error

@@ -21,11 +21,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.cluster import engines, rayjobs, run_pools
+from cuda_agent import machine
+from cuda_agent.cluster import engines, rayjobs, run_pools, stage_metrics, traces
 from cuda_agent.cluster.api import Cluster
+from cuda_agent.cluster.submit import submitter_of
 from cuda_agent.compose import load
 from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError, TryAgain, UserError
-from cuda_agent.pipeline import episodes, gc, runs
+from cuda_agent.pipeline import episodes, gc, runs, trace
 from cuda_agent.pipeline.compare import newest_results, why_missed
 from cuda_agent.pipeline.graph import ABSENT, ROWS, Stage, needs, stages_of
 from cuda_agent.pipeline.local import outcome_message
@@ -41,6 +43,7 @@ from cuda_agent.pipeline.manifest import (
 from cuda_agent.pipeline.recorder import Recorder
 from cuda_agent.pipeline.spawn import Spawner
 from cuda_agent.pipeline.stage_main import StageOrder, graph_of
+from cuda_agent.spans import new_id, span
 from cuda_agent.storage import Store, StoreError, open_store
 from cuda_agent.tracking import read_progress
 
@@ -128,7 +131,8 @@ def prepare(
     text = here.config.read_text() if here.config.exists() else store.get(config_entry(sha256)).decode()
     config = load(text, sha256)
     store.create(config_entry(sha256), text.encode())
-    record = runs.Run.begun(run, config, sha256)
+    submitter = submitter_of(cluster().get("Workflow", workflow)) if cluster else ""
+    record = runs.Run.begun(run, config, sha256, submitter)
     if not store.create(f"runs/{run}/run.json", record.facts()):
         record = runs.read_run(store, run)
     if record.config != sha256:
@@ -148,14 +152,19 @@ def prepare(
     for stage in left:  # how an earlier attempt ended says nothing about this one; a RayJob may still be running
         if not (spread and rayjobs.can_be_spread(stage)):
             store.delete(outcome_entry(run, stage.name))
-    with tempfile.TemporaryDirectory() as folder, _recording(here, store, config, sha256, run, graph) as recorder:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        traces.session(here.work, store, run, "prepare"),
+        _recording(here, store, config, sha256, run, graph, submitter=submitter) as recorder,
+    ):
         for name, manifest in done.items():
             recorder.finished(name, manifest)
         servers, served = [], []
         if left and cluster is not None:
             if replicas and engines.wanted(config):
                 served = run_pools.make_engines(cluster(), replicas, workflow, config)
-            servers = run_pools.make_pools(cluster(), base, workflow, config)
+            with span("start sandbox servers"):
+                servers = run_pools.make_pools(cluster(), base, workflow, config)
         if not left:
             runs.end_run(store, record, EXIT_DONE, "", "")
             _record_report(recorder, store, done, Path(folder))
@@ -204,16 +213,23 @@ def run_stage(
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     log = scratch / "log.txt"
-    order = StageOrder(here.store, sha256, run, name, str(scratch), str(runs.local_home(here.store)), table)
-    before = oom_kills()
+    own = new_id()
+    spans = str(traces.folder(here.work) / f"{name}-{own}-process.jsonl")
+    local = str(runs.local_home(here.store))
+    order = StageOrder(here.store, sha256, run, name, str(scratch), local, table, spans, own, machine.began())
+    before = machine.oom_kills()
     spawner = spawner or Spawner(preload=())
     stop = spawner.signal  # the stage writes a checkpoint
     with contextlib.closing(spawner), _on_sigterm(lambda: stop(name, signal.SIGTERM)):
         spawner.start(name, asdict(order), log)  # before all else, because the stage's imports take seconds
         store = open_store(here.store)
         config = runs.read_config(store, sha256)
-        with _recording(here, store, config, sha256, run, graph_of(config, table)) as recorder:
-            code = _follow(spawner, name, scratch, log, recorder)
+        with (
+            traces.session(here.work, store, run, name, trace.STAGE, own) as facts,
+            stage_metrics.serving(scratch, store, run, name),
+            _recording(here, store, config, sha256, run, graph_of(config, table)) as recorder,
+        ):
+            code = facts["code"] = _follow(spawner, name, scratch, log, recorder)
             spawner.close()
             with contextlib.suppress(StoreError, FileNotFoundError):
                 store.put(f"runs/{run}/{name}/log.txt", log)
@@ -224,7 +240,7 @@ def run_stage(
                 with contextlib.suppress(StoreError):
                     recorder.keep(name, episodes.packed(store, manifest, scratch / "episodes"))
                 return code
-            if code == EXIT_RETRY and oom_kills() > before:
+            if code == EXIT_RETRY and machine.oom_kills() > before:
                 code = 128 + signal.SIGKILL  # as Kubernetes reports it, so that Argo retries it once
                 message = f"Stage {name} ran out of memory. Give it more in its profile, or make its batches smaller."
             else:
@@ -314,17 +330,6 @@ def _explain(here: PodEnvironment, code: int, message: str) -> None:
         termination_message(here, message)
 
 
-def oom_kills() -> int:
-    """Returns how often Linux has killed a process of this container for lack of memory; 0 if that is unknown."""
-    for file in ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control"):
-        with contextlib.suppress(OSError, ValueError):
-            for line in Path(file).read_text().splitlines():
-                name, _, number = line.partition(" ")
-                if name == "oom_kill":
-                    return int(number)
-    return 0
-
-
 def _outcome(code: int, message: str) -> bytes:
     return json.dumps({"code": code, "message": message}).encode()
 
@@ -380,8 +385,11 @@ def finish(
         config = runs.read_config(store, record.config)
         with (
             tempfile.TemporaryDirectory() as folder,
+            traces.session(here.work, store, run, "finish"),
             _recording(here, store, config, sha256, run, stages, seconds=LAST_RECORD_SECONDS) as recorder,
         ):
+            flow = cluster.get("Workflow", workflow) if cluster else None
+            recorder.attach(traces.pack(store, run, flow, Path(folder)))
             done = runs.run_manifests(store, record, stages)
             for name, manifest in done.items():
                 recorder.finished(name, manifest)
@@ -428,11 +436,13 @@ def tell_webhook(url: str, facts: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def _recording(here: PodEnvironment, *of: Any, seconds: float = RECORD_SECONDS) -> Iterator[Recorder]:
+def _recording(
+    here: PodEnvironment, *of: Any, seconds: float = RECORD_SECONDS, submitter: str = ""
+) -> Iterator[Recorder]:
     """Yields a ``Recorder``, which records the run in MLflow.  After the ``with`` block, waits at most ``seconds``
     seconds until MLflow has all records.  ``of`` are arguments for ``Recorder``: the store, the configuration, its
-    hash, the name of the run, and the stages."""
-    facts = [here.mlflow, *of, lambda text: print(text, file=sys.stderr)]
+    hash, the name of the run, and the stages.  ``submitter`` is the user who started the run, if it is known."""
+    facts = [here.mlflow, *of, lambda text: print(text, file=sys.stderr), None, submitter]
     recorder = Recorder(*facts)
     try:
         yield recorder
@@ -445,4 +455,4 @@ def _record_report(recorder: Recorder, store: Store, done: dict[str, Manifest], 
     report's files to ``folder``.  The folder must exist until ``recorder`` is closed, because a thread reads it."""
     if "report" in done:
         store.get_folder(next(iter(done["report"].outputs.values())), folder)
-        recorder.report(folder)
+        recorder.attach(folder)

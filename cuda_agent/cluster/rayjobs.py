@@ -11,6 +11,7 @@ that it created before."""
 
 import hashlib
 import json
+import os
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -130,6 +131,7 @@ def objects(
         config: The run's configuration.
         engines: Addresses of the vLLM servers that the run's stages share, separated by commas; empty: none."""
     env = {
+        "ARGO_NODE_ID": os.environ.get("ARGO_NODE_ID", ""),  # the stage's spans are below the node of this step
         "CUDA_AGENT_SANDBOX_SERVERS": servers,
         "CUDA_AGENT_SANDBOX_TOKEN": pools.token_of(workflow, optional=True),
         "CUDA_AGENT_ENGINE_SERVERS": engines,

@@ -15,7 +15,10 @@ import httpx
 
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.cluster.forward import forwarded, pod_of
+from cuda_agent.cluster.submit import workflows
 from cuda_agent.cluster.templates import templates
+from cuda_agent.cluster.traces import PACKED as PACKED_TRACE
+from cuda_agent.cluster.traces import node_spans, unpacked
 from cuda_agent.compose import validate
 from cuda_agent.context import SCORE
 from cuda_agent.errors import ConfigError
@@ -24,6 +27,7 @@ from cuda_agent.pipeline.compare import Facts
 from cuda_agent.pipeline.episodes import FILE, PACKED, TOKENIZER, Left
 from cuda_agent.pipeline.graph import ROWS
 from cuda_agent.pipeline.manifest import Manifest
+from cuda_agent.pipeline.trace import Span
 from cuda_agent.tracking import MANIFEST_TAG, POLICY_TAG, RUN_TAG, STAGE_TAG, SWEEP_TAG
 
 MLFLOW_PORT = 5000
@@ -85,12 +89,35 @@ def download(address: str, run: str, folder: Path) -> Path:
         raise ConfigError(f"Run {run} has no report yet.")
     shutil.rmtree(folder, ignore_errors=True)
     for name in files:
+        if name == PACKED_TRACE:
+            continue
         target = folder / name
         if not target.resolve().is_relative_to(folder.resolve()):
             raise ConfigError(f"MLflow names a file outside of the report: {name}")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(api.read(run_id, name))
     return folder
+
+
+def trace(cluster: Cluster, run: str) -> tuple[str, list[Span]]:
+    """Returns the id and the spans of a run's trace.  The spans of Argo's nodes come from the run's Workflows, and all
+    others from MLflow, to which the last step of the run copies them.  The id is "" as long as MLflow has none.
+
+    Raises:
+        ConfigError, ClusterError: The run has no Workflow, and MLflow cannot be read or does not know the run."""
+    attempts = [cluster.find("Workflow", item["metadata"]["name"]) for item in workflows(cluster, run)]
+    spans = {span.id: span for workflow in attempts if workflow for span in node_spans(workflow)}
+    try:
+        with mlflow(cluster) as address:
+            api, entries = _open(address, run)
+            run_id = entries[""].run_id
+            if PACKED_TRACE in api.files(run_id):
+                spans = {span.id: span for span in unpacked(api.read(run_id, PACKED_TRACE))} | spans
+    except (ConfigError, ClusterError):
+        if not spans:
+            raise
+    id = next((span.attributes["trace"] for span in spans.values() if "trace" in span.attributes), "")
+    return id, list(spans.values())
 
 
 def log(address: str, run: str, stage: str) -> list[str]:

@@ -24,7 +24,7 @@ from cuda_agent.pipeline.local import StageView
 from cuda_agent.pipeline.runs import choose, matching
 
 RUN_LABEL, SWEEP_LABEL = "cuda-agent.io/run", "cuda-agent.io/sweep"
-CONFIG_ANNOTATION = "cuda-agent.io/config"
+CONFIG_ANNOTATION, SUBMITTER_ANNOTATION = "cuda-agent.io/config", "cuda-agent.io/submitter"
 RUN_NAME = re.compile(r"[a-z]([a-z0-9-]{0,34}[a-z0-9])?")  # also the name of a Service
 ENDED = ("Succeeded", "Failed", "Error")
 PATIENCE = 5.0  # seconds a step may wait for pods before the reason is looked up
@@ -102,15 +102,19 @@ def _submission(name: str, labels: dict[str, str], text: str, sha256: str, templ
 
 
 def submit(cluster: Cluster, *all_of_them: Submission) -> None:
-    """Creates the Kubernetes objects of all submissions.  If one cannot be created, deletes those created before it.
+    """Creates the Kubernetes objects of all submissions, with an annotation that names the user.  If one cannot be
+    created, deletes those created before it.
 
     Raises:
         ClusterError: The user lacks a right, or a name is taken."""
     for what in all_of_them:
         cluster.create(what.workflow, dry_run=True)  # admission policies decide before any object exists
+    named = {SUBMITTER_ANNOTATION: user} if (user := cluster.user()) else {}
     made: list[str] = []
     try:
         for what in all_of_them:
+            for item in (what.workflow, what.config_map):
+                item["metadata"]["annotations"] |= named
             owner = cluster.create(what.workflow)["metadata"]
             made.append(owner["name"])
             metadata = what.config_map["metadata"] | {"ownerReferences": [owned_by(owner["name"], owner["uid"])]}
@@ -190,6 +194,11 @@ def known_name(cluster: Cluster, run: str) -> str:
 
 def run_of(workflow: dict[str, Any]) -> str:
     return workflow["metadata"]["labels"][RUN_LABEL]
+
+
+def submitter_of(workflow: dict[str, Any]) -> str:
+    """Returns the user who submitted this attempt of a run, or "" if that is unknown.  A summary suffices."""
+    return str(workflow["metadata"].get("annotations", {}).get(SUBMITTER_ANNOTATION, ""))
 
 
 def phase(workflow: dict[str, Any]) -> str:

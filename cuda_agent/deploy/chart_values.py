@@ -275,7 +275,12 @@ class Network(ValuesGroup):
     trackingCidrs: list[Cidr] = value([], "addresses (CIDR) of an external MLflow server; required with `tracking.uri`")
     dnsCidrs: list[Cidr] = value([], "addresses (CIDR) of DNS servers outside `kube-system`")
     stageEgress: list[Object] = value([], "additional egress rules for stages, such as for a model's server")
-    monitoringNamespace: str = value("monitoring", "namespace of Prometheus; used with `monitoring.serviceMonitor`")
+    monitoringNamespace: str = value(
+        "monitoring",
+        "namespace of Prometheus and of the collector; used with `monitoring.serviceMonitor`, `monitoring.podMonitor` "
+        "and `tracing.endpoint`",
+    )
+    tracingCidrs: list[Cidr] = value([], "addresses (CIDR) of a collector outside of `monitoringNamespace`")
     rayOperatorNamespace: str = value("kuberay", "namespace of KubeRay's operator, which connects to Ray's head pods")
 
 
@@ -333,15 +338,30 @@ class Mlflow(ValuesGroup):
     resources: Resources = value(WORK, "requests and limits of MLflow")
 
 
+class Tracing(ValuesGroup):
+    endpoint: Annotated[str, Field(pattern=r"^(https?://[^/?#@]+(/.*)?)?$")] = value(
+        "",
+        "address (OTLP over HTTP) of an OpenTelemetry collector to which runs send their traces, as in "
+        "http://collector.monitoring:4318; empty: runs send none",
+    )
+
+
 class Monitoring(ValuesGroup):
     serviceMonitor: bool = value(False, "whether to create a ServiceMonitor for the metrics of sandbox servers")
-    dashboard: bool = value(False, "whether to create a ConfigMap with a Grafana dashboard")
-    alerts: bool = value(False, "whether to create a PrometheusRule with alerts about sandbox servers")
+    podMonitor: bool = value(False, "whether stages serve metrics, and to create a PodMonitor for them")
+    dashboard: bool = value(False, "whether to create a ConfigMap with Grafana dashboards of runs and sandboxes")
+    alerts: bool = value(
+        False,
+        "whether to create a PrometheusRule with alerts about sandboxes, lost episodes, stuck runs and full volumes",
+    )
+    stuckSeconds: Annotated[int, Field(ge=60)] = value(
+        7200, "seconds without progress after which a stage counts as stuck; more than its longest step takes"
+    )
     labels: dict[str, str] = value(
-        {}, "labels by which the Prometheus operator selects ServiceMonitor and PrometheusRule"
+        {}, "labels by which the Prometheus operator selects ServiceMonitor, PodMonitor and PrometheusRule"
     )
     dashboardLabels: dict[str, str] = value(
-        {"grafana_dashboard": "1"}, "labels by which Grafana's sidecar selects the dashboard"
+        {"grafana_dashboard": "1"}, "labels by which Grafana's sidecar selects the dashboards"
     )
     interval: str = value("30s", "how often Prometheus reads the metrics")
 
@@ -411,3 +431,4 @@ class Values(ValuesGroup):
     minio: Minio = value(Minio(), "MinIO, an S3 server for clusters that have none")
     mlflow: Mlflow = value(Mlflow(), "MLflow server for clusters that have none")
     monitoring: Monitoring = value(Monitoring(), "Prometheus and Grafana")
+    tracing: Tracing = value(Tracing(), "traces of runs, for OpenTelemetry")

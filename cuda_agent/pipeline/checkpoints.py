@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from cuda_agent.spans import span
 from cuda_agent.storage import Store, StoreDamaged, file_sha256, files_below
 from cuda_agent.tracking import FileTracker
 
@@ -40,6 +41,7 @@ class StageCheckpoints:
         before that checkpoint was saved."""
         return self._before + time.monotonic() - self._began
 
+    @span("save checkpoint")
     def save(self, step: int, write: Callable[[Path], None]) -> None:
         name = f"{step:08d}-{secrets.token_hex(4)}"
         with tempfile.TemporaryDirectory(dir=self._scratch) as temporary:
@@ -56,6 +58,7 @@ class StageCheckpoints:
         self._store.put(f"{self._prefix}/{name}.json", json.dumps({"step": step, "files": files}).encode())
         self._prune(name)
 
+    @span("load checkpoint")
     def load(self, read: Callable[[Path], None]) -> int | None:
         for entry in reversed(self._entries()):
             with tempfile.TemporaryDirectory(dir=self._scratch) as temporary:

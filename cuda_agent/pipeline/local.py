@@ -23,7 +23,7 @@ from typing import Any
 from cuda_agent.compose import freeze
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_BUG, EXIT_DONE, EXIT_RETRY, ConfigError
-from cuda_agent.pipeline import runs
+from cuda_agent.pipeline import runs, trace
 from cuda_agent.pipeline.compare import newest_results, why_missed
 from cuda_agent.pipeline.graph import Stage, check, needs, stages_of
 from cuda_agent.pipeline.manifest import (
@@ -37,6 +37,7 @@ from cuda_agent.pipeline.manifest import (
 from cuda_agent.pipeline.recorder import Recorder
 from cuda_agent.pipeline.spawn import PRELOAD, Spawner
 from cuda_agent.pipeline.stage_main import StageOrder
+from cuda_agent.spans import add, new_id, span
 from cuda_agent.storage import Store, StoreError, absolute_uri, open_store
 from cuda_agent.tracking import read_notes, read_progress
 
@@ -83,6 +84,7 @@ def run_pipeline(
     watch: Callable[[str, list[StageView]], None] = lambda run, views: None,
     preload: tuple[str, ...] = PRELOAD,
     pause: float = 2.0,
+    began: int = 0,
 ) -> RunOutcome:
     """Runs a graph of stages and returns how the run ended.  If a ConfigError or a StoreError
     occurs, does not raise it, but returns an outcome with an exit code and the error's message.
@@ -94,14 +96,16 @@ def run_pipeline(
         table: Where a stage's process finds ``stages``, as ``module:NAME``; empty: in the configuration's graph.
         watch: Function that is called several times a second with the run's name and the states of all stages.
         preload: Modules that the fork server imports before it forks the stages' processes.
-        pause: Seconds before the second attempt of a stage; doubles before each further attempt."""
+        pause: Seconds before the second attempt of a stage; doubles before each further attempt.
+        began: Start of the command, in nanoseconds since 1970, for the run's trace; 0: the start of this call."""
+    began = began or time.time_ns()
     stages = stages_of(config) if stages is None else stages
     check(stages)
     outcome = RunOutcome(run="", code=EXIT_BUG)
     try:
         with _prepare(config, new) as (store, home, run, outcome.resumed):
             outcome.run = run.name
-            _Execution(config, store, home, run, stages, table, watch, pause, outcome).run(preload)
+            _Execution(config, store, home, run, stages, table, watch, pause, outcome, began).run(preload)
     except (StoreError, ConfigError) as error:
         outcome.code, outcome.message = error.exit_code, str(error)
     return outcome
@@ -140,11 +144,13 @@ class _Execution:
     watch: Callable[[str, list[StageView]], None]
     pause: float
     outcome: RunOutcome
+    began: int  # nanoseconds since 1970
     running: dict[str, Stage] = field(default_factory=dict)
     again_at: dict[str, float] = field(default_factory=dict)  # stage -> time of its next attempt
     stopping: bool = False
     recorded: float = 0.0  # time of the last record in MLflow
     notes: dict[str, list[str]] = field(default_factory=dict)  # stage -> notes that the executor added
+    ordered: dict[str, tuple[str, int]] = field(default_factory=dict)  # stage -> id and start of its attempt's span
 
     def __post_init__(self) -> None:
         self.scratch = self.home / "work" / self.run_record.name
@@ -154,25 +160,36 @@ class _Execution:
         uri = self.config.run.mlflow or f"sqlite:///{self.home / 'mlflow.db'}"
         artifacts = self.home / "mlflow-artifacts" if uri.startswith("sqlite:") else None
         run = self.run_record
-        self.recorder = Recorder(uri, self.store, self.config, run.config, run.name, self.stages, self._note, artifacts)
+        facts = self.store, self.config, run.config, run.name, self.stages, self._note, artifacts, run.submitter
+        self.recorder = Recorder(uri, *facts)
 
     def run(self, preload: tuple[str, ...]) -> None:
-        spawner = Spawner(preload)
+        run = self.run_record.name
+        folder = runs.spans_folder(self.home, run)
+        with trace.session(folder, self.store, run, "run", trace.RUN, self.began, self._note) as facts:
+            add("start", self.began, time.time_ns())
+            self._run(Spawner(preload))
+            facts["code"] = self.outcome.code
+        self._show()  # a last note
+        if self.outcome.code == EXIT_DONE:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _run(self, spawner: Spawner) -> None:
         try:
             with _signals(lambda: self._stop(spawner)):
                 self._loop(spawner)
             if self.outcome.code == EXIT_DONE and (report := self.done.get("report")):
-                self.outcome.report = fetch_report(self.store, self.home, self.run_record.name, report)
+                with span("fetch report"):
+                    self.outcome.report = fetch_report(self.store, self.home, self.run_record.name, report)
             runs.end_run(self.store, self.run_record, self.outcome.code, self.outcome.stage, self.outcome.message)
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             self.outcome.code = EXIT_RETRY if interrupted else getattr(error, "exit_code", EXIT_BUG)
             raise
         finally:
-            spawner.close()
-            self._close_recorder()
-            if self.outcome.code == EXIT_DONE:
-                shutil.rmtree(self.scratch, ignore_errors=True)
+            with span("end"):
+                spawner.close()
+                self._close_recorder()
 
     def _loop(self, spawner: Spawner) -> None:
         self.outcome.code = EXIT_DONE
@@ -191,6 +208,8 @@ class _Execution:
                     return
                 time.sleep(0.05)
             for name, code in spawner.wait(0.1).items():
+                own, ordered = self.ordered[name]
+                add(name, ordered, time.time_ns(), id=own, kind=trace.STAGE, code=code)
                 self._ended(self.running.pop(name), code)
                 if self.outcome.code != EXIT_DONE:
                     self._stop(spawner)
@@ -215,11 +234,12 @@ class _Execution:
     def _serve_or_start(self, stage: Stage, spawner: Spawner) -> None:
         view = self.views[stage.name]
         sha256, run = self.run_record.config, self.run_record.name
-        identity = identity_of(self.store, self.stages, stage, self.config, self.done)
-        result = serve_from_cache(self.store, run, identity)
-        if result is not None:
-            self._finish(stage, result, "cached")
-            return
+        with span("look up", stage=stage.name):
+            identity = identity_of(self.store, self.stages, stage, self.config, self.done)
+            result = serve_from_cache(self.store, run, identity)
+            if result is not None:
+                self._finish(stage, result, "cached")
+                return
         if self.stopping:  # a signal arrived meanwhile
             return
         if view.attempt == 0 and (why := why_missed(self.store, self.earlier.get(stage.name), stage, identity)):
@@ -228,7 +248,9 @@ class _Execution:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         store = absolute_uri(self.config.run.store)
-        order = StageOrder(store, sha256, run, stage.name, str(folder), str(self.home), self.table)
+        own, now = self.ordered[stage.name] = new_id(), time.time_ns()
+        spans = str(runs.spans_folder(self.home, run) / f"{stage.name}-{own}.jsonl")
+        order = StageOrder(store, sha256, run, stage.name, str(folder), str(self.home), self.table, spans, own, now)
         spawner.start(stage.name, asdict(order), folder / "log.txt")
         self.running[stage.name] = stage
         if self.stopping:
@@ -304,7 +326,7 @@ class _Execution:
 
     def _close_recorder(self) -> None:
         if self.outcome.report:
-            self.recorder.report(self.outcome.report)
+            self.recorder.attach(self.outcome.report)
         self.recorder.ended(self.outcome.code)
         if not self.recorder.close(30.0):
             self._note("MLflow did not take everything; the metrics are in the store.")

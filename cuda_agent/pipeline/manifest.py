@@ -7,6 +7,7 @@ cache/<stage>/<key>.json          the manifest of the result with this cache key
 checkpoints/<stage>/<key>/        checkpoints of an unfinished stage
 runs/<run>/run.json               the run's name, the hash of its configuration and other facts known at its start
 runs/<run>/end.json               how the run last ended
+runs/<run>/spans/<process>.jsonl  spans, which show where the run's time went
 runs/<run>/<stage>/manifest.json  the manifest of the result that the run uses for this stage
 runs/<run>/<stage>/key            the cache key with which the stage's last attempt began
 runs/<run>/<stage>/log.txt        the output of the stage's last attempt

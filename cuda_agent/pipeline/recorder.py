@@ -32,7 +32,8 @@ class Recorder:
         run: Name of the run.
         stages: The stages of the run's graph.
         trouble: Function that is called with a message, from another thread, when MLflow first fails.
-        artifacts: Folder for artifacts if ``uri`` is a local database, or None if MLflow's server stores them."""
+        artifacts: Folder for artifacts if ``uri`` is a local database, or None if MLflow's server stores them.
+        submitter: User who started the run; empty: unknown."""
 
     def __init__(
         self,
@@ -44,6 +45,7 @@ class Recorder:
         stages: Sequence[Stage],
         trouble: Callable[[str], None],
         artifacts: Path | None = None,
+        submitter: str = "",
     ) -> None:
         self._store, self._config = store, config
         self._sections = {stage.name: stage.config for stage in stages}
@@ -57,7 +59,7 @@ class Recorder:
         self._folder = tempfile.TemporaryDirectory()
         resolved = Path(self._folder.name) / "config.json"
         resolved.write_text(config.model_dump_json(indent=1))
-        tags = {"config": sha256, "store": store.uri}
+        tags = {"config": sha256, "store": store.uri} | ({"mlflow.user": submitter} if submitter else {})
         self._mirror.update(None, params=flat(config), tags=tags, artifacts=[resolved])
 
     def running(self, stage: str, scratch: Path) -> None:
@@ -96,10 +98,11 @@ class Recorder:
         """Copies ``files`` of a stage, such as its log, to MLflow.  The files must exist until ``close``."""
         self._update(stage, artifacts=[file for file in files if file.exists()])
 
-    def report(self, folder: Path) -> None:
-        """Copies the run's report to MLflow.  The folder must exist until ``close``."""
+    def attach(self, path: Path) -> None:
+        """Copies a file, or all files of a folder such as the report, to MLflow, beside the run.  It must exist until
+        ``close``."""
         if self._mirror:
-            self._mirror.update(None, artifacts=[folder])
+            self._mirror.update(None, artifacts=[path])
 
     def ended(self, code: int) -> None:
         if self._mirror:

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import getpass
 import hashlib
 import json
 import os
@@ -17,7 +18,7 @@ from cuda_agent.pipeline.graph import Stage
 from cuda_agent.pipeline.manifest import Manifest, config_entry, read_manifest
 from cuda_agent.storage import Store, local_folder
 
-_BEGINNING = ("name", "config", "pipeline", "created", "sweep")  # the facts in run.json
+_BEGINNING = ("name", "config", "pipeline", "created", "sweep", "submitter")  # the facts in run.json
 _STATUSES = {
     None: "unfinished",
     EXIT_DONE: "done",
@@ -40,12 +41,13 @@ class Run:
     stage: str = ""  # the stage that failed
     message: str = ""  # why the run ended with ``code``
     sweep: str = ""  # name of the run's sweep
+    submitter: str = ""  # user who started the run: of this machine, or of the cluster
 
     @classmethod
-    def begun(cls, name: str, config: Config, sha256: str) -> "Run":
+    def begun(cls, name: str, config: Config, sha256: str, submitter: str) -> "Run":
         """Returns the record of a run ``name`` that begins now; ``sha256`` is the hash of ``config``."""
         now = datetime.now(UTC).isoformat(timespec="microseconds")
-        return cls(name, sha256, config.run.pipeline, now, sweep=config.run.sweep or "")
+        return cls(name, sha256, config.run.pipeline, now, sweep=config.run.sweep or "", submitter=submitter)
 
     def facts(self) -> bytes:
         """Returns the content of run.json: the fields that are known when the run begins."""
@@ -78,6 +80,11 @@ def local_home(store_uri: str) -> Path:
     return folder.parent if folder.name == "store" else folder.parent / f"{folder.name}.local"
 
 
+def spans_folder(home: Path, run: str) -> Path:
+    """Returns the folder on this machine for the spans of a run's processes.  ``home`` is the store's local home."""
+    return home / "work" / run / "spans"
+
+
 def cache_of(config: Config) -> Path:
     """Returns the folder on this machine for verdicts, baselines and builds, and for the timing lease.
 
@@ -97,10 +104,17 @@ def create_run(store: Store, config: Config, sha256: str) -> Run:
         ConfigError: The store already has a run with this name."""
     base = config.run.name or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{sha256[:4]}"
     for attempt in range(1 if config.run.name else 100):
-        record = Run.begun(f"{base}-{attempt}" if attempt else base, config, sha256)
+        record = Run.begun(f"{base}-{attempt}" if attempt else base, config, sha256, _user())
         if store.create(f"runs/{record.name}/run.json", record.facts()):
             return record
     raise ConfigError(f"run.name: expected a new name, but there is a run {base} of another configuration or state.")
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a user without a name
+        return ""
 
 
 def end_run(store: Store, run: Run, code: int, stage: str, message: str) -> None:

@@ -22,6 +22,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from cuda_agent import spans
 from cuda_agent.compose import restricted
 from cuda_agent.config import Config
 from cuda_agent.context import SCORE, StageContext
@@ -59,6 +60,9 @@ class StageOrder:
     scratch: str
     local: str
     table: str = ""  # ``package.module:NAME`` of a table of stages that replaces the configuration's graph
+    spans: str = ""  # file for the stage's spans; empty: none are recorded
+    span: str = ""  # id of the span of the whole stage
+    ordered: int = 0  # nanoseconds since 1970 at which the process was ordered
 
 
 def graph_of(config: Config, table: str = "") -> Sequence[Stage]:
@@ -87,7 +91,9 @@ def run_stage(order: StageOrder) -> int:
     code, message = EXIT_DONE, ""
     _say(f"{order.stage}: process started")
     try:
-        _run(order, scratch, lambda: stopped)
+        with spans.recording(Path(order.spans), order.span) if order.spans else contextlib.nullcontext():
+            spans.add("start process", order.ordered, time.time_ns())
+            _run(order, scratch, lambda: stopped)
     except BaseException as error:
         code, message = getattr(error, "exit_code", EXIT_BUG), str(error)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -105,17 +111,18 @@ def run_stage(order: StageOrder) -> int:
 
 
 def _run(order: StageOrder, scratch: Path, should_stop: Stop) -> None:
-    store = open_store(order.store)
-    config = read_config(store, order.config)
-    stages = graph_of(config, order.table)
-    stage = next((row for row in stages if row.name == order.stage), None)
-    if stage is None:
-        raise BadConfiguration(f"There is no stage {order.stage}: {', '.join(row.name for row in stages)}.")
     tracker = FileTracker(scratch)
     work = scratch / "work"
-    shutil.rmtree(work, ignore_errors=True)
-    identity = identity_of(store, stages, stage, config, _manifests_above(store, order.run, stages, stage))
-    store.put(key_entry(order.run, stage.name), identity.key.encode())
+    with spans.span("look up"):
+        store = open_store(order.store)
+        config = read_config(store, order.config)
+        stages = graph_of(config, order.table)
+        stage = next((row for row in stages if row.name == order.stage), None)
+        if stage is None:
+            raise BadConfiguration(f"There is no stage {order.stage}: {', '.join(row.name for row in stages)}.")
+        shutil.rmtree(work, ignore_errors=True)
+        identity = identity_of(store, stages, stage, config, _manifests_above(store, order.run, stages, stage))
+        store.put(key_entry(order.run, stage.name), identity.key.encode())
     with _lock(Path(order.local) / "locks" / f"{stage.name}-{identity.key[:32]}", tracker, should_stop):
         if (result := find_result(store, order.run, identity)) is None:
             result = _make(order, store, placed(config), stage, identity, tracker, should_stop)
@@ -127,14 +134,16 @@ def _make(
     order: StageOrder, store: Store, config: Config, stage: Stage, identity: Identity, tracker: FileTracker, stop: Stop
 ) -> Manifest:
     work, cache = Path(order.scratch) / "work", Path(order.local) / "cache"
-    for name, digest in identity.inputs.items():
-        store.get_folder(digest, work / "inputs" / name)
+    with spans.span("fetch inputs"):
+        for name, digest in identity.inputs.items():
+            store.get_folder(digest, work / "inputs" / name)
     outputs = {name: work / "outputs" / name for name in stage.outputs}
     for folder in (*outputs.values(), work / "scratch", work / "checkpoint", cache):
         folder.mkdir(parents=True, exist_ok=True)
     checkpoints = StageCheckpoints(store, stage.name, identity.key, work / "checkpoint", tracker)
     _say(f"{stage.name}: inputs are here")
-    run = importlib.import_module(stage.module).run  # nearly all import PyTorch: a second or two in a fresh process
+    with spans.span("import"):  # nearly all stages import PyTorch: a second or two in a fresh process
+        run = importlib.import_module(stage.module).run
     _say(f"{stage.name}: begins")
     context = StageContext(
         name=stage.name,
@@ -149,34 +158,35 @@ def _make(
     )
     run(context)
     _say(f"{stage.name}: ends")
-    made = {name: store.put_folder(folder) for name, folder in outputs.items()}
-    empty = [name for name, digest in made.items() if not store.tree(digest)]
-    if empty:
-        raise RuntimeError(f"stage {stage.name} returned without writing {', '.join(empty)}")
-    store.put_json(code_digests(stage.module))  # the facts behind two hashes of the key, for ``compare.why_missed``
-    store.put_json(environment_versions())
-    tracker.save(work / "said")
-    metrics = read_metrics(work / "said" / "metrics.jsonl")
-    shared = ("stage", "key", "code", "environment", "device", "inputs")
-    manifest = Manifest(
-        **{fact: getattr(identity, fact) for fact in shared},
-        run=order.run,
-        config=order.config,
-        outputs=made,
-        metrics=store.put_folder(work / "said"),
-        seconds=round(checkpoints.seconds, 3),
-        finished=datetime.now(UTC).isoformat(timespec="seconds"),
-        resumed=checkpoints.resumed,
-        lost=round(sum(values.get("lost", 0.0) for values in metrics.values())),
-        scores={
-            name.removeprefix(SCORE): value
-            for values in metrics.values()
-            for name, value in values.items()
-            if name.startswith(SCORE)
-        },
-    )
-    manifest = publish(store, order.run, manifest)
-    checkpoints.clear()
+    with spans.span("store outputs"):
+        made = {name: store.put_folder(folder) for name, folder in outputs.items()}
+        empty = [name for name, digest in made.items() if not store.tree(digest)]
+        if empty:
+            raise RuntimeError(f"stage {stage.name} returned without writing {', '.join(empty)}")
+        store.put_json(code_digests(stage.module))  # the facts behind two hashes of the key, for ``compare.why_missed``
+        store.put_json(environment_versions())
+        tracker.save(work / "said")
+        metrics = read_metrics(work / "said" / "metrics.jsonl")
+        shared = ("stage", "key", "code", "environment", "device", "inputs")
+        manifest = Manifest(
+            **{fact: getattr(identity, fact) for fact in shared},
+            run=order.run,
+            config=order.config,
+            outputs=made,
+            metrics=store.put_folder(work / "said"),
+            seconds=round(checkpoints.seconds, 3),
+            finished=datetime.now(UTC).isoformat(timespec="seconds"),
+            resumed=checkpoints.resumed,
+            lost=round(sum(values.get("lost", 0.0) for values in metrics.values())),
+            scores={
+                name.removeprefix(SCORE): value
+                for values in metrics.values()
+                for name, value in values.items()
+                if name.startswith(SCORE)
+            },
+        )
+        manifest = publish(store, order.run, manifest)
+        checkpoints.clear()
     return manifest
 
 

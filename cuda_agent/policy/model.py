@@ -9,6 +9,7 @@ from typing import Any
 from cuda_agent.config import PolicyConfig
 from cuda_agent.errors import PolicyError
 from cuda_agent.policy.chat import CONTROL, END, MARKUP, TEMPLATE
+from cuda_agent.spans import span
 
 PAD = "<|pad|>"
 
@@ -73,6 +74,7 @@ def new_policy(config: PolicyConfig, tokenizer: Any, seed: int) -> Any:
         return Qwen3ForCausalLM(architecture).float().eval()
 
 
+@span("save policy")
 def save_policy(model: Any, tokenizer: Any, folder: Path | str) -> None:
     """Saves model, tokenizer and chat template as a Hugging Face folder that any server can load. Adapters are merged
     into the weights and also saved beside them (``lora.save_merged``)."""
@@ -82,6 +84,7 @@ def save_policy(model: Any, tokenizer: Any, folder: Path | str) -> None:
     tokenizer.save_pretrained(folder)
 
 
+@span("load policy")
 def load_policy(folder: Path | str) -> tuple[Any, Any]:
     """Loads a policy: a causal language model and its tokenizer. ``folder`` is a Hugging Face folder, or the name
     ``owner/name`` of a model on the Hugging Face hub. Returns (model, tokenizer). The model is in float32 and eval

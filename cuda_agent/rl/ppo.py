@@ -13,6 +13,7 @@ from functools import partial
 from statistics import geometric_mean
 from typing import Any
 
+from cuda_agent import spans
 from cuda_agent.config import EVAL_TASKS, Ppo
 from cuda_agent.context import StageContext
 from cuda_agent.errors import TryAgain
@@ -53,13 +54,17 @@ async def train_ppo(
 
         opened = open_ray_runtime(ctx, settings, kind, needed)
     first: dict[str, float] = {}
-    async with opened as runtime:
+    async with spans.opened("runtime", opened) as runtime:
 
         async def play(step: int) -> RolloutBatch:
             count = settings.episodes_per_step // settings.samples_per_prompt
             due = heldout and settings.eval_every and step % settings.eval_every == 0
-            shown = await runtime.play(step, heldout) if due else None
-            played = await runtime.play(step, draw(tasks, count, config.seed, step))
+            shown = None
+            if due:
+                with spans.span("play heldout", step=step):
+                    shown = await runtime.play(step, heldout)
+            with spans.span("play", step=step):
+                played = await runtime.play(step, draw(tasks, count, config.seed, step))
             if shown is None:
                 return played
             metrics = added(played.metrics, shown.metrics) | heldout_metrics(shown.episodes)
@@ -68,13 +73,15 @@ async def train_ppo(
         async def learn(step: int, played: RolloutBatch, began: float) -> None:
             episodes = [episode for episode in played.episodes if oldest(episode) >= step - max_off_policy_steps]
             losses = check_losses(ctx, episodes, f"step {step + 1}")
-            metrics = await runtime.learn(step, episodes) | played.metrics | losses
+            with spans.span("learn", step=step):
+                metrics = await runtime.learn(step, episodes) | played.metrics | losses
             for name, value in metrics.items():  # of this process's first step with the metric
                 first.setdefault(name, value)
             for alarm in alarms(metrics, first):
                 ctx.tracker.note(f"{ctx.name}: {alarm}")  # an equal note is kept once
             metrics["stale"] = float(len(played.episodes) - len(episodes))
-            await runtime.serve(step + 1)
+            with spans.span("serve weights", version=step + 1):
+                await runtime.serve(step + 1)
             sampled = sum(sum(episode.mask) for episode in episodes)
             rates = {
                 "rollout_seconds": played.seconds,
@@ -87,7 +94,8 @@ async def train_ppo(
             await runtime.save(step + 1)
 
         done = start = await runtime.restore()
-        await runtime.serve(start)
+        with spans.span("serve weights", version=start):
+            await runtime.serve(start)
         began = opening = time.monotonic()
         async with aclosing(prefetch(play, range(start, settings.steps), max_off_policy_steps)) as batches:
             async for step, played in batches:

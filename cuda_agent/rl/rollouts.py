@@ -25,6 +25,7 @@ from cuda_agent.policy.model import load_policy
 from cuda_agent.rl.scripted import ScriptedEngine
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.sandbox.wire import Mode
+from cuda_agent.spans import span
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
 
@@ -61,7 +62,8 @@ class Rollouts:
             before: Episode | None = None
             for _ in range(PLAYS):
                 parts = self.engine, self.chat, self.sandbox, self.settings
-                episode = await run_episode(task, *parts, seed, name, before, kind)
+                with span("episode", episode=name):
+                    episode = await run_episode(task, *parts, seed, name, before, kind)
                 if episode.ended != "infra":
                     break
                 before = max(episode, before or episode, key=lambda cut: len(cut.ids))

@@ -4,6 +4,7 @@ import time
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
+from cuda_agent import spans
 from cuda_agent.context import StageContext
 from cuda_agent.errors import TryAgain
 from cuda_agent.policy.episode import EPISODES, Episode, read_episodes, write_episodes
@@ -54,10 +55,11 @@ async def play_rounds(
         from cuda_agent.rl.ray.players import open_players
 
         opened = open_players(ctx, settings)
-    async with opened as players:
+    async with spans.opened("players", opened) as players:
         for number in range(start, rounds):
             began = time.monotonic()
-            played = await players.play(episodes_of(tasks, 1, f"{split}/{number}"), kind, show)
+            with spans.span("play", round=number):
+                played = await players.play(episodes_of(tasks, 1, f"{split}/{number}"), kind, show)
             losses = check_losses(ctx, played, f"round {number + 1}")
             episodes += played
             rate = len(played) / (time.monotonic() - began)

@@ -12,6 +12,7 @@ from cuda_agent.errors import BadConfiguration, TryAgain
 from cuda_agent.lease import Lease
 from cuda_agent.machine import gpus
 from cuda_agent.policy.lora import attach
+from cuda_agent.spans import span
 from cuda_agent.training.critic import Critic
 from cuda_agent.training.distributed import DistributedTrainer, TrainerLost
 from cuda_agent.training.memory import PRECISION, Shape, layout, shape_of
@@ -108,6 +109,7 @@ def shared_training(ctx: Place) -> Iterator[Place]:
             raise TryAgain(str(error)) from error
 
 
+@span("imitate")
 def imitate(
     ctx: StageContext, trainer: Trainer, sequences: Sequence[Tokens], settings: Bootstrap | Sft, **limits: Any
 ) -> None:

@@ -18,6 +18,7 @@ from cuda_agent.rl.dialogues import Dialogue, corpus, encode, texts
 from cuda_agent.rl.trainers import imitate, make_trainer, require_gpus
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.sandbox.wire import Solution
+from cuda_agent.spans import opened, span
 from cuda_agent.synthesis.teacher.family import combination, heldout_combinations
 from cuda_agent.synthesis.teacher.teacher import solve
 from cuda_agent.tasks.io import read_tasks
@@ -46,7 +47,9 @@ def run(ctx: StageContext) -> None:
     family = [task for task in read_tasks(ctx.inputs["tasks"]) if task.family == "teacher"]
     asyncio.run(verify_teacher(ctx, [task for task in family if task.split == "train"]))
     heldout, device = heldout_combinations(family, combination), config.sandbox.device
-    model, tokenizer = pretrain(ctx, corpus(config.bootstrap, config.seed, heldout, device))
+    with span("make examples"):
+        examples = corpus(config.bootstrap, config.seed, heldout, device)
+    model, tokenizer = pretrain(ctx, examples)
     save_policy(model, tokenizer, ctx.outputs["policy"])
 
 
@@ -59,11 +62,12 @@ async def verify_teacher(ctx: StageContext, tasks: Sequence[Task]) -> None:
     if not count:
         return
     rng = random.Random(f"{ctx.config.seed}/verify")
-    async with open_sandbox(ctx.config.sandbox, ctx.cache) as sandbox:
+    async with opened("sandbox", open_sandbox(ctx.config.sandbox, ctx.cache)) as sandbox:
         drawn = [tasks[index % len(tasks)] for index in range(count)]
         solved = [solve(task, rng, ctx.config.sandbox.device) for task in drawn]
         solutions = [Solution("plan", worked.files) for worked in solved]
-        verdicts = await asyncio.gather(*(sandbox.evaluate(*one) for one in zip(drawn, solutions, strict=True)))
+        with span("verify teacher"):
+            verdicts = await asyncio.gather(*(sandbox.evaluate(*one) for one in zip(drawn, solutions, strict=True)))
     rewards = [verdict.reward for verdict in verdicts if verdict.reward is not None]
     for task, worked, verdict in zip(drawn, solved, verdicts, strict=True):
         if verdict.status != worked.status:
@@ -79,18 +83,22 @@ def pretrain(ctx: StageContext, dialogues: Sequence[Dialogue]) -> tuple[object, 
     ``policy.context`` tokens. Holds out at most ``HELDOUT`` of these dialogues and logs their loss. Returns (model,
     tokenizer). Raises BadConfiguration if all dialogues are too long."""
     settings, policy = ctx.config.bootstrap, ctx.config.policy
-    tokenizer = train_tokenizer(texts(dialogues[:TOKENIZER]), policy.vocab)
+    with span("train tokenizer"):
+        tokenizer = train_tokenizer(texts(dialogues[:TOKENIZER]), policy.vocab)
     chat = Chat(tokenizer, "compact")
-    sequences = [tokens_of(*encode(dialogue, chat)) for dialogue in dialogues]
+    with span("encode examples"):
+        sequences = [tokens_of(*encode(dialogue, chat)) for dialogue in dialogues]
     short = [sequence for sequence in sequences if len(sequence) <= policy.context]
     count = min(HELDOUT, len(short) // 10)
     heldout, training = short[:count], short[count:]
     if not training:
         raise BadConfiguration(f"bootstrap: none of the examples fits policy.context ({policy.context} tokens)")
-    model = new_policy(policy, tokenizer, ctx.config.seed)
     longest = max(map(len, short))
-    trainer = make_trainer(ctx, model, longest=longest, precision="auto", scratch=True)
+    with span("make trainer"):
+        model = new_policy(policy, tokenizer, ctx.config.seed)
+        trainer = make_trainer(ctx, model, longest=longest, precision="auto", scratch=True)
     imitate(ctx, trainer, training, settings, steps=settings.steps, max_seconds=settings.max_seconds)
     if heldout:
-        ctx.tracker.log(trainer.step, {"heldout_loss": sft_loss_of(trainer, heldout)})
+        with span("heldout loss"):
+            ctx.tracker.log(trainer.step, {"heldout_loss": sft_loss_of(trainer, heldout)})
     return model, tokenizer

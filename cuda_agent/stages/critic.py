@@ -17,6 +17,7 @@ from cuda_agent.errors import NotGoodEnough, TryAgain
 from cuda_agent.policy.episode import EPISODES, Episode, read_episodes
 from cuda_agent.policy.reward import REWARDS
 from cuda_agent.rl.trainers import make_trainer, shared_training
+from cuda_agent.spans import span
 from cuda_agent.training.critic import critic_from_policy, save_critic
 from cuda_agent.training.packing import trainable
 from cuda_agent.training.recipes import value_epoch, value_quality
@@ -29,25 +30,29 @@ def run(ctx: StageContext) -> None:
 
 def pretrain(ctx: StageContext) -> None:
     settings = ctx.config.critic
-    collected = (episode for episode in read_episodes(ctx.inputs["episodes"] / EPISODES) if episode.verdict)
     reward = REWARDS[ctx.config.agentic.reward]
-    episodes = trainable(replace(episode, reward=reward(episode.verdict or {})) for episode in collected)
+    with span("read episodes"):
+        collected = (episode for episode in read_episodes(ctx.inputs["episodes"] / EPISODES) if episode.verdict)
+        episodes = trainable(replace(episode, reward=reward(episode.verdict or {})) for episode in collected)
     if not episodes:
         raise NotGoodEnough("critic: no collected episode has a reward, so there is nothing to learn values from.")
     training, heldout = hold_out(episodes, settings.heldout, ctx.config.seed)
     mean = sum(episode.reward or 0.0 for episode in training) / len(training)
     longest = max(len(episode.ids) for episode in episodes)
-    trainer = make_trainer(ctx, critic_from_policy(ctx.inputs["policy"], mean), longest=longest)
+    with span("make trainer"):
+        trainer = make_trainer(ctx, critic_from_policy(ctx.inputs["policy"], mean), longest=longest)
     start = ctx.checkpoints.load(trainer.load) or 0
     for epoch in range(start, settings.epochs):
-        metrics = value_epoch(trainer, training, settings, seed=ctx.config.seed, epoch=epoch)
-        quality = value_quality(trainer, heldout)
+        with span("epoch", epoch=epoch):
+            metrics = value_epoch(trainer, training, settings, seed=ctx.config.seed, epoch=epoch)
+            quality = value_quality(trainer, heldout)
         ctx.tracker.log(epoch, metrics | {f"heldout_{name}": value for name, value in quality.items()})
         ctx.tracker.progress(epoch + 1, settings.epochs, unit="epochs")
         ctx.checkpoints.save(epoch + 1, trainer.save)
         if ctx.should_stop() and epoch + 1 < settings.epochs:
             raise TryAgain(f"stopped after epoch {epoch + 1} of {settings.epochs}")
-    explained = value_quality(trainer, heldout)["explained_variance"]
+    with span("heldout quality"):
+        explained = value_quality(trainer, heldout)["explained_variance"]
     if len({episode.reward for episode in heldout}) == 1:
         ctx.tracker.note("critic: all held-out episodes have the same reward, so it is not known how much it explains")
     elif not explained >= settings.min_explained_variance:  # also if it is NaN

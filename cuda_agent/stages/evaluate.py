@@ -14,6 +14,7 @@ from cuda_agent.policy.episode import EPISODES, write_episodes
 from cuda_agent.rl.rollouts import Kind
 from cuda_agent.rl.rounds import play_rounds
 from cuda_agent.rl.scores import METRICS, score, write_scores
+from cuda_agent.spans import span
 from cuda_agent.synthesis.teacher.optimum import read_optima
 
 
@@ -25,10 +26,11 @@ def run(ctx: StageContext) -> None:
     play = play_rounds(ctx, "heldout", settings.samples, kind, turns=turns, temperature=temperature, mode=mode)
     tasks, episodes = asyncio.run(play)
     folder = ctx.outputs["scores"]
-    write_episodes(folder / EPISODES, episodes)
-    optima = read_optima(ctx.inputs["tasks"])
-    fastest = {name: optimum.speedup for name, optimum in optima.items() if optimum.speedup}
-    scores = score(policy, episodes, tasks, ctx.config.sandbox.clock, ctx.config.seed, fastest)
-    write_scores(folder / "scores.json", scores)
+    with span("score"):
+        write_episodes(folder / EPISODES, episodes)
+        optima = read_optima(ctx.inputs["tasks"])
+        fastest = {name: optimum.speedup for name, optimum in optima.items() if optimum.speedup}
+        scores = score(policy, episodes, tasks, ctx.config.sandbox.clock, ctx.config.seed, fastest)
+        write_scores(folder / "scores.json", scores)
     values = {f"{SCORE}{metric}": getattr(scores.final.overall, metric) for metric in METRICS}
     ctx.tracker.log(settings.samples, {name: value for name, value in values.items() if value is not None})

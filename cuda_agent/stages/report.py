@@ -19,6 +19,7 @@ from cuda_agent.pages.report import render
 from cuda_agent.policy.episode import EPISODES, Episode, read_episodes
 from cuda_agent.rl.scores import Scores, compare, read_scores
 from cuda_agent.sandbox.wire import Verdict
+from cuda_agent.spans import span
 from cuda_agent.tasks.io import read_tasks
 from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import read_metrics, read_notes
@@ -29,6 +30,7 @@ KERNELS = 6  # number of kernels shown with their source
 MESSAGE_CHARACTERS = 4000  # most characters of one message in a shown trajectory
 
 
+@span("write report")
 def run(ctx: StageContext) -> None:
     scored = {name.removeprefix(SCORES): folder for name, folder in ctx.inputs.items() if name.startswith(SCORES)}
     scores = {policy: read_scores(folder / "scores.json") for policy, folder in scored.items()}

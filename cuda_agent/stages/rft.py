@@ -17,12 +17,14 @@ from cuda_agent.policy.chat import Chat
 from cuda_agent.policy.episode import EPISODES, Episode, read_episodes
 from cuda_agent.policy.model import load_policy, save_policy
 from cuda_agent.rl.trainers import imitate, make_trainer, shared_training
+from cuda_agent.spans import span
 from cuda_agent.training.packing import tokens_to_imitate, trainable
 
 
 def run(ctx: StageContext) -> None:
     settings = ctx.config.rft
-    episodes = list(read_episodes(ctx.inputs["episodes"] / EPISODES))
+    with span("read episodes"):
+        episodes = list(read_episodes(ctx.inputs["episodes"] / EPISODES))
     kept = [e for e in trainable(episodes) if e.reward is not None and e.reward > 0 and not e.flags]
     if settings.fastest:
         kept = fastest(kept, settings.fastest)
@@ -33,7 +35,8 @@ def run(ctx: StageContext) -> None:
     if sequences:
         with shared_training(ctx) as shared:
             longest, norm = max(map(len, sequences)), settings.max_grad_norm
-            trainer = make_trainer(shared, model, longest=longest, max_grad_norm=norm, precision="auto")
+            with span("make trainer"):
+                trainer = make_trainer(shared, model, longest=longest, max_grad_norm=norm, precision="auto")
             imitate(ctx, trainer, sequences, settings, epochs=settings.epochs)
             model = trainer.model
     save_policy(model, tokenizer, ctx.outputs["policy"])

@@ -22,6 +22,7 @@ from cuda_agent.errors import BadConfiguration, TaskError, TryAgain
 from cuda_agent.policy.served import ServedModelError
 from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.sandbox.local import LocalSandbox
+from cuda_agent.spans import opened
 from cuda_agent.synthesis.synthesize import optima, synthesize
 from cuda_agent.synthesis.teacher.design_sweep import Sweep
 from cuda_agent.synthesis.teacher.optimum import write_optima
@@ -54,11 +55,12 @@ async def _run(ctx: StageContext) -> None:
         if stop:
             raise TryAgain(f"stopped after {len(known)} probes")
 
-    async with open_sandbox(config.sandbox, ctx.cache) as sandbox, contextlib.AsyncExitStack() as opened:
+    opening = opened("sandbox", open_sandbox(config.sandbox, ctx.cache))
+    async with opening as sandbox, contextlib.AsyncExitStack() as stack:
         sweep = None
         if config.synthesis.headroom:
             assert isinstance(sandbox, LocalSandbox)  # by the schema
-            sweep = await opened.enter_async_context(Sweep(sandbox))
+            sweep = await stack.enter_async_context(Sweep(sandbox))
         tasks, card = await synthesize(
             config.synthesis,
             config.synthesis.seed,

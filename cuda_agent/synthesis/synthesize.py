@@ -25,6 +25,7 @@ from typing import Any
 from cuda_agent.config import Synthesis
 from cuda_agent.errors import TryAgain
 from cuda_agent.sandbox.wire import LOST, Probe
+from cuda_agent.spans import span
 from cuda_agent.synthesis.card import Times, data_card
 from cuda_agent.synthesis.catalogue import CATALOGUE
 from cuda_agent.synthesis.compose import ComposeError, Composer, ModelWriter, ProgrammaticWriter, speed_of
@@ -175,8 +176,9 @@ async def synthesize(
             for index in range(stream.attempts):
                 if stream.done or work.spent:
                     break
-                await work.look_ahead(stream, index)
-                await work.consider(stream, index)
+                with span("candidate", family=stream.family, index=index):
+                    await work.look_ahead(stream, index)
+                    await work.consider(stream, index)
                 if progress:
                     progress(sum(len(stream.tasks) for stream in streams), total)
     finally:
@@ -414,8 +416,11 @@ class _Work:
         earlier call for ``key`` that is still running."""
 
         async def do() -> None:
+            kind, _, digest = key.partition("/")
             try:
-                self._keep(key, await work())
+                with span(f"probe: {kind}", task=digest):
+                    value = await work()
+                self._keep(key, value)
             finally:
                 self.probes.pop(key, None)
 

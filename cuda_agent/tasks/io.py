@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent.errors import TaskError
+from cuda_agent.spans import span
 from cuda_agent.tasks.inspect import problems, recompute_ops
 from cuda_agent.tasks.task import Task
 
@@ -24,6 +25,7 @@ _TYPES: dict[str, Any] = {"ops": str | list, "level": int, "problem_id": int}  #
 _BLOCK = 1 << 26  # most bytes of one line of JSON
 
 
+@span("write tasks")
 def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
     """Writes ``tasks`` to ``folder/tasks.parquet``.
 
@@ -46,6 +48,7 @@ def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
         raise TaskError(f"{folder}: cannot be written: {error.strerror or error}") from None
 
 
+@span("read tasks")
 def read_tasks(folder: Path) -> list[Task]:
     """Returns the tasks that ``write_tasks`` wrote to ``folder``, in the same order. ``folder`` may be the path of the
     parquet file itself.

@@ -5,17 +5,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from drill import journal, table
 
-from cuda_agent.cluster import pod, results
+from cuda_agent.cluster import pod, results, traces
 from cuda_agent.compose import freeze
 from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
-from cuda_agent.pipeline import compare, episodes, runs
+from cuda_agent.pipeline import compare, episodes, runs, trace
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.pipeline.manifest import Manifest
 from cuda_agent.storage import open_store
@@ -37,8 +39,10 @@ def left(server: str, run: str, folder: Path) -> None:
     (folder / "report" / "index.html").write_text(f"<p>{run}</p>")
     (folder / "report" / "report.json").write_text("{}")
     (folder / "report" / "assets" / "a.svg").write_text("<svg/>")
+    (folder / traces.PACKED).write_text("")
     with pod._recording(here, open_store(here.store), config, freeze(config)[1], run, STAGES) as recorder:
-        recorder.report(folder / "report")
+        recorder.attach(folder / "report")
+        recorder.attach(folder / traces.PACKED)
         recorder.ended(0)
         assert recorder.close(60)
 
@@ -49,6 +53,25 @@ def test_a_report_is_fetched_whole(server, tmp_path):
     folder = results.download(server, "two", tmp_path / "fetched")
     assert (folder / "index.html").read_text() == "<p>two</p>"
     assert (folder / "assets" / "a.svg").read_text() == "<svg/>" and (folder / "config.json").exists()
+    assert not (folder / traces.PACKED).exists()
+
+
+def test_finish_leaves_the_trace_beside_the_report(server, tmp_path, monkeypatch):
+    @contextmanager
+    def reached(cluster):
+        yield server
+
+    config = Config.model_validate({"run": {"store": str(tmp_path / "local"), "mlflow": "off"}})
+    here = pod.PodEnvironment(str(tmp_path / "store"), server, tmp_path / "c", tmp_path / "p", tmp_path)
+    text, sha256 = freeze(config)
+    here.config.write_text(text)
+    pod.prepare(here, "traced", sha256, "traced", None, [], table.STAGES)
+    pod.finish(here, "traced", sha256, "traced", "Failed", None, table.STAGES)
+    monkeypatch.setattr(results, "mlflow", reached)
+    monkeypatch.setattr(results, "workflows", lambda cluster, run: [])
+    id, spans = results.trace(SimpleNamespace(), "traced")
+    assert id == trace.trace_id(open_store(here.store), "traced")
+    assert [span.name for span in spans] == ["prepare"]
 
 
 def test_a_run_without_a_report_and_a_run_that_nobody_knows_are_said_so(server, tmp_path):

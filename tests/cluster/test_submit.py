@@ -33,7 +33,7 @@ VALUES = merged(
             "submitters": [{"kind": "User", "name": "ada", "apiGroup": "rbac.authorization.k8s.io"}],
             "viewers": [{"kind": "User", "name": "eve", "apiGroup": "rbac.authorization.k8s.io"}],
         },
-        "monitoring": {"serviceMonitor": False, "alerts": False},
+        "monitoring": {"serviceMonitor": False, "podMonitor": False, "alerts": False},
     },
 )
 
@@ -103,6 +103,28 @@ def test_submit_makes_a_workflow_and_the_immutable_config_map_that_it_owns(as_us
         as_user("admin").patch("ConfigMap", "first", {"data": {"config.json": "{}"}})
 
 
+def test_a_run_names_who_submitted_it_and_takes_no_other_name(plane, as_user):
+    place = as_user()
+    what = send(place, "named")
+    made = place.get("Workflow", "named")
+    assert cluster.submitter_of(made) == "ada"
+    said = "the annotation cuda-agent.io/submitter names the user"
+    for changed in ("eve", None):
+        change = {"metadata": {"annotations": {"cuda-agent.io/submitter": changed}}}
+        for user, kind in (("ada", "Workflow"), ("admin", "ConfigMap")):
+            with pytest.raises(ClusterError, match=said):
+                as_user(user).patch(kind, "named", change)
+    for item in (what.workflow, what.config_map):
+        item["metadata"] |= {"name": "forged", "annotations": {"cuda-agent.io/submitter": "eve"}}
+        with pytest.raises(ClusterError, match=said):
+            place.create(item, dry_run=True)
+    as_user("admin").patch("Workflow", "named", {"metadata": {"labels": {"a": "b"}}})  # Argo changes it, too
+    rows = json.loads(command(plane, "runs", "--json", "--on", "ada").stdout)
+    assert next(row for row in rows if row["name"] == "named")["submitter"] == "ada"
+    (line,) = (line for line in command(plane, "runs", "--on", "ada").stdout.splitlines() if "named" in line)
+    assert " ada " in line
+
+
 def test_a_name_that_is_taken_changes_nothing(as_user):
     place = as_user()
     send(place, "taken")
@@ -168,6 +190,9 @@ def test_an_interrupt_takes_along_what_was_made():
 
         def find(self, kind: str, name: str) -> dict[str, Any]:
             return {"kind": kind, "metadata": {"name": name}}
+
+        def user(self) -> str:
+            return "ada"
 
         def create(self, item: dict[str, Any], dry_run: bool = False) -> dict[str, Any]:
             name = item["metadata"]["name"]

@@ -35,7 +35,8 @@ ALONE: dict[str, Any] = {
         "cpu": {"ray": {"enabled": True}, "engine": {"replicas": 2, "claim": "weights"}},
         "gpu": {"ray": {"enabled": True}, "parallelism": 1},
     },
-    "monitoring": {"serviceMonitor": True, "dashboard": True, "alerts": True},
+    "monitoring": {"serviceMonitor": True, "podMonitor": True, "dashboard": True, "alerts": True},
+    "tracing": {"endpoint": "http://collector.monitoring:4318"},
     "access": {"viewers": [{"kind": "Group", "name": "all"}], "submitters": [{"kind": "User", "name": "eva"}]},
 }
 WITH_OTHERS: dict[str, Any] = {

@@ -12,6 +12,7 @@ import yaml
 
 from cuda_agent.cluster.pools import PORT, ROLES
 from cuda_agent.cluster.rayjobs import can_be_spread, task_name
+from cuda_agent.cluster.stage_metrics import StageCollector
 from cuda_agent.deploy import chart
 from cuda_agent.deploy.argo import maintenance_jobs
 from cuda_agent.deploy.chart_values import CHART_VERSION, Values
@@ -38,7 +39,7 @@ from tests.deploy.charts import (
 from tests.deploy.value_fields import field_of
 
 ARGO_KINDS = ("WorkflowTemplate", "CronWorkflow")
-OPERATORS_KINDS = ("ServiceMonitor", "PrometheusRule")
+OPERATORS_KINDS = ("ServiceMonitor", "PodMonitor", "PrometheusRule")
 LEAVES = {path: (default, info) for path, default, info in chart.leaves()}
 
 
@@ -126,6 +127,8 @@ def test_the_chart_has_the_version_of_the_package():
         ({"networkPolicy": {"apiServerPort": 0}}, "apiServerPort"),
         ({"cron": {"config": "abc"}}, "config"),
         ({"minio": {"persistence": {"size": "much"}}}, "size"),
+        ({"tracing": {"endpoint": "collector:4317"}}, "endpoint"),
+        ({"monitoring": {"stuckSeconds": 5}}, "stuckSeconds"),
     ],
 )
 def test_the_schema_refuses_unknown_names_and_wrong_types(values, where):
@@ -670,8 +673,8 @@ def test_every_reference_to_a_secret_an_account_or_a_claim_names_something_that_
 
 @needs_helm
 def test_the_policy_admits_only_this_releases_templates():
-    (policy,) = of_kind(objects(ALONE), "ValidatingAdmissionPolicy")
-    (binding,) = of_kind(objects(ALONE), "ValidatingAdmissionPolicyBinding")
+    (policy,) = of_kind(objects(ALONE), "ValidatingAdmissionPolicy", "-workflows$")
+    (binding,) = of_kind(objects(ALONE), "ValidatingAdmissionPolicyBinding", "-workflows$")
     assert policy["spec"]["failurePolicy"] == "Fail" and binding["spec"]["validationActions"] == ["Deny"]
     assert binding["spec"]["matchResources"]["namespaceSelector"]["matchLabels"] == {
         "kubernetes.io/metadata.name": "ns"
@@ -755,8 +758,69 @@ def test_all_roles_have_a_pool():
     assert [item["metadata"]["labels"]["cuda-agent.io/role"] for item in sets] == list(ROLES)
 
 
-def test_dashboard_and_alerts_ask_for_metrics_that_exist():
+def test_dashboards_and_alerts_ask_for_metrics_that_exist(tmp_path):
     known = set(re.findall(r"# TYPE (\S+)", Metrics().text().decode()))
-    for file in ("files/dashboard.json", "templates/monitoring.yaml"):
-        asked = set(re.findall(r"cuda_agent_sandbox_\w+", (CHART / file).read_text()))
+    known |= {family.name for family in StageCollector(tmp_path, "a", "agentic", "ada").collect()}
+    for file in ("files/dashboard.json", "files/dashboard-runs.json", "templates/monitoring.yaml"):
+        asked = set(re.findall(r"cuda_agent_\w+", (CHART / file).read_text()))
         assert asked and {re.sub(r"_(sum|count|bucket)$", "", name) for name in asked} <= known
+
+
+@needs_helm
+def test_every_alert_has_a_sentence_and_asks_for_this_namespace():
+    (rule,) = of_kind(template(ALONE, namespace="kernels"), "PrometheusRule")
+    alerts = {alert["alert"]: alert for group in rule["spec"]["groups"] for alert in group["rules"]}
+    assert alerts.keys() >= {
+        "CudaAgentSandboxUnready", "CudaAgentEpisodesLost", "CudaAgentStageStuck", "CudaAgentPodPending",
+        "CudaAgentVolumeFull",
+    }  # fmt: skip
+    for alert in alerts.values():
+        assert alert["labels"]["severity"] and alert["annotations"]["summary"].endswith(".")
+        others = re.findall(r"(?:kube_|kubelet_)\w+(\S*)", alert["expr"])
+        assert all('namespace="kernels"' in selector for selector in others), "metrics that the whole cluster has"
+    assert "> 7200" in alerts["CudaAgentStageStuck"]["expr"]
+    assert "{{ $labels.run }}" in alerts["CudaAgentEpisodesLost"]["annotations"]["summary"]
+
+
+@needs_helm
+def test_prometheus_finds_and_reaches_the_port_of_every_stage():
+    items = objects(ALONE)
+    (monitor,) = of_kind(items, "PodMonitor")
+    (policy,) = of_kind(items, "NetworkPolicy", "-stage-metrics$")
+    wanted = monitor["spec"]["selector"]["matchLabels"]
+    assert policy["spec"]["podSelector"]["matchLabels"] == wanted
+    (port,) = policy["spec"]["ingress"][0]["ports"]
+    for made in of_kind(items, "WorkflowTemplate", "-(cpu|gpu)-"):
+        stages = {stage.name for stage in ROWS}
+        for pod in (item for item in steps(made).values() if "container" in item):
+            assert (pod["metadata"]["labels"].items() >= wanted.items()) is (pod["name"] in stages)
+            named = {one["name"]: one["containerPort"] for one in pod["container"].get("ports", [])}
+            if pod["name"] in stages:
+                env = {one["name"]: one.get("value") for one in pod["container"]["env"]}
+                assert named == {"metrics": port["port"]} and env["CUDA_AGENT_METRICS_PORT"] == str(port["port"])
+    without = objects(merged(ALONE, {"monitoring": {"podMonitor": False}}))
+    assert "9464" not in json.dumps(without) and not of_kind(without, "PodMonitor")
+
+
+@needs_helm
+@pytest.mark.parametrize(
+    ("address", "port"),
+    [("http://c.monitoring:4318", 4318), ("https://otlp.test/path", 443), ("http://otlp.test", 80)],
+)
+def test_a_runs_pods_may_send_traces_to_the_collector_alone(address, port):
+    values = {"tracing": {"endpoint": address}, "networkPolicy": {"tracingCidrs": ["10.0.0.6/32"]}}
+    items = objects(merged(ALONE, values))
+    (policy,) = of_kind(items, "NetworkPolicy", "-runs$")
+    (rule,) = (rule for rule in policy["spec"]["egress"] if {"ipBlock": {"cidr": "10.0.0.6/32"}} in rule["to"])
+    assert rule["ports"] == [{"port": port, "protocol": "TCP"}]
+    assert rule["to"][0]["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "monitoring"}
+    (made,) = of_kind(items, "WorkflowTemplate", "-cpu-")
+    pods = {name: item["container"] for name, item in steps(made).items() if "container" in item}
+    for container in pods.values():
+        assert {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": address} in container["env"]
+    for values in (entry["value"] for entry in pods["prepare"]["env"] if entry["name"] == "CUDA_AGENT_POOLS"):
+        assert "OTEL_" not in values, "sandboxes run candidates, and send nothing"
+    silent = objects(merged(ALONE, {"tracing": {"endpoint": ""}}))
+    assert "OTEL_" not in json.dumps(silent)
+    (policy,) = of_kind(silent, "NetworkPolicy", "-runs$")
+    assert "monitoring" not in json.dumps(policy)

@@ -110,6 +110,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "networkPolicy.dnsCidrs": ("NetworkPolicy:egress", ["10.0.0.4/32"]),
     "networkPolicy.stageEgress": ("NetworkPolicy:egress", [{"to": [{"ipBlock": {"cidr": "10.0.0.5/32"}}]}]),
     "networkPolicy.monitoringNamespace": ("NetworkPolicy:ingress", "prometheus"),
+    "networkPolicy.tracingCidrs": ("NetworkPolicy:egress", ["10.0.0.6/32"]),
     "networkPolicy.rayOperatorNamespace": (ENV, "operators"),
     "quota.enabled": ("ResourceQuota:", None),
     "quota.hard": ("ResourceQuota:spec.hard", {"pods": 10}),
@@ -133,11 +134,14 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "mlflow.backendSecret": ("Deployment:env", "db"),
     "mlflow.allowedHosts": ("Deployment:args", ["mlflow.example.org"]),
     "monitoring.serviceMonitor": ("ServiceMonitor:", None),
+    "monitoring.podMonitor": ("(PodMonitor|WorkflowTemplate):", None),
     "monitoring.dashboard": ("ConfigMap:", None),
     "monitoring.alerts": ("PrometheusRule:", None),
-    "monitoring.labels": ("(ServiceMonitor|PrometheusRule):labels", {"r": "p"}),
+    "monitoring.stuckSeconds": ("PrometheusRule:expr", None),
+    "monitoring.labels": ("(ServiceMonitor|PodMonitor|PrometheusRule):labels", {"r": "p"}),
     "monitoring.dashboardLabels": ("ConfigMap:labels", {"g": "1"}),
-    "monitoring.interval": ("ServiceMonitor:interval", "15s"),
+    "monitoring.interval": ("(Service|Pod)Monitor:interval", "15s"),
+    "tracing.endpoint": (ENV, "https://collector.test"),
 }
 
 

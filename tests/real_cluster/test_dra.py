@@ -27,8 +27,10 @@ def request(name: str, expression: str) -> dict[str, Any]:
 
 def given() -> dict[str, Any]:
     small = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"cpu": "2", "memory": "4Gi"}}
-    pools = {role: {"replicas": 1, "resources": small} for role in ("workspace", "build", "evaluate")}
-    profile = {"runs": 0, "defaults": {"resources": small}, "pools": merged(pools, {"evaluate": {"replicas": 2}})}
+    pools: dict[str, Any] = {role: {"replicas": 1, "resources": small} for role in ("workspace", "build", "evaluate")}
+    with_gpu = {"resources": merged(small, {"limits": {"nvidia.com/gpu": 1}})}
+    pools["evaluate"]["replicas"] = 2
+    profile = {"runs": 0, "defaults": {"resources": small}, "stages": {"synthesis": with_gpu}, "pools": pools}
     shared = {
         "apiVersion": "resource.k8s.io/v1",
         "kind": "ResourceClaim",
