@@ -24,6 +24,7 @@ from cuda_agent.pipeline.local import StageView
 from cuda_agent.pipeline.runs import choose, matching
 
 RUN_LABEL, SWEEP_LABEL = "cuda-agent.io/run", "cuda-agent.io/sweep"
+STOPPED_LABEL = "cuda-agent.io/stopped"  # of a Workflow that was stopped before its first pod: Argo says "Succeeded"
 CONFIG_ANNOTATION, SUBMITTER_ANNOTATION = "cuda-agent.io/config", "cuda-agent.io/submitter"
 RUN_NAME = re.compile(r"[a-z]([a-z0-9-]{0,34}[a-z0-9])?")  # also the name of a Service
 ENDED = ("Succeeded", "Failed", "Error")
@@ -136,6 +137,10 @@ def workflows(cluster: Cluster, run: str = "", sweep: str = "") -> list[dict[str
         for about in cluster.metadata("ConfigMap", selector)
         if about["name"] in printed
     ]
+    never_began = {about["name"] for about in cluster.metadata("Workflow", f"{selector},{STOPPED_LABEL}")}
+    for item in found:
+        if item["metadata"]["name"] in never_began and item["status"]["phase"] == "Succeeded":
+            item["status"] |= {"phase": "Failed", "message": "stopped before it began"}
     return sorted(found, key=lambda item: (item["metadata"]["creationTimestamp"], item["metadata"]["name"]))
 
 
@@ -202,7 +207,8 @@ def submitter_of(workflow: dict[str, Any]) -> str:
 
 
 def phase(workflow: dict[str, Any]) -> str:
-    return workflow.get("status", {}).get("phase") or "Pending"
+    found = workflow.get("status", {}).get("phase") or "Pending"
+    return "Failed" if found == "Succeeded" and STOPPED_LABEL in workflow["metadata"].get("labels", {}) else found
 
 
 def exit_code(workflow: dict[str, Any]) -> int:
@@ -259,14 +265,19 @@ def cancel(cluster: Cluster, last: dict[str, Any], now: bool) -> list[str]:
 
     If ``now`` is False, the stages first write a checkpoint, and then a step of the Workflow removes the run's servers.
     If ``now`` is True, the stages write no checkpoint, and this function removes the servers in place of that step.
+    A run that waits for its turn ends at once.
 
     Raises:
         ConfigError: The run has ended."""
     name = last["metadata"]["name"]
     if phase(last) in ENDED:
         raise ConfigError(f"Run {run_of(last)} has ended ({phase(last)}).")
-    stopped = cluster.patch("Workflow", name, {"spec": {"shutdown": "Terminate" if now else "Stop"}})
-    if now:
+    waits = phase(last) == "Pending"
+    change: dict[str, Any] = {"spec": {"shutdown": "Terminate" if now or waits else "Stop"}}
+    stopped = cluster.patch(
+        "Workflow", name, change | ({"metadata": {"labels": {STOPPED_LABEL: "yes"}}} if waits else {})
+    )
+    if now or waits:
         run_pools.remove_pools(cluster, name, run_pools.SERVERS)
     return [view.name for view in views(stopped) if view.state == "running"]
 

@@ -67,6 +67,8 @@ class FakeApi:
         parts = path.strip("/").split("/")
         if parts == ["version"]:
             return 200, {"major": "1", "minor": "34", "gitVersion": "v1.34.0"}
+        if "namespaces" not in parts:
+            return 403, {"message": f"no rights outside of namespace {NAMESPACE}"}
         *_, space, kind, name = [*parts, *[""] * (4 - len(parts[parts.index("namespaces") :]))]
         if not kind:
             found = {"metadata": {"name": space, "labels": {}}} if space == NAMESPACE else None

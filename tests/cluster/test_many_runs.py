@@ -82,7 +82,7 @@ def test_no_command_reads_the_workflows_of_other_runs(api, place, capsys):
     ):
         api.sent, api.requests = 0, []
         what()
-        assert api.sent < 100_000 and len(api.requests) <= 4, api.requests
+        assert api.sent < 100_000 and len(api.requests) <= 5, api.requests
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 121 and "running" in lines[8] and "abababab" in lines[8], "the first is the head"
 
@@ -93,7 +93,7 @@ def test_lists_come_in_pages(api, place, monkeypatch):
         run(api, f"r-{number:02}", "Succeeded")
     assert [cluster.run_of(item) for item in cluster.workflows(place)] == [f"r-{number:02}" for number in range(20)]
     assert len(place.all("Workflow")) == 20
-    assert len(api.requests) == 9 and all("limit=7" in request for request in api.requests)
+    assert len(api.requests) == 10 and all("limit=7" in request for request in api.requests)
 
 
 def test_a_name_is_one_run_although_others_begin_with_it(api, place):
@@ -179,6 +179,25 @@ def test_a_judge_on_gpus_needs_a_profile_with_gpus(api, place):
 
 
 # --------------------------------------------------------------------------------------------------------------- sweeps
+
+
+def test_a_run_that_waits_for_its_turn_says_for_which_and_is_stopped_at_once(api, place):
+    run(api, "waits", "Pending", "Waiting for kernels/ConfigMap/cuda-agent-runs/cpu lock. Lock status: 0/1")
+    workflow = api.objects["workflows", "waits"]
+    lock = {"semaphore": "kernels/ConfigMap/cuda-agent-runs/cpu", "holders": ["kernels/night", "kernels/day"]}
+    workflow["status"]["synchronization"] = {"semaphore": {"waiting": [lock]}}
+    assert cluster.delays(place, workflow, cluster.views(workflow)) == {
+        "prepare": ("waits for its turn behind the runs of its profile: day, night", False)
+    }
+    cluster.cancel(place, cluster.find(place, "waits"), now=False)
+    workflow = api.objects["workflows", "waits"]
+    assert workflow["spec"]["shutdown"] == "Terminate", "Argo lets a Stop wait for its turn, too"
+    workflow["status"]["phase"] = "Succeeded"  # as Argo calls it
+    last = cluster.find(place, "waits")
+    assert (cluster.phase(last), last["status"]["message"]) == ("Failed", "stopped before it began")
+    assert (cluster.phase(workflow), cluster.exit_code(workflow)) == ("Failed", 75)
+    chart(api)
+    assert cluster.resume(place, last).workflow["metadata"]["name"] == "waits-r2"
 
 
 def test_a_sweep_is_cancelled_and_resumed_whole(api, place, capsys):
