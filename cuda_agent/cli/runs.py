@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,15 +77,15 @@ def list_all(
 
 def _local_rows(store: str) -> list[dict[str, Any]]:
     from cuda_agent.pipeline import runs
-    from cuda_agent.pipeline.graph import stages_of
+    from cuda_agent.pipeline.graph import GRAPHS
+    from cuda_agent.storage import side_by_side
 
     opened, home = open_existing(store), runs.local_home(store)
+    records = runs.list_runs(opened)
     rows = []
-    for record in runs.list_runs(opened):
-        graph = stages_of(runs.read_config(opened, record.config))
-        done = [stage.name for stage in graph if opened.exists(f"runs/{record.name}/{stage.name}/manifest.json")]
+    for record, done in zip(records, side_by_side(partial(runs.finished_stages, opened), records), strict=True):
         running = record.code != 0 and runs.is_running(home, opened, record)
-        state = {"status": "running" if running else record.status, "stages": done, "of": len(graph)}
+        state = {"status": "running" if running else record.status, "stages": done, "of": len(GRAPHS[record.graph])}
         rows.append(asdict(record) | state)
     return rows
 

@@ -19,6 +19,7 @@ from cuda_agent.cluster.templates import templates
 from cuda_agent.compose import validate
 from cuda_agent.errors import ConfigError
 from cuda_agent.mlflow_api import MlflowEntry, Rest, refusal
+from cuda_agent.pipeline import rows
 from cuda_agent.pipeline.episodes import FILE, PACKED, TOKENIZER, Left
 from cuda_agent.pipeline.graph import ROWS
 from cuda_agent.pipeline.manifest import Manifest
@@ -150,6 +151,17 @@ def facts(address: str, run: str) -> Facts:
     texts = [entry.tags[MANIFEST_TAG] for entry in entries.values() if MANIFEST_TAG in entry.tags]
     manifests = [Manifest.from_bytes(text.encode()) for text in texts]
     return Facts(run, config, {manifest.stage: manifest for manifest in manifests})
+
+
+def end(cluster: Cluster, run: str, config: str) -> None:
+    """Ends MLflow's rows of a run that was stopped at once: none of its steps can.  ``config`` is the hash of the run's
+    configuration.
+
+    Raises:
+        ClusterError: MLflow does not answer.
+        ConfigError: The release has no MLflow, or it refuses this user."""
+    with mlflow(cluster) as address:
+        rows.end(Rest(address), ("config", config), [run])
 
 
 def _open(address: str, run: str) -> tuple[Rest, dict[str, MlflowEntry]]:

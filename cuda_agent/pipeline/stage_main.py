@@ -28,15 +28,16 @@ from cuda_agent.context import StageContext
 from cuda_agent.errors import EXIT_BUG, EXIT_DONE, EXIT_RETRY, BadConfiguration, TryAgain
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
 from cuda_agent.pipeline.graph import Stage, ancestors, stages_of
+from cuda_agent.pipeline.locks import using
 from cuda_agent.pipeline.manifest import (
     Identity,
     Manifest,
-    find_result,
+    commit,
     identity_of,
     key_entry,
     placed,
-    publish,
     read_manifest,
+    take,
 )
 from cuda_agent.pipeline.runs import read_config, try_lock
 from cuda_agent.storage import Store, open_store
@@ -114,17 +115,17 @@ def _run(order: StageOrder, scratch: Path, should_stop: Stop) -> None:
     work = scratch / "work"
     shutil.rmtree(work, ignore_errors=True)
     identity = identity_of(store, stages, stage, config, _manifests_above(store, order.run, stages, stage))
-    store.put(key_entry(order.run, stage.name), identity.key.encode())
+    with using(store):  # from now on, collections keep the checkpoints of this key
+        store.put(key_entry(order.run, stage.name), identity.key.encode())
     with _lock(Path(order.local) / "locks" / f"{stage.name}-{identity.key[:32]}", tracker, should_stop):
-        if (result := find_result(store, order.run, identity)) is None:
-            result = _make(order, store, placed(config), stage, identity, tracker, should_stop)
-        publish(store, order.run, result)
+        if take(store, order.run, identity) is None:
+            _make(order, store, placed(config), stage, identity, tracker, should_stop)
     shutil.rmtree(work, ignore_errors=True)
 
 
 def _make(
     order: StageOrder, store: Store, config: Config, stage: Stage, identity: Identity, tracker: FileTracker, stop: Stop
-) -> Manifest:
+) -> None:
     work, cache = Path(order.scratch) / "work", Path(order.local) / "cache"
     for name, digest in identity.inputs.items():
         store.get_folder(digest, work / "inputs" / name)
@@ -153,21 +154,21 @@ def _make(
     if empty:
         raise RuntimeError(f"stage {stage.name} returned without writing {', '.join(empty)}")
     tracker.save(work / "said")
+    said = store.put_folder(work / "said")
     shared = ("stage", "key", "code", "environment", "device", "inputs")
     manifest = Manifest(
         **{fact: getattr(identity, fact) for fact in shared},
         run=order.run,
         config=order.config,
         outputs=made,
-        metrics=store.put_folder(work / "said"),
+        metrics=said,
         seconds=round(checkpoints.seconds, 3),
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
         resumed=checkpoints.resumed,
         lost=round(sum(values.get("lost", 0.0) for values in read_metrics(work / "said" / "metrics.jsonl").values())),
     )
-    manifest = publish(store, order.run, manifest)
+    commit(store, order.run, manifest, {digest: outputs[name] for name, digest in made.items()} | {said: work / "said"})
     checkpoints.clear()
-    return manifest
 
 
 def _say(text: str) -> None:

@@ -163,7 +163,7 @@ def test_gc_removes_what_no_kept_run_needs_and_nothing_else(tmp_path, monkeypatc
     store = open_store(folder)
     store.put("cas/" + "0" * 64, b"nobody's")
     store.put("checkpoints/train/old/00000001-a.json", b"{}")
-    plan = gc.plan(store, keep=1)
+    plan = gc.plan(store, keep=1, days=0)
     assert plan.runs == [first.run]
     gc.collect(store, plan)
     assert [r.name for r in runs.list_runs(store)] == [second.run]
@@ -173,7 +173,7 @@ def test_gc_removes_what_no_kept_run_needs_and_nothing_else(tmp_path, monkeypatc
     assert again.code == 0 and {n: m.outputs for n, m in again.manifests.items()} == {
         n: m.outputs for n, m in second.manifests.items()
     }
-    assert gc.plan(store, keep=10).keys == {}
+    assert gc.plan(store, keep=10, days=0).keys == {}
 
 
 def test_gc_dry_run_removes_nothing(store):
