@@ -31,6 +31,7 @@ from typing import Any
 from cuda_agent.cluster import submit as cluster
 from cuda_agent.cluster.api import Cluster
 from cuda_agent.cluster.pools import CONTAINER_SECURITY
+from cuda_agent.cluster.templates import template_name
 from cuda_agent.compose import compose
 from cuda_agent.pipeline.graph import STAGES
 
@@ -162,7 +163,7 @@ def main() -> None:
         print("no kubeconfig: this one needs a cluster with the chart")
         return
     place = Cluster.of_kubeconfig(None, options.namespace)
-    template = place.get("WorkflowTemplate", cluster.template_name(options.release, options.profile))
+    template = place.get("WorkflowTemplate", template_name(options.release, options.profile))
     image = next(t["container"]["image"] for t in template["spec"]["templates"] if "container" in t)
     compose(SMOKE)  # wrong overrides fail here, not on the cluster
 

@@ -173,15 +173,15 @@ def key_paths() -> dict[str, FieldInfo]:
 
 def flat(config: Config) -> dict[str, Any]:
     """Returns dotted path -> value for every key that is not a section.  MLflow shows these pairs as parameters."""
+    return flat_values(config.model_dump(mode="json"))
 
-    def walk(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-        for name, value in values.items():
-            if isinstance(value, dict):
-                yield from walk(value, f"{prefix}{name}.")
-            else:
-                yield f"{prefix}{name}", value
 
-    return dict(walk(config.model_dump(mode="json"), ""))
+def flat_values(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns dotted path -> value for every value in nested dictionaries.  Each path begins with ``prefix``."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat_values(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
 
 
 def parse_override(text: str) -> Any:

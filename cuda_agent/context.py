@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:  # pydantic is slow to import, and some processes need only the exit codes
     from cuda_agent.config import Config
 
+SCORE = "score/"  # begins the names of the metrics that score a policy, as in score/passed
+
 
 class Tracker(Protocol):
     def log(self, step: int, metrics: dict[str, float]) -> None:

@@ -29,6 +29,7 @@ class MlflowEntry:
     tags: dict[str, str] = field(default_factory=dict)
     unread: set[str] = field(default_factory=set)  # metrics whose points were not read into ``points`` yet
     points: set[tuple[str, int]] = field(default_factory=set)  # (key, step)
+    latest: dict[str, float] = field(default_factory=dict)  # metric -> value at its last step, when MLflow was asked
     status: str = "RUNNING"  # RUNNING, FINISHED, FAILED, KILLED
     artifacts: set[Path] = field(default_factory=set)  # local files and folders that were uploaded
 
@@ -71,22 +72,23 @@ class Rest:
         found = self._post("experiments/search", {"max_results": 1000}).get("experiments", [])
         return [item["experiment_id"] for item in found]
 
-    def find(self, experiments: Sequence[str], tag: str, value: str) -> list[MlflowEntry]:
-        """Returns the runs whose tag ``tag`` is ``value``, newest first.  Does not read the points of their
-        metrics: each entry lists all its metrics in ``unread``."""
-        return self._search(experiments, f"tags.`{tag}` = '{value}'")
+    def find(self, experiments: Sequence[str], tag: str, value: str, most: int | None = None) -> list[MlflowEntry]:
+        """Returns the runs whose tag ``tag`` is ``value``, newest first: all of them, or at most ``most``.  Does not
+        read the points of their metrics: each entry lists all its metrics in ``unread``."""
+        return self._search(experiments, f"tags.`{tag}` = '{value}'", most)
 
     def running(self, experiments: Sequence[str]) -> list[MlflowEntry]:
         """Returns the runs in the state RUNNING."""
         return self._search(experiments, "attributes.status = 'RUNNING'")
 
-    def _search(self, experiments: Sequence[str], wanted: str) -> list[MlflowEntry]:
-        query: dict[str, Any] = {"experiment_ids": experiments, "filter": wanted, "max_results": 1000}
+    def _search(self, experiments: Sequence[str], wanted: str, most: int | None = None) -> list[MlflowEntry]:
+        query: dict[str, Any] = {"experiment_ids": experiments, "filter": wanted, "max_results": most or 1000}
         found: list[MlflowEntry] = []
         while True:
             answer = self._post("runs/search", query)
             found += [self._entry(run) for run in answer.get("runs", [])]
-            if not (token := answer.get("next_page_token")):
+            token = answer.get("next_page_token")
+            if most or not token:
                 return found
             query["page_token"] = token
 
@@ -160,6 +162,7 @@ class Rest:
             {item["key"]: item["value"] for item in data.get("tags", [])},
             {item["key"] for item in data.get("metrics", [])},
             status=info["status"],
+            latest={item["key"]: item["value"] for item in data.get("metrics", [])},
         )
 
 
@@ -244,7 +247,8 @@ class Library:
 
     def _entry(self, run: Any) -> MlflowEntry:
         data, info = run.data, run.info
-        return MlflowEntry(info.run_id, set(data.params), dict(data.tags), set(data.metrics), status=info.status)
+        params, tags, metrics = set(data.params), dict(data.tags), dict(data.metrics)
+        return MlflowEntry(info.run_id, params, tags, set(metrics), status=info.status, latest=metrics)
 
 
 Api = Rest | Library

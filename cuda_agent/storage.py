@@ -204,6 +204,22 @@ class Store:
             path.unlink()
             self._remove_damaged(key)
 
+    def put_json(self, value: Any) -> str:
+        """Stores ``value`` as canonical JSON and returns its digest (see ``json_sha256``)."""
+        digest = json_sha256(value)
+        self.create(f"cas/{digest}", canonical_json(value).encode())
+        return digest
+
+    def get_json(self, digest: str) -> Any:
+        """Returns the value that ``put_json`` stored.
+
+        Raises:
+            StoreDamaged: The object is missing or damaged."""
+        data = self.get(f"cas/{digest}")
+        if hashlib.sha256(data).hexdigest() != digest:
+            self._remove_damaged(f"cas/{digest}")
+        return json.loads(data)
+
     # Folders ---------------------------------------------------------------------------------------------------------
 
     def put_folder(self, path: Path) -> str:
@@ -215,20 +231,14 @@ class Store:
             if self.size(f"cas/{digest}") != size:
                 self.put(f"cas/{digest}", file)
             files[file.relative_to(path).as_posix()] = {"sha256": digest, "size": size}
-        tree = canonical_json({"files": files}).encode()
-        digest = hashlib.sha256(tree).hexdigest()
-        self.create(f"cas/{digest}", tree)
-        return digest
+        return self.put_json({"files": files})
 
     def tree(self, digest: str) -> dict[str, dict[str, Any]]:
         """Returns the list of files of the stored folder ``digest``, as path -> {"sha256", "size"}.
 
         Raises:
             StoreDamaged: The list is missing or damaged."""
-        data = self.get(f"cas/{digest}")
-        if hashlib.sha256(data).hexdigest() != digest:
-            self._remove_damaged(f"cas/{digest}")
-        return json.loads(data)["files"]
+        return self.get_json(digest)["files"]
 
     def get_folder(self, digest: str, path: Path) -> None:
         """Copies the stored folder ``digest`` to the folder ``path``.  Verifies all files.  The copies are read-only.
@@ -305,6 +315,10 @@ def side_by_side(request: Callable[[_Item], _Result], items: Iterable[_Item]) ->
 def file_sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def json_sha256(value: Any) -> str:
+    return hashlib.sha256(canonical_json(value).encode()).hexdigest()
 
 
 def canonical_json(value: Any) -> str:

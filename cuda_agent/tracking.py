@@ -116,6 +116,7 @@ def write_whole(path: Path, text: str) -> None:
 RUN_TAG, STAGE_TAG = "cuda_agent.run", "cuda_agent.stage"
 SWEEP_TAG, PARENT_TAG = "cuda_agent.sweep", "mlflow.parentRunId"
 MANIFEST_TAG = "manifest"  # the manifest of a finished stage
+POLICY_TAG = "policy"  # of the workflow's run: the policy with the last scores
 
 
 @dataclass(frozen=True)

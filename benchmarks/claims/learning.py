@@ -85,7 +85,9 @@ def report(seeds: Sequence[Mapping[str, Any]], file: Path | None) -> None:
     ``seeds``."""
     policies = [policy for policy in seeds[0]["values"] if all(policy in seed["values"] for seed in seeds)]
     found = {policy: [seed["values"][policy] for seed in seeds] for policy in policies}
-    compared = [(a + how, b + how) for how in ("", ", greedy") for a, b in COMPARED if {a + how, b + how} <= set(found)]
+    known = {policy for pair in COMPARED for policy in pair}
+    pairs = [*COMPARED, *((policy, "agentic") for policy in policies if policy.removesuffix(", greedy") not in known)]
+    compared = [(a + how, b + how) for how in ("", ", greedy") for a, b in pairs if {a + how, b + how} <= set(found)]
     answer: dict[str, Any] = {
         "rows": {policy: row(values) for policy, values in found.items()},
         "rows_of_seeds": [{policy: row([of]) for policy, of in seed["values"].items()} for seed in seeds],

@@ -12,9 +12,13 @@ This prints the figures from the quick verdicts of the runs. To judge the answer
 An archive ``…-strict.tar.xz`` beside a record holds such verdicts: ``--judged`` takes its folders.
 
 ``--endings trained`` counts only held-out tasks with the ending of a training task, and ``--endings untrained`` the
-others. A new record comes from the stores of finished runs, folders called seed-<seed> or control-<seed>:
+others. A new record comes from the stores of finished runs, folders called <kind>-<seed>:
 
-    python benchmarks/claims/records.py new --make runs/seed-0 runs/seed-1 runs/control-0
+    python benchmarks/claims/records.py new --make runs/seed-0 runs/seed-1 runs/control-0 runs/no_rft-0
+
+The kind ``seed`` gives the policies base, warmup, rft and agentic. The kind ``control`` gives one, a base that was
+trained for longer. Any other kind is an ablation and gives its last policy, under the kind's name: ``agentic``, or
+``one-shot`` where there is no agent loop.
 
 A record holds ``answers.jsonl`` (a line for each episode), ``set`` (the tasks and their optima), ``tasks`` (a store
 with the stage ``synthesis``, from which runs can begin) and ``tasks.local`` (the baselines). ``--make`` writes
@@ -101,8 +105,7 @@ def make(record: Path, stores: Sequence[Path]) -> None:
     rows: list[dict[str, Any]] = []
     for store in stores:
         kind, _, seed = store.name.rpartition("-")
-        for policy in ("control",) if kind == "control" else POLICIES:
-            stage = "evaluate-base" if kind == "control" else f"evaluate-{policy}"
+        for policy, stage in policies_of(store, kind):
             with tempfile.TemporaryDirectory() as folder:
                 scores = artifact(store, newest(store, stage), stage, "scores", Path(folder) / "scores")
                 finals = {outcome.episode: outcome.final for outcome in read_scores(scores / "scores.json").outcomes}
@@ -113,6 +116,16 @@ def make(record: Path, stores: Sequence[Path]) -> None:
                         rows.append({"name": episode.task, **answer})
     artifact(stores[0], newest(stores[0], "synthesis"), "synthesis", "tasks", record / "set")
     (record / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def policies_of(store: Path, kind: str) -> list[tuple[str, str]]:
+    """Returns (name of a policy in the record, the stage that evaluated it) for each policy of ``store``."""
+    if kind == "seed":
+        return [(policy, f"evaluate-{policy}") for policy in POLICIES]
+    if kind == "control":
+        return [(kind, "evaluate-base")]
+    last = next(which for which in ("agentic", "one-shot") if [*store.glob(f"runs/*/evaluate-{which}/manifest.json")])
+    return [(kind, f"evaluate-{last}")]
 
 
 def newest(store: Path, stage: str) -> str:

@@ -50,7 +50,8 @@ class ChatPlayer(EpisodePlayer):
         self._calls = reply.calls
         told = {"thought": reply.thought, "refused": reply.refused}
         more = {name: text for name, text in told.items() if text}
-        return self.said(reply.content, reply.calls, reply.cut, reply.malformed, **more)
+        ended = self.said(reply.content, reply.calls, reply.cut, reply.malformed, **more)
+        return "refused" if ended == "answer" and reply.refused else ended
 
     def _heard(self, texts: list[str], turn: int) -> None:
         self._sent += answers(self._calls, texts)

@@ -34,7 +34,7 @@ from cuda_agent.sandbox.workspace.client import WorkspaceLost
 from cuda_agent.tasks.task import Task
 
 T = TypeVar("T")
-Ended = Literal["answer", "turns", "tokens", "deadline", "infra"]
+Ended = Literal["answer", "turns", "tokens", "deadline", "infra", "refused"]
 Calls = Sequence[dict[str, Any]]
 """Tool calls, each with "name" and "arguments" (None if they could not be parsed)."""
 MALFORMED = "error: malformed tool call"

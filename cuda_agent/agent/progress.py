@@ -17,12 +17,12 @@ from cuda_agent.sandbox.wire import Solution, Verdict
 Event = dict[str, Any]
 Tell = Callable[..., None]
 """Records an event. Takes (kind, attempt=, **facts)."""
-SHOWN_ONLY = frozenset({"text", "thought", "again", "wait", "form", "tool", "result", "void"})
+SHOWN_ONLY = frozenset({"text", "thought", "again", "wait", "form", "tool", "void"})
 ENDS = {
     "target": "the target is reached", "answer": "the model said that it is done", "turns": "all turns are used",
     "tokens": "the token budget is used up", "minutes": "the time is up", "money": "the money is spent",
     "stuck": "the model said the same over and over", "infra": "the sandbox failed", "deadline": "cut by the deadline",
-    "server": "the model's address was lost", "stopped": "stopped",
+    "server": "the model's server failed or refused", "stopped": "stopped",
     "refused": "the model or its server refuses to answer",
 }  # fmt: skip
 """Maps the reason why an attempt or an episode ended to a message for people."""
@@ -150,6 +150,7 @@ class State:
     messages: list[Event] = field(default_factory=list)  # the conversation
     files: dict[str, str] = field(default_factory=dict)  # files in the work folder: path -> content
     turn: int = 0  # number of the next turn
+    parent: str = ""  # digest of the solution from which the attempt started; empty: it started from nothing
 
 
 class Transcript:
@@ -211,7 +212,10 @@ def replayed(events: Iterable[Mapping[str, Any]]) -> tuple[dict[int, State], Fin
         number, kind = int(event["attempt"]), event["kind"]
         if number:
             state = states.setdefault(number, State())
-        if kind == "turn":
+        if kind == "parent":
+            state.files, state.turn = dict(event["files"]), event["turn"]
+            state.parent = event["digest"]
+        elif kind == "turn":
             turns[number] = event["turn"]
             pending[number] = []  # events of an unfinished turn do not count
         elif kind == "message":

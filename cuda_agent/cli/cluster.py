@@ -108,8 +108,8 @@ def sweep(
 
     Values are written in Hydra's grammar: a=1,2  a=range(3)  a=choice(x,y). All runs are validated before the first
     one starts. On a cluster, the command submits the runs and ends. On this machine (--on local), it executes them
-    one after the other. To continue a stopped sweep on this machine, repeat the command with run.name=NAME, the
-    sweep's name."""
+    one after the other, and ends with a table of their scores, which `report SWEEP` prints again. To continue a
+    stopped sweep on this machine, repeat the command with run.name=NAME, the sweep's name."""
     from cuda_agent.pipeline import sweep as sweeps
 
     if on == "local" and parallel is not None:
@@ -149,10 +149,12 @@ def sweep(
 
 
 def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
-    """Executes ``points``, the runs of the sweep ``name``, one by one on this machine.  Prints their outcomes.
-    Returns the first nonzero exit code of a run, or 0 if there is none."""
-    from cuda_agent.pipeline import screen, sweep
+    """Executes ``points``, the runs of the sweep ``name``, one by one on this machine.  Prints their outcomes, and at
+    the end a table of their scores.  Returns the first nonzero exit code of a run, or 0 if there is none."""
+    from cuda_agent.optimize.score_text import sweep_lines
+    from cuda_agent.pipeline import compare, screen, sweep
     from cuda_agent.pipeline.local import RunOutcome, run_pipeline
+    from cuda_agent.storage import open_store
 
     def execute(point: "Point") -> RunOutcome:
         if not as_json:
@@ -168,6 +170,12 @@ def _sweep_here(name: str, points: "list[Point]", as_json: bool) -> int:
             where = f" in {outcome.stage}" if outcome.stage else ""
             how = f"exit code {outcome.code}{where}: {outcome.message.splitlines()[0]}" if outcome.code else "done"
             print(f"run {point.name}: {how}", flush=True)
+    if any(not row["code"] for row in rows):
+        table = compare.sweep_rows(compare.of_sweep(open_store(points[0].config.run.store), name))
+        scored = {row["run"]: row for row in table}
+        rows = [row | scored[row["run"]] if row["run"] in scored else row for row in rows]
+        if not as_json:
+            print("\n".join(["", *sweep_lines(name, table)]))
     if as_json:
         print_json({"sweep": name, "runs": rows})
     if len(rows) < len(points):

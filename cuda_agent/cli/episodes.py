@@ -118,7 +118,7 @@ def _entries(
     if isinstance(where, tuple):
         home, found = runs.local_home(store), left.of_run(*where, folder)
     else:
-        home = Path(".cuda-agent")
+        home = runs.user_home()
         with results.mlflow(where) as address:
             found = results.episodes(address, name, folder)
     return f"run {name}", home / "episodes" / name, left.listed(found), nothing

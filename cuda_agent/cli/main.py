@@ -33,6 +33,7 @@ from cuda_agent.cli.options import (
 from cuda_agent.cli.pod import pod_app
 from cuda_agent.cli.runs import commands as runs_commands
 from cuda_agent.cli.sandbox import sandbox_app
+from cuda_agent.cli.tune import tune_commands
 from cuda_agent.cli.upkeep import commands as upkeep_commands
 from cuda_agent.errors import EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError, TaskError
 from cuda_agent.format_names import Format
@@ -335,9 +336,9 @@ def tasks_lint(
 
 @command(
     app,
-    "cuda-agent benchmark my-policy/ --tasks KernelBench/",
+    "cuda-agent benchmark my-policy/ --tasks KernelBench/ --levels 1,2 --samples 4",
     "cuda-agent benchmark last/agentic --tasks KernelBench/level1 evaluate.turns=6 policy.context=1024",
-    "cuda-agent benchmark --base-url http://127.0.0.1:8000/v1 --model qwen3-coder --tasks KernelBench/",
+    "cuda-agent benchmark --base-url http://127.0.0.1:8000/v1 --model m --tasks KernelBench/ --only '19,*Conv2D*'",
 )
 def benchmark(
     arguments: Annotated[
@@ -349,33 +350,46 @@ def benchmark(
     ] = None,
     model: Annotated[str | None, Option(help="name of the model behind --base-url")] = None,
     key_env: Annotated[str, Option(help="environment variable that holds the API key")] = "OPENAI_API_KEY",
-    tasks: Annotated[Path, Option(help="a KernelBench folder or any task set")] = Path("tasks"),
+    tasks: Annotated[
+        Path, Option(help="KernelBench (a clone, or its data set as parquet or JSON lines), or any task set")
+    ] = Path("tasks"),
+    levels: Annotated[str | None, Option(metavar="1,2", help="only KernelBench's levels [default: all]")] = None,
+    only: Annotated[
+        str | None,
+        Option(metavar="NAME,...", help="only these tasks: names, numbers, or patterns such as *ReLU* [default: all]"),
+    ] = None,
+    samples: Annotated[int | None, Option(min=1, help="episodes of each task [default: 1]")] = None,
     output: Annotated[Path | None, Option(help="folder for episodes and scores [default: they are not kept]")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure a policy or a served model on a task set.
 
-    Print pass rates, and speed-ups over eager PyTorch and torch.compile. A policy is a language model in a Hugging
-    Face folder, or the one that a stage of a run made (RUN/STAGE). A served model is any model behind an
-    OpenAI-compatible address (--base-url). The preset experiment=benchmark sets the limits of turns, tokens and time.
-    Overrides change these and other settings, as in evaluate.turns=20 sandbox.threads=4."""
-    from cuda_agent.optimize import evaluation
+    Print pass rates, speed-ups over eager PyTorch and torch.compile, and KernelBench's fast_p. A policy is a language
+    model in a Hugging Face folder, or the one that a stage of a run made (RUN/STAGE). A served model is any model
+    behind an OpenAI-compatible address (--base-url). The preset experiment=benchmark sets the limits of turns, tokens
+    and time. A policy of a run answers in the run's solution format. Otherwise the format is python for KernelBench's
+    tasks, as in KernelBench, and plan for other tasks. Overrides change these and other settings, as in
+    sandbox.format=plan evaluate.turns=20."""
+    from cuda_agent.optimize import benchmark as bench
+    from cuda_agent.optimize.evaluation import run_to_end
+    from cuda_agent.optimize.score_text import benchmark_lines
+    from cuda_agent.tasks.io import read_any
+    from cuda_agent.tasks.select import select
 
     policies = [text for text in arguments or [] if "=" not in text]
     overrides = [text for text in arguments or [] if "=" in text]
-    if not any(text.startswith("experiment=") for text in overrides):
-        overrides = ["experiment=benchmark", *overrides]
     if len(policies) > 1:
-        raise evaluation.BenchmarkError(f"benchmark: expected one POLICY, got {' and '.join(policies)}.")
-    settings, cache = composed(overrides)
-    folder = evaluation.policy_folder(policies[0], settings.run.store) if policies else None
-    who = evaluation.Player(folder, base_url, model, key_env)
+        raise bench.BenchmarkError(f"benchmark: expected one POLICY, got {' and '.join(policies)}.")
+    folder, trained = bench.policy_folder(policies[0], composed(overrides)[0].run.store) if policies else (None, None)
+    who = bench.Player(folder, base_url, model, key_env)
+    chosen = select(read_any(tasks), bench.levels_in(levels), only.split(",") if only else ())
+    settings, cache = composed(bench.with_defaults(overrides, chosen, trained, samples))
     say = (lambda line: None) if as_json else (lambda line: print(line, file=sys.stderr))
-    scores = evaluation.run_to_end(evaluation.benchmark(settings, cache, who, tasks, output, say))
-    show(as_json, scores.to_json(), evaluation.score_lines(scores))
+    result = run_to_end(bench.benchmark(settings, cache, who, chosen, output, say))
+    show(as_json, result.to_json(), benchmark_lines(result.scores, result.answers, result.fast))
 
 
-for group in (runs_commands, episodes_commands, cluster_commands, upkeep_commands, optimize_commands):
+for group in (runs_commands, episodes_commands, cluster_commands, upkeep_commands, optimize_commands, tune_commands):
     app.add_typer(group)
 app.add_typer(tasks_app, name="tasks")
 app.add_typer(sandbox_app, name="sandbox")

@@ -41,7 +41,15 @@ def optimize(
     resume: Annotated[
         Path | None, Option(help="continue the search in this folder, with its options; options given now replace them")
     ] = None,
-    attempts: Annotated[int | None, Option(min=1, max=64, help="attempts side by side [default: 1]")] = None,
+    attempts: Annotated[int | None, Option(min=1, max=64, help="number of attempts [default: 1]")] = None,
+    search: Annotated[
+        bool | None,
+        Option(
+            "--search/--no-search",
+            help="let later attempts start from solutions of earlier ones, at most four attempts at a time; or begin "
+            "all at once and from nothing [default: --search]",
+        ),
+    ] = None,
     target: Annotated[
         float | None,
         Option(
@@ -50,7 +58,8 @@ def optimize(
         ),
     ] = None,
     turns: Annotated[
-        int | None, Option(min=2, help="limit of turns for each attempt; the last one only sums up [default: 60]")
+        int | None,
+        Option(min=1, help="limit of turns for each attempt, at least 2: the last one only sums up [default: 60]"),
     ] = None,
     minutes: Annotated[
         float | None, Option(min=0.01, help="time limit in minutes for all attempts together [default: 60]")

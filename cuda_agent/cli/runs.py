@@ -4,6 +4,7 @@
 context of the kubeconfig (``.``: the current one).  Without ``--on`` a command looks for the run in the store first,
 then on the cluster of the current context.  With ``--store`` it looks in that store only."""
 
+import contextlib
 import json
 import time
 from collections import Counter
@@ -25,12 +26,14 @@ from cuda_agent.cli.options import (
     command,
     command_group,
     print_json,
+    show,
 )
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cuda_agent.pipeline.runs import Facts, Run
+    from cuda_agent.pipeline.compare import Facts
+    from cuda_agent.pipeline.runs import Run
     from cuda_agent.storage import Store
 
 commands = command_group()
@@ -43,8 +46,11 @@ def list_all(
 ) -> None:
     """List the runs of a store or a cluster, oldest first.
 
+    Each line has the last scores of the run: the policy that was scored, its pass rate, the shares of tasks on which
+    it is faster than eager and than torch.compile, and its speed-ups; on a cluster, the 20 newest runs have them.
     After the runs, print a line for each sweep, with the number of its runs in each state. Without --on, list the
     runs of the store, or those of the current cluster if there is no store."""
+    from cuda_agent.optimize.score_text import HEAD, cells
     from cuda_agent.storage import StoreUnavailable
 
     place = None if on in (None, "local") else cluster_of(on, namespace)
@@ -62,41 +68,50 @@ def list_all(
         print(f"no runs in namespace {place.namespace} of {place.name}; start one: cuda-agent submit experiment=smoke")
     elif not rows:
         print(f"no runs in {open_existing(store).uri}; start one with: cuda-agent run experiment=demo")
+    key, kind = ("workflow", "profile") if place else ("name", "pipeline")
+    first, second, third = (max(8, *(len(row[of]) for row in rows), 0) for of in (key, kind, "policy"))
+    if rows:
+        heads = f"{'state':12} {'' if place else 'stages '}{'begun':16} {'config':8} {'policy':{third}}"
+        print(f"{'run':{first}} {kind:{second}} {heads} {HEAD}")
     for row in rows:
-        if place:
-            where, name, message, done = row["profile"], row["workflow"], row["message"], ""
-        else:
-            where, name = row["pipeline"], row["name"]
-            message = f"{row['stage']}: {row['message'].splitlines()[0]}" if row["message"] and row["code"] else ""
-            done = f" {len(row['stages']):>2}/{row['of']} stages"
-        facts = f"{row['status']:12}{done}  {row['created'][:16]}  config {row['config'][:8]}"
-        print(f"{name:28} {where:12} {facts}  {message[:70]}".rstrip())
+        message = row["message"]
+        if not place:
+            message = f"{row['stage']}: {message.splitlines()[0]}" if message and row["code"] else ""
+        done = "" if place else f"{len(row['stages'])}/{row['of']}".rjust(6) + " "
+        facts = f"{row['status']:12} {done}{row['created'][:16]} {row['config'][:8]}"
+        scores = f"{row['policy']:{third}} {cells(row['scores'])}"
+        print(f"{row[key]:{first}} {row[kind]:{second}} {facts} {scores}  {message[:70]}".rstrip())
     for line in _sweep_lines(rows):
         print(line)
 
 
 def _local_rows(store: str) -> list[dict[str, Any]]:
-    from cuda_agent.pipeline import runs
+    from cuda_agent.pipeline import compare, runs
     from cuda_agent.pipeline.graph import GRAPHS
     from cuda_agent.storage import side_by_side
 
     opened, home = open_existing(store), runs.local_home(store)
     records = runs.list_runs(opened)
     rows = []
-    for record, done in zip(records, side_by_side(partial(runs.finished_stages, opened), records), strict=True):
+    for record, standing in zip(records, side_by_side(partial(compare.standing, opened), records), strict=True):
+        done, policy, scores = standing
         running = record.code != 0 and runs.is_running(home, opened, record)
         state = {"status": "running" if running else record.status, "stages": done, "of": len(GRAPHS[record.graph])}
-        rows.append(asdict(record) | state)
+        rows.append(asdict(record) | state | {"policy": policy, "scores": scores})
     return rows
 
 
 def _cluster_rows(place: Cluster) -> list[dict[str, Any]]:
+    from cuda_agent.cluster import results, templates
     from cuda_agent.cluster import submit as cluster
-    from cuda_agent.cluster import templates
 
+    scored: dict[str, tuple[str, dict[str, float]]] = {}
+    with contextlib.suppress(ConfigError, ClusterError), results.mlflow(place) as address:  # without it, no scores
+        scored = results.scores(address)
     rows = []
     for item in cluster.workflows(place):
         about = item["metadata"]
+        policy, scores = scored.get(cluster.run_of(item), ("", {}))
         rows.append({
             "name": cluster.run_of(item),
             "workflow": about["name"],
@@ -106,6 +121,8 @@ def _cluster_rows(place: Cluster) -> list[dict[str, Any]]:
             "status": cluster.phase(item).lower(),
             "created": about["creationTimestamp"],
             "message": item["status"]["message"],
+            "policy": policy,
+            "scores": scores,
         })  # fmt: skip
     if not rows:
         templates.require_namespace(place)
@@ -122,22 +139,39 @@ def _sweep_lines(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield f"sweep {sweep}: {found.total()} runs ({counts})"
 
 
-@command(commands, "cuda-agent report last", "cuda-agent report first --on my-cluster --json")
+@command(
+    commands,
+    "cuda-agent report last",
+    "cuda-agent report my-sweep",
+    "cuda-agent report first --on my-cluster --json",
+)
 def report(
-    run: RunName, store: StoreOption = STORE, on: Where = None, namespace: Namespace = None, as_json: AsJson = False
+    run: Annotated[
+        str, Argument(metavar="RUN|SWEEP", help="name of a run, the beginning of its name, or `last`; or of a sweep")
+    ],
+    store: StoreOption = STORE,
+    on: Where = None,
+    namespace: Namespace = None,
+    as_json: AsJson = False,
 ) -> None:
     """Fetch the report of a run, and print the path of its HTML page.
 
-    With --json, print the data of the report instead."""
+    With --json, print the data of the report instead. Of a sweep, print a table: the settings that differ between its
+    runs, and the last scores of each run."""
     from cuda_agent.cluster import results
-    from cuda_agent.pipeline import runs
+    from cuda_agent.optimize.score_text import sweep_lines
+    from cuda_agent.pipeline import compare, runs
     from cuda_agent.pipeline.local import fetch_report
     from cuda_agent.pipeline.manifest import read_manifest
 
+    if of_sweep := _of_sweep(run, store, on, namespace):
+        rows = compare.sweep_rows(of_sweep)
+        show(as_json, {"sweep": run, "runs": rows}, sweep_lines(run, rows))
+        return
     where, name = find(run, store, on, namespace)
     if not isinstance(where, tuple):
         with results.mlflow(where) as address:
-            folder = results.download(address, name, Path(".cuda-agent") / "reports" / name)
+            folder = results.download(address, name, runs.user_home() / "reports" / name)
     else:
         opened, record = where
         manifest = read_manifest(opened, record.name, "report")
@@ -145,6 +179,31 @@ def report(
             raise ConfigError(f"Run {record.name} has no report yet ({record.status}).")
         folder = fetch_report(opened, runs.local_home(store), record.name, manifest)
     print((folder / "report.json").read_text() if as_json else folder / "index.html")
+
+
+def _of_sweep(name: str, store: str, on: str | None, namespace: str | None) -> "list[Facts]":
+    """Returns the runs of the sweep ``name``, from the place that ``on`` selects (see ``find``).  Returns an empty list
+    if there is no such sweep, or a run has this name."""
+    from cuda_agent.cluster import results
+    from cuda_agent.pipeline import compare, runs
+    from cuda_agent.storage import StoreUnavailable
+
+    if on in (None, "local"):
+        with contextlib.suppress(StoreUnavailable):
+            opened = open_existing(store)
+            known = runs.matching([record.name for record in runs.list_runs(opened)], name)
+            if known != [name] and (found := compare.of_sweep(opened, name)):
+                return found
+            if known:
+                return []
+        place = _current(store, namespace) if on is None and name != "last" else None
+    else:
+        place = cluster_of(on, namespace)
+    if place is None:
+        return []
+    with contextlib.suppress(ConfigError, ClusterError), results.mlflow(place) as address:  # ``find`` tells errors
+        return results.sweep(address, name)
+    return []
 
 
 @command(commands, "cuda-agent diff 20260801-101500-1f2e last", "cuda-agent diff sweep-1-1 sweep-1-2 --on .")
@@ -158,15 +217,17 @@ def diff(
 ) -> None:
     """Show what differs between two runs.
 
-    Compare configuration, code, environment, inputs and outputs. Without --on, look for each run in the store first,
-    then on the current cluster, so that a local run can be compared with one on a cluster."""
-    from cuda_agent.pipeline import runs
+    First show the scores of the last policy, and of other policies whose scores differ. Then compare configuration,
+    code, environment, inputs and outputs. Without --on, look for each run in the store first, then on the current
+    cluster, so that a local run can be compared with one on a cluster."""
+    from cuda_agent.optimize.score_text import diff_lines
+    from cuda_agent.pipeline import compare
 
-    found = runs.diff(_facts(one, store, on, namespace), _facts(other, store, on, namespace))
+    found = compare.diff(_facts(one, store, on, namespace), _facts(other, store, on, namespace))
     if as_json:
         print_json(found)
         return
-    print(" -> ".join(found["runs"]))
+    print("\n".join([" -> ".join(found["runs"]), *diff_lines(found["runs"], found["scores"])]))
     for key, (before, after) in found["config"].items():
         print(f"  {key}: {before} -> {after}")
     for stage, change in found["stages"].items():
@@ -181,20 +242,21 @@ def diff(
 
 def _facts(run: str, store: str, on: str | None, namespace: str | None) -> "Facts":
     from cuda_agent.cluster import results
-    from cuda_agent.pipeline import runs
+    from cuda_agent.pipeline import compare
     from cuda_agent.pipeline.graph import ROWS
 
     where, name = find(run, store, on, namespace)
     if isinstance(where, tuple):
-        return runs.facts(*where, ROWS)
+        return compare.facts(*where, ROWS)
     with results.mlflow(where) as address:
         return results.facts(address, name)
 
 
-@command(commands, "cuda-agent logs last agentic -f", "cuda-agent logs first synthesis --on my-cluster")
+@command(commands, "cuda-agent logs last agentic -f", "cuda-agent logs first --stage synthesis --on my-cluster")
 def logs(
     run: RunName,
     stage: Annotated[str, Argument(help="a stage; on a cluster also prepare or finish [default: all]")] = "",
+    named: Annotated[str, Option("--stage", metavar="STAGE", help="the stage, as an option")] = "",
     follow: Annotated[
         bool, Option("--follow", "-f", help="print new lines until the stage ends; needs a stage")
     ] = False,
@@ -209,6 +271,9 @@ def logs(
     from cuda_agent.pipeline.graph import ROWS
 
     names = ["prepare", *(row.name for row in ROWS), "finish"]
+    if stage and named and stage != named:
+        raise ConfigError(f"logs: expected one stage, got {stage} and {named}.")
+    stage = stage or named
     if stage and stage not in names:
         raise ConfigError(f"{stage}: there is no such stage. There are {', '.join(names)}.")
     if follow and not stage:

@@ -41,7 +41,10 @@ def serve(
     open_metrics: Annotated[bool, Option("--open-metrics", help="serve /metrics without a token")] = False,
     cache: Annotated[
         Path | None,
-        Option(help="folder of builds, baselines and verdicts [default: .cuda-agent/cache, beside run.store]"),
+        Option(
+            help="folder of builds, baselines and verdicts [default: cache beside run.store; without a store "
+            "~/.cache/cuda-agent/cache]"
+        ),
     ] = None,
 ) -> None:
     """Serve the sandbox over HTTP until SIGTERM.

@@ -26,12 +26,14 @@ from cuda_agent.cluster.api import Cluster
 from cuda_agent.compose import load
 from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError, TryAgain, UserError
 from cuda_agent.pipeline import episodes, runs
+from cuda_agent.pipeline.compare import newest_results, why_missed
 from cuda_agent.pipeline.graph import ABSENT, ROWS, Stage, needs, stages_of
 from cuda_agent.pipeline.local import outcome_message
 from cuda_agent.pipeline.locks import using
 from cuda_agent.pipeline.manifest import (
     Manifest,
     config_entry,
+    identity_of,
     outcome_entry,
     prepare_entry,
     read_manifest,
@@ -134,10 +136,14 @@ def prepare(
         runs.touch(store, record)
     graph = stages_of(config) if stages is None else stages
     done: dict[str, Manifest] = {}
+    earlier = newest_results(store)
     for stage in graph:
-        ready = all(above in done for above in needs(graph, stage))
-        if ready and (result := serve_from_cache(store, run, graph, stage, config, done)):
-            done[stage.name] = result
+        if all(above in done for above in needs(graph, stage)):
+            identity = identity_of(store, graph, stage, config, done)
+            if result := serve_from_cache(store, run, identity):
+                done[stage.name] = result
+            elif why := why_missed(store, earlier.get(stage.name), stage, identity):
+                print(f"{stage.name} is not in the cache; {why}", flush=True)
     left = [stage for stage in graph if stage.name not in done]
     spread = spread and config.runtime == "ray"
     for stage in left:  # how an earlier attempt ended says nothing about this one; a RayJob may still be running
@@ -152,7 +158,7 @@ def prepare(
                 served = run_pools.make_engines(cluster(), replicas, workflow, config)
             servers = run_pools.make_pools(cluster(), base, workflow, config)
         if not left:
-            runs.end_run(store, record, EXIT_DONE, "", "", done)
+            runs.end_run(store, record, EXIT_DONE, "", "", config, done)
             _record_report(recorder, store, done, Path(folder))
             recorder.ended(EXIT_DONE)
     outputs = {row.name: ABSENT for row in ROWS} if stages is None else {}
@@ -372,8 +378,8 @@ def finish(
     facts = {"run": run, "workflow": workflow, "code": code, "stage": stage, "message": message}
     if record is not None:
         done = runs.run_manifests(store, record, stages)
-        runs.end_run(store, record, code, stage, message, done)
         config = runs.read_config(store, record.config)
+        runs.end_run(store, record, code, stage, message, config, done)
         with (
             tempfile.TemporaryDirectory() as folder,
             _recording(here, store, config, sha256, run, stages, seconds=LAST_RECORD_SECONDS) as recorder,

@@ -17,16 +17,19 @@ from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.cluster.forward import forwarded, pod_of
 from cuda_agent.cluster.templates import templates
 from cuda_agent.compose import validate
+from cuda_agent.context import SCORE
 from cuda_agent.errors import ConfigError
 from cuda_agent.mlflow_api import MlflowEntry, Rest, refusal
 from cuda_agent.pipeline import rows
+from cuda_agent.pipeline.compare import Facts
 from cuda_agent.pipeline.episodes import FILE, PACKED, TOKENIZER, Left
 from cuda_agent.pipeline.graph import ROWS
 from cuda_agent.pipeline.manifest import Manifest
-from cuda_agent.pipeline.runs import Facts
-from cuda_agent.tracking import MANIFEST_TAG, RUN_TAG, STAGE_TAG
+from cuda_agent.tracking import MANIFEST_TAG, POLICY_TAG, RUN_TAG, STAGE_TAG, SWEEP_TAG
 
 MLFLOW_PORT = 5000
+SCORED = 20  # runs whose scores are read for a list of runs
+_NAME = re.compile(r"[A-Za-z0-9._-]+")  # a name that may stand in a filter expression
 
 
 @contextlib.contextmanager
@@ -153,6 +156,30 @@ def facts(address: str, run: str) -> Facts:
     return Facts(run, config, {manifest.stage: manifest for manifest in manifests})
 
 
+def sweep(address: str, name: str) -> list[Facts]:
+    """Returns the runs of the sweep ``name`` that the MLflow at ``address`` knows, oldest first.  The list is empty if
+    there is no such sweep."""
+    if not _NAME.fullmatch(name):
+        return []
+    api = Rest(address, seconds=60.0)
+    found = api.find(api.experiments(), SWEEP_TAG, name)
+    return [facts(address, run) for entry in reversed(found) if (run := entry.tags[RUN_TAG])]
+
+
+def scores(address: str) -> dict[str, tuple[str, dict[str, float]]]:
+    """Returns run -> (policy, metric -> value): the last scores of the newest runs that the MLflow at ``address``
+    knows.  They are at most ``SCORED``, because MLflow returns all settings of a run with its scores."""
+    api = Rest(address, seconds=60.0)
+    return {
+        entry.tags[RUN_TAG]: (
+            entry.tags[POLICY_TAG],
+            {name.removeprefix(SCORE): value for name, value in entry.latest.items() if name.startswith(SCORE)},
+        )
+        for entry in api.find(api.experiments(), STAGE_TAG, "", SCORED)
+        if POLICY_TAG in entry.tags
+    }
+
+
 def end(cluster: Cluster, run: str, config: str) -> None:
     """Ends MLflow's rows of a run that was stopped at once: none of its steps can.  ``config`` is the hash of the run's
     configuration.
@@ -179,6 +206,6 @@ def _open(address: str, run: str) -> tuple[Rest, dict[str, MlflowEntry]]:
 
 
 def _search(api: Rest, run: str) -> dict[str, MlflowEntry]:
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", run):  # used in a filter expression
+    if not _NAME.fullmatch(run):
         return {}
     return {entry.tags[STAGE_TAG]: entry for entry in reversed(api.find(api.experiments(), RUN_TAG, run))}

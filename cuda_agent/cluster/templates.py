@@ -92,7 +92,7 @@ def choose(cluster: Cluster, job: str, release: str | None, label: str = PROFILE
 
 
 def require_namespace(cluster: Cluster) -> None:
-    """Raises a ``ClusterError`` if the namespace does not exist.  Whoever may not read it passes."""
+    """Raises a ``ClusterError`` if the namespace does not exist.  Does nothing if the account may not read it."""
     try:
         cluster.ask(f"/api/v1/namespaces/{cluster.namespace}", f"read namespace {cluster.namespace}")
     except ClusterError as error:

@@ -1,5 +1,6 @@
 """Checks whether this machine meets the package's requirements. Each check gives one line, and a remedy if it fails."""
 
+import contextlib
 import os
 import platform
 import shutil
@@ -133,14 +134,21 @@ def _walls() -> Check:
 
 
 def _store(uri: str) -> Check:
-    from cuda_agent.storage import StoreError, open_store
+    """Checks that the store can be written. Leaves no folder that was not there before."""
+    from cuda_agent.storage import StoreError, local_folder, open_store
 
+    folder = local_folder(uri)
+    made = [path for path in (folder, *folder.parents) if not path.exists()] if folder else []
     try:
         store = open_store(uri)
         store.put("doctor/probe", b"x")
         store.delete("doctor/probe")
     except StoreError as error:
         return Check("store", False, str(error).splitlines()[0], "check --store, its permissions and credentials")
+    finally:
+        for path in [made[0] / "doctor", *made] if made else []:
+            with contextlib.suppress(OSError):  # something else was written there meanwhile
+                path.rmdir()
     return Check("store", True, store.uri)
 
 
@@ -149,7 +157,7 @@ def _disk(uri: str) -> Check:
 
     if (folder := local_folder(uri)) is None:
         return Check("disk", True, "not on this machine")
-    free = shutil.disk_usage(folder if folder.exists() else folder.parent).free / 2**30
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free / 2**30
     return _check("disk", free >= 3, f"{free:.1f} GiB free", "remove old runs with cuda-agent gc")
 
 

@@ -15,7 +15,7 @@ from cuda_agent.agent.chat_rollout import answers
 from cuda_agent.agent.compaction import compacted, cut, size
 from cuda_agent.agent.environment import LOOP, KernelEnvironment, Sandbox, SandboxFault
 from cuda_agent.agent.loop import MALFORMED, Calls, play, within
-from cuda_agent.agent.progress import NO_TARGET, Findings, SearchBudget, State, Tell, difference, factor
+from cuda_agent.agent.progress import NO_TARGET, Find, Findings, SearchBudget, State, Tell, difference, factor
 from cuda_agent.agent.prompt import agent_messages
 from cuda_agent.agent.tools import TOOLS, Style, describe, failed, merit, solution_of, standing
 from cuda_agent.policy.chat_stream import CHARACTERS, Reply
@@ -37,6 +37,9 @@ _LAST = """This is the last turn: no tool can be called any more, and the fastes
 in a few sentences what makes it fast, what did not work, and what you would try next."""
 _GO_ON = """{lead}: {state}. You have {turns} more turns. Go on with the tools; if you are sure
 that nothing more can be gained, say so without calling a tool."""
+_PARENT = """Your work folder holds a correct solution that an earlier attempt has written. The verdict on it:
+{verdict}
+Read it, then make it faster: change what limits it, or replace it by a better design."""
 _REOPENED = {
     "role": "user",
     "content": "[The work folder was opened again as it was. Files must be read before they are changed.]",
@@ -67,6 +70,12 @@ def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, A
         said = [baselines, goal, f"You have {terms.turns} turns."]
         messages[-1]["content"] += "\n\n" + " ".join(filter(None, said))
     return messages
+
+
+def up_to_turn(messages: Sequence[dict[str, Any]], turn: int) -> list[dict[str, Any]]:
+    """Returns ``messages`` up to the end of turn ``turn`` (from 0): before the answer that begins the next turn."""
+    answered = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    return [*messages[: answered[turn + 1]]] if len(answered) > turn + 1 else [*messages]
 
 
 def least_tokens(task: Task, terms: Terms) -> int:
@@ -187,8 +196,38 @@ class Attempt:
         self._calls: Calls = ()
         self._was_cut = False  # whether the turn of ``_calls`` was cut after them
         self._said = ("", 0)  # the last turn, and its repetitions in a row
+        self._started = False  # whether ``start_from`` has begun the conversation
         self.environment = SearchEnvironment(self.task, self.sandbox, terms, self.findings, self.number, self.tell)
         self.environment.files = dict(self.state.files)
+
+    @property
+    def lacking(self) -> str:
+        """The limit that the first turn would exceed: a key of ``progress.ENDS``, or "" for none."""
+        return self.budget.lacks(least_tokens(self.task, self.terms), 0)
+
+    def start_from(self, parent: Find, conversation: Sequence[dict[str, Any]]) -> None:
+        """Begins this attempt with the files of ``parent``, a solution of an earlier attempt whose messages are
+        ``conversation``. In the style ``full`` the conversation is new and tells the verdict on the solution. In the
+        style ``compact`` it goes on from the turn that wrote the solution: policies that were trained with this style
+        know no other beginning."""
+        solution, verdict, terms = parent.solution, parent.strict or parent.quick, self.terms
+        goes_on = terms.style == "compact"
+        turn = parent.turn + 1 if goes_on else 0
+        self.tell("parent", digest=solution.digest, of=parent.attempt, files=solution.files, turn=turn)
+        ratio = f", {factor(verdict):.2f} times as fast" if factor(verdict) else ""
+        self.tell("note", text=f"starts from a solution of attempt {parent.attempt}{ratio}")
+        self.state.files, self.state.turn, self.state.parent = dict(solution.files), turn, solution.digest
+        self.environment.files = dict(solution.files)
+        self.environment.best, self.environment.best_files = parent.quick, solution.files
+        if goes_on:
+            first = up_to_turn(conversation, parent.turn)
+        else:
+            first = first_messages(self.task, terms, self.baselines)
+            lines = [describe(verdict, "profile", "full"), standing(verdict), *verdict.advice]
+            first[-1]["content"] += "\n\n" + _PARENT.format(verdict="\n".join(filter(None, lines)))
+        for message in first:
+            self._say(message)
+        self._started = True
 
     async def run(self) -> str:
         """Runs the attempt.  Returns the key of ``progress.ENDS`` that says why the attempt ended: for example "server"
@@ -198,8 +237,9 @@ class Attempt:
             TaskError: The task cannot be run.
             SandboxUnready: A required protection or the compiler is missing."""
         state = self.state
-        for message in [_REOPENED] if state.messages else first_messages(self.task, self.terms, self.baselines):
-            self._say(message)
+        if not self._started:
+            for message in [_REOPENED] if state.messages else first_messages(self.task, self.terms, self.baselines):
+                self._say(message)
         try:
             ended = await within(asyncio.timeout(self.budget.left), self._play(), "minutes")
         except ServedModelError as error:

@@ -22,8 +22,8 @@ from typing import Any
 from cuda_agent.agent.loop import run_many
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import TaskError
-from cuda_agent.optimize.evaluation import table_lines
 from cuda_agent.optimize.folder import OptimizeError, alone
+from cuda_agent.optimize.score_text import table_lines
 from cuda_agent.optimize.solution_set import SolutionRecord, SolutionSet
 from cuda_agent.pages.charts import clock_time, factor
 from cuda_agent.pages.judged_set import JUDGED, LOST, JudgedRow, accounts, claims, fast_rows, render, to_csv

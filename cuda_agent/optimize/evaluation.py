@@ -1,64 +1,29 @@
-"""Implements the commands `evaluate` (judges one solution) and `benchmark` (scores a model on a task set)."""
+"""Implements the command `evaluate`, which judges one solution: settings, files of the solution, verdict."""
 
 import asyncio
 import re
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from cuda_agent.compose import compose
 from cuda_agent.config import Config, SandboxConfig
-from cuda_agent.errors import ConfigError, TaskError, UserError
+from cuda_agent.errors import ConfigError, TaskError
 from cuda_agent.format_names import Format
 from cuda_agent.optimize.shapes import ShapeResult, judge_shapes, variants
 from cuda_agent.pipeline import runs
-from cuda_agent.pipeline.manifest import read_manifest
 from cuda_agent.sandbox.formats.table import FORMATS
-from cuda_agent.sandbox.wire import Mode, Solution, Verdict
-from cuda_agent.storage import local_folder, open_store
-from cuda_agent.tasks.io import read_any
+from cuda_agent.sandbox.wire import Mode, Solution, Verdict, printable
+from cuda_agent.tasks.inspect import with_advice
 from cuda_agent.tasks.task import Task
 
 T = TypeVar("T")
 
 LARGEST = 1 << 20  # most bytes of one file of a solution
-SMALL_VOCABULARY = 8192  # a policy with at most so many entries counts as trained from scratch: compact prompts
-
-
-class BenchmarkError(UserError):
-    """The benchmark cannot be run; the message says why."""
-
-
-@dataclass(frozen=True)
-class Player:
-    """The model that a benchmark scores: a local policy (a Hugging Face folder), or a model at an OpenAI-compatible
-    address.
-
-    Raises:
-        BenchmarkError: Both or neither of ``policy`` and ``base_url`` are given, or ``base_url`` without ``model``."""
-
-    policy: Path | None = None  # the policy's folder, or None for a model at an address
-    base_url: str | None = None  # the model's address
-    model: str | None = None  # name of the model at the address
-    key_env: str = "OPENAI_API_KEY"  # environment variable that holds the API key
-
-    def __post_init__(self) -> None:
-        if (self.policy is None) == (self.base_url is None):
-            raise BenchmarkError("benchmark: expected either a POLICY folder or --base-url, one of the two.")
-        if self.base_url is not None and not self.model:
-            raise BenchmarkError("benchmark: --base-url needs --model, the name under which the address serves it.")
-
-    @property
-    def name(self) -> str:
-        return self.model or (self.policy.name if self.policy else "")
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
@@ -107,37 +72,6 @@ async def with_clock(work: Coroutine[Any, Any, T], what: str, screen: TextIO, pa
     return task.result()
 
 
-def policy_folder(text: str, store_uri: str) -> Path:
-    """Returns the folder of the policy that ``text`` names.  ``text`` is a Hugging Face folder, or has the form
-    ``RUN/STAGE``, such as ``last/agentic``: the policy that a stage of a training run made.  That policy is copied from
-    the store at ``store_uri`` into a local folder.
-
-    Raises:
-        BenchmarkError: ``text`` is no folder, and the store or the stage's policy does not exist.
-        ConfigError: No run or several runs match ``RUN``."""
-    folder = Path(text)
-    if folder.is_dir():
-        return folder
-    run, _, stage = text.partition("/")
-    local = local_folder(store_uri)
-    if not run or not stage or "/" in stage:
-        raise BenchmarkError(f"benchmark: there is no folder {text}; a policy of a run is named as in last/agentic.")
-    if local is not None and not local.is_dir():
-        raise BenchmarkError(
-            f"benchmark: there is no folder {text}, and no store at {local} with a run that made it. "
-            "Name one with run.store=..., or start a run."
-        )
-    store = open_store(store_uri)
-    record = runs.find_run(store, run)
-    manifest = read_manifest(store, record.name, stage)
-    if manifest is None or "policy" not in manifest.outputs:
-        raise BenchmarkError(f"benchmark: stage {stage} of run {record.name} has made no policy.")
-    target = runs.local_home(store_uri) / "policies" / f"{record.name}-{stage}"
-    shutil.rmtree(target, ignore_errors=True)
-    store.get_folder(manifest.outputs["policy"], target)
-    return target
-
-
 def solution_files(folder: Path) -> dict[str, str]:
     """Returns the files of the solution in ``folder``, text by path.  Reads plan.json, model_new.py and the files in
     kernels/, as far as they exist, and ignores other files.
@@ -160,13 +94,17 @@ def solution_files(folder: Path) -> dict[str, str]:
     return files
 
 
-def format_of(files: Mapping[str, str]) -> Format:
-    """Returns the format of a solution with ``files`` (text by path): ``plan`` if it has a plan.json or no file that is
-    known, ``extension`` if its model_new.py imports the module ``cuda_extension``, and else ``python``."""
+def format_of(files: Mapping[str, str], device: str) -> Format:
+    """Returns the format of a solution for ``device`` with ``files`` (text by path): ``plan`` if it has a plan.json or
+    no file that is known, ``extension`` if its model_new.py imports the module ``cuda_extension``, ``triton`` if it
+    imports ``triton`` and there is no GPU (only that format's interpreter can run it), and else ``python``."""
     entry = files.get(FORMATS["python"].entry)
     if FORMATS["plan"].entry in files or entry is None:
         return "plan"
-    return "extension" if re.search(r"^\s*(import|from)\s+cuda_extension\b", entry, re.M) else "python"
+    if re.search(r"^\s*(import|from)\s+cuda_extension\b", entry, re.M):
+        return "extension"
+    triton = re.search(r"^\s*(import|from)\b.*\btriton\b", entry, re.M)
+    return "triton" if triton and device == "cpu" else "python"
 
 
 def device_of(overrides: Sequence[str]) -> str:
@@ -185,11 +123,14 @@ def settings_for(
     Without ``format`` or ``device``, and without an override of them, the format is that of the files, and the device
     is a GPU if there is one."""
     words = list(overrides)
-    if format or not any(word.startswith("sandbox.format=") for word in words):
-        words.append(f"sandbox.format={format or format_of(files)}")
     if device or not any(word.startswith(("sandbox.device=", "sandbox.servers=", "experiment=")) for word in words):
         words.append(f"sandbox.device={device or device_of(words)}")
+    if format:
+        words.append(f"sandbox.format={format}")
     config = compose(words)
+    if not any(word.startswith("sandbox.format=") for word in words):
+        found = format_of(files, config.sandbox.device)
+        config = config.model_copy(update={"sandbox": config.sandbox.model_copy(update={"format": found})})
     return config, runs.cache_of(config)
 
 
@@ -206,7 +147,7 @@ def checked_solution(files: Mapping[str, str], format: Format, where: str) -> So
     entry = FORMATS[format].entry
     if entry not in files:
         other = other_format(files)
-        hint = f". It looks like format {other}: add sandbox.format={other}" if other else ""
+        hint = f". It looks like format {other}" if other else ""
         raise TaskError(f"{where}: no {entry}; format {format} needs {entry} and kernels/{hint}")
     return Solution(format, dict(files))
 
@@ -236,133 +177,14 @@ async def evaluate(
 
     chosen = variants(task, shapes)
     async with open_sandbox(settings, cache) as sandbox:
-        if not isinstance(sandbox, RemoteSandbox):
-            verdict = await sandbox.evaluate(task, solution, mode, again)
-        elif again:
-            why = "servers (sandbox.servers) keep what they said; only this machine measures anew."
-            raise ConfigError(f"--again: {why}")
-        else:
-            verdict = await sandbox.evaluate(task, solution, mode)
+        try:
+            if not isinstance(sandbox, RemoteSandbox):
+                verdict = await sandbox.evaluate(task, solution, mode, again)
+            elif again:
+                why = "servers (sandbox.servers) keep what they said; only this machine measures anew."
+                raise ConfigError(f"--again: {why}")
+            else:
+                verdict = await sandbox.evaluate(task, solution, mode)
+        except TaskError as error:
+            raise TaskError(with_advice(printable(str(error)))) from None
         return verdict, await judge_shapes(sandbox, solution, chosen) if verdict.status == "ok" else []
-
-
-async def benchmark(
-    config: Config, cache: Path, player: Player, tasks: Path, output: Path | None, say: Callable[[str], None]
-) -> Any:
-    """Scores the model ``player`` on the task set ``tasks``.  Plays several episodes for each task; the setting
-    ``evaluate.samples`` is their number.  Also checks which tasks accept deliberately wrong answers.  Returns the
-    scores, an ``rl.scores.Scores`` object.
-
-    Args:
-        output: The folder for episodes.jsonl, scores.json and, for a local policy, tokenizer.json.  None: writes no
-            files.
-        say: A function that receives a line of progress after each episode.
-
-    Raises:
-        BenchmarkError: ``output`` cannot be made.
-        TaskError: ``tasks`` cannot be read."""
-    from cuda_agent.agent.loop import run_many, seed_of
-    from cuda_agent.policy.episode import write_episodes
-    from cuda_agent.rl.scores import score, write_scores
-    from cuda_agent.sandbox.client import open_sandbox
-    from cuda_agent.synthesis.lint import lint, names
-
-    chosen = read_any(tasks)
-    try:
-        if output is not None:
-            output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BenchmarkError(f"--output {output}: cannot be made: {error.strerror}") from None
-    done = 0
-    async with open_sandbox(config.sandbox, cache) as sandbox, _playing(config, cache, player, sandbox) as play:
-
-        async def job(task: Any, name: str) -> Any:
-            nonlocal done
-            episode = await play(task, seed_of(config.seed, name), name)
-            done += 1
-            say(f"{done}/{len(chosen) * config.evaluate.samples} {task.name}: {episode.ended}, reward {episode.reward}")
-            return episode
-
-        probes = await lint(chosen, sandbox)
-        samples = [(task, f"benchmark/{task.name}/{n}") for n in range(config.evaluate.samples) for task in chosen]
-        jobs = [partial(job, task, name) for task, name in samples]
-        episodes = await run_many(jobs, config.agent.concurrency, lockstep=config.sandbox.clock == "model")
-    scores = score(player.name, episodes, chosen, config.sandbox.clock, config.seed)
-    scores.lets_through = {task: names(probe) for task, probe in probes.items() if probe.lets_through}
-    if output is not None:
-        write_episodes(output / "episodes.jsonl", episodes)
-        write_scores(output / "scores.json", scores)
-        if player.policy and (tokenizer := player.policy / "tokenizer.json").is_file():
-            shutil.copyfile(tokenizer, output / "tokenizer.json")  # to decode the ids of the episodes
-    return scores
-
-
-@asynccontextmanager
-async def _playing(config: Config, cache: Path, player: Player, sandbox: Any) -> Any:
-    """Opens the policy or model of ``player`` for an ``async with`` block.  Yields a function that takes (task, seed,
-    episode id), plays an episode and returns it."""
-    from cuda_agent.agent.chat_rollout import run_chat_rollout
-    from cuda_agent.agent.loop import run_episode
-    from cuda_agent.policy.served import ServedModel
-    from cuda_agent.rl.rollouts import episode_settings
-
-    how, policy = config.evaluate, config.policy
-
-    def settings(style: Literal["compact", "full"]) -> Any:
-        return episode_settings(
-            config, turns=how.turns, context=policy.context, temperature=how.temperature, mode=how.mode, style=style
-        )
-
-    if player.base_url and player.model:
-        async with ServedModel(player.base_url, player.model, player.key_env) as served:
-            yield lambda task, seed, name: run_chat_rollout(task, served, sandbox, settings("full"), seed, name)
-        return
-    from cuda_agent.policy.chat import Chat
-    from cuda_agent.policy.engines.local import make_engine
-    from cuda_agent.policy.model import load_policy
-
-    assert player.policy is not None
-    model, tokenizer = load_policy(player.policy)
-    budgets = settings("compact" if len(tokenizer) <= SMALL_VOCABULARY else "full")
-    chat = Chat(tokenizer, budgets.style)
-    engine = make_engine(model, policy, cache / "lease")
-    try:
-        yield lambda task, seed, name: run_episode(task, engine, chat, sandbox, budgets, seed, name)
-    finally:
-        await engine.close()
-
-
-def score_lines(scores: Any) -> list[str]:
-    """Returns ``scores`` as lines of text: a summary, a table for the final solutions of the episodes, and a table for
-    the best solutions.  If there are tasks whose check accepts deliberately wrong answers, a third table lists them."""
-    played = f"{scores.episodes} episodes of {scores.tasks} tasks"
-    lines = [f"{scores.policy}: {played}, {scores.infra} lost to faults of ours"]
-    if scores.clock == "model":
-        lines.append("sandbox.clock=model: times are a deterministic cost, not measured")
-    if scores.mode == "strict":
-        lines.append("the final answer was judged in strict mode, the best of the trajectory in quick mode")
-    lines += table_lines("final answer", scores.final) + table_lines("best of trajectory", scores.best)
-    if scores.lets_through:
-        lines += ["", f"{'tasks with a weak check':28} {'pass':>7}  lets through (from which tolerance)"]
-    for task, mutants in scores.lets_through.items():
-        passed = [outcome.final.correct for outcome in scores.outcomes if outcome.task == task]
-        share = format(sum(passed) / len(passed), ".1%") if passed else "–"
-        lines.append(f"{task[:28]:28} {share:>7}  {', '.join(mutants)}")
-    return lines
-
-
-def table_lines(title: str, table: Any) -> list[str]:
-    """Returns one table of ``Scores`` as lines: a row for all tasks and, if there are several families of tasks, a row
-    for each family."""
-
-    def said(value: float | None, form: str) -> str:
-        return "–" if value is None else format(value, form)
-
-    lines = ["", title, f"{'':28} {'pass':>7} {'> eager':>8} {'> compile':>10} {'x eager':>8} {'x compile':>10}"]
-    for row in [table.overall, *(table.families if len(table.families) > 1 else [])]:
-        lines.append(
-            f"{row.group[:28]:28} {said(row.passed, '.1%'):>7} {said(row.faster_eager, '.1%'):>8} "
-            f"{said(row.faster_compile, '.1%'):>10} {said(row.speedup_eager, '.2f'):>8} "
-            f"{said(row.speedup_compile, '.2f'):>10}"
-        )
-    return lines

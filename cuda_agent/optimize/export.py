@@ -4,11 +4,12 @@ In the formats ``plan`` and ``extension``, the file needs only PyTorch and a com
 and the code that runs them.  This code consists of the package's ``standalone_*`` modules and the definitions that they
 use from other modules.  In the format ``plan``, the file also holds the task's source, because its class ``ModelNew``
 inherits from the task's ``Model``.  Kernels are built at the first call (format ``plan``) or at import (format
-``extension``), and cached in the user's cache folder.  In other formats, the file is the solution's entry file, and
-needs what that file imports.
+``extension``), and cached in the user's cache folder.  In other formats, the file begins with the solution's entry
+file, and needs what that file imports.
 
-The exported file is for inference on one device.  It does not support CUDA graphs.  Inputs must have the shapes and
-dtypes of the task's inputs.  Other arguments, such as numbers, must have the same values as in the task."""
+Run as a program, the file compares itself with the original.  It is for inference on one device: inputs that require a
+gradient are refused.  It does not support CUDA graphs.  Inputs must have the shapes and dtypes of the task's inputs.
+Other arguments, such as numbers, must have the same values as in the task."""
 
 import ast
 import re
@@ -17,6 +18,7 @@ from importlib.resources import files as package_files
 from typing import Any
 
 from cuda_agent import syntax
+from cuda_agent.config import SandboxConfig
 from cuda_agent.format_names import Format
 from cuda_agent.sandbox.build import toolchain
 from cuda_agent.sandbox.formats import extension, plan
@@ -54,17 +56,33 @@ class ModelNew(Model):
 '''
 
 
-def model_new(task_code: str, solution: Solution, spec: TaskSpec, device: str, about: str = "") -> str:
-    """Returns the source of ``model_new.py`` for ``solution``.  The source begins with the text ``about`` as comments.
-    If the format is neither ``plan`` nor ``extension``, the rest is the solution's entry file, unchanged.
+_END = """
+ModelNew.forward = _for_inference(ModelNew.forward)
+
+if __name__ == "__main__":
+    raise SystemExit(_compare({original}, ModelNew, {device!r}, {train!r}, {tolerance!r}))
+"""
+
+
+def model_new(task_code: str, solution: Solution, spec: TaskSpec, settings: SandboxConfig, about: str = "") -> str:
+    """Returns the source of ``model_new.py`` for ``solution``, as judged with ``settings``.  The source begins with the
+    text ``about`` as comments.
 
     Raises:
         SolutionError: The files are not a valid solution."""
     head = "".join(f"# {line}".rstrip() + "\n" for line in about.splitlines())
-    exporter = _EXPORTERS.get(solution.format)
-    if exporter is None:
-        return head + solution.files[FORMATS[solution.format].entry]
-    return head + exporter(task_code, solution, spec, device)
+    exporter, original = _EXPORTERS.get(solution.format), "globals()"
+    code = (
+        exporter(task_code, solution, spec, settings.device)
+        if exporter
+        else solution.files[FORMATS[solution.format].entry]
+    )
+    parts = [_body("standalone_program.py")]
+    if solution.format != "plan":
+        parts, original = [*parts, f"_ORIGINAL = {_string(task_code)}"], "_names(_ORIGINAL)"
+    values = {"device": settings.device, "train": settings.train_mode, "tolerance": settings.tolerance}
+    program = "\n\n\n".join([*parts, _END.format(original=original, **values).strip()])
+    return head + code.rstrip("\n") + "\n\n\n" + _joined(("What compares it with the original.", program))
 
 
 def _of_plan(task_code: str, solution: Solution, spec: TaskSpec, device: str) -> str:
@@ -138,13 +156,17 @@ def _runtime(shared: dict[str, tuple[str, list[str]]], part: str) -> str:
     package.  Instead of importing a module, the text defines a small one that holds only the needed definitions of the
     original.  ``shared`` lists these modules: variable for the module -> (the original in this package, names of the
     needed definitions)."""
-    texts = [_source(f"optimize/{name}") for name in ("standalone_plan.py", part)]
-    bodies = [_OURS.sub("", text.partition('"""\n\n')[2]).strip() for text in texts]
+    bodies = [_body(name) for name in ("standalone_plan.py", part)]
     modules = []
     for variable, (module, names) in shared.items():
         source = _definitions(_source(f"{module.replace('.', '/')}.py"), names)
         modules.append(f"{variable} = _module({module!r}, {_string(source)})")
     return "\n\n\n".join([bodies[0], *modules, bodies[1]])
+
+
+def _body(name: str) -> str:
+    """Returns the source of a module of this folder without its docstring and its imports from this package."""
+    return _OURS.sub("", _source(f"optimize/{name}").partition('"""\n\n')[2]).strip()
 
 
 def _definitions(source: str, names: list[str]) -> str:

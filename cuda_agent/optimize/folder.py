@@ -36,12 +36,14 @@ class SearchOrder:
     fast solution.  ``tokens``, ``minutes`` and ``money`` limit all attempts together (None: no limit).
 
     Raises:
-        OptimizeError: ``money`` is limited but no price is given, or the context is shorter than two answers."""
+        OptimizeError: ``money`` is limited but no price is given, the context is shorter than two answers, or no turn
+            is left for a tool."""
 
     base_url: str  # OpenAI-compatible address
     model: str  # name of the model at the address
     key_env: str = "OPENAI_API_KEY"  # environment variable that holds the API key
     attempts: int = 1  # number of attempts
+    search: bool = True  # whether later attempts start from solutions of earlier ones
     terms: Terms = field(default_factory=Terms)  # settings of each attempt
     tokens: int | None = None
     minutes: float | None = 60.0
@@ -54,6 +56,8 @@ class SearchOrder:
             raise OptimizeError("--money needs a price: --price-in, --price-out or both, per million tokens")
         if self.terms.context < 2 * self.terms.answer_tokens and self.terms.style == "full":
             raise OptimizeError("--context must be at least twice --answer-tokens: a conversation has to fit in, too")
+        if self.terms.turns < 2 and self.terms.style == "full":
+            raise OptimizeError("--turns must be at least 2: the last turn only sums up and calls no tool")
 
 
 def with_changes(order: SearchOrder, changes: dict[str, Any]) -> SearchOrder:

@@ -6,6 +6,7 @@ to printable characters before it reaches a terminal."""
 import json
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -46,6 +47,7 @@ class View:
     baselines: str = ""
     notes: list[str] = field(default_factory=list)
     passing: str = ""  # current activity of the search besides its attempts
+    passing_since: float = 0.0  # seconds of the search at which it began
     attempts: dict[int, AttemptView] = field(default_factory=dict)
     focus: int = 1
     best: float | None = None
@@ -67,7 +69,7 @@ class View:
         if kind in ("baselines", "verdict", "outcome"):
             self.passing = ""
         elif kind == "note" and event.get("passing"):
-            self.passing = told(event)
+            self.passing, self.passing_since = told(event), self.seconds
         elif kind in ("note", "form", "wait"):
             self.notes.append((f"[{number}] " if number else "") + told(event))
         if not number:
@@ -152,8 +154,8 @@ def watching(as_json: bool) -> Iterator[Watch]:
     if as_json:
         yield json_lines(write)
     elif sys.stdout.isatty():
-        with _live() as live:
-            yield live
+        with live() as watch:
+            yield watch
     else:
         yield plain(write)
 
@@ -213,23 +215,29 @@ def cut_to(line: str, width: int) -> str:
 
 
 @contextmanager
-def _live() -> Iterator[Watch]:
+def live() -> Iterator[Watch]:
+    """Yields a function that takes events into a view.  A thread draws the view several times a second, so that its
+    clocks go on between two events."""
     from rich.console import Console
     from rich.live import Live
 
-    console, view = Console(), View()
-    drawn = 0.0
-    with Live(console=console, auto_refresh=False, transient=False) as live:
+    console, view, lock = Console(), View(), threading.Lock()
+    drawn, over = time.monotonic(), False
 
-        def watch(event: Event) -> None:
-            nonlocal drawn
+    def draw() -> Any:
+        nonlocal drawn
+        with lock:
+            now = time.monotonic()
+            view.seconds, drawn = view.seconds + now - drawn, now
+            return drawing(view, console.width, 0 if over else console.height)
+
+    def watch(event: Event) -> None:
+        with lock:
             view.take(event)
-            if time.monotonic() - drawn > 0.1 or event["kind"] in ("ended", "verdict"):
-                drawn = time.monotonic()
-                live.update(drawing(view, console.width, console.height), refresh=True)
 
+    with Live(get_renderable=draw, console=console, refresh_per_second=8):
         yield watch
-        live.update(drawing(view, console.width, 0), refresh=True)
+        over = True
 
 
 def drawing(view: View, width: int, height: int) -> Any:
@@ -260,7 +268,8 @@ def drawing(view: View, width: int, height: int) -> Any:
         best = (f"{times(attempt.best):>7}  ", "bold")
         doing = (attempt.doing, "dim" if attempt.ended else "")
         lines.append(line(mark, f"turn {attempt.turn}/{view.turns}  ", best, doing))
-    lines += [line((note, "yellow")) for note in [note for note in (*view.notes, view.passing) if note][-2:]]
+    passing = f"{view.passing}: {duration(view.seconds - view.passing_since)}" if view.passing else ""
+    lines += [line((note, "yellow")) for note in [note for note in (*view.notes, passing) if note][-2:]]
     focus = view.attempts.get(view.focus)
     room = height - len(lines) - 4
     if height and focus and not focus.ended and room > 4:

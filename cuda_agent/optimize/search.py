@@ -11,14 +11,26 @@ import json
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cuda_agent.agent.progress import Event, Find, Findings, SearchBudget, State, Transcript, factor, read_events
+from cuda_agent.agent.progress import (
+    NO_TARGET,
+    Event,
+    Find,
+    Findings,
+    SearchBudget,
+    State,
+    Transcript,
+    factor,
+    read_events,
+)
 from cuda_agent.config import SandboxConfig
 from cuda_agent.errors import TaskError
+from cuda_agent.optimize.archive import choose, islands
 from cuda_agent.optimize.attempt import Attempt, least_tokens
 from cuda_agent.optimize.export import model_new
 from cuda_agent.optimize.folder import OptimizeError, SearchOrder, opened, so_far
@@ -28,6 +40,7 @@ from cuda_agent.sandbox.client import open_sandbox
 from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.local import LocalSandbox
 from cuda_agent.sandbox.wire import Probe, TaskSpec, Verdict, printable
+from cuda_agent.tasks.inspect import with_advice
 from cuda_agent.tasks.io import task_from_file
 from cuda_agent.tasks.task import Task
 from cuda_agent.tracking import write_whole
@@ -52,7 +65,8 @@ class SearchOutcome:
     def to_json(self) -> dict[str, Any]:
         verdict = self.best.strict if self.best else None
         return {
-            "kind": "outcome", "folder": str(self.folder), "why": self.why, "target": self.target,
+            "kind": "outcome", "folder": str(self.folder), "why": self.why,
+            "target": None if self.target >= NO_TARGET else self.target,
             "reached": self.reached, "factor": factor(verdict) if verdict else None, "spent": self.spent,
             "message": self.message, "verdict": verdict.to_json() if verdict else None,
         }  # fmt: skip
@@ -80,6 +94,7 @@ async def optimize(
         TaskError: The problem cannot be read or run, or its outputs cannot be checked.
         SandboxUnready: The sandbox cannot start, for example because an isolation feature or the compiler is missing.
         OptimizeError: The model's address, the token limit or the folder cannot be used.
+        ServedModelError: The model's server does not answer, or does not have the model.
         KeyboardInterrupt: ``stop`` was set before the baselines were measured."""
     try:
         check_address(order.base_url, order.key_env)
@@ -102,35 +117,39 @@ async def optimize(
             budget.before = spent["seconds"]
         transcript = Transcript(folder / "transcript.jsonl", lambda: budget.elapsed, watch)
         try:
-            async with open_sandbox(settings, cache) as sandbox:
-                transcript.tell("begin", task=task.name, order=asdict(order), device=settings.device, resumed=resume)
-                looked = await _unless(stop, _look_at(task, sandbox, transcript), sandbox)
-                if looked is None:
+            transcript.tell("begin", task=task.name, order=asdict(order), device=settings.device, resumed=resume)
+            async with _served(order, states) as model:
+                transcript.tell("note", text=f"asking {order.base_url} for {order.model}", passing=True)
+                await _unless(stop, model.check())
+                if stop.is_set():
                     raise KeyboardInterrupt
-                probe, spec = looked
-                async with _served(order, states) as model:
+                async with open_sandbox(settings, cache) as sandbox:
+                    looked = await _unless(stop, _look_at(task, sandbox, transcript), sandbox)
+                    if looked is None:
+                        raise KeyboardInterrupt
+                    probe, spec = looked
                     said = _baselines(probe, settings)
                     facts = task, model, sandbox, order.terms, budget, findings, transcript.tell, said
                     numbers = range(1, order.attempts + 1)
                     attempts = [Attempt(number, *facts, states.get(number, State())) for number in numbers]
-                    why = await _run_attempts(attempts, transcript, stop)
-                best = await _confirm(task, sandbox, findings, transcript, stop)
-                strict = best.strict if best else None
-                reached = strict is not None and (factor(strict) or 0.0) >= order.terms.target
-                outcome = SearchOutcome(folder, why, best, order.terms.target, reached, budget.facts(), transcript.note)
-                shown = {key: value for key, value in outcome.to_json().items() if key not in ("kind", "verdict")}
-                transcript.tell("outcome", **shown)
-                write_result(outcome, task, spec, probe, order, settings)
+                    why = await _run_attempts(attempts, order, findings, transcript, stop)
+                    best = await _confirm(task, sandbox, findings, transcript, stop)
+            strict = best.strict if best else None
+            reached = strict is not None and (factor(strict) or 0.0) >= order.terms.target
+            outcome = SearchOutcome(folder, why, best, order.terms.target, reached, budget.facts(), transcript.note)
+            shown = {key: value for key, value in outcome.to_json().items() if key not in ("kind", "verdict")}
+            transcript.tell("outcome", **shown)
+            write_result(outcome, task, spec, probe, order, settings)
         finally:
             transcript.close()
         return outcome
 
 
 async def _look_at(task: Task, sandbox: Any, transcript: Transcript) -> tuple[Probe, TaskSpec]:
-    transcript.tell("note", text="checking the problem and measuring its baselines", passing=True)
+    transcript.tell("note", text="checking the problem, then timing eager PyTorch and torch.compile", passing=True)
     probe = await sandbox.probe(task)
     if probe.error:
-        raise TaskError(f"the problem does not run: {printable(probe.error)}")
+        raise TaskError(f"the problem does not run: {with_advice(printable(probe.error))}")
     if not probe.deterministic:
         raise TaskError("the same inputs give other outputs each time: nothing can be checked against this problem")
     if found := ", ".join(probe.lets_through):
@@ -156,30 +175,57 @@ def _served(order: SearchOrder, states: dict[int, State]) -> ServedModel:
     return ServedModel(order.base_url, order.model, order.key_env, form=form)
 
 
-async def _run_attempts(attempts: list[Attempt], transcript: Transcript, stop: asyncio.Event) -> str:
-    """Runs ``attempts`` side by side.  Returns "target" as soon as one reaches the target, "stopped" if ``stop`` is
-    set, else the reason why the last attempt ended."""
-    running = {asyncio.create_task(attempt.run()): attempt.number for attempt in attempts}
+async def _run_attempts(
+    attempts: Sequence[Attempt], order: SearchOrder, findings: Findings, transcript: Transcript, stop: asyncio.Event
+) -> str:
+    """Runs ``attempts``, which share one budget.  With ``order.search``, runs as many at a time as there are islands,
+    and later attempts start from solutions of earlier ones.  Without it, runs all side by side.  Returns "target" as
+    soon as one reaches the target, "stopped" if ``stop`` is set, else the reason why the last attempt ended."""
+    count = islands(len(attempts)) if order.search else len(attempts)
+    waiting = deque(attempts)
+    running: dict[asyncio.Task[str], Attempt] = {}
     stopped = asyncio.create_task(stop.wait())
     why = ""
     try:
-        while running and not stop.is_set():
+        while not stop.is_set():
+            while waiting and len(running) < count:
+                attempt = waiting.popleft()
+                if order.search and not attempt.state.messages:
+                    if why and (lacking := attempt.lacking):  # the first attempt tells what it lacks
+                        why = lacking
+                        waiting.clear()
+                        break
+                    _choose_parent(attempt, attempts, findings, count)
+                running[asyncio.create_task(attempt.run())] = attempt
+            if not running:
+                return why
             done, _ = await asyncio.wait([*running, stopped], return_when=asyncio.FIRST_COMPLETED)
             for task in [task for task in running if task in done]:
                 del running[task]
                 why = task.result()
                 if why == "target":
                     return why
-        return "stopped" if stop.is_set() else why
+                if why == "server":
+                    waiting.clear()
+        return "stopped"
     finally:
         stopped.cancel()
-        for task, number in running.items():
+        for task, attempt in running.items():
             task.cancel()
-            transcript.tell("ended", attempt=number, why="stopped", summary="")
+            transcript.tell("ended", attempt=attempt.number, why="stopped", summary="")
         await asyncio.gather(*running, stopped, return_exceptions=True)
 
 
-async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: Any) -> Any:
+def _choose_parent(attempt: Attempt, attempts: Sequence[Attempt], findings: Findings, count: int) -> None:
+    """Lets ``attempt`` start from a solution of an earlier attempt, if there is a fitting one.  ``count`` is the number
+    of islands."""
+    parents = {one.number: one.state.parent for one in attempts if one.state.parent}
+    finds = [*findings.by_digest.values()]
+    if parent := choose(finds, parents, attempt.number, count, attempt.terms.seed):
+        attempt.start_from(parent, attempts[parent.attempt - 1].state.messages)
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, Any], sandbox: Any = None) -> Any:
     """Returns the result of ``work``.  If ``stop`` is set first, cancels ``work``, kills a local ``sandbox``, and
     returns None."""
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop.wait())
@@ -248,7 +294,7 @@ def write_result(
         fresh.rename(folder / "solution")
         write_whole(folder / "verdict.json", json.dumps(verdict.to_json(), indent=1))
         about = _about(verdict, settings.device)
-        write_whole(folder / "model_new.py", model_new(task.code, best.solution, spec, settings.device, about))
+        write_whole(folder / "model_new.py", model_new(task.code, best.solution, spec, settings, about))
     else:
         shutil.rmtree(folder / "solution", ignore_errors=True)
         for name in ("verdict.json", "model_new.py"):
@@ -266,6 +312,7 @@ def _about(verdict: Verdict, device: str) -> str:
     return (
         f"`from model_new import ModelNew`: {measured or 'correct'} in {verdict.mode} mode{clock}.\n"
         f"Needs {FORMATS[verdict.format].needs[device]}; kernels are built once and kept. For inference.\n"
+        "`python model_new.py` compares it with the original and prints the times.\n"
     )
 
 

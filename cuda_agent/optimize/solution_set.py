@@ -20,6 +20,7 @@ from cuda_agent.sandbox.formats.table import FORMATS
 from cuda_agent.sandbox.wire import Solution
 from cuda_agent.tasks.inspect import problems, recompute_ops
 from cuda_agent.tasks.io import natural
+from cuda_agent.tasks.select import level_of
 from cuda_agent.tasks.task import Task
 
 # The fields of a JSON record -> the names that published sets give them, the preferred name first.
@@ -282,11 +283,6 @@ def _with_unique_names(found: Sequence[_Found]) -> list[_Found]:
     return unique
 
 
-def _level_of(task: Task) -> int | None:
-    found = _LEVEL.fullmatch(task.family) or _LEVEL.fullmatch(task.name.partition("/")[0])
-    return int(found[1]) if found else None
-
-
 class _Index:
     """Finds a record's task among given tasks: by the task's name, by the last part of the name if no other task shares
     this part, or by KernelBench's level and number."""
@@ -296,7 +292,7 @@ class _Index:
         self._names = _unique((task.name.rpartition("/")[2], task) for task in tasks)
         self._names |= self.tasks
         numbers = [(int(found[1]), task) for task in tasks if (found := _NUMBER.fullmatch(task.name.split("/")[-1]))]
-        self._numbers: dict[Any, Task] = _unique(((_level_of(task), number), task) for number, task in numbers)
+        self._numbers: dict[Any, Task] = _unique(((level_of(task), number), task) for number, task in numbers)
         self._alone = _unique(numbers)
 
     def matched(self, found: _Found) -> SolutionRecord:
@@ -319,7 +315,7 @@ class _Index:
         for length in range(len(parts), 0, -1):
             for start in range(len(parts) - length + 1):
                 task = self._names.get("/".join(parts[start : start + length]))
-                if task and (place.level is None or _level_of(task) in (None, place.level)):
+                if task and (place.level is None or level_of(task) in (None, place.level)):
                     return task
         return None
 

@@ -39,10 +39,11 @@ def verdict_lines(verdict: Verdict) -> list[str]:
         lines.append(f"inputs: {kinds}{skipped}")
         beside = f"error against double precision {strict['error']:.1e}, eager's {strict['eager_error']:.1e}"
         lines.append(beside + ("" if strict["repeatable"] else "; two runs on the same inputs differ"))
-    if verdict.checks:
+    if verdict.checks and verdict.status == "ok":
         error = f", largest difference from eager {verdict.max_error:.2g}" if verdict.max_error is not None else ""
-        passed = f"{verdict.checks} checks passed{error}"
-        lines.append(f"{passed}; reward {verdict.reward}" if verdict.status == "ok" else f"before that, {passed}")
+        lines.append(f"{verdict.checks} checks passed{error}; reward {verdict.reward}")
+    elif verdict.checks:
+        lines.append(f"before that, {verdict.checks} checks passed")
     lines += shares_of_peak(verdict) + _ran(verdict)
     return lines + [f"advice: {line}" for line in verdict.advice]
 

@@ -54,6 +54,19 @@ def _title(text: str) -> str:
     return f"<title>{safe(text)}</title>" if text else ""
 
 
+def _room(texts: Sequence[str], size: float) -> float:
+    """Returns about the width of the longest of ``texts`` in a font of ``size`` pixels, with a gap beside it."""
+    return 0.6 * size * max(map(len, texts), default=0) + 8
+
+
+def apart(places: Sequence[float], gap: float) -> list[float]:
+    """Returns ``places`` in their order.  A place that is nearer than ``gap`` to the next smaller one is raised."""
+    moved, last = list(places), -math.inf
+    for i in sorted(range(len(places)), key=places.__getitem__):
+        moved[i] = last = max(places[i], last + gap)
+    return moved
+
+
 def number(value: float | None, digits: int = 3) -> str:
     """Formats a number with ``digits`` significant digits, but keeps all digits before the decimal point.  Drops zeros
     at the end of a fraction, and puts thin spaces between thousands.  A magnitude below 1e-4, or of 1e7 and more, has
@@ -92,10 +105,12 @@ def line_chart(
         from_zero: Whether the vertical axis includes 0.
         rule: (value, label) of a dashed horizontal line; None: no line.
         percent: Whether the values are shares from 0 to 1, to be shown in percent."""
-    width, height, left, right, top, bottom = 320, 178, 44, 14, 12, 28
+    width, height, right, top, bottom = 320, 178, 14, 12, 28
     end, foot = width - right, height - 9
     shown = [v for _, v in points] + ([rule[0]] if rule else []) + [0.0] * from_zero
     marks = ticks(min(shown), max(shown), 4)
+    named = [f"{100 * mark:g}\u202f%" if percent else number(mark) for mark in marks]
+    left = max(44.0, _room(named, 11))
     x_low, x_high = points[0][0], points[-1][0]
 
     def x(value: float) -> float:
@@ -106,9 +121,9 @@ def line_chart(
 
     say: Callable[[float | None], str] = share if percent else number
     chart = Drawing(width, height)
-    for mark in marks:
+    for mark, name in zip(marks, named, strict=True):
         chart.line("grid", left, y(mark), end, y(mark))
-        chart.text("tick", left - 7, y(mark) + 3.5, f"{100 * mark:g}\u202f%" if percent else number(mark), "end")
+        chart.text("tick", left - 7, y(mark) + 3.5, name, "end")
     if rule:
         chart.line("rule", left, y(rule[0]), end, y(rule[0]))
         chart.text("rule-label", end, y(rule[0]) - 5, rule[1], "end")
@@ -130,12 +145,13 @@ def line_chart(
 
 
 def interval_chart(
-    title: str, rows: Sequence[tuple[str, str, float | None, tuple[float, float] | None]], ratio: bool
+    title: str, rows: Sequence[tuple[str, str, float | None, Sequence[float] | None]], ratio: bool
 ) -> Markup:
     """Draws each row (label, CSS class, value, interval) as a dot with its interval, and writes the value beside it.
     With ``ratio``, the values are ratios, such as speed-ups, on a logarithmic axis with 1 at its centre.  Otherwise
     they are shares from 0 to 1.  ``title`` is for screen readers."""
-    width, row_height, left, right, top = 320, 30, 74, 70, 6
+    row_height, left, right, top = 30, max(74.0, _room([row[0] for row in rows], 13)), 70, 6
+    width = left + 246
     chart = Drawing(width, top + row_height * len(rows) + 24)
     if ratio:
         known = [v for _, _, value, interval in rows for v in (value, *(interval or ())) if v is not None]
@@ -190,7 +206,8 @@ def histogram(title: str, edges: Sequence[float], counts: Sequence[float], unit:
 def stack_chart(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, int]]]]) -> Markup:
     """Draws each row (label, [(CSS class, count), ...]) as a stacked bar, with one segment per count that is not 0.
     Text beside the bar shows the first count and the sum, as in "3 of 8".  ``title`` is for screen readers."""
-    width, row_height, left, right, top = 320, 30, 74, 70, 6
+    row_height, left, right, top = 30, max(74.0, _room([label for label, _ in rows], 13)), 70, 6
+    width = left + 246
     chart, spoken = Drawing(width, top + row_height * len(rows) + 24), []
     for i, (label, pieces) in enumerate(rows):
         y, total, at = top + row_height * (i + 0.5), sum(n for _, n in pieces), float(left)

@@ -8,8 +8,9 @@ no diffs, so this module computes them from the calls of the tools Write, Edit a
 that the shell commands of an episode make."""
 
 import posixpath
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from cuda_agent.agent.compaction import cut
@@ -22,6 +23,9 @@ Token = tuple[str, float]
 
 MOST_TURNS, MOST_TOKENS, LONGEST = 80, 4000, 6000  # turns and sampled tokens of an episode, characters of a text
 _WRITERS = ("Write", "Edit", "MultiEdit", "NotebookEdit")
+_FAILED = re.compile(
+    r"error|build error|exit code \d+$|(verify|profile): (wrong|crash|timeout|cheat)"
+)  # a result's start
 
 
 @dataclass(frozen=True)
@@ -114,10 +118,13 @@ def of_episode(episode: Episode, tokenizer: Any = None) -> Story:
     first = next((i for i, m in enumerate(messages) if m["role"] == "assistant"), len(messages))
     spans = _sampled(episode, tokenizer)
     known, turns = dict[str, str](), list[Turn]()
+    waiting = list[Mapping[str, Any]]()  # calls of the last turn that have no result yet
     for message in messages[first:]:
         if message["role"] == "assistant":
             number = len(turns)
             parts = _spoken(message)
+            if turns:
+                turns[-1].parts.extend(map(_called, waiting))
             if tokens := spans.get(number):
                 mean = sum(logprob for _, logprob in tokens) / len(tokens)
                 title = f"{len(tokens)} tokens as sampled, {mean:.2f} nats each"
@@ -127,6 +134,8 @@ def of_episode(episode: Episode, tokenizer: Any = None) -> Story:
         else:
             call = waiting.pop(0) if waiting else None
             turns[-1].parts.extend(_answered(call, str(message.get("content") or ""), known))
+    if turns:
+        turns[-1].parts.extend(map(_called, waiting))
     opening = [(str(m["role"]), _short(m.get("content"))) for m in messages[:first]]
     return Story(opening, turns[-MOST_TURNS:], len(turns[:-MOST_TURNS]), episode.files, episode.verdict, episode.best)
 
@@ -141,19 +150,19 @@ def best_verdict(events: Sequence[Event]) -> Event | None:
 def of_attempt(events: Sequence[Event], number: int) -> Story:
     """Converts one attempt of the command ``optimize`` to the ``Story`` that a page shows.  ``events`` are the recorded
     events of all attempts; ``number`` is the number of the attempt."""
-    opening, turns = list[tuple[str, str]](), list[Turn]()
+    opening, turns = list[tuple[str, str]](), list[list[Event]]()
     own = [event for event in events if event["attempt"] == number]
     for event in own:
-        kind = event["kind"]
-        if kind == "turn":
-            turns.append(Turn(len(turns) + 1, []))
-        elif kind == "message" and not turns:
-            opening.append((str(event["message"]["role"]), _short(event["message"].get("content"))))
+        if event["kind"] == "turn":
+            turns.append([])
         elif turns:
-            turns[-1].parts.extend(_told(event))
+            turns[-1].append(event)
+        elif event["kind"] == "message":
+            opening.append((str(event["message"]["role"]), _short(event["message"].get("content"))))
+    shown = [Turn(len(turns) - i, _parts(events)) for i, events in enumerate(turns[::-1][:MOST_TURNS])][::-1]
     best = best_verdict(own)
     files, verdict = (best["files"], best["verdict"]) if best else ({}, None)
-    return Story(opening, turns[-MOST_TURNS:], len(turns[:-MOST_TURNS]), files, verdict)
+    return Story(opening, shown, len(turns) - len(shown), files, verdict)
 
 
 def token_texts(ids: Sequence[int], logprobs: Sequence[float], tokenizer: Any) -> list[Token]:
@@ -199,34 +208,45 @@ def _spoken(message: Mapping[str, Any], thought: str = "") -> list[StoryPart]:
     parts = [StoryPart("thought", _short(thought))] if thought.strip() else []
     if said.strip():
         parts.append(StoryPart("said", _short(said)))
-    return parts + [_called(call) for call in message.get("tool_calls") or ()]
+    if refused := message.get("refused"):
+        parts.append(StoryPart("note", _short(refused)))
+    return parts
 
 
-def _called(call: Mapping[str, Any]) -> StoryPart:
+def _called(call: Mapping[str, Any], failed: bool = False) -> StoryPart:
     name, arguments = str(call.get("name", "")), call.get("arguments")
+    part = StoryPart("call", "", name, good=False if failed else None)
     if not isinstance(arguments, dict):
-        return StoryPart("call", "", name)
+        return part
     if name in _WRITERS:
-        return StoryPart("call", "", f"{name} {arguments.get('path', '')}"[:200])
+        return replace(part, title=f"{name} {arguments.get('path', '')}"[:200])
     if len(arguments) == 1:
-        return StoryPart("call", _short(next(iter(arguments.values()))), name)
-    return _arguments(arguments, name)
+        return replace(part, text=_short(next(iter(arguments.values()))))
+    return replace(part, text=_listed(arguments))
 
 
-def _arguments(arguments: Mapping[str, Any], title: str) -> StoryPart:
-    return StoryPart("call", _short("\n".join(f"{key}: {value}" for key, value in arguments.items())), title)
+def _listed(arguments: Mapping[str, Any]) -> str:
+    return _short("\n".join(f"{key}: {value}" for key, value in arguments.items()))
 
 
-def _result(text: str, kind: Kind = "result") -> StoryPart:
-    return StoryPart(kind, _short(text), good=False if text.startswith("error") else None)
+def _result(text: str, failed: bool) -> StoryPart:
+    return StoryPart("result", _short(text), good=False if failed else None)
+
+
+def _fails(result: str) -> bool:
+    """Returns whether a tool that returned the text ``result`` failed, as far as the text tells."""
+    return _FAILED.match(result) is not None
 
 
 def _answered(call: Mapping[str, Any] | None, result: str, known: dict[str, str]) -> Iterable[StoryPart]:
-    """Yields the parts that show what a tool call did.  ``result`` is the text that the tool returned.
+    """Yields the parts that show a tool call and what it did.  ``result`` is the text that the tool returned.
 
-    For a tool that writes files, the first part is the diff, or the call's arguments if the diff cannot be computed.
-    The last part is ``result``.  It is left out if it is only "ok" and there is a diff.  Updates ``known`` (path ->
-    text), the files as far as earlier calls tell."""
+    For a tool that writes files, the part after the call is the diff, or the call's arguments if the diff cannot be
+    computed.  The last part is ``result``.  It is left out if it is only "ok" and there is a diff.  Updates ``known``
+    (path -> text), the files as far as earlier calls tell."""
+    failed = _fails(result)
+    if call is not None:
+        yield _called(call, failed)
     if call is not None and call.get("name") in _WRITERS and isinstance(call.get("arguments"), dict):
         change = None if result.startswith("error") else _change(call, known)
         if change is not None:
@@ -234,22 +254,50 @@ def _answered(call: Mapping[str, Any] | None, result: str, known: dict[str, str]
             if result == "ok":
                 return
         else:
-            yield _arguments(call["arguments"], "its arguments")
-    yield _result(result)
+            yield StoryPart("call", _listed(call["arguments"]), "its arguments")
+    yield _result(result, failed)
 
 
 def _changed(event: Event) -> StoryPart:
     return StoryPart("diff", event["text"], f"{event['path']} +{event['added']} −{event['removed']}")
 
 
+def _parts(events: Sequence[Event]) -> list[StoryPart]:
+    """Returns the parts of one turn of an attempt from the turn's ``events``: what the model said, then each call with
+    the diffs, verdicts and the result that it led to, then everything else.
+
+    While calls run, their diffs and verdicts are recorded, and an event ``result`` after each call.  The texts of the
+    results follow together.  Older transcripts have no such event: there, diffs and verdicts come last."""
+    said, calls, rest = list[StoryPart](), list[list[StoryPart]](), list[StoryPart]()
+    errors = [bool(event["error"]) for event in events if event["kind"] == "result"]
+    ran = answered = 0
+    for event in events:
+        kind, message = event["kind"], event.get("message") or {}
+        if message.get("role") == "assistant":
+            said = _spoken(message, str(event.get("thought") or ""))
+            calls = [[_called(call)] for call in message.get("tool_calls") or ()]
+        elif message.get("role") == "tool":
+            text = str(message.get("content") or "")
+            failed = errors[answered] if answered < len(errors) else _fails(text)
+            if answered < len(calls):
+                parts = calls[answered]
+                parts[0] = replace(parts[0], good=False if failed else None)
+                if text != "ok" or len(parts) == 1:  # a diff says that a file was written
+                    parts.append(_result(text, failed))
+            else:
+                rest.append(_result(text, failed))
+            answered += 1
+        elif kind == "result":
+            ran += 1
+        else:
+            (calls[ran] if errors and ran < len(calls) else rest).extend(_told(event))
+    return [*said, *(part for parts in calls for part in parts), *rest]
+
+
 def _told(event: Event) -> Iterable[StoryPart]:
     kind = event["kind"]
     if kind == "message":
-        message = event["message"]
-        if message["role"] == "assistant":
-            yield from _spoken(message, str(event.get("thought") or ""))
-        else:
-            yield _result(str(message.get("content") or ""), "result" if message["role"] == "tool" else "note")
+        yield StoryPart("note", _short(event["message"].get("content")))
     elif kind == "diff":
         yield _changed(event)
     elif kind == "verdict":

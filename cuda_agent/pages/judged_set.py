@@ -108,7 +108,14 @@ def fast_rows(scores: Scores, tasks: int) -> list[tuple[float, list[float | None
     eager and ``torch.compile``, and divide by the number of scored tasks.  The other two are for the same baselines,
     and divide by ``tasks``.  If the divisor is 0, the share is None."""
     return [
-        (p, [fast_p(scores, p, baseline, count) for count in (None, tasks) for baseline in ("eager", "compile")])
+        (
+            p,
+            [
+                fast_p(scores.outcomes, p, baseline, count)
+                for count in (None, tasks)
+                for baseline in ("eager", "compile")
+            ],
+        )
         for p in THRESHOLDS
     ]
 

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from cuda_agent.agent.progress import ENDS, Event, Find, target_text
 from cuda_agent.agent.progress import factor as faster_of_both
 from cuda_agent.agent.tools import standing
-from cuda_agent.pages.charts import Drawing, amount, clock_time, duration, factor, interval_chart, number, ticks
+from cuda_agent.pages.charts import Drawing, amount, apart, clock_time, duration, factor, interval_chart, number, ticks
 from cuda_agent.pages.episode_story import of_attempt
 from cuda_agent.pages.page import page, plural
 from cuda_agent.sandbox.formats.table import FORMATS
@@ -70,30 +70,31 @@ def _times(verdict: Verdict | None, probe: Probe) -> list[Bar]:
         known = [("eager", probe.eager_seconds), ("torch.compile", probe.compile_seconds)]
         return [(label, seconds, duration(seconds), "quiet") for label, seconds in known if seconds]
     assert verdict.seconds
-    return [("this solution", verdict.seconds, _with_spread(verdict), "own")] + [
-        (label, seconds, f"{duration(seconds)} ({factor(seconds / verdict.seconds)})", "")
-        for label, seconds in _baselines(verdict).items()
-    ]
+    bars: list[Bar] = [("this solution", verdict.seconds, _with_spread(verdict), "own")]
+    for label, seconds, ends in _baselines(verdict):
+        between = f", {ends[0]:.2f}–{ends[1]:.2f}" if ends else ""
+        bars.append((label, seconds, f"{duration(seconds)} ({factor(seconds / verdict.seconds)}{between})", ""))
+    return bars
 
 
-def _baselines(verdict: Verdict) -> dict[str, float]:
-    named = {"eager": verdict.eager_seconds, "torch.compile": verdict.compile_seconds}
-    if strict := (verdict.strict or {}).get("baselines"):
-        named = {" ".join((BASELINES[kind], precision)): strict[label] for label in strict
-                 for kind, precision in [baseline_parts(label)]}  # fmt: skip
-    return {label: seconds for label, seconds in named.items() if seconds}
+def _baselines(verdict: Verdict) -> list[tuple[str, float, Sequence[float] | None]]:
+    """Returns the baselines with which the verdict compares the solution: (name, seconds, interval of the speed-up)."""
+    known = [("eager", verdict.eager_seconds, verdict.interval),
+             ("torch.compile", verdict.compile_seconds, verdict.compile_interval)]  # fmt: skip
+    if (strict := verdict.strict or {}).get("baselines"):
+        parts = {label: baseline_parts(label) for label in strict["baselines"]}
+        known = [(f"{BASELINES[kind]} {precision}", strict["baselines"][label], strict.get("intervals", {}).get(label))
+                 for label, (kind, precision) in parts.items()]  # fmt: skip
+    return [(name, seconds, ends) for name, seconds, ends in known if seconds]
 
 
 def _ratios(verdict: Verdict | None) -> Markup | None:
     """Draws the solution's speed-up over each baseline, with an interval.  Returns None if intervals are unknown."""
-    if not verdict or not verdict.seconds or not verdict.strict or "intervals" not in verdict.strict:
+    if not verdict or not verdict.seconds:
         return None
-    rows = []
-    for label, ends in verdict.strict["intervals"].items():
-        kind, precision = baseline_parts(label)
-        short = f"{BASELINES[kind]} {precision}".replace("torch.compile", "compile").replace("max-autotune", "autotune")
-        rows.append((short, "", verdict.strict["baselines"][label] / verdict.seconds, ends))
-    return interval_chart("Times as fast as", rows, ratio=True)
+    known = _baselines(verdict)
+    rows = [(label, "", seconds / verdict.seconds, ends) for label, seconds, ends in known]
+    return interval_chart("Times as fast as", rows, ratio=True) if any(ends for _, _, ends in known) else None
 
 
 def _with_spread(verdict: Verdict) -> str:
@@ -184,10 +185,10 @@ def _roof_chart(verdict: Verdict, peak: float) -> Markup:
         chart.text("tick", x(exponent), height - 22, number(10.0**exponent), "middle")
     chart.text("tick", width - 20, height - 6, "operations a byte of inputs and outputs", "end")
     chart.path("roof", [(x(at), y(value)) for at, value in roof])
-    for label, value in points:
-        place = x(math.log10(intensity)), y(math.log10(value))
-        chart.dot(*(("dot top", *place, 6) if label == points[0][0] else ("dot miss", *place, 4)))
-        chart.text("row-label", place[0] + 10, place[1] + 4, label)
+    at, heights = x(math.log10(intensity)), [y(math.log10(value)) for _, value in points]
+    for (label, _), place, beside in zip(points, heights, apart(heights, 15), strict=True):
+        chart.dot(*(("dot top", at, place, 6) if label == points[0][0] else ("dot miss", at, place, 4)))
+        chart.text("row-label", at + 10, beside + 4, label)
     spoken = "; ".join(f"{label} {amount(value, 'FLOP/s')}" for label, value in points)
     return chart.svg(f"Roofline at {number(intensity)} operations a byte: {spoken}")
 

@@ -15,7 +15,6 @@ The search reads syntax trees and imports nothing.  It does not find a module wh
 
 import ast
 import functools
-import hashlib
 import os
 import platform
 import re
@@ -27,7 +26,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from cuda_agent.machine import processor_facts
-from cuda_agent.storage import canonical_json, file_sha256
+from cuda_agent.storage import file_sha256, json_sha256
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic", "pyarrow")
 _NO_DATA = (".py", ".pyc", ".pyi")
@@ -35,12 +34,13 @@ _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def code_version(module: str) -> str:
-    """Returns a sha256 of the import closure of ``module``, over the names and bytes of all its files.  The closure
-    consists of ``module``, the modules that it may import, directly or not, and their data files."""
-    digest = hashlib.sha256()
-    for name, path in sorted(closure_files(module).items()):
-        digest.update(f"{name}\0{_file_digest(path)}\n".encode())
-    return digest.hexdigest()
+    """Returns a sha256 of the import closure of ``module``, over the names and bytes of all its files."""
+    return json_sha256(code_digests(module))
+
+
+def code_digests(module: str) -> dict[str, str]:
+    """Returns name -> sha256 for all files in the import closure of ``module`` (see ``closure_files``)."""
+    return {name: _file_digest(path) for name, path in closure_files(module).items()}
 
 
 def closure_files(module: str) -> dict[str, Path]:
@@ -91,11 +91,13 @@ def environment_digest() -> str:
     """Returns a string that identifies the software environment.  It is the value of the environment variable
     CUDA_AGENT_IMAGE_DIGEST, if set.  Otherwise it is a hash of the machine type, the operating system, and the versions
     of Python and of the packages in ``PACKAGES``."""
-    if image := os.environ.get("CUDA_AGENT_IMAGE_DIGEST"):
-        return image
+    return os.environ.get("CUDA_AGENT_IMAGE_DIGEST") or json_sha256(environment_versions())
+
+
+def environment_versions() -> dict[str, str]:
+    """Returns the machine type, the operating system, and the versions of Python and of ``PACKAGES``, by name."""
     here = {"python": platform.python_version(), "machine": platform.machine(), "system": sys.platform}
-    versions = {package: version(package) for package in PACKAGES}
-    return hashlib.sha256(canonical_json(here | versions).encode()).hexdigest()
+    return here | {package: version(package) for package in PACKAGES}
 
 
 @functools.cache

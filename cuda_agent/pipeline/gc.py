@@ -91,6 +91,7 @@ def plan(
     made = [Manifest.from_bytes(data) for data in side_by_side(store.find, manifests) if data is not None]
     finished = {f"{one.stage}/{one.key}" for one in made}  # results that kept runs use
     digests = {digest for one in made for digest in [*one.inputs.values(), *one.outputs.values(), one.metrics]}
+    needed |= {f"cas/{digest}" for one in made for digest in (one.code, one.environment)}
     needed |= {key for keys in side_by_side(lambda digest: _folder_keys(store, digest), digests) for key in keys}
     needed |= {f"cache/{result}.json" for result in finished}
     began = {begun for name in names for begun in stage_keys.get(name, ())}

@@ -157,6 +157,12 @@ def without(rows: Sequence[Stage], left_out: Iterable[str]) -> tuple[Stage, ...]
     return graph
 
 
+def policy_of(evaluation: str, config: Config) -> str:
+    """Returns the policy that the stage ``evaluation`` scores: ``agentic`` for ``evaluate-agentic``.  Adds a remark if
+    its speed-ups are not measured (``sandbox.clock=model``)."""
+    return evaluation.removeprefix("evaluate-") + (", model clock" if config.sandbox.clock == "model" else "")
+
+
 def ancestors(stages: Sequence[Stage], name: str) -> list[str]:
     """Returns the names of all stages on which stage ``name`` depends, directly or not, in the order of ``stages``."""
     found = {name}

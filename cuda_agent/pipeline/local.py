@@ -24,9 +24,17 @@ from cuda_agent.compose import freeze
 from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_BUG, EXIT_DONE, EXIT_RETRY, ConfigError
 from cuda_agent.pipeline import runs
+from cuda_agent.pipeline.compare import newest_results, why_missed
 from cuda_agent.pipeline.graph import Stage, check, needs, stages_of
 from cuda_agent.pipeline.locks import using
-from cuda_agent.pipeline.manifest import Manifest, config_entry, is_whole, read_manifest, serve_from_cache
+from cuda_agent.pipeline.manifest import (
+    Manifest,
+    config_entry,
+    identity_of,
+    is_whole,
+    read_manifest,
+    serve_from_cache,
+)
 from cuda_agent.pipeline.recorder import Recorder
 from cuda_agent.pipeline.spawn import PRELOAD, Spawner
 from cuda_agent.pipeline.stage_main import StageOrder
@@ -140,6 +148,7 @@ class _Execution:
     def __post_init__(self) -> None:
         self.scratch = self.home / "work" / self.run_record.name
         self.done = self.outcome.manifests
+        self.earlier = newest_results(self.store)  # stage -> the run whose result a message compares with
         self.views = {stage.name: StageView(stage.name, stage.weight) for stage in self.stages}
         uri = self.config.run.mlflow or f"sqlite:///{self.home / 'mlflow.db'}"
         artifacts = self.home / "mlflow-artifacts" if uri.startswith("sqlite:") else None
@@ -154,7 +163,8 @@ class _Execution:
             if self.outcome.code == EXIT_DONE and (report := self.done.get("report")):
                 self.outcome.report = fetch_report(self.store, self.home, self.run_record.name, report)
             ended = self.outcome
-            runs.end_run(self.store, self.run_record, ended.code, ended.stage, ended.message, self.done)
+            facts = (ended.code, ended.stage, ended.message, self.config, self.done)
+            runs.end_run(self.store, self.run_record, *facts)
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             self.outcome.code = EXIT_RETRY if interrupted else getattr(error, "exit_code", EXIT_BUG)
@@ -206,12 +216,15 @@ class _Execution:
     def _serve_or_start(self, stage: Stage, spawner: Spawner) -> None:
         view = self.views[stage.name]
         sha256, run = self.run_record.config, self.run_record.name
-        result = serve_from_cache(self.store, run, self.stages, stage, self.config, self.done)
+        identity = identity_of(self.store, self.stages, stage, self.config, self.done)
+        result = serve_from_cache(self.store, run, identity)
         if result is not None:
             self._finish(stage, result, "cached")
             return
         if self.stopping:  # a signal arrived meanwhile
             return
+        if view.attempt == 0 and (why := why_missed(self.store, self.earlier.get(stage.name), stage, identity)):
+            self._note(f"not in the cache; {why}", stage.name)
         folder = self.scratch / stage.name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -268,7 +281,7 @@ class _Execution:
 
     def _read(self, view: StageView) -> None:
         folder = self.scratch / view.name
-        view.notes = read_notes(folder / "notes.jsonl") + self.notes.get(view.name, [])
+        view.notes = self.notes.get(view.name, []) + read_notes(folder / "notes.jsonl")
         if progress := read_progress(folder / "progress.json"):
             vars(view).update(progress)  # done, total, unit, rates
 

@@ -1,6 +1,7 @@
 """Reads and writes manifests (records of finished stages), computes cache keys, and defines the layout of the store:
 
-cas/<sha256>                      files and folders of artifacts, each under the hash of its content
+cas/<sha256>                      files and folders of artifacts, and for each result the hashes of its code's files and
+                                  the versions of its software; each under the hash of its content
 configs/<sha256>.json             configurations of runs, with all default values
 cache/<stage>/<key>.json          the manifest of the result with this cache key; written after the result
 checkpoints/<stage>/<key>/        checkpoints of an unfinished stage
@@ -15,7 +16,6 @@ runs/<run>/<stage>/outcome.json   how the stage's last attempt on a cluster ende
 runs/<run>/prepare/<sha256>.json  the same of the step ``prepare``, for a configuration with this hash
 sweeps/<sweep>/mlflow             the id of the MLflow run that is the parent of the sweep's runs"""
 
-import hashlib
 import json
 import os
 import tempfile
@@ -29,7 +29,7 @@ from cuda_agent.config import Config
 from cuda_agent.pipeline.closure import code_version, device_name, environment_digest
 from cuda_agent.pipeline.graph import GRAPH_FILE, STAGES_INPUT, Stage, ancestors
 from cuda_agent.pipeline.locks import using
-from cuda_agent.storage import Store, canonical_json
+from cuda_agent.storage import Store, json_sha256
 from cuda_agent.tracking import read_metrics, write_metrics
 
 
@@ -51,6 +51,7 @@ class Manifest:
     finished: str  # ISO 8601, UTC
     resumed: list[int] = field(default_factory=list)  # steps of the checkpoints from which the stage resumed
     lost: int = 0  # episodes that faults ended; if there are any, only this run uses the result
+    scores: dict[str, float] = field(default_factory=dict)  # of an evaluation: metric -> value, for final solutions
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self), indent=1, sort_keys=True).encode()
@@ -73,7 +74,7 @@ class Identity:
 
     @property
     def key(self) -> str:
-        return hashlib.sha256(canonical_json(asdict(self)).encode()).hexdigest()
+        return json_sha256(asdict(self))
 
 
 def identify(stage: Stage, config: Config, inputs: dict[str, str]) -> Identity:
@@ -189,17 +190,9 @@ def find_result(store: Store, run: str, identity: Identity) -> Manifest | None:
     return own if own and own.key == identity.key and is_whole(store, own) else None
 
 
-def serve_from_cache(
-    store: Store, run: str, stages: Sequence[Stage], stage: Stage, config: Config, done: dict[str, Manifest]
-) -> Manifest | None:
-    """Looks for a stored result of ``stage``, and makes it the result of this stage in ``run``.  Returns its manifest,
-    or None if the store has no result.  ``done`` has the manifests of all stages on which ``stage`` depends."""
-    return take(store, run, identity_of(store, stages, stage, config, done))
-
-
-def take(store: Store, run: str, identity: Identity) -> Manifest | None:
-    """Looks for a stored result with this identity, makes it the result of the stage in ``run``, and returns its
-    manifest, or None if the store has no such result."""
+def serve_from_cache(store: Store, run: str, identity: Identity) -> Manifest | None:
+    """Looks for a stored result with this identity, and makes it the result of its stage in ``run``.  Returns its
+    manifest, or None if the store has no result."""
     with using(store):
         result = find_result(store, run, identity)
         return None if result is None else publish(store, run, result)

@@ -11,14 +11,16 @@ from typing import Any
 
 from cuda_agent.compose import flat
 from cuda_agent.config import Config
+from cuda_agent.context import SCORE
 from cuda_agent.errors import EXIT_DONE, EXIT_RETRY
-from cuda_agent.pipeline.graph import Stage
+from cuda_agent.pipeline.graph import ROWS, Stage, policy_of
 from cuda_agent.pipeline.manifest import Manifest
 from cuda_agent.pipeline.runs import agree
 from cuda_agent.storage import Store
-from cuda_agent.tracking import MANIFEST_TAG, Mirror, Sweep, read_metrics, read_notes
+from cuda_agent.tracking import MANIFEST_TAG, POLICY_TAG, Metrics, Mirror, Sweep, read_metrics, read_notes
 
 NOTES_CHARACTERS = 4000  # most characters of a stage's notes in a tag
+_EVALUATIONS = [row.name for row in ROWS if row.about]  # the place in this list is the step of a run's scores
 
 
 class Recorder:
@@ -46,6 +48,7 @@ class Recorder:
         self._store, self._config = store, config
         self._sections = {stage.name: stage.config for stage in stages}
         self._mirror: Mirror | None = None
+        self._scores: Metrics = {}
         if uri == "off":
             return
         name = config.run.sweep
@@ -64,8 +67,10 @@ class Recorder:
 
     def finished(self, stage: str, manifest: Manifest) -> list[str]:
         """Records a finished stage in MLflow: settings, metrics, notes, and the name of the run that computed the
-        result (an earlier run if the result came from the cache).  Returns the stage's notes, which are messages for
-        the user, such as warnings.  If the recorder's ``uri`` is ``off``, records nothing and returns an empty list."""
+        result (an earlier run if the result came from the cache).  The scores of an evaluation also become metrics of
+        the parent run.  There each policy has its own step, so MLflow lists runs by the scores of their last policy.
+        Returns the stage's notes, which are messages for the user, such as warnings.  If the recorder's ``uri`` is
+        ``off``, records nothing and returns an empty list."""
         if self._mirror is None:
             return []
         with tempfile.TemporaryDirectory() as folder:
@@ -76,6 +81,11 @@ class Recorder:
         tags |= {MANIFEST_TAG: manifest.to_bytes().decode()}  # users with a kubeconfig read the manifest here
         tags |= {"notes": "\n".join(notes)[:NOTES_CHARACTERS]} if notes else {}
         self._update(stage, metrics=metrics, tags=tags, status="FINISHED")
+        if manifest.scores:
+            step = _EVALUATIONS.index(stage)
+            self._scores[step] = {f"{SCORE}{name}": value for name, value in manifest.scores.items()}
+            last = _EVALUATIONS[max(self._scores)]
+            self._mirror.update(None, metrics=self._scores, tags={POLICY_TAG: policy_of(last, self._config)})
         return notes
 
     def failed(self, stage: str, code: int) -> None:

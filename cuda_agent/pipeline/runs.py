@@ -1,21 +1,20 @@
-"""Reads and writes the records of runs in the store, finds runs by name, and compares two runs."""
+"""Reads and writes the records of runs in the store, and finds runs by name."""
 
 import contextlib
 import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from cuda_agent.compose import flat, load, section_values
-from cuda_agent.config import Config
+from cuda_agent.compose import load
+from cuda_agent.config import Config, RunConfig
 from cuda_agent.errors import EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError
-from cuda_agent.pipeline.graph import GRAPHS, ROWS, Stage
+from cuda_agent.pipeline.graph import ROWS, Stage, policy_of
 from cuda_agent.pipeline.manifest import Manifest, config_entry, pin_entry, read_manifest
 from cuda_agent.storage import Store, StoreError, local_folder, side_by_side
 
@@ -45,6 +44,8 @@ class Run:
     sweep: str = ""  # name of the run's sweep
     graph: str = "full"  # variant of the graph
     stages: list[str] = field(default_factory=list)  # the stages that were finished when the run ended
+    policy: str = ""  # the policy that was scored last
+    scores: dict[str, float] = field(default_factory=dict)  # of that policy: metric -> value
 
     @classmethod
     def begun(cls, name: str, config: Config, sha256: str) -> "Run":
@@ -60,25 +61,37 @@ class Run:
         return _STATUSES.get(self.code, "failed")
 
 
+def user_home() -> Path:
+    """Returns this user's folder on this machine for what belongs to no store: the environment variable CUDA_AGENT_HOME
+    or, if it is not set, ``cuda-agent`` in the user's cache folder (XDG_CACHE_HOME, else ``~/.cache``)."""
+    if home := os.environ.get("CUDA_AGENT_HOME"):
+        return Path(home).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "cuda-agent"
+
+
 def local_home(store_uri: str) -> Path:
-    """Returns the folder on this machine for caches, locks, scratch files and MLflow's database.
+    """Returns the folder on this machine for caches, locks, scratch files and MLflow's database of a store.
 
     The environment variable CUDA_AGENT_HOME names this folder.  If it is not set, the folder depends on the store:
 
     - a local store whose folder is called ``store``, such as ``x/store``: the parent folder ``x``;
     - another local store, such as ``x/y``: the folder ``x/y.local`` beside it;
-    - a store in S3 or in memory: ``~/.cache/cuda-agent``."""
-    if home := os.environ.get("CUDA_AGENT_HOME"):
-        return Path(home).absolute()
+    - a store in S3 or in memory: the user's folder (``user_home``)."""
     folder = local_folder(store_uri)
-    if folder is None:
-        return Path.home() / ".cache" / "cuda-agent"
+    if folder is None or "CUDA_AGENT_HOME" in os.environ:
+        return user_home()
     return folder.parent if folder.name == "store" else folder.parent / f"{folder.name}.local"
 
 
 def cache_of(config: Config) -> Path:
-    """Returns the folder on this machine for verdicts, baselines and builds, which all runs of the store share."""
-    return local_home(config.run.store) / "cache"
+    """Returns the folder on this machine for verdicts, baselines and builds, and for the timing lease.
+
+    It lies beside the store, so that a store's runs share it with the commands that judge.  If no store is named and
+    the usual one does not exist, it is the user's, so that nothing is measured again in the next folder."""
+    store = config.run.store
+    folder = local_folder(store)
+    unused = store == RunConfig().store and folder is not None and not folder.is_dir()
+    return (user_home() if unused else local_home(store)) / "cache"
 
 
 def create_run(store: Store, config: Config, sha256: str) -> Run:
@@ -101,9 +114,15 @@ def touch(store: Store, run: Run) -> None:
     store.put(entry, store.get(entry))
 
 
-def end_run(store: Store, run: Run, code: int, stage: str, message: str, stages: Iterable[str]) -> None:
-    """Records how ``run`` ended, and that ``stages`` are finished."""
-    ended = replace(run, code=code, stage=stage, message=message, stages=list(stages))
+def end_run(
+    store: Store, run: Run, code: int, stage: str, message: str, config: Config, done: Mapping[str, Manifest]
+) -> None:
+    """Records how ``run`` ended, which stages are finished, and the last scores.  ``done`` has the manifests of the
+    finished stages, by stage."""
+    stages = [row.name for row in ROWS if row.name in done] or list(done)
+    scored = [name for name in stages if done[name].scores]
+    last = {"policy": policy_of(scored[-1], config), "scores": done[scored[-1]].scores} if scored else {}
+    ended = replace(run, code=code, stage=stage, message=message, stages=stages, **last)  # type: ignore[arg-type]
     store.put(f"runs/{run.name}/end.json", ended.to_bytes())
 
 
@@ -212,70 +231,6 @@ def run_manifests(store: Store, run: Run, stages: Sequence[Stage]) -> dict[str, 
     names = [stage.name for stage in stages]
     found = side_by_side(lambda name: read_manifest(store, run.name, name), names)
     return {name: manifest for name, manifest in zip(names, found, strict=True) if manifest is not None}
-
-
-def finished_stages(store: Store, run: Run) -> list[str]:
-    """Returns the names of the run's finished stages, in the order of its graph.  Reads them for a run that is not
-    done."""
-    if run.code == EXIT_DONE and run.stages:
-        return run.stages
-    suffix = "/manifest.json"
-    there = {key.split("/")[2] for key in store.list(f"runs/{run.name}") if key.endswith(suffix)}
-    return [stage.name for stage in GRAPHS[run.graph] if stage.name in there]
-
-
-@dataclass(frozen=True)
-class Facts:
-    """The name, settings and manifests (records of finished stages) of a run, as ``diff`` compares them."""
-
-    name: str
-    config: Config
-    manifests: dict[str, Manifest]  # by stage
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Returns dotted key of the configuration -> value."""
-        return flat(self.config)
-
-
-def facts(store: Store, run: Run, stages: Sequence[Stage]) -> Facts:
-    return Facts(run.name, read_config(store, run.config), run_manifests(store, run, stages))
-
-
-def diff(one: Facts, other: Facts, stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
-    """Compares two runs.  Returns the settings that differ, and the stages that differ.  ``stages`` say which sections
-    of the configuration are part of a stage's cache key.
-
-    A stage differs if only one run has finished it, or if the runs have different cache keys for it.  (A cache key is a
-    hash of a stage's code, environment, device, inputs and configuration.)  If the keys differ, the stage's entry has:
-
-    - the parts of the key that differ;
-    - the stage's duration in each run, in seconds;
-    - the names of the outputs that are equal in both runs."""
-    before, after = one.settings, other.settings
-    keys = [key for key in before | after if before.get(key) != after.get(key)]
-    sections = {stage.name: stage.config for stage in stages}
-    changes: dict[str, Any] = {}
-    for name in one.manifests | other.manifests:
-        a, b = one.manifests.get(name), other.manifests.get(name)
-        if a is None or b is None:
-            changes[name] = {"only in": one.name if a else other.name}
-        elif a.key != b.key:
-            pairs = {part: [getattr(a, part), getattr(b, part)] for part in ("code", "environment", "device", "inputs")}
-            parts: dict[str, Any] = {part: pair for part, pair in pairs.items() if pair[0] != pair[1]}
-            values = [section_values(run.config, sections.get(name, ())) for run in (one, other)]
-            if not parts or values[0] != values[1]:
-                parts["configuration"] = True
-            changes[name] = {
-                "differs in": parts,
-                "seconds": [a.seconds, b.seconds],
-                "same outputs": [artifact for artifact in a.outputs if a.outputs[artifact] == b.outputs.get(artifact)],
-            }
-    return {
-        "runs": [one.name, other.name],
-        "config": {key: [before.get(key), after.get(key)] for key in keys},
-        "stages": changes,
-    }
 
 
 def lock_path(home: Path, store: Store, sha256: str) -> Path:

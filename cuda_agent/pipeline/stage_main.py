@@ -24,9 +24,10 @@ from typing import Any
 
 from cuda_agent.compose import restricted
 from cuda_agent.config import Config
-from cuda_agent.context import StageContext
+from cuda_agent.context import SCORE, StageContext
 from cuda_agent.errors import EXIT_BUG, EXIT_DONE, EXIT_RETRY, BadConfiguration, TryAgain
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
+from cuda_agent.pipeline.closure import code_digests, environment_versions
 from cuda_agent.pipeline.graph import Stage, ancestors, stages_of
 from cuda_agent.pipeline.locks import using
 from cuda_agent.pipeline.manifest import (
@@ -37,7 +38,7 @@ from cuda_agent.pipeline.manifest import (
     key_entry,
     placed,
     read_manifest,
-    take,
+    serve_from_cache,
 )
 from cuda_agent.pipeline.runs import read_config, try_lock
 from cuda_agent.storage import Store, open_store
@@ -118,7 +119,7 @@ def _run(order: StageOrder, scratch: Path, should_stop: Stop) -> None:
     with using(store):  # from now on, collections keep the checkpoints of this key
         store.put(key_entry(order.run, stage.name), identity.key.encode())
     with _lock(Path(order.local) / "locks" / f"{stage.name}-{identity.key[:32]}", tracker, should_stop):
-        if take(store, order.run, identity) is None:
+        if serve_from_cache(store, order.run, identity) is None:
             _make(order, store, placed(config), stage, identity, tracker, should_stop)
     shutil.rmtree(work, ignore_errors=True)
 
@@ -153,8 +154,11 @@ def _make(
     empty = [name for name, digest in made.items() if not store.tree(digest)]
     if empty:
         raise RuntimeError(f"stage {stage.name} returned without writing {', '.join(empty)}")
+    store.put_json(code_digests(stage.module))  # the facts behind two hashes of the key, for ``compare.why_missed``
+    store.put_json(environment_versions())
     tracker.save(work / "said")
     said = store.put_folder(work / "said")
+    metrics = read_metrics(work / "said" / "metrics.jsonl")
     shared = ("stage", "key", "code", "environment", "device", "inputs")
     manifest = Manifest(
         **{fact: getattr(identity, fact) for fact in shared},
@@ -165,7 +169,13 @@ def _make(
         seconds=round(checkpoints.seconds, 3),
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
         resumed=checkpoints.resumed,
-        lost=round(sum(values.get("lost", 0.0) for values in read_metrics(work / "said" / "metrics.jsonl").values())),
+        lost=round(sum(values.get("lost", 0.0) for values in metrics.values())),
+        scores={
+            name.removeprefix(SCORE): value
+            for values in metrics.values()
+            for name, value in values.items()
+            if name.startswith(SCORE)
+        },
     )
     commit(store, order.run, manifest, {digest: outputs[name] for name, digest in made.items()} | {said: work / "said"})
     checkpoints.clear()

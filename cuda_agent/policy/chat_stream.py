@@ -24,6 +24,13 @@ CHARACTERS = 4  # assumed characters per token, if the server does not count tok
 LONGEST = 2 << 20  # most characters of one answer, independent of max_tokens
 _CUT = ("length", "max_tokens")  # reasons for the end of a turn that was cut
 _FILTERED = ("content_filter", "safety", "refusal", "prohibited_content", "blocklist")
+_FINAL = (400, 401, 402, 403, 404, 413, 422)  # status codes of refusals that come inside an answer
+_SPENT = re.compile(
+    r"insufficient[_ ](quota|balance|credit|funds)|exceeded.{0,20}quota|credit balance|(out of|not enough) credit"
+    r"|billing[_ ](hard[_ ]limit|not[_ ]active)",
+    re.I,
+)
+_LATER = re.compile(r"(retry|try again) (in|after)|retry-?delay|per.?(minute|second)", re.I)
 _SENT_BACK = ("extra_content",)  # fields of a tool call that a server wants back, such as Gemini's thought signatures
 # Names that models know from other tools -> the names of this project's parameters.
 _PARAMETERS = {
@@ -62,6 +69,14 @@ class Again(Exception):
         self.after = after
 
 
+class Refused(Exception):
+    """The server refuses a request, and would refuse it again. ``spent`` says that the key has no quota or credit."""
+
+    def __init__(self, message: str, spent: bool = False) -> None:
+        super().__init__(message)
+        self.spent = spent
+
+
 class NoTurn(ValueError):
     """A whole answer holds no turn."""
 
@@ -81,7 +96,7 @@ class Turn:
 
     async def stream(self, answer: httpx.Response, room: int) -> None:
         """Reads a streamed answer to its end, or until it has more than ``room`` characters. Raises ``Again`` if it
-        holds an error or something else than chunks, or breaks off."""
+        holds an error or something else than chunks, or breaks off, and ``Refused`` if the error is a refusal."""
         async for data in _events(answer):
             if self._ends(data):
                 return
@@ -98,10 +113,10 @@ class Turn:
         try:
             chunk = json.loads(data)
             if chunk.get("error") or chunk.get("object") == "error":
-                raise Again(f"in the stream: {message_of(self._clean(data))[:300]}")
+                raise _failure(chunk, self._clean(data))
             self._take(chunk)
-        except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError) as error:
-            raise Again(f"the stream holds something else ({type(error).__name__})") from None
+        except (ValueError, TypeError, AttributeError, KeyError, IndexError, RecursionError):
+            raise Again(f"the stream holds something else: {self._clean(data)[:300]}") from None
         return False
 
     def _check_end(self) -> None:
@@ -111,7 +126,7 @@ class Turn:
 
     def whole(self, content: bytes) -> None:
         """Reads ``content``, the whole answer of a server that does not stream, or a stream with another content type.
-        Raises ``NoTurn`` if it is something else, and ``Again`` if it is an error."""
+        Raises ``NoTurn`` if it is something else, and ``Again`` or ``Refused`` if it is an error."""
         if content.lstrip().startswith(b"data:"):
             lines = (line.strip() for line in content.decode(errors="replace").splitlines())
             if not any(self._ends(line[5:].strip()) for line in lines if line.startswith("data:")):
@@ -120,7 +135,7 @@ class Turn:
         try:
             data = json.loads(content)
             if data.get("error") and not data.get("choices"):
-                raise Again(message_of(self._clean(content.decode(errors="replace")))[:300])
+                raise _failure(data, self._clean(content.decode(errors="replace")))
             choice = data["choices"][0]
             for index, call in enumerate(_listed(choice["message"].get("tool_calls"))):
                 call.setdefault("index", index)
@@ -187,8 +202,8 @@ class Turn:
     def reply(self, tools: Tools, form: Form, prompt: int) -> Reply:
         """Returns the turn that has been read. If the server did not count tokens, estimates them from characters;
         ``prompt`` is the number of characters in the request's messages."""
-        raw = _valid(self._clean("".join(self._text)))
-        thought = _valid(self._clean("".join(self._thought)))
+        raw = valid(self._clean("".join(self._text)))
+        thought = valid(self._clean("".join(self._thought)))
         if not thought and "</think>" in raw:
             thought, _, raw = raw.rpartition("</think>")
             thought, raw = thought.replace("<think>", "").strip(), raw.lstrip()
@@ -196,11 +211,11 @@ class Turn:
         cut = finish in _CUT
         calls: list[dict[str, Any]] = [
             {
-                "id": self._clean(call["id"]) or f"call-{index}",
-                "name": self._clean(call["name"]),
+                "id": valid(self._clean(call["id"])) or f"call-{index}",
+                "name": valid(self._clean(call["name"])),
                 "arguments": _arguments(self._clean(call["arguments"])),
             }
-            | {key: call[key] for key in _SENT_BACK if key in call}
+            | {key: _valid_values(call[key]) for key in _SENT_BACK if key in call}
             for index, call in enumerate(sorted(self._calls, key=lambda call: call["place"]))
         ]
         for index, call in enumerate(calls):
@@ -215,7 +230,7 @@ class Turn:
             calls = [{"id": f"call-{i}"} | asdict(call) for i, call in enumerate(found)]
         for call in calls:
             _conform(call, tools)
-        refusal = _valid(self._clean("".join(self._refusal)))
+        refusal = valid(self._clean("".join(self._refusal)))
         filtered = f"the server's filter ended the answer ({self._finish})" if finish in _FILTERED else ""
         counted = self._usage.get("completion_tokens")
         return Reply(
@@ -312,9 +327,23 @@ def message_of(text: str) -> str:
     try:
         error = json.loads(text)
         error = error.get("error") or error
-        return str(error.get("message", error) if isinstance(error, dict) else error)
+        return valid(str(error.get("message", error) if isinstance(error, dict) else error))
     except (ValueError, AttributeError, RecursionError):
         return " ".join(text.split())
+
+
+def is_spent(text: str) -> bool:
+    """Returns whether the error in ``text`` says that the key has no quota or credit left. A limit that ends within
+    minutes, which such a message can describe too, asks for another try."""
+    return bool(_SPENT.search(text)) and not _LATER.search(text)
+
+
+def _failure(answer: Mapping[str, Any], said: str) -> Again | Refused:
+    """Returns the exception for ``answer``, which has an error although its status is 200. ``said`` is its text."""
+    error = answer.get("error")
+    code = error.get("code") if isinstance(error, dict) else answer.get("code")
+    message, spent = f"in the answer: {message_of(said)[:300]}", is_spent(said)
+    return Refused(message, spent) if spent or code in _FINAL else Again(message)
 
 
 def _arguments(value: str) -> dict[str, Any] | None:
@@ -322,12 +351,17 @@ def _arguments(value: str) -> dict[str, Any] | None:
     try:
         parsed = json.loads(value) if value.strip() else {}
         parsed = json.loads(parsed) if isinstance(parsed, str) else parsed
-        parsed = json.loads(_valid(json.dumps(parsed, ensure_ascii=False)))
+        parsed = _valid_values(parsed)
     except (ValueError, RecursionError):
         return None
     return parsed if isinstance(parsed, dict) else None
 
 
-def _valid(text: str) -> str:
+def _valid_values(value: Any) -> Any:
+    """Returns ``value``, which JSON can hold, with all its texts made valid."""
+    return json.loads(valid(json.dumps(value, ensure_ascii=False)))
+
+
+def valid(text: str) -> str:
     """Returns ``text`` as valid Unicode: a lone surrogate, which JSON can hold and UTF-8 cannot, is replaced."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -35,7 +35,7 @@ class Episode:
     versions: list[int]  # version of the weights that sampled the token; -1 where mask is 0
     turns: list[int]  # number of the token's turn, from 0
     reward: float | None
-    ended: Literal["answer", "turns", "tokens", "deadline", "infra"]
+    ended: Literal["answer", "turns", "tokens", "deadline", "infra", "refused"]
     verdict: dict[str, Any] | None = None  # verdict of the final workspace (Verdict.to_json)
     best: dict[str, Any] | None = None  # verdict of the best solution judged during the episode
     files: dict[str, str] = field(default_factory=dict)  # the final solution

@@ -8,7 +8,9 @@ stages of a run do not use this module: they sample from the models of ``engines
 
 import asyncio
 import contextlib
+import difflib
 import email.utils
+import json
 import os
 import random
 import re
@@ -19,15 +21,30 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from cuda_agent.errors import EXIT_RETRY, UserError
+from cuda_agent.errors import EXIT_CONFIG, EXIT_RETRY, UserError
 from cuda_agent.policy.chat import Form, Tools, on_the_wire
-from cuda_agent.policy.chat_stream import CHARACTERS, LONGEST, Again, Listener, NoTurn, Reply, Turn, bounded, message_of
+from cuda_agent.policy.chat_stream import (
+    CHARACTERS,
+    LONGEST,
+    Again,
+    Listener,
+    NoTurn,
+    Refused,
+    Reply,
+    Turn,
+    bounded,
+    is_spent,
+    message_of,
+    valid,
+)
 
 Messages = Sequence[Mapping[str, Any]]
 
 _SHORTEST_KEY = 8  # characters; shorter values, such as EMPTY, protect nothing and may be ordinary words
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504, 529)
 _LONGEST_PAUSE = 120.0
+_SHOWN = 8  # most models that a message names
+_FIRST_WAIT = 30.0  # seconds for the list of models
 RETRIES = 5
 # Word in a refusal -> parameters that later requests leave out.
 _OPTIONAL = {
@@ -48,6 +65,12 @@ class ServedModelError(UserError, RuntimeError):
     """The model's server does not answer, refuses a request, or sends an invalid answer; the message says which."""
 
     exit_code = EXIT_RETRY
+
+
+class ServedModelRefused(ServedModelError):
+    """The server refuses a request, and would refuse it again: there is no such model, the key is wrong or used up."""
+
+    exit_code = EXIT_CONFIG
 
 
 class ContextTooLong(ServedModelError):
@@ -104,6 +127,32 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
+    async def check(self) -> None:
+        """Asks the server whether it has the model, before work begins that takes long. Asks for the list of models
+        and, if it lacks the model, for a short answer: some servers list no models, or take other names too.
+
+        Raises:
+            ServedModelRefused: The server refuses the key or the model. The message names the models that it has.
+            ServedModelError: The server does not answer."""
+        if self.model not in await self._models():
+            await self.chat([{"role": "user", "content": "Say OK."}])
+
+    async def _models(self) -> list[str]:
+        """Returns the names of the models that the server lists; none if it has no list. Raises the same errors as
+        ``check``."""
+        try:
+            async with self._client.stream("GET", f"{self.url}/models", timeout=_FIRST_WAIT) as answer:
+                if answer.status_code == 401:
+                    await self._fail(answer)
+                data = json.loads(await bounded(answer))
+                return [valid(self._clean(str(model["id"]))) for model in data["data"]]
+        except Refused as refused:
+            raise ServedModelRefused(await self._named(refused)) from None
+        except (httpx.HTTPError, Again) as error:
+            raise ServedModelError(f"{self.url} does not answer: {type(error).__name__} {error}".strip()) from None
+        except (ValueError, KeyError, TypeError, RecursionError):
+            return []
+
     async def chat(
         self,
         messages: Messages,
@@ -116,8 +165,8 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
     ) -> Reply:
         """Returns the model's next turn. If ``call`` is false, asks the server to allow no tool calls. ``listen`` is
         called with each piece of the turn as it arrives, and with the reason for each retry (see ``Listener``). Repeats
-        a failed request at most ``RETRIES`` times. Raises ``ServedModelError`` if the server refuses the request or all
-        retries fail, and ``ContextTooLong`` if the conversation is too long."""
+        a failed request at most ``RETRIES`` times. Raises ``ServedModelRefused`` if the server refuses the request,
+        ``ServedModelError`` if all retries fail, and ``ContextTooLong`` if the conversation is too long."""
         hear = listen or (lambda what, text: None)
         seed = None if seed is None else seed % 2**31
         sampling = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed}
@@ -127,9 +176,9 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
             body = self._body(messages, tools, call, sampling)
             try:
                 return await self._once(body, tools, max_tokens, hear)
-            except _Refused as refused:
-                if not self._adapted(str(refused), body, hear):
-                    raise ServedModelError(f"{self._name}: {refused}") from None
+            except Refused as refused:
+                if refused.spent or not self._adapted(str(refused), body, hear):
+                    raise ServedModelRefused(await self._named(refused)) from None
                 pause = 0.0
             except (Again, httpx.HTTPError) as error:
                 failures += 1
@@ -141,6 +190,20 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
                 pause = min(own if asked is None else asked, _LONGEST_PAUSE)
                 hear("again", "")
                 hear("wait", f"{problem}; again in {pause:.0f} s")
+
+    async def _named(self, refused: Refused) -> str:
+        """Returns the message about a refusal: what it means, where that is known, and the server's own words."""
+        if refused.spent:
+            return f"{self._name}: the key in {self._key_env} has no quota or credit left ({refused})"
+        if not str(refused).startswith("HTTP 404"):
+            return f"{self._name}: the request is refused: {refused}"
+        with contextlib.suppress(ServedModelError):
+            if names := await self._models():
+                near = difflib.get_close_matches(self.model, names, n=1)
+                rest = [name for name in names if name not in near][: _SHOWN - len(near)]
+                more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+                return f"{self._name}: {str(refused).rstrip('.')}; it has {', '.join([*near, *rest])}{more}"
+        return f"{self._name}: {refused}; is this the whole address, such as http://127.0.0.1:8000/v1?"
 
     def _body(self, messages: Messages, tools: Tools, call: bool, sampling: dict[str, Any]) -> dict[str, Any]:
         sent = on_the_wire(messages, tools if call else (), self.form)
@@ -197,14 +260,16 @@ class ServedModel(contextlib.AbstractAsyncContextManager["ServedModel"]):
     async def _fail(self, answer: httpx.Response) -> None:
         said = self._clean((await bounded(answer)).decode(errors="replace"))
         problem = f"HTTP {answer.status_code}: {message_of(said)[:300]}"
+        if is_spent(said) or answer.status_code == 402:
+            raise Refused(problem, spent=True)
         if answer.status_code in _AGAIN:
             raise Again(problem, _retry_after(answer.headers.get("retry-after")))
         if answer.status_code in (401, 403):
             there = "is refused" if self._key else "is not set"
-            raise ServedModelError(f"{self._name}: {problem} (the key in {self._key_env} {there})")
+            raise ServedModelRefused(f"{self._name}: {problem} (the key in {self._key_env} {there})")
         if answer.status_code in (400, 413, 422) and _TOO_LONG.search(said):
             raise ContextTooLong(f"{self._name}: {problem}")
-        raise _Refused(problem)
+        raise Refused(problem)
 
     def _clean(self, text: str) -> str:
         """Returns ``text`` without the API key, which some servers repeat in their answers. A key of fewer than
@@ -221,10 +286,6 @@ def _folded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if rest and rest[0]["role"] == "user":
         return [rest[0] | {"content": f"{first['content']}\n\n{rest[0]['content']}"}, *rest[1:]]
     return [first | {"role": "user"}, *rest]
-
-
-class _Refused(Exception):
-    """The server refuses a request, but may accept it without some feature."""
 
 
 def _without(key: str, text: str) -> str:

@@ -108,20 +108,26 @@ class LocalRuntime:
         self._rollouts, self._learner = rollouts, learner
 
     async def play(self, step: int, tasks: Sequence[Task]) -> RolloutBatch:
-        began, before = time.monotonic(), self._engine_seconds()
+        began, before = time.monotonic(), self._engine_work()
         jobs = episodes_of(tasks, self._settings.samples_per_prompt, f"{self._ctx.name}/{step}")
         episodes = await self._rollouts.play(jobs, self._kind)
-        spent = {name: seconds - before[name] for name, seconds in self._engine_seconds().items()}
+        spent = {name: total - before[name] for name, total in self._engine_work().items()}
         return RolloutBatch(episodes, time.monotonic() - began, spent)
 
-    def _engine_seconds(self) -> dict[str, float]:
-        """Returns two totals since the engine's start, in seconds: the time in which the engine computed
-        ("engine_seconds"), and the time in which it paused because kernels were timed ("engine_wait_seconds"). Returns
-        an empty dict if the engine is not a ``LocalEngine``."""
+    def _engine_work(self) -> dict[str, float]:
+        """Returns totals since the engine's start: the seconds in which it computed ("engine_seconds") and in which it
+        paused because kernels were timed ("engine_wait_seconds"), its decoding steps, and the prompt tokens that it
+        computed. Returns an empty dict if the engine is not a ``LocalEngine``."""
         engine = self._rollouts.engine
         if not isinstance(engine, LocalEngine):
             return {}
-        return {"engine_seconds": engine.counts.seconds, "engine_wait_seconds": engine.counts.waited}
+        counts = engine.counts
+        return {
+            "engine_seconds": counts.seconds,
+            "engine_wait_seconds": counts.waited,
+            "engine_steps": float(counts.steps),
+            "engine_prompt_tokens": float(counts.prefilled),
+        }
 
     async def learn(self, step: int, episodes: Sequence[Episode]) -> dict[str, float]:
         metrics: dict[str, float] = await self._rollouts.engine.compute(partial(self._learner.update, step, episodes))

@@ -117,6 +117,7 @@ class Scores:
     seed: int  # seed of the bootstrap
     resamples: int  # number of the bootstrap's resamples
     lets_through: dict[str, list[str]] = field(default_factory=dict)
+    format: str = ""  # of the final solutions; empty without a verdict
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -158,7 +159,7 @@ def score(
     outcomes: list[EpisodeScore] = []
     ended: Counter[str] = Counter()
     modes: set[Mode] = set()
-    infra = 0
+    infra, format = 0, ""
     for episode in episodes:
         if episode.task not in by_name:
             raise ValueError(f"episode {episode.id} is on task {episode.task!r}, which is not in the set")
@@ -172,6 +173,7 @@ def score(
             continue
         if final:
             modes.add(final.mode)
+            format = final.format
         apart = final is not None and best is not None and final.mode != best.mode
         task = by_name[episode.task]
         known = (fastest or {}).get(task.name)
@@ -207,6 +209,7 @@ def score(
         outcomes=outcomes,
         seed=seed,
         resamples=RESAMPLES,
+        format=format,
     )
 
 
@@ -242,13 +245,13 @@ def compare(
     return found
 
 
-def fast_p(scores: Scores, p: float, baseline: Literal["eager", "compile"], tasks: int | None = None) -> float | None:
+def fast_p(outcomes: Iterable[EpisodeScore], p: float, baseline: str, tasks: int | None = None) -> float | None:
     """Returns KernelBench's fast_p (arXiv 2502.10517): the share of tasks whose final solution is correct and more than
-    ``p`` times as fast as the baseline. If ``p`` is 0, any correct solution counts. A task with several episodes counts
-    as the share of its successful episodes. ``tasks`` is the divisor, by default the number of tasks with a scored
-    episode. Returns None if the divisor is 0."""
+    ``p`` times as fast as the baseline ("eager" or "compile"). If ``p`` is 0, any correct solution counts. A task with
+    several episodes in ``outcomes`` counts as the share of its successful episodes. ``tasks`` is the divisor, by
+    default the number of tasks in ``outcomes``. Returns None if the divisor is 0."""
     shares: dict[str, list[bool]] = {}
-    for outcome in scores.outcomes:
+    for outcome in outcomes:
         speedup = getattr(outcome.final, f"speedup_{baseline}") or 0.0
         shares.setdefault(outcome.task, []).append(outcome.final.correct and (p == 0 or speedup > p))
     count = len(shares) if tasks is None else tasks

@@ -9,11 +9,11 @@ a task, the scores also compare solutions with this design."""
 
 import asyncio
 
-from cuda_agent.context import StageContext
+from cuda_agent.context import SCORE, StageContext
 from cuda_agent.policy.episode import EPISODES, write_episodes
 from cuda_agent.rl.rollouts import Kind
 from cuda_agent.rl.rounds import play_rounds
-from cuda_agent.rl.scores import score, write_scores
+from cuda_agent.rl.scores import METRICS, score, write_scores
 from cuda_agent.synthesis.teacher.optimum import read_optima
 
 
@@ -30,3 +30,5 @@ def run(ctx: StageContext) -> None:
     fastest = {name: optimum.speedup for name, optimum in optima.items() if optimum.speedup}
     scores = score(policy, episodes, tasks, ctx.config.sandbox.clock, ctx.config.seed, fastest)
     write_scores(folder / "scores.json", scores)
+    values = {f"{SCORE}{metric}": getattr(scores.final.overall, metric) for metric in METRICS}
+    ctx.tracker.log(settings.samples, {name: value for name, value in values.items() if value is not None})

@@ -38,6 +38,14 @@ _OPERATORS: dict[type, str] = {
 }  # fmt: skip
 
 
+_ALONE = "A task is one file that stands alone: copy what it needs into it; only installed packages can be imported."
+_ADVICE = {
+    "No module named": _ALONE,
+    "attempted relative import": _ALONE,
+    "0 active drivers": "Triton's kernels run on a GPU only, and here tasks run on a CPU.",
+}  # words of an error -> advice
+
+
 def problems(code: str) -> list[str]:
     """Returns what is wrong with the form of ``code`` as a task: one message for each problem, with a line number where
     there is one. If the form is right, the list is empty."""
@@ -50,19 +58,25 @@ def problems(code: str) -> list[str]:
     if _depth(tree) > DEEPEST:  # the analysis is recursive
         return [f"nested more than {DEEPEST} levels deep"]
     found = []
-    definitions = _definitions(tree)
+    definitions, assigned = _definitions(tree), _assigned(tree)
     model = definitions.get("Model")
-    if not isinstance(model, ast.ClassDef):
+    if model is None and "Model" not in assigned:
         found.append("no class Model")
-    elif "forward" not in _methods(model) and len(model.bases) == 0:
+    elif isinstance(model, ast.ClassDef) and "forward" not in _methods(model) and len(model.bases) == 0:
         found.append(f"line {model.lineno}: class Model has no forward and no base class")
     for name in ("get_inputs", "get_init_inputs"):
-        function = definitions.get(name)
-        if not isinstance(function, ast.FunctionDef):
+        function = definitions.get(name, assigned.get(name))
+        arguments = function.args if isinstance(function, ast.FunctionDef | ast.Lambda) else None
+        if function is None:
             found.append(f"no function {name}")
-        elif len(function.args.args) > len(function.args.defaults):
+        elif arguments and len(arguments.args) > len(arguments.defaults):
             found.append(f"line {function.lineno}: {name} must be callable without arguments")
     return found
+
+
+def with_advice(error: str) -> str:
+    """Returns ``error``, the message about a task that does not run, with advice if its cause is a common one."""
+    return error + next((f". {advice}" for words, advice in _ADVICE.items() if words in error), "")
 
 
 def import_aliases(tree: ast.AST) -> Aliases:
@@ -142,8 +156,26 @@ def _depth(tree: ast.AST) -> int:
 
 
 def _definitions(tree: ast.Module) -> dict[str, ast.stmt]:
+    """Returns the classes and functions of the module by name, also by other names that it gives them (``Model =
+    Net``)."""
     kinds = (ast.ClassDef, ast.FunctionDef)
-    return {node.name: node for node in tree.body if isinstance(node, kinds)}
+    found: dict[str, ast.stmt] = {node.name: node for node in tree.body if isinstance(node, kinds)}
+    for name, value in _assigned(tree).items():
+        if isinstance(value, ast.Name) and value.id in found:
+            found[name] = found[value.id]
+    return found
+
+
+def _assigned(tree: ast.Module) -> dict[str, ast.expr | ast.stmt]:
+    """Returns the values that the module assigns to names, and its imports by the names that they bind."""
+    found: dict[str, ast.expr | ast.stmt] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id: node.value for target in targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {item.asname or item.name: node for item in node.names}
+    return found
 
 
 def _methods(node: ast.ClassDef) -> dict[str, ast.FunctionDef]:

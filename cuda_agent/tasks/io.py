@@ -1,5 +1,5 @@
-"""Reads and writes task sets: folders with a file ``tasks.parquet``. Also reads KernelBench folders and parquet files
-of the data set CUDA-Agent-Ops-6K.
+"""Reads and writes task sets: folders with a file ``tasks.parquet``. Also reads KernelBench (a clone, or
+its published data set) and parquet files of the data set CUDA-Agent-Ops-6K.
 
 Task sets are local files. This module handles the Python code of tasks as text, and never executes it."""
 
@@ -19,6 +19,9 @@ from cuda_agent.tasks.task import Task
 FILE = "tasks.parquet"
 PUBLISHED = ("ops", "data_source", "code")  # the columns of CUDA-Agent-Ops-6K, in its order
 OWN = ("name", "family", "split")
+KERNELBENCH = ("code", "level", "name", "problem_id")  # the columns of KernelBench's published data set
+_TYPES: dict[str, Any] = {"ops": str | list, "level": int, "problem_id": int}  # of columns that are not text
+_BLOCK = 1 << 26  # most bytes of one line of JSON
 
 
 def write_tasks(folder: Path, tasks: Sequence[Task]) -> None:
@@ -71,12 +74,13 @@ def read_ops6k(path: Path) -> list[Task]:
 def _read_kernelbench(folder: Path) -> tuple[list[Task], list[TaskError]]:
     """Returns the tasks in a KernelBench folder, in KernelBench's order, and an error for each file that is not a task.
 
-    Reads the ``*.py`` files in the sub-folders ``level1``, ``level2``, and so on. If there are no such sub-folders,
-    reads the ``*.py`` files in ``folder``. A task's name is its file's name without ``.py``. For a file in a
-    sub-folder, the name starts with the level, as in ``level1/19_ReLU``. A task's ``family`` (its origin) is its level,
-    such as ``level1``, or ``kernelbench`` if the file is in no level's folder. Its ``split`` is ``heldout``: it serves
-    for evaluation, not for training. Raises TaskError if there is no ``*.py`` file."""
-    levels = sorted((p for p in folder.iterdir() if p.is_dir() and re.fullmatch(r"level\d+", p.name)), key=natural)
+    Reads the ``*.py`` files in the sub-folders ``level1``, ``level2``, and so on, which may lie in a sub-folder
+    ``KernelBench``, as in a clone of its repository. If there are no such sub-folders, reads the ``*.py`` files in
+    ``folder``. A task's name is its file's name without ``.py``. For a file in a sub-folder, the name starts with the
+    level, as in ``level1/19_ReLU``. A task's ``family`` (its origin) is its level, such as ``level1``, or
+    ``kernelbench`` if the file is in no level's folder. Its ``split`` is ``heldout``: it serves for evaluation, not for
+    training. Raises TaskError if there is no ``*.py`` file."""
+    levels = _levels_in(folder) or (_levels_in(folder / "KernelBench") if (folder / "KernelBench").is_dir() else [])
     found, refused = list[Task](), list[TaskError]()
     for place in levels or [folder]:
         family = place.name if levels or re.fullmatch(r"level\d+", place.name) else "kernelbench"
@@ -95,6 +99,25 @@ def _read_kernelbench(folder: Path) -> tuple[list[Task], list[TaskError]]:
     return found, refused
 
 
+def _levels_in(folder: Path) -> list[Path]:
+    return sorted((p for p in folder.iterdir() if p.is_dir() and re.fullmatch(r"level\d+", p.name)), key=natural)
+
+
+def _read_kernelbench_table(path: Path) -> tuple[list[Task], list[TaskError]]:
+    """Returns the tasks in a table with the columns of KernelBench's published data set, in the order of levels and
+    numbers, and an error for each row that is not a task. The tasks are those that a clone with the same files has."""
+    found, refused = list[Task](), list[TaskError]()
+    for row in sorted(_rows(path, required=KERNELBENCH), key=lambda row: (row["level"], row["problem_id"])):
+        family = f"level{row['level']}"
+        try:
+            task = _checked(row["name"], row["code"], f"{path}: {row['name']}")
+        except TaskError as error:
+            refused.append(error)
+            continue
+        found.append(replace(task, name=f"{family}/{task.name}", family=family, split="heldout"))
+    return found, refused
+
+
 def task_from_file(path: Path) -> Task:
     """Returns the task in the Python file ``path``.
 
@@ -106,35 +129,56 @@ def task_from_file(path: Path) -> Task:
         raise TaskError(f"{path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise TaskError(f"{path}: cannot be read: {error}") from None
+    return _checked(path.stem, code, str(path))
+
+
+def _checked(name: str, code: str, where: str) -> Task:
+    """Returns the task with this source, which comes from ``where``. Raises TaskError if ``code`` is not a task."""
     if found := problems(code):
-        raise TaskError(f"{path}: not a task: {'; '.join(found)}")
+        raise TaskError(f"{where}: not a task: {'; '.join(found)}")
     ops = recompute_ops(code)
-    return Task(name=path.stem, code=code, ops=ops, data_source=f"torch#{len(ops)}", family="file")
+    return Task(name=name, code=code, ops=ops, data_source=f"torch#{len(ops)}", family="file")
 
 
 def read_any(source: Path) -> list[Task]:
-    """Returns the tasks in ``source``: a folder that ``write_tasks`` wrote, a KernelBench folder, a parquet file or a
-    ``*.py`` file.
+    """Returns the tasks in ``source``: a folder that ``write_tasks`` wrote, KernelBench (a clone, a folder of levels or
+    of one level, or tables of its data set), a parquet file, a file of JSON lines or a ``*.py`` file.
 
     Raises:
-        TaskError: ``source`` cannot be read, or one of its files is not a task."""
+        TaskError: ``source`` cannot be read, or one of its files or rows is not a task."""
+    found, refused = _found_in(source)
+    if refused:
+        raise refused[0]
+    return found
+
+
+def _found_in(source: Path) -> tuple[list[Task], list[TaskError]]:
+    """Returns the tasks in ``source`` (see ``read_any``), and an error for each file or row that is not a task."""
     if not source.exists():
         raise TaskError(f"{source}: no such file or folder")
     if source.is_dir():
-        if (table := _table_in(source)) is not None:
-            return read_any(table)
-        found, refused = _read_kernelbench(source)
-        if refused:
-            raise refused[0]
-        return found
+        if not (tables := _tables_in(source)):
+            return _read_kernelbench(source)
+        parts = [_found_in(table) for table in tables]
+        return [task for found, _ in parts for task in found], [error for _, refused in parts for error in refused]
     if source.suffix == ".py":
-        return [task_from_file(source)]
-    return read_tasks(source) if set(OWN) <= set(_columns(source)) else read_ops6k(source)
+        return [task_from_file(source)], []
+    columns = set(_columns(source))
+    if set(KERNELBENCH) <= columns and not set(OWN) <= columns:
+        return _read_kernelbench_table(source)
+    return read_tasks(source) if set(OWN) <= columns else read_ops6k(source), []
 
 
-def _table_in(folder: Path) -> Path | None:
-    parquets = sorted(folder.glob("*.parquet"))
-    return folder / FILE if (folder / FILE).is_file() else parquets[0] if len(parquets) == 1 else None
+def _tables_in(folder: Path) -> list[Path]:
+    """Returns the tables in a folder: its task set, its only table, or all tables of KernelBench's data set. They may
+    lie in a sub-folder ``data``, as they are published."""
+    if (folder / FILE).is_file():
+        return [folder / FILE]
+    for place in (folder, folder / "data"):
+        tables = sorted((path for path in place.glob("*") if path.suffix in (".parquet", ".jsonl")), key=natural)
+        if len(tables) == 1 or (tables and all(set(KERNELBENCH) <= set(_columns(table)) for table in tables)):
+            return tables
+    return []
 
 
 @dataclass(frozen=True)
@@ -152,8 +196,7 @@ def import_tasks(source: Path, folder: Path) -> Imported:
 
     Raises:
         TaskError: ``source`` cannot be read or holds no task, or ``folder`` cannot be written."""
-    files = source.is_dir() and _table_in(source) is None
-    found, refused = _read_kernelbench(source) if files else (read_any(source), [])
+    found, refused = _found_in(source)
     dropped = [str(error) for error in refused]
     tasks: dict[str, Task] = {}
     for task in found:
@@ -173,11 +216,18 @@ def _columns(path: Path) -> list[str]:
     import pyarrow.parquet as pq
 
     try:
-        return list(pq.read_schema(path).names)
+        return list(_json_lines(path).column_names if path.suffix == ".jsonl" else pq.read_schema(path).names)
     except FileNotFoundError:
         raise TaskError(f"{path}: no such file") from None
     except (pa.ArrowException, OSError) as error:
-        raise TaskError(f"{path}: not a parquet file: {str(error).splitlines()[0]}") from None
+        kind = "a file of JSON lines" if path.suffix == ".jsonl" else "a parquet file"
+        raise TaskError(f"{path}: not {kind}: {str(error).splitlines()[0]}") from None
+
+
+def _json_lines(path: Path) -> Any:
+    from pyarrow import json as lines
+
+    return lines.read_json(path, lines.ReadOptions(block_size=_BLOCK))
 
 
 def _rows(path: Path, required: Sequence[str]) -> list[dict[str, Any]]:
@@ -188,13 +238,16 @@ def _rows(path: Path, required: Sequence[str]) -> list[dict[str, Any]]:
     if missing := [column for column in required if column not in there]:
         raise TaskError(f"{path}: no column {', '.join(missing)}; it has {', '.join(there) or 'none'}")
     try:
-        rows = pq.read_table(path, columns=list(required)).to_pylist()
+        json_lines = path.suffix == ".jsonl"
+        table = _json_lines(path).select(required) if json_lines else pq.read_table(path, columns=list(required))
+        rows = table.to_pylist()
     except (pa.ArrowException, OSError) as error:
-        raise TaskError(f"{path}: damaged parquet file: {str(error).splitlines()[0]}") from None
+        raise TaskError(f"{path}: damaged: {str(error).splitlines()[0]}") from None
     for number, row in enumerate(rows):
         for name in required:
-            if row[name] is None or (name != "ops" and not isinstance(row[name], str)):
-                raise TaskError(f"{path}: row {number}: {name} holds no text")
+            if not isinstance(row[name], _TYPES.get(name, str)):
+                wanted = "number" if _TYPES.get(name) is int else "text"
+                raise TaskError(f"{path}: row {number}: {name} holds no {wanted}")
     return rows
 
 

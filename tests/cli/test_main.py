@@ -14,20 +14,24 @@ from drill import table
 from typer.testing import CliRunner
 
 from cuda_agent.cli import main
+from cuda_agent.compose import freeze
 from cuda_agent.config import Config
 from cuda_agent.diagnostics.doctor import examine
 from cuda_agent.errors import ConfigError
 from cuda_agent.optimize.evaluation import format_of, solution_files
 from cuda_agent.pipeline import gc, runs, screen
 from cuda_agent.pipeline.local import StageView, run_pipeline
+from cuda_agent.pipeline.manifest import Manifest, config_entry, manifest_entry
 from cuda_agent.storage import open_store
 from tests.agent import agent_cases
 from tests.waiting import wait_for
 
+ROOT = Path(__file__).parents[2]
 
-def call(*arguments, **environment):
+
+def call(*arguments, folder=None, **environment):
     command = [sys.executable, "-m", "cuda_agent.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment, cwd=folder)
 
 
 def ask(*arguments):
@@ -67,6 +71,7 @@ def test_help_loads_nothing_heavy_and_names_every_command():
         "diff",
         "evaluate",
         "evaluate-set",
+        "tune",
         "tasks",
         "gc",
         "doctor",
@@ -78,7 +83,7 @@ def test_help_loads_nothing_heavy_and_names_every_command():
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "config", "report", "diff", "evaluate", "evaluate-set", "gc", "doctor", "benchmark"]
+    "command", ["run", "config", "report", "diff", "evaluate", "evaluate-set", "tune", "gc", "doctor", "benchmark"]
 )
 def test_every_command_has_an_example(command):
     assert "cuda-agent " + command in ask(command, "--help").split("Example")[1]
@@ -136,6 +141,15 @@ def test_an_unknown_run_is_answered_with_those_there_are(store):
     assert runs.list_runs(open_store(store))[0].name in ended.stderr
 
 
+def test_a_stage_of_a_log_may_be_named_as_an_option(store):
+    name = runs.list_runs(open_store(store))[-1].name
+    open_store(store).put(f"runs/{name}/critic/log.txt", b"one\ntwo\n")
+    for named in (["critic"], ["--stage", "critic"], ["critic", "--stage", "critic"]):
+        assert ask("logs", "last", *named, "--store", store) == "one\ntwo\n"
+    two = CliRunner().invoke(main.app, ["logs", "last", "rft", "--stage", "critic", "--store", str(store)])
+    assert str(two.exception) == "logs: expected one stage, got rft and critic."
+
+
 def test_diff_names_the_setting_and_what_followed_from_it(store):
     one, other = (run.name for run in runs.list_runs(open_store(store)))
     found = json.loads(ask("diff", one, other, "--store", store, "--json"))
@@ -143,6 +157,60 @@ def test_diff_names_the_setting_and_what_followed_from_it(store):
     assert set(found["stages"]) <= {"report"}, "the drill's own stages are not in the graph"
     assert "critic.epochs: 2 -> 3" in ask("diff", one, other, "--store", store)
     assert "nothing differs" in ask("diff", one, one, "--store", store)
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    """A store with a finished sweep of two runs, with scores, and a run that is none of it."""
+    opened = open_store(tmp_path / "store")
+    for name, seed, of in (("s-1", 1, "s"), ("s-2", 2, "s"), ("alone", 3, None)):
+        config = Config.model_validate({"seed": seed, "run": {"name": name, "sweep": of}})
+        text, sha256 = freeze(config)
+        opened.create(config_entry(sha256), text.encode())
+        runs.end_run(opened, runs.create_run(opened, config, sha256), 0, "", "")
+        for policy, passed in (("base", 0.25), ("agentic", seed / 4)):
+            made = Manifest(
+                f"evaluate-{policy}", name, "k", "c", "e", None, sha256, {}, {}, "m", 1.0, "2026",
+                scores={"passed": passed, "speedup_compile": 1.5},
+            )  # fmt: skip
+            opened.put(manifest_entry(name, made.stage), made.to_bytes())
+    return tmp_path / "store"
+
+
+def test_runs_are_listed_with_their_last_scores(sweep):
+    head, *lines = ask("runs", "--store", sweep).splitlines()
+    assert head.split()[:6] == ["run", "pipeline", "state", "stages", "begun", "config"] and "x compile" in head
+    assert [line.split()[6:] for line in lines[:3]] == [
+        ["agentic", passed, "–", "–", "–", "1.50"] for passed in ("25.0%", "50.0%", "75.0%")
+    ]
+    assert all(line.rindex("1.50") + 4 == head.rindex("x compile") + 9 for line in lines[:3]), "below its title"
+    rows = json.loads(ask("runs", "--store", sweep, "--json"))
+    assert [(row["policy"], row["scores"]["passed"]) for row in rows] == [
+        ("agentic", 0.25), ("agentic", 0.5), ("agentic", 0.75),
+    ]  # fmt: skip
+
+
+def test_the_report_of_a_sweep_is_a_table(sweep):
+    lines = [line.split() for line in ask("report", "s", "--store", sweep).splitlines()]
+    assert lines[0][:3] == ["sweep", "s", "policy"]
+    assert [line[:4] for line in lines[1:]] == [
+        ["s-1", "seed=1", "agentic", "25.0%"],
+        ["s-2", "seed=2", "agentic", "50.0%"],
+    ]
+    found = json.loads(ask("report", "s", "--store", sweep, "--json"))
+    assert found["sweep"] == "s" and [row["settings"] for row in found["runs"]] == [{"seed": 1}, {"seed": 2}]
+    ended = call("report", "s-", "--store", sweep)
+    assert ended.returncode == 78 and "several match" in ended.stderr, "the beginning of a sweep's name is none"
+    assert "has no report yet" in call("report", "alone", "--store", sweep).stderr
+
+
+def test_diff_begins_with_the_scores(sweep):
+    lines = [line.split() for line in ask("diff", "s-1", "s-2", "--store", sweep).splitlines()]
+    assert lines[0] == ["s-1", "->", "s-2"] and lines[1][0] == "pass"
+    assert [line[:3] for line in lines[2:4]] == [["agentic", "s-1", "25.0%"], ["agentic", "s-2", "50.0%"]]
+    assert "base" not in [line[0] for line in lines], "it has the same scores in both"
+    found = json.loads(ask("diff", "s-1", "s-2", "--store", sweep, "--json"))
+    assert [scores["passed"] for scores in found["scores"]["agentic"]] == [0.25, 0.5]
 
 
 def test_looking_at_a_store_that_is_not_there_makes_none(tmp_path):
@@ -192,9 +260,11 @@ def test_a_check_that_breaks_says_why_in_one_line(tmp_path, monkeypatch):
 
 
 def test_doctor_has_a_line_a_check_and_a_mend_for_what_is_missing(tmp_path):
-    checks = list(examine(str(tmp_path / "store"), "http://127.0.0.1:9"))
+    checks = list(examine(str(tmp_path / "none" / "store"), "http://127.0.0.1:9"))
     by_name = {check.name: check for check in checks}
-    assert by_name["store"].ok and by_name["python"].ok and by_name["headers"].ok
+    assert not any(tmp_path.iterdir()), "it leaves no folder"
+    assert by_name["store"].ok and by_name["disk"].text.endswith("GiB free")
+    assert by_name["python"].ok and by_name["headers"].ok
     assert not by_name["mlflow"].ok and "run.mlflow=off" in by_name["mlflow"].mend
     assert all(check.mend for check in checks if not check.ok)
 
@@ -225,6 +295,7 @@ def test_a_solution_without_the_named_files_is_refused_clearly(tmp_path, files, 
         ({"plan.json": "{}", "model_new.py": "x"}, "plan"),
         ({"model_new.py": "import torch\n\nclass ModelNew: ..."}, "python"),
         ({"model_new.py": "import torch\nimport cuda_extension\n", "kernels/k.cu": "x"}, "extension"),
+        ({"model_new.py": "import torch, triton\nimport triton.language as tl\n"}, "triton"),
         ({"notes.md": "x"}, "plan"),
     ],
 )
@@ -232,20 +303,25 @@ def test_the_format_of_a_solution_is_that_of_its_files(tmp_path, files, format):
     for path, text in files.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
-    assert format_of(solution_files(tmp_path)) == format
+    assert format_of(solution_files(tmp_path), "cpu") == format
+    assert format_of(solution_files(tmp_path), "cuda") == format.replace("triton", "python")
 
 
-def test_a_wrong_solution_has_an_exit_code_that_is_not_that_of_a_bug(tmp_path):
+def test_a_wrong_solution_has_an_exit_code_of_its_own_and_the_folder_stays_as_it_is(tmp_path):
     task, folder = tmp_path / "model.py", tmp_path / "solution"
     task.write_text(agent_cases.CODE)
     folder.mkdir()
     wrong = agent_cases.CODE.replace("class Model(", "class ModelNew(").replace("x + 0.5", "x + 7")
     (folder / "model_new.py").write_text(wrong)
+    here = tmp_path / "here"
+    here.mkdir()
     ended = call(
-        "evaluate", task, folder, "--mode", "check", "--device", "cpu", f"run.store={tmp_path}/store", "--json"
-    )
+        "evaluate", task, folder, "--mode", "check", "--device", "cpu", "--json",
+        folder=here, XDG_CACHE_HOME=str(tmp_path / "cache"), PYTHONPATH=str(ROOT),
+    )  # fmt: skip
     verdict = json.loads(ended.stdout)
     assert (ended.returncode, verdict["status"], verdict["format"]) == (79, "wrong", "python"), ended.stderr
+    assert not any(here.iterdir()) and (tmp_path / "cache" / "cuda-agent" / "cache").is_dir()
 
 
 def test_the_version_is_that_of_the_package():
@@ -279,6 +355,19 @@ def test_benchmark_wants_a_policy_or_an_address(tmp_path):
     for arguments in ([], ["--base-url", "http://127.0.0.1:9/v1"], ["one", "two"]):
         ended = call("benchmark", *arguments, "--tasks", tmp_path)
         assert ended.returncode == 78 and "benchmark:" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_benchmark_names_what_was_chosen_and_is_not_there(tmp_path):
+    (tmp_path / "KernelBench" / "level1").mkdir(parents=True)
+    (tmp_path / "KernelBench" / "level1" / "19_ReLU.py").write_text(agent_cases.TASK.code)
+    server = ["--base-url", "http://127.0.0.1:9/v1", "--model", "m", "--tasks", tmp_path]
+    for more, said in (
+        (["--levels", "2"], "there is no task of level 2, only of 1"),
+        (["--levels", "x"], "benchmark: --levels: expected numbers"),
+        (["--only", "19_Relu"], "there is no task 19_Relu; did you mean 19_ReLU?"),
+    ):
+        ended = call("benchmark", *server, *more)
+        assert ended.returncode == 78 and said in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_tasks_are_imported_and_shown(tmp_path):

@@ -50,10 +50,11 @@ def test_every_command_has_an_example(command):
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_78(arguments, said, tmp_path):
+    own = {"PATH": "/usr/bin:/bin", "LONG_ENOUGH": "x" * 20, "XDG_CACHE_HOME": str(tmp_path)}
     ended = subprocess.run(
         [sys.executable, "-m", "cuda_agent.cli", "sandbox", *arguments],
         capture_output=True, text=True, cwd=tmp_path, timeout=60,
-        env={"PATH": "/usr/bin:/bin", "PYTHONPATH": str(main.Path(main.__file__).parents[2]), "LONG_ENOUGH": "x" * 20},
+        env=own | {"PYTHONPATH": str(main.Path(main.__file__).parents[2])},
     )  # fmt: skip
     assert ended.returncode == 78, ended.stderr
     assert said in ended.stderr and "Traceback" not in ended.stderr

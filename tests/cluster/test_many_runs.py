@@ -84,7 +84,7 @@ def test_no_command_reads_the_workflows_of_other_runs(api, place, capsys):
         what()
         assert api.sent < 100_000 and len(api.requests) <= 4, api.requests
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 120 and "running" in lines[7] and "config abababab" in lines[7]
+    assert len(lines) == 121 and "running" in lines[8] and "abababab" in lines[8], "the first is the head"
 
 
 def test_lists_come_in_pages(api, place, monkeypatch):

@@ -15,7 +15,7 @@ from cuda_agent.cluster import pod, results
 from cuda_agent.compose import freeze
 from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
-from cuda_agent.pipeline import episodes, runs
+from cuda_agent.pipeline import compare, episodes, runs
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.pipeline.manifest import Manifest
 from cuda_agent.storage import open_store
@@ -97,14 +97,38 @@ def test_two_runs_are_compared_by_what_they_left_and_as_their_store_compares_the
         assert in_pods(server, tmp_path, run, epochs, monkeypatch)[1] == 0
     store = open_store(tmp_path / "store")
     there = [results.facts(server, run) for run in ("cmp-a", "cmp-b")]
-    here = [runs.facts(store, runs.read_run(store, run), table.STAGES) for run in ("cmp-a", "cmp-b")]
+    here = [compare.facts(store, runs.read_run(store, run), table.STAGES) for run in ("cmp-a", "cmp-b")]
     assert [item.manifests for item in there] == [item.manifests for item in here]
     assert [item.settings for item in there] == [item.settings for item in here]
-    found = runs.diff(*there)
+    found = compare.diff(*there)
     assert found["config"] == {"critic.epochs": [2, 3]} and "make" not in found["stages"]
-    assert found == runs.diff(*here) and "train" in found["stages"]
+    assert found == compare.diff(*here) and "train" in found["stages"]
     with pytest.raises(ConfigError, match="MLflow knows no run nobody"):
         results.facts(server, "nobody")
+
+
+def test_the_scores_of_runs_and_the_runs_of_a_sweep_are_read_from_mlflow(server, tmp_path):
+    (tmp_path / "said").mkdir()
+    store = open_store(tmp_path / "store")
+    here = pod.PodEnvironment(str(tmp_path / "store"), server, tmp_path / "c", tmp_path / "p", tmp_path)
+    for run, seed in (("s-1", 1), ("s-2", 2)):
+        config = Config.model_validate({"seed": seed, "run": {"name": run, "sweep": "s"}})
+        with pod._recording(here, store, config, freeze(config)[1], run, STAGES) as recorder:
+            for policy, passed in (("base", 0.25), ("agentic", seed / 4)):
+                made = Manifest(
+                    f"evaluate-{policy}", run, "k", "c", "e", None, "f", {}, {}, store.put_folder(tmp_path / "said"),
+                    1.0, "now", scores={"passed": passed},
+                )  # fmt: skip
+                recorder.finished(made.stage, made)
+            assert recorder.close(60)
+    found = results.scores(server)
+    assert found["s-1"] == ("agentic", {"passed": 0.25}) and found["s-2"] == ("agentic", {"passed": 0.5})
+    rows = compare.sweep_rows(results.sweep(server, "s"))
+    assert [(row["run"], row["settings"], row["scores"]) for row in rows] == [
+        ("s-1", {"seed": 1}, {"passed": 0.25}),
+        ("s-2", {"seed": 2}, {"passed": 0.5}),
+    ]
+    assert results.sweep(server, "nosuch") == [] == results.sweep(server, "s' or 1")
 
 
 def test_the_log_of_a_stage_that_failed_is_kept_and_its_status_too(server, tmp_path, monkeypatch):

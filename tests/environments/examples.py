@@ -9,8 +9,9 @@ DOCS = ROOT / "docs"
 
 
 def surroundings(*more: Path) -> dict[str, str]:
-    """Returns an environment for a process that imports this checkout's modules, and those in the folders ``more``."""
-    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, *more]))}
+    """Returns an environment for a process that imports this checkout's modules, and those in the folders ``more``. The
+    process keeps its cache in the folder that it runs in."""
+    return os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [ROOT, *more])), "CUDA_AGENT_HOME": "home"}
 
 
 def blocks(heading: str) -> list[tuple[str, str]]:

@@ -4,7 +4,7 @@ A script is a function from the request's JSON to a list of steps. A step is one
 ``{"thought": ...}``, ``{"calls": [(name, arguments or text), ...]}``, ``{"usage": (prompt, completion)}``, ``{"finish":
 reason}``, ``{"status": 429, "headers": {...}, "body": ...}`` as the only step, ``{"raw": bytes}``, which is sent
 unchanged, ``{"cut": True}``, which breaks the answer off, or ``{"endless": text}``, which repeats the text until the
-client disconnects."""
+client disconnects. The server lists ``MODELS`` as its models."""
 
 import json
 import threading
@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 ABOUT = {"id": "x", "created": 0, "model": "scripted"}
+MODELS = ("scripted", "m", "other")
 Script = Callable[[dict[str, Any]], list[dict[str, Any]]]
 
 
@@ -55,6 +56,10 @@ def serve(script: Script) -> Iterator[Served]:
 
         def log_message(self, *args: Any) -> None:
             pass
+
+        def do_GET(self) -> None:
+            data = {"object": "list", "data": [{"id": name, "object": "model"} for name in MODELS]}
+            self.json(200 if self.path.endswith("/models") else 404, data)
 
         def do_POST(self) -> None:
             content = self.rfile.read(int(self.headers["Content-Length"]))
@@ -126,8 +131,11 @@ def serve(script: Script) -> Iterator[Served]:
                 ]
             choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if calls else "stop"}
             usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
-            body = json.dumps(ABOUT | {"object": "chat.completion", "choices": [choice], "usage": usage}).encode()
-            self.send_response(200)
+            self.json(200, ABOUT | {"object": "chat.completion", "choices": [choice], "usage": usage})
+
+        def json(self, status: int, data: dict[str, Any]) -> None:
+            body = json.dumps(data).encode()
+            self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()

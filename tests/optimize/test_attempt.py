@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from cuda_agent.agent.progress import ENDS, NO_TARGET, Findings, SearchBudget, State, target_text
-from cuda_agent.optimize.attempt import Attempt, SearchEnvironment, Terms
+from cuda_agent.agent.progress import ENDS, NO_TARGET, Find, Findings, SearchBudget, State, replayed, target_text
+from cuda_agent.optimize.attempt import Attempt, SearchEnvironment, Terms, up_to_turn
 from cuda_agent.policy.chat_stream import Reply
 from cuda_agent.sandbox.wire import Solution, ToolResult, Verdict
 from cuda_agent.sandbox.workspace.client import WorkspaceLost
@@ -200,3 +200,53 @@ def test_tokens_without_room_end_the_attempt_and_what_is_left_is_judged():
     assert (ended, len(model.asked)) == ("tokens", 1)
     assert [event["command"] for event in events if event["kind"] == "verdict"] == ["end"]
     assert attempt.findings.best.quick.status == "ok"
+
+
+PARENT = Find(Solution("plan", {"plan.json": "p"}), verdict(ratio=1.5), 1, 1)
+CONVERSATION = [
+    {"role": "user", "content": "task"},
+    *({"role": role, "content": f"{role} {turn}"} for turn in range(3) for role in ("assistant", "tool")),
+]
+
+
+def started(style, sandbox, model):
+    """An attempt of ``style`` that started from PARENT, and its events as a transcript has them."""
+    events = []
+    attempt = Attempt(
+        3, TASK, model, sandbox, replace(TERMS, style=style), SearchBudget(), Findings(),
+        lambda kind, **facts: events.append({"kind": kind} | facts),
+    )  # fmt: skip
+    attempt.start_from(PARENT, CONVERSATION)
+    asyncio.run(attempt.run())
+    return attempt, events
+
+
+def test_an_attempt_starts_from_the_files_and_the_verdict_of_an_earlier_solution():
+    sandbox, model = Sandbox(verdict(ratio=1.2)), Model(said(PROFILE), said())
+    attempt, events = started("full", sandbox, model)
+    assert sandbox.opened == [["SKILL.md", "model.py", "plan.json"]] and attempt.state.files == {"plan.json": "p"}
+    first = model.asked[0]
+    assert [message["role"] for message in first] == ["system", "user"], "some servers refuse two messages of a role"
+    assert "an earlier attempt has written" in first[-1]["content"] and "1.50x" in first[-1]["content"]
+    assert "slower than the best solution so far: 1.50x eager" in results(attempt)[0]
+    assert any("starts from a solution of attempt 1, 1.50 times" in event.get("text", "") for event in events)
+
+
+def test_a_compact_policy_goes_on_after_the_turn_that_wrote_the_solution():
+    model = Model(said())
+    attempt, _ = started("compact", Sandbox(verdict()), model)
+    assert model.asked[0] == CONVERSATION[:5] and attempt.state.turn == 3
+    assert up_to_turn(CONVERSATION, 2) == CONVERSATION == up_to_turn(CONVERSATION, 9)
+
+
+@pytest.mark.parametrize("style", ["full", "compact"])
+def test_a_resumed_search_knows_what_an_attempt_started_from(style):
+    attempt, events = started(style, Sandbox(verdict(ratio=1.2)), Model(said(PROFILE), said()))
+    state = replayed([{"attempt": 3} | event for event in events])[0][3]
+    assert (state.messages, state.files, state.turn) == (
+        attempt.state.messages, attempt.state.files, attempt.state.turn
+    )  # fmt: skip
+    assert state.parent == attempt.state.parent == PARENT.solution.digest
+    cut = next(index for index, event in enumerate(events) if event["kind"] == "turn")
+    begun = replayed([{"attempt": 3} | event for event in events[:cut]])[0][3]
+    assert begun.files == {"plan.json": "p"} and begun.turn == (0 if style == "full" else 2)

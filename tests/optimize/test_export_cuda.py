@@ -5,6 +5,7 @@ import json
 import pytest
 from fresh import only_torch, run
 
+from cuda_agent.config import SandboxConfig
 from cuda_agent.optimize.export import model_new
 from cuda_agent.sandbox.wire import Solution, TaskSpec, Tensor
 
@@ -136,6 +137,6 @@ with torch.no_grad():
 )
 def test_it_computes_what_the_model_computes_on_any_stream(solution, tmp_path):
     (tmp_path / "model.py").write_text(MODEL)
-    (tmp_path / "model_new.py").write_text(model_new(MODEL, solution, SPEC, "cuda"))
+    (tmp_path / "model_new.py").write_text(model_new(MODEL, solution, SPEC, SandboxConfig(device="cuda")))
     done = run(only_torch(tmp_path / "packages"), COMPARE, tmp_path, tmp_path / "home")
     assert done.returncode == 0, done.stderr

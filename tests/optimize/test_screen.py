@@ -2,17 +2,21 @@
 
 import io
 import json
+import re
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 
 import pytest
 from rich.console import Console
 
 from cuda_agent.agent.progress import Find, factor
-from cuda_agent.optimize.screen import View, drawing, json_lines, plain, sparkline
+from cuda_agent.optimize.screen import View, drawing, json_lines, live, plain, sparkline
 from cuda_agent.pages.optimize import render
 from cuda_agent.sandbox.wire import Probe, Ran, Solution, Tensor, Verdict
+from tests.waiting import wait_for
 
 FILES = {"plan.json": "{}", "kernels/fused.cpp": "// <b>\nvoid fused() {}\n"}
 PROBE = Probe(
@@ -28,10 +32,11 @@ def verdict(seconds=3e-4, mode="quick", **more):
 
 STRICT = verdict(
     mode="strict", bytes=33_000_000, flops=2_000_000_000, peak_bytes_per_second=2.0e11, peak_flops=1.2e13,
-    ran=[Ran("fused", "own", 1, 1.0)], advice=["<i>advice</i>"],
+    interval=[2.9, 3.1], ran=[Ran("fused", "own", 1, 1.0)], advice=["<i>advice</i>"],
     strict={
         "kinds": {"normal": 1e-7, "large": 1e-6}, "skipped": ["sparse"], "error": 1e-6, "eager_error": 2e-6,
-        "repeatable": True, "interval": [2.9, 3.1], "precision": "fp32", "failed": {"max_autotune_fp32": "no <b>"},
+        "repeatable": True, "precision": "fp32", "failed": {"max_autotune_fp32": "no <b>"},
+        "intervals": {"eager_fp32": [2.9, 3.1], "compile_fp32": [1.6, 1.7]},
         "baselines": {"eager_fp32": 9e-4, "compile_fp32": 5e-4},
     },
 )  # fmt: skip
@@ -94,6 +99,20 @@ def test_what_goes_on_beside_the_attempts_is_shown_while_it_lasts(over):
     facts = {"baselines": EVENTS[1], "verdict": judged(WRONG, 4.0, None), "outcome": event("outcome", 0, why="target")}
     after = drawn([EVENTS[0], *passing, facts[over], *EVENTS[2:]])
     assert "measuring now" not in after
+
+
+def test_clocks_go_on_while_nothing_happens(monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr("rich.console.Console", partial(Console, file=written, force_terminal=True, width=100))
+
+    def seconds():
+        return {float(found) for found in re.findall(r"timing eager: (\d\.\d) s", written.getvalue())}
+
+    with live() as watch:
+        watch(EVENTS[0])
+        watch(event("note", 0, text="timing eager", passing=True))
+        wait_for("three times on the clock", 60, lambda: len(seconds()) > 2)
+    assert "timing eager" in written.getvalue()[-400:]
 
 
 @pytest.mark.parametrize("width, height", [(20, 6), (60, 12), (200, 60)])
@@ -185,6 +204,24 @@ def test_a_page_without_a_solution_still_tells_the_story():
 
 def test_a_page_of_a_quick_verdict_says_so():
     assert "Not strict" in page(Find(Solution("plan", FILES), verdict(), 1, 2))
+
+
+@pytest.mark.parametrize("found", [STRICT, verdict(interval=[2.9, 3.1], compile_interval=[1.6, 1.7])])
+def test_every_baseline_that_is_drawn_has_its_interval(found):
+    text = page(Find(Solution("plan", FILES), found, 1, 2))
+    for said in ("(3.00×, 2.90–3.10)", "(1.67×, 1.60–1.70)"):
+        assert said in text
+    assert text.count('class="whisker') == 2
+
+
+def test_labels_of_the_page_do_not_lie_on_each_other():
+    near = replace(STRICT, seconds=4.99e-4, eager_seconds=5.01e-4, compile_seconds=5e-4)
+    chart = (
+        page(Find(Solution("plan", FILES), verdict(), 1, 2, near)).split('aria-label="Roofline')[1].split("</svg>")[0]
+    )
+    labels = re.findall(r'class="row-label" x="[\d.]+" y="([\d.]+)"', chart)
+    heights = sorted(map(float, labels))
+    assert len(heights) == 3 and min(b - a for a, b in pairwise(heights)) >= 15
 
 
 def test_the_page_shows_what_models_and_tools_wrote_as_text():

@@ -15,12 +15,14 @@ import pytest
 from chat_server import call, said, serve, turn_of
 from optimizing import DONE, KERNEL, MODEL, PROFILE, WRITE, Run, SharedSandbox, plan
 
-from cuda_agent.agent.progress import Findings, Transcript, factor, read_events, replayed
+from cuda_agent.agent.progress import NO_TARGET, Findings, Transcript, factor, read_events, replayed
 from cuda_agent.agent.tools import TOOLS
 from cuda_agent.errors import TaskError
 from cuda_agent.errors import TaskError as NoTask
 from cuda_agent.optimize import search
+from cuda_agent.optimize.attempt import Terms
 from cuda_agent.optimize.folder import OptimizeError, SearchOrder, opened, read_order
+from cuda_agent.policy.served import ServedModelRefused
 from cuda_agent.sandbox.wire import Solution, Verdict
 from cuda_agent.tasks.task import Task
 from tests import made_once
@@ -178,9 +180,40 @@ def test_attempts_work_side_by_side_and_the_first_that_reaches_the_target_ends_a
             return [[WRITE], [PROFILE]][min(turn_of(request), 1)]
         return [{"calls": [call("Bash", command=f"echo {turn_of(request)}")]}]
 
-    outcome = run(script, attempts=3, turns=1000)
+    outcome = run(script, attempts=3, turns=1000, search=False)
     assert outcome.why == "target" and outcome.best.attempt == 2
     assert {event["attempt"]: event["why"] for event in run.kinds("ended")} == {1: "stopped", 2: "target", 3: "stopped"}
+
+
+def test_later_attempts_start_from_solutions_of_earlier_ones_and_a_resumed_search_goes_on_so(run):
+    faster = KERNEL.replace("+ 1.0f", "+ 1.0f + 0.0f")
+    change = {
+        "calls": [call("Read", path="kernels/fused.cpp"), call("Write", path="kernels/fused.cpp", content=faster)]
+    }
+    begun = []
+
+    def script(request):
+        number, turn = request.get("seed", 0) // 100_000, turn_of(request)
+        begun.extend([number] * (turn == 0))
+        return [[WRITE] if number <= 2 else [change], [PROFILE], DONE][min(turn, 2)]
+
+    outcome = run(script, attempts=4, target=1000.0, stop_at=lambda event: len(begun) == 4 and event["kind"] == "turn")
+    assert outcome.why == "stopped" and sorted(begun) == [1, 2, 3, 4] and set(begun[:2]) == {1, 2}
+    parents = {event["attempt"]: event["of"] for event in run.kinds("parent")}
+    assert set(parents) == {3, 4} and set(parents.values()) <= {1, 2}
+    asked = [request["messages"] for request in run.served.requests if turn_of(request) == 0]
+    assert sum("an earlier attempt has written" in messages[-1]["content"] for messages in asked) == 2
+
+    resumed = run(script, attempts=4, target=1000.0, resume=True)
+    assert not run.kinds("parent"), "no attempt starts twice"
+    assert resumed.why == "answer" and {event["attempt"] for event in run.kinds("ended")} == {1, 2, 3, 4}
+    assert any("+ 0.0f" in text for event in run.kinds("verdict") for text in event["files"].values())
+
+
+def test_a_search_whose_budget_is_spent_begins_no_more_attempts(run):
+    outcome = run(said([[WRITE, {"usage": (3000, 500)}], [PROFILE], DONE]), attempts=8, target=1000.0, tokens=9000)
+    assert outcome.why in ("tokens", "answer") and outcome.best
+    assert {event["attempt"] for event in run.kinds("ended")} < set(range(1, 9))
 
 
 def test_a_stopped_run_keeps_the_best_and_is_gone_on_with(run):
@@ -342,6 +375,26 @@ def test_a_malformed_address_is_refused_before_anything_is_made(run, address):
     assert not (run.folder / "out").exists() and not run.events
 
 
+def test_an_address_without_the_model_is_found_before_the_baselines_are_measured(run):
+    lost = [{"status": 404, "body": b'{"error": {"message": "no such model"}}'}]
+    with pytest.raises(ServedModelRefused, match="no such model; it has scripted, m, other"):
+        run(lambda request: lost, model="scripte")
+    assert [event["text"] for event in run.kinds("note")] == [f"asking {run.served.url} for scripte"]
+    assert run.served.turns() == 1 and not (run.folder / "out").exists()
+
+
+@pytest.mark.parametrize(("target", "told"), [(1.5, 1.5), (NO_TARGET, None)])
+def test_programs_are_not_told_a_number_that_stands_for_no_target(tmp_path, target, told):
+    outcome = search.SearchOutcome(tmp_path, "turns", None, target, False, {})
+    assert outcome.to_json()["target"] == told
+
+
+def test_a_search_needs_a_turn_for_tools_beside_the_last_one():
+    with pytest.raises(OptimizeError, match="--turns must be at least 2"):
+        SearchOrder("http://127.0.0.1:1/v1", "m", terms=Terms(turns=1))
+    SearchOrder("http://127.0.0.1:1/v1", "m", terms=Terms(turns=1, style="compact"))
+
+
 def test_tokens_without_room_for_a_turn_are_refused_at_once_and_a_few_more_play_one(run):
     with pytest.raises(OptimizeError, match=r"--tokens 3000 .* --answer-tokens 2000: .* about (\d+)") as refused:
         run(said([DONE]), tokens=3000)
@@ -447,7 +500,7 @@ def test_control_c_ends_at_once_while_baselines_are_measured(tmp_path):
             tmp_path, fresh, "model.py", "--base-url", served.url, "--model", "m", "--device", "cpu",
         )  # fmt: skip
         for line in process.stdout:
-            if "measuring its baselines" in line:
+            if "timing eager" in line:
                 break
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=120)

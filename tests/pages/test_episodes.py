@@ -14,7 +14,7 @@ from cuda_agent.cli import main
 from cuda_agent.compose import freeze
 from cuda_agent.config import Config, SandboxConfig
 from cuda_agent.errors import ConfigError
-from cuda_agent.pages.episode_story import MOST_TURNS, EpisodeEntry, of_episode, token_texts
+from cuda_agent.pages.episode_story import MOST_TURNS, EpisodeEntry, of_attempt, of_episode, token_texts
 from cuda_agent.pages.episodes import LARGEST, SHADES, render
 from cuda_agent.pipeline import episodes, runs
 from cuda_agent.pipeline.manifest import Manifest, config_entry, manifest_entry
@@ -138,22 +138,52 @@ def test_a_stage_or_a_status_that_does_not_occur_is_answered_with_those_that_do(
         episodes.chosen(entries, status="cheat")
 
 
+def test_an_attempt_shows_each_call_with_what_came_of_it():
+    calls = [("Write", {"path": "k.cpp", "content": "x"}), ("Bash", {"command": "verify"}), ("Bash", {"command": "ls"})]
+    asked = [{"id": str(n), "name": name, "arguments": given} for n, (name, given) in enumerate(calls)]
+    said = {"role": "assistant", "content": "I try.", "tool_calls": asked}
+    results = [{"role": "tool", "content": text} for text in ("ok", "verify: wrong", "k.cpp")]
+    wrong = {"status": "wrong", "message": "check 1", "mode": "quick"}
+    tool = [
+        {"kind": "diff", "path": "k.cpp", "text": "@@\n+x", "added": 1, "removed": 0},
+        {"kind": "result", "error": ""},
+        {"kind": "verdict", "command": "verify", "verdict": wrong, "factor": None, "files": {}},
+        {"kind": "result", "error": "verify: wrong"},
+        {"kind": "result", "error": ""},
+    ]
+    events = [{"kind": "turn", "turn": 0}, {"kind": "message", "message": said}, *tool]
+    events += [{"kind": "message", "message": message} for message in results]
+    events += [{"kind": "note", "text": "the server was busy"}]
+
+    def shown(events):
+        (turn,) = of_attempt([event | {"attempt": 1} for event in events], 1).turns
+        return [(part.kind, part.good) for part in turn.parts]
+
+    assert shown(events) == [
+        ("said", None), ("call", None), ("diff", None), ("call", False), ("verdict", False), ("result", False),
+        ("call", None), ("result", None), ("note", None),
+    ]  # fmt: skip
+    older = [event for event in events if event["kind"] != "result"]
+    assert [kind for kind, _ in shown(older)][-3:] == ["diff", "verdict", "note"] and ("call", False) in shown(older)
+
+
 def test_a_story_tells_turns_thoughts_calls_results_and_differences(played, tokenizer):
     story = of_episode(played, tokenizer.backend_tokenizer)
     kinds = [[part.kind for part in turn.parts] for turn in story.turns]
     assert kinds == [
-        ["said", "call", "call", "sampled", "diff", "diff"],
-        ["call", "sampled", "result"],
-        ["thought", "call", "sampled", "diff"],
-        ["call", "sampled", "call", "result"],
-        ["call", "sampled", "result"],
+        ["said", "sampled", "call", "diff", "call", "diff"],
+        ["sampled", "call", "result"],
+        ["thought", "sampled", "call", "diff"],
+        ["sampled", "call", "call", "result"],
+        ["sampled", "call", "result"],
         ["said", "sampled"],
     ]
     mended = story.turns[2].parts[-1]
     assert mended.title == "kernels/fused.cpp +1 −1"
     assert [line[0] for line in mended.text.splitlines() if "x[i] > 0" in line] == ["-", "+"]
     refused = story.turns[3].parts
-    assert "new_string: like this" in refused[2].text and refused[3].good is False
+    assert "new_string: like this" in refused[2].text
+    assert refused[1].title.startswith("Edit") and refused[1].good is refused[3].good is False
     assert "error: old_string not found" in refused[3].text
     assert [role for role, _ in story.opening] == ["system", "user"]
     assert story.files["kernels/fused.cpp"] == KERNEL and story.verdict["status"] == "ok"

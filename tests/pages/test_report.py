@@ -119,6 +119,13 @@ def test_the_page_says_what_the_scores_say(tmp_path):
     assert speeds == sorted(speeds, reverse=True)
 
 
+def test_the_times_of_a_kernel_come_with_the_intervals_of_its_speed_ups(tmp_path):
+    data, _ = make_report(tmp_path, make_inputs(tmp_path))
+    data["kernels"][0]["verdict"] |= {"interval": [1.234, 2.345], "compile_interval": None}
+    text = safe(render(data)).text
+    assert ", 1.23–2.35)" in text and text.count(", 1.23–2.35)") == 1
+
+
 def test_each_paired_difference_says_over_how_many_tasks_it_is(tmp_path):
     data, text = make_report(tmp_path, make_inputs(tmp_path))
     rows = re.findall("<small>against base</small>.*?</tr>", text, re.DOTALL)

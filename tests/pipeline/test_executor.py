@@ -98,6 +98,26 @@ def test_a_changed_section_reruns_only_who_reads_it_and_what_follows(tmp_path, c
     assert [line for line in journal.read(cache)[before:] if not line.startswith("step")] == ["train", "report"]
 
 
+def test_a_stage_that_is_not_in_the_cache_says_what_has_changed(tmp_path, cache):
+    notes = {}
+
+    def watch(run, views):
+        for view in views:
+            notes.setdefault(view.name, []).extend(note for note in view.notes if note not in notes.get(view.name, []))
+
+    first = execute(settings(tmp_path, epochs=3), watch=watch)
+    assert not any(notes.values()), "nothing was ever in the cache"
+    execute(settings(tmp_path, epochs=4), watch=watch)
+    since = f"not in the cache; changed since run {first.run}: "
+    assert notes == {
+        "make": [],
+        "train": [f"{since}critic.epochs 3 -> 4"],
+        "side": [],
+        "twin": [],
+        "report": [f"{since}input (stages, state)"],
+    }
+
+
 def test_a_change_that_leaves_an_output_alike_stops_there(tmp_path, cache):
     execute(settings(tmp_path, epochs=3))
     before = len(journal.read(cache))
@@ -376,6 +396,7 @@ def test_a_stage_does_not_start_after_a_signal_that_came_while_the_cache_was_ask
     def asked(*_):
         made.stopping = True
 
+    monkeypatch.setattr(local, "identity_of", lambda *_: None)
     monkeypatch.setattr(local, "serve_from_cache", asked)
     made._serve_or_start(stage, None)
     assert made.running == {}

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError
 from cuda_agent.pipeline import gc, runs
 from cuda_agent.pipeline.manifest import Manifest, cache_entry, config_entry, key_entry, manifest_entry
 from cuda_agent.pipeline.runs import Run
-from cuda_agent.storage import Store, open_store
+from cuda_agent.storage import Store, json_sha256, open_store
 
 MADE = Manifest("warmup", "old", "k", "c", "e", None, "s", {}, {}, "", 1.0, "2026-01-01T00:00:00+00:00")
 
@@ -42,7 +43,7 @@ def run(
     record = Run(name, f"config-{name}", pipeline, f"2026-01-{created:02}T00:00:00+00:00", sweep=sweep)
     store.put(f"runs/{name}/run.json", record.to_bytes())
     if code is not None:
-        runs.end_run(store, record, code, "", "", ["warmup"])
+        runs.end_run(store, record, code, "", "", Config(), {"warmup": MADE})
     store.put(config_entry(f"config-{name}"), b"{}")
     digest, metrics = folder_of(store, tmp_path, f"out-{name}"), folder_of(store, tmp_path, f"metrics-{name}")
     made = replace(MADE, run=name, key=f"key-{name}", outputs={"policy": digest}, metrics=metrics)
@@ -77,6 +78,17 @@ def test_the_newest_runs_of_each_pipeline_stay_with_all_that_they_name(store: St
         assert (tmp_path / f"back-{name}" / "file").read_text() == f"out-{name}"
     assert not store.has_folder(old)
     assert plan(store, keep=1).keys == {}, "nothing is left to collect"
+
+
+def test_what_a_kept_result_says_of_its_code_and_software_stays(store: Store, tmp_path: Path) -> None:
+    for name in ("old", "new"):
+        run(store, tmp_path, name, 1 + (name == "new"))
+        facts = {"code": store.put_json({"a.py": name}), "environment": store.put_json({"torch": name})}
+        made = replace(Manifest.from_bytes(store.get(manifest_entry(name, "warmup"))), **facts)
+        store.put(manifest_entry(name, "warmup"), made.to_bytes())
+    lists = {name: {f"cas/{json_sha256(one)}" for one in ({"a.py": name}, {"torch": name})} for name in ("old", "new")}
+    what = plan(store, keep=1)
+    assert lists["old"] <= what.keys.keys() and not lists["new"] & what.keys.keys()
 
 
 def test_a_checkpoint_stays_only_where_its_stage_began_and_is_not_done(store: Store, tmp_path: Path) -> None:

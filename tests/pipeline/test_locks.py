@@ -11,7 +11,7 @@ import pytest
 from cuda_agent.errors import TryAgain
 from cuda_agent.pipeline import locks
 from cuda_agent.pipeline.locks import collecting, using
-from cuda_agent.pipeline.manifest import Manifest, commit, take
+from cuda_agent.pipeline.manifest import Manifest, commit, serve_from_cache
 from cuda_agent.storage import Store, open_store
 from tests.waiting import wait_for
 
@@ -117,4 +117,4 @@ def test_a_result_is_taken_while_no_collection_can_remove_it(
         "cuda_agent.pipeline.manifest.find_result", lambda *_: held.append(len(store.list("locks"))) or None
     )
     identity: Any = None
-    assert take(store, "r", identity) is None and held == [1]
+    assert serve_from_cache(store, "r", identity) is None and held == [1]

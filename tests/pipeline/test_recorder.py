@@ -10,7 +10,7 @@ from cuda_agent.pipeline import recorder
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.pipeline.manifest import Manifest
 from cuda_agent.storage import open_store
-from cuda_agent.tracking import MANIFEST_TAG
+from cuda_agent.tracking import MANIFEST_TAG, POLICY_TAG
 
 
 class Taken:
@@ -57,6 +57,25 @@ def test_an_exit_code_is_a_state(record, code, status):
     _, made = record
     made.ended(code)
     assert made._mirror.told[-1] == (None, {"status": status})
+
+
+def test_the_scores_of_an_evaluation_are_metrics_of_the_run_with_a_step_for_each_policy(record, tmp_path):
+    store, made = record
+    (tmp_path / "said").mkdir()
+    said = store.put_folder(tmp_path / "said")
+    manifest = Manifest("evaluate-base", "a", "key", "code", "env", None, "0" * 64, {}, {}, said, 2.5, "now")
+    made.finished("evaluate-base", replace(manifest, scores={"passed": 0.25}))
+    stage, told = made._mirror.told[-1]
+    assert stage is None and told["metrics"][0] == {"score/passed": 0.25} and told["tags"] == {POLICY_TAG: "base"}
+    for policy, passed in (("agentic", 0.75), ("rft", 0.5)):
+        scores = {"passed": passed, "speedup_eager": 1.5}
+        made.finished(f"evaluate-{policy}", replace(manifest, stage=f"evaluate-{policy}", scores=scores))
+    _, told = made._mirror.told[-1]
+    assert told["tags"] == {POLICY_TAG: "agentic"}, "the last one of the graph, whatever ended last"
+    assert [(step, values["score/passed"]) for step, values in sorted(told["metrics"].items())] == [
+        (0, 0.25), (3, 0.5), (4, 0.75),
+    ]  # fmt: skip
+    assert told["metrics"][4]["score/speedup_eager"] == 1.5
 
 
 def test_without_mlflow_nothing_is_done(tmp_path):

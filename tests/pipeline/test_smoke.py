@@ -95,6 +95,11 @@ def test_mlflow_holds_the_run_with_its_curves(peace: tuple[Path, dict]) -> None:
     children = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id], query)}
     assert set(children) == {stage.name for stage in STAGES}
     assert all(child.info.status == "FINISHED" for child in children.values())
+    scores = children["evaluate-agentic"].data.metrics
+    assert scores["score/passed"] == parent.data.metrics["score/passed"], "the row shows the last policy"
+    assert parent.data.tags["policy"] == "agentic, model clock"
+    steps = [point.step for point in client.get_metric_history(parent.info.run_id, "score/passed")]
+    assert len(steps) == len({stage.name for stage in STAGES if stage.about}) == len(set(steps))
     history = client.get_metric_history(children["agentic"].info.run_id, "reward")
     assert len({point.step for point in history}) == len(history) > 1
     assert {"config.json", "index.html"} <= {item.path for item in client.list_artifacts(parent.info.run_id)}

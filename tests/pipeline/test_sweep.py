@@ -4,7 +4,9 @@ import json
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from drill import journal, table
@@ -12,9 +14,10 @@ from drill import journal, table
 from cuda_agent.compose import compose, section_values
 from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError
-from cuda_agent.pipeline import gc, runs, sweep
+from cuda_agent.pipeline import gc, local, runs, sweep
 from cuda_agent.pipeline.graph import STAGES
 from cuda_agent.pipeline.local import RunOutcome, run_pipeline
+from cuda_agent.pipeline.manifest import manifest_entry
 from cuda_agent.storage import open_store
 
 
@@ -166,6 +169,31 @@ def test_the_runs_share_what_is_the_same_and_stand_below_one_parent(tmp_path):
     assert {run.data.tags["mlflow.parentRunId"] for run in stages} == {
         run.info.run_id for run in found if run is not parent
     }
+
+
+def test_a_sweep_ends_with_a_table_of_its_runs(tmp_path, monkeypatch, capsys):
+    from cuda_agent.cli import cluster
+
+    def scoring(config: Config, **options: Any) -> RunOutcome:
+        """The drill's graph; then scores as an evaluation leaves them."""
+        outcome = execute(sweep.Point([], config))
+        made = replace(outcome.manifests["make"], stage="evaluate-base", scores={"passed": config.critic.epochs / 10})
+        open_store(tmp_path / "store").put(manifest_entry(outcome.run, made.stage), made.to_bytes())
+        return outcome
+
+    monkeypatch.setattr(local, "run_pipeline", scoring)
+    assert cluster._sweep_here("s", drill_points(tmp_path), as_json=False) == 0
+    said = [line.split() for line in capsys.readouterr().out.splitlines()[-3:]]
+    assert said[0][:4] == ["sweep", "s", "policy", "pass"]
+    assert [row[:4] for row in said[1:]] == [
+        ["s-1", "critic.epochs=4", "base", "40.0%"],
+        ["s-2", "critic.epochs=5", "base", "50.0%"],
+    ]
+    assert cluster._sweep_here("s", drill_points(tmp_path), as_json=True) == 0
+    rows = json.loads(capsys.readouterr().out)["runs"]
+    assert [(row["run"], row["code"], row["scores"]) for row in rows] == [
+        ("s-1", 0, {"passed": 0.4}), ("s-2", 0, {"passed": 0.5}),
+    ]  # fmt: skip
 
 
 def test_a_sweep_goes_on_where_it_was_stopped(tmp_path):

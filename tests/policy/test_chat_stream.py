@@ -211,6 +211,7 @@ BROKEN = {
     "text": [delta(content="Hel")], "call": [calls(part(0, "a", "Bash", L[:6]))],
     "error": ['{"error": {"message": "busy"}}'], "error-as-text": ['{"error": "busy"}'],
     "vllm-error": ['{"object": "error", "message": "busy"}'], "html": ["<html>"], "list": ["[1]"],
+    "transformers-error-that-is-no-json": ['{"error": "busy\nContent: \'x\'"}'],
 }  # fmt: skip
 
 

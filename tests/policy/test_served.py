@@ -8,7 +8,7 @@ import pytest
 
 from cuda_agent.policy.chat import on_the_wire
 from cuda_agent.policy.chat_stream import Reply
-from cuda_agent.policy.served import ServedModel, ServedModelError, check_address
+from cuda_agent.policy.served import ServedModel, ServedModelError, ServedModelRefused, check_address
 
 TOOLS = [{"type": "function", "function": {"name": "Bash", "description": "Runs.", "parameters": {"properties": {}}}}]
 KEY = "sk-0123456789abcdef"
@@ -24,22 +24,40 @@ def text(piece: str, finish: str | None = None) -> dict:
     return {"choices": [{"delta": {"content": piece}, "finish_reason": finish}]}
 
 
-def chat(*answers: httpx.Response, form="native", **asked):
-    """The reply, the bodies of the requests, what a listener heard, and the model."""
-    waiting, sent, heard = list(answers), [], []
-
-    def answer(request: httpx.Request) -> httpx.Response:
-        sent.append(json.loads(request.content))
-        return waiting.pop(0)
+def asked_of(answer, work, form="native"):
+    """What ``work`` returns for a model whose requests ``answer`` answers."""
 
     async def script():
         async with ServedModel("http://there/v1/", "m", form=form, pause=0.0) as model:
             await model._client.aclose()
             model._client = httpx.AsyncClient(transport=httpx.MockTransport(answer))
-            return await model.chat(ASKED, listen=lambda what, said: heard.append((what, said)), **asked), model
+            return await work(model)
 
-    reply, model = asyncio.run(script())
+    return asyncio.run(script())
+
+
+def chat(*answers: httpx.Response, form="native", **asked):
+    """The reply, the bodies of the requests, what a listener heard, and the model."""
+    waiting, sent, heard = list(answers), [], []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            sent.append(json.loads(request.content))
+        return waiting.pop(0)
+
+    async def work(model):
+        return await model.chat(ASKED, listen=lambda what, said: heard.append((what, said)), **asked), model
+
+    reply, model = asked_of(answer, work, form)
     return reply, sent, heard, model
+
+
+def models(*names: str) -> httpx.Response:
+    return httpx.Response(200, json={"object": "list", "data": [{"id": name} for name in names]})
+
+
+def refusal(status: int, message: str, **more) -> httpx.Response:
+    return httpx.Response(status, json={"error": {"message": message} | more})
 
 
 def test_a_body_that_is_not_streamed_is_read_with_its_calls_and_counts():
@@ -165,3 +183,65 @@ def test_a_thought_signature_goes_back_with_its_call():
     said = {"role": "assistant", "content": "", "tool_calls": [call]}
     (sent,) = on_the_wire([said], TOOLS, "native")
     assert sent["tool_calls"][0]["extra_content"] == call["extra_content"]
+
+
+@pytest.mark.parametrize(
+    "answers, kinds",
+    [
+        ([models("other", "m")], ["GET"]),
+        ([models("other"), stream(text("OK", "stop"))], ["GET", "POST"]),
+        ([httpx.Response(404), stream(text("OK", "stop"))], ["GET", "POST"]),
+        ([httpx.Response(200, text="<html>"), stream(text("OK", "stop"))], ["GET", "POST"]),
+        ([httpx.Response(403), stream(text("OK", "stop"))], ["GET", "POST"]),
+    ],
+    ids=["listed", "not-listed", "no-list", "page", "key-without-the-right-to-list"],
+)
+def test_a_server_is_asked_for_the_model_and_for_a_word_if_it_does_not_list_it(answers, kinds):
+    asked, left = [], list(answers)
+
+    def answer(request):
+        asked.append(request.method)
+        return left.pop(0)
+
+    asked_of(answer, lambda model: model.check())
+    assert asked == kinds
+
+
+LONG = "You exceeded your current quota, please check your plan and billing details."
+
+
+@pytest.mark.parametrize(
+    "answers, said",
+    [
+        ([models("a", "b", "mm"), refusal(404, "no m."), models("a", "b", "mm")], "HTTP 404: no m; it has mm, a, b"),
+        ([httpx.Response(404), refusal(404, "no"), httpx.Response(404)], "is this the whole address, such as http://"),
+        ([refusal(401, "wrong")], "HTTP 401: wrong (the key in OPENAI_API_KEY is not set)"),
+        ([models(), refusal(400, "bad field")], "the request is refused: HTTP 400: bad field"),
+        ([models(), refusal(429, LONG, code="insufficient_quota")], "has no quota or credit left (HTTP 429: You "),
+        ([models(), refusal(402, "This request requires more")], "has no quota or credit left (HTTP 402: This "),
+        ([models(), refusal(400, "Your credit balance is too low")], "has no quota or credit left (HTTP 400: Your "),
+        ([models(), stream({"error": {"message": "pay", "code": 402}})], "the request is refused: in the answer: pay"),
+    ],
+    ids=["no-model", "no-address", "key", "bad-request", "quota", "payment", "credit", "in-the-stream"],
+)
+def test_what_cannot_mend_itself_is_asked_once_and_called_by_its_name(monkeypatch, answers, said):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    left = list(answers)
+    with pytest.raises(ServedModelRefused) as caught:
+        asked_of(lambda request: left.pop(0), lambda model: model.check())
+    assert said in str(caught.value) and caught.value.exit_code == 78 and not left
+
+
+def test_a_server_that_does_not_answer_is_found_at_once():
+    def answer(request):
+        raise httpx.ConnectError("refused")
+
+    with pytest.raises(ServedModelError, match="http://there/v1 does not answer: ConnectError refused") as caught:
+        asked_of(answer, lambda model: model.check())
+    assert caught.value.exit_code == 75
+
+
+def test_a_limit_of_a_minute_is_waited_for():
+    limit = refusal(429, f"{LONG} Quota exceeded for requests per minute. Please retry in 0.1s.")
+    reply, _, heard, _ = chat(limit, stream(text("now", "stop")))
+    assert reply.content == "now" and [what for what, _ in heard][:2] == ["again", "wait"]

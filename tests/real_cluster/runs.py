@@ -15,6 +15,7 @@ from release import Release
 
 from cuda_agent.cluster import submit as commands
 from cuda_agent.cluster.submit import ENDED, phase, views
+from cuda_agent.cluster.templates import template_name
 from cuda_agent.compose import compose
 from cuda_agent.pipeline.local import StageView
 
@@ -32,7 +33,7 @@ LONG = 2400.0  # seconds; far more than any wait here takes on a machine that do
 
 def submission(run: str) -> commands.Submission:
     """Returns the objects that the command ``submit`` would create."""
-    return commands.submission(compose([*TINY, f"run.name={run}"]), "cpu", "cuda-agent")
+    return commands.submission(compose([*TINY, f"run.name={run}"]), "cpu", template_name("cuda-agent", "cpu"))
 
 
 def submit(installed: Release, run: str, *overrides: str) -> None:

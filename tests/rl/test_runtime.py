@@ -120,4 +120,5 @@ def test_a_batch_says_how_long_the_engine_computed_and_how_long_it_waited_for_ti
     for batch in (first, second):
         assert 0.03 < batch.metrics["engine_wait_seconds"] < batch.seconds
         assert 0 < batch.metrics["engine_seconds"] < batch.seconds
+        assert batch.metrics["engine_steps"] > 0 and batch.metrics["engine_prompt_tokens"] > 0
     asyncio.run(engine.close())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cuda_agent.tasks.inspect import problems, recompute_ops
+from cuda_agent.tasks.inspect import problems, recompute_ops, with_advice
 
 TAIL = "\ndef get_inputs(): return []\ndef get_init_inputs(): return []\n"
 
@@ -19,9 +19,43 @@ def test_a_task_in_the_published_form_has_no_problems():
     assert problems(model("return x")) == []
 
 
+NET = "class Net(nn.Module):\n    def forward(self, x): return torch.relu(x)\n"
+LAMBDAS = "get_inputs = lambda: [torch.randn(2)]\nget_init_inputs = lambda: []\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "ops"),
+    [
+        (NET + "Model = Net\n" + LAMBDAS, ("torch.relu",)),
+        (NET + "Model: type = Net\n" + TAIL, ("torch.relu",)),
+        ("from torch.nn import ReLU as Model\n" + LAMBDAS, ()),
+        ("import functools\nModel = functools.partial(nn.Linear, 2)\n" + TAIL, ()),
+        (NET + "Model = Net\ndef inputs(): return []\nget_inputs = get_init_inputs = inputs\n", ("torch.relu",)),
+    ],
+    ids=["model-is-net", "annotated", "imported", "made", "functions-with-other-names"],
+)
+def test_a_task_may_bind_its_names_by_assignment(code, ops):
+    code = "import torch\nimport torch.nn as nn\n" + code
+    assert problems(code) == [] and recompute_ops(code) == ops
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        ("ModuleNotFoundError: No module named 'utils' (model.py line 1)", "stands alone"),
+        ("ImportError: attempted relative import with no known parent package (model.py line 1)", "stands alone"),
+        ("RuntimeError: 0 active drivers ([]). There should only be one. (model.py line 9)", "on a GPU only"),
+    ],
+)
+def test_an_error_of_many_first_tasks_comes_with_advice(error, advice):
+    assert with_advice(error).startswith(error) and advice in with_advice(error)
+    assert with_advice("ValueError: no") == "ValueError: no"
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
+        ("class Model(X):\n    pass\nget_inputs = lambda n: []\nget_init_inputs = lambda: []\n", "line 3: get_inputs"),
         ("x = (\n", "line 1: syntax error"),
         (TAIL, "no class Model"),
         ("class Model(X):\n    pass\ndef get_inputs(): return []\n", "no function get_init_inputs"),

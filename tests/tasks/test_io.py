@@ -72,6 +72,73 @@ def test_kernelbench_levels_become_families_in_natural_order(tmp_path):
     assert [t.name for t in read_any(tmp_path / "level2")] == ["1_c"]
 
 
+def clone(folder: Path) -> Path:
+    """A clone of KernelBench: the levels lie in its folder KernelBench, beside other folders."""
+    for size, name in enumerate(("level1/10_b", "level1/2_a", "level2/1_c"), start=2):
+        path = folder / "KernelBench" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(CODE.format(size))
+    (folder / "src" / "kernelbench").mkdir(parents=True)
+    (folder / "src" / "kernelbench" / "score.py").write_text("x = 1\n")
+    return folder
+
+
+def published(folder: Path) -> dict[int, list[dict[str, object]]]:
+    """The rows of KernelBench's data set by level, as its script makes them: sorted by text."""
+    return {
+        level: [
+            {"code": path.read_text(), "level": level, "name": path.stem, "problem_id": int(path.stem.split("_")[0])}
+            for path in sorted((folder / "KernelBench" / f"level{level}").iterdir())
+        ]
+        for level in (1, 2)
+    }
+
+
+def test_a_clone_of_kernelbench_is_read_as_it_is(tmp_path):
+    tasks = read_any(clone(tmp_path / "kb"))
+    assert [t.name for t in tasks] == ["level1/2_a", "level1/10_b", "level2/1_c"]
+    assert tasks == read_any(tmp_path / "kb" / "KernelBench")
+
+
+@pytest.mark.parametrize("form", ["parquet", "jsonl"])
+def test_kernelbenchs_published_tables_hold_the_tasks_of_its_clone(tmp_path, form):
+    tasks = read_any(clone(tmp_path / "kb"))
+    data = tmp_path / "hf" / "data"
+    data.mkdir(parents=True)
+    for level, rows in published(tmp_path / "kb").items():
+        path = data / f"level_{level}-00000-of-00001.{form}"
+        if form == "parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        else:
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_any(tmp_path / "hf") == read_any(data) == tasks
+    assert read_any(data / f"level_1-00000-of-00001.{form}") == tasks[:2]
+    assert import_tasks(tmp_path / "hf", tmp_path / "set").tasks == tasks == read_tasks(tmp_path / "set")
+
+
+def test_a_row_of_a_published_table_that_is_no_task_is_named_and_import_drops_it(tmp_path):
+    rows = published(clone(tmp_path / "kb"))[1]
+    path = tmp_path / "table.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, rows[0] | {"name": "11_d", "code": "x = 1"}]))
+    with pytest.raises(TaskError, match=r"table\.jsonl: 11_d: not a task: no class Model"):
+        read_any(path)
+    imported = import_tasks(path, tmp_path / "set")
+    assert [t.name for t in imported.tasks] == ["level1/2_a", "level1/10_b"] and len(imported.dropped) == 1
+    path.write_text(json.dumps(rows[0] | {"level": "one"}) + "\n")
+    with pytest.raises(TaskError, match="row 0: level holds no number"):
+        read_any(path)
+    path.write_text("{'code': ")
+    with pytest.raises(TaskError, match="not a file of JSON lines"):
+        read_any(path)
+
+
+def test_several_tables_that_are_not_kernelbenchs_are_not_read_together(tmp_path):
+    for name in ("a", "b"):
+        parquet(tmp_path / f"{name}.parquet", ops=[["torch.relu"]], data_source=["x"], code=[CODE.format(2)])
+    with pytest.raises(TaskError, match="no task files"):
+        read_any(tmp_path)
+
+
 def test_import_recomputes_ops_and_drops_copies(tmp_path):
     path = parquet(
         tmp_path / "data.parquet",

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from cuda_agent.policy.engines import native
 from cuda_agent.policy.engines.engine import probe_prompt
-from cuda_agent.policy.engines.graphs import StepGraphs
+from cuda_agent.policy.engines.graphs import MOST_STEPS, StepGraphs
+from cuda_agent.policy.engines.sampling import draw_steps
 
 THREADED_ROWS = 256  # fewest rows for which the native functions use threads
 
@@ -46,6 +47,7 @@ class DenseDecoder:
         half = on_gpu and self.embed.dtype in (torch.float16, torch.bfloat16) and self.head in range(8, 257, 8)
         self.packed = half and torch.cuda.get_device_capability(self.embed.device) >= (8, 0)
         self.graphs = StepGraphs(self._plain_step, rows, self.embed.device) if on_gpu else None
+        self.most_steps = MOST_STEPS if on_gpu else 1  # of one call of ``sample``
 
     @staticmethod
     def knows(model: Any) -> bool:
@@ -252,9 +254,20 @@ class DenseDecoder:
         self._reserve(longest + 1)
         if self.native:
             return self._native_step(self.native, ids, positions)
-        if self.graphs:
-            return self.graphs(ids, positions, longest + 1, self.cache.shape[3])
         return self._plain_step(ids, positions, min(-(-(longest + 1) // 16) * 16, self.cache.shape[3]))
+
+    def sample(
+        self, ids: Tensor, positions: Tensor, noise: Tensor, temperatures: Tensor, longest: int
+    ) -> tuple[Tensor, Tensor]:
+        """Draws the next k tokens of each of the first n rows, and appends the given tokens and all but the last drawn
+        one to the cache. ``ids``, ``positions`` and ``longest`` are those of ``step``. ``noise``, float64 [n, k], and
+        ``temperatures``, float64 [n], are those of ``sampling.draw``. k is at most ``most_steps``. Returns ids (int64)
+        and log-probabilities (float32), both [n, k]."""
+        length = longest + noise.shape[1]
+        self._reserve(length)
+        if self.graphs:
+            return self.graphs(ids, positions, noise, temperatures, length, self.cache.shape[3])
+        return draw_steps(self.step, ids, positions, noise, temperatures, longest)
 
     def _plain_step(self, ids: Tensor, positions: Tensor, length: int) -> Tensor:
         n, group, device = len(ids), self.heads // self.kv_heads, ids.device
@@ -311,6 +324,7 @@ class GenericDecoder:
     model's own cache."""
 
     partial = False  # a recurrent state cannot be cut short
+    most_steps = 1  # of one call of ``sample``, for the same reason
 
     def __init__(self, model: Any, rows: int) -> None:
         self.model = copy.deepcopy(model).eval()
@@ -338,6 +352,11 @@ class GenericDecoder:
 
     def step(self, ids: Tensor, positions: Tensor, longest: int) -> Tensor:
         return torch.stack([self._forward(row, ids[row : row + 1], 1) for row in range(len(ids))])
+
+    def sample(
+        self, ids: Tensor, positions: Tensor, noise: Tensor, temperatures: Tensor, longest: int
+    ) -> tuple[Tensor, Tensor]:
+        return draw_steps(self.step, ids, positions, noise, temperatures, longest)
 
     def keep(self, row: int, length: int) -> Any:
         return self.rows[row]

@@ -25,6 +25,7 @@ from cuda_agent.config import PolicyConfig
 from cuda_agent.lease import Lease
 from cuda_agent.policy.engines.decoder import Decoder, Job, make_decoder, rounding, verify
 from cuda_agent.policy.engines.engine import Completion, EngineError, SamplingParams, fitted
+from cuda_agent.policy.engines.sampling import draw, uniforms
 
 QUIET_PASSES = 8
 KEPT_TOKENS_PER_ROW = 1024  # times the number of rows: most tokens of finished sequences that are kept
@@ -224,16 +225,26 @@ class LocalEngine:
         if not self._active or ended:
             return ended
         while True:
-            places = [len(request.prompt) + len(request.ids) - 1 for request in self._active]
             with self._working():
-                # One copy to the device: each copy waits for it, and it may be busy with other processes.
-                rows = [[r.ids[-1], place, _noise(r)] for r, place in zip(self._active, places, strict=True)]
-                ids, positions, noise = torch.tensor(rows, dtype=torch.float64, device=self._device).t()
-                logits = self._decoder.step(ids.long(), positions.long(), max(places))
-                ended = self._sample(logits, noise, 0)
-                self.counts.steps += 1
+                ended = self._advance()
             if ended or self._interrupt:
                 return ended
+
+    def _advance(self) -> list[tuple[_Request, Any]]:
+        """Draws at least one next token of each active request. Removes the requests that end, and returns them with
+        their finish reasons."""
+        places = [len(request.prompt) + len(request.ids) - 1 for request in self._active]
+        steps = min(self._decoder.most_steps, self._decoder.context - max(places))
+        # One copy to the device: each copy waits for it, and it may be busy with other processes.
+        rows = [
+            [request.ids[-1], place, request.params.temperature, *_noise(request, steps)]
+            for request, place in zip(self._active, places, strict=True)
+        ]
+        table = torch.tensor(rows, dtype=torch.float64, device=self._device)
+        ids, positions = table[:, :2].t().long()
+        drawn = self._decoder.sample(ids, positions, table[:, 3:], table[:, 2], max(places))
+        self.counts.steps += steps
+        return self._take(*drawn, 0)
 
     def _join(self, joining: list[_Request]) -> list[tuple[_Request, Any]]:
         """Computes the prompts of the requests ``joining`` in new rows of the batch, and samples each request's first
@@ -268,9 +279,10 @@ class LocalEngine:
             for source, row, length in twins:
                 self._decoder.copy(source, row, length)
             self._active += joining
-            noise = torch.tensor([*map(_noise, joining)], dtype=torch.float64, device=logits.device)
-            picked = logits[torch.tensor(picks, device=logits.device)]
-            return self._sample(picked, noise, len(self._active) - len(joining))
+            rows = [[pick, r.params.temperature, *_noise(r, 1)] for pick, r in zip(picks, joining, strict=True)]
+            pick, temperatures, noise = torch.tensor(rows, dtype=torch.float64, device=logits.device).t()
+            ids, logprobs = draw(logits[pick.long()], noise, temperatures)
+            return self._take(ids[:, None], logprobs[:, None], len(self._active) - len(joining))
 
     def _take_kept(self, prompt: list[int]) -> tuple[int, Any]:
         """Finds the finished sequence in ``_kept`` that has the longest common prefix with ``prompt[:-1]``. Returns the
@@ -292,21 +304,26 @@ class LocalEngine:
             del self._kept[best]
         return best_length, kept
 
-    def _sample(self, logits: Tensor, noise: Tensor, first: int) -> list[tuple[_Request, Any]]:
-        """Draws the next token for the active row ``first`` and each later active row. ``logits`` and ``noise`` belong
-        to these rows. Removes the requests that end, and returns them with their finish reasons."""
+    def _take(self, ids: Tensor, logprobs: Tensor, first: int) -> list[tuple[_Request, Any]]:
+        """Appends drawn tokens to the active request ``first`` and to each later one. ``ids`` and ``logprobs``, both
+        [requests, steps], belong to these requests. Drops tokens after a request's end. Removes the requests that end,
+        and returns them with their finish reasons."""
         requests = self._active[first:]
-        temperatures = [r.params.temperature for r in requests]
-        ids, logprobs = draw(logits, noise, temperatures)
+        found = torch.cat([ids.double(), logprobs.double()], 1).tolist()  # one copy to the host
         ended = []
-        for row, (request, token, logprob) in enumerate(zip(requests, ids, logprobs, strict=True), first):
-            request.ids.append(token)
-            request.logprobs.append(logprob)
-            if token in request.params.stop_ids:
-                ended.append((row, request, "stop"))
-            elif len(request.ids) == request.params.max_tokens:
-                ended.append((row, request, "length"))
-        self.counts.sampled += len(requests)
+        for row, (request, numbers) in enumerate(zip(requests, found, strict=True), first):
+            before, finish = len(request.ids), ""
+            for token, logprob in zip(map(int, numbers[: ids.shape[1]]), numbers[ids.shape[1] :], strict=True):
+                request.ids.append(token)
+                request.logprobs.append(logprob)
+                if token in request.params.stop_ids:
+                    finish = "stop"
+                elif len(request.ids) == request.params.max_tokens:
+                    finish = "length"
+                if finish:
+                    ended.append((row, request, finish))
+                    break
+            self.counts.sampled += len(request.ids) - before
         for row, request, _ in reversed(ended):
             self._keep(row, request)
             self._leave(row)
@@ -338,9 +355,10 @@ def _init_thread(threads: int, device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def _noise(request: _Request) -> float:
-    """Returns the random number for the request's next token."""
-    return float(request.noise[len(request.ids)])
+def _noise(request: _Request, count: int) -> list[float]:
+    """Returns the random numbers for the request's next ``count`` tokens, with zeros for tokens after its last one."""
+    numbers = request.noise[len(request.ids) : len(request.ids) + count].tolist()
+    return numbers + [0.0] * (count - len(numbers))
 
 
 def _chunks(jobs: Sequence[Job], most: int, seen: int) -> Iterator[Sequence[Job]]:
@@ -354,31 +372,6 @@ def _chunks(jobs: Sequence[Job], most: int, seen: int) -> Iterator[Sequence[Job]
             begin, new, whole = index, 0, 0
         new, whole = new + len(ids), whole + start + len(ids)
     yield jobs[begin:]
-
-
-def uniforms(seed: int, position: int, count: int) -> np.ndarray:
-    """Returns float64 [count], uniform in [0, 1). Entry i depends only on ``seed`` and ``position`` + i."""
-    bits = np.random.Philox(key=seed % 2**64)
-    bits.advance(position // 4)  # one counter step gives four numbers
-    return np.random.Generator(bits).random(position % 4 + count)[position % 4 :]
-
-
-def draw(logits: Tensor, noise: Tensor, temperatures: Sequence[float]) -> tuple[list[int], list[float]]:
-    """Draws one token for each of the n rows of ``logits``. Returns the ids and log-probabilities of the tokens.
-    ``logits`` are float32 [n, vocab]. ``noise``, float64 [n] in [0, 1), picks a token from each row's cumulative
-    distribution. At temperature 0 the likeliest token is taken, with its log-probability at temperature 1."""
-    if any(t != 1.0 for t in temperatures):
-        logits = logits / torch.tensor([t or 1.0 for t in temperatures], device=logits.device)[:, None]
-    probabilities = torch.softmax(logits, -1)
-    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    ids = torch.searchsorted(cumulative, noise[:, None] * cumulative[:, -1:], right=True)
-    ids = ids.clamp_(max=logits.shape[-1] - 1)
-    if 0.0 in temperatures:
-        greedy = torch.tensor([t == 0.0 for t in temperatures], device=logits.device)[:, None]
-        ids = torch.where(greedy, logits.argmax(-1, keepdim=True), ids)
-    logprobs = probabilities.gather(-1, ids).log()
-    tokens, found = torch.cat([ids.double(), logprobs.double()], 1).t().tolist()  # one copy to the host
-    return [int(token) for token in tokens], found
 
 
 def copied(model: Any, device: torch.device, dtype: torch.dtype | None) -> Any:

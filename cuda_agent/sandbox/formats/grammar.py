@@ -31,6 +31,9 @@ PACKED = {
     "float32": "f", "float64": "d", "int64": "q", "int32": "i", "int16": "h", "int8": "b", "uint8": "B", "bool": "B",
 }  # fmt: skip
 """The types that a workspace may have, and their letters for ``struct``."""
+_NAME, _ASCII_NAME = (  # of a workspace, of a constant
+    rf"^(?!(in|out|init)\d+$){name}$" for name in (r"[^\W\d]\w*", "[A-Za-z_][A-Za-z0-9_]*")
+)
 _FUNCTION = re.compile(r"[A-Za-z_]\w*(::[A-Za-z_]\w*)*\s*(<[\w\s,:.+-]*>)?")
 
 
@@ -93,6 +96,11 @@ Byte = Annotated[
     int,
     Field(ge=0, le=255),
     _refuse("a byte from 0 to 255, not {0}", lambda value: _is(int)(value) and 0 <= value <= 255),
+]
+Constant = Annotated[
+    int,
+    Field(ge=-(2**31), lt=2**31),
+    _refuse("an integer of 32 bits is expected, not {1}", lambda value: _is(int)(value) and -(2**31) <= value < 2**31),
 ]
 Compute = Annotated[
     Any,
@@ -207,11 +215,14 @@ class Plan(_Object):
     model_config = ConfigDict(title="plan.json")
 
     nodes: list[Node] = Field(min_length=1, max_length=MOST_NODES)
-    workspaces: dict[str, Workspace] = Field(
-        {}, json_schema_extra={"propertyNames": {"pattern": r"^(?!(in|out|init)\d+$)[^\W\d]\w*$"}}
-    )
+    workspaces: dict[str, Workspace] = Field({}, json_schema_extra={"propertyNames": {"pattern": _NAME}})
     guards: list[Expression] = Field(
         [], description="the solution is refused unless each is true for the task's shapes"
+    )
+    constants: dict[str, Constant] = Field(
+        {},
+        description="integers by name, for expressions and, as constexpr int, for kernels",
+        json_schema_extra={"propertyNames": {"pattern": _ASCII_NAME}},
     )
 
 

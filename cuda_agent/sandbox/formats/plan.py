@@ -105,6 +105,10 @@ def compile_plan(files: Mapping[str, str], spec: TaskSpec, device: str = "cpu") 
     plan = grammar.read(files["plan.json"], device)
     names = _names(spec)
     program = Program()
+    for name, number in plan.constants.items():
+        if not (_is_free(name, names) and name.isascii()):
+            raise PlanError(f"constants.{name}: not a name for a constant")
+        names[name] = number
     for name, workspace in plan.workspaces.items():
         names[name] = _workspace(name, workspace, names, program)
     for index, guard in enumerate(plan.guards):
@@ -132,7 +136,8 @@ def compile_plan(files: Mapping[str, str], spec: TaskSpec, device: str = "cpu") 
         if f"out:{index}" not in written:
             raise PlanError(f"no node uses out{index}")
     if calls:
-        head = "".join(f'#include "{path}"\n' for path in sources) + (_SIGNATURES if device == "cuda" else "")
+        head = "".join(f"constexpr int {name} = {number};\n" for name, number in plan.constants.items())
+        head += "".join(f'#include "{path}"\n' for path in sources) + (_SIGNATURES if device == "cuda" else "")
         program.source = head + "\n".join(calls) + "\n"
     if device == "cuda":
         kernels = [node for node in program.nodes if "symbol" in node]
@@ -171,9 +176,14 @@ def _names(spec: TaskSpec) -> dict[str, Any]:
     return names
 
 
+def _is_free(name: str, names: dict[str, Any]) -> bool:
+    """Returns whether a workspace or a constant may be called ``name``. ``names`` holds the names in use."""
+    return name.isidentifier() and not re.fullmatch(r"(in|out|init)\d+", name) and name not in names
+
+
 def _workspace(name: str, item: Workspace, names: dict[str, Any], program: Program) -> Buffer:
     where = f"workspaces.{name}"
-    if not name.isidentifier() or re.fullmatch(r"(in|out|init)\d+", name):
+    if not _is_free(name, names):
         raise PlanError(f"{where}: not a name for a workspace")
     size = evaluate(item.size, names, f"{where}.size")
     buffer = Buffer(f"ws:{name}", Tensor((size,), item.dtype))

@@ -63,3 +63,15 @@ def test_verdicts_of_evaluate_set_replace_those_of_the_runs(records, record, tmp
     without = [row["sample"] for row in rows if "plan.json" not in row["files"]]
     assert sorted(sample for sample, _, result in found if result.status == "no_answer") == sorted(without)
     assert len(found) == 1 + len(without), "the others have no verdict"
+
+
+def test_an_ablation_gives_its_last_policy_and_is_compared_with_the_whole_recipe(records, tmp_path, capsys):
+    for run, stages in {"a": ("warmup", "one-shot"), "b": ("base", "agentic")}.items():
+        for stage in stages:
+            (tmp_path / run / "runs" / "one" / f"evaluate-{stage}").mkdir(parents=True)
+            (tmp_path / run / "runs" / "one" / f"evaluate-{stage}" / "manifest.json").touch()
+    assert records.policies_of(tmp_path / "a", "no_agent_loop") == [("no_agent_loop", "evaluate-one-shot")]
+    assert records.policies_of(tmp_path / "b", "grpo") == [("grpo", "evaluate-agentic")]
+    values = dict.fromkeys(records.report.__globals__["METRICS"], 0.5)
+    records.report([{"seed": 0, "values": {"agentic": {"task": values}, "no_rft": {"task": values}}}], None)
+    assert list(json.loads(capsys.readouterr().out)["differences"]) == ["no_rft -> agentic"]

@@ -14,7 +14,8 @@ from cuda_agent.lease import Lease
 from cuda_agent.policy.engines import local, native
 from cuda_agent.policy.engines.decoder import DenseDecoder, GenericDecoder, make_decoder, verify
 from cuda_agent.policy.engines.engine import SamplingParams
-from cuda_agent.policy.engines.local import EngineError, LocalEngine, copied, draw, uniforms
+from cuda_agent.policy.engines.local import EngineError, LocalEngine, copied
+from cuda_agent.policy.engines.sampling import draw, uniforms
 from tests.waiting import AskedLease
 
 SMALL = {"vocab_size": 90, "max_position_embeddings": 128}
@@ -256,10 +257,39 @@ def test_noise_depends_on_seed_and_position_alone():
 def test_draws_follow_the_distribution():
     logits = torch.tensor([0.5, -torch.inf, 2.0, 0.0, -1.0])
     noise = torch.from_numpy(uniforms(1, 0, 20000))
-    ids, logprobs = draw(logits.expand(20000, 5), noise, [1.0] * 20000)
+    ids, logprobs = draw(logits.expand(20000, 5), noise, torch.ones(20000))
     wanted = torch.softmax(logits, -1)
-    assert torch.allclose(torch.bincount(torch.tensor(ids), minlength=5) / 20000, wanted, atol=0.015)
+    assert torch.allclose(torch.bincount(ids, minlength=5) / 20000, wanted, atol=0.015)
     assert 1 not in ids and logprobs[0] == pytest.approx(wanted.log()[ids[0]].item(), abs=1e-6)
+
+
+def test_rows_of_one_draw_have_their_own_temperatures():
+    logits = torch.tensor([0.5, 2.0, 1.9])
+    noise = torch.full((3,), 0.99, dtype=torch.float64)
+    ids, logprobs = draw(logits.expand(3, 3), noise, torch.tensor([1.0, 0.0, 0.01]))
+    assert ids.tolist() == [2, 1, 1], "the last one's second choice is not within its reach"
+    assert logprobs[1] == pytest.approx(torch.log_softmax(logits, -1)[1].item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("steps", [3, 8])
+def test_steps_without_a_look_at_their_tokens_give_the_same_completions(policy, steps):
+    """Sequences that stop, end by their length or fill the context, and others that join meanwhile."""
+    asked = prompts(9)
+    first = serve(LocalEngine(policy, threads=1, batch=1), [(asked[0], SamplingParams(30, seed=0))])[0]
+    stop = (first.ids[10],)
+    assert first.ids.index(first.ids[10]) % steps != steps - 1, "it stops within a call of ``sample``"
+    jobs = [(p, SamplingParams(20 + 3 * n, seed=n, stop_ids=stop)) for n, p in enumerate(asked)]
+    jobs += [([1] * 115, SamplingParams(50, seed=9)), ([2] * 127, SamplingParams(5, seed=10))]
+    found = []
+    for most in (1, steps):
+        engine = LocalEngine(policy, threads=1, batch=4)
+        engine._decoder.most_steps = most
+        found.append(serve(engine, jobs))
+        asyncio.run(engine.close())
+    assert [(c.ids, c.finish) for c in found[0]] == [(c.ids, c.finish) for c in found[1]]
+    assert {c.finish for c in found[0]} == {"stop", "length"}
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
 
 
 def test_new_weights_are_served_from_the_next_call_on(engine, policy):

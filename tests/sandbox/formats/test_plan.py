@@ -42,6 +42,13 @@ def test_a_plan_becomes_a_program_and_a_trampoline() -> None:
     assert "f<8>(block, grid, (float*)a[0], (float*)a[1], (float*)a[2], *(long*)a[3]" in program.source
 
 
+def test_a_constant_is_one_number_in_expressions_and_in_kernels() -> None:
+    node = NODE | {"grid": "cdiv(in0.numel, BLOCK)", "function": "f<BLOCK>", "args": ["in0", "out0", "BLOCK // 2"]}
+    program = compile_plan(files({"constants": {"BLOCK": 96, "LOW": -1}, "nodes": [node]}), SPEC)
+    assert program.nodes[0]["grid"] == 4 and program.nodes[0]["args"][-1] == {"int": 48}
+    assert program.source.startswith('constexpr int BLOCK = 96;\nconstexpr int LOW = -1;\n#include "k.cpp"')
+
+
 @pytest.mark.parametrize(
     ("text", "value"),
     [
@@ -71,7 +78,7 @@ def test_weights_with_similar_names_and_a_workspace_keep_their_own_shapes() -> N
         ("{", "plan.json is not JSON"),
         ("[]", "plan.json: an object is expected"),
         ({}, "plan.json: 'nodes' is missing"),
-        ({"nodes": [], "node": 1}, "plan.json: 'node' is unknown; there are guards, nodes, workspaces"),
+        ({"nodes": [], "node": 1}, "plan.json: 'node' is unknown; there are constants, guards, nodes, workspaces"),
         ({"nodes": []}, "nodes: 1 to 256 are possible"),
         ({"nodes": [dict(NODE, kernel="x.cpp")]}, "nodes[0].kernel: there is no file 'x.cpp'"),
         ({"nodes": [dict(NODE, kernel="../k.cpp")]}, "nodes[0].kernel"),
@@ -94,6 +101,13 @@ def test_weights_with_similar_names_and_a_workspace_keep_their_own_shapes() -> N
         ({"nodes": [NODE], "workspaces": {"t": {"size": 4, "dtype": "int8", "init": 1000}}}, "workspaces.t.init"),
         ({"nodes": [NODE], "workspaces": {"t": {"size": 4, "dtype": ["int8"]}}}, "workspaces.t.dtype: ['int8'] is"),
         ({"nodes": [NODE], "workspaces": {"t": 4}}, "workspaces.t: an object is expected, not 4"),
+        ({"nodes": [NODE], "constants": {"B": 1.5}}, "constants.B: an integer of 32 bits is expected, not 1.5"),
+        ({"nodes": [NODE], "constants": {"B": True}}, "constants.B: an integer of 32 bits is expected, not true"),
+        ({"nodes": [NODE], "constants": {"B": 1 << 31}}, "constants.B: an integer of 32 bits is expected"),
+        ({"nodes": [NODE], "constants": {"in0": 4}}, "constants.in0: not a name for a constant"),
+        ({"nodes": [NODE], "constants": {"B; int x": 4}}, "constants.B; int x: not a name for a constant"),
+        ({"nodes": [NODE], "constants": {"t": 4}, "workspaces": {"t": {"size": 4}}}, "workspaces.t: not a name"),
+        ({"nodes": [NODE], "constants": []}, "constants: an object is expected, not []"),
         ({"nodes": {}}, "nodes: a list is expected, not {}"),
         ({"nodes": [NODE, 3]}, "nodes[1]: an object is expected, not 3"),
         ({"nodes": [{"grid": None, "x": 1}]}, "nodes[0]: 'function' is missing"),
