@@ -1,14 +1,14 @@
-# make demo | test | lint | benchmark | test-cluster: each first makes the environment when it is missing or the lock has changed.
+# make demo | test | lint | docs | benchmark | test-cluster: each first makes the environment when it is missing or the lock has changed.
 #
 #   PYTHON=python3.12   the interpreter to use (3.11 or newer; else the first that is found)
-#   CPU_TORCH=1         leave out the GPU libraries, for indexes that offer PyTorch's CPU build (see README.md)
+#   CPU_TORCH=1         leave out the GPU libraries, for indexes that offer PyTorch's CPU build (see docs/faq.md)
 #
 # pip's own settings (PIP_INDEX_URL, pip.conf, ...) are honoured; nothing here names an index.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help environment demo test test-drills lint benchmark images cluster-up cluster-down test-cluster test-cluster-full clean
+.PHONY: help environment demo test test-drills lint links docs benchmark images cluster-up cluster-down test-cluster test-cluster-full clean
 
 CORES := $(shell nproc 2>/dev/null || echo 2)
 WORKERS := $(shell expr $(CORES) + 1) # some tests wait; with two more, judges that find the machine busy measure again
@@ -24,7 +24,8 @@ help:
 	@echo "make demo       train a small model through every stage on this machine, and write a report"
 	@echo "make test       run the tests"
 	@echo "make test-drills  run the drills: whole runs, stages on Ray, a storm of requests, faults of the sandbox"
-	@echo "make lint       ruff, mypy and import-linter"
+	@echo "make lint       ruff, mypy and import-linter, and a search for dead links between the pages"
+	@echo "make docs       build the documentation site with Sphinx: build/docs/index.html"
 	@echo "make benchmark  measure engine and trainer"
 	@echo "make images     build the container images with buildah (REGISTRY=..., PUSH=1; see images/build.sh)"
 	@echo "make cluster-up, cluster-down  a real one-node Kubernetes with Argo Workflows on this machine (docs/cluster-development.md)"
@@ -35,7 +36,7 @@ environment:
 	test -n "$(PYTHON)" || { echo "Needs Python 3.11 or newer: install it, or name it with PYTHON=..." >&2; exit 1; }; \
 	echo "Making .venv with $$($(PYTHON) --version): $$($(WANTED) | grep -c ==) packages, about \
 	$(if $(CPU_TORCH),0.5 GB to download and 2 GB,3 GB to download and 6 GB) on disk." ; \
-	echo "That takes 2 to 10 minutes on a fast line.$(if $(CPU_TORCH),, Without a GPU, see CPU_TORCH in README.md.)"; \
+	echo "That takes 2 to 10 minutes on a fast line.$(if $(CPU_TORCH),, Without a GPU, see CPU_TORCH in docs/faq.md.)"; \
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv || \
 		{ echo "Could not make .venv; on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }; \
 	$(WANTED) > .venv/wanted.lock; \
@@ -83,6 +84,15 @@ lint: environment
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory links
+
+links: # between pages, to headings, pictures and other files; a new environment, because Sphinx warns of a page once
+	$(BIN)/sphinx-build --quiet --fail-on-warning --fresh-env --builder dummy --conf-dir docs . build/links
+
+docs: environment
+	$(BIN)/sphinx-build --quiet --fail-on-warning --conf-dir docs . build/docs
+	@cp build/docs/README.html build/docs/index.html
+	@echo "build/docs/index.html"
 
 benchmark: environment
 	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python $$script; done

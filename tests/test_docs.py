@@ -1,7 +1,15 @@
 import re
+import runpy
+import tomllib
 from pathlib import Path
 
-DOCS = Path(__file__).parents[1] / "docs"
+import pytest
+import yaml
+
+from tests.optimize import quirks
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 
 
 def test_the_table_of_contents_names_every_decision_once_and_in_order():
@@ -11,7 +19,34 @@ def test_the_table_of_contents_names_every_decision_once_and_in_order():
     assert len({heading.partition(".")[0] for heading in headings}) == len(headings)
 
 
-def test_pictures_and_pages_that_the_docs_link_exist():
-    for page in DOCS.glob("*.md"):
-        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
-            assert target.startswith(("http://", "https://")) or (DOCS / target).exists(), (page.name, target)
+def test_every_page_is_on_the_site():
+    """Links are checked (`make lint`) on the pages of the site."""
+    pages = {
+        path.relative_to(ROOT).as_posix()
+        for folder in (".", "docs", "examples")
+        for path in ROOT.glob(f"{folder}/*.md")
+    }
+    assert pages | {"charts/cuda-agent/README.md"} == set(runpy.run_path(str(DOCS / "conf.py"))["include_patterns"])
+
+
+def test_the_page_of_servers_names_every_imitated_deviation():
+    cases = re.findall(r"^\| [^|]+ \| ([^|]+) \|$", (DOCS / "servers.md").read_text(), re.M)  # tables of two columns
+    named = re.findall(r"`([\w-]+)`", " ".join(cases))
+    servers = re.findall(r'^    "([\w-]+)": ', (ROOT / "tests/optimize/test_quirks.py").read_text(), re.M)
+    assert sorted(named) == sorted([*servers, *quirks.WAYS, *quirks.ALONE])
+
+
+@pytest.fixture(scope="module")
+def project():
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_badges_say_what_the_package_says(project):
+    python, licence = ((DOCS / f"pictures/badge-{name}.svg").read_text() for name in ("python", "licence"))
+    assert f">{project['requires-python'].removeprefix('>=')}+<" in python and f">{project['license']}<" in licence
+
+
+def test_the_citation_is_of_this_version(project):
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert (str(cited["version"]), cited["license"]) == (project["version"], project["license"])
+    assert cited["title"] == project["name"] and cited["cff-version"] == "1.2.0"

@@ -57,8 +57,7 @@ void fused(long block, long grid, const float* x, float* y, long n) {
 ```
 - Buffers: `in0`, `in1`, ... are the inputs (contiguous), `out0`, ... the outputs, `"w:<name>"` a weight by its name
   in the state_dict, `init0`, ... the plain numbers that `get_init_inputs()` returns. Workspaces of your own:
-  `"workspaces": {"tmp": {"size": "in0.numel", "dtype": "float32", "init": 0}}`. Integers that expressions and kernels
-  (there a `constexpr int`) share: `"constants": {"BLOCK": 256}`.
+  `"workspaces": {"tmp": {"size": "in0.numel", "dtype": "float32", "init": 0}}`.
 - `grid`, sizes and number arguments are integers or expressions such as `"in0.shape[0] // 4"`, `"cdiv(in0.numel,
   1024)"`, `min`, `max`, `select(condition, a, b)`. Plain numbers arrive as `long` (integers) or `double`.
 - Blocks run in any order, spread over the threads; a node begins when the one before has ended.
@@ -90,8 +89,7 @@ template <int PER_THREAD> __global__ void fused(const float* x, float* y, long n
   `"cluster"` (one to three numbers) and `"cooperative": true`.
 - Buffers: `in0`, `in1`, ... are the inputs (contiguous), `out0`, ... the outputs, `"w:<name>"` a weight by its name
   in the state_dict, `init0`, ... the plain numbers that `get_init_inputs()` returns. Workspaces of your own:
-  `"workspaces": {"tmp": {"size": "in0.numel", "dtype": "float32", "init": 0}}`. Integers that expressions and kernels
-  (there a `constexpr int`) share: `"constants": {"BLOCK": 256}`.
+  `"workspaces": {"tmp": {"size": "in0.numel", "dtype": "float32", "init": 0}}`.
 - Extents, sizes and number arguments are integers or expressions such as `"in0.shape[0] // 4"`, `"cdiv(in0.numel,
   1024)"`, `min`, `max`, `select(condition, a, b)`. Numbers arrive with the type that the kernel declares.
 - `{"memset": "out0", "value": 0}` is a node too. Conditions that shapes must meet go into `"guards": ["in0.shape[1] % 8

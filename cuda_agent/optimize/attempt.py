@@ -53,10 +53,10 @@ class Terms:
     format: Format = "plan"
     device: Literal["cpu", "cuda"] = "cpu"
     style: Style = "full"
-    turns: int = 60  # maximum number of turns
-    context: int = 65536  # maximum number of tokens of the conversation and the answer together
-    answer_tokens: int = 8192  # maximum number of tokens of one answer
-    target: float = 1.05  # speed-up over the faster of eager and torch.compile
+    turns: int = 60  #: maximum number of turns
+    context: int = 65536  #: maximum number of tokens of the conversation and the answer together
+    answer_tokens: int = 8192  #: maximum number of tokens of one answer
+    target: float = 1.05  #: speed-up over the faster of eager and torch.compile
     temperature: float = 1.0
     seed: int = 0
 

@@ -39,17 +39,17 @@ class SearchOrder:
         OptimizeError: ``money`` is limited but no price is given, the context is shorter than two answers, or no turn
             is left for a tool."""
 
-    base_url: str  # OpenAI-compatible address
-    model: str  # name of the model at the address
-    key_env: str = "OPENAI_API_KEY"  # environment variable that holds the API key
-    attempts: int = 1  # number of attempts
-    search: bool = True  # whether later attempts start from solutions of earlier ones
-    terms: Terms = field(default_factory=Terms)  # settings of each attempt
+    base_url: str  #: OpenAI-compatible address
+    model: str  #: name of the model at the address
+    key_env: str = "OPENAI_API_KEY"  #: environment variable that holds the API key
+    attempts: int = 1  #: number of attempts
+    search: bool = True  #: whether later attempts start from solutions of earlier ones
+    terms: Terms = field(default_factory=Terms)  #: settings of each attempt
     tokens: int | None = None
     minutes: float | None = 60.0
     money: float | None = None
-    price_in: float = 0.0  # price of a million prompt tokens
-    price_out: float = 0.0  # price of a million sampled tokens
+    price_in: float = 0.0  #: price of a million prompt tokens
+    price_out: float = 0.0  #: price of a million sampled tokens
 
     def __post_init__(self) -> None:
         if self.money is not None and not (self.price_in or self.price_out):

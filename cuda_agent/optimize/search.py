@@ -54,13 +54,13 @@ _LONGEST_FILE = 1 << 20
 class SearchOutcome:
     """What a search found, why it ended, and how much of its budget it used."""
 
-    folder: Path  # holds the result
-    why: str  # why the search ended: a key of ``progress.ENDS``
-    best: Find | None  # the best correct solution; None: there is none, or strict mode confirmed none
-    target: float  # the speed-up that the user asked for
-    reached: bool  # whether ``best`` reaches the target in strict mode
-    spent: Event  # how much of the budget was used, from ``SearchBudget.facts``
-    message: str = ""  # the latest note about an attempt
+    folder: Path  #: holds the result
+    why: str  #: why the search ended, a key of ``progress.ENDS``
+    best: Find | None  #: the best correct solution; None if there is none, or strict mode confirmed none
+    target: float  #: the speed-up that the user asked for
+    reached: bool  #: whether ``best`` reaches the target in strict mode
+    spent: Event  #: how much of the budget was used, from ``SearchBudget.facts``
+    message: str = ""  #: the latest note about an attempt
 
     def to_json(self) -> dict[str, Any]:
         verdict = self.best.strict if self.best else None

@@ -104,29 +104,29 @@ class Verdict:
     status: Status
     format: Format
     mode: Mode
-    device: str  # "cpu" or "cuda"
+    device: str  #: "cpu" or "cuda"
     clock: Literal["real", "model"]
-    message: str = ""  # for the author of the solution: why it was refused, shortened
+    message: str = ""  #: why the solution was refused, shortened, for its author
     seconds: float | None = None
     eager_seconds: float | None = None
     compile_seconds: float | None = None
-    samples: list[float] = field(default_factory=list)  # raw timed calls, seconds
-    interval: list[float] | None = None  # ends of the 95 % interval of ``speedup_eager``; None if times are simulated
-    compile_interval: list[float] | None = None  # the same for ``speedup_compile``
-    checks: int = 0  # correctness checks passed
-    max_error: float | None = None  # largest absolute difference over all checks
-    # Seconds by phase, such as build, start, check and time; ``cleanup`` is the cleanup after the previous verdict.
+    samples: list[float] = field(default_factory=list)  #: raw timed calls, seconds
+    interval: list[float] | None = None  #: ends of the 95 % interval of ``speedup_eager``, if times are measured
+    compile_interval: list[float] | None = None  #: the same for ``speedup_compile``
+    checks: int = 0  #: correctness checks passed
+    max_error: float | None = None  #: largest absolute difference over all checks
+    #: Seconds by phase, such as build, start, check and time; ``cleanup`` is the cleanup after the previous verdict.
     phases: dict[str, float] = field(default_factory=dict)
     cached: bool = False
-    strict: dict[str, Any] | None = None  # results of mode strict: inputs and errors by kind, precision, baselines
-    bytes: int | None = None  # bytes of the task's inputs and outputs
-    flops: int | None = None  # operations of one call of the reference: matrix products, convolutions, attention
-    peak_bytes_per_second: float | None = None  # of the device's memory
-    peak_flops: float | None = None  # peak operations per second of the device in the solution's arithmetic
-    ran: list[Ran] = field(default_factory=list)  # what ran in one call; empty: not observed
-    advice: list[str] = field(default_factory=list)  # hints from static rules and ``ran``; no refusal
-    advisory: bool = False  # the solution's Python ran unchecked: its operators are not known
-    untimed: str = ""  # why no time was taken, if none was
+    strict: dict[str, Any] | None = None  #: results of mode strict, such as errors by kind of input, and baselines
+    bytes: int | None = None  #: bytes of the task's inputs and outputs
+    flops: int | None = None  #: of matrix products, convolutions and attention, in one call of the reference
+    peak_bytes_per_second: float | None = None  #: the peak of the device's memory
+    peak_flops: float | None = None  #: peak operations per second of the device in the solution's arithmetic
+    ran: list[Ran] = field(default_factory=list)  #: what ran in one call; empty if that was not observed
+    advice: list[str] = field(default_factory=list)  #: hints from static rules and ``ran``; no refusal
+    advisory: bool = False  #: whether the solution's Python ran unchecked, its operators unknown
+    untimed: str = ""  #: why no time was taken, if none was
 
     @property
     def reward(self) -> int | None:

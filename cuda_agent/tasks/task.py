@@ -14,9 +14,9 @@ class Task:
     (tasks composed from the catalogue of torch operators) and ``level1`` (tasks of level 1 of KernelBench)."""
 
     name: str
-    code: str  # source
-    ops: tuple[str, ...] = ()  # torch operators that ``Model.forward`` uses
-    data_source: str = ""  # "torch#2": two fused torch operators; "transformers": a stand-alone layer
+    code: str  #: source
+    ops: tuple[str, ...] = ()  #: torch operators that ``Model.forward`` uses
+    data_source: str = ""  #: "torch#2" for two fused torch operators, "transformers" for a stand-alone layer
     family: str = "catalogue"
     split: str = "train"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cuda_agent.cluster import pod, rayjobs, run_pools
+from cuda_agent.cluster import pod, rayjobs, run_pools, templates
 from cuda_agent.cluster import submit as cluster
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.compose import compose
@@ -169,7 +169,9 @@ def connect(plane, monkeypatch):
 
 
 def begin(admin: Cluster, name: str) -> str:
-    cluster.submit(admin, cluster.submission(spread(f"run.name={name}"), "cpu", "cuda-agent"))
+    cluster.submit(
+        admin, cluster.submission(spread(f"run.name={name}"), "cpu", templates.template_name("cuda-agent", "cpu"))
+    )
     return admin.get("Workflow", name)["metadata"]["uid"]
 
 

@@ -36,6 +36,12 @@ class _Mode(TorchDispatchMode):
         seconds."""
         return False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Returns true. If it returned false, a compiled model would be compiled anew while it is watched, which needs
+        files that the jail hides."""
+        return True
+
 
 class Operators(_Mode):
     """Records which operators of torch run inside this context, and the seconds of each call. Leaves out views, copies

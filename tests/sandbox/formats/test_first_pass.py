@@ -73,6 +73,7 @@ def test_torch_compile_works(running: Running) -> None:
     verdict = running.evaluate(task(), COMPILED)
     assert (verdict.status, verdict.message, verdict.checks) == ("ok", "", 5)
     assert (kept(running)[-1] / "inductor").is_dir()
+    assert not any(line.startswith("not observed") for line in verdict.advice), verdict.advice
 
 
 SOURCE = """
