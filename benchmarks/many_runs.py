@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cuda_agent.cluster.rayjobs import can_be_spread, task_name
 from cuda_agent.cluster.submit import submission
-from cuda_agent.compose import compose
+from cuda_agent.compose import compose, freeze
 from cuda_agent.pipeline.graph import ROWS
 from tests.cluster.fake_api import FakeApi
 from tests.deploy.charts import template
@@ -145,19 +145,24 @@ def in_a_store(count: int, latency: float) -> dict[str, Any]:
 
 def serve(count: int, latency: float, pipe: Any) -> None:
     """Serves a store with ``count`` runs over S3's interface, and tells by ``pipe`` how many requests there were."""
+    from cuda_agent.pipeline.manifest import Manifest, config_entry
     from cuda_agent.pipeline.runs import Run
 
-    objects: dict[str, bytes] = {}
+    text, sha256 = freeze(compose(["experiment=smoke"]))
+    objects = {config_entry(sha256): text.encode()}
+    made = Manifest("", "run", "k", "c", "e", None, sha256, {}, {}, "m", 1.0, "2026-01-01", scores={"passed": 0.5})
     for number in range(count):
         cut = number % 10 == 0
         name, created = f"run-{number:06}", f"2026-01-{number % 28 + 1:02}T00:00:00.{number:06}+00:00"
         done = [row.name for row in ROWS[: 3 if cut else None]]
-        begun = Run(name, "ab" * 32, "default", created)
+        begun = Run(name, sha256, "default", created)
         objects[f"runs/{name}/run.json"] = begun.to_bytes()
         if not cut:
             objects[f"runs/{name}/end.json"] = replace(begun, code=0, stages=done).to_bytes()
         for stage in done:
-            for file in ("manifest.json", "key", "log.txt"):
+            scores = made.scores if stage.startswith("evaluate") else {}
+            objects[f"runs/{name}/{stage}/manifest.json"] = replace(made, stage=stage, scores=scores).to_bytes()
+            for file in ("key", "log.txt"):
                 objects[f"runs/{name}/{stage}/{file}"] = b"line\n"
     keys, requests = sorted(objects), 0
 

@@ -232,17 +232,9 @@ class Library:
     def purge(self, run_ids: Sequence[str]) -> None:
         """Removes deleted runs and their artifacts from the database for good."""
         for begin in range(0, len(run_ids), _NAMES):
-            command = [
-                sys.executable,
-                "-m",
-                "mlflow",
-                "gc",
-                "--backend-store-uri",
-                self._uri,
-                "--tracking-uri",
-                self._uri,
-            ]
-            command += ["--run-ids", ",".join(run_ids[begin : begin + _NAMES])]
+            where = ["--backend-store-uri", self._uri, "--tracking-uri", self._uri]
+            names = ",".join(run_ids[begin : begin + _NAMES])
+            command = [sys.executable, "-m", "mlflow", "gc", *where, "--run-ids", names]
             subprocess.run(command, check=True, capture_output=True)
 
     def _entry(self, run: Any) -> MlflowEntry:

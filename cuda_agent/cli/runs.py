@@ -9,8 +9,6 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -88,16 +86,14 @@ def list_all(
 def _local_rows(store: str) -> list[dict[str, Any]]:
     from cuda_agent.pipeline import compare, runs
     from cuda_agent.pipeline.graph import GRAPHS
-    from cuda_agent.storage import side_by_side
 
     opened, home = open_existing(store), runs.local_home(store)
     records = runs.list_runs(opened)
     rows = []
-    for record, standing in zip(records, side_by_side(partial(compare.standing, opened), records), strict=True):
-        done, policy, scores = standing
+    for record, (done, policy, scores) in zip(records, compare.standings(opened, records), strict=True):
         running = record.code != 0 and runs.is_running(home, opened, record)
         state = {"status": "running" if running else record.status, "stages": done, "of": len(GRAPHS[record.graph])}
-        rows.append(asdict(record) | state | {"policy": policy, "scores": scores})
+        rows.append(vars(record) | state | {"policy": policy, "scores": scores})
     return rows
 
 

@@ -158,7 +158,7 @@ def prepare(
                 served = run_pools.make_engines(cluster(), replicas, workflow, config)
             servers = run_pools.make_pools(cluster(), base, workflow, config)
         if not left:
-            runs.end_run(store, record, EXIT_DONE, "", "", config, done)
+            runs.end_run(store, record, EXIT_DONE, "", "", done)
             _record_report(recorder, store, done, Path(folder))
             recorder.ended(EXIT_DONE)
     outputs = {row.name: ABSENT for row in ROWS} if stages is None else {}
@@ -378,8 +378,8 @@ def finish(
     facts = {"run": run, "workflow": workflow, "code": code, "stage": stage, "message": message}
     if record is not None:
         done = runs.run_manifests(store, record, stages)
+        runs.end_run(store, record, code, stage, message, done)
         config = runs.read_config(store, record.config)
-        runs.end_run(store, record, code, stage, message, config, done)
         with (
             tempfile.TemporaryDirectory() as folder,
             _recording(here, store, config, sha256, run, stages, seconds=LAST_RECORD_SECONDS) as recorder,

@@ -163,8 +163,7 @@ class _Execution:
             if self.outcome.code == EXIT_DONE and (report := self.done.get("report")):
                 self.outcome.report = fetch_report(self.store, self.home, self.run_record.name, report)
             ended = self.outcome
-            facts = (ended.code, ended.stage, ended.message, self.config, self.done)
-            runs.end_run(self.store, self.run_record, *facts)
+            runs.end_run(self.store, self.run_record, ended.code, ended.stage, ended.message, self.done)
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             self.outcome.code = EXIT_RETRY if interrupted else getattr(error, "exit_code", EXIT_BUG)

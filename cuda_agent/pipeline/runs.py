@@ -43,6 +43,7 @@ class Run:
     message: str = ""  # why the run ended with ``code``
     sweep: str = ""  # name of the run's sweep
     graph: str = "full"  # variant of the graph
+    clock: str = "real"  # the setting sandbox.clock
     stages: list[str] = field(default_factory=list)  # the stages that were finished when the run ended
     policy: str = ""  # the policy that was scored last
     scores: dict[str, float] = field(default_factory=dict)  # of that policy: metric -> value
@@ -51,7 +52,8 @@ class Run:
     def begun(cls, name: str, config: Config, sha256: str) -> "Run":
         """Returns the record of a run ``name`` that begins now; ``sha256`` is the hash of ``config``."""
         now = datetime.now(UTC).isoformat(timespec="microseconds")
-        return cls(name, sha256, config.run.pipeline, now, sweep=config.run.sweep or "", graph=config.graph)
+        sweep, clock = config.run.sweep or "", config.sandbox.clock
+        return cls(name, sha256, config.run.pipeline, now, sweep=sweep, graph=config.graph, clock=clock)
 
     def to_bytes(self) -> bytes:
         return json.dumps(asdict(self)).encode()
@@ -114,14 +116,12 @@ def touch(store: Store, run: Run) -> None:
     store.put(entry, store.get(entry))
 
 
-def end_run(
-    store: Store, run: Run, code: int, stage: str, message: str, config: Config, done: Mapping[str, Manifest]
-) -> None:
+def end_run(store: Store, run: Run, code: int, stage: str, message: str, done: Mapping[str, Manifest]) -> None:
     """Records how ``run`` ended, which stages are finished, and the last scores.  ``done`` has the manifests of the
     finished stages, by stage."""
     stages = [row.name for row in ROWS if row.name in done] or list(done)
     scored = [name for name in stages if done[name].scores]
-    last = {"policy": policy_of(scored[-1], config), "scores": done[scored[-1]].scores} if scored else {}
+    last = {"policy": policy_of(scored[-1], run.clock), "scores": done[scored[-1]].scores} if scored else {}
     ended = replace(run, code=code, stage=stage, message=message, stages=stages, **last)  # type: ignore[arg-type]
     store.put(f"runs/{run.name}/end.json", ended.to_bytes())
 
@@ -252,5 +252,8 @@ def try_lock(path: Path) -> Iterator[bool]:
 
 def is_running(home: Path, store: Store, run: Run) -> bool:
     """Returns whether a process on this machine now executes a run of this store with the configuration of ``run``."""
-    with try_lock(lock_path(home, store, run.config)) as free:
+    path = lock_path(home, store, run.config)
+    if not path.exists():
+        return False
+    with try_lock(path) as free:
         return not free

@@ -167,13 +167,15 @@ def sweep(tmp_path):
         config = Config.model_validate({"seed": seed, "run": {"name": name, "sweep": of}})
         text, sha256 = freeze(config)
         opened.create(config_entry(sha256), text.encode())
-        runs.end_run(opened, runs.create_run(opened, config, sha256), 0, "", "")
+        done = {}
         for policy, passed in (("base", 0.25), ("agentic", seed / 4)):
             made = Manifest(
                 f"evaluate-{policy}", name, "k", "c", "e", None, sha256, {}, {}, "m", 1.0, "2026",
                 scores={"passed": passed, "speedup_compile": 1.5},
             )  # fmt: skip
+            done[made.stage] = made
             opened.put(manifest_entry(name, made.stage), made.to_bytes())
+        runs.end_run(opened, runs.create_run(opened, config, sha256), 0, "", "", done)
     return tmp_path / "store"
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from cuda_agent.config import Config
 from cuda_agent.errors import EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError
 from cuda_agent.pipeline import gc, runs
 from cuda_agent.pipeline.manifest import Manifest, cache_entry, config_entry, key_entry, manifest_entry
@@ -43,7 +42,7 @@ def run(
     record = Run(name, f"config-{name}", pipeline, f"2026-01-{created:02}T00:00:00+00:00", sweep=sweep)
     store.put(f"runs/{name}/run.json", record.to_bytes())
     if code is not None:
-        runs.end_run(store, record, code, "", "", Config(), {"warmup": MADE})
+        runs.end_run(store, record, code, "", "", {"warmup": MADE})
     store.put(config_entry(f"config-{name}"), b"{}")
     digest, metrics = folder_of(store, tmp_path, f"out-{name}"), folder_of(store, tmp_path, f"metrics-{name}")
     made = replace(MADE, run=name, key=f"key-{name}", outputs={"policy": digest}, metrics=metrics)
