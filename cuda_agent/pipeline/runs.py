@@ -119,7 +119,8 @@ def touch(store: Store, run: Run) -> None:
 def end_run(store: Store, run: Run, code: int, stage: str, message: str, done: Mapping[str, Manifest]) -> None:
     """Records how ``run`` ended, which stages are finished, and the last scores.  ``done`` has the manifests of the
     finished stages, by stage."""
-    stages = [row.name for row in ROWS if row.name in done] or list(done)
+    order = [row.name for row in ROWS]
+    stages = sorted(done, key=lambda name: order.index(name) if name in order else -1)  # as in ROWS, not as they ended
     scored = [name for name in stages if done[name].scores]
     last = {"policy": policy_of(scored[-1], run.clock), "scores": done[scored[-1]].scores} if scored else {}
     ended = replace(run, code=code, stage=stage, message=message, stages=stages, **last)  # type: ignore[arg-type]
