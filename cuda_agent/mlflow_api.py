@@ -6,6 +6,8 @@ databases, and uploads artifacts to storage that ``Rest`` cannot write."""
 
 import logging
 import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -66,14 +68,29 @@ class Rest:
         return str(self._post("experiments/create", {"name": name, **place})["experiment_id"])
 
     def experiments(self) -> list[str]:
+        """Returns the ids of the experiments, at most 1000."""
         found = self._post("experiments/search", {"max_results": 1000}).get("experiments", [])
         return [item["experiment_id"] for item in found]
 
-    def find(self, experiments: Sequence[str], tag: str, value: str, most: int = 1000) -> list[MlflowEntry]:
-        """Returns at most ``most`` runs whose tag ``tag`` is ``value``, newest first.  Does not read the points of
-        their metrics: each entry lists all its metrics in ``unread``."""
-        query = {"experiment_ids": experiments, "filter": f"tags.`{tag}` = '{value}'", "max_results": most}
-        return [self._entry(run) for run in self._post("runs/search", query).get("runs", [])]
+    def find(self, experiments: Sequence[str], tag: str, value: str, most: int | None = None) -> list[MlflowEntry]:
+        """Returns the runs whose tag ``tag`` is ``value``, newest first: all of them, or at most ``most``.  Does not
+        read the points of their metrics: each entry lists all its metrics in ``unread``."""
+        return self._search(experiments, f"tags.`{tag}` = '{value}'", most)
+
+    def running(self, experiments: Sequence[str]) -> list[MlflowEntry]:
+        """Returns the runs in the state RUNNING."""
+        return self._search(experiments, "attributes.status = 'RUNNING'")
+
+    def _search(self, experiments: Sequence[str], wanted: str, most: int | None = None) -> list[MlflowEntry]:
+        query: dict[str, Any] = {"experiment_ids": experiments, "filter": wanted, "max_results": most or 1000}
+        found: list[MlflowEntry] = []
+        while True:
+            answer = self._post("runs/search", query)
+            found += [self._entry(run) for run in answer.get("runs", [])]
+            token = answer.get("next_page_token")
+            if most or not token:
+                return found
+            query["page_token"] = token
 
     def create(self, experiment: str, tags: dict[str, str]) -> MlflowEntry:
         asked = {"experiment_id": experiment, "start_time": _now(), "tags": _pairs(tags)}
@@ -130,6 +147,9 @@ class Rest:
     def delete(self, run_id: str) -> None:
         self._post("runs/delete", {"run_id": run_id})
 
+    def purge(self, run_ids: Sequence[str]) -> None:
+        """Does nothing: a server frees the place of deleted runs itself, with `mlflow gc`."""
+
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         return self._client.post(f"mlflow/{path}", json=body).raise_for_status().json()
 
@@ -161,15 +181,30 @@ class Library:
         from mlflow import MlflowClient
 
         _quiet()  # the import changed log levels
+        self._uri = uri
         self._client = MlflowClient(tracking_uri=uri)
 
     def experiment(self, name: str, artifacts: str | None) -> str:
         found = self._client.get_experiment_by_name(name)
         return found.experiment_id if found else self._client.create_experiment(name, artifact_location=artifacts)
 
+    def experiments(self) -> list[str]:
+        return [found.experiment_id for found in self._client.search_experiments(max_results=1000)]
+
     def find(self, experiments: Sequence[str], tag: str, value: str) -> list[MlflowEntry]:
-        found = self._client.search_runs(list(experiments), f"tags.`{tag}` = '{value}'", max_results=1000)
-        return [self._entry(run) for run in found]
+        return self._search(experiments, f"tags.`{tag}` = '{value}'")
+
+    def running(self, experiments: Sequence[str]) -> list[MlflowEntry]:
+        return self._search(experiments, "attributes.status = 'RUNNING'")
+
+    def _search(self, experiments: Sequence[str], wanted: str) -> list[MlflowEntry]:
+        found: list[MlflowEntry] = []
+        token: str | None = ""
+        while token is not None:
+            page = self._client.search_runs(list(experiments), wanted, max_results=1000, page_token=token or None)
+            found += map(self._entry, page)
+            token = page.token or None
+        return found
 
     def create(self, experiment: str, tags: dict[str, str]) -> MlflowEntry:
         return self._entry(self._client.create_run(experiment, tags=tags))
@@ -193,6 +228,14 @@ class Library:
 
     def delete(self, run_id: str) -> None:
         self._client.delete_run(run_id)
+
+    def purge(self, run_ids: Sequence[str]) -> None:
+        """Removes deleted runs and their artifacts from the database for good."""
+        for begin in range(0, len(run_ids), _NAMES):
+            where = ["--backend-store-uri", self._uri, "--tracking-uri", self._uri]
+            names = ",".join(run_ids[begin : begin + _NAMES])
+            command = [sys.executable, "-m", "mlflow", "gc", *where, "--run-ids", names]
+            subprocess.run(command, check=True, capture_output=True)
 
     def _entry(self, run: Any) -> MlflowEntry:
         data, info = run.data, run.info

@@ -16,13 +16,15 @@ CUDA_AGENT_CA_FILE names a file of certificates (PEM) that are trusted beside th
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 import obstore
@@ -31,6 +33,9 @@ from obstore import exceptions as obstore_errors
 from cuda_agent.errors import EXIT_CONFIG, EXIT_RETRY, UserError
 
 CHUNK = 4 << 20  # bytes
+_AT_ONCE = 128  # requests side by side
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 class StoreError(UserError):
@@ -128,6 +133,16 @@ class Store:
         with self._errors(f"read {key}"):
             return bytes(obstore.get(self._backend, key).bytes())
 
+    def find(self, key: str) -> bytes | None:
+        """Returns the bytes under ``key``, or None if ``key`` is absent."""
+        with self._errors(f"read {key}"):
+            try:
+                return bytes(obstore.get(self._backend, key).bytes())
+            except FileNotFoundError as error:
+                if "NoSuchBucket" in str(error):
+                    raise
+                return None
+
     def exists(self, key: str) -> bool:
         return self.size(key) is not None
 
@@ -138,6 +153,12 @@ class Store:
                 return int(obstore.head(self._backend, key)["size"])
             except FileNotFoundError:
                 return None
+
+    def folders(self, prefix: str) -> list[str]:
+        """Returns the names of all folders directly below the folder ``prefix``, sorted.  Does not list their keys."""
+        with self._errors(f"list {prefix}"):
+            found = obstore.list_with_delimiter(self._backend, prefix)["common_prefixes"]
+        return sorted(path.rsplit("/", 1)[-1] for path in found)
 
     def list(self, prefix: str) -> list[str]:
         """Returns all keys below the folder ``prefix``, sorted.  Keys of unfinished writes are not among them."""
@@ -156,6 +177,15 @@ class Store:
         """Deletes an object; an absent ``key`` is not an error."""
         with self._errors(f"delete {key}"), contextlib.suppress(FileNotFoundError):
             obstore.delete(self._backend, key)
+
+    def delete_all(self, keys: Iterable[str]) -> None:
+        """Deletes objects, in S3 a thousand with each request; absent keys are not an error."""
+        if not self.uri.startswith("s3:"):
+            side_by_side(self.delete, keys)
+            return
+        for some in batched(keys, 1000):
+            with self._errors("delete objects"):
+                obstore.delete(self._backend, some)
 
     def get_file(self, key: str, path: Path, sha256: str) -> None:
         """Downloads an object to the file ``path``.
@@ -228,9 +258,10 @@ class Store:
         """Returns whether the store holds all files of the folder ``digest``, each with its recorded size.  Reads the
         list of files, but not their contents."""
         try:
-            return all(self.size(f"cas/{entry['sha256']}") == entry["size"] for entry in self.tree(digest).values())
+            files = {f"cas/{entry['sha256']}": entry["size"] for entry in self.tree(digest).values()}
         except StoreDamaged:
             return False
+        return side_by_side(self.size, files) == [*files.values()]
 
     def _remove_damaged(self, key: str) -> NoReturn:
         self.delete(key)
@@ -265,6 +296,20 @@ class Store:
             hint = " Is it running, and do AWS_ENDPOINT_URL and the credentials fit?" if s3 else ""
             said = f"The store {self.uri} does not answer: could not {doing} ({reason}).{hint}"
             raise StoreUnavailable(said) from error
+
+
+def batched(items: Iterable[_Item], size: int) -> Iterator[list[_Item]]:
+    """Yields the items in lists of at most ``size``."""
+    rest = iter(items)
+    while some := list(itertools.islice(rest, size)):
+        yield some
+
+
+def side_by_side(request: Callable[[_Item], _Result], items: Iterable[_Item]) -> list[_Result]:
+    """Returns the results of ``request`` for all ``items``, in their order.  Threads send the requests side by side,
+    because a store in S3 takes tens of milliseconds for each."""
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        return list(threads.map(request, items))
 
 
 def file_sha256(path: Path) -> str:

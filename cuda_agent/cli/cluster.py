@@ -20,7 +20,7 @@ from cuda_agent.cli.options import (
     command_group,
     print_json,
 )
-from cuda_agent.cli.runs import cluster_of
+from cuda_agent.cli.places import cluster_of
 from cuda_agent.cluster.api import AWAY, Cluster, ClusterError
 from cuda_agent.errors import EXIT_RETRY, ConfigError
 
@@ -216,11 +216,11 @@ def cancel(
     if whole:
         live = [last for last in cluster.newest_of(place, run) if cluster.phase(last) not in cluster.ENDED]
         for last in live:
-            cluster.cancel(place, last, now)
+            _cancel(place, last, now)
         _all_of(run, [cluster.run_of(last) for last in live], "stopping", as_json)
         return
     last = cluster.find(place, run)
-    name, running = cluster.run_of(last), cluster.cancel(place, last, now)
+    name, running = cluster.run_of(last), _cancel(place, last, now)
     if as_json:
         print(json.dumps({"run": name, "stopping": running, "now": now}))
         return
@@ -232,6 +232,20 @@ def cancel(
     else:
         print(f"nothing is lost if {', '.join(running)} can write a checkpoint before the grace period ends")
     print(f"go on with: cuda-agent resume {name}")
+
+
+def _cancel(place: Cluster, last: dict[str, Any], now: bool) -> list[str]:
+    """Stops a run, of which ``last`` is the newest Workflow.  Returns the names of its running stages."""
+    from cuda_agent.cluster import results
+    from cuda_agent.cluster import submit as cluster
+
+    running = cluster.cancel(place, last, now)
+    if now:
+        try:
+            results.end(place, cluster.run_of(last), last["metadata"]["annotations"][cluster.CONFIG_ANNOTATION])
+        except (ClusterError, ConfigError) as error:
+            print(f"MLflow shows the run as running until `gc`: {error}", file=sys.stderr)
+    return running
 
 
 @command(commands, "cuda-agent resume last", "cuda-agent resume grid --sweep")

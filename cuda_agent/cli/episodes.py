@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from typer import Argument, Option
 
 from cuda_agent.cli.options import STORE, AsJson, Namespace, StoreOption, Where, command, command_group
-from cuda_agent.cli.runs import find
+from cuda_agent.cli.places import find
 from cuda_agent.cluster.api import ClusterError
 from cuda_agent.errors import ConfigError
 

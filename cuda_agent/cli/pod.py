@@ -15,7 +15,8 @@ from cuda_agent.errors import EXIT_RETRY
 pod_app = command_group("What the chart's pods run.")
 Run = Annotated[str, Option(help="name of the run; empty: that of its Workflow")]
 ConfigSha = Annotated[str, Option("--config", help="sha256 of the configuration")]
-Keep = Option(min=1, envvar="CUDA_AGENT_KEEP", help="newest runs of each pipeline that stay")
+Keep = Annotated[int, Option(min=1, envvar="CUDA_AGENT_KEEP", help="newest finished runs of each pipeline that stay")]
+Days = Annotated[float, Option(min=0, envvar="CUDA_AGENT_DAYS", help="runs that were active in so many days stay")]
 Workflow = Annotated[str, Option(help="name of the Workflow")]
 
 
@@ -95,10 +96,8 @@ def probe() -> None:
 
 
 @pod_app.command()
-def gc(
-    workflow: Workflow, dry_run: Annotated[bool, Option("--dry-run")] = False, keep: Annotated[int, Keep] = 10
-) -> None:
-    """Remove old runs and the data that only they need.
+def gc(dry_run: Annotated[bool, Option("--dry-run")] = False, keep: Keep = 10, days: Days = 7.0) -> None:
+    """Remove old runs, the data that only they need, and their rows in MLflow.
 
     Also remove Kubernetes objects that Argo Workflows left: servers of ended ones, ConfigMaps of deleted ones."""
     from cuda_agent.cluster import pod_maintenance
@@ -106,9 +105,19 @@ def gc(
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_RETRY))  # the lock in the store goes with this process
     here = PodEnvironment.from_environment()
-    found = pod_maintenance.collect(here, keep, dry_run, workflow, Cluster.of_pod())
+    found = pod_maintenance.collect(here, keep, days, dry_run, Cluster.of_pod())
     pod_maintenance.answer(here, found)
     print(json.dumps(found, indent=1))
+
+
+@pod_app.command()
+def pin(run: Run, remove: Annotated[bool, Option("--remove")] = False) -> None:
+    """Pin a run, so that gc keeps it, or remove its pin."""
+    from cuda_agent.cluster import pod_maintenance
+    from cuda_agent.cluster.pod import PodEnvironment
+
+    here = PodEnvironment.from_environment()
+    pod_maintenance.answer(here, pod_maintenance.pin(here, run, not remove))
 
 
 @pod_app.command()

@@ -28,6 +28,7 @@ from cuda_agent.cli.options import (
     print_json,
     show,
 )
+from cuda_agent.cli.places import cluster_of, current, find, open_existing
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.errors import ConfigError
 
@@ -58,7 +59,7 @@ def list_all(
         try:
             open_existing(store)
         except StoreUnavailable:
-            if (place := _current(store, namespace)) is None:
+            if (place := current(store, namespace)) is None:
                 raise
     rows = _cluster_rows(place) if place else _local_rows(store)
     if as_json:
@@ -88,19 +89,15 @@ def list_all(
 
 def _local_rows(store: str) -> list[dict[str, Any]]:
     from cuda_agent.pipeline import compare, runs
-    from cuda_agent.pipeline.graph import stages_of
-    from cuda_agent.pipeline.manifest import manifest_entry
+    from cuda_agent.pipeline.graph import GRAPHS
 
     opened, home = open_existing(store), runs.local_home(store)
+    records = runs.list_runs(opened)
     rows = []
-    for record in runs.list_runs(opened):
-        config = runs.read_config(opened, record.config)
-        graph = stages_of(config)
-        done = [stage.name for stage in graph if opened.exists(manifest_entry(record.name, stage.name))]
-        policy, scores = compare.last_scores(opened, record.name, config)
+    for record, (done, policy, scores) in zip(records, compare.standings(opened, records), strict=True):
         running = record.code != 0 and runs.is_running(home, opened, record)
-        state = {"status": "running" if running else record.status, "stages": done, "of": len(graph)}
-        rows.append(asdict(record) | state | {"policy": policy, "scores": scores})
+        state = {"status": "running" if running else record.status, "stages": done, "of": len(GRAPHS[record.graph])}
+        rows.append(vars(record) | state | {"policy": policy, "scores": scores})
     return rows
 
 
@@ -200,7 +197,7 @@ def _of_sweep(name: str, store: str, on: str | None, namespace: str | None) -> "
                 return found
             if known:
                 return []
-        place = _current(store, namespace) if on is None and name != "last" else None
+        place = current(store, namespace) if on is None and name != "last" else None
     else:
         place = cluster_of(on, namespace)
     if place is None:
@@ -391,80 +388,3 @@ def _cluster_logs(place: Cluster, name: str, stage: str, follow: bool) -> Iterat
     except (ConfigError, ClusterError):  # the release has no MLflow, it does not answer, or it does not know the run
         if stage or not pods:
             raise
-
-
-def find(run: str, store: str, on: str | None, namespace: str | None) -> "tuple[tuple[Store, Run] | Cluster, str]":
-    """Finds a run by its name, the start of its name, or ``last``.
-
-    ``on`` selects where to look: ``local`` (in the store), a context of the kubeconfig (on its cluster), or None
-    (first in the store, then on the current cluster if ``store`` is the default store).  On a cluster, a name that no
-    Workflow has is returned unchanged, because MLflow may still have the run.
-
-    Returns:
-        A pair.  First: (store, record) for a run of the store, or the cluster.  Second: the run's full name.
-
-    Raises:
-        ConfigError: Several runs match, or no run matches.  On a cluster, the latter is raised only for ``last``.
-        StoreError: The store cannot be read.
-        ClusterError: The cluster does not answer, or refuses."""
-    from cuda_agent.cluster import submit as cluster
-    from cuda_agent.pipeline import runs
-    from cuda_agent.storage import StoreUnavailable
-
-    if on not in (None, "local"):
-        place = cluster_of(on, namespace)
-        return place, cluster.known_name(place, run)
-    nearest: Exception
-    try:
-        opened = open_existing(store)
-        record = runs.find_run(opened, run)
-        return (opened, record), record.name
-    except (ConfigError, StoreUnavailable) as error:
-        several = isinstance(error, ConfigError) and runs.matching([each.name for each in runs.list_runs(opened)], run)
-        if on == "local" or several:
-            raise
-        nearest = error
-    if (elsewhere := _current(store, namespace)) is None:
-        raise nearest
-    try:
-        return elsewhere, cluster.known_name(elsewhere, run)
-    except ConfigError as error:
-        raise ConfigError(f"{nearest}\n{error}") from None
-    except ClusterError as error:
-        raise ClusterError(f"{nearest}\n{error}", error.status) from None
-
-
-def open_existing(store: str) -> "Store":
-    """Opens the store at the address ``store``.  Never creates its folder.
-
-    Raises:
-        StoreUnavailable: The folder of the store does not exist."""
-    from cuda_agent.storage import StoreUnavailable, local_folder, open_store
-
-    folder = local_folder(store)
-    if folder is not None and not folder.is_dir():
-        raise StoreUnavailable(f"There is no store at {folder}. Name one with --store, or start a run.")
-    return open_store(store)
-
-
-def cluster_of(on: str | None, namespace: str | None) -> Cluster:
-    """Returns the cluster of the kubeconfig's context ``on``; None or ``.`` stands for the current context.
-
-    Raises:
-        ClusterError: The kubeconfig cannot be used.
-        ConfigError: The Kubernetes client is not installed."""
-    try:
-        return Cluster.of_kubeconfig(None if on == "." else on, namespace)
-    except ModuleNotFoundError as missing:
-        raise ConfigError(f"this needs {missing.name}: pip install 'cuda-agent[cluster]'") from None
-
-
-def _current(store: str, namespace: str | None) -> Cluster | None:
-    """Returns the cluster of the kubeconfig's current context.  Returns None if ``store`` is not the default store,
-    because then only that store is searched.  Also returns None without a context or Kubernetes client."""
-    if store != STORE:
-        return None
-    try:
-        return cluster_of(None, namespace)
-    except (ClusterError, ConfigError):
-        return None

@@ -1,12 +1,26 @@
-"""The commands for the upkeep of an installation: ``doctor`` checks it, ``gc`` removes old runs and their data."""
+"""The commands for the upkeep of an installation: ``doctor`` checks it, ``gc`` removes old runs and their data, and
+``pin`` says which runs ``gc`` keeps."""
 
+import contextlib
+import json
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option
 
-from cuda_agent.cli.options import STORE, AsJson, Namespace, Release, StoreOption, command, command_group, print_json
-from cuda_agent.cli.runs import cluster_of, open_existing
+from cuda_agent.cli.options import (
+    STORE,
+    AsJson,
+    Namespace,
+    Release,
+    RunName,
+    StoreOption,
+    command,
+    command_group,
+    print_json,
+)
+from cuda_agent.cli.places import cluster_of, open_existing
 from cuda_agent.cluster.api import ClusterError
 from cuda_agent.errors import ConfigError
 
@@ -54,70 +68,133 @@ def doctor(
     sys.exit(0 if all(check.ok for check in checks) else 1)
 
 
+Where = Annotated[
+    str,
+    Option(
+        "--on",
+        metavar="local|CONTEXT",
+        help="local: the store; CONTEXT: a cluster of your kubeconfig (`.`: the current one)",
+    ),
+]
+
+
 @command(commands, "cuda-agent gc --keep 5 --dry-run", "cuda-agent gc --on my-cluster --dry-run")
 def gc(
     keep: Annotated[
         int | None,
         Option(
-            min=1, help="newest runs to keep of each pipeline; on a cluster the chart's gc.keep sets it [default: 10]"
+            min=1,
+            help="newest finished runs to keep of each pipeline; a sweep counts as one; on a cluster the chart's "
+            "gc.keep sets it [default: 10]",
+        ),
+    ] = None,
+    days: Annotated[
+        float | None,
+        Option(
+            min=0,
+            help="runs that were active in so many days are kept; on a cluster the chart's gc.days sets it "
+            "[default: 7]",
         ),
     ] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="list what would be removed, and remove nothing")] = False,
     store: StoreOption = STORE,
-    on: Annotated[
-        str,
-        Option(
-            "--on",
-            metavar="local|CONTEXT",
-            help="local: the store; CONTEXT: a cluster of your kubeconfig (`.`: the current one)",
-        ),
-    ] = "local",
+    mlflow: Annotated[
+        str | None, Option(help="tracking URI of this machine, as in run.mlflow [default: SQLite beside the store]")
+    ] = None,
+    on: Where = "local",
     namespace: Namespace = None,
     release: Release = None,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old runs, and the data that only they need.
+    """Remove old runs, and the data that only they need, while others go on.
 
-    The data are artifacts, checkpoints and cache entries. A pipeline is a series of runs with the same run.pipeline;
-    its newest runs stay. On a cluster, a pod of the Helm chart does this work. It also removes servers that ended
-    Argo Workflows left, and ConfigMaps of deleted Workflows."""
+    The data are artifacts, checkpoints, cache entries and rows in MLflow. A pipeline is a series of runs with the
+    same run.pipeline; its newest finished runs stay. Runs that are pinned or under way stay, too. Rows of runs that
+    were cut off end in MLflow. On a cluster, a pod of the Helm chart does this work. It also removes servers that
+    ended Argo Workflows left, and ConfigMaps of deleted Workflows."""
     if on == "local":
-        found = _collect_here(keep, dry_run, store)
+        found = _collect_here(keep, days, dry_run, store, mlflow)
     else:
-        found = _collect_there(keep, dry_run, on, namespace, release)
+        if keep is not None or days is not None:
+            raise ConfigError("gc --keep, --days: on a cluster the chart decides, by its values gc.keep and gc.days.")
+        found = maintenance_answer(on, namespace, release, "gc-plan" if dry_run else "gc")
     if as_json:
         print_json(found)
         return
     for kind in ("runs", "pools", "config maps"):
         for name in found.get(kind, []):
             print(f"{kind.removesuffix('s')} {name}")
+    if found["pinned"]:
+        print(f"pinned, so kept: {', '.join(found['pinned'])}")
     verb = "removed" if found["removed"] else "would be removed"
     print(f"{found['objects']} objects, {found['bytes'] / 2**20:.1f} MiB {verb}")
+    if found.get("rows") or found.get("ended"):
+        print(f"MLflow: {found['rows']} rows removed; ended as cut off: {', '.join(found['ended']) or 'none'}")
+    if said := found.get("mlflow"):
+        print(f"MLflow could not be tidied: {said}")
 
 
-def _collect_here(keep: int | None, dry_run: bool, store: str) -> dict[str, Any]:
-    from cuda_agent.pipeline import gc as collector
+@command(commands, "cuda-agent pin last", "cuda-agent pin first --remove --on my-cluster")
+def pin(
+    run: RunName,
+    remove: Annotated[bool, Option("--remove", help="remove the pin")] = False,
+    store: StoreOption = STORE,
+    on: Where = "local",
+    namespace: Namespace = None,
+    release: Release = None,
+    as_json: AsJson = False,
+) -> None:
+    """Pin a run: `gc` keeps it, with its sweep, however old it is."""
+    from cuda_agent.cluster import submit
     from cuda_agent.pipeline import runs
-    from cuda_agent.storage import StoreUnavailable
 
-    opened = open_existing(store)
-    with runs.try_lock(runs.local_home(store) / "locks" / "gc") as alone:
-        if not alone and not dry_run:
-            raise StoreUnavailable("A run is under way on this store. Collect when it has ended.")
-        what = collector.plan(opened, keep or collector.KEEP)
+    if on == "local":
+        opened = open_existing(store)
+        name = runs.find_run(opened, run).name
+        runs.pin(opened, name, not remove)
+    else:
+        name = submit.known_name(cluster_of(on, namespace), run)
+        maintenance_answer(on, namespace, release, "unpin" if remove else "pin", name)
+    print(json.dumps({"run": name, "pinned": not remove}) if as_json else f"run {name} is {'not ' * remove}pinned")
+
+
+def _collect_here(
+    keep: int | None, days: float | None, dry_run: bool, store: str, mlflow: str | None
+) -> dict[str, Any]:
+    from cuda_agent.pipeline import gc as collector
+    from cuda_agent.pipeline import locks, rows, runs
+    from cuda_agent.storage import StoreUnavailable, local_folder
+
+    opened, home = open_existing(store), runs.local_home(store)
+    with contextlib.nullcontext("") if dry_run else locks.collecting(opened) as busy:
+        if busy:
+            raise StoreUnavailable(f"{busy} Nothing was removed. Try again later.")
+        live = {run.name for run in runs.list_runs(opened) if runs.is_running(home, opened, run)}
+        here = local_folder(store) is not None  # all its runs are runs of this machine
+        what = collector.plan(
+            opened, keep or collector.KEEP, collector.DAYS if days is None else days, live, lambda run: here
+        )
         if not dry_run:
             collector.collect(opened, what)
-    return what.to_json() | {"removed": not dry_run}
+    found = what.to_json() | {"removed": not dry_run}
+    if not dry_run:
+        uri = mlflow or f"sqlite:///{home / 'mlflow.db'}"
+        unused = uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
+        found |= rows.tidy("off" if unused else uri, opened.uri, what.runs, what.sweeps, what.still)
+    return found
 
 
-def _collect_there(
-    keep: int | None, dry_run: bool, on: str, namespace: str | None, release: str | None
-) -> dict[str, Any]:
+def maintenance_answer(on: str, namespace: str | None, release: str | None, job: str, run: str = "") -> dict[str, Any]:
+    """Runs a maintenance job on a cluster, and returns its answer.
+
+    Raises:
+        ClusterError: The job did nothing now, and may later, or it failed.
+        ConfigError: The job cannot do it."""
     from cuda_agent.cluster import maintenance
 
-    if keep is not None:
-        raise ConfigError("gc --keep: on a cluster the chart decides what stays, by its value gc.keep.")
-    answer = maintenance.ask(cluster_of(on, namespace), release, "gc-plan" if dry_run else "gc")
+    answer = maintenance.ask(cluster_of(on, namespace), release, job, run)
     if busy := answer.get("busy"):
         raise ClusterError(f"{busy} Nothing was removed.")
+    if error := answer.get("error"):
+        raise ConfigError(error)
     return answer

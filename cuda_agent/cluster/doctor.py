@@ -154,7 +154,7 @@ def _chart(cluster: Cluster, release: str | None) -> Finding:
     profiles = ", ".join(f"{one.job} ({one.gpus} GPUs)" if one.gpus not in ("", "0") else one.job for one in ours)
     text = f"version {ours[0].version} as {name}, profiles {profiles}"
     there = {one.job for one in templates.templates(cluster, templates.JOB_LABEL) if one.release == name}
-    absent = [job for job in ("doctor", "gc", "gc-plan") if job not in there]
+    absent = [job for job in ("doctor", "gc", "gc-plan", "pin", "unpin") if job not in there]
     return (
         (f"{text}; it lacks {', '.join(absent)}", "run helm upgrade with this version's chart")
         if absent

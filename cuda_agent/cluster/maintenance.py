@@ -1,6 +1,7 @@
-"""Runs a maintenance job (``doctor``, ``gc``, ``gc-plan``) on a cluster and returns its answer.
+"""Runs a maintenance job (``doctor``, ``gc``, ``gc-plan``, ``pin``, ``unpin``) on a cluster and returns its answer.
 
-``doctor`` runs checks in a pod of the cluster, ``gc`` removes old runs, ``gc-plan`` lists what ``gc`` would remove.
+``doctor`` runs checks in a pod of the cluster, ``gc`` removes old runs, ``gc-plan`` lists what ``gc`` would remove, and
+``pin`` and ``unpin`` say which runs ``gc`` keeps.
 
 A job is an Argo Workflow with one pod.  The pod does the work with the functions of ``pod_maintenance``.  It has the
 rights of a service account that the Helm chart creates, so the user needs no such rights, only the right to submit
@@ -21,15 +22,18 @@ START_SECONDS = 180.0  # longest wait for the job's pod to start
 EVERY = 0.5  # seconds between two queries
 
 
-def ask(cluster: Cluster, release: str | None, job: str) -> Any:
+def ask(cluster: Cluster, release: str | None, job: str, run: str = "") -> Any:
     """Runs the maintenance job ``job`` of the Helm release ``release`` (None: the only one of the namespace), and
-    returns its answer, parsed from JSON.
+    returns its answer, parsed from JSON.  ``run`` is the name of a run, if the job needs one.
 
     Raises:
         ClusterError: The job could not start, failed, or gave no answer."""
     template = choose(cluster, job, release, JOB_LABEL).name
     name = f"{job}-{secrets.token_hex(4)}"
-    cluster.create(new_object("Workflow", name, {JOB_LABEL: job}, spec={"workflowTemplateRef": {"name": template}}))
+    spec: dict[str, Any] = {"workflowTemplateRef": {"name": template}}
+    if run:
+        spec["arguments"] = {"parameters": [{"name": "run", "value": run}]}
+    cluster.create(new_object("Workflow", name, {JOB_LABEL: job}, spec=spec))
     try:
         return _answer(cluster, name, job)
     finally:

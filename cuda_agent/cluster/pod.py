@@ -22,15 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from cuda_agent import machine
-from cuda_agent.cluster import engines, rayjobs, run_pools, stage_metrics, traces
+from cuda_agent.cluster import engines, rayjobs, run_pools, stage_metrics, traces, webhook
 from cuda_agent.cluster.api import Cluster
 from cuda_agent.cluster.submit import submitter_of
 from cuda_agent.compose import load
 from cuda_agent.errors import EXIT_BUG, EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError, TryAgain, UserError
-from cuda_agent.pipeline import episodes, gc, runs, trace
+from cuda_agent.pipeline import episodes, runs, trace
 from cuda_agent.pipeline.compare import newest_results, why_missed
 from cuda_agent.pipeline.graph import ABSENT, ROWS, Stage, needs, stages_of
 from cuda_agent.pipeline.local import outcome_message
+from cuda_agent.pipeline.locks import using
 from cuda_agent.pipeline.manifest import (
     Manifest,
     config_entry,
@@ -47,7 +48,6 @@ from cuda_agent.spans import new_id, span
 from cuda_agent.storage import Store, StoreError, open_store
 from cuda_agent.tracking import read_progress
 
-COLLECTION_SECONDS = 900.0  # longest wait for a garbage collection
 _FINAL = (EXIT_CONFIG, EXIT_GATE, EXIT_BUG)  # exit codes after which Argo does not retry a step
 RECORD_SECONDS = 20.0  # longest wait for MLflow at the end of a pod
 LAST_RECORD_SECONDS = 60.0  # the same for finish, which records everything again: MLflow may be restarting
@@ -124,19 +124,20 @@ def prepare(
             ready."""
     store = open_store(here.store)
     store.delete(prepare_entry(run, sha256))
-    if not gc.await_end(store, COLLECTION_SECONDS):
-        raise TryAgain("`cuda-agent gc` is under way on this store.")
     if not here.config.exists() and not store.exists(config_entry(sha256)):
         raise TryAgain("The configuration has not arrived yet: it is made right after its Workflow.")
     text = here.config.read_text() if here.config.exists() else store.get(config_entry(sha256)).decode()
     config = load(text, sha256)
-    store.create(config_entry(sha256), text.encode())
     submitter = submitter_of(cluster().get("Workflow", workflow)) if cluster else ""
-    record = runs.Run.begun(run, config, sha256, submitter)
-    if not store.create(f"runs/{run}/run.json", record.facts()):
-        record = runs.read_run(store, run)
-    if record.config != sha256:
-        raise ConfigError(f"There is a run {run} of another configuration ({record.config[:8]}). Choose another name.")
+    with using(store):
+        store.create(config_entry(sha256), text.encode())
+        record = runs.Run.begun(run, config, sha256, submitter)
+        if not store.create(f"runs/{run}/run.json", record.to_bytes()):
+            record = runs.read_run(store, run)
+        if record.config != sha256:
+            there = record.config[:8]
+            raise ConfigError(f"There is a run {run} of another configuration ({there}). Choose another name.")
+        runs.touch(store, record)
     graph = stages_of(config) if stages is None else stages
     done: dict[str, Manifest] = {}
     earlier = newest_results(store)
@@ -166,7 +167,7 @@ def prepare(
             with span("start sandbox servers"):
                 servers = run_pools.make_pools(cluster(), base, workflow, config)
         if not left:
-            runs.end_run(store, record, EXIT_DONE, "", "")
+            runs.end_run(store, record, EXIT_DONE, "", "", done)
             _record_report(recorder, store, done, Path(folder))
             recorder.ended(EXIT_DONE)
     outputs = {row.name: ABSENT for row in ROWS} if stages is None else {}
@@ -381,7 +382,8 @@ def finish(
     code, stage, message = _how_it_ended(store, run, sha256, stages) if failed else (EXIT_DONE, "", "")
     facts = {"run": run, "workflow": workflow, "code": code, "stage": stage, "message": message}
     if record is not None:
-        runs.end_run(store, record, code, stage, message)
+        done = runs.run_manifests(store, record, stages)
+        runs.end_run(store, record, code, stage, message, done)
         config = runs.read_config(store, record.config)
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -390,7 +392,6 @@ def finish(
         ):
             flow = cluster.get("Workflow", workflow) if cluster else None
             recorder.attach(traces.pack(store, run, flow, Path(folder)))
-            done = runs.run_manifests(store, record, stages)
             for name, manifest in done.items():
                 recorder.finished(name, manifest)
             _record_report(recorder, store, done, Path(folder) / "report")
@@ -404,7 +405,7 @@ def finish(
                         recorder.failed(name, code if name == stage else EXIT_RETRY)
             recorder.ended(code)
     if url := os.environ.get("CUDA_AGENT_WEBHOOK"):
-        tell_webhook(url, facts)
+        webhook.tell(url, facts)
     return facts
 
 
@@ -419,20 +420,6 @@ def _how_it_ended(store: Store, run: str, sha256: str, stages: Sequence[Stage]) 
             said = json.loads(store.get(entry))
             return said["code"], name, said["message"]
     return EXIT_RETRY, "", "Stopped. `cuda-agent resume` goes on from here."
-
-
-def tell_webhook(url: str, facts: dict[str, Any]) -> None:
-    """Posts ``facts`` about the run's end to the webhook at ``url``.  If the request fails, only prints a line to
-    stderr, and neither raises an exception nor tries again."""
-    import httpx
-
-    from cuda_agent.mlflow_api import trusted
-
-    text = f"cuda-agent run {facts['run']}: " + ("done" if not facts["code"] else f"ended with {facts['code']}")
-    try:
-        httpx.post(url, json={"text": text} | facts, timeout=10, verify=trusted()).raise_for_status()
-    except httpx.HTTPError as error:
-        print(f"the webhook did not take it: {type(error).__name__}", file=sys.stderr)  # the address is a secret
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """Does the work of maintenance jobs in their pods.  The module ``maintenance`` starts these pods.
 
 The job ``gc`` removes old runs, the data that only these runs need, and leftover Kubernetes objects of runs that have
-ended.  The job ``doctor`` tests the store and MLflow.  It also tests that a sandbox (a pod that runs generated code)
-cannot connect to the store, MLflow, the API server or DNS."""
+ended.  The jobs ``pin`` and ``unpin`` say which runs it always keeps.  The job ``doctor`` tests the store and MLflow.
+It also tests that a sandbox (a pod that runs generated code) cannot connect to the store, MLflow, the API server or
+DNS."""
 
 import contextlib
 import json
@@ -20,12 +21,13 @@ from cuda_agent.cluster import bucket, pools, rayjobs
 from cuda_agent.cluster.api import Cluster, ClusterError
 from cuda_agent.cluster.pod import PodEnvironment
 from cuda_agent.cluster.run_pools import remove_pools
-from cuda_agent.cluster.submit import ENDED, RUN_LABEL, phase
+from cuda_agent.cluster.submit import ENDED, RUN_LABEL
 from cuda_agent.cluster.templates import JOB_LABEL
 from cuda_agent.cluster.waiting import why
 from cuda_agent.config import SandboxConfig
 from cuda_agent.diagnostics.doctor import Check
-from cuda_agent.pipeline import gc
+from cuda_agent.errors import ConfigError
+from cuda_agent.pipeline import gc, locks, rows, runs
 from cuda_agent.storage import open_store
 
 WALL_SECONDS = 180.0  # longest wait for the sandbox's pod to answer
@@ -41,57 +43,80 @@ def answer(here: PodEnvironment, value: Any) -> None:
 # gc -------------------------------------------------------------------------------------------------------------------
 
 
-def collect(here: PodEnvironment, keep: int, dry_run: bool, workflow: str, cluster: Cluster) -> dict[str, Any]:
-    """Removes old runs, the data that only these runs need, and leftover Kubernetes objects (see ``leftovers``).
+def collect(here: PodEnvironment, keep: int, days: float, dry_run: bool, cluster: Cluster) -> dict[str, Any]:
+    """Removes old runs from the store and MLflow, the data that only these runs need, and leftover Kubernetes objects
+    (see ``leftovers``).  Ends MLflow's rows of runs that were cut off.
 
     Args:
-        keep: Number of the newest runs to keep in each pipeline (the runs with the same ``run.pipeline``).
+        keep: Number of the newest finished runs to keep in each pipeline (the runs with the same ``run.pipeline``).
+        days: Runs that were active in so many days are kept.
         dry_run: Whether to remove nothing, and only list what would be removed.
-        workflow: Name of this job's Workflow.
         cluster: The cluster with the Workflows of the runs.
 
     Returns:
-        A dict that lists what was removed, or with ``dry_run`` would be removed.  ``runs`` are names of runs.
-        ``objects`` and ``bytes`` are the number and the size of objects in the store.  ``pools`` are names of Workflows
-        whose servers are removed.  ``config maps`` are names of ConfigMaps.  ``removed`` is False with ``dry_run``,
-        else True.  If a run or another garbage collection is active, a call without ``dry_run`` removes nothing and
-        returns ``{"busy": reason}``."""
+        A dict that lists what was removed, or with ``dry_run`` would be removed.  ``runs`` are names of runs, and
+        ``pinned`` those that were kept because they are pinned.  ``objects`` and ``bytes`` are the number and the size
+        of objects in the store.  ``pools`` are names of Workflows whose servers are removed.  ``config maps`` are names
+        of ConfigMaps.  ``removed`` is False with ``dry_run``, else True; then ``rows`` and ``ended`` are there, too
+        (see ``rows.tidy``).  If another collection is under way, or a run stores results for a long time, a call
+        without ``dry_run`` removes nothing and returns ``{"busy": reason}``."""
     store = open_store(here.store)
-    with contextlib.nullcontext(True) if dry_run else gc.alone(store) as first:
-        if not first:
-            return {"busy": "Another collection is under way."}
-        if not dry_run and (running := under_way(cluster, workflow)):
-            return {"busy": f"Runs are under way: {', '.join(running)}. Collect when they have ended."}
+    with contextlib.nullcontext("") if dry_run else locks.collecting(store) as busy:
+        if busy:
+            return {"busy": busy}
         left, maps = leftovers(cluster)
-        what = gc.plan(store, keep)
+        states = states_of(cluster)
+        live = {run for run, state in states.items() if state not in ENDED}
+        what = gc.plan(store, keep, days, live, states.__contains__)
+        found = what.to_json() | {"pools": left, "config maps": maps, "removed": not dry_run}
         if not dry_run:
             for name in left:
                 remove_pools(cluster, name)
             for name in maps:
                 cluster.delete("ConfigMap", name)
             gc.collect(store, what)
-    return what.to_json() | {"pools": left, "config maps": maps, "removed": not dry_run}
+    if not dry_run:
+        found |= rows.tidy(here.mlflow, store.uri, what.runs, what.sweeps, what.still)
+    return found
 
 
-def under_way(cluster: Cluster, workflow: str) -> list[str]:
-    """Returns the names of running Workflows other than maintenance jobs and ``workflow``, that is, of active runs.  A
-    pending Workflow does not count, because its first step waits until garbage collection has ended."""
-    running = [item["metadata"] for item in cluster.all("Workflow", f"!{JOB_LABEL}") if phase(item) == "Running"]
-    return [found["name"] for found in running if found["name"] != workflow]
+def states_of(cluster: Cluster) -> dict[str, str]:
+    """Returns run -> phase of its newest Workflow.  A run that a schedule started has the name of its Workflow."""
+    named = {about["name"]: about["labels"][RUN_LABEL] for about in cluster.metadata("ConfigMap", RUN_LABEL)}
+    flows = cluster.table("Workflow", f"!{JOB_LABEL}")
+    found = {named.get(name, name): "" for name in flows}
+    for name, cells in flows.items():  # an attempt that has not ended counts, whichever it is
+        run = named.get(name, name)
+        if found[run] in ("", *ENDED):
+            found[run] = cells["Status"] or "Pending"
+    return found
 
 
 def leftovers(cluster: Cluster) -> tuple[list[str], list[str]]:
     """Finds Kubernetes objects that no run needs.  Returns two lists: names of ended or deleted Workflows whose servers
     still exist, and names of ConfigMaps whose Workflow was deleted."""
     servers = f"{pools.COMPONENT_LABEL} in (sandbox,engine)"
-    items = [item for kind in ("StatefulSet", "Service", "NetworkPolicy") for item in cluster.all(kind, servers)]
-    items += cluster.all("NetworkPolicy", rayjobs.RAY_LABEL)  # policies of a stage's Ray
-    of_pools = {item["metadata"]["labels"].get(pools.POOL_LABEL, "") for item in items} - {""}
-    maps = [item["metadata"]["name"] for item in cluster.all("ConfigMap", RUN_LABEL)]
+    kinds = ("StatefulSet", "Service", "NetworkPolicy")
+    made = [about for kind in kinds for about in cluster.metadata(kind, servers)]
+    made += cluster.metadata("NetworkPolicy", rayjobs.RAY_LABEL)  # policies of a stage's Ray
+    of_pools = {about["labels"].get(pools.POOL_LABEL, "") for about in made} - {""}
+    maps = [about["name"] for about in cluster.metadata("ConfigMap", RUN_LABEL)]
     # Workflows are read last, so that a run that starts meanwhile does not seem deleted.
-    phases = {item["metadata"]["name"]: phase(item) for item in cluster.all("Workflow")}
+    phases = {name: cells["Status"] or "Pending" for name, cells in cluster.table("Workflow").items()}
     dead = sorted(name for name in of_pools if phases.get(name, "Succeeded") in ENDED)
     return dead, sorted(name for name in maps if name not in phases)
+
+
+# pin ------------------------------------------------------------------------------------------------------------------
+
+
+def pin(here: PodEnvironment, run: str, pinned: bool) -> dict[str, Any]:
+    """Pins a run, so that collections keep it, or removes its pin.  Returns ``run`` and ``pinned``, or ``error``."""
+    try:
+        runs.pin(open_store(here.store), run, pinned)
+    except ConfigError as error:
+        return {"error": str(error)}
+    return {"run": run, "pinned": pinned}
 
 
 # doctor ---------------------------------------------------------------------------------------------------------------

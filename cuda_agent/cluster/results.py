@@ -23,6 +23,7 @@ from cuda_agent.compose import validate
 from cuda_agent.context import SCORE
 from cuda_agent.errors import ConfigError
 from cuda_agent.mlflow_api import MlflowEntry, Rest, refusal
+from cuda_agent.pipeline import rows
 from cuda_agent.pipeline.compare import Facts
 from cuda_agent.pipeline.episodes import FILE, PACKED, TOKENIZER, Left
 from cuda_agent.pipeline.graph import ROWS
@@ -204,6 +205,17 @@ def scores(address: str) -> dict[str, tuple[str, dict[str, float]]]:
         for entry in api.find(api.experiments(), STAGE_TAG, "", SCORED)
         if POLICY_TAG in entry.tags
     }
+
+
+def end(cluster: Cluster, run: str, config: str) -> None:
+    """Ends MLflow's rows of a run that was stopped at once: none of its steps can.  ``config`` is the hash of the run's
+    configuration.
+
+    Raises:
+        ClusterError: MLflow does not answer.
+        ConfigError: The release has no MLflow, or it refuses this user."""
+    with mlflow(cluster) as address:
+        rows.end(Rest(address), ("config", config), [run])
 
 
 def _open(address: str, run: str) -> tuple[Rest, dict[str, MlflowEntry]]:

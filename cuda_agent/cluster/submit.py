@@ -208,7 +208,9 @@ def submitter_of(workflow: dict[str, Any]) -> str:
 
 def phase(workflow: dict[str, Any]) -> str:
     found = workflow.get("status", {}).get("phase") or "Pending"
-    return "Failed" if found == "Succeeded" and STOPPED_LABEL in workflow["metadata"].get("labels", {}) else found
+    return (
+        "Failed" if found == "Succeeded" and STOPPED_LABEL in workflow.get("metadata", {}).get("labels", {}) else found
+    )
 
 
 def exit_code(workflow: dict[str, Any]) -> int:

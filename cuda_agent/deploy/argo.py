@@ -18,8 +18,8 @@ from pydantic import BaseModel
 from cuda_agent.cluster import pools
 from cuda_agent.cluster.pools import version_name
 from cuda_agent.cluster.rayjobs import DAY, can_be_spread, task_name
-from cuda_agent.pipeline.gc import LOCK_SECONDS
 from cuda_agent.pipeline.graph import ROWS, Stage, check
+from cuda_agent.pipeline.locks import COLLECTION_SECONDS
 
 NAME = "cuda-agent"  # prefix of a release's objects; the chart replaces it by the release's name
 RUN, CONFIG, WORKFLOW = "{{workflow.parameters.run}}", "{{workflow.parameters.config}}", "{{workflow.name}}"
@@ -75,18 +75,21 @@ def workflow_template(stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
 
 def maintenance_jobs() -> dict[str, dict[str, Any]]:
     """Returns the WorkflowTemplates of the maintenance jobs, by name: ``doctor`` checks the cluster, ``gc`` removes
-    old runs, and ``gc-plan`` lists what ``gc`` would remove.  Each job runs in one pod, without retries."""
-    jobs: tuple[tuple[str, str, int, list[str]], ...] = (  # name, account, seconds, further arguments
-        ("doctor", "operator", 900, []),
-        ("gc", "collector", LOCK_SECONDS, []),
-        ("gc-plan", "collector", 3600, ["--dry-run"]),
+    old runs, ``gc-plan`` lists what ``gc`` would remove, and ``pin`` and ``unpin`` say which runs ``gc`` keeps.  Each
+    job runs in one pod, without retries."""
+    jobs: tuple[tuple[str, str, int, list[str]], ...] = (  # name, account, seconds, arguments
+        ("doctor", "operator", 900, ["doctor", "--workflow", WORKFLOW]),
+        ("gc", "collector", COLLECTION_SECONDS, ["gc"]),
+        ("gc-plan", "collector", 3600, ["gc", "--dry-run"]),
+        ("pin", "collector", 900, ["pin", "--run", RUN]),
+        ("unpin", "collector", 900, ["pin", "--run", RUN, "--remove"]),
     )
     made = {}
-    for name, account, seconds, more in jobs:
-        arguments = ["pod", name.removesuffix("-plan"), "--workflow", WORKFLOW, *more]
-        pod = _pod(name, "setup", arguments, seconds, account, outputs=_answers(["answer"]))
+    for name, account, seconds, arguments in jobs:
+        pod = _pod(name, "setup", ["pod", *arguments], seconds, account, outputs=_answers(["answer"]))
         del pod["retryStrategy"]
-        made[name] = _template(f"{NAME}-{name}-{version_name()}", [pod])
+        of_run = {"arguments": {"parameters": [{"name": "run"}]}} if RUN in arguments else {}
+        made[name] = _template(f"{NAME}-{name}-{version_name()}", [pod], **of_run)
     return made
 
 

@@ -302,10 +302,11 @@ class Cron(ValuesGroup):
 class Gc(ValuesGroup):
     """Settings of ``cuda-agent gc --on CONTEXT``, which hold for all users of the release."""
 
-    keep: Annotated[int, Field(ge=1)] = value(10, "how many of the newest runs of each pipeline are kept")
-    enabled: bool = value(
-        False, "whether to collect garbage on a schedule; nothing is removed while a run is under way"
+    keep: Annotated[int, Field(ge=1)] = value(
+        10, "how many of the newest finished runs of each pipeline are kept; a sweep counts as one run"
     )
+    days: Annotated[float, Field(ge=0)] = value(7, "runs that were active in so many days are kept anyway")
+    enabled: bool = value(False, "whether to collect garbage on a schedule, beside running runs")
     schedule: str = value("30 1 * * *", "times in cron syntax, in the time zone of Argo's controller")
 
 

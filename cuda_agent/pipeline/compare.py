@@ -2,18 +2,20 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from cuda_agent.compose import flat, flat_values, section_values
 from cuda_agent.config import Config
-from cuda_agent.errors import ConfigError
+from cuda_agent.errors import EXIT_DONE, ConfigError
 from cuda_agent.pipeline.closure import code_digests, environment_versions
-from cuda_agent.pipeline.graph import ROWS, Stage, policy_of, stages_of
+from cuda_agent.pipeline.graph import GRAPHS, ROWS, Stage, policy_of
 from cuda_agent.pipeline.manifest import Identity, Manifest, read_manifest
 from cuda_agent.pipeline.runs import Run, list_runs, read_config, run_manifests
-from cuda_agent.storage import Store, StoreDamaged
+from cuda_agent.storage import Store, StoreDamaged, side_by_side
 
 _PARTS = ("code", "environment", "device", "inputs")  # of a cache key, besides the configuration
+_RECENT = 100  # runs in which the earlier result of a stage is looked for
 _NAMES = 3  # most names of changed files or keys in one message
 
 
@@ -34,19 +36,40 @@ class Facts:
     def scores(self) -> dict[str, dict[str, float]]:
         """Returns policy -> metric -> value, in the order of the evaluations.  The last policy is the run's result."""
         found = {row.name: self.manifests[row.name].scores for row in ROWS if row.name in self.manifests}
-        return {policy_of(stage, self.config): scores for stage, scores in found.items() if scores}
+        return {policy_of(stage, self.config.sandbox.clock): scores for stage, scores in found.items() if scores}
 
 
 def facts(store: Store, run: Run, stages: Sequence[Stage]) -> Facts:
     return Facts(run.name, read_config(store, run.config), run_manifests(store, run, stages))
 
 
-def last_scores(store: Store, run: str, config: Config) -> tuple[str, dict[str, float]]:
-    """Returns the policy that was scored last in a run, and metric -> value.  Returns ("", {}) if none was scored."""
-    for stage in reversed([stage.name for stage in stages_of(config) if stage.about]):
-        if (manifest := read_manifest(store, run, stage)) and manifest.scores:
-            return policy_of(stage, config), manifest.scores
-    return "", {}
+def standings(store: Store, records: Sequence[Run]) -> list[tuple[list[str], str, dict[str, float]]]:
+    """Returns for each run the names of its finished stages, the policy that was scored last ("" if none was), and
+    metric -> value.  The records of done runs have them; those of other runs are read from their manifests."""
+    read = iter(side_by_side(partial(_standing, store), [run for run in records if not _is_known(run)]))
+    return [(run.stages, run.policy, run.scores) if _is_known(run) else next(read) for run in records]
+
+
+def _standing(store: Store, run: Run) -> tuple[list[str], str, dict[str, float]]:
+    there = _finished(store, run)
+    finished = [stage for stage in GRAPHS[run.graph] if stage.name in there]
+    names = [stage.name for stage in finished]
+    for stage in reversed([stage.name for stage in finished if stage.about]):
+        if (manifest := read_manifest(store, run.name, stage)) and manifest.scores:
+            return names, policy_of(stage, run.clock), manifest.scores
+    return names, "", {}
+
+
+def _is_known(run: Run) -> bool:
+    """Returns whether the record of ``run`` has its finished stages: other runs may have been continued since."""
+    return run.code == EXIT_DONE and run.stages != []
+
+
+def _finished(store: Store, run: Run) -> list[str]:
+    """Returns the names of a run's finished stages, in any order."""
+    if _is_known(run):
+        return run.stages
+    return [key.split("/")[2] for key in store.list(f"runs/{run.name}") if key.endswith("/manifest.json")]
 
 
 def diff(one: Facts, other: Facts, stages: Sequence[Stage] = ROWS) -> dict[str, Any]:
@@ -110,12 +133,12 @@ def sweep_rows(found: Sequence[Facts]) -> list[dict[str, Any]]:
 
 
 def newest_results(store: Store) -> dict[str, str]:
-    """Returns stage -> name of the run that finished this stage last, with a new result or one from the cache."""
-    changed = {key: time for key, (_, time) in store.sizes("runs").items() if key.endswith("/manifest.json")}
-    found = {}
-    for key in sorted(changed, key=changed.__getitem__):
-        _, run, stage, _ = key.split("/")
-        found[stage] = run
+    """Returns stage -> name of the newest run that has finished this stage, with a new result or one from the cache.
+    Of stages that none of the newest ``_RECENT`` runs has finished, it returns nothing."""
+    recent = list_runs(store)[-_RECENT:]
+    found: dict[str, str] = {}
+    for run, finished in zip(recent, side_by_side(partial(_finished, store), recent), strict=True):
+        found |= dict.fromkeys(finished, run.name)
     return found
 
 

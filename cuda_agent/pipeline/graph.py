@@ -157,10 +157,10 @@ def without(rows: Sequence[Stage], left_out: Iterable[str]) -> tuple[Stage, ...]
     return graph
 
 
-def policy_of(evaluation: str, config: Config) -> str:
+def policy_of(evaluation: str, clock: str) -> str:
     """Returns the policy that the stage ``evaluation`` scores: ``agentic`` for ``evaluate-agentic``.  Adds a remark if
-    its speed-ups are not measured (``sandbox.clock=model``)."""
-    return evaluation.removeprefix("evaluate-") + (", model clock" if config.sandbox.clock == "model" else "")
+    its speed-ups are not measured: ``clock``, the setting ``sandbox.clock``, is "model"."""
+    return evaluation.removeprefix("evaluate-") + (", model clock" if clock == "model" else "")
 
 
 def ancestors(stages: Sequence[Stage], name: str) -> list[str]:

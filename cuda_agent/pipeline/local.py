@@ -26,6 +26,7 @@ from cuda_agent.errors import EXIT_BUG, EXIT_DONE, EXIT_RETRY, ConfigError
 from cuda_agent.pipeline import runs, trace
 from cuda_agent.pipeline.compare import newest_results, why_missed
 from cuda_agent.pipeline.graph import Stage, check, needs, stages_of
+from cuda_agent.pipeline.locks import using
 from cuda_agent.pipeline.manifest import (
     Manifest,
     config_entry,
@@ -118,19 +119,17 @@ def _prepare(config: Config, new: bool) -> Iterator[tuple[Store, Path, runs.Run,
     text, sha256 = freeze(config)
     store = open_store(config.run.store)
     home = runs.local_home(config.run.store)
-    with (
-        runs.try_lock(runs.lock_path(home, store, sha256)) as free,
-        runs.try_lock(home / "locks" / "gc", shared=True) as no_gc,
-    ):
+    with runs.try_lock(runs.lock_path(home, store, sha256)) as free:
         if not free:
             running = runs.newest_unfinished(store, sha256)
             name = running.name if running else "a run"
             raise StoreError(f"{name} of this configuration is under way on this machine. Wait for it, or stop it.")
-        if not no_gc:
-            raise StoreError("`cuda-agent gc` is under way on this store. Wait for it to end.")
-        store.create(config_entry(sha256), text.encode())
-        unfinished = None if new else runs.newest_unfinished(store, sha256)
-        yield store, home, unfinished or runs.create_run(store, config, sha256), unfinished is not None
+        with using(store):
+            store.create(config_entry(sha256), text.encode())
+            unfinished = None if new else runs.newest_unfinished(store, sha256)
+            record = unfinished or runs.create_run(store, config, sha256)
+            runs.touch(store, record)
+        yield store, home, record, unfinished is not None
 
 
 @dataclass
@@ -181,7 +180,8 @@ class _Execution:
             if self.outcome.code == EXIT_DONE and (report := self.done.get("report")):
                 with span("fetch report"):
                     self.outcome.report = fetch_report(self.store, self.home, self.run_record.name, report)
-            runs.end_run(self.store, self.run_record, self.outcome.code, self.outcome.stage, self.outcome.message)
+            ended = self.outcome
+            runs.end_run(self.store, self.run_record, ended.code, ended.stage, ended.message, self.done)
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
             self.outcome.code = EXIT_RETRY if interrupted else getattr(error, "exit_code", EXIT_BUG)

@@ -5,8 +5,10 @@ cas/<sha256>                      files and folders of artifacts, and for each r
 configs/<sha256>.json             configurations of runs, with all default values
 cache/<stage>/<key>.json          the manifest of the result with this cache key; written after the result
 checkpoints/<stage>/<key>/        checkpoints of an unfinished stage
-runs/<run>/run.json               the run's name, the hash of its configuration and other facts known at its start
-runs/<run>/end.json               how the run last ended
+runs.json                         copies of the records of done runs, for a quick list
+runs/<run>/run.json               the run's record: its name, the hash of its configuration and other facts
+runs/<run>/end.json               the run's record when it last ended, with how it ended
+runs/<run>/pin                    exists if garbage collections keep the run
 runs/<run>/spans/<process>.jsonl  spans, which show where the run's time went
 runs/<run>/<stage>/manifest.json  the manifest of the result that the run uses for this stage
 runs/<run>/<stage>/key            the cache key with which the stage's last attempt began
@@ -18,7 +20,7 @@ sweeps/<sweep>/mlflow             the id of the MLflow run that is the parent of
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from cuda_agent.compose import section_values
 from cuda_agent.config import Config
 from cuda_agent.pipeline.closure import code_version, device_name, environment_digest
 from cuda_agent.pipeline.graph import GRAPH_FILE, STAGES_INPUT, Stage, ancestors
+from cuda_agent.pipeline.locks import using
 from cuda_agent.storage import Store, json_sha256
 from cuda_agent.tracking import read_metrics, write_metrics
 
@@ -154,6 +157,11 @@ def prepare_entry(run: str, sha256: str) -> str:
     return f"runs/{run}/prepare/{sha256}.json"
 
 
+def pin_entry(run: str) -> str:
+    """Returns the key in the store that exists if garbage collections keep the run."""
+    return f"runs/{run}/pin"
+
+
 def config_entry(sha256: str) -> str:
     return f"configs/{sha256}.json"
 
@@ -163,7 +171,8 @@ def read_manifest(store: Store, run: str, stage: str) -> Manifest | None:
 
 
 def _read(store: Store, key: str) -> Manifest | None:
-    return Manifest.from_bytes(store.get(key)) if store.exists(key) else None
+    data = store.find(key)
+    return None if data is None else Manifest.from_bytes(data)
 
 
 def is_whole(store: Store, manifest: Manifest) -> bool:
@@ -185,8 +194,19 @@ def find_result(store: Store, run: str, identity: Identity) -> Manifest | None:
 def serve_from_cache(store: Store, run: str, identity: Identity) -> Manifest | None:
     """Looks for a stored result with this identity, and makes it the result of its stage in ``run``.  Returns its
     manifest, or None if the store has no result."""
-    result = find_result(store, run, identity)
-    return None if result is None else publish(store, run, result)
+    with using(store):
+        result = find_result(store, run, identity)
+        return None if result is None else publish(store, run, result)
+
+
+def commit(store: Store, run: str, manifest: Manifest, folders: Mapping[str, Path]) -> Manifest:
+    """Publishes a new result (see ``publish``).  ``folders`` maps digests in ``manifest`` to the folders that were
+    stored under them.  Stores what is missing again: what was there before, a collection may have removed since."""
+    with using(store):
+        for digest, folder in folders.items():
+            if not store.has_folder(digest):
+                store.put_folder(folder)
+        return publish(store, run, manifest)
 
 
 def publish(store: Store, run: str, manifest: Manifest) -> Manifest:

@@ -86,8 +86,8 @@ class Recorder:
         if manifest.scores:
             step = _EVALUATIONS.index(stage)
             self._scores[step] = {f"{SCORE}{name}": value for name, value in manifest.scores.items()}
-            last = _EVALUATIONS[max(self._scores)]
-            self._mirror.update(None, metrics=self._scores, tags={POLICY_TAG: policy_of(last, self._config)})
+            last = policy_of(_EVALUATIONS[max(self._scores)], self._config.sandbox.clock)
+            self._mirror.update(None, metrics=self._scores, tags={POLICY_TAG: last})
         return notes
 
     def failed(self, stage: str, code: int) -> None:

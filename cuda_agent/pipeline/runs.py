@@ -6,19 +6,21 @@ import getpass
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from cuda_agent.compose import load
 from cuda_agent.config import Config, RunConfig
 from cuda_agent.errors import EXIT_CONFIG, EXIT_DONE, EXIT_GATE, EXIT_RETRY, ConfigError
-from cuda_agent.pipeline.graph import Stage
-from cuda_agent.pipeline.manifest import Manifest, config_entry, read_manifest
-from cuda_agent.storage import Store, local_folder
+from cuda_agent.pipeline.graph import ROWS, Stage, policy_of
+from cuda_agent.pipeline.manifest import Manifest, config_entry, pin_entry, read_manifest
+from cuda_agent.storage import Store, StoreError, local_folder, side_by_side
 
-_BEGINNING = ("name", "config", "pipeline", "created", "sweep", "submitter")  # the facts in run.json
+INDEX = "runs.json"  # the records of done runs, which do not change; saves most requests of a list
+_LATE = 100  # done runs that a list may read one by one; if there are more, it writes the index anew
 _STATUSES = {
     None: "unfinished",
     EXIT_DONE: "done",
@@ -42,16 +44,22 @@ class Run:
     message: str = ""  # why the run ended with ``code``
     sweep: str = ""  # name of the run's sweep
     submitter: str = ""  # user who started the run: of this machine, or of the cluster
+    graph: str = "full"  # variant of the graph
+    clock: str = "real"  # the setting sandbox.clock
+    stages: list[str] = field(default_factory=list)  # the stages that were finished when the run ended
+    policy: str = ""  # the policy that was scored last
+    scores: dict[str, float] = field(default_factory=dict)  # of that policy: metric -> value
 
     @classmethod
     def begun(cls, name: str, config: Config, sha256: str, submitter: str) -> "Run":
         """Returns the record of a run ``name`` that begins now; ``sha256`` is the hash of ``config``."""
         now = datetime.now(UTC).isoformat(timespec="microseconds")
-        return cls(name, sha256, config.run.pipeline, now, sweep=config.run.sweep or "", submitter=submitter)
+        sweep, clock = config.run.sweep or "", config.sandbox.clock
+        more = {"sweep": sweep, "submitter": submitter, "graph": config.graph, "clock": clock}
+        return cls(name, sha256, config.run.pipeline, now, **more)  # type: ignore[arg-type]
 
-    def facts(self) -> bytes:
-        """Returns the content of run.json: the fields that are known when the run begins."""
-        return json.dumps({name: getattr(self, name) for name in _BEGINNING}).encode()
+    def to_bytes(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
 
     @property
     def status(self) -> str:
@@ -105,7 +113,7 @@ def create_run(store: Store, config: Config, sha256: str) -> Run:
     base = config.run.name or f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{sha256[:4]}"
     for attempt in range(1 if config.run.name else 100):
         record = Run.begun(f"{base}-{attempt}" if attempt else base, config, sha256, _user())
-        if store.create(f"runs/{record.name}/run.json", record.facts()):
+        if store.create(f"runs/{record.name}/run.json", record.to_bytes()):
             return record
     raise ConfigError(f"run.name: expected a new name, but there is a run {base} of another configuration or state.")
 
@@ -117,20 +125,70 @@ def _user() -> str:
         return ""
 
 
-def end_run(store: Store, run: Run, code: int, stage: str, message: str) -> None:
-    store.put(f"runs/{run.name}/end.json", json.dumps({"code": code, "stage": stage, "message": message}).encode())
+def touch(store: Store, run: Run) -> None:
+    """Records a sign of activity of ``run``, which is continued now: garbage collections keep active runs."""
+    entry = f"runs/{run.name}/run.json"
+    store.put(entry, store.get(entry))
+
+
+def end_run(store: Store, run: Run, code: int, stage: str, message: str, done: Mapping[str, Manifest]) -> None:
+    """Records how ``run`` ended, which stages are finished, and the last scores.  ``done`` has the manifests of the
+    finished stages, by stage."""
+    order = [row.name for row in ROWS]
+    stages = sorted(done, key=lambda name: order.index(name) if name in order else -1)  # as in ROWS, not as they ended
+    scored = [name for name in stages if done[name].scores]
+    last = {"policy": policy_of(scored[-1], run.clock), "scores": done[scored[-1]].scores} if scored else {}
+    ended = replace(run, code=code, stage=stage, message=message, stages=stages, **last)  # type: ignore[arg-type]
+    store.put(f"runs/{run.name}/end.json", ended.to_bytes())
 
 
 def read_run(store: Store, name: str) -> Run:
-    facts = json.loads(store.get(f"runs/{name}/run.json"))
-    end = f"runs/{name}/end.json"
-    return Run(**facts, **(json.loads(store.get(end)) if store.exists(end) else {}))
+    """Returns the record of the run with exactly this name.
+
+    Raises:
+        ConfigError: There is no such run."""
+    if (found := _read(store, name)) is None:
+        raise ConfigError(f"run {name}: there is no such run in {store.uri}.")
+    return found
 
 
-def list_runs(store: Store) -> list[Run]:
-    """Returns all runs, oldest first."""
-    names = [key.split("/")[1] for key in store.list("runs") if key.count("/") == 2 and key.endswith("/run.json")]
-    return sorted((read_run(store, name) for name in names), key=lambda run: (run.created, run.name))
+def _read(store: Store, name: str) -> Run | None:
+    end = json.loads(store.find(f"runs/{name}/end.json") or "{}")
+    if "config" not in end:  # the run has not ended yet; or an older version of this package recorded its end
+        if (begun := store.find(f"runs/{name}/run.json")) is None:
+            return None
+        end = json.loads(begun) | end
+    return Run(**end)
+
+
+def list_runs(store: Store, indexed: bool = True) -> list[Run]:
+    """Returns all runs, oldest first.  If ``indexed`` is False, reads each record, and none from the index."""
+    known = {one["name"]: one for one in json.loads((store.find(INDEX) if indexed else None) or "[]")}
+    names = store.folders("runs")
+    found = {name: Run(**known[name]) for name in names if name in known}
+    read = side_by_side(partial(_read, store), [name for name in names if name not in found])
+    late = [run for run in read if run is not None]
+    found |= {run.name: run for run in late}
+    if sum(run.code == EXIT_DONE for run in late) > _LATE:
+        with contextlib.suppress(StoreError):  # this user may only read
+            write_index(store, found.values())
+    return sorted(found.values(), key=lambda run: (run.created, run.name))
+
+
+def write_index(store: Store, all_runs: Iterable[Run]) -> None:
+    store.put(INDEX, json.dumps([asdict(run) for run in all_runs if run.code == EXIT_DONE]).encode())
+
+
+def pin(store: Store, name: str, pinned: bool) -> None:
+    """Pins the run with exactly this name, so that garbage collections keep it, or removes its pin.
+
+    Raises:
+        ConfigError: There is no such run."""
+    read_run(store, name)
+    if pinned:
+        store.put(pin_entry(name), b"")
+    else:
+        store.delete(pin_entry(name))
 
 
 def newest_unfinished(store: Store, sha256: str) -> Run | None:
@@ -143,6 +201,8 @@ def find_run(store: Store, name: str) -> Run:
 
     Raises:
         ConfigError: No run or several match; the message lists the choices."""
+    if name not in ("", "last") and "/" not in name and (found := _read(store, name)):
+        return found
     records = {record.name: record for record in list_runs(store)}
     return records[choose(list(records), name, store.uri)]
 
@@ -171,11 +231,10 @@ def choose(names: Sequence[str], asked: str, where: str) -> str:
 def agree(store: Store, key: str, make: Callable[[], str]) -> str:
     """Returns the text stored under ``key``.  If there is none, first stores the result of ``make``.  All processes get
     the same text, even if several call ``make`` at the same time."""
-    if not store.exists(key):
-        made = make()
-        if store.create(key, made.encode()):
-            return made
-    return store.get(key).decode()
+    if (found := store.find(key)) is not None:
+        return found.decode()
+    made = make()
+    return made if store.create(key, made.encode()) else store.get(key).decode()
 
 
 def read_config(store: Store, sha256: str) -> Config:
@@ -185,8 +244,9 @@ def read_config(store: Store, sha256: str) -> Config:
 def run_manifests(store: Store, run: Run, stages: Sequence[Stage]) -> dict[str, Manifest]:
     """Returns a map from the names of the run's finished stages to their manifests (records of the stages' results), in
     the order of ``stages``."""
-    found = {stage.name: read_manifest(store, run.name, stage.name) for stage in stages}
-    return {name: manifest for name, manifest in found.items() if manifest is not None}
+    names = [stage.name for stage in stages]
+    found = side_by_side(lambda name: read_manifest(store, run.name, name), names)
+    return {name: manifest for name, manifest in zip(names, found, strict=True) if manifest is not None}
 
 
 def lock_path(home: Path, store: Store, sha256: str) -> Path:
@@ -194,13 +254,12 @@ def lock_path(home: Path, store: Store, sha256: str) -> Path:
 
 
 @contextlib.contextmanager
-def try_lock(path: Path, shared: bool = False) -> Iterator[bool]:
-    """Tries to lock the file ``path`` for the ``with`` block, without waiting, and yields whether this succeeded.
-    Several processes can hold the lock at the same time if all of them pass ``shared``."""
+def try_lock(path: Path) -> Iterator[bool]:
+    """Tries to lock the file ``path`` for the ``with`` block, without waiting, and yields whether this succeeded."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(os.open(path, os.O_RDWR | os.O_CREAT, 0o600)) as file:
         try:
-            fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             yield False
         else:
@@ -209,5 +268,8 @@ def try_lock(path: Path, shared: bool = False) -> Iterator[bool]:
 
 def is_running(home: Path, store: Store, run: Run) -> bool:
     """Returns whether a process on this machine now executes a run of this store with the configuration of ``run``."""
-    with try_lock(lock_path(home, store, run.config)) as free:
+    path = lock_path(home, store, run.config)
+    if not path.exists():
+        return False
+    with try_lock(path) as free:
         return not free

@@ -30,15 +30,16 @@ from cuda_agent.errors import EXIT_BUG, EXIT_DONE, EXIT_RETRY, BadConfiguration,
 from cuda_agent.pipeline.checkpoints import StageCheckpoints
 from cuda_agent.pipeline.closure import code_digests, environment_versions
 from cuda_agent.pipeline.graph import Stage, ancestors, stages_of
+from cuda_agent.pipeline.locks import using
 from cuda_agent.pipeline.manifest import (
     Identity,
     Manifest,
-    find_result,
+    commit,
     identity_of,
     key_entry,
     placed,
-    publish,
     read_manifest,
+    serve_from_cache,
 )
 from cuda_agent.pipeline.runs import read_config, try_lock
 from cuda_agent.storage import Store, open_store
@@ -122,17 +123,17 @@ def _run(order: StageOrder, scratch: Path, should_stop: Stop) -> None:
             raise BadConfiguration(f"There is no stage {order.stage}: {', '.join(row.name for row in stages)}.")
         shutil.rmtree(work, ignore_errors=True)
         identity = identity_of(store, stages, stage, config, _manifests_above(store, order.run, stages, stage))
+    with using(store):  # from now on, collections keep the checkpoints of this key
         store.put(key_entry(order.run, stage.name), identity.key.encode())
     with _lock(Path(order.local) / "locks" / f"{stage.name}-{identity.key[:32]}", tracker, should_stop):
-        if (result := find_result(store, order.run, identity)) is None:
-            result = _make(order, store, placed(config), stage, identity, tracker, should_stop)
-        publish(store, order.run, result)
+        if serve_from_cache(store, order.run, identity) is None:
+            _make(order, store, placed(config), stage, identity, tracker, should_stop)
     shutil.rmtree(work, ignore_errors=True)
 
 
 def _make(
     order: StageOrder, store: Store, config: Config, stage: Stage, identity: Identity, tracker: FileTracker, stop: Stop
-) -> Manifest:
+) -> None:
     work, cache = Path(order.scratch) / "work", Path(order.local) / "cache"
     with spans.span("fetch inputs"):
         for name, digest in identity.inputs.items():
@@ -166,6 +167,7 @@ def _make(
         store.put_json(code_digests(stage.module))  # the facts behind two hashes of the key, for ``compare.why_missed``
         store.put_json(environment_versions())
         tracker.save(work / "said")
+        said = store.put_folder(work / "said")
         metrics = read_metrics(work / "said" / "metrics.jsonl")
         shared = ("stage", "key", "code", "environment", "device", "inputs")
         manifest = Manifest(
@@ -173,7 +175,7 @@ def _make(
             run=order.run,
             config=order.config,
             outputs=made,
-            metrics=store.put_folder(work / "said"),
+            metrics=said,
             seconds=round(checkpoints.seconds, 3),
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
             resumed=checkpoints.resumed,
@@ -185,9 +187,9 @@ def _make(
                 if name.startswith(SCORE)
             },
         )
-        manifest = publish(store, order.run, manifest)
+        written = {digest: outputs[name] for name, digest in made.items()} | {said: work / "said"}
+        commit(store, order.run, manifest, written)
         checkpoints.clear()
-    return manifest
 
 
 def _say(text: str) -> None:

@@ -167,19 +167,21 @@ def sweep(tmp_path):
         config = Config.model_validate({"seed": seed, "run": {"name": name, "sweep": of}})
         text, sha256 = freeze(config)
         opened.create(config_entry(sha256), text.encode())
-        runs.end_run(opened, runs.create_run(opened, config, sha256), 0, "", "")
+        done = {}
         for policy, passed in (("base", 0.25), ("agentic", seed / 4)):
             made = Manifest(
                 f"evaluate-{policy}", name, "k", "c", "e", None, sha256, {}, {}, "m", 1.0, "2026",
                 scores={"passed": passed, "speedup_compile": 1.5},
             )  # fmt: skip
+            done[made.stage] = made
             opened.put(manifest_entry(name, made.stage), made.to_bytes())
+        runs.end_run(opened, runs.create_run(opened, config, sha256), 0, "", "", done)
     return tmp_path / "store"
 
 
 def test_runs_are_listed_with_their_last_scores(sweep):
     head, *lines = ask("runs", "--store", sweep).splitlines()
-    assert head.split()[:6] == ["run", "pipeline", "state", "stages", "begun", "config"] and "x compile" in head
+    assert head.split()[:7] == ["run", "pipeline", "state", "stages", "begun", "by", "config"] and "x compile" in head
     assert [line.split()[6:] for line in lines[:3]] == [
         ["agentic", passed, "–", "–", "–", "1.50"] for passed in ("25.0%", "50.0%", "75.0%")
     ]
@@ -231,7 +233,7 @@ def test_gc_removes_what_no_kept_run_needs_and_nothing_else(tmp_path, monkeypatc
     store = open_store(folder)
     store.put("cas/" + "0" * 64, b"nobody's")
     store.put("checkpoints/train/old/00000001-a.json", b"{}")
-    plan = gc.plan(store, keep=1)
+    plan = gc.plan(store, keep=1, days=0)
     assert plan.runs == [first.run]
     gc.collect(store, plan)
     assert [r.name for r in runs.list_runs(store)] == [second.run]
@@ -241,7 +243,7 @@ def test_gc_removes_what_no_kept_run_needs_and_nothing_else(tmp_path, monkeypatc
     assert again.code == 0 and {n: m.outputs for n, m in again.manifests.items()} == {
         n: m.outputs for n, m in second.manifests.items()
     }
-    assert gc.plan(store, keep=10).keys == {}
+    assert gc.plan(store, keep=10, days=0).keys == {}
 
 
 def test_gc_dry_run_removes_nothing(store):

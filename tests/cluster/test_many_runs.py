@@ -224,6 +224,24 @@ def test_a_sweep_is_cancelled_and_resumed_whole(api, place, capsys):
         commands.resume("grid", whole=True, watching=True)
 
 
+def test_what_no_step_can_record_any_more_is_recorded_by_cancel(api, place, monkeypatch, capsys):
+    chart(api)
+    run(api, "a", "Running")
+    ended: list[tuple[str, str]] = []
+    monkeypatch.setattr("cuda_agent.cluster.results.end", lambda place, run, config: ended.append((run, config)))
+    commands.cancel("a")
+    assert ended == []
+    commands.cancel("a", now=True)
+    assert ended == [("a", "ab" * 32)] and api.objects["workflows", "a"]["spec"]["shutdown"] == "Terminate"
+
+
+def test_cancel_says_that_mlflow_was_not_told(api, place, capsys):
+    chart(api)
+    run(api, "a", "Running")
+    commands.cancel("a", now=True)
+    assert "MLflow shows the run as running until `gc`: The release in namespace" in capsys.readouterr().err
+
+
 # ---------------------------------------------------------------------------------------------------------------- watch
 
 

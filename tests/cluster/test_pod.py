@@ -9,7 +9,10 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from drill import journal, table
@@ -21,9 +24,9 @@ from cuda_agent.cluster.pod import PodEnvironment
 from cuda_agent.compose import compose, freeze, section_values
 from cuda_agent.config import Config
 from cuda_agent.errors import ConfigError, TryAgain
-from cuda_agent.pipeline import gc, runs
+from cuda_agent.pipeline import runs
 from cuda_agent.pipeline.local import run_pipeline
-from cuda_agent.pipeline.manifest import config_entry, outcome_entry, read_manifest
+from cuda_agent.pipeline.manifest import config_entry, is_whole, outcome_entry, read_manifest
 from cuda_agent.storage import open_store
 
 DRILL = Path(__file__).parents[1] / "pipeline"
@@ -363,31 +366,50 @@ def test_mlflow_has_one_run_a_stage_however_often_a_pod_is_started(tmp_path, her
     assert {run.info.status for run in found} == {"FINISHED"}
 
 
-def test_a_run_waits_while_somebody_collects_garbage(tmp_path, here, monkeypatch):
+def test_a_run_waits_while_somebody_collects_garbage(tmp_path, here):
     sha256 = submitted(here, settings(tmp_path))
     store = open_store(here.store)
-    with gc.alone(store) as first:
-        assert first
-        with gc.alone(store) as second:
-            assert not second
-        assert gc.is_collecting(store), "whoever came second does not open it"
-        monkeypatch.setattr(pod, "COLLECTION_SECONDS", 0.0)
-        with pytest.raises(TryAgain, match="gc"):
-            prepare(here, sha256)
-        assert not store.exists("runs/a/run.json")
-        monkeypatch.setattr(pod, "COLLECTION_SECONDS", 60.0)
-        threading.Timer(0.5, lambda: [store.delete(key) for key in store.sizes("locks")]).start()
-        assert prepare(here, sha256)["make"] == "run"
+    store.put("locks/gc-other", b"")
+    prepared: list[dict[str, str]] = []
+    waiting = threading.Thread(target=lambda: prepared.append(prepare(here, sha256)))
+    waiting.start()
+    time.sleep(0.5)
+    assert not store.exists("runs/a/run.json") and not prepared
+    store.delete("locks/gc-other")
+    waiting.join()
+    assert prepared[0]["make"] == "run" and store.exists("runs/a/run.json")
 
 
-def test_the_lock_of_a_collection_that_was_ended_is_taken_over(here, monkeypatch):
+def test_collecting_beside_a_live_run_leaves_it_all_that_it_needs(tmp_path, here, monkeypatch):
+    """The run was submitted a month ago, and all its files are as old."""
+    sha256 = submitted(here, settings(tmp_path))
+    prepare(here, sha256)
+    assert stage(here, "make", sha256).wait(60) == 0
     store = open_store(here.store)
-    store.create("locks/gc", b"")
-    monkeypatch.setattr(gc, "LOCK_SECONDS", -1.0)
-    assert not gc.is_collecting(store)
-    with gc.alone(store) as first:
-        assert first
-    assert not store.exists("locks/gc")
+    begun = replace(runs.read_run(store, "a"), created="2026-01-01T00:00:00+00:00")
+    store.put("runs/a/run.json", begun.to_bytes())
+    then = time.time() - 30 * 86400
+    for file in Path(store.uri).rglob("*"):
+        os.utime(file, (then, then))
+    flows = {"a-r2": {"Status": "Running"}}
+    maps = [{"name": "a-r2", "labels": {"cuda-agent.io/run": "a"}}]
+    place: Any = SimpleNamespace(
+        table=lambda kind, selector="": flows, metadata=lambda kind, selector: maps if kind == "ConfigMap" else []
+    )
+    found = pod_maintenance.collect(here, 1, 7.0, False, place)
+    assert found["removed"] and found["runs"] == [] and "busy" not in found
+    assert is_whole(store, read_manifest(store, "a", "make"))
+    flows.clear()
+    monkeypatch.setattr(place, "delete", lambda kind, name: None, raising=False)
+    assert pod_maintenance.collect(here, 1, 7.0, False, place)["runs"] == ["a"]
+
+
+def test_a_run_is_pinned_by_a_pod_and_a_missing_one_is_an_answer(tmp_path, here):
+    prepare(here, submitted(here, settings(tmp_path)))
+    assert pod_maintenance.pin(here, "a", True) == {"run": "a", "pinned": True}
+    assert open_store(here.store).exists("runs/a/pin")
+    assert pod_maintenance.pin(here, "a", False)["pinned"] is False and not open_store(here.store).exists("runs/a/pin")
+    assert "there is no such run" in pod_maintenance.pin(here, "b", True)["error"]
 
 
 def test_a_sandbox_reaches_what_listens_and_says_why_not_otherwise(tmp_path):

@@ -17,7 +17,7 @@ from tests.ports import free_port
 @pytest.fixture
 def store(tmp_path):
     made = open_store(tmp_path / "store")
-    made.create("runs/a/run.json", Run.begun("a", Config(), "0" * 64, "ada").facts())
+    made.create("runs/a/run.json", Run.begun("a", Config(), "0" * 64, "ada").to_bytes())
     return made
 
 

@@ -769,19 +769,34 @@ def answered(place: Cluster, phase: str, value: Any = None, message: str = "") -
 
 def test_gc_on_a_cluster_asks_a_pod_of_the_chart_and_leaves_no_workflow(plane, as_user):
     found = {"runs": ["old"], "objects": 3, "bytes": 2**20, "pools": ["p"], "config maps": [], "removed": False}
+    found["pinned"] = ["best"]
     pod_of_gc = answered(as_user("admin"), "Succeeded", found)
     done = command(plane, "gc", "--dry-run")
     pod_of_gc.join()
     assert done.returncode == 0, done.stderr
     assert "run old" in done.stdout and "pool p" in done.stdout and "3 objects, 1.0 MiB would be removed" in done.stdout
+    assert "pinned, so kept: best" in done.stdout
     assert job_workflows(as_user()) == []
 
 
-def test_gc_while_runs_are_under_way_says_try_again(plane, as_user):
-    pod_of_gc = answered(as_user("admin"), "Succeeded", {"busy": "Runs are under way: a."})
+def test_a_second_gc_says_try_again(plane, as_user):
+    pod_of_gc = answered(as_user("admin"), "Succeeded", {"busy": "Another collection is under way."})
     done = command(plane, "gc", "--json")
     pod_of_gc.join()
-    assert done.returncode == 75 and "Runs are under way: a. Nothing was removed." in done.stderr
+    assert done.returncode == 75 and "Another collection is under way. Nothing was removed." in done.stderr
+
+
+def test_a_run_is_pinned_by_a_pod_of_the_chart_that_is_told_its_name(plane, as_user):
+    send(as_user(), "treasure")
+    told = answered(as_user("admin"), "Succeeded", {"run": "treasure", "pinned": True})
+    done = command(plane, "pin", "treas", "--on", "ada")
+    told.join()
+    assert (done.returncode, done.stdout) == (0, "run treasure is pinned\n"), done.stderr
+    told = answered(as_user("admin"), "Succeeded", {"error": "run gone: there is no such run in s3://b."})
+    done = command(plane, "pin", "gone", "--remove", "--on", "ada")
+    told.join()
+    assert done.returncode == 78 and "run gone: there is no such run in s3://b." in done.stderr
+    assert job_workflows(as_user()) == []
 
 
 def test_a_job_whose_pod_fails_says_why_and_leaves_no_workflow(plane, as_user):
@@ -802,7 +817,7 @@ def test_a_job_that_does_not_start_is_given_up(as_user, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "user", "said"),
     [
-        (["--keep", "3"], "ada", "its value gc.keep"),
+        (["--keep", "3"], "ada", "its values gc.keep and gc.days"),
         ([], "eve", "refused to create Workflow"),
         (["--release", "other"], "ada", "There is no release other"),
         (["--namespace", "default"], "admin", "There is no chart of cuda-agent"),
@@ -875,17 +890,14 @@ def test_the_collector_finds_and_removes_what_workflows_have_left_behind(as_user
         assert {"pool-has-ended", "pool-gone", "engine-gone"} <= set(left) and "pool-lives" not in left
         assert "map-gone" in maps and "pool-has-ended" not in maps
         here = pod.PodEnvironment(str(tmp_path / "store"), "off", tmp_path / "c", tmp_path / "plan", tmp_path)
-        busy = pod_maintenance.collect(here, 10, False, "gc-1", collector)
-        assert "Runs are under way" in busy["busy"] and "pool-lives" in busy["busy"]
-        planned = pod_maintenance.collect(here, 10, True, "gc-1", collector)
+        planned = pod_maintenance.collect(here, 10, 7.0, True, collector)
         assert planned["removed"] is False and admin.find("Secret", "pool-gone-sandbox") is not None
-        for item in admin.all("Workflow"):
-            if cluster.phase(item) == "Running":
-                set_status(admin, item["metadata"]["name"], "Succeeded", prepare="Succeeded")
-        done = pod_maintenance.collect(here, 10, False, "gc-1", collector)
-        assert (
-            done["removed"] and {"pool-lives", "pool-gone"} <= set(done["pools"]) and "map-gone" in done["config maps"]
-        )
+        assert pod_maintenance.states_of(collector)["pool-lives"] == "Running"
+        done = pod_maintenance.collect(here, 10, 7.0, False, collector)
+        assert done["removed"] and "pool-gone" in done["pools"] and "map-gone" in done["config maps"]
+        assert admin.find("Secret", "pool-lives-sandbox") is not None, "a run under way keeps its servers"
+        set_status(admin, "pool-lives", "Succeeded", prepare="Succeeded")
+        assert "pool-lives" in pod_maintenance.collect(here, 10, 7.0, False, collector)["pools"]
         for kind in ("StatefulSet", "Service", "Secret", "NetworkPolicy"):
             assert not [i for i in admin.all(kind) if i["metadata"]["name"].startswith(("pool-", "engine-gone"))]
         assert admin.find("ConfigMap", "map-gone") is None and admin.find("ConfigMap", "pool-has-ended") is not None

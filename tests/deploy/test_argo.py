@@ -94,11 +94,13 @@ def test_users_pass_run_config_and_lane_and_none_reaches_a_field_that_decides_wh
 
 
 @pytest.mark.parametrize("name", maintenance_jobs())
-def test_a_maintenance_job_is_one_pod_that_users_pass_nothing_to(name):
+def test_a_maintenance_job_is_one_pod_that_users_pass_at_most_a_run_to(name):
     spec = maintenance_jobs()[name]["spec"]
     (pod,) = spec["templates"]
-    assert "arguments" not in spec and spec["entrypoint"] == pod["name"] == name
-    assert set(re.findall(r"\{\{(.*?)\}\}", json.dumps(spec))) == {"workflow.name"}
+    told = {"doctor": {"workflow.name"}, "pin": {"workflow.parameters.run"}, "unpin": {"workflow.parameters.run"}}
+    assert set(re.findall(r"\{\{(.*?)\}\}", json.dumps(spec))) == told.get(name, set())
+    assert spec.get("arguments") == ({"parameters": [{"name": "run"}]} if "pin" in name else None)
+    assert spec["entrypoint"] == pod["name"] == name
     assert "retryStrategy" not in pod and [item["name"] for item in pod["outputs"]["parameters"]] == ["answer"]
 
 

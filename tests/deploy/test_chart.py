@@ -586,7 +586,7 @@ def test_only_prepare_finish_and_maintenance_have_an_account_that_may_do_anythin
     told = ("executor", "operator", "collector", "ray")
     assert bound == {f"r-cuda-agent-{name}": f"r-cuda-agent-{name}" for name in told}
     accounts = dict.fromkeys(("prepare", "finish", "doctor"), "r-cuda-agent-operator")
-    accounts |= dict.fromkeys(("gc", "gc-plan"), "r-cuda-agent-collector")
+    accounts |= dict.fromkeys(("gc", "gc-plan", "pin", "unpin"), "r-cuda-agent-collector")
     accounts |= {task_name(stage.name): "r-cuda-agent-ray" for stage in ROWS if can_be_spread(stage)}
     for made in of_kind(items, "WorkflowTemplate"):
         assert made["spec"]["serviceAccountName"] == "r-cuda-agent-stage"

@@ -120,6 +120,7 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "cron.profile": ("CronWorkflow:workflowTemplateRef", "gpu"),
     "cron.config": ("CronWorkflow:arguments", "cd" * 32),
     "gc.keep": (r"WorkflowTemplate:container.env\[CUDA_AGENT_KEEP", None),
+    "gc.days": (r"WorkflowTemplate:container.env\[CUDA_AGENT_DAYS", None),
     "gc.enabled": ("CronWorkflow:", None),
     "gc.schedule": ("CronWorkflow:schedules", "1 1 * * *"),
     "webhook.existingSecret": (ENV, "w"),

@@ -72,7 +72,7 @@ def kept(played, tokenizer, tmp_path_factory) -> Path:
     store = open_store(folder / "store")
     text, sha256 = freeze(Config())
     store.put(config_entry(sha256), text.encode())
-    store.put("runs/one/run.json", runs.Run.begun("one", Config(), sha256, "ada").facts())
+    store.put("runs/one/run.json", runs.Run.begun("one", Config(), sha256, "ada").to_bytes())
     tokenizer.save_pretrained(folder / "policy")
     policy = store.put_folder(folder / "policy")
     lost = replace(played, id="train/1/lost/0", task="lost", reward=None, verdict=None, best=None, ended="infra")

@@ -1,17 +1,17 @@
 """Two runs that differ, the runs of a sweep, and the reason why a stage is not in the cache."""
 
-import os
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cuda_agent.compose import compose, freeze
-from cuda_agent.config import Config
+from cuda_agent.config import Config, RunConfig
 from cuda_agent.pipeline import compare
 from cuda_agent.pipeline.closure import code_digests, code_version, environment_versions
 from cuda_agent.pipeline.graph import GRAPHS, ROWS, Stage
 from cuda_agent.pipeline.manifest import Identity, Manifest, config_entry, identify, manifest_entry
+from cuda_agent.pipeline.runs import Run, create_run, end_run
 from cuda_agent.storage import Store, json_sha256, open_store
 
 MADE = Manifest("critic", "a", "k", "c", "e", None, "f", {"policy": "p"}, {"critic": "v"}, "m", 1.0, "2026-01-01")
@@ -66,15 +66,19 @@ def test_scores_whose_times_are_not_measured_say_so() -> None:
     assert list(scored("a", "experiment=smoke", base=0.1).scores) == ["base, model clock"]
 
 
-def test_the_last_scores_of_a_run_are_those_of_the_last_policy_of_its_graph() -> None:
+def test_the_stages_and_last_scores_of_an_unfinished_run_are_read_from_its_manifests() -> None:
     store = open_store("memory://")
-    config = Config(graph="no_rft")
-    assert compare.last_scores(store, "a", config) == ("", {})
+    run = Run.begun("a", compose(["experiment=smoke", "graph=no_rft"]), "s", "ada")
+    assert compare.standings(store, [run]) == [([], "", {})]
     for policy, passed in (("base", 0.1), ("agentic", 0.5), ("rft", 0.9)):
         made = replace(MADE, stage=f"evaluate-{policy}", scores={"passed": passed})
         store.put(manifest_entry("a", made.stage), made.to_bytes())
     assert [stage.name for stage in GRAPHS["no_rft"] if stage.about][-1] == "evaluate-agentic"
-    assert compare.last_scores(store, "a", config) == ("agentic", {"passed": 0.5})
+    done = replace(run, name="b", code=0, stages=["report"], policy="rft", scores={"passed": 0.7})
+    assert compare.standings(store, [done, run]) == [
+        (["report"], "rft", {"passed": 0.7}),
+        (["evaluate-base", "evaluate-agentic"], "agentic, model clock", {"passed": 0.5}),
+    ]
 
 
 def test_a_row_of_a_sweep_has_the_settings_that_differ_and_the_last_scores() -> None:
@@ -178,14 +182,19 @@ def test_a_result_of_the_same_key_that_is_not_shared_says_why(store: Store) -> N
     assert compare.why_missed(store, "a", STAGE, asked(Config())) == "the result of run a is no longer complete"
 
 
-def test_the_newest_result_of_a_stage_is_that_of_the_run_which_used_it_last(tmp_path) -> None:
-    store = open_store(tmp_path)
-    for number, run in enumerate(("b", "a", "c")):
-        finished(store, Config(), run)
-        os.utime(tmp_path / manifest_entry(run, STAGE.name), (number, number))
-    assert compare.newest_results(store) == {STAGE.name: "c"}
-    os.utime(tmp_path / manifest_entry("a", STAGE.name), (9, 9))
-    assert compare.newest_results(store) == {STAGE.name: "a"}
+def test_the_earlier_result_of_a_stage_is_that_of_the_newest_run_that_finished_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, stages in (("c", ["critic", "rft"]), ("a", ["critic"]), ("b", [])):
+        run = create_run(store, Config(run=RunConfig(name=name)), "s")
+        done = {stage: replace(MADE, stage=stage) for stage in stages}
+        for made in done.values():
+            store.put(manifest_entry(name, made.stage), made.to_bytes())
+        if name == "c":
+            end_run(store, run, 0, "", "", done)
+    assert compare.newest_results(store) == {"critic": "a", "rft": "c"}
+    monkeypatch.setattr(compare, "_RECENT", 2)
+    assert compare.newest_results(store) == {"critic": "a"}, "of old runs it is not looked for"
 
 
 def test_the_hash_in_a_key_is_that_of_the_stored_list(store: Store) -> None:

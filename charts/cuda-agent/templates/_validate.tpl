@@ -30,7 +30,7 @@
 {{- if not (regexMatch "^[a-z0-9]([a-z0-9-]{0,14}[a-z0-9])?$" $name) -}}
 {{- fail (printf "profiles.%s: a profile's name has at most 16 lower-case letters, digits and dashes." $name) -}}
 {{- end -}}
-{{- if has $name (list "doctor" "gc" "gc-plan") -}}
+{{- if has $name (list "doctor" "gc" "gc-plan" "pin" "unpin") -}}
 {{- fail (printf "profiles.%s: the chart already has a template of that name; choose another name for the profile." $name) -}}
 {{- end -}}
 {{- if and $v.sandbox.runtimeClassName (contains "gvisor" $v.sandbox.runtimeClassName) (contains "nvidia.com/mig" ($profile.pools | toJson)) -}}
