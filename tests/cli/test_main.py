@@ -182,7 +182,7 @@ def sweep(tmp_path):
 def test_runs_are_listed_with_their_last_scores(sweep):
     head, *lines = ask("runs", "--store", sweep).splitlines()
     assert head.split()[:7] == ["run", "pipeline", "state", "stages", "begun", "by", "config"] and "x compile" in head
-    assert [line.split()[6:] for line in lines[:3]] == [
+    assert [line.split()[7:] for line in lines[:3]] == [
         ["agentic", passed, "–", "–", "–", "1.50"] for passed in ("25.0%", "50.0%", "75.0%")
     ]
     assert all(line.rindex("1.50") + 4 == head.rindex("x compile") + 9 for line in lines[:3]), "below its title"
