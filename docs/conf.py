@@ -8,7 +8,7 @@ PAGES = {
         "docs/guide", "docs/optimize", "docs/servers", "docs/api", "docs/reference", "examples/README", "docs/faq",
     ],
     "Training": ["docs/concepts", "docs/training", "docs/environments", "docs/engines", "docs/ray", "docs/kernels"],
-    "Platforms": ["docs/security", "docs/service", "docs/cluster", "charts/cuda-agent/README"],
+    "Platforms": ["docs/security", "docs/service", "docs/cluster", "docs/operations", "charts/cuda-agent/README"],
     "The project": [
         "docs/comparison", "docs/architecture", "CONTRIBUTING", "SECURITY", "docs/cluster-development",
         "docs/decisions", "docs/lab-notebook", "CHANGELOG",

@@ -528,6 +528,15 @@ def test_every_pod_of_a_run_has_the_annotations_that_keep_its_node():
 
 
 @needs_helm
+def test_with_secrets_of_the_administrator_two_renderings_are_equal():
+    """As tools need it that render the chart again and again, and cannot look up a random secret."""
+    values = merged(ALONE, {"minio": {"existingSecret": "keys"}})
+    assert template(values) == template(values)
+    random = [template(merged(ALONE, {"minio": {"existingSecret": ""}})) for _ in range(2)]
+    assert random[0] != random[1], "the chart's own keys are random"
+
+
+@needs_helm
 def test_claims_take_the_place_of_counted_gpus():
     profile = {"pools": {"evaluate": {"resources": {"limits": {"nvidia.com/gpu": 2}}}}}
     gpu = {"allocation": "dra", "sharedClaim": "one", "selectors": ["device.driver == 'a'"]}

@@ -37,7 +37,7 @@ def test_a_second_run_waits_for_its_turn_and_the_commands_say_so(installed: Rele
         assert installed.command("cancel", "turn-3").returncode == 0, "one that waits can be stopped"
         assert installed.command("watch", "turn-3").returncode == 75
         listed = json.loads(installed.command("runs", "--on", ".", "--json").stdout)
-        assert next(row["status"] for row in listed if row["run"] == "turn-3") == "failed"
+        assert next(row["status"] for row in listed if row["name"] == "turn-3") == "failed"
         done = installed.command("resume", "turn-3")
         assert done.returncode == 0 and phase(space.get("workflow", "turn-3-r2")) == "Pending", done.stderr
         assert installed.command("cancel", "turn-3").returncode == 0
