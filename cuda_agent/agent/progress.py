@@ -32,11 +32,6 @@ _DIFF_LINES = 400
 _COMPARED_LINES = 2000  # most lines compared per file: repeated lines take cubic time
 
 
-def target_text(target: float) -> str:
-    """Returns the target of a search in words: "target 1.05×", or "no target"."""
-    return "no target" if target >= NO_TARGET else f"target {target:g}×"
-
-
 def difference(path: str, old: str, new: str) -> Event:
     """Returns the fields of a transcript event of the kind "diff". The event says that the text of the file ``path``
     changed from ``old`` to ``new``. The fields are the path, the first lines of the diff, and the numbers of added and
@@ -54,6 +49,31 @@ def factor(verdict: Verdict) -> float | None:
         return None
     known = [ratio for ratio in (verdict.speedup_eager, verdict.speedup_compile) if ratio is not None]
     return min(known, default=None)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a solution must reach to end a search."""
+
+    target: float  #: speed-up over the faster of eager and torch.compile; ``NO_TARGET``: none suffices
+    until: float | None = None  #: share of the speed of light (``Verdict.speed_of_light``); None: none suffices
+
+    @property
+    def is_none(self) -> bool:
+        return self.target >= NO_TARGET and self.until is None
+
+    def reached(self, verdict: Verdict) -> bool:
+        """Returns whether the solution with this verdict is correct and reaches one of the two."""
+        ratio, share = factor(verdict), verdict.speed_of_light
+        if ratio is None:
+            return False
+        return ratio >= self.target or (self.until is not None and share is not None and share >= self.until)
+
+    def __str__(self) -> str:
+        """Returns the goal in words: "target 1.05×", "target 90% of the speed of light", both, or "no target"."""
+        parts = [f"{self.target:g}×"] if self.target < NO_TARGET else []
+        parts += [f"{self.until:.0%} of the speed of light"] if self.until is not None else []
+        return f"target {' or '.join(parts)}" if parts else "no target"
 
 
 @dataclass

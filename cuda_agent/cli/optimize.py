@@ -57,6 +57,16 @@ def optimize(
             "[default: 1.05]"
         ),
     ] = None,
+    until: Annotated[
+        float | None,
+        Option(
+            min=0.01,
+            max=1.0,
+            help="share of the speed of light at which the search stops, as in 0.9: the least time in which the device "
+            "can move the bytes and do the arithmetic, divided by the solution's time; without --target it is the only "
+            "target",
+        ),
+    ] = None,
     turns: Annotated[
         int | None,
         Option(min=1, help="limit of turns for each attempt, at least 2: the last one only sums up [default: 60]"),
@@ -170,7 +180,7 @@ def _as_overrides(sandbox: dict[str, Any]) -> list[str]:
 
 
 def _lines(outcome: Any) -> list[str]:
-    from cuda_agent.agent.progress import ENDS, NO_TARGET
+    from cuda_agent.agent.progress import ENDS
     from cuda_agent.optimize.verdict_text import verdict_lines
 
     lines = ["", ENDS.get(outcome.why, outcome.why)]
@@ -180,7 +190,7 @@ def _lines(outcome: Any) -> list[str]:
     return [
         *lines,
         *verdict_lines(outcome.best.strict or outcome.best.quick),
-        *([] if outcome.target >= NO_TARGET else [f"the target of {outcome.target:g} times is {reached}"]),
+        *([] if outcome.goal.is_none else [f"{outcome.goal} is {reached}"]),
         "",
         f"{outcome.folder}/model_new.py   from model_new import ModelNew",
         f"{outcome.folder}/report.html",

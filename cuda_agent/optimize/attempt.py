@@ -15,7 +15,7 @@ from cuda_agent.agent.chat_rollout import answers
 from cuda_agent.agent.compaction import compacted, cut, size
 from cuda_agent.agent.environment import LOOP, KernelEnvironment, Sandbox, SandboxFault
 from cuda_agent.agent.loop import MALFORMED, Calls, play, within
-from cuda_agent.agent.progress import NO_TARGET, Find, Findings, SearchBudget, State, Tell, difference, factor
+from cuda_agent.agent.progress import NO_TARGET, Find, Findings, Goal, SearchBudget, State, Tell, difference, factor
 from cuda_agent.agent.prompt import agent_messages
 from cuda_agent.agent.tools import TOOLS, Style, describe, failed, merit, solution_of, standing
 from cuda_agent.policy.chat_stream import CHARACTERS, Reply
@@ -57,16 +57,24 @@ class Terms:
     context: int = 65536  #: maximum number of tokens of the conversation and the answer together
     answer_tokens: int = 8192  #: maximum number of tokens of one answer
     target: float = 1.05  #: speed-up over the faster of eager and torch.compile
+    until: float | None = None  #: share of the speed of light at which the search stops, too; None: no share
     temperature: float = 1.0
     seed: int = 0
+
+    @property
+    def goal(self) -> Goal:
+        return Goal(self.target, self.until)
 
 
 def first_messages(task: Task, terms: Terms, baselines: str) -> list[dict[str, Any]]:
     messages = agent_messages(task, terms.style, terms.format, terms.device)
     if terms.style == "full":
-        goal = "There is no target: make it as fast as you can."
+        goal = "There is no target: make it as fast as you can." if terms.goal.is_none else ""
         if terms.target < NO_TARGET:
             goal = f"The target is {terms.target:g} times as fast as the faster of the two."
+        if terms.until is not None:
+            share = f"{terms.until:.0%} of what the device's limits allow; the command profile prints the share."
+            goal = f"{goal} It is also enough to reach {share}" if goal else f"The target is {share}"
         said = [baselines, goal, f"You have {terms.turns} turns."]
         messages[-1]["content"] += "\n\n" + " ".join(filter(None, said))
     return messages
@@ -139,15 +147,15 @@ class SearchEnvironment(KernelEnvironment):
             return CommandResult("the sandbox failed, which is not the solution's fault: try again", error=True)
         if terms.style == "full" and name == "profile" and verdict.status == "ok":
             text = "\n".join(filter(None, [text, standing(verdict), *verdict.advice]))
-        if (factor(verdict) or 0.0) >= terms.target and not self.findings.reached:
+        if terms.goal.reached(verdict) and not self.findings.reached:
             strict = await self.judge(solution, "strict", name)
             ratio = factor(strict)
-            if (ratio or 0.0) >= terms.target:
+            if terms.goal.reached(strict):
                 self.findings.reached = self.findings.by_digest.get(solution.digest)
             if terms.style == "full":
                 said = f"{ratio:.2f} times as fast as the faster of both" if ratio else strict.status
                 text += f"\nmeasured strictly: {said}" + (f": {strict.message}" if strict.message else "")
-                text += "" if self.findings.reached else f"; the target is {terms.target:g}"
+                text += "" if self.findings.reached else f"; {terms.goal} is not reached"
         return CommandResult(text, failed(verdict, name))
 
     async def judge(self, solution: Solution, mode: Mode = "quick", command: str = "end") -> Verdict:
@@ -382,8 +390,7 @@ class Attempt:
         best = self.findings.best
         found = factor(best.strict or best.quick) if best else None
         state = f"the best so far is {found:.2f} times as fast" if found else "no correct solution so far"
-        endless = self.terms.target >= NO_TARGET
-        lead = "There may be more to gain" if endless else "The target is not reached yet"
+        lead = "There may be more to gain" if self.terms.goal.is_none else "The target is not reached yet"
         self._say({"role": "user", "content": _GO_ON.format(lead=lead, state=state, turns=self.terms.turns - turn - 1)})
         return ""
 

@@ -63,7 +63,9 @@ class SearchOrder:
 def with_changes(order: SearchOrder, changes: dict[str, Any]) -> SearchOrder:
     """Returns a copy of ``order`` with new values for some fields.  ``changes`` maps the name of a field to its new
     value.  The field is one of ``order`` or of ``order.terms``, the settings of each attempt.  An infinite target
-    becomes ``NO_TARGET``."""
+    becomes ``NO_TARGET``.  A new share ``until`` without a new target replaces the target."""
+    if "until" in changes:
+        changes = {"target": NO_TARGET} | changes
     if "target" in changes:
         changes = changes | {"target": min(changes["target"], NO_TARGET)}
     terms = {name: value for name, value in changes.items() if name in Terms.__dataclass_fields__}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from cuda_agent.agent.progress import ENDS, Event, target_text
+from cuda_agent.agent.progress import ENDS, Event, Goal
 from cuda_agent.optimize.search import Watch
 from cuda_agent.pages.charts import duration as kernel_time
 from cuda_agent.pipeline.screen import duration
@@ -42,7 +42,7 @@ class AttemptView:
 class View:
     task: str = ""
     model: str = ""
-    target: float = 0.0
+    goal: Goal = field(default_factory=lambda: Goal(0.0))
     turns: int = 0
     baselines: str = ""
     notes: list[str] = field(default_factory=list)
@@ -63,7 +63,8 @@ class View:
         self.seconds = max(self.seconds, float(event["at"]))
         if kind == "begin":
             self.task, self.model = event["task"], event["order"]["model"]
-            self.target, self.turns = event["order"]["terms"]["target"], event["order"]["terms"]["turns"]
+            terms = event["order"]["terms"]
+            self.goal, self.turns = Goal(terms["target"], terms.get("until")), terms["turns"]
         elif kind == "baselines":
             self.baselines = told(event)
         if kind in ("baselines", "verdict", "outcome"):
@@ -193,7 +194,7 @@ def plain(write: Callable[[str], None], width: int = 0) -> Watch:
             write(line)
         (judged.add if kind == "verdict" else judged.discard)(number)
         if kind == "begin":
-            write(f"{view.task} with {view.model}, {target_text(view.target)}")
+            write(f"{view.task} with {view.model}, {view.goal}")
         elif kind == "baselines":
             write(f"baselines: {view.baselines}")
         elif kind == "tool":
@@ -255,11 +256,11 @@ def drawing(view: View, width: int, height: int) -> Any:
     def times(best: float | None) -> str:
         return f"{best:.2f}×" if best else "–"
 
-    good = "bold green" if view.best and view.best >= view.target else "bold"
+    good = "bold green" if view.best and view.best >= view.goal.target else "bold"
     lines = [
         line((view.task, "bold"), (f"  {view.model}  ", "cyan"), (view.baselines, "dim")),
         line(
-            ("best ", "dim"), (times(view.best), good), (f", {target_text(view.target)}  ", "dim"),
+            ("best ", "dim"), (times(view.best), good), (f", {view.goal}  ", "dim"),
             (sparkline(view.track), "green"), (f"  {view.judged} judged  {spent(view)}", "dim"),
         ),
     ]  # fmt: skip

@@ -22,6 +22,7 @@ from cuda_agent.agent.progress import (
     Event,
     Find,
     Findings,
+    Goal,
     SearchBudget,
     State,
     Transcript,
@@ -57,8 +58,8 @@ class SearchOutcome:
     folder: Path  #: holds the result
     why: str  #: why the search ended, a key of ``progress.ENDS``
     best: Find | None  #: the best correct solution; None if there is none, or strict mode confirmed none
-    target: float  #: the speed-up that the user asked for
-    reached: bool  #: whether ``best`` reaches the target in strict mode
+    goal: Goal  #: what the user asked for
+    reached: bool  #: whether ``best`` reaches the goal in strict mode
     spent: Event  #: how much of the budget was used, from ``SearchBudget.facts``
     message: str = ""  #: the latest note about an attempt
 
@@ -66,7 +67,7 @@ class SearchOutcome:
         verdict = self.best.strict if self.best else None
         return {
             "kind": "outcome", "folder": str(self.folder), "why": self.why,
-            "target": None if self.target >= NO_TARGET else self.target,
+            "target": None if self.goal.target >= NO_TARGET else self.goal.target, "until": self.goal.until,
             "reached": self.reached, "factor": factor(verdict) if verdict else None, "spent": self.spent,
             "message": self.message, "verdict": verdict.to_json() if verdict else None,
         }  # fmt: skip
@@ -135,8 +136,9 @@ async def optimize(
                     why = await _run_attempts(attempts, order, findings, transcript, stop)
                     best = await _confirm(task, sandbox, findings, transcript, stop)
             strict = best.strict if best else None
-            reached = strict is not None and (factor(strict) or 0.0) >= order.terms.target
-            outcome = SearchOutcome(folder, why, best, order.terms.target, reached, budget.facts(), transcript.note)
+            goal = order.terms.goal
+            reached = strict is not None and goal.reached(strict)
+            outcome = SearchOutcome(folder, why, best, goal, reached, budget.facts(), transcript.note)
             shown = {key: value for key, value in outcome.to_json().items() if key not in ("kind", "verdict")}
             transcript.tell("outcome", **shown)
             write_result(outcome, task, spec, probe, order, settings)
@@ -301,7 +303,7 @@ def write_result(
             (folder / name).unlink(missing_ok=True)
     events = read_events(folder / "transcript.jsonl")
     where = f"{order.model} at {order.base_url}"
-    page = render(task.name, task.code, events, best, probe, outcome.why, order.terms.target, where)
+    page = render(task.name, task.code, events, best, probe, outcome.why, order.terms.goal, where)
     write_whole(folder / "report.html", page)
 
 

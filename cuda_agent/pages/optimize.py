@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from cuda_agent.agent.progress import ENDS, Event, Find, target_text
+from cuda_agent.agent.progress import ENDS, Event, Find, Goal
 from cuda_agent.agent.progress import factor as faster_of_both
 from cuda_agent.agent.tools import standing
 from cuda_agent.pages.charts import Drawing, amount, apart, clock_time, duration, factor, interval_chart, number, ticks
@@ -23,7 +23,7 @@ Bar = tuple[str, float, str, str]  # label, value, text, CSS class
 
 
 def render(
-    name: str, code: str, events: Sequence[Event], best: Find | None, probe: Probe, why: str, target: float, where: str
+    name: str, code: str, events: Sequence[Event], best: Find | None, probe: Probe, why: str, goal: Goal, where: str
 ) -> str:
     """Returns the page about one search for a fast solution, as HTML.
 
@@ -34,7 +34,7 @@ def render(
         best: The best solution; None if no solution is confirmed to be correct.
         probe: Facts about the task without a solution: shapes, and times in eager mode and with ``torch.compile``.
         why: Reason why the search ended, a key of ``ENDS``.
-        target: Speed-up at which the search stops.
+        goal: What a solution had to reach to end the search.
         where: Name and address of the language model, as text."""
     verdict = (best.strict or best.quick) if best else None
     files = sorted(best.solution.files.items()) if best else []
@@ -49,7 +49,7 @@ def render(
         strict=(verdict.strict if verdict else None) or {},
         ratio=faster_of_both(verdict) if verdict else None,
         judged=plural(sum(event["kind"] == "verdict" for event in events), "solution" if best is None else "judgement"),
-        target=target_text(target),
+        target=str(goal),
         ended=ENDS.get(why, why),
         where=where,
         spent=next((event for event in reversed(events) if event["kind"] == "spent"), None),

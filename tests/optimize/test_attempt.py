@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from cuda_agent.agent.progress import ENDS, NO_TARGET, Find, Findings, SearchBudget, State, replayed, target_text
+from cuda_agent.agent.progress import ENDS, NO_TARGET, Find, Findings, Goal, SearchBudget, State, replayed
 from cuda_agent.optimize.attempt import Attempt, SearchEnvironment, Terms, up_to_turn
 from cuda_agent.policy.chat_stream import Reply
 from cuda_agent.sandbox.wire import Solution, ToolResult, Verdict
@@ -93,7 +93,7 @@ def test_a_quick_verdict_at_the_target_counts_only_after_a_strict_one():
     better = call("Write", path="kernels/k.cpp", content="x")
     ended, attempt, _ = run(Model(said(WRITE, PROFILE), said(better, PROFILE)), sandbox)
     assert ended == "target" and sandbox.modes == ["quick", "strict"] * 2
-    assert "1.50 times as fast" in results(attempt)[1] and "the target is 2" in results(attempt)[1]
+    assert "1.50 times as fast" in results(attempt)[1] and "target 2× is not reached" in results(attempt)[1]
     assert attempt.findings.reached.solution.files == {"plan.json": "{}", "kernels/k.cpp": "x"}
 
 
@@ -182,9 +182,28 @@ def test_a_search_without_a_target_names_none():
     endless = replace(TERMS, target=NO_TARGET)
     ended, attempt, _ = run(Model(said(WRITE, PROFILE), said()), Sandbox(verdict(ratio=3.0)), terms=endless)
     told = " ".join(message["content"] for message in attempt.state.messages)
-    assert (
-        ended == "answer" and "1e+06" not in told and "target is" not in told and target_text(NO_TARGET) == "no target"
+    assert ended == "answer" and "1e+06" not in told and "target is" not in told and str(Goal(NO_TARGET)) == "no target"
+
+
+@pytest.mark.parametrize(("until", "ends"), [(0.7, "target"), (0.9, "answer")])
+def test_a_share_of_the_speed_of_light_ends_a_search_after_a_strict_verdict(until, ends):
+    terms = replace(TERMS, target=NO_TARGET, until=until)
+    fast = replace(
+        verdict(ratio=1.01), clock="real", bytes=800, peak_bytes_per_second=1000 / verdict(ratio=1.01).seconds
     )
+    sandbox = Sandbox(fast)
+    ended, attempt, _ = run(Model(said(WRITE, PROFILE), said()), sandbox, terms=terms)
+    assert ended == ends and sandbox.modes[:2] == (["quick", "strict"] if ends == "target" else ["quick"])
+    assert f"The target is {until:.0%} of what the device's limits allow" in attempt.state.messages[1]["content"]
+    assert str(terms.goal) == f"target {until:.0%} of the speed of light"
+
+
+def test_a_goal_of_two_parts_is_reached_by_either():
+    slow = replace(verdict(ratio=1.1), clock="real", bytes=800, peak_bytes_per_second=1000.0)
+    assert Goal(1.05).reached(slow) and Goal(2.0, 0.8).reached(slow) and not Goal(2.0, 0.9).reached(slow)
+    assert not Goal(1.05, 0.1).reached(replace(slow, status="wrong"))
+    assert not Goal(NO_TARGET, 0.5).reached(replace(slow, clock="model")), "simulated times have no share"
+    assert str(Goal(2.0, 0.8)) == "target 2× or 80% of the speed of light"
 
 
 def test_a_model_that_refuses_is_not_said_to_be_done():

@@ -15,7 +15,7 @@ import pytest
 from chat_server import call, said, serve, turn_of
 from optimizing import DONE, KERNEL, MODEL, PROFILE, WRITE, Run, SharedSandbox, plan
 
-from cuda_agent.agent.progress import NO_TARGET, Findings, Transcript, factor, read_events, replayed
+from cuda_agent.agent.progress import NO_TARGET, Findings, Goal, Transcript, factor, read_events, replayed
 from cuda_agent.agent.tools import TOOLS
 from cuda_agent.errors import TaskError
 from cuda_agent.errors import TaskError as NoTask
@@ -89,7 +89,7 @@ def test_a_solution_without_a_strict_verdict_has_not_reached_the_target(run, mon
 
     monkeypatch.setattr(search, "_confirm", stopped)
     outcome = run(said([[WRITE], DONE]), turns=2)
-    assert factor(outcome.best.quick) >= outcome.target and outcome.best.strict is None
+    assert factor(outcome.best.quick) >= outcome.goal.target and outcome.best.strict is None
     assert not outcome.reached
 
 
@@ -385,7 +385,7 @@ def test_an_address_without_the_model_is_found_before_the_baselines_are_measured
 
 @pytest.mark.parametrize(("target", "told"), [(1.5, 1.5), (NO_TARGET, None)])
 def test_programs_are_not_told_a_number_that_stands_for_no_target(tmp_path, target, told):
-    outcome = search.SearchOutcome(tmp_path, "turns", None, target, False, {})
+    outcome = search.SearchOutcome(tmp_path, "turns", None, Goal(target), False, {})
     assert outcome.to_json()["target"] == told
 
 
@@ -514,7 +514,7 @@ def test_a_solution_that_strict_mode_has_refused_since_leaves_the_folder(tmp_pat
         (tmp_path / name).write_text("before")
     monkeypatch.setattr(search, "read_events", lambda _: [])
     monkeypatch.setattr("cuda_agent.pages.optimize.render", lambda *_: "page")
-    order = SimpleNamespace(model="m", base_url="http://u", terms=SimpleNamespace(target=1.0))
+    order = SimpleNamespace(model="m", base_url="http://u", terms=Terms(target=1.0))
     outcome: Any = SimpleNamespace(folder=tmp_path, best=None, why="turns")
     search.write_result(outcome, SimpleNamespace(name="t", code=""), *[None] * 2, order, None)  # type: ignore[arg-type]
     assert {path.name for path in tmp_path.iterdir()} == {"model.py", "report.html"}
